@@ -1,0 +1,94 @@
+"""hookline: observe, edit, save, measure and see any value inside any PyTorch model.
+
+Every value inside a model has an address, its place (`"layer1.0.conv2"`, `"fc:input"`,
+`"**.weight:grad"`). A few verbs work on places:
+
+- `select`: the places of a model that match
+- `capture`: keep values while a block runs → `Record`
+- `edit`: change values while a block runs, by `replace`, `add`, `scale`, `noise`, `zero`, `clamp`,
+  `dropout`, `blend`, `remove_direction`, `patch`, or a function
+- `hook`: call a function with every value; the primitive
+- `preserve`, `replace_module`, `get_module`, `get_parameter`: parameters and modules
+- `attached`: all that is live on a model
+- `heads`, `last_token`: slices for `at=`
+
+All of them act inside `with`, or from `.attach()` to `.remove()`, and leave nothing behind.
+"""
+
+from hookline.core.changes import (
+    Chain,
+    Change,
+    add,
+    blend,
+    clamp,
+    dropout,
+    noise,
+    patch,
+    remove_direction,
+    replace,
+    scale,
+    zero,
+)
+from hookline.core.edits import edit
+from hookline.core.hooks import Call, attached, hook
+from hookline.core.parameters import get_module, get_parameter, preserve, replace_module
+from hookline.core.places import Place, select
+from hookline.core.records import Record, capture
+from hookline.core.slices import heads, last_token
+from hookline.errors import (
+    ChangeError,
+    GradientNotAvailable,
+    HooklineError,
+    HooklineWarning,
+    NeverFired,
+    NotCaptured,
+    NotHookable,
+    PlaceError,
+    PlaceNotFound,
+    SeveralCalls,
+    SeveralTensors,
+    ValueChanged,
+)
+
+__all__ = [
+    "Call",
+    "Chain",
+    "Change",
+    "ChangeError",
+    "GradientNotAvailable",
+    "HooklineError",
+    "HooklineWarning",
+    "NeverFired",
+    "NotCaptured",
+    "NotHookable",
+    "Place",
+    "PlaceError",
+    "PlaceNotFound",
+    "Record",
+    "SeveralCalls",
+    "SeveralTensors",
+    "ValueChanged",
+    "add",
+    "attached",
+    "blend",
+    "capture",
+    "clamp",
+    "dropout",
+    "edit",
+    "get_module",
+    "get_parameter",
+    "heads",
+    "hook",
+    "last_token",
+    "noise",
+    "patch",
+    "preserve",
+    "remove_direction",
+    "replace",
+    "replace_module",
+    "scale",
+    "select",
+    "zero",
+]
+
+__version__ = "0.1.0"

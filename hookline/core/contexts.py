@@ -1,0 +1,103 @@
+"""What all verbs that change or watch a model have in common: entering and leaving.
+
+- `Entering`: acts inside `with`, or from `.attach()` to `.remove()`; never before
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+import warnings
+from typing import Any, Self
+
+from torch import Tensor, nn
+
+from hookline.errors import HooklineWarning
+
+__all__ = ["Entering"]
+
+
+class Entering:
+    """Acts inside `with`, or from `.attach()` to `.remove()`; entering again starts afresh."""
+
+    _verb = ""
+    _wheres: tuple[Any, ...] = ()
+    _open = False
+    _attached = False
+    _entered = True  # until the constructor is through: one that fails is not a forgotten one
+
+    def __init__(self, model: nn.Module | Tensor) -> None:
+        if not isinstance(model, (nn.Module, Tensor)):
+            raise TypeError(
+                f"{self._verb} was asked to work on a {type(model).__name__}. A model is a "
+                f"torch.nn.Module. Give it first, then the places."
+            )
+        self._model: Any = model
+        self._entered = False
+
+    def _start(self, attached: bool) -> None:
+        raise AssertionError("a verb starts")
+
+    def _stop(self) -> None:
+        raise AssertionError("a verb stops")
+
+    def _verify(self) -> None:
+        """Called after the block if nothing was raised in it."""
+
+    def _result(self) -> Any:
+        return self
+
+    def _enter(self, attached: bool) -> None:
+        if self._open:
+            raise RuntimeError(
+                f"{self!r} was entered again. It is open already. Leave it first, or make another."
+            )
+        self._entered = True
+        self._start(attached)
+        self._open, self._attached = True, attached
+
+    def _leave(self) -> None:
+        if self._open:
+            self._open = self._attached = False
+            self._stop()
+
+    def __enter__(self) -> Any:
+        self._enter(attached=False)
+        return self._result()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: types.TracebackType | None,
+    ) -> bool | None:
+        if self._open:
+            self._leave()
+            if error is None:
+                self._verify()
+        return None
+
+    def attach(self) -> Self:
+        """Act from now on, until `remove()`. The model keeps this alive."""
+        self._enter(attached=True)
+        return self
+
+    def remove(self) -> None:
+        """Stop acting and leave nothing behind. Never raises, and may be called twice."""
+        self._leave()
+
+    def __del__(self) -> None:
+        if self._open:
+            self._leave()
+        elif not self._entered and not sys.is_finalizing():
+            warnings.warn(
+                f"{self!r} was never entered, so it did nothing. Use it in a `with` statement, or "
+                f"call .attach() and later .remove().",
+                HooklineWarning,
+                stacklevel=2,
+            )
+
+    def __repr__(self) -> str:
+        asked = ", ".join(repr(where) for where in self._wheres)
+        state = "attached" if self._attached else "open" if self._open else "closed"
+        return f"<hookline {self._verb} at {asked}, {state}>"

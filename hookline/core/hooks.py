@@ -1,0 +1,586 @@
+"""Where hooks are registered, and the primitive on which the other verbs stand.
+
+- `hook(model, where, function)`: call a function with every value at a place
+- `attached(model)`: all that is live on a model
+- `Call`: which execution of which module a value belongs to
+- `Context`: what `hook`, `capture` and `edit` have in common: entering, leaving, firing
+- `Tap`: what a context does with the values at one target
+- `Site`: a context's hooks on one module, at most one forward and one pre-forward hook
+
+Only this file registers hooks on modules: local, appended, forward and pre-forward. Gradients are
+reached from there, through tensors and autograd nodes (`gradients.py`).
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from contextvars import ContextVar
+from typing import Any, Generic, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from hookline.core import arguments, gradients
+from hookline.core.contexts import Entering
+from hookline.core.nested import get_part, set_part
+from hookline.core.places import Place, Request, Target, Where, resolve, walk
+from hookline.errors import NeverFired, PlaceError
+
+__all__ = ["ACTIVE", "KEEP", "Attached", "Call", "Context", "Site", "Tap", "attached", "hook"]
+
+KEEP = object()  # what a tap returns to leave a value as it is
+ACTIVE: ContextVar[frozenset[int]] = ContextVar("hookline_active", default=frozenset())
+
+_keys = itertools.count(-1, -1)  # of our entries in hook dicts; torch's own count up from 0
+_serials = itertools.count(1)
+in_backward: Callable[[], int] = torch._C._current_graph_task_id  # pyright: ignore
+T = TypeVar("T", bound="Tap")
+
+
+class Call:
+    """Which execution of which module a value belongs to; given to functions that ask for it."""
+
+    __slots__ = ("_tap", "index", "module", "recomputed")
+
+    def __init__(self, tap: Tap, index: int, recomputed: bool = False) -> None:
+        self._tap = tap
+        self.module = tap.target.module
+        self.index = index
+        self.recomputed = recomputed
+
+    @property
+    def place(self) -> Place:
+        """The place of the value, under the module's first name."""
+        return self._tap.place
+
+    def __repr__(self) -> str:
+        again = ", recomputed" if self.recomputed else ""
+        return f"Call({str(self.place)!r}, {self.index}{again})"
+
+
+class Tap:
+    """What a context does with the values at one target. Subclasses are the verbs."""
+
+    __slots__ = ("__weakref__", "context", "fired", "reasons", "target")
+    replaces = True  # whether values may be replaced: false for captures
+
+    def __init__(self, target: Target, context: weakref.ref[Context[Any]]) -> None:
+        self.target = target
+        self.context = context
+        self.fired = 0
+        self.reasons: dict[int, str] = {}  # why a call gave nothing
+
+    @property
+    def place(self) -> Place:
+        context = self.context()
+        return self.target.place if context is None else context.place_of(self.target)
+
+    def receive(self, value: Any, index: int, recomputed: bool, frame: Frame | None) -> Any:
+        """Take a value; return KEEP or what shall stand in its place."""
+        raise AssertionError("a tap receives")
+
+    def gradient(self, grad: Tensor, index: int, path: tuple[Any, ...]) -> Tensor | None:
+        """Take a gradient, or one tensor of it; return what shall stand in its place, or None."""
+        raise AssertionError("a tap receives gradients")
+
+    def expect(self, value: Any, index: int, tensors: list[tuple[Any, Tensor]]) -> None:
+        """A call has taken place whose gradients will come, for these tensors of this value."""
+
+    def explain(self, index: int, reason: str, remedy: str = "") -> None:
+        """A value that was asked for cannot be given for this call; say why on read or at exit."""
+        self.reasons[index] = f"{reason} {remedy}".strip()
+
+
+class Frame:
+    """What is known of one running call of one module."""
+
+    __slots__ = ("edges", "gates", "index", "pending", "sequence")
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.pending: list[tuple[Any, Any]] = []  # inputs kept until the call is complete
+        self.sequence = 0  # the autograd sequence number at the start
+        self.edges: list[Any] = []  # the gradient edges of the inputs at the start
+        self.gates: list[Any] = []
+
+
+class Site:
+    """A context's hooks on one module.
+
+    The model holds sites, sites hold their context weakly (unless attached), so that an abandoned
+    context can be collected. Copies of a module get an inert site that removes itself.
+    """
+
+    __slots__ = (
+        "context", "count", "foreign", "frames", "grad_inputs", "grad_outputs", "inputs", "keeper",
+        "key", "outputs", "owner", "started", "values",
+    )  # fmt: skip
+
+    def __init__(self, context: weakref.ref[Context[Any]] | None, owner: int | None) -> None:
+        self.context = context
+        self.owner = owner  # the serial of the context, or None to act for every thread and task
+        self.keeper: Context[Any] | None = None
+        self.key = next(_keys)
+        self.count = 0  # completed calls
+        self.started = 0
+        self.foreign = 0  # calls from other threads and tasks
+        self.inputs: list[Tap] = []
+        self.values: list[Tap] = []
+        self.outputs: list[Tap] = []
+        self.grad_inputs: list[Tap] = []
+        self.grad_outputs: list[Tap] = []
+        self.frames: dict[int, list[Frame]] = {}
+
+    def add(self, tap: Tap) -> None:
+        port = tap.target.port
+        if port == "grad":
+            return
+        kinds = {
+            "output": self.outputs, "input": self.inputs, "inputs": self.inputs,
+            "value": self.values, "grad_output": self.grad_outputs,
+            "grad_input": self.grad_inputs, "grad_inputs": self.grad_inputs,
+        }  # fmt: skip
+        kinds[port].append(tap)
+
+    def register(self, module: nn.Module) -> None:
+        """Put the hooks on a module.
+
+        Straight into the module's hook dicts, which is what `register_forward_hook` does after
+        making a handle, and a third of the cost of entering and leaving.
+        """
+        gradient = self.grad_outputs or self.grad_inputs
+        if self.inputs or self.values or gradient:
+            module._forward_pre_hooks[self.key] = self.before
+            module._forward_pre_hooks_with_kwargs[self.key] = True
+        if self.inputs or self.outputs or gradient:
+            module._forward_hooks[self.key] = self.after
+            module._forward_hooks_with_kwargs[self.key] = True
+        if not (self.inputs or self.values or self.outputs or gradient):
+            module._forward_pre_hooks[self.key] = self.rest  # keeps an attached edit alive
+
+    def unregister(self, module: nn.Module) -> None:
+        """Take the hooks off a module; fine if they are off already."""
+        for hooks in (
+            module._forward_hooks,
+            module._forward_hooks_with_kwargs,
+            module._forward_pre_hooks,
+            module._forward_pre_hooks_with_kwargs,
+        ):
+            hooks.pop(self.key, None)
+
+    def rest(self, module: nn.Module, args: Any) -> None:
+        """A hook that does nothing, for contexts that change parameters only."""
+        if self.context is None:
+            self.unregister(module)
+
+    def stranger(self, module: nn.Module) -> None:
+        """A call that is not this context's: of another thread or task, or of a copied module."""
+        self.foreign += 1
+        if self.context is None:
+            self.unregister(module)
+
+    def before(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        """The pre-forward hook."""
+        if self.owner is not None and self.owner not in ACTIVE.get():
+            return None
+        recomputed = self.count > 0 and in_backward() != -1
+        frame = Frame(self.count - 1 if recomputed else self.started)
+        if not recomputed:
+            self.started += 1
+        self.frames.setdefault(threading.get_ident(), []).append(frame)
+        changed = False
+        for tap in self.values:
+            tap.receive(tap.target.tensor(), frame.index, recomputed, None)
+        for tap in self.inputs:
+            new = self._offer_input(tap, module, args, kwargs, frame, recomputed)
+            if new is not KEEP:
+                args, kwargs = arguments.write(module, args, kwargs, tap.target, new)
+                changed = True
+        for tap in self.grad_inputs:
+            new = gradients.note_inputs(tap, module, args, kwargs, frame)
+            if new is not KEEP:
+                args, kwargs = arguments.write(module, args, kwargs, tap.target, new)
+                changed = True
+        if self.grad_outputs or self.grad_inputs:
+            frame.sequence = gradients.sequence()
+        return (args, kwargs) if changed else None
+
+    def _offer_input(
+        self, tap: Tap, module: nn.Module, args: Any, kwargs: Any, frame: Frame, recomputed: bool
+    ) -> Any:
+        try:
+            value = arguments.read(module, args, kwargs, tap.target)
+        except LookupError as error:
+            return _no_part(tap, frame.index, error)
+        return tap.receive(value, frame.index, recomputed, frame)
+
+    def after(
+        self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any
+    ) -> Any:
+        """The forward hook."""
+        if self.owner is not None and self.owner not in ACTIVE.get():
+            return self.stranger(module)
+        recomputed = self.count > 0 and in_backward() != -1
+        index = self.count - 1 if recomputed else self.count
+        if not recomputed:
+            self.count += 1
+        frame = None
+        if self.inputs or self.grad_outputs or self.grad_inputs:
+            running = self.frames.get(threading.get_ident())
+            if not running:  # the context was entered while the module was running
+                return None
+            frame = running.pop()
+            for commit, stored in frame.pending:
+                commit(index, stored)
+        original = output
+        for tap in self.outputs:
+            parts = tap.target.parts
+            try:
+                value = get_part(output, parts) if parts else output
+            except LookupError as error:
+                _no_part(tap, index, error)
+                continue
+            new = tap.receive(value, index, recomputed, None)
+            if new is not KEEP:
+                output = set_part(output, parts, new) if parts else new
+        if frame is not None:
+            for tap in self.grad_outputs:
+                parts = tap.target.parts
+                try:
+                    value = get_part(output, parts) if parts else output
+                except LookupError as error:
+                    _no_part(tap, index, error)
+                    continue
+                new = gradients.watch_outputs(tap, value, output, args, kwargs, index, frame)
+                if new is not KEEP:
+                    output = set_part(output, parts, new) if parts else new
+            for tap in self.grad_inputs:
+                gradients.watch_inputs(tap, output, index, frame)
+        return None if output is original else output
+
+    def drain(self) -> None:
+        """Keep the inputs of calls that began and never completed, after all others."""
+        for running in self.frames.values():
+            for frame in running:
+                for commit, stored in frame.pending:
+                    commit(self.count, stored)
+                    self.count += 1
+        self.frames.clear()
+
+    def __deepcopy__(self, memo: Any) -> Site:
+        return _inert()
+
+    def __copy__(self) -> Site:
+        return _inert()
+
+    def __reduce__(self) -> Any:
+        return _inert, ()
+
+
+def _inert() -> Site:
+    """The site of a copied or loaded module: it never acts, and removes itself when called."""
+    return Site(None, 0)
+
+
+def _no_part(tap: Tap, index: int, error: LookupError) -> Any:
+    """The value has not the part that the place names: told at exit, or at once by an edit."""
+    if tap.replaces:
+        raise PlaceError(
+            f"The place {str(tap.place)!r} does not fit the value there:",
+            f"{error}.",
+            "Capture the whole value and look at record[place] to see its parts.",
+        ) from None
+    tap.explain(index, f"{error}.")
+    return KEEP
+
+
+class Context(Entering, Generic[T]):
+    """What the verbs that act at places have in common. Nothing acts before it is entered."""
+
+    _owned = False  # whether it sees only the calls of the thread or task that entered it
+
+    def __init__(self, model: nn.Module | Tensor, wheres: Iterable[Where]) -> None:
+        super().__init__(model)
+        self._wheres = tuple(wheres)
+        self._serial = 0
+        self._names: dict[int, str] | None = None
+        self._requests: list[Request] = []
+        self._taps: dict[tuple[Any, ...], T] = {}
+        self._sites: dict[int, tuple[nn.Module, Site]] = {}
+        self._handles: list[Any] = []
+
+    # -- for subclasses -------------------------------------------------------------------------
+
+    def _tap(self, target: Target, ref: weakref.ref[Context[Any]]) -> T:
+        raise AssertionError("a verb makes taps")
+
+    def _site(self, ref: weakref.ref[Context[Any]], owner: int | None, target: Target) -> Site:
+        return Site(ref, owner)
+
+    def _resolve(self) -> list[Request]:
+        return resolve(self._model, self._wheres)
+
+    def _prepared(self) -> None:
+        """Called when everything is made, before the hooks are registered."""
+
+    # -- entering and leaving -------------------------------------------------------------------
+
+    def _start(self, attached: bool) -> None:
+        self._names = None
+        self._taps, self._sites, self._handles = taps, sites, _ = {}, {}, []
+        self._requests = self._resolve()
+        self._serial = next(_serials)
+        owner = self._serial if self._owned and not attached else None
+        ref = weakref.ref(self)
+        try:
+            for request in self._requests:
+                for target in request.targets:
+                    key = target.key
+                    if key in taps:
+                        continue
+                    tap = taps[key] = self._tap(target, ref)
+                    known = sites.get(key[0])
+                    if known is None:
+                        site = self._site(ref, owner, target)
+                        sites[key[0]] = (target.module, site)
+                    else:
+                        site = known[1]
+                    site.add(tap)
+                    if target.port == "grad":
+                        gradients.watch_tensor(tap, target.tensor())
+            self._prepared()
+            for module, site in sites.values():
+                if attached:
+                    site.keeper = self
+                site.register(module)
+        except BaseException:
+            self._stop()
+            raise
+        if owner is not None:
+            ACTIVE.set(ACTIVE.get() | {owner})
+
+    def _stop(self) -> None:
+        for module, site in self._sites.values():
+            site.unregister(module)
+            if site.frames:
+                site.drain()
+            site.keeper = None
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        active = ACTIVE.get()
+        if self._serial in active:
+            ACTIVE.set(active - {self._serial})
+
+    def keep_handle(self, handle: Any) -> None:
+        """Remember the handle of a hook on a tensor or node, to remove it at the end."""
+        handles = self._handles
+        handles.append(handle)
+        # Graphs die, and their handles with them: forget those now and then.
+        if len(handles) >= 512 and len(handles) & (len(handles) - 1) == 0:
+            self._handles = [h for h in handles if h.hooks_dict_ref() is not None]
+
+    # -- names ----------------------------------------------------------------------------------
+
+    def place_of(self, target: Target) -> Place:
+        """The place of a target under the first name of its module; names are found on demand."""
+        if self._names is None:
+            self._names = first_names(self._model)
+        return named_place(target, self._names)
+
+    # -- firing ---------------------------------------------------------------------------------
+
+    def _fired(self, tap: T) -> bool:
+        """Whether a tap has done what was asked of it."""
+        return tap.fired > 0
+
+    def _verify(self) -> None:
+        for request in self._requests:
+            missing = [t for t in request.targets if not self._fired(self._taps[t.key])]
+            if missing and (request.literal or len(missing) == len(request.targets)):
+                raise self._never_fired(request, missing[0])
+
+    def _never_fired(self, request: Request, target: Target) -> NeverFired:
+        tap = self._taps[target.key]
+        count = len(request.targets)
+        others = f", nor any other of the {count} places that match {request.asked}"
+        return NeverFired(
+            f"Nothing happened at {str(self.place_of(target))!r}"
+            f"{others if count > 1 and not request.literal else ''}:",
+            self.reason(tap),
+            "hookline.select(model, '**') lists the modules; a capture of '**' shows which are "
+            "called, in record.places() and record.unfired().",
+        )
+
+    def reason(self, tap: Tap) -> str:
+        """Why nothing happened at a tap."""
+        if tap.reasons:
+            return next(iter(tap.reasons.values()))
+        known = self._sites.get(id(tap.target.module))
+        site = None if known is None else known[1]
+        if site is not None and site.foreign:
+            return (
+                f"its module was called {site.foreign} times, but from another thread or task "
+                f"than the one that entered this; threads='all' takes those calls too."
+            )
+        return self._why_not_called(tap.target, site)
+
+    def _why_not_called(self, target: Target, site: Site | None) -> str:
+        module = target.module
+        if target.port == "grad":
+            return (
+                "no gradient arrived. No backward ran inside the `with`, or the loss does not "
+                "depend on it."
+            )
+        if site is not None and site.count:
+            return f"its module was called {site.count} times."
+        if isinstance(self._model, nn.Module):
+            path = self.place_of(target).path
+            parent = dict(self._model.named_modules()).get(path.rpartition(".")[0])
+            if path.endswith("out_proj") and isinstance(parent, nn.MultiheadAttention):
+                return (
+                    "nn.MultiheadAttention uses the weights of its out_proj without ever calling "
+                    "it; ask for the attention module's own output."
+                )
+            if id(module) not in first_names(self._model):
+                return "its module was taken out of the model while this was open."
+        return (
+            f"its module ({type(module).__name__}) was not called. Its forward may have been "
+            f"called directly, as in module.forward(x), which runs no hooks, or its weights used "
+            f"without it, or the code that calls it was not reached."
+        )
+
+
+def first_names(model: nn.Module | Tensor | None) -> dict[int, str]:
+    """The first name of every module, by id, in model order."""
+    return {id(m): path for path, m in walk(model)} if isinstance(model, nn.Module) else {}
+
+
+def named_place(target: Target, names: dict[int, str]) -> Place:
+    """The place of a target under the first name of its module."""
+    path = names.get(target.key[0], target.path)
+    return Place(target.named(path), target.port, target.parts)
+
+
+# -- hook -----------------------------------------------------------------------------------------
+
+
+def takes_call(function: Callable[..., Any]) -> bool:
+    """Whether a function asks for the Call: it has a second required positional parameter.
+
+    >>> takes_call(lambda value, call: value), takes_call(torch.relu), takes_call(print)
+    (True, False, False)
+    """
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):  # builtins have no signature
+        return False
+    if len(parameters) < 2:
+        return False
+    second = parameters[1]
+    positional = second.kind in (second.POSITIONAL_ONLY, second.POSITIONAL_OR_KEYWORD)
+    return positional and second.default is second.empty
+
+
+class _HookTap(Tap):
+    __slots__ = ("function", "wants_call")
+
+    def __init__(self, target: Target, context: Any, function: Callable[..., Any]) -> None:
+        super().__init__(target, context)
+        self.function = function
+        self.wants_call = takes_call(function)
+
+    def receive(self, value: Any, index: int, recomputed: bool, frame: Frame | None) -> Any:
+        self.fired += 1
+        try:
+            if self.wants_call:
+                new = self.function(value, Call(self, index, recomputed))
+            else:
+                new = self.function(value)
+        except BaseException as error:
+            add_place(error, self)
+            raise
+        if new is not None and self.target.port == "value":
+            raise PlaceError(
+                f"A hook at {str(self.place)!r} returned a value:",
+                "a parameter or buffer cannot be replaced by a hook.",
+                "Use hookline.edit(model, place, change), which puts it back afterwards.",
+            )
+        return KEEP if new is None else new
+
+    def gradient(self, grad: Tensor, index: int, path: tuple[Any, ...]) -> Tensor | None:
+        new = self.receive(grad.clone(), index, False, None)
+        return None if new is KEEP else new
+
+
+def add_place(error: BaseException, tap: Tap) -> None:
+    """Tell in a note of the user's exception at which place it was raised."""
+    error.add_note(f"hookline: raised at the place {str(tap.place)!r}")
+
+
+class hook(Context[_HookTap]):  # noqa: N801 - a verb that is used like a function
+    """Call a function with every value at a place; what it returns stands in the value's stead.
+
+    >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
+    >>> with hook(model, "0", lambda value: print(tuple(value.shape))):
+    ...     _ = model(torch.zeros(5, 2))
+    (5, 3)
+
+    Args:
+        model: any module, or a plain tensor with the place ":grad".
+        where: one place, or a list of them; see `select`.
+        function: `fn(value) -> None or a new value`, or `fn(value, call)`; with a second required
+            parameter it also gets the `Call`. Nothing is checked: what it returns is used. At
+            gradient places it is called once per tensor, as the gradients arrive, with a copy.
+
+    It acts inside `with`, or from `.attach()` to `.remove()`.
+    """
+
+    _verb = "hook"
+
+    def __init__(
+        self, model: nn.Module | Tensor, where: Where, function: Callable[..., Any]
+    ) -> None:
+        super().__init__(model, (where,))
+        self._function = function
+
+    def _tap(self, target: Target, ref: weakref.ref[Context[Any]]) -> _HookTap:
+        return _HookTap(target, ref, self._function)
+
+
+# -- attached -------------------------------------------------------------------------------------
+
+
+class Attached(list[Context[Any]]):
+    """What is live on a model; `remove()` ends all of it."""
+
+    def remove(self) -> None:
+        """Remove every context in the list, last first."""
+        for context in reversed(self):
+            context.remove()
+
+
+def attached(model: nn.Module) -> Attached:
+    """All that is live on a model: open `with` blocks and attachments, in order of entering.
+
+    >>> model = nn.Sequential(nn.Linear(2, 3))
+    >>> handle = hook(model, "0", print).attach()
+    >>> attached(model)
+    [<hookline hook at '0', attached>]
+    >>> attached(model).remove()
+    >>> attached(model)
+    []
+    """
+    found: dict[int, Context[Any]] = {}
+    for _, module in walk(model):
+        for function in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+            site = getattr(function, "__self__", None)
+            if isinstance(site, Site) and site.context is not None:
+                context = site.context()
+                if context is not None:
+                    found[cast(Any, context)._serial] = context
+    return Attached(found[serial] for serial in sorted(found))

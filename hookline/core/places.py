@@ -1,0 +1,568 @@
+"""Every value inside a model has an address, its place.
+
+- `Place`: the address of a value, a string with its pieces as attributes
+- `select(model, *where)`: the places that match, in model order
+- `Target`: a place found in a model, with the module that it belongs to
+- `resolve(model, wheres)`: what was asked for, as targets
+- `walk(model)`: every module once, under its first name
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias, cast
+
+import torch
+from torch import Tensor, nn
+
+from hookline.core.grammar import (
+    DEEP,
+    MODULE_PORTS,
+    TENSOR_PORTS,
+    Pattern,
+    Segment,
+    escape,
+    literal_readings,
+    parse,
+    parse_port,
+)
+from hookline.core.nested import Path, show_path
+from hookline.errors import NotHookable, PlaceError, PlaceNotFound
+
+__all__ = ["Place", "Request", "Target", "Where", "resolve", "select", "walk"]
+
+Where: TypeAlias = (
+    "str | nn.Module | type[nn.Module] | re.Pattern[str] | Callable[[str, nn.Module], bool]"
+    " | tuple[Any, str] | Iterable[Any]"
+)
+
+# Wrappers of torch whose name in a path may be left out: DDP, compile, FSDP1, checkpointing.
+_WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+_SPECIAL = re.compile(r"[*{},/:\[\]#\\]")
+
+
+class Place(str):
+    """The address of a value: a string in its canonical spelling, with its pieces as attributes.
+
+    >>> place = Place("lstm", "output", (1, 0))
+    >>> place == "lstm[1][0]", place.path, place.port, place.parts
+    (True, 'lstm', 'output', (1, 0))
+    """
+
+    __slots__ = ("parts", "path", "port")
+    path: str
+    port: str
+    parts: Path
+
+    def __new__(cls, path: str, port: str = "output", parts: Path = ()) -> Place:
+        shown = "" if port in ("output", "value") else f":{port}"
+        self = super().__new__(cls, escape(path) + shown + show_path(parts))
+        self.path, self.port, self.parts = path, port, parts
+        return self
+
+    def __getnewargs__(self) -> tuple[str, str, Path]:  # pyright: ignore
+        return self.path, self.port, self.parts
+
+
+class Target:
+    """A place found in a model. `attribute` is set for a parameter or buffer of `module`."""
+
+    __slots__ = ("attribute", "key", "module", "parts", "path", "port")
+
+    def __init__(
+        self,
+        module: nn.Module,
+        path: str,
+        port: str = "output",
+        parts: Path = (),
+        attribute: str | None = None,
+    ) -> None:
+        self.module = module
+        self.path = path
+        self.port = port
+        self.parts = parts
+        self.attribute = attribute
+        # The same for two targets at the same place of the same module object.
+        self.key = (id(module), attribute, port, parts)
+
+    @property
+    def place(self) -> Place:
+        return Place(self.named(self.path), self.port, self.parts)
+
+    def named(self, path: str) -> str:
+        """The path of the module, or of the tensor in it, if the module's path is `path`."""
+        if self.attribute is None or isinstance(self.module, Lone):
+            return path
+        return f"{path}.{self.attribute}" if path else self.attribute
+
+    def tensor(self) -> Tensor | None:
+        """The parameter or buffer at this target, as it is now."""
+        owner = self.module.__dict__
+        name = cast(str, self.attribute)
+        found = owner["_parameters"].get(name)
+        return owner["_buffers"].get(name) if found is None else found
+
+
+@dataclass(slots=True)
+class Request:
+    """One thing that was asked for: literal places must all fire, of others one must."""
+
+    asked: str
+    literal: bool
+    targets: list[Target] = field(default_factory=list[Target])
+    refused: dict[Place, str] = field(default_factory=dict[Place, str])
+
+
+def select(model: nn.Module, *where: Where) -> list[Place]:
+    """The places of a model that match, each once, in model order. Without `where`: all modules.
+
+    >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 1))
+    >>> select(model, nn.Linear)
+    ['0', '2']
+    >>> select(model, "{0,2}:grad_output", "**.bias")
+    ['0:grad_output', '0.bias', '2:grad_output', '2.bias']
+
+    Args:
+        model: any module.
+        where: places, modules, module types, regular expressions (searched in the path),
+            predicates `(name, module) -> bool`, pairs of any of them and a port such as
+            `(nn.Conv2d, ":grad_output")`, and lists of any of them.
+    """
+    names = {id(module): (n, path) for n, (path, module) in enumerate(walk(model))}
+    found: dict[Place, int] = {}
+    for request in resolve(model, where or ("**",)):
+        for target in request.targets:
+            order, path = names[id(target.module)]
+            found.setdefault(Place(target.named(path), target.port, target.parts), order)
+    return sorted(found, key=found.__getitem__)
+
+
+def walk(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Every module once with its first name, the model itself first, as `named_modules` has them.
+
+    >>> [name for name, _ in walk(nn.Sequential(nn.ReLU()))]
+    ['', '0']
+    """
+    found: list[tuple[str, nn.Module]] = []
+    seen: set[int] = set()
+    stack = [("", model)]
+    while stack:
+        path, module = stack.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        found.append((path, module))
+        if module._modules:
+            prefix = path + "." if path else ""
+            stack += [
+                (prefix + name, child)
+                for name, child in reversed(module._modules.items())
+                if child is not None
+            ]
+    return found
+
+
+def resolve(model: nn.Module | Tensor, wheres: Iterable[Where]) -> list[Request]:
+    """What was asked for, as targets; an error in three parts for what is not there."""
+    requests: list[Request] = []
+    for where in wheres:
+        if isinstance(model, Tensor):
+            requests.append(_of_tensor(model, where))
+        else:
+            _resolve(model, where, None, (), requests)
+    return requests
+
+
+def _resolve(
+    model: nn.Module, where: Any, port: str | None, parts: Path, requests: list[Request]
+) -> None:
+    if isinstance(where, str):
+        requests.append(_of_text(model, where, port, parts))
+    elif isinstance(where, nn.Module):
+        path = "" if where is model else _path_of(model, where)
+        target = Target(where, path, _module_port(path, port), parts)
+        _refuse_unhookable(where, path)
+        requests.append(Request(_describe(where, port, parts), True, [target]))
+    elif isinstance(where, (type, re.Pattern)) or callable(where):
+        requests.append(_of_predicate(model, where, port, parts))
+    elif isinstance(where, tuple) and _is_pair(cast("tuple[Any, ...]", where)):
+        inner, spelled = cast("tuple[Any, str]", where)
+        _resolve(model, inner, *parse_port(spelled), requests)
+    elif isinstance(where, Iterable):
+        for item in cast("Iterable[Any]", where):
+            _resolve(model, item, port, parts, requests)
+    else:
+        raise PlaceError(
+            f"{where!r} is no place:",
+            f"it is of type {type(where).__name__}.",
+            "Give a string, a module, a module type, a re.Pattern, a predicate (name, module) -> "
+            "bool, a pair of one of them and a port, or a list of them.",
+        )
+
+
+def _is_pair(where: tuple[Any, ...]) -> bool:
+    return len(where) == 2 and isinstance(where[1], str) and where[1][:1] in (":", "[")
+
+
+def _describe(where: Any, port: str | None, parts: Path) -> str:
+    if isinstance(where, nn.Module):
+        shown = f"the module {type(where).__name__}"
+    elif isinstance(where, type):
+        shown = where.__name__
+    else:
+        shown = repr(where.pattern) if isinstance(where, re.Pattern) else repr(where)
+    return shown if port is None and not parts else f"({shown}, ':{port}{show_path(parts)}')"
+
+
+# -- text ---------------------------------------------------------------------------------------
+
+
+def _of_text(model: nn.Module, text: str, port: str | None, parts: Path) -> Request:
+    literal = _as_literal(model, text, port, parts) if _SPECIAL.search(text) else None
+    try:
+        patterns = parse(text)
+    except PlaceError:
+        if literal is None:
+            raise
+        return literal
+    request = Request(repr(text), all(pattern.literal for pattern in patterns))
+    missing: PlaceNotFound | None = None
+    seen: set[tuple[Any, ...]] = set()
+    for pattern in patterns:
+        try:
+            for target in _matches(model, text, pattern, port, parts, request):
+                if target.key not in seen:
+                    seen.add(target.key)
+                    request.targets.append(target)
+        except PlaceNotFound as error:
+            missing = missing or error
+        except NotHookable:
+            if literal is None:
+                raise
+    if literal is not None:
+        if request.targets and {t.key for t in literal.targets} != seen:
+            raise _ambiguous(text, literal.targets[0], request.targets[0])
+        return literal
+    if request.targets:
+        return request
+    raise missing or PlaceNotFound(
+        f"Nothing matches {text!r}:",
+        next(iter(request.refused.values()), _closest(model, text)),
+        "List the modules with hookline.select(model, '**').",
+    )
+
+
+def _as_literal(
+    model: nn.Module, text: str, port: str | None, parts: Path
+) -> Request | None:
+    """The request if the text, as it stands, is the path of something."""
+    for path, own_port, own_parts in literal_readings(text):
+        segments = tuple(path.split("."))
+        pattern = Pattern(segments, None, None, own_port, own_parts, True)
+        if _SPECIAL.search(path):
+            request = Request(repr(text), True)
+            try:
+                request.targets += _matches(model, text, pattern, port, parts, request)
+            except (PlaceNotFound, NotHookable):
+                continue
+            if request.targets:
+                return request
+    return None
+
+
+def _matches(
+    model: nn.Module, text: str, pattern: Pattern, port: str | None, parts: Path, request: Request
+) -> Iterator[Target]:
+    if pattern.operation is not None and any(_find(model, pattern.segments)):
+        raise NotHookable(
+            f"The place {text!r} asks for the operation {pattern.operation!r}:",
+            "operations inside a forward are not available yet.",
+            "Ask for the module's input or output, "
+            f"or write {escape(text)!r} if that is the name of a module.",
+        )
+    if pattern.operation is not None:
+        return
+    port, parts = pattern.port or port, (*pattern.parts, *parts)
+    segments, literal = pattern.segments, pattern.literal
+    count = 0
+    if port not in TENSOR_PORTS:
+        for path, module in _find(model, segments):
+            problem = _problem(module)
+            if problem and literal:
+                raise NotHookable(f"The place {text!r} cannot be hooked:", problem[0], problem[1])
+            if not problem:
+                count += 1
+                yield Target(module, path, port or "output", parts)
+            elif isinstance(module, torch.jit.ScriptModule):
+                request.refused[Place(path, port or "output", parts)] = problem[0]
+    last_is_literal = bool(segments) and isinstance(segments[-1], str)
+    if port in TENSOR_PORTS or (last_is_literal and (port is None or not count)):
+        for path, module, name in _find_tensors(model, segments, port == "grad"):
+            if port in MODULE_PORTS:
+                raise PlaceError(
+                    f"The place {text!r} asks for the port {port!r}:",
+                    f"{name!r} is a parameter or buffer.",
+                    f"It has the ports {' and '.join(TENSOR_PORTS)}.",
+                )
+            count += 1
+            yield Target(module, path, port or "value", parts, name)
+    if not count and literal:
+        raise _not_found(model, text, cast("tuple[str, ...]", segments), port)
+
+
+def _find(model: nn.Module, segments: tuple[Segment, ...]) -> Iterator[tuple[str, nn.Module]]:
+    """The modules whose path matches, each once. Only what can match is looked at."""
+    if all(isinstance(segment, str) for segment in segments):
+        path, module = "", model
+        for segment in cast("tuple[str, ...]", segments):
+            step = _child(module, path, segment)
+            if step is None:
+                return
+            path, module = step
+        yield path, module
+        return
+    seen: set[tuple[int, int]] = set()
+    given: set[int] = set()
+    stack = [("", model, 0)]
+    while stack:
+        path, module, n = stack.pop()
+        if n == len(segments):
+            if id(module) not in given:
+                given.add(id(module))
+                yield path, module
+            continue
+        if (id(module), n) in seen:
+            continue
+        seen.add((id(module), n))
+        segment = segments[n]
+        if isinstance(segment, str):
+            step = _child(module, path, segment)
+            if step is not None:
+                stack.append((*step, n + 1))
+            continue
+        last = n + 1 == len(segments)
+        for name, child in reversed(module._modules.items()):
+            if child is None:
+                continue
+            below = f"{path}.{name}" if path else name
+            if segment is DEEP:
+                stack.append((below, child, n))
+                if last:
+                    stack.append((below, child, n + 1))
+            elif cast("re.Pattern[str]", segment).fullmatch(name):
+                stack.append((below, child, n + 1))
+            elif name in _WRAPPERS and len(module._modules) == 1:
+                stack.append((below, child, n))
+        if segment is DEEP and not last:
+            stack.append((path, module, n + 1))
+
+
+def _child(module: nn.Module, path: str, name: str) -> tuple[str, nn.Module] | None:
+    modules = module._modules
+    child = modules.get(name)
+    if child is not None:
+        return (f"{path}.{name}" if path else name), child
+    if len(modules) == 1:
+        ((wrapper, inner),) = modules.items()
+        if wrapper in _WRAPPERS and inner is not None:
+            return _child(inner, f"{path}.{wrapper}" if path else wrapper, name)
+    return None
+
+
+def _find_tensors(
+    model: nn.Module, segments: tuple[Segment, ...], gradients: bool
+) -> Iterator[tuple[str, nn.Module, str]]:
+    """The parameters and buffers whose path matches, each once, with their owners."""
+    if not segments:
+        return
+    last = segments[-1]
+    if last is DEEP:  # `a.**` is any tensor in a or below
+        segments = (*segments, re.compile("[^.]*"))
+        last = segments[-1]
+    seen: set[int] = set()
+    for path, module in _find(model, segments[:-1]):
+        inner = module
+        while len(inner._modules) == 1 and next(iter(inner._modules)) in _WRAPPERS:
+            wrapper, wrapped = next(iter(inner._modules.items()))
+            path, inner = (f"{path}.{wrapper}" if path else wrapper), cast(nn.Module, wrapped)
+        for name, tensor in (*inner._parameters.items(), *inner._buffers.items()):
+            matches = name == last if isinstance(last, str) else last.fullmatch(name)  # pyright: ignore
+            if tensor is None or not matches or id(tensor) in seen:
+                continue
+            if gradients and not isinstance(last, str) and name in inner._buffers:
+                continue  # buffers have none: a wildcard does not mean them
+            seen.add(id(tensor))
+            yield path, inner, name
+
+
+# -- modules, types, expressions, predicates -----------------------------------------------------
+
+
+def _of_predicate(model: nn.Module, where: Any, port: str | None, parts: Path) -> Request:
+    if isinstance(where, type):
+        if not issubclass(where, nn.Module):
+            raise PlaceError(
+                f"{where.__name__} is no place:",
+                "it is a type, but not of modules.",
+                "Give a subclass of torch.nn.Module, such as nn.Conv2d.",
+            )
+        kind = where
+
+        def matches(path: str, module: nn.Module) -> bool:
+            return isinstance(module, kind)
+    elif isinstance(where, re.Pattern):
+        expression = cast("re.Pattern[str]", where)
+
+        def matches(path: str, module: nn.Module) -> bool:
+            return bool(path) and expression.search(path) is not None
+    else:
+
+        def matches(path: str, module: nn.Module) -> bool:
+            return bool(where(path, module))
+
+    request = Request(_describe(where, port, parts), False)
+    for path, module in walk(model):
+        if matches(path, module) and _problem(module) is None:
+            request.targets.append(Target(module, path, _module_port(path, port), parts))
+    if not request.targets:
+        kinds = sorted({type(module).__name__ for _, module in walk(model)})
+        raise PlaceNotFound(
+            f"No module with a forward of its own matches {request.asked}.",
+            f"The model has modules of the types {', '.join(kinds)}.",
+            "List them with hookline.select(model, '**').",
+        )
+    return request
+
+
+def _module_port(path: str, port: str | None) -> str:
+    if port in TENSOR_PORTS:
+        raise PlaceError(
+            f"The port {port!r} was asked for at the module {path!r}:",
+            "it belongs to parameters and buffers.",
+            f"Name one, as in '**.weight:{port}'; a module has {', '.join(MODULE_PORTS)}.",
+        )
+    return port or "output"
+
+
+def _path_of(model: nn.Module, module: nn.Module) -> str:
+    for path, other in walk(model):
+        if other is module:
+            return path
+    raise PlaceNotFound(
+        f"The given {type(module).__name__} is not a part of the model.",
+        "It is none of the modules that model.named_modules() lists (a module in a plain list or "
+        "dict is not registered).",
+        "Give a module of this model, or put it into an nn.ModuleList or nn.ModuleDict.",
+    )
+
+
+_unhookable: dict[type, bool] = {}
+
+
+def _problem(module: nn.Module) -> tuple[str, str] | None:
+    """Why no hook on a module can ever fire, and what to do; None if one can."""
+    kind = type(module)
+    try:
+        if not _unhookable[kind]:
+            return None
+    except KeyError:
+        script = issubclass(kind, torch.jit.ScriptModule)
+        _unhookable[kind] = script or kind.forward is nn.Module.forward
+        if not _unhookable[kind]:
+            return None
+    if issubclass(kind, torch.jit.ScriptModule):
+        return (
+            "it is a ScriptModule, which runs outside Python and takes no hooks.",
+            "Use the model before torch.jit.script or torch.jit.trace.",
+        )
+    if "forward" in module.__dict__:  # a forward given to the instance is called all the same
+        return None
+    return (
+        f"it is a {kind.__name__}, which has no forward of its own: nothing passes through it.",
+        "Name its children, as in 'layers.*'.",
+    )
+
+
+def _refuse_unhookable(module: nn.Module, path: str) -> None:
+    problem = _problem(module)
+    if problem is not None:
+        raise NotHookable(f"The module {path!r} cannot be hooked:", *problem)
+
+
+# -- plain tensors --------------------------------------------------------------------------------
+
+
+class Lone(nn.Module):
+    """Stands in for the model where a plain tensor was given."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        super().__init__()
+        self._buffers["tensor"] = tensor
+
+
+def _of_tensor(tensor: Tensor, where: Any) -> Request:
+    if where != ":grad":
+        raise PlaceError(
+            f"{where!r} was asked of a plain tensor:",
+            "a tensor has one place.",
+            "Write ':grad' for its gradient.",
+        )
+    return Request("':grad'", True, [Target(Lone(tensor), "", "grad", (), "tensor")])
+
+
+# -- errors ---------------------------------------------------------------------------------------
+
+
+def _names(model: nn.Module) -> list[str]:
+    names: list[str] = []
+    for path, module in walk(model):
+        prefix = path + "." if path else ""
+        names.append(path)
+        names += [prefix + name for name in (*module._parameters, *module._buffers)]
+    return names[1:]
+
+
+def _closest(model: nn.Module, text: str) -> str:
+    path = re.split(r"[:\[]", text)[0]
+    close = difflib.get_close_matches(path, _names(model), n=3, cutoff=0.5)
+    if close:
+        return f"Closest: {', '.join(repr(escape(name)) for name in close)}."
+    top = [escape(name) for name in model._modules][:8]
+    return f"The model's own children: {', '.join(map(repr, top)) or 'none'}."
+
+
+def _not_found(
+    model: nn.Module, text: str, segments: tuple[str, ...], port: str | None
+) -> PlaceNotFound:
+    wanted = "parameter or buffer" if port in TENSOR_PORTS else "module, parameter or buffer"
+    asked = f"No {wanted} matches {text!r}."
+    remedy = "List the modules with hookline.select(model, '**')."
+    if port in TENSOR_PORTS:
+        remedy = f"List them with hookline.select(model, '**:{port}')."
+    owners = list(_find(model, segments[:-1])) if segments else []
+    if owners:
+        (path, owner), name = owners[0], segments[-1]
+        if name in getattr(owner, "parametrizations", ()):
+            full = ".".join(filter(None, (path, "parametrizations", name)))
+            return PlaceNotFound(
+                asked,
+                f"{name!r} is parametrised: it is computed at each use.",
+                f"Name {full!r} for its value, or '{full}.original' for the parameter.",
+            )
+        if name in owner._parameters or name in owner._buffers:
+            return PlaceNotFound(asked, f"{name!r} is registered there, but it is None.", remedy)
+    return PlaceNotFound(asked, _closest(model, text), remedy)
+
+
+def _ambiguous(text: str, literal: Target, pattern: Target) -> PlaceError:
+    head = re.match(r"[^./:\[\]]*", text)
+    first = head[0] if head else ""
+    other = "{" + first + "}" + text[len(first) :] if first else f"(model, {text!r})"
+    return PlaceError(
+        f"The place {text!r} has two readings:",
+        f"the module named {literal.named(literal.path)!r}, and {pattern.place!r} by the grammar.",
+        f"Write {str(literal.place)!r} for the first, or {other!r} for the second.",
+    )

@@ -1,0 +1,720 @@
+"""Look at values: `capture(model, *where)` gives a `Record`.
+
+- `capture`: keep the values at places while a `with` block runs
+- `Record`: what was captured, by place and call
+"""
+
+from __future__ import annotations
+
+import difflib
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+
+from hookline.core import tables
+from hookline.core.grammar import parse_port
+from hookline.core.hooks import (
+    ACTIVE,
+    KEEP,
+    Context,
+    Frame,
+    Site,
+    Tap,
+    add_place,
+    first_names,
+    in_backward,
+    named_place,
+)
+from hookline.core.nested import (
+    Path,
+    get_part,
+    leaves,
+    map_leaves,
+    only_tensor,
+    set_part,
+    show_path,
+)
+from hookline.core.places import Place, Request, Target, Where, resolve
+from hookline.core.slices import take
+from hookline.core.snapshots import settle, snapshot
+from hookline.errors import (
+    GradientNotAvailable,
+    HooklineError,
+    NeverFired,
+    NotCaptured,
+    SeveralCalls,
+    SeveralTensors,
+    ValueChanged,
+)
+
+__all__ = ["Record", "capture"]
+
+# What is kept of a value: the value and what to check on reading. None: nothing (a snapshot). An
+# int: the version of the tensor that it is. A list: the paths, tensors and versions in it.
+Kept = tuple[Any, "int | list[tuple[Path, Tensor, int]] | None"]
+Keep = Literal["all", "first", "last"]
+
+
+class _Stop(BaseException):
+    """Ends a forward early. Not an Exception, so that a model's own `except Exception` lets it by."""
+
+    def __init__(self, serial: int) -> None:
+        super().__init__("hookline has what was asked for and ends the forward here")
+        self.serial = serial
+
+
+class _Options:
+    """How values are kept."""
+
+    __slots__ = ("at", "derives", "detach", "device", "dtype", "keep", "stop", "transform")
+
+    def __init__(
+        self,
+        at: Any,
+        transform: Callable[[Any], Any] | None,
+        detach: bool,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+        keep: Keep,
+        stop: bool,
+    ) -> None:
+        self.at = at
+        self.transform = transform
+        self.detach = detach
+        self.device = device
+        self.dtype = dtype
+        self.keep = keep
+        self.stop = stop
+        given = (at, transform, device, dtype)
+        self.derives = any(option is not None for option in given)
+
+    def keeps(self, value: Any) -> Kept:
+        """What to keep of a value: attached if it requires grad, else a snapshot."""
+        if self.derives:
+            return self._derived(value)
+        if isinstance(value, Tensor):
+            if value.requires_grad and not self.detach:
+                return value, value._version
+            return snapshot(value), None
+        return self._nested(value, snapshot)
+
+    def _nested(self, value: Any, freeze: Callable[[Tensor], Tensor]) -> Kept:
+        attached: dict[int, int] = {}
+
+        def keep_leaf(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf  # opaque objects are kept by reference
+            if leaf.requires_grad and not self.detach:
+                attached[id(leaf)] = leaf._version
+                return leaf
+            return freeze(leaf)
+
+        kept = map_leaves(keep_leaf, value)
+        if not attached:
+            return kept, None
+        checks = [(p, t, attached[id(t)]) for p, t in leaves(kept) if id(t) in attached]
+        return kept, checks
+
+    def _derived(self, value: Any) -> Kept:
+        if self.detach:
+            value = map_leaves(lambda x: x.detach() if isinstance(x, Tensor) else x, value)
+        if self.at is not None:
+            value = take(value, self.at)
+        if self.transform is not None:
+            value = self.transform(value)
+        if self.device is not None or self.dtype is not None:
+            value = map_leaves(self._convert, value)
+        return self._nested(value, settle)
+
+    def _convert(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        dtype = self.dtype if leaf.is_floating_point() or leaf.is_complex() else None
+        return leaf.to(device=self.device, dtype=dtype)
+
+
+class _CaptureTap(Tap):
+    """Keeps the values at a target: one entry a call, or for gradients one a call and pass."""
+
+    __slots__ = ("grads", "kept", "options", "shapes", "waiting")
+    replaces = False
+
+    def __init__(
+        self, target: Target, context: weakref.ref[Context[Any]], options: _Options
+    ) -> None:
+        self.target = target
+        self.context = context
+        self.fired = 0
+        self.reasons = {}
+        self.options = options
+        self.kept: list[Kept] = []
+        self.shapes: dict[int, tuple[Any, list[Path]]] = {}  # of gradients, by call
+        self.grads: dict[tuple[int, int], dict[Path, Kept]] = {}  # by call and backward pass
+        self.waiting = options.stop
+
+    def receive(self, value: Any, index: int, recomputed: bool, frame: Frame | None) -> Any:
+        if recomputed:
+            return KEEP
+        options = self.options
+        if options.keep == "first" and self.fired:
+            self.fired += 1
+            return KEEP
+        try:
+            kept = options.keeps(value)
+        except Exception as error:
+            add_place(error, self)
+            raise
+        if frame is not None:  # an input: numbered when the call is complete
+            frame.pending.append((self.commit, kept))
+        else:
+            self.commit(index, kept)
+        if self.waiting:
+            self.waiting = False
+            context = cast("capture | None", self.context())
+            if context is not None:
+                context.arrived()
+        return KEEP
+
+    def commit(self, index: int, kept: Kept) -> None:
+        self.fired += 1
+        if self.options.keep == "all" or not self.kept:
+            self.kept.append(kept)
+        elif self.options.keep == "last":
+            self.kept[0] = kept
+
+    # -- gradients ------------------------------------------------------------------------------
+
+    def expect(self, value: Any, index: int, tensors: list[tuple[Any, Tensor]]) -> None:
+        shape = None if isinstance(value, Tensor) else map_leaves(lambda leaf: None, value)
+        self.shapes[index] = shape, [path for path, _ in tensors]
+
+    def gradient(self, grad: Tensor, index: int, path: Path) -> Tensor | None:
+        key = (index, in_backward())
+        parts = self.grads.get(key)
+        if parts is None:
+            parts = self.grads[key] = {}
+            self.fired += 1
+        if path in parts and self.target.port.startswith("grad_input"):
+            grad = parts[path][0] + grad  # the shares of an input come one by one
+        try:
+            parts[path] = self.options.keeps(grad)
+        except Exception as error:
+            add_place(error, self)
+            raise
+        return None
+
+    def gathered(self) -> list[Kept | None]:
+        """The gradients, by forward call, then by backward pass; None for a call without any."""
+        calls = sorted({index for index, _ in self.grads} | set(self.shapes))
+        found: list[Kept | None] = []
+        for call in calls:
+            passes = [self._gather(call, self.grads[k]) for k in sorted(self.grads) if k[0] == call]
+            found += passes or [None]
+        keep = self.options.keep
+        return found[:1] if keep == "first" else found[-1:] if keep == "last" else found
+
+    def _gather(self, call: int, parts: dict[Path, Kept]) -> Kept:
+        shape, paths = self.shapes.get(call, (None, [()]))
+        if not paths or paths == [()]:
+            return parts[()]
+        checks: list[tuple[Path, Tensor, int]] = []
+        for path in paths:
+            kept = parts.get(path)
+            if kept is not None:
+                shape = set_part(shape, path, kept[0])
+                if isinstance(kept[1], int):
+                    checks.append((path, kept[0], kept[1]))
+        return shape, checks or None
+
+
+class _OutputSite(Site):
+    """The commonest site: the whole output of a module, kept as it is. One short hook."""
+
+    __slots__ = ("detach", "kept", "simple")
+
+    def __init__(self, context: Any, owner: int | None, detach: bool) -> None:
+        super().__init__(context, owner)
+        self.detach = detach
+        self.simple = True
+
+    def add(self, tap: Tap) -> None:
+        self.simple = self.simple and not self.outputs
+        self.outputs.append(tap)
+        self.kept = cast(_CaptureTap, tap).kept
+
+    def register(self, module: nn.Module) -> None:
+        module._forward_hooks[self.key] = self.after_output
+
+    def unregister(self, module: nn.Module) -> None:
+        module._forward_hooks.pop(self.key, None)
+
+    def after_output(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self.owner is not None and self.owner not in ACTIVE.get():
+            return self.stranger(module)
+        kept = self.kept
+        if kept and in_backward() != -1:
+            return None  # recomputed
+        if type(output) is Tensor:
+            if output.requires_grad and not self.detach:
+                kept.append((output, output._version))
+            else:
+                kept.append((snapshot(output), None))
+        else:
+            tap = cast(_CaptureTap, self.outputs[0])
+            kept.append(tap.options.keeps(output))
+        return None
+
+
+class capture(Context[_CaptureTap]):  # noqa: N801 - a verb that is used like a function
+    """Keep the values at places while a `with` block runs.
+
+    >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
+    >>> with capture(model, "0", "1:input") as record:
+    ...     _ = model(torch.zeros(5, 2))
+    >>> record["0"].shape
+    torch.Size([5, 3])
+    >>> torch.equal(record["0"], record["1:input"])
+    True
+
+    Args:
+        model: any module, or a plain tensor with the place ":grad".
+        where: places, or anything else that `select` takes.
+        at: an index such as `np.s_[:, -1]`, or a function of the value; only the slice is kept.
+        transform: a function of the value (after `at`); what it returns is kept.
+        detach: keep snapshots of values that require grad, too.
+        device, dtype: where and how to keep tensors (floating-point ones, for dtype).
+        stop: end the forward, and the rest of the `with` block, once every place has fired.
+        keep: "all" calls, the "first" or the "last".
+        threads: "own" sees the calls of the thread or task that entered; "all" sees every call.
+
+    A value that requires grad is kept attached, the very tensor: it can be used in a loss and in
+    `torch.autograd.grad`, and reading it raises `ValueChanged` if it was changed in place since.
+    Any other value is a snapshot. The model's results are bit for bit those without the capture.
+    """
+
+    _verb = "capture"
+
+    def __init__(
+        self,
+        model: nn.Module | Tensor,
+        *where: Where,
+        at: Any = None,
+        transform: Callable[[Any], Any] | None = None,
+        detach: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        stop: bool = False,
+        keep: Keep = "all",
+        threads: Literal["own", "all"] = "own",
+    ) -> None:
+        if not where:
+            raise TypeError(
+                "capture was given no place. Nothing would be captured. Name places after the "
+                "model, such as '**' for every module."
+            )
+        if keep not in ("all", "first", "last"):
+            raise ValueError(f"keep={keep!r} was asked for. It is 'all', 'first' or 'last'.")
+        if threads not in ("own", "all"):
+            raise ValueError(f"threads={threads!r} was asked for. It is 'own' or 'all'.")
+        super().__init__(model, where)
+        self._owned = threads == "own"
+        self._options = _Options(at, transform, detach, device, dtype, keep, stop)
+        self._record: Record | None = None
+        self._waiting = 0
+        self._stopping = False
+
+    @property
+    def record(self) -> Record:
+        """What was captured since the last entering."""
+        if self._record is None:
+            raise NotCaptured(
+                "The record of a capture was asked for.",
+                "It was never entered.",
+                "Use it in a `with` statement, or call .attach().",
+            )
+        return self._record
+
+    def attach(self) -> capture:
+        """Capture from now on, until `remove()`; `record` holds what came so far."""
+        if self._options.stop:
+            raise ValueError(
+                "stop=True was asked for together with attach(). Every forward would end early. "
+                "Use it in a `with` statement."
+            )
+        return super().attach()
+
+    def _tap(self, target: Target, ref: weakref.ref[Context[Any]]) -> _CaptureTap:
+        return _CaptureTap(target, ref, self._options)
+
+    def _site(self, ref: weakref.ref[Context[Any]], owner: int | None, target: Target) -> Site:
+        options = self._options
+        plain = target.port == "output" and not target.parts
+        if plain and id(target.module) in self._plain:
+            return _OutputSite(ref, owner, options.detach)
+        return Site(ref, owner)
+
+    def _resolve(self) -> list[Request]:
+        requests = super()._resolve()
+        self._plain = self._find_plain(requests)
+        return requests
+
+    def _find_plain(self, requests: list[Request]) -> set[int]:
+        """The modules of which only the whole output is asked for, with no option in use."""
+        options = self._options
+        if options.derives or options.stop or options.keep != "all":
+            return set()
+        plain: set[int] = set()
+        other: set[int] = set()
+        for request in requests:
+            for target in request.targets:
+                whole = target.port == "output" and not target.parts
+                (plain if whole else other).add(id(target.module))
+        return plain - other
+
+    def _prepared(self) -> None:
+        self._stopping = False
+        self._waiting = len(self._taps) if self._options.stop else 0
+        if self._options.stop and any("grad" in tap.target.port for tap in self._taps.values()):
+            raise ValueError(
+                "stop=True was asked for at a gradient place. Gradients come after the forward. "
+                "Leave out stop, or the gradient places."
+            )
+        self._record = Record(list(self._taps.values()), self)
+
+    def _result(self) -> Record:
+        return self.record
+
+    def arrived(self) -> None:
+        """One more place has fired for the first time; after the last one the forward ends."""
+        self._waiting -= 1
+        if self._waiting == 0:
+            self._stopping = True
+            raise _Stop(self._serial)
+
+    def _fired(self, tap: _CaptureTap) -> bool:
+        if tap.kept or tap.grads:
+            return True
+        if tap.target.port == "grad":
+            return True  # told on read
+        return "grad" in tap.target.port and self._sites[id(tap.target.module)][1].count > 0
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool | None:
+        stopped = isinstance(error, _Stop) and error.serial == self._serial
+        if self._open:
+            self._leave()
+            if error is None:
+                try:
+                    self._verify()
+                except NeverFired as missing:
+                    missing.record = self._record
+                    raise
+        return True if stopped else None
+
+    def _verify(self) -> None:
+        if self._stopping:
+            raise NeverFired(
+                "The forward was to end early (stop=True).",
+                "Something in the model caught the stop and went on, probably a bare `except:`.",
+                "Leave out stop=True; what was captured is in the record.",
+            )
+        super()._verify()
+
+    def _stop(self) -> None:
+        super()._stop()
+        if self._record is not None:
+            self._record._seal()
+
+
+class Record:
+    """What a capture has kept, by place and call. Reading never changes it.
+
+    >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
+    >>> with capture(model, "*") as record:
+    ...     _ = model(torch.zeros(1, 2)), model(torch.ones(1, 2))
+    >>> record
+    Record of 2 places, 4 values, 48 B
+      place  calls  shape   dtype
+      0      2      (1, 3)  float32  attached
+      1      2      (1, 3)  float32  attached
+    >>> record["0", 1].shape, len(record.calls("1"))
+    (torch.Size([1, 3]), 2)
+    """
+
+    def __init__(self, taps: list[_CaptureTap], source: capture | None) -> None:
+        self._taps = taps
+        self._source = source  # while it is open
+        model = None if source is None else source._model
+        self._model = weakref.ref(model) if isinstance(model, nn.Module) else None
+        self._reasons: dict[int, str] = {}
+        self._refused: dict[Place, str] = {}
+        self._by_name: dict[str, _CaptureTap] | None = None
+
+    def _seal(self) -> None:
+        """The capture has ended: keep the reasons, let go of it and of the model."""
+        source = self._source
+        if source is None:
+            return
+        for tap in self._taps:
+            if not (tap.kept or tap.grads):
+                self._reasons[id(tap)] = source.reason(tap)
+            tap.target.module = cast(nn.Module, None)
+        for request in source._requests:
+            if request.refused:
+                self._refused.update(request.refused)
+        self._source = None
+
+    # -- reading --------------------------------------------------------------------------------
+
+    def __getitem__(self, key: Any) -> Any:
+        """The value at a place, or with `record[place, n]` that of its n-th call."""
+        where, call = _split(key)
+        tap, parts = self._find(where)
+        kept = self._kept(tap)
+        if call is None:
+            if len(kept) > 1:
+                place = self._place(tap)
+                raise SeveralCalls(
+                    f"The value at {str(place)!r} was asked for.",
+                    f"There are {len(kept)} of them, one a call.",
+                    f"Read record[{str(place)!r}, n], record.calls({str(place)!r}), or capture "
+                    f"with keep='last'.",
+                )
+            call = 0
+        if not -len(kept) <= call < len(kept):
+            raise NotCaptured(
+                f"Call {call} at {str(self._place(tap))!r} was asked for.",
+                f"There are {len(kept)} calls, from 0.",
+                "record.calls(place) gives all of them.",
+            )
+        return self._read(tap, kept[call], parts, call)
+
+    def calls(self, where: Any) -> list[Any]:
+        """The values at a place, always a list: one a call; for gradients one a call and pass."""
+        tap, parts = self._find(where)
+        return [
+            None if kept is None else self._read(tap, kept, parts, n)
+            for n, kept in enumerate(self._kept(tap))
+        ]
+
+    def tensor(self, where: Any) -> Tensor:
+        """The only tensor in the value at a place; an error that lists the parts otherwise."""
+        return only_tensor(self[where], f"The value at {where!r}")[1]
+
+    def cat(self, where: Any, dim: int = 0) -> Tensor:
+        """The tensors of all calls at a place, joined along a dimension."""
+        return torch.cat(self._tensors(where), dim)
+
+    def stack(self, where: Any, dim: int = 0) -> Tensor:
+        """The tensors of all calls at a place, stacked along a new dimension."""
+        return torch.stack(self._tensors(where), dim)
+
+    def _tensors(self, where: Any) -> list[Tensor]:
+        return [only_tensor(value, f"The value at {where!r}")[1] for value in self.calls(where)]
+
+    def places(self) -> list[Place]:
+        """The places that hold values, in model order."""
+        return [place for place, tap in self._named().items() if tap.kept or tap.grads]
+
+    def items(self) -> Iterator[tuple[Place, Any]]:
+        """Every place with its value, once for each call."""
+        for place in self.places():
+            for value in self.calls(place):
+                yield place, value
+
+    def unfired(self) -> dict[Place, str]:
+        """The places that were asked for and hold nothing, with the reason."""
+        missing = {
+            place: self._why(tap)
+            for place, tap in self._named().items()
+            if not (tap.kept or tap.grads)
+        }
+        return {**missing, **self._refused}
+
+    def __contains__(self, where: Any) -> bool:
+        try:
+            tap, _ = self._find(_split(where)[0])
+        except HooklineError:
+            return False
+        return bool(tap.kept or tap.grads)
+
+    def __iter__(self) -> Iterator[Place]:
+        return iter(self.places())
+
+    def __len__(self) -> int:
+        return len(self.places())
+
+    # -- the whole ------------------------------------------------------------------------------
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all tensors, each counted once."""
+        sizes = {id(t): t.nbytes for _, kept in self._entries() for _, t in leaves(kept[0])}
+        return sum(sizes.values())
+
+    def to(self, device: torch.device | str) -> Record:
+        """The same record with its tensors on another device."""
+
+        def move(leaf: Any) -> Any:
+            return leaf.to(device) if isinstance(leaf, Tensor) else leaf
+
+        moved: list[_CaptureTap] = []
+        for tap in self._taps:
+            other = _CaptureTap(tap.target, tap.context, tap.options)
+            other.fired, other.reasons, other.shapes = tap.fired, tap.reasons, tap.shapes
+            for n, kept in enumerate(tap.kept):
+                other.kept.append((map_leaves(move, self._read(tap, kept, (), n)), None))
+            for key, parts in tap.grads.items():
+                other.grads[key] = {path: (move(kept[0]), None) for path, kept in parts.items()}
+            moved.append(other)
+        record = Record(moved, None)
+        record._model, record._refused = self._model, self._refused
+        record._reasons = {
+            id(new): self._why(old)
+            for new, old in zip(moved, self._taps, strict=True)
+            if not (new.kept or new.grads)
+        }
+        return record
+
+    def _entries(self) -> Iterator[tuple[_CaptureTap, Kept]]:
+        for tap in self._named().values():
+            for kept in tap.gathered() if tap.grads else tap.kept:
+                if kept is not None:
+                    yield tap, kept
+
+    def __repr__(self) -> str:
+        return tables.as_text(*self._table())
+
+    def _repr_html_(self) -> str:
+        return tables.as_html(*self._table())
+
+    def _table(self) -> tuple[str, list[tuple[str, ...]]]:
+        rows: list[tuple[str, ...]] = [("place", "calls", "shape", "dtype", "")]
+        count = 0
+        for place, tap in self._named().items():
+            entries = [k for k in (tap.gathered() if tap.grads else tap.kept) if k is not None]
+            count += len(entries)
+            if not entries:
+                rows.append((str(place), "0", "-", "-", "never fired"))
+            else:
+                rows += tables.rows_of(place, [entry[0] for entry in entries], entries[0][1])
+        size = tables.show_bytes(self.nbytes)
+        title = f"Record of {len(self.places())} places, {count} values, {size}"
+        return title, rows
+
+    # -- finding --------------------------------------------------------------------------------
+
+    def _named(self) -> dict[Place, _CaptureTap]:
+        """The taps by place, in model order."""
+        names = first_names(None if self._model is None else self._model())
+        order = {ident: n for n, ident in enumerate(names)}
+        taps = sorted(self._taps, key=lambda tap: order.get(tap.target.key[0], len(order)))
+        return {named_place(tap.target, names): tap for tap in taps}
+
+    def _place(self, tap: _CaptureTap) -> Place:
+        return next(place for place, other in self._named().items() if other is tap)
+
+    def _find(self, where: Any) -> tuple[_CaptureTap, Path]:
+        """The tap that holds a place, and the parts to take of its values."""
+        if self._by_name is None:
+            self._by_name = {tap.target.place: tap for tap in reversed(self._taps)}
+        if isinstance(where, str) and where in self._by_name:
+            return self._by_name[where], ()
+        model = None if self._model is None else self._model()
+        if model is not None:
+            for request in resolve(model, (where,)):
+                for target in request.targets:
+                    found = self._holding(target)
+                    if found is not None and len(request.targets) == 1:
+                        return found
+                    if found is not None:
+                        raise NotCaptured(
+                            f"{where!r} was asked of a record.",
+                            f"It matches {len(request.targets)} places.",
+                            "Read one place at a time; record.items() gives all.",
+                        )
+        elif isinstance(where, str):  # the model is gone: its names are what is left
+            for tap in self._taps:
+                place = tap.target.place
+                if where.startswith(place) and where[len(place) :].startswith("["):
+                    return tap, parse_port(where[len(place) :])[1]
+        held = [str(place) for place in self._named()]
+        close = difflib.get_close_matches(str(where), held, n=3, cutoff=0.4) or held[:6]
+        raise NotCaptured(
+            f"{where!r} was asked of a record.",
+            f"It was not captured. Closest: {', '.join(map(repr, close))}.",
+            "record.places() lists what is there; name the place in capture(model, ...).",
+        )
+
+    def _holding(self, target: Target) -> tuple[_CaptureTap, Path] | None:
+        for tap in self._taps:
+            ident, attribute, port, parts = tap.target.key
+            if (ident, attribute, port) != target.key[:3]:
+                continue
+            if target.parts[: len(parts)] == parts:
+                return tap, target.parts[len(parts) :]
+        return None
+
+    def _why(self, tap: _CaptureTap) -> str:
+        if self._source is not None:
+            return self._source.reason(tap)
+        return self._reasons.get(id(tap), "nothing arrived.")
+
+    def _kept(self, tap: _CaptureTap) -> list[Kept | None]:
+        gradient = "grad" in tap.target.port
+        kept = tap.gathered() if gradient else cast("list[Kept | None]", tap.kept)
+        if any(entry is not None for entry in kept):
+            return kept
+        place = str(self._place(tap))
+        if gradient:
+            raise GradientNotAvailable(
+                f"The gradient at {place!r} was asked for:",
+                self._why(tap),
+                "Run the forward and the backward inside the `with`, with a loss that depends "
+                "on it.",
+            )
+        raise NeverFired(
+            f"The value at {place!r} was asked for:",
+            self._why(tap),
+            "record.unfired() lists all places without values.",
+        )
+
+    def _read(self, tap: _CaptureTap, kept: Kept | None, parts: Path, call: int) -> Any:
+        if kept is None:
+            raise GradientNotAvailable(
+                f"The gradient at {str(self._place(tap))!r}, call {call}, was asked for:",
+                tap.reasons.get(call, "none arrived for that call."),
+                "record.calls(place) has None there.",
+            )
+        value, checks = kept
+        if isinstance(checks, int):
+            checks = [((), value, checks)]
+        for path, tensor, version in checks or ():
+            if path[: len(parts)] == parts[: len(path)] and tensor._version != version:
+                place = str(self._place(tap)) + show_path(path)
+                raise ValueChanged(
+                    f"The value at {place!r} was asked for.",
+                    "It was kept attached to the graph, and was changed in place since "
+                    f"({tensor._version - version} times).",
+                    "Capture with detach=True to keep it as it was, or read it before the change.",
+                )
+        if parts:
+            try:
+                value = get_part(value, parts)
+            except LookupError as error:
+                raise NotCaptured(
+                    f"{show_path(parts)} of the value at {str(self._place(tap))!r} was asked for:",
+                    f"{error}.",
+                    "Read the place without the part to see the whole.",
+                ) from None
+        return value
+
+
+def _split(key: Any) -> tuple[Any, int | None]:
+    if isinstance(key, tuple) and len(cast("tuple[Any, ...]", key)) == 2:
+        where, call = cast("tuple[Any, Any]", key)
+        if isinstance(call, int):
+            return where, call
+    return key, None

@@ -1,0 +1,106 @@
+"""The exceptions of hookline.
+
+    HooklineError
+    ├── PlaceError (ValueError)            a place is malformed, or has two readings
+    ├── PlaceNotFound (LookupError)        a place matches nothing in the model
+    ├── NotHookable (TypeError)            nothing can be observed at that place, ever
+    ├── NeverFired (RuntimeError)          a place was asked for, and nothing happened there
+    ├── NotCaptured (LookupError)          a record was asked for what it does not hold
+    ├── SeveralCalls (LookupError)         one value was asked for, and there are several
+    ├── SeveralTensors (TypeError)         one tensor was asked for, and there are several
+    ├── ValueChanged (RuntimeError)        an attached value was changed in place since
+    ├── GradientNotAvailable (RuntimeError) no gradient can be given for that place
+    └── ChangeError (ValueError)           a change does not fit the value it meets
+
+    HooklineWarning (UserWarning)
+
+Every message has three parts: what was asked, what was found, what to do.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hookline.core.records import Record
+
+__all__ = [
+    "ChangeError",
+    "GradientNotAvailable",
+    "HooklineError",
+    "HooklineWarning",
+    "NeverFired",
+    "NotCaptured",
+    "NotHookable",
+    "PlaceError",
+    "PlaceNotFound",
+    "SeveralCalls",
+    "SeveralTensors",
+    "ValueChanged",
+]
+
+
+class HooklineError(Exception):
+    """The base of every error that hookline raises on purpose.
+
+    >>> str(HooklineError("No module matches 'fcc'.", "Closest: 'fc'.", "List them with select()."))
+    "No module matches 'fcc'. Closest: 'fc'. List them with select()."
+    """
+
+    def __init__(self, asked: str, found: str = "", remedy: str = "") -> None:
+        super().__init__(asked, found, remedy)
+        self.asked = asked
+        self.found = found
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        return " ".join(part for part in (self.asked, self.found, self.remedy) if part)
+
+
+class PlaceError(HooklineError, ValueError):
+    """A place is malformed, names no port, or has two readings."""
+
+
+class PlaceNotFound(HooklineError, LookupError):
+    """A place matches no module, parameter or buffer of the model."""
+
+
+class NotHookable(HooklineError, TypeError):
+    """The place exists, but no hook can ever observe it."""
+
+
+class NeverFired(HooklineError, RuntimeError):
+    """A place was asked for, and nothing happened there.
+
+    `record` is what was captured at the other places, if this came from a capture.
+    """
+
+    record: Record | None = None
+
+
+class NotCaptured(HooklineError, LookupError):
+    """A record was asked for a place or a call that it does not hold."""
+
+
+class SeveralCalls(HooklineError, LookupError):
+    """One value was asked for, and the module was called several times."""
+
+
+class SeveralTensors(HooklineError, TypeError):
+    """One tensor was asked for, and the value holds several, or none."""
+
+
+class ValueChanged(HooklineError, RuntimeError):
+    """An attached value was changed in place after it was captured."""
+
+
+class GradientNotAvailable(HooklineError, RuntimeError):
+    """No gradient arrived at that place, or none can be told apart there."""
+
+
+class ChangeError(HooklineError, ValueError):
+    """A change does not fit the value that it meets."""
+
+
+class HooklineWarning(UserWarning):
+    """Something that was surely not meant, but harms nothing."""
