@@ -27,17 +27,15 @@ class Digits(NamedTuple):
 
 def main() -> None:
     """Run the whole demonstration and print an account of it."""
-    torch.set_num_threads(1)  # for so small a model more threads are slower
+    torch.set_num_threads(1)  # the same figures whatever the number of cores
     torch.manual_seed(0)
 
     known, unseen = load_digits()
     model = train(make_model(), known)
     logits, weights = predict(model, unseen), copy_state(model)
 
-    print(
-        f"A CNN of {len(weights):,} weights learned from {len(known.labels):,} handwritten digits."
-    )
-    print(f"It reads {accuracy(model, unseen)} of {len(unseen.labels)} others correctly.")
+    print(f"A CNN of {len(weights):,} weights learned {len(known.labels):,} handwritten digits.")
+    print(f"Of {len(unseen.labels)} others it reads {accuracy(model, unseen)} correctly.")
 
     heading("Look: values and gradients at some places", "with hl.capture(model, ...) as record:")
     show_values(model, unseen)
@@ -55,7 +53,7 @@ def main() -> None:
     rows: Rows = [
         ("outputs, bit for bit", same(predict(model, unseen), logits)),
         ("weights, bit for bit", same(copy_state(model), weights)),
-        ("hooks left on the model", str(len(list(hl.attached(model))))),
+        ("hooks left on the model", str(len(hl.attached(model)))),
     ]
     table(rows, "<<")
 

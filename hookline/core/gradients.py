@@ -144,19 +144,24 @@ def _watch_output(
     elif base_made_here and tap.replaces:
         # A hook on a view is lost with a later in-place operation; on a copy it is not.
         gate = tensor.clone()
-        for earlier in node.metadata.pop(_MARK, ()):  # pyright: ignore
+        for earlier in _views_on(node):
             earlier.move_to(gate)  # captures that were entered before see what comes before
         _hook(tap, gate, deliver)
         return gate
     elif base_made_here:
         pure = alone and type(tap.target.module).__module__.startswith("torch.nn.modules")
         view = _View(tap, deliver, tensor, base, pure)
-        node.metadata.setdefault(_MARK, []).append(view)  # pyright: ignore
+        _views_on(node).append(view)
         _hook(tap, tensor, view.at_view)
         _keep(tap, base.grad_fn.register_prehook(view.at_base))  # pyright: ignore
     else:
         _hook(tap, tensor, _Guarded(tap, deliver, tensor, index).at_view)
     return None
+
+
+def _views_on(node: Any) -> list[_View]:
+    """The views that captures watch at a node, in order of entering."""
+    return node.metadata.setdefault(_MARK, [])
 
 
 def _made_since(node: Node | None, start: int) -> bool:
@@ -280,25 +285,29 @@ def note_inputs(tap: Tap, module: nn.Module, args: Any, kwargs: Any, frame: Fram
         if tap.replaces:
             gate = gates.get(id(tensor))
             if gate is None:
-                gate = gates[id(tensor)] = _gate_of(tensor) or _new_gate(tensor)
+                gate = gates[id(tensor)] = _gate(tensor, tap.target.module)
                 frame.gates.append((tap, path, gate, gate._version))
             new = set_part(value if new is KEEP else new, path, gate)
     frame.edges.append((tap, value, found, wanted))
     return new
 
 
-def _new_gate(tensor: Tensor) -> Tensor:
-    """An identity that makes one use of a tensor distinct; it shares the memory."""
-    gate = _alias(tensor)
-    gate.grad_fn.metadata[_MARK] = weakref.ref(gate)  # pyright: ignore
+def _gate(tensor: Tensor, module: nn.Module) -> Tensor:
+    """An identity that makes a module's use of a tensor distinct; it shares the memory.
+
+    Several edits of the same call share one gate: hooks on it run in the order of entering.
+    """
+    gate = _gate_of(tensor.grad_fn, module)
+    if gate is None:
+        gate = _alias(tensor)
+        gate.grad_fn.metadata[_MARK] = weakref.ref(gate), id(module)  # pyright: ignore
     return gate
 
 
-def _gate_of(tensor_or_node: Any) -> Tensor | None:
-    """The gate that a tensor is, or that a node belongs to."""
-    node = tensor_or_node.grad_fn if isinstance(tensor_or_node, Tensor) else tensor_or_node
+def _gate_of(node: Node | None, module: nn.Module) -> Tensor | None:
+    """The gate of a module that a node belongs to, if it belongs to one."""
     mark = None if node is None else node.metadata.get(_MARK)
-    return mark() if isinstance(mark, weakref.ref) else None
+    return mark[0]() if isinstance(mark, tuple) and mark[1] == id(module) else None
 
 
 def _edge(tensor: Tensor) -> tuple[Any, int]:
@@ -330,14 +339,14 @@ def watch_inputs(tap: Tap, output: Any, index: int, frame: Frame) -> None:
         count = 0
         # Where an edit has put a gate, hooks on the gate run in the order of entering.
         for (node, _), path in list(wanted.items()):
-            gate = _gate_of(node)
+            gate = _gate_of(node, tap.target.module)
             if gate is not None:
                 count += 1
                 _hook(tap, gate, partial(_deliver, weakref.ref(tap), index, path))
                 del wanted[node, _]
         for node, positions in _grouped(_leading((n for n, _ in outputs), wanted, frame.sequence)):
             count += 1
-            gate = _gate_of(node)
+            gate = _gate_of(node, tap.target.module)
             if gate is not None:
                 _hook(tap, gate, partial(_deliver, weakref.ref(tap), index, positions[0][1]))
                 continue

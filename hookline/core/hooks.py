@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable
@@ -35,7 +36,9 @@ __all__ = ["ACTIVE", "KEEP", "Attached", "Call", "Context", "Site", "Tap", "atta
 KEEP = object()  # what a tap returns to leave a value as it is
 ACTIVE: ContextVar[frozenset[int]] = ContextVar("hookline_active", default=frozenset())
 
-_keys = itertools.count(-1, -1)  # of our entries in hook dicts; torch's own count up from 0
+# Of our entries in hook dicts. torch's own count up from 0; a model that was saved while hooked
+# brings keys of another process along, hence the random start.
+_keys = itertools.count(-1 - int.from_bytes(os.urandom(6)), -1)
 _serials = itertools.count(1)
 in_backward: Callable[[], int] = torch._C._current_graph_task_id  # pyright: ignore
 T = TypeVar("T", bound="Tap")
@@ -186,6 +189,8 @@ class Site:
     def before(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         """The pre-forward hook."""
         if self.owner is not None and self.owner not in ACTIVE.get():
+            if self.context is None:
+                self.unregister(module)
             return None
         recomputed = self.count > 0 and in_backward() != -1
         frame = Frame(self.count - 1 if recomputed else self.started)
@@ -272,18 +277,18 @@ class Site:
         self.frames.clear()
 
     def __deepcopy__(self, memo: Any) -> Site:
-        return _inert()
-
-    def __copy__(self) -> Site:
-        return _inert()
+        return _inert(type(self), self.key)
 
     def __reduce__(self) -> Any:
-        return _inert, ()
+        return _inert, (type(self), self.key)
 
 
-def _inert() -> Site:
+def _inert(kind: type[Site], key: int) -> Site:
     """The site of a copied or loaded module: it never acts, and removes itself when called."""
-    return Site(None, 0)
+    site = kind.__new__(kind)
+    Site.__init__(site, None, 0)
+    site.key = key
+    return site
 
 
 def _no_part(tap: Tap, index: int, error: LookupError) -> Any:
@@ -420,23 +425,21 @@ class Context(Entering, Generic[T]):
         """Why nothing happened at a tap."""
         if tap.reasons:
             return next(iter(tap.reasons.values()))
-        known = self._sites.get(id(tap.target.module))
-        site = None if known is None else known[1]
-        if site is not None and site.foreign:
+        module, site = self._sites[tap.target.key[0]]
+        if site.foreign:
             return (
                 f"its module was called {site.foreign} times, but from another thread or task "
                 f"than the one that entered this; threads='all' takes those calls too."
             )
-        return self._why_not_called(tap.target, site)
+        return self._why_not_called(tap.target, module, site)
 
-    def _why_not_called(self, target: Target, site: Site | None) -> str:
-        module = target.module
+    def _why_not_called(self, target: Target, module: nn.Module, site: Site) -> str:
         if target.port == "grad":
             return (
                 "no gradient arrived. No backward ran inside the `with`, or the loss does not "
                 "depend on it."
             )
-        if site is not None and site.count:
+        if site.count:
             return f"its module was called {site.count} times."
         if isinstance(self._model, nn.Module):
             path = self.place_of(target).path

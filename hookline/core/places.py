@@ -94,7 +94,7 @@ class Target:
 
     def named(self, path: str) -> str:
         """The path of the module, or of the tensor in it, if the module's path is `path`."""
-        if self.attribute is None or isinstance(self.module, Lone):
+        if not self.attribute:  # a module, or a plain tensor
             return path
         return f"{path}.{self.attribute}" if path else self.attribute
 
@@ -500,7 +500,7 @@ class Lone(nn.Module):
 
     def __init__(self, tensor: Tensor) -> None:
         super().__init__()
-        self._buffers["tensor"] = tensor
+        self._buffers[""] = tensor
 
 
 def _of_tensor(tensor: Tensor, where: Any) -> Request:
@@ -510,7 +510,7 @@ def _of_tensor(tensor: Tensor, where: Any) -> Request:
             "a tensor has one place.",
             "Write ':grad' for its gradient.",
         )
-    return Request("':grad'", True, [Target(Lone(tensor), "", "grad", (), "tensor")])
+    return Request("':grad'", True, [Target(Lone(tensor), "", "grad", (), "")])
 
 
 # -- errors ---------------------------------------------------------------------------------------

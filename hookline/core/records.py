@@ -399,7 +399,7 @@ class capture(Context[_CaptureTap]):  # noqa: N801 - a verb that is used like a 
             return True
         if tap.target.port == "grad":
             return True  # told on read
-        return "grad" in tap.target.port and self._sites[id(tap.target.module)][1].count > 0
+        return "grad" in tap.target.port and self._sites[tap.target.key[0]][1].count > 0
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool | None:
         stopped = isinstance(error, _Stop) and error.serial == self._serial
