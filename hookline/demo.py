@@ -127,7 +127,7 @@ def show_values(model: nn.Module, digits: Digits) -> None:
     model.zero_grad()
 
     rows: Rows = [("place", "shape", "lowest", "mean", "highest", "mean |gradient|")]
-    for place in map(str, hl.select(model, "conv*", "fc")):
+    for place in hl.select(model, "conv*", "fc"):
         value, gradient = record[place], record[f"{place}:grad_output"]
         shape = " x ".join(map(str, value.shape))
         figures = (f"{figure:.2f}" for figure in (value.min(), value.mean(), value.max()))
@@ -179,7 +179,7 @@ def show_mistake(model: nn.Module, digits: Digits) -> None:
 
 def copy_state(model: nn.Module) -> Tensor:
     """All parameters and buffers in one tensor."""
-    return torch.cat([tensor.flatten() for tensor in model.state_dict().values()]).clone()
+    return torch.cat([tensor.flatten() for tensor in model.state_dict().values()])
 
 
 def same(left: Tensor, right: Tensor) -> str:

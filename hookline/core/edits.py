@@ -29,8 +29,6 @@ AnyChange = Change | Tensor | Callable[..., Any]
 class _EditTap(Tap):
     """Applies a change to the values at a target."""
 
-    __slots__ = ("at", "calls", "change", "seen", "wants_call")
-
     def __init__(
         self,
         target: Target,

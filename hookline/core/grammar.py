@@ -37,6 +37,7 @@ DEEP = object()  # the segment `**`
 Segment = str | re.Pattern[str] | object
 
 _SPECIAL = "*{},/:[]#\\"
+_SPECIALS = re.compile(r"[*{},/:\[\]#\\]")
 _HIDDEN = {c: chr(0xE000 + ord(c)) for c in _SPECIAL}  # what an escaped character is meanwhile
 _SHOWN = {ord(hidden): c for c, hidden in _HIDDEN.items()}
 _FORM = re.compile(
@@ -112,13 +113,26 @@ def parse_port(text: str) -> tuple[str | None, Path]:
     return pattern.port, pattern.parts
 
 
-def literal_readings(text: str) -> Iterator[tuple[str, str | None, Path]]:
-    """The ways to read a text that holds special characters as a plain path and a port."""
-    yield text, None, ()
+@lru_cache(maxsize=4096)
+def literal_readings(text: str) -> tuple[Pattern, ...]:
+    """The ways to read a text that holds special characters as a plain path and a port.
+
+    >>> [pattern.segments for pattern in literal_readings("a/b:input")]
+    [('a/b:input',), ('a/b',)]
+    """
+    if not _SPECIALS.search(text):
+        return ()
+    readings: list[tuple[str, str | None, Path]] = [(text, None, ())]
     tail = _TAIL.fullmatch(text)
-    if tail is not None and tail["path"] != text:
-        port = tail["port"]
-        yield tail["path"], port[1:] if port else None, _parts(text, tail["parts"])
+    if tail is not None and tail["path"] != text and _SPECIALS.search(tail["path"]):
+        try:
+            readings.append((tail["path"], tail["port"] and tail["port"][1:], _parts(text, tail["parts"])))
+        except PlaceError:
+            pass
+    return tuple(
+        Pattern(tuple(path.split(".")), None, None, port, parts, True)
+        for path, port, parts in readings
+    )
 
 
 def _hide(text: str) -> str:

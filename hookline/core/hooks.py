@@ -18,8 +18,9 @@ import itertools
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
+from types import MappingProxyType
 from typing import Any, Generic, TypeVar, cast
 
 import torch
@@ -31,14 +32,14 @@ from hookline.core.nested import get_part, set_part
 from hookline.core.places import Place, Request, Target, Where, resolve, walk
 from hookline.errors import NeverFired, PlaceError
 
-__all__ = ["ACTIVE", "KEEP", "Attached", "Call", "Context", "Site", "Tap", "attached", "hook"]
+__all__ = ["ACTIVE", "KEEP", "KEYS", "Attached", "Call", "Context", "Site", "Tap", "attached", "hook"]
 
 KEEP = object()  # what a tap returns to leave a value as it is
 ACTIVE: ContextVar[frozenset[int]] = ContextVar("hookline_active", default=frozenset())
 
 # Of our entries in hook dicts. torch's own count up from 0; a model that was saved while hooked
 # brings keys of another process along, hence the random start.
-_keys = itertools.count(-1 - int.from_bytes(os.urandom(6)), -1)
+KEYS = itertools.count(-1 - int.from_bytes(os.urandom(6)), -1)
 _serials = itertools.count(1)
 in_backward: Callable[[], int] = torch._C._current_graph_task_id  # pyright: ignore
 T = TypeVar("T", bound="Tap")
@@ -68,14 +69,13 @@ class Call:
 class Tap:
     """What a context does with the values at one target. Subclasses are the verbs."""
 
-    __slots__ = ("__weakref__", "context", "fired", "reasons", "target")
     replaces = True  # whether values may be replaced: false for captures
+    fired = 0
+    reasons: Mapping[int, str] = MappingProxyType({})  # why a call gave nothing
 
     def __init__(self, target: Target, context: weakref.ref[Context[Any]]) -> None:
         self.target = target
         self.context = context
-        self.fired = 0
-        self.reasons: dict[int, str] = {}  # why a call gave nothing
 
     @property
     def place(self) -> Place:
@@ -95,7 +95,7 @@ class Tap:
 
     def explain(self, index: int, reason: str, remedy: str = "") -> None:
         """A value that was asked for cannot be given for this call; say why on read or at exit."""
-        self.reasons[index] = f"{reason} {remedy}".strip()
+        self.reasons = {**self.reasons, index: f"{reason} {remedy}".strip()}
 
 
 class Frame:
@@ -111,6 +111,12 @@ class Frame:
         self.gates: list[Any] = []
 
 
+_KINDS = {
+    "output": "outputs", "input": "inputs", "inputs": "inputs", "value": "values",
+    "grad_output": "grad_outputs", "grad_input": "grad_inputs", "grad_inputs": "grad_inputs",
+}  # fmt: skip
+
+
 class Site:
     """A context's hooks on one module.
 
@@ -118,36 +124,28 @@ class Site:
     context can be collected. Copies of a module get an inert site that removes itself.
     """
 
-    __slots__ = (
-        "context", "count", "foreign", "frames", "grad_inputs", "grad_outputs", "inputs", "keeper",
-        "key", "outputs", "owner", "started", "values",
-    )  # fmt: skip
+    # What few sites need stands here, so that making one is cheap.
+    keeper: Context[Any] | None = None
+    count = 0  # completed calls
+    started = 0
+    foreign = 0  # calls from other threads and tasks
+    inputs: Sequence[Tap] = ()
+    values: Sequence[Tap] = ()
+    outputs: Sequence[Tap] = ()
+    grad_inputs: Sequence[Tap] = ()
+    grad_outputs: Sequence[Tap] = ()
+    frames: dict[int, list[Frame]] | None = None
 
     def __init__(self, context: weakref.ref[Context[Any]] | None, owner: int | None) -> None:
         self.context = context
         self.owner = owner  # the serial of the context, or None to act for every thread and task
-        self.keeper: Context[Any] | None = None
-        self.key = next(_keys)
-        self.count = 0  # completed calls
-        self.started = 0
-        self.foreign = 0  # calls from other threads and tasks
-        self.inputs: list[Tap] = []
-        self.values: list[Tap] = []
-        self.outputs: list[Tap] = []
-        self.grad_inputs: list[Tap] = []
-        self.grad_outputs: list[Tap] = []
-        self.frames: dict[int, list[Frame]] = {}
+        self.key = next(KEYS)
 
     def add(self, tap: Tap) -> None:
-        port = tap.target.port
-        if port == "grad":
-            return
-        kinds = {
-            "output": self.outputs, "input": self.inputs, "inputs": self.inputs,
-            "value": self.values, "grad_output": self.grad_outputs,
-            "grad_input": self.grad_inputs, "grad_inputs": self.grad_inputs,
-        }  # fmt: skip
-        kinds[port].append(tap)
+        """Serve one more tap."""
+        kind = _KINDS.get(tap.target.port)
+        if kind is not None:
+            setattr(self, kind, [*getattr(self, kind), tap])
 
     def register(self, module: nn.Module) -> None:
         """Put the hooks on a module.
@@ -196,6 +194,8 @@ class Site:
         frame = Frame(self.count - 1 if recomputed else self.started)
         if not recomputed:
             self.started += 1
+        if self.frames is None:
+            self.frames = {}
         self.frames.setdefault(threading.get_ident(), []).append(frame)
         changed = False
         for tap in self.values:
@@ -235,7 +235,7 @@ class Site:
             self.count += 1
         frame = None
         if self.inputs or self.grad_outputs or self.grad_inputs:
-            running = self.frames.get(threading.get_ident())
+            running = None if self.frames is None else self.frames.get(threading.get_ident())
             if not running:  # the context was entered while the module was running
                 return None
             frame = running.pop()
@@ -269,12 +269,12 @@ class Site:
 
     def drain(self) -> None:
         """Keep the inputs of calls that began and never completed, after all others."""
-        for running in self.frames.values():
+        for running in (self.frames or {}).values():
             for frame in running:
                 for commit, stored in frame.pending:
                     commit(self.count, stored)
                     self.count += 1
-        self.frames.clear()
+        self.frames = None
 
     def __deepcopy__(self, memo: Any) -> Site:
         return _inert(type(self), self.key)
@@ -323,9 +323,6 @@ class Context(Entering, Generic[T]):
     def _tap(self, target: Target, ref: weakref.ref[Context[Any]]) -> T:
         raise AssertionError("a verb makes taps")
 
-    def _site(self, ref: weakref.ref[Context[Any]], owner: int | None, target: Target) -> Site:
-        return Site(ref, owner)
-
     def _resolve(self) -> list[Request]:
         return resolve(self._model, self._wheres)
 
@@ -336,27 +333,16 @@ class Context(Entering, Generic[T]):
 
     def _start(self, attached: bool) -> None:
         self._names = None
-        self._taps, self._sites, self._handles = taps, sites, _ = {}, {}, []
         self._requests = self._resolve()
+        self._taps, self._sites, self._handles = taps, sites, _ = {}, {}, []
         self._serial = next(_serials)
         owner = self._serial if self._owned and not attached else None
         ref = weakref.ref(self)
         try:
             for request in self._requests:
                 for target in request.targets:
-                    key = target.key
-                    if key in taps:
-                        continue
-                    tap = taps[key] = self._tap(target, ref)
-                    known = sites.get(key[0])
-                    if known is None:
-                        site = self._site(ref, owner, target)
-                        sites[key[0]] = (target.module, site)
-                    else:
-                        site = known[1]
-                    site.add(tap)
-                    if target.port == "grad":
-                        gradients.watch_tensor(tap, target.tensor())
+                    if target.key not in taps:
+                        self._place(target, ref, owner)
             self._prepared()
             for module, site in sites.values():
                 if attached:
@@ -368,12 +354,23 @@ class Context(Entering, Generic[T]):
         if owner is not None:
             ACTIVE.set(ACTIVE.get() | {owner})
 
+    def _place(self, target: Target, ref: weakref.ref[Context[Any]], owner: int | None) -> None:
+        """Make what serves a target."""
+        tap = self._taps[target.key] = self._tap(target, ref)
+        ident = target.key[0]
+        if ident not in self._sites:
+            self._sites[ident] = (target.module, Site(ref, owner))
+        self._sites[ident][1].add(tap)
+        if target.port == "grad":
+            gradients.watch_tensor(tap, target.tensor())
+
     def _stop(self) -> None:
         for module, site in self._sites.values():
             site.unregister(module)
             if site.frames:
                 site.drain()
-            site.keeper = None
+            if site.keeper is not None:
+                site.keeper = None
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -423,39 +420,48 @@ class Context(Entering, Generic[T]):
 
     def reason(self, tap: Tap) -> str:
         """Why nothing happened at a tap."""
-        if tap.reasons:
-            return next(iter(tap.reasons.values()))
-        module, site = self._sites[tap.target.key[0]]
-        if site.foreign:
-            return (
-                f"its module was called {site.foreign} times, but from another thread or task "
-                f"than the one that entered this; threads='all' takes those calls too."
-            )
-        return self._why_not_called(tap.target, module, site)
+        if self._names is None:
+            self._names = first_names(self._model)
+        return silence(tap, self._sites[tap.target.key[0]][1], self._model, self._names)
 
-    def _why_not_called(self, target: Target, module: nn.Module, site: Site) -> str:
-        if target.port == "grad":
-            return (
-                "no gradient arrived. No backward ran inside the `with`, or the loss does not "
-                "depend on it."
-            )
-        if site.count:
-            return f"its module was called {site.count} times."
-        if isinstance(self._model, nn.Module):
-            path = self.place_of(target).path
-            parent = dict(self._model.named_modules()).get(path.rpartition(".")[0])
-            if path.endswith("out_proj") and isinstance(parent, nn.MultiheadAttention):
-                return (
-                    "nn.MultiheadAttention uses the weights of its out_proj without ever calling "
-                    "it; ask for the attention module's own output."
-                )
-            if id(module) not in first_names(self._model):
-                return "its module was taken out of the model while this was open."
+
+def silence(tap: Tap, site: Site, model: Any, names: dict[int, str]) -> str:
+    """Why nothing happened at a tap."""
+    target = tap.target
+    if tap.reasons:
+        return next(iter(tap.reasons.values()))
+    if site.foreign:
         return (
-            f"its module ({type(module).__name__}) was not called. Its forward may have been "
-            f"called directly, as in module.forward(x), which runs no hooks, or its weights used "
-            f"without it, or the code that calls it was not reached."
+            f"its module was called {site.foreign} times, but from another thread or task than the "
+            f"one that entered this; threads='all' takes those calls too."
         )
+    if target.port == "grad":
+        return (
+            "no gradient arrived. No backward ran inside the `with`, or the loss does not depend "
+            "on it."
+        )
+    if site.count:
+        if "grad" in target.port:
+            return (
+                f"its module was called {site.count} times, but no gradient arrived. No backward "
+                f"ran inside the `with`, or the loss does not depend on it."
+            )
+        return f"its module was called {site.count} times, and the change applied to none of them."
+    path = names.get(target.key[0])
+    if path is None and isinstance(model, nn.Module):
+        return "its module was taken out of the model while this was open."
+    if path is not None and path.endswith("out_proj") :
+        parent = model.get_submodule(path.rpartition(".")[0])
+        if isinstance(parent, nn.MultiheadAttention):
+            return (
+                "nn.MultiheadAttention uses the weights of its out_proj without ever calling it; "
+                "ask for the attention module's own output."
+            )
+    return (
+        "its module was not called. Its forward may have been called directly, as in "
+        "module.forward(x), which runs no hooks, or its weights used without it, or the code that "
+        "calls it was not reached."
+    )
 
 
 def first_names(model: nn.Module | Tensor | None) -> dict[int, str]:
@@ -490,8 +496,6 @@ def takes_call(function: Callable[..., Any]) -> bool:
 
 
 class _HookTap(Tap):
-    __slots__ = ("function", "wants_call")
-
     def __init__(self, target: Target, context: Any, function: Callable[..., Any]) -> None:
         super().__init__(target, context)
         self.function = function

@@ -41,7 +41,6 @@ Where: TypeAlias = (
 
 # Wrappers of torch whose name in a path may be left out: DDP, compile, FSDP1, checkpointing.
 _WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
-_SPECIAL = re.compile(r"[*{},/:\[\]#\\]")
 
 
 class Place(str):
@@ -140,28 +139,28 @@ def select(model: nn.Module, *where: Where) -> list[Place]:
     return sorted(found, key=found.__getitem__)
 
 
-def walk(model: nn.Module) -> list[tuple[str, nn.Module]]:
+def walk(model: nn.Module, path: str = "") -> list[tuple[str, nn.Module]]:
     """Every module once with its first name, the model itself first, as `named_modules` has them.
 
     >>> [name for name, _ in walk(nn.Sequential(nn.ReLU()))]
     ['', '0']
     """
-    found: list[tuple[str, nn.Module]] = []
-    seen: set[int] = set()
-    stack = [("", model)]
+    found = [(path, model)]
+    seen = {model}
+    stack = [(f"{path}." if path else "", iter(model._modules.items()))]
     while stack:
-        path, module = stack.pop()
-        if id(module) in seen:
-            continue
-        seen.add(id(module))
-        found.append((path, module))
-        if module._modules:
-            prefix = path + "." if path else ""
-            stack += [
-                (prefix + name, child)
-                for name, child in reversed(module._modules.items())
-                if child is not None
-            ]
+        prefix, children = stack[-1]
+        for name, child in children:
+            if child is None or child in seen:
+                continue
+            seen.add(child)
+            path = prefix + name
+            found.append((path, child))
+            if child._modules:
+                stack.append((path + ".", iter(child._modules.items())))
+                break
+        else:
+            stack.pop()
     return found
 
 
@@ -221,29 +220,30 @@ def _describe(where: Any, port: str | None, parts: Path) -> str:
 
 
 def _of_text(model: nn.Module, text: str, port: str | None, parts: Path) -> Request:
-    literal = _as_literal(model, text, port, parts) if _SPECIAL.search(text) else None
+    literal = None
+    for pattern in literal_readings(text):
+        if _exists(model, pattern.segments):
+            literal = Request(repr(text), True)
+            literal.targets = _matches(model, text, pattern, port, parts, literal)
+            break
     try:
         patterns = parse(text)
     except PlaceError:
         if literal is None:
             raise
         return literal
-    request = Request(repr(text), all(pattern.literal for pattern in patterns))
+    request = Request(repr(text), patterns[0].literal)
     missing: PlaceNotFound | None = None
-    seen: set[tuple[Any, ...]] = set()
     for pattern in patterns:
         try:
-            for target in _matches(model, text, pattern, port, parts, request):
-                if target.key not in seen:
-                    seen.add(target.key)
-                    request.targets.append(target)
+            request.targets += _matches(model, text, pattern, port, parts, request)
         except PlaceNotFound as error:
             missing = missing or error
         except NotHookable:
             if literal is None:
                 raise
     if literal is not None:
-        if request.targets and {t.key for t in literal.targets} != seen:
+        if request.targets and {t.key for t in literal.targets} != {t.key for t in request.targets}:
             raise _ambiguous(text, literal.targets[0], request.targets[0])
         return literal
     if request.targets:
@@ -255,51 +255,44 @@ def _of_text(model: nn.Module, text: str, port: str | None, parts: Path) -> Requ
     )
 
 
-def _as_literal(
-    model: nn.Module, text: str, port: str | None, parts: Path
-) -> Request | None:
-    """The request if the text, as it stands, is the path of something."""
-    for path, own_port, own_parts in literal_readings(text):
-        segments = tuple(path.split("."))
-        pattern = Pattern(segments, None, None, own_port, own_parts, True)
-        if _SPECIAL.search(path):
-            request = Request(repr(text), True)
-            try:
-                request.targets += _matches(model, text, pattern, port, parts, request)
-            except (PlaceNotFound, NotHookable):
-                continue
-            if request.targets:
-                return request
-    return None
+def _exists(model: nn.Module, segments: tuple[Segment, ...]) -> bool:
+    """Whether a plain path is that of a module, parameter or buffer."""
+    if _find(model, segments):
+        return True
+    owners = _find(model, segments[:-1])
+    return any(segments[-1] in (*o._parameters, *o._buffers) for _, o in owners)
 
 
 def _matches(
     model: nn.Module, text: str, pattern: Pattern, port: str | None, parts: Path, request: Request
-) -> Iterator[Target]:
-    if pattern.operation is not None and any(_find(model, pattern.segments)):
+) -> list[Target]:
+    segments, literal = pattern.segments, pattern.literal
+    if pattern.operation is not None:
+        if not _find(model, segments):
+            return []
         raise NotHookable(
             f"The place {text!r} asks for the operation {pattern.operation!r}:",
             "operations inside a forward are not available yet.",
             "Ask for the module's input or output, "
             f"or write {escape(text)!r} if that is the name of a module.",
         )
-    if pattern.operation is not None:
-        return
     port, parts = pattern.port or port, (*pattern.parts, *parts)
-    segments, literal = pattern.segments, pattern.literal
-    count = 0
+    found: list[Target] = []
     if port not in TENSOR_PORTS:
+        own = port or "output"
         for path, module in _find(model, segments):
+            if _hookable.get(type(module)):
+                found.append(Target(module, path, own, parts))
+                continue
             problem = _problem(module)
-            if problem and literal:
-                raise NotHookable(f"The place {text!r} cannot be hooked:", problem[0], problem[1])
-            if not problem:
-                count += 1
-                yield Target(module, path, port or "output", parts)
+            if problem is None:
+                found.append(Target(module, path, own, parts))
+            elif literal:
+                raise NotHookable(f"The place {text!r} cannot be hooked:", *problem)
             elif isinstance(module, torch.jit.ScriptModule):
-                request.refused[Place(path, port or "output", parts)] = problem[0]
-    last_is_literal = bool(segments) and isinstance(segments[-1], str)
-    if port in TENSOR_PORTS or (last_is_literal and (port is None or not count)):
+                request.refused[Place(path, own, parts)] = problem[0]
+    named = bool(segments) and isinstance(segments[-1], str) and not (literal and found)
+    if port in TENSOR_PORTS or (named and (port is None or not found)):
         for path, module, name in _find_tensors(model, segments, port == "grad"):
             if port in MODULE_PORTS:
                 raise PlaceError(
@@ -307,32 +300,38 @@ def _matches(
                     f"{name!r} is a parameter or buffer.",
                     f"It has the ports {' and '.join(TENSOR_PORTS)}.",
                 )
-            count += 1
-            yield Target(module, path, port or "value", parts, name)
-    if not count and literal:
+            found.append(Target(module, path, port or "value", parts, name))
+    if not found and literal:
         raise _not_found(model, text, cast("tuple[str, ...]", segments), port)
+    return found
 
 
-def _find(model: nn.Module, segments: tuple[Segment, ...]) -> Iterator[tuple[str, nn.Module]]:
+def _find(model: nn.Module, segments: tuple[Segment, ...]) -> list[tuple[str, nn.Module]]:
     """The modules whose path matches, each once. Only what can match is looked at."""
-    if all(isinstance(segment, str) for segment in segments):
-        path, module = "", model
-        for segment in cast("tuple[str, ...]", segments):
-            step = _child(module, path, segment)
-            if step is None:
-                return
-            path, module = step
-        yield path, module
-        return
+    path, module = "", model
+    for n, segment in enumerate(segments):
+        if not isinstance(segment, str):
+            return _find_more(path, module, segments[n:])
+        step = _child(module, path, segment)
+        if step is None:
+            return []
+        path, module = step
+    return [(path, module)]
+
+
+def _find_more(
+    path: str, module: nn.Module, segments: tuple[Segment, ...]
+) -> list[tuple[str, nn.Module]]:
+    if segments == (DEEP,):
+        below = walk(module, path)
+        return below[1:]
+    found: dict[int, tuple[str, nn.Module]] = {}
     seen: set[tuple[int, int]] = set()
-    given: set[int] = set()
-    stack = [("", model, 0)]
+    stack = [(path, module, 0)]
     while stack:
         path, module, n = stack.pop()
         if n == len(segments):
-            if id(module) not in given:
-                given.add(id(module))
-                yield path, module
+            found.setdefault(id(module), (path, module))
             continue
         if (id(module), n) in seen:
             continue
@@ -343,21 +342,22 @@ def _find(model: nn.Module, segments: tuple[Segment, ...]) -> Iterator[tuple[str
             if step is not None:
                 stack.append((*step, n + 1))
             continue
+        prefix = f"{path}." if path else ""
         last = n + 1 == len(segments)
         for name, child in reversed(module._modules.items()):
             if child is None:
                 continue
-            below = f"{path}.{name}" if path else name
             if segment is DEEP:
-                stack.append((below, child, n))
+                stack.append((prefix + name, child, n))
                 if last:
-                    stack.append((below, child, n + 1))
+                    stack.append((prefix + name, child, n + 1))
             elif cast("re.Pattern[str]", segment).fullmatch(name):
-                stack.append((below, child, n + 1))
+                stack.append((prefix + name, child, n + 1))
             elif name in _WRAPPERS and len(module._modules) == 1:
-                stack.append((below, child, n))
+                stack.append((prefix + name, child, n))
         if segment is DEEP and not last:
             stack.append((path, module, n + 1))
+    return list(found.values())
 
 
 def _child(module: nn.Module, path: str, name: str) -> tuple[str, nn.Module] | None:
@@ -459,20 +459,17 @@ def _path_of(model: nn.Module, module: nn.Module) -> str:
     )
 
 
-_unhookable: dict[type, bool] = {}
+_hookable: dict[type, bool] = {}
 
 
 def _problem(module: nn.Module) -> tuple[str, str] | None:
     """Why no hook on a module can ever fire, and what to do; None if one can."""
     kind = type(module)
-    try:
-        if not _unhookable[kind]:
-            return None
-    except KeyError:
+    if kind not in _hookable:
         script = issubclass(kind, torch.jit.ScriptModule)
-        _unhookable[kind] = script or kind.forward is nn.Module.forward
-        if not _unhookable[kind]:
-            return None
+        _hookable[kind] = not script and kind.forward is not nn.Module.forward
+    if _hookable[kind]:
+        return None
     if issubclass(kind, torch.jit.ScriptModule):
         return (
             "it is a ScriptModule, which runs outside Python and takes no hooks.",

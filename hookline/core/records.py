@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import difflib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, Literal, cast
 
 import torch
@@ -19,6 +20,7 @@ from hookline.core.grammar import parse_port
 from hookline.core.hooks import (
     ACTIVE,
     KEEP,
+    KEYS,
     Context,
     Frame,
     Site,
@@ -27,6 +29,7 @@ from hookline.core.hooks import (
     first_names,
     in_backward,
     named_place,
+    silence,
 )
 from hookline.core.nested import (
     Path,
@@ -56,6 +59,9 @@ __all__ = ["Record", "capture"]
 # int: the version of the tensor that it is. A list: the paths, tensors and versions in it.
 Kept = tuple[Any, "int | list[tuple[Path, Tensor, int]] | None"]
 Keep = Literal["all", "first", "last"]
+
+_GONE = cast(nn.Module, None)  # a record does not keep modules alive
+_NO_SITE = Site(None, None)
 
 
 class _Stop(BaseException):
@@ -139,21 +145,19 @@ class _Options:
 class _CaptureTap(Tap):
     """Keeps the values at a target: one entry a call, or for gradients one a call and pass."""
 
-    __slots__ = ("grads", "kept", "options", "shapes", "waiting")
     replaces = False
+    waiting = True  # for stop=True: until it has fired
+    # Of gradients: the structure of the value by call, and what arrived by call and backward pass.
+    shapes: Mapping[int, tuple[Any, list[Path]]] = MappingProxyType({})
+    grads: Mapping[tuple[int, int], dict[Path, Kept]] = MappingProxyType({})
 
     def __init__(
         self, target: Target, context: weakref.ref[Context[Any]], options: _Options
     ) -> None:
         self.target = target
         self.context = context
-        self.fired = 0
-        self.reasons = {}
         self.options = options
         self.kept: list[Kept] = []
-        self.shapes: dict[int, tuple[Any, list[Path]]] = {}  # of gradients, by call
-        self.grads: dict[tuple[int, int], dict[Path, Kept]] = {}  # by call and backward pass
-        self.waiting = options.stop
 
     def receive(self, value: Any, index: int, recomputed: bool, frame: Frame | None) -> Any:
         if recomputed:
@@ -171,7 +175,7 @@ class _CaptureTap(Tap):
             frame.pending.append((self.commit, kept))
         else:
             self.commit(index, kept)
-        if self.waiting:
+        if options.stop and self.waiting:
             self.waiting = False
             context = cast("capture | None", self.context())
             if context is not None:
@@ -189,13 +193,17 @@ class _CaptureTap(Tap):
 
     def expect(self, value: Any, index: int, tensors: list[tuple[Any, Tensor]]) -> None:
         shape = None if isinstance(value, Tensor) else map_leaves(lambda leaf: None, value)
-        self.shapes[index] = shape, [path for path, _ in tensors]
+        if not self.shapes:
+            self.shapes = {}
+        cast("dict[int, Any]", self.shapes)[index] = shape, [path for path, _ in tensors]
 
     def gradient(self, grad: Tensor, index: int, path: Path) -> Tensor | None:
         key = (index, in_backward())
         parts = self.grads.get(key)
         if parts is None:
-            parts = self.grads[key] = {}
+            if not self.grads:
+                self.grads = {}
+            parts = cast("dict[Any, Any]", self.grads)[key] = {}
             self.fired += 1
         if path in parts and self.target.port.startswith("grad_input"):
             grad = parts[path][0] + grad  # the shares of an input come one by one
@@ -230,20 +238,23 @@ class _CaptureTap(Tap):
         return shape, checks or None
 
 
-class _OutputSite(Site):
-    """The commonest site: the whole output of a module, kept as it is. One short hook."""
+class _OutputTap(_CaptureTap, Site):
+    """The commonest tap: the whole output of a module, kept as it is. It is its own site."""
 
-    __slots__ = ("detach", "kept", "simple")
-
-    def __init__(self, context: Any, owner: int | None, detach: bool) -> None:
-        super().__init__(context, owner)
-        self.detach = detach
-        self.simple = True
-
-    def add(self, tap: Tap) -> None:
-        self.simple = self.simple and not self.outputs
-        self.outputs.append(tap)
-        self.kept = cast(_CaptureTap, tap).kept
+    def __init__(
+        self,
+        target: Target,
+        context: weakref.ref[Context[Any]],
+        options: _Options,
+        owner: int | None,
+    ) -> None:
+        self.target = target
+        self.context = context
+        self.options = options
+        self.owner = owner
+        self.detach = options.detach
+        self.kept = []
+        self.key = next(KEYS)
 
     def register(self, module: nn.Module) -> None:
         module._forward_hooks[self.key] = self.after_output
@@ -252,6 +263,7 @@ class _OutputSite(Site):
         module._forward_hooks.pop(self.key, None)
 
     def after_output(self, module: nn.Module, args: Any, output: Any) -> None:
+        """The forward hook."""
         if self.owner is not None and self.owner not in ACTIVE.get():
             return self.stranger(module)
         kept = self.kept
@@ -263,8 +275,7 @@ class _OutputSite(Site):
             else:
                 kept.append((snapshot(output), None))
         else:
-            tap = cast(_CaptureTap, self.outputs[0])
-            kept.append(tap.options.keeps(output))
+            kept.append(self.options.keeps(output))
         return None
 
 
@@ -349,30 +360,30 @@ class capture(Context[_CaptureTap]):  # noqa: N801 - a verb that is used like a 
     def _tap(self, target: Target, ref: weakref.ref[Context[Any]]) -> _CaptureTap:
         return _CaptureTap(target, ref, self._options)
 
-    def _site(self, ref: weakref.ref[Context[Any]], owner: int | None, target: Target) -> Site:
-        options = self._options
-        plain = target.port == "output" and not target.parts
-        if plain and id(target.module) in self._plain:
-            return _OutputSite(ref, owner, options.detach)
-        return Site(ref, owner)
-
     def _resolve(self) -> list[Request]:
         requests = super()._resolve()
-        self._plain = self._find_plain(requests)
+        self._mixed = self._find_mixed(requests)
         return requests
 
-    def _find_plain(self, requests: list[Request]) -> set[int]:
-        """The modules of which only the whole output is asked for, with no option in use."""
+    def _find_mixed(self, requests: list[Request]) -> set[int] | None:
+        """The modules of which more than the whole output is asked for; None if options are."""
         options = self._options
         if options.derives or options.stop or options.keep != "all":
-            return set()
-        plain: set[int] = set()
-        other: set[int] = set()
-        for request in requests:
-            for target in request.targets:
-                whole = target.port == "output" and not target.parts
-                (plain if whole else other).add(id(target.module))
-        return plain - other
+            return None
+        return {
+            target.key[0]
+            for request in requests
+            if request.targets[0].port != "output" or request.targets[0].parts
+            for target in request.targets
+        }
+
+    def _place(self, target: Target, ref: weakref.ref[Context[Any]], owner: int | None) -> None:
+        ident = target.key[0]
+        if self._mixed is None or ident in self._mixed:
+            super()._place(target, ref, owner)
+            return
+        tap = self._taps[target.key] = _OutputTap(target, ref, self._options, owner)
+        self._sites[ident] = (target.module, tap)
 
     def _prepared(self) -> None:
         self._stopping = False
@@ -448,23 +459,25 @@ class Record:
         self._source = source  # while it is open
         model = None if source is None else source._model
         self._model = weakref.ref(model) if isinstance(model, nn.Module) else None
-        self._reasons: dict[int, str] = {}
+        self._sites: dict[int, Site] = {}  # for the reasons of what never fired
         self._refused: dict[Place, str] = {}
         self._by_name: dict[str, _CaptureTap] | None = None
 
     def _seal(self) -> None:
-        """The capture has ended: keep the reasons, let go of it and of the model."""
+        """The capture has ended: let go of it and of the model."""
         source = self._source
         if source is None:
             return
+        self._source = None
+        sites = source._sites
         for tap in self._taps:
+            target = tap.target
             if not (tap.kept or tap.grads):
-                self._reasons[id(tap)] = source.reason(tap)
-            tap.target.module = cast(nn.Module, None)
+                self._sites[target.key[0]] = sites[target.key[0]][1]
+            target.module = _GONE
         for request in source._requests:
             if request.refused:
                 self._refused.update(request.refused)
-        self._source = None
 
     # -- reading --------------------------------------------------------------------------------
 
@@ -566,16 +579,13 @@ class Record:
             other.fired, other.reasons, other.shapes = tap.fired, tap.reasons, tap.shapes
             for n, kept in enumerate(tap.kept):
                 other.kept.append((map_leaves(move, self._read(tap, kept, (), n)), None))
+            other.grads = {}
             for key, parts in tap.grads.items():
-                other.grads[key] = {path: (move(kept[0]), None) for path, kept in parts.items()}
+                cast("dict[Any, Any]", other.grads)[key] = {path: (move(kept[0]), None) for path, kept in parts.items()}
             moved.append(other)
         record = Record(moved, None)
         record._model, record._refused = self._model, self._refused
-        record._reasons = {
-            id(new): self._why(old)
-            for new, old in zip(moved, self._taps, strict=True)
-            if not (new.kept or new.grads)
-        }
+        record._sites = self._sites
         return record
 
     def _entries(self) -> Iterator[tuple[_CaptureTap, Kept]]:
@@ -660,7 +670,9 @@ class Record:
     def _why(self, tap: _CaptureTap) -> str:
         if self._source is not None:
             return self._source.reason(tap)
-        return self._reasons.get(id(tap), "nothing arrived.")
+        model = None if self._model is None else self._model()
+        site = self._sites.get(tap.target.key[0])
+        return silence(tap, site or _NO_SITE, model, first_names(model))
 
     def _kept(self, tap: _CaptureTap) -> list[Kept | None]:
         gradient = "grad" in tap.target.port
