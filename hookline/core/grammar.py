@@ -38,16 +38,19 @@ Segment = str | re.Pattern[str] | object
 
 _SPECIAL = "*{},/:[]#\\"
 _SPECIALS = re.compile(r"[*{},/:\[\]#\\]")
-_HIDDEN = {c: chr(0xE000 + ord(c)) for c in _SPECIAL}  # what an escaped character is meanwhile
+# What an escaped character is while a place is read: one of the last code points of Unicode's
+# private planes, which no name holds.
+_HIDDEN = {c: chr(0x10FE00 + ord(c)) for c in _SPECIAL}
 _SHOWN = {ord(hidden): c for c, hidden in _HIDDEN.items()}
-_FORM = re.compile(
+_HEAD = re.compile(
     r"(?P<path>[^\[\]:/#]*)"
-    r"(?:/(?P<operation>[^\[\]:/#]+)(?:\#(?P<nth>\d+))?)?"
+    r"(?:/(?P<operation>[^\[\]:/#]+)(?:\#(?P<nth>[0-9]+))?)?"
     r"(?::(?P<port>[^\[\]:/#]*))?"
-    r"(?P<parts>\[.*\])?"
 )
-_PART = re.compile(r"""\[(?:'((?:[^'\\]|\\.)*)'|"((?:[^"\\]|\\.)*)"|([^\[\]'"]+))\]""")
-_TAIL = re.compile(rf"(?P<path>.*?)(?P<port>:(?:{'|'.join(PORTS)}))?(?P<parts>(?:\[[^\[\]]*\])*)")
+_PART = re.compile(
+    r"""\[(?:'((?:[^'\\]|\\.)*)'|"((?:[^"\\]|\\.)*)"|([^\[\]'"\\]+))\]""", re.DOTALL
+)
+_NUMBER = re.compile(r"-?[0-9]+")
 _RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)")
 _MOST = 10_000  # alternatives in one brace
 
@@ -83,10 +86,11 @@ def parse(text: str) -> tuple[Pattern, ...]:
     >>> pattern.port, pattern.parts, pattern.literal
     ('inputs', ('mask',), False)
     """
-    form = _FORM.fullmatch(_hide(text))
+    head, spelled = _cut(text)
+    form = _HEAD.fullmatch(head)
     if form is None:
         raise _malformed(text, _reason(text))
-    port, parts = form["port"], _parts(text, form["parts"] or "")
+    port, parts = form["port"], _parts(text, spelled)
     if port is not None and port not in PORTS:
         raise _no_such_port(text, port)
     operation = form["operation"]
@@ -123,39 +127,39 @@ def literal_readings(text: str) -> tuple[Pattern, ...]:
     if not _SPECIALS.search(text):
         return ()
     readings: list[tuple[str, str | None, Path]] = [(text, None, ())]
-    tail = _TAIL.fullmatch(text)
-    if tail is not None and tail["path"] != text and _SPECIALS.search(tail["path"]):
-        try:
-            readings.append((tail["path"], tail["port"] and tail["port"][1:], _parts(text, tail["parts"])))
-        except PlaceError:
-            pass
+    for position in range(len(text) - 1, -1, -1):  # the longest path first
+        if text[position] in ":[" and _SPECIALS.search(text[:position]):
+            try:
+                readings.append((text[:position], *parse_port(text[position:])))
+            except PlaceError:
+                continue
     return tuple(
         Pattern(tuple(path.split(".")), None, None, port, parts, True)
         for path, port, parts in readings
     )
 
 
-def _hide(text: str) -> str:
+def _cut(text: str) -> tuple[str, str]:
+    """A place cut before its parts; in what comes first, escaped characters are hidden."""
     if "\\" not in text:
-        return text
+        head, bracket, rest = text.partition("[")
+        return head, bracket + rest
     shown, escaped = "", False
     for position, character in enumerate(text):
         if escaped:
             if character not in _HIDDEN:
-                quoted = "[" in text[:position]  # inside ['…'] the part has escapes of its own
-                if not quoted:
-                    raise _malformed(text, f"a backslash escapes one of {' '.join(_SPECIAL)} only")
-                shown += "\\" + character
-            else:
-                shown += _HIDDEN[character]
+                raise _malformed(text, f"a backslash escapes one of {' '.join(_SPECIAL)} only")
+            shown += _HIDDEN[character]
             escaped = False
         elif character == "\\":
             escaped = True
+        elif character == "[":
+            return shown, text[position:]
         else:
             shown += character
     if escaped:
         raise _malformed(text, "it ends in a backslash")
-    return shown
+    return shown, ""
 
 
 def _parts(text: str, spelled: str) -> Path:
@@ -167,11 +171,10 @@ def _parts(text: str, spelled: str) -> Path:
             raise _malformed(text, f"'{spelled[position:]}' is no part; write [0], [name] or ['0']")
         single, double, plain = match.groups()
         if plain is not None:
-            plain = plain.translate(_SHOWN)
-            parts.append(int(plain) if plain.lstrip("-").isdigit() else plain)
+            parts.append(int(plain) if _NUMBER.fullmatch(plain) else plain)
         else:
             quoted = single if single is not None else double
-            parts.append(re.sub(r"\\(.)", r"\1", quoted.translate(_SHOWN)))
+            parts.append(re.sub(r"\\(.)", r"\1", quoted, flags=re.DOTALL))
         position = match.end()
     return tuple(parts)
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import re
 from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any, cast
@@ -48,7 +49,7 @@ def show_path(path: Path) -> str:
 def _show_part(part: Part) -> str:
     if isinstance(part, int):
         return str(part)
-    plain = part and not part.lstrip("-").isdigit() and not any(c in "[]'\"\\" for c in part)
+    plain = part and not re.fullmatch(r"-?[0-9]+", part) and not any(c in "[]'\"\\" for c in part)
     if plain:
         return part
     quoted = part.replace("\\", "\\\\").replace("'", "\\'")
@@ -169,7 +170,9 @@ def _step(value: Any, part: Part, before: Path) -> Any:
         if inside is not None and -len(inside) <= part < len(inside):
             return inside[part][1]
     if isinstance(part, str) and hasattr(value, part):
-        return getattr(value, part)
+        # The methods of a container are not its parts: `inputs[values]` means an argument.
+        if not callable(getattr(type(value), part, None)):
+            return getattr(value, part)
     inside = children(value)
     there = ", ".join(show_path((name,)) for name, _ in inside or ()) or "no parts"
     kind = type(value).__name__

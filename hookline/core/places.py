@@ -99,10 +99,7 @@ class Target:
 
     def tensor(self) -> Tensor | None:
         """The parameter or buffer at this target, as it is now."""
-        owner = self.module.__dict__
-        name = cast(str, self.attribute)
-        found = owner["_parameters"].get(name)
-        return owner["_buffers"].get(name) if found is None else found
+        return getattr(self.module, cast(str, self.attribute), None)
 
 
 @dataclass(slots=True)
@@ -115,7 +112,7 @@ class Request:
     refused: dict[Place, str] = field(default_factory=dict[Place, str])
 
 
-def select(model: nn.Module, *where: Where) -> list[Place]:
+def select(model: nn.Module | Tensor, *where: Where) -> list[Place]:
     """The places of a model that match, each once, in model order. Without `where`: all modules.
 
     >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 1))
@@ -130,6 +127,8 @@ def select(model: nn.Module, *where: Where) -> list[Place]:
             predicates `(name, module) -> bool`, pairs of any of them and a port such as
             `(nn.Conv2d, ":grad_output")`, and lists of any of them.
     """
+    if isinstance(model, Tensor):
+        return [target.place for request in resolve(model, where) for target in request.targets]
     names = {id(module): (n, path) for n, (path, module) in enumerate(walk(model))}
     found: dict[Place, int] = {}
     for request in resolve(model, where or ("**",)):
@@ -169,7 +168,8 @@ def resolve(model: nn.Module | Tensor, wheres: Iterable[Where]) -> list[Request]
     requests: list[Request] = []
     for where in wheres:
         if isinstance(model, Tensor):
-            requests.append(_of_tensor(model, where))
+            places = where if isinstance(where, (list, tuple)) else [where]
+            requests += [_of_tensor(model, place) for place in cast("list[Any]", places)]
         else:
             _resolve(model, where, None, (), requests)
     return requests
@@ -276,6 +276,12 @@ def _matches(
             "Ask for the module's input or output, "
             f"or write {escape(text)!r} if that is the name of a module.",
         )
+    if pattern.port and port:
+        raise PlaceError(
+            f"The place {text!r} was given in a pair with the port {port!r}.",
+            f"It has the port {pattern.port!r} already.",
+            "Give one of them.",
+        )
     port, parts = pattern.port or port, (*pattern.parts, *parts)
     found: list[Target] = []
     if port not in TENSOR_PORTS:
@@ -347,14 +353,14 @@ def _find_more(
         for name, child in reversed(module._modules.items()):
             if child is None:
                 continue
-            if segment is DEEP:
+            if segment is not DEEP and name in _WRAPPERS and len(module._modules) == 1:
+                stack.append((prefix + name, child, n))  # as if the wrapper were not there
+            elif segment is DEEP:
                 stack.append((prefix + name, child, n))
                 if last:
                     stack.append((prefix + name, child, n + 1))
             elif cast("re.Pattern[str]", segment).fullmatch(name):
                 stack.append((prefix + name, child, n + 1))
-            elif name in _WRAPPERS and len(module._modules) == 1:
-                stack.append((prefix + name, child, n))
         if segment is DEEP and not last:
             stack.append((path, module, n + 1))
     return list(found.values())
@@ -384,18 +390,30 @@ def _find_tensors(
         last = segments[-1]
     seen: set[int] = set()
     for path, module in _find(model, segments[:-1]):
-        inner = module
-        while len(inner._modules) == 1 and next(iter(inner._modules)) in _WRAPPERS:
-            wrapper, wrapped = next(iter(inner._modules.items()))
-            path, inner = (f"{path}.{wrapper}" if path else wrapper), cast(nn.Module, wrapped)
-        for name, tensor in (*inner._parameters.items(), *inner._buffers.items()):
-            matches = name == last if isinstance(last, str) else last.fullmatch(name)  # pyright: ignore
-            if tensor is None or not matches or id(tensor) in seen:
-                continue
-            if gradients and not isinstance(last, str) and name in inner._buffers:
-                continue  # buffers have none: a wildcard does not mean them
-            seen.add(id(tensor))
-            yield path, inner, name
+        for path, module in _unwrapped(path, module):
+            found = False
+            for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+                matches = name == last if isinstance(last, str) else last.fullmatch(name)  # pyright: ignore
+                if tensor is None or not matches or id(tensor) in seen:
+                    continue
+                if gradients and not isinstance(last, str) and name in module._buffers:
+                    continue  # buffers have none: a wildcard does not mean them
+                found = True
+                seen.add(id(tensor))
+                yield path, module, name
+            if found and isinstance(last, str):
+                break
+
+
+def _unwrapped(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """A module, and what it wraps, if it is a wrapper whose name may be left out."""
+    yield path, module
+    while len(module._modules) == 1:
+        ((name, inner),) = module._modules.items()
+        if name not in _WRAPPERS or inner is None:
+            return
+        path, module = (f"{path}.{name}" if path else name), inner
+        yield path, module
 
 
 # -- modules, types, expressions, predicates -----------------------------------------------------
@@ -555,11 +573,15 @@ def _not_found(
 
 
 def _ambiguous(text: str, literal: Target, pattern: Target) -> PlaceError:
-    head = re.match(r"[^./:\[\]]*", text)
-    first = head[0] if head else ""
-    other = "{" + first + "}" + text[len(first) :] if first else f"(model, {text!r})"
+    # Braces around the first segment keep the grammar's reading, and are in no name.
+    first = re.match(r"[^.{}/:\[\]]*", text)
+    other = "{" + first[0] + "}" + text[len(first[0]) :] if first and first[0] else ""
+    if not other or "**" in other.split("}")[0]:
+        other = f"re.compile or a list of places that means what {text!r} does"
+    else:
+        other = repr(other)
     return PlaceError(
         f"The place {text!r} has two readings:",
         f"the module named {literal.named(literal.path)!r}, and {pattern.place!r} by the grammar.",
-        f"Write {str(literal.place)!r} for the first, or {other!r} for the second.",
+        f"Write {str(literal.place)!r} for the first, or {other} for the second.",
     )

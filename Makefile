@@ -1,0 +1,70 @@
+# Every target prepares its own part of .venv: nothing but Python, pip and make is needed first.
+# `make demo PYTHON=python3.12` chooses the interpreter; it counts when .venv is made.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+TORCH  := $(shell grep '^torch==' constraints.txt)
+PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
+
+# Two test processes with one torch thread each are faster than one process with two.
+WORKERS ?= 2
+PYTEST  := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS)
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-all check bench docs clean
+.NOTPARALLEL:
+
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1@\2/p' Makefile | awk -F@ '{ printf "%-16s %s\n", $$1, $$2 }'
+
+demo: $(VENV)/.has-demo ## train a small CNN, look inside it, change it, put it back
+	@echo "==> running hookline/demo.py"
+	@$(BIN)/python -m hookline.demo
+
+test: $(VENV)/.has-test ## run the tests, doctests and documentation examples
+	@echo "==> running the tests"
+	@$(PYTEST) -m "not slow"
+
+test-all: $(VENV)/.has-test $(VENV)/.has-all ## the same with the slow tests and every optional library
+	@echo "==> running all tests"
+	@$(PYTEST)
+
+check: $(VENV)/.has-check ## ruff and pyright
+	@echo "==> ruff check"
+	@$(BIN)/ruff check
+	@echo "==> ruff format --check"
+	@$(BIN)/ruff format --check
+	@echo "==> pyright"
+	@PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright
+
+bench: $(VENV)/.has-demo ## measure the cost of hookline against hooks written by hand
+	@echo "==> running benchmarks/overhead.py"
+	@$(BIN)/python benchmarks/overhead.py
+
+docs: $(VENV)/.has-docs ## build the documentation into site/
+	@echo "==> building site/"
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "site/index.html"
+
+clean: ## delete .venv, caches and everything that was built
+	@echo "==> deleting $(VENV), site/, dist/ and caches"
+	@rm -rf $(VENV) site dist .pytest_cache .ruff_cache .hypothesis
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	@command -v $(PYTHON) > /dev/null || { \
+	  echo "There is no '$(PYTHON)' here. Name a Python 3.11 or newer: make PYTHON=/path/to/python3"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "hookline needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) -V 2>&1)." \
+	       "Name another one: make PYTHON=python3.11"; exit 1; }
+	@echo "==> making $(VENV) with $$($(PYTHON) -V)"
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
+
+# .venv/.has-test says that the extra [test] is installed; it is redone when the pins change.
+# hatchling comes first so that the build, too, uses the pinned version.
+$(VENV)/.has-%: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "==> installing hookline[$*] into $(VENV) (a few minutes if torch must be fetched)"
+	@$(PIP) hatchling editables
+	@$(PIP) --no-build-isolation $(TORCH) -e '.[$*]'
+	@touch $@

@@ -1,0 +1,461 @@
+"""What hookline costs, beside the hooks that one would write by hand.
+
+    python benchmarks/overhead.py            about ten minutes
+    python benchmarks/overhead.py --quick    about one minute, noisier
+
+A 12-layer transformer of 163 modules is run bare, with hand-written hooks, and with hookline,
+all in one interleaved run (timing.py). Registering the hooks and removing them is inside the
+timed part of every variant. Prints a table and the goals, writes results/overhead.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from timing import Race, Ratio, machine
+from torch import Tensor, nn
+
+import hookline as hl
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = Path(__file__).resolve().parent / "results" / "overhead.json"
+
+
+# The model: 163 modules, 162 of which have a forward.
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.query = nn.Linear(width, width)
+        self.key = nn.Linear(width, width)
+        self.value = nn.Linear(width, width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed = nn.functional.scaled_dot_product_attention(
+            self.query(x), self.key(x), self.value(x)
+        )
+        return self.out(mixed)
+
+
+class GatedMLP(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, width)
+        self.activation = nn.SiLU()
+        self.up = nn.Linear(width, width)
+        self.down = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.activation(self.gate(x)) * self.up(x))
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(width)
+        self.attention = Attention(width)
+        self.norm2 = nn.LayerNorm(width)
+        self.mlp = GatedMLP(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class Transformer(nn.Module):
+    """Every activation has the same size, batch × length × width."""
+
+    def __init__(self, width: int, length: int, layers: int = 12) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(width, width)
+        self.positions = nn.Embedding(length, width)
+        self.embedding_norm = nn.LayerNorm(width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, width)
+        self.register_buffer("steps", torch.arange(length))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        # The positions are given the batch's shape: their activation then has the common size.
+        x = self.tokens(ids) + self.positions(self.steps.expand_as(ids))
+        x = self.embedding_norm(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+@dataclass(frozen=True)
+class Size:
+    name: str
+    batch: int
+    length: int
+    width: int
+
+    def build(self) -> tuple[Transformer, Tensor]:
+        torch.manual_seed(0)
+        model = Transformer(self.width, self.length)
+        assert len(list(model.modules())) == 163
+        return model, torch.randint(self.width, (self.batch, self.length))
+
+
+TINY = Size("32 elements", batch=1, length=4, width=8)
+# Short rows keep the arithmetic small beside the memory traffic that cloning is about.
+LARGE = Size("98 KB", batch=96, length=16, width=16)
+
+BLOCKS = ("blocks.*",)
+EVERYTHING = ("", "**")
+# The embeddings and the model itself have no gradient at their input.
+EVERYTHING_WITH_GRADIENTS = ("blocks.**", "norm", "head")
+
+
+# The variants. Each takes the model, the batch and its places, and does one whole iteration.
+
+Named = list[tuple[str, nn.Module]]
+Kept = dict[str, Tensor]
+
+
+def modules_at(model: nn.Module, where: Iterable[str]) -> Named:
+    """The very modules that hookline hooks for these places, by name."""
+    names = [str(place).partition(":")[0] for place in hl.select(model, *where)]
+    return [(name, model.get_submodule(name)) for name in names]
+
+
+def forward(model: nn.Module, batch: Tensor) -> None:
+    model(batch)
+
+
+def forward_backward(model: nn.Module, batch: Tensor) -> None:
+    model(batch).sum().backward()
+
+
+Work = Callable[[nn.Module, Tensor], None]
+
+
+def by_hand(make_hook: Callable[..., object], register: str = "register_forward_hook"):
+    """A variant with one hand-written hook a module, and what it kept as the result."""
+
+    def variant(work: Work, model: nn.Module, batch: Tensor, modules: Named) -> Kept:
+        kept: Kept = {}
+        handles = [getattr(module, register)(make_hook(kept, name)) for name, module in modules]
+        work(model, batch)
+        for handle in handles:
+            handle.remove()
+        return kept
+
+    return variant
+
+
+def keep_output(kept: Kept, name: str):
+    def hook(module: nn.Module, args: object, output: Tensor) -> None:
+        kept[name] = output
+
+    return hook
+
+
+def keep_clone(kept: Kept, name: str):
+    def hook(module: nn.Module, args: object, output: Tensor) -> None:
+        kept[name] = output.clone()
+
+    return hook
+
+
+def keep_detached_clone(kept: Kept, name: str):
+    def hook(module: nn.Module, args: object, output: Tensor) -> None:
+        kept[name] = output.detach().clone()
+
+    return hook
+
+
+def keep_gradient(kept: Kept, name: str):
+    def hook(module: nn.Module, args: object, output: Tensor) -> None:
+        output.register_hook(lambda gradient: kept.__setitem__(name, gradient))
+
+    return hook
+
+
+def keep_full_backward(kept: Kept, name: str):
+    def hook(module: nn.Module, grad_input: tuple[Tensor], grad_output: tuple[Tensor]) -> None:
+        kept[name] = grad_input[0]
+
+    return hook
+
+
+raw = by_hand(keep_output)
+raw_clone = by_hand(keep_clone)
+raw_detached_clone = by_hand(keep_detached_clone)
+raw_gradient = by_hand(keep_gradient)
+full_backward = by_hand(keep_full_backward, "register_full_backward_hook")
+
+
+def hookline(
+    work: Work, model: nn.Module, batch: Tensor, where: tuple[str, ...], **options: bool
+) -> hl.Record:
+    with hl.capture(model, *where, **options) as record:
+        work(model, batch)
+    return record
+
+
+# The cases: one race each.
+
+
+@dataclass
+class Case:
+    name: str
+    places: int
+    race: Race
+    with_gradients: bool = True
+    columns: tuple[str, str] = ("raw", "raw + clone")
+
+    def run(self, rounds: int) -> None:
+        with torch.set_grad_enabled(self.with_gradients):
+            self.race.run(rounds)
+
+
+def values_case(
+    title: str, size: Size, where: tuple[str, ...], work: Work, with_gradients: bool
+) -> Case:
+    model, batch = size.build()
+    modules = modules_at(model, where)
+    given = (work, model, batch)
+    variants: dict[str, Callable[[], object]] = {
+        "bare": partial(work, model, batch),
+        "raw": partial(raw, *given, modules),
+        "raw again": partial(raw, *given, modules),
+        "raw + clone": partial(raw_clone, *given, modules),
+        "hookline": partial(hookline, *given, where),
+    }
+    if with_gradients and work is forward:
+        variants["raw + detach + clone"] = partial(raw_detached_clone, *given, modules)
+        variants["hookline, detach=True"] = partial(hookline, *given, where, detach=True)
+    with torch.set_grad_enabled(with_gradients):
+        expected = raw_clone(*given, modules)
+        for name, run in variants.items():
+            if name != "bare":
+                check_same(name, run(), expected)
+        race = Race(variants)
+        race.warm_up()
+    return Case(f"{title}, {len(modules)} places, {size.name}", len(modules), race, with_gradients)
+
+
+def gradients_case(size: Size, where: tuple[str, ...]) -> Case:
+    model, batch = size.build()
+    modules = modules_at(model, where)
+    given = (forward_backward, model, batch)
+    outputs = tuple(f"{place}:grad_output" for place in where)
+    inputs = tuple(f"{place}:grad_input" for place in where)
+    variants: dict[str, Callable[[], object]] = {
+        "bare": partial(forward_backward, model, batch),
+        "raw": partial(raw_gradient, *given, modules),
+        "raw again": partial(raw_gradient, *given, modules),
+        "full backward": partial(full_backward, *given, modules),
+        "hookline :grad_output": partial(hookline, *given, outputs),
+        "hookline :grad_input": partial(hookline, *given, inputs),
+    }
+    check_same("grad_output", hookline(*given, outputs), raw_gradient(*given, modules), outputs)
+    check_same("grad_input", hookline(*given, inputs), full_backward(*given, modules), inputs)
+    race = Race(variants)
+    race.warm_up()
+    name = f"gradients, {len(modules)} places, {size.name}"
+    return Case(name, len(modules), race, columns=("raw", "full backward"))
+
+
+def check_same(name: str, got: object, expected: Kept, where: tuple[str, ...] = ()) -> None:
+    """A variant that kept something else, or less, would win for nothing."""
+    port = ":" + where[0].partition(":")[2] if where else ""
+    for place, value in expected.items():
+        if not torch.allclose(got[place + port], value):  # type: ignore[index]
+            raise SystemExit(f"{name}: the value at {place!r} is not what a hook by hand sees.")
+
+
+def build_cases() -> list[Case]:
+    cases = []
+    for where in (BLOCKS, EVERYTHING):
+        cases += [
+            values_case("no_grad", TINY, where, forward, with_gradients=False),
+            values_case("training, forward", TINY, where, forward, with_gradients=True),
+            values_case("training, with backward", TINY, where, forward_backward, True),
+        ]
+    # Twelve clones of 98 KB would drown in the noise of the forward around them.
+    cases += [values_case("no_grad", LARGE, EVERYTHING, forward, with_gradients=False)]
+    cases += [gradients_case(TINY, BLOCKS), gradients_case(TINY, EVERYTHING_WITH_GRADIENTS)]
+    return cases
+
+
+# The goals. Each is a ratio of two added times, with the most that it may be.
+
+
+@dataclass(frozen=True)
+class Goal:
+    case: str
+    text: str
+    limit: float
+    measured: Ratio
+    unit: str = "×"
+
+    @property
+    def met(self) -> bool:
+        return self.measured.fast <= self.limit
+
+    @property
+    def verdict(self) -> str:
+        """With a question mark if two standard errors could turn it round."""
+        unsure = abs(self.measured.fast - self.limit) < 2 * self.measured.error
+        return ("pass" if self.met else "miss") + "?" * unsure
+
+
+def goals_of(case: Case) -> list[Goal]:
+    race = case.race
+
+    def goal(text: str, limit: float, name: str, reference: str, over: str = "bare") -> Goal:
+        return Goal(case.name, text, limit, race.ratio(name, reference, over))
+
+    if "full backward" in race.variants:
+        out, into = "hookline :grad_output", "hookline :grad_input"
+        return [
+            goal(":grad_output / raw tensor hooks", 1.6, out, "raw"),
+            goal(":grad_output / full backward hooks", 0.7, out, "full backward"),
+            goal(":grad_input / raw tensor hooks", 2.5, into, "raw"),
+            goal(":grad_input / full backward hooks", 0.7, into, "full backward"),
+        ]
+    if case.with_gradients:
+        goals = [
+            goal("attached / raw", 1.15, "hookline", "raw"),
+            goal("attached / raw that clones", 1.0, "hookline", "raw + clone"),
+        ]
+        if "hookline, detach=True" in race.variants:
+            pair = ("hookline, detach=True", "raw + detach + clone")
+            goals.append(goal("detach=True / raw that detaches and clones", 1.0, *pair))
+        return goals
+    if LARGE.name in case.name:
+        third = "(snapshot − raw) / (clone − raw)"
+        return [goal(third, 1 / 3, "hookline", "raw + clone", over="raw")]
+    return [
+        goal("snapshot / raw", 1.4, "hookline", "raw"),
+        goal("snapshot / raw that clones", 1.0, "hookline", "raw + clone"),
+    ]
+
+
+def import_goal(times: int) -> Goal:
+    """`import hookline` after `import torch`, each time in a new process."""
+    code = "import torch, time; t = time.perf_counter(); import hookline; "
+    code += "print(time.perf_counter() - t)"
+    command = [sys.executable, "-c", code]
+    runs = sorted(
+        float(subprocess.run(command, cwd=ROOT, capture_output=True, check=True, text=True).stdout)
+        for _ in range(times)
+    )
+    measured = Ratio(fast=runs[0] * 1e3, error=0.0, median=runs[times // 2] * 1e3)
+    return Goal("import hookline", "added to import torch", 60, measured, unit=" ms")
+
+
+# The report.
+
+
+def print_case(case: Case) -> None:
+    race = case.race
+    print(f"\n{case.name}: bare {race.fast('bare'):.0f} µs, {race.rounds} rounds")
+    heads = [f"/ {reference}" for reference in case.columns]
+    print(f"  {'':24}{'added µs':>10}{'a place':>9}" + "".join(f"{head:>18}" for head in heads))
+    for name in race.variants:
+        if name == "bare":
+            continue
+        added = race.added(name, "bare")
+        line = f"  {name:24}{added:10.1f}{added / case.places:9.2f}"
+        for reference in case.columns:
+            measured = race.ratio(name, reference, "bare")
+            line += f"{measured.fast:11.2f} ± {measured.error:.2f}"
+        print(line)
+
+
+def print_goals(goals: list[Goal]) -> None:
+    print(f"\n{'goal':85}{'at most':>8}{'measured':>16}{'median':>9}")
+    for goal in goals:
+        text = f"{goal.case}: {goal.text}"
+        fast, error, median = goal.measured
+        print(
+            f"{text:85}{goal.limit:8.2f}{fast:9.2f} ± {error:.2f}{median:9.2f}"
+            f"{goal.unit:3}  {goal.verdict}"
+        )
+    print(f"\n{sum(goal.met for goal in goals)} of {len(goals)} goals met.")
+    print("± is one standard error; 'raw again', the same code as 'raw', should be 1.00.")
+
+
+def write_results(cases: list[Case], goals: list[Goal], quick: bool) -> None:
+    results = {
+        "machine": machine(),
+        "hookline": getattr(hl, "__version__", None),
+        "quick": quick,
+        "cases": [
+            {
+                "name": case.name,
+                "places": case.places,
+                "rounds": case.race.rounds,
+                "variants": {
+                    name: {
+                        "best_us": case.race.best(name),
+                        "median_us": case.race.median(name),
+                        "added_us": case.race.added(name, "bare"),
+                        "fast_us": case.race.fast(name),
+                        "median_added_us": case.race.median_added(name, "bare"),
+                    }
+                    for name in case.race.variants
+                },
+            }
+            for case in cases
+        ],
+        "goals": [
+            {
+                "case": goal.case,
+                "goal": goal.text,
+                "at_most": goal.limit,
+                "measured": goal.measured.fast,
+                "error": goal.measured.error,
+                "median": goal.measured.median,
+                "unit": goal.unit.strip(),
+                "verdict": goal.verdict,
+            }
+            for goal in goals
+        ],
+    }
+    RESULTS.parent.mkdir(exist_ok=True)
+    RESULTS.write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n")
+    print(f"Written to {RESULTS.relative_to(ROOT)}.")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="fewer rounds, noisier ratios")
+    quick = parser.parse_args().quick
+    torch.set_num_threads(1)
+    warnings.simplefilter("error")
+
+    start = time.perf_counter()
+    cases = build_cases()
+    # Several passes over all cases, so that a slow minute does not fall on one of them alone.
+    for _ in range(4 if quick else 10):
+        for case in cases:
+            case.run(rounds=25 if quick else 100)
+    goals = [goal for case in cases for goal in goals_of(case)]
+    goals.append(import_goal(5 if quick else 15))
+
+    for case in cases:
+        print_case(case)
+    print_goals(goals)
+    write_results(cases, goals, quick)
+    print(f"{time.perf_counter() - start:.0f} s in all.")
+
+
+if __name__ == "__main__":
+    main()
