@@ -36,9 +36,11 @@ class Entering:
         self._entered = False
 
     def _start(self, attached: bool) -> None:
+        """Begin to act; if it raises half-way, `_stop` is called."""
         raise AssertionError("a verb starts")
 
     def _stop(self) -> None:
+        """Undo all that was done so far; safe to call again after it was interrupted."""
         raise AssertionError("a verb stops")
 
     def _verify(self) -> None:
@@ -52,14 +54,19 @@ class Entering:
             raise RuntimeError(
                 f"{self!r} was entered again. It is open already. Leave it first, or make another."
             )
-        self._entered = True
-        self._start(attached)
-        self._open, self._attached = True, attached
+        # Open from the first step on: whatever interrupts it, leaving undoes what was done.
+        self._entered = self._open = True
+        self._attached = attached
+        try:
+            self._start(attached)
+        except BaseException:
+            self._leave()
+            raise
 
     def _leave(self) -> None:
         if self._open:
-            self._open = self._attached = False
             self._stop()
+            self._open = self._attached = False
 
     def __enter__(self) -> Any:
         self._enter(attached=False)
@@ -97,7 +104,19 @@ class Entering:
                 stacklevel=2,
             )
 
+    def __deepcopy__(self, memo: Any) -> Entering:
+        # A model that keeps its own handle can be copied and saved; the copy's handle is closed.
+        return _closed(type(self))
+
+    def __reduce__(self) -> Any:
+        return _closed, (type(self),)
+
     def __repr__(self) -> str:
         asked = ", ".join(repr(where) for where in self._wheres)
         state = "attached" if self._attached else "open" if self._open else "closed"
         return f"<hookline {self._verb} at {asked}, {state}>"
+
+
+def _closed(kind: type[Entering]) -> Entering:
+    """What stands in a copied or loaded model for a handle of the original: it does nothing."""
+    return kind.__new__(kind)

@@ -154,6 +154,8 @@ class edit(Context[_EditTap]):  # noqa: N801 - a verb that is used like a functi
     """
 
     _verb = "edit"
+    _swaps: list[parameters.Swap]
+    _saving: saved_tensors_hooks | None = None
 
     @overload
     def __init__(
@@ -191,8 +193,7 @@ class edit(Context[_EditTap]):  # noqa: N801 - a verb that is used like a functi
             )
         self._at = at
         self._calls = calls
-        self._swaps: list[parameters.Swap] = []
-        self._saving: saved_tensors_hooks | None = None
+        self._swaps = []
         super().__init__(model, [place for place, _ in pairs])
 
     def _resolve(self) -> list[Request]:
@@ -217,21 +218,21 @@ class edit(Context[_EditTap]):  # noqa: N801 - a verb that is used like a functi
         if values:
             for _, site in self._sites.values():
                 site.values = []  # parameters are swapped now, not at each call
-            self._swaps = parameters.swap(values)
+            parameters.swap(values, self._swaps)
 
     def _start(self, attached: bool) -> None:
         super()._start(attached)
         if self._swaps and not attached:
-            self._saving = parameters.keep_saved(self._swaps)
-            self._saving.__enter__()
+            saving = parameters.keep_saved(self._swaps)
+            saving.__enter__()
+            self._saving = saving
 
     def _stop(self) -> None:
         if self._saving is not None:
-            self._saving.__exit__()
-            self._saving = None
+            saving, self._saving = self._saving, None
+            saving.__exit__()
         super()._stop()
         parameters.swap_back(self._swaps)
-        self._swaps = []
 
 
 def _as_change(given: Any) -> Change | Callable[..., Any]:

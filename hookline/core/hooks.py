@@ -16,9 +16,11 @@ from __future__ import annotations
 import inspect
 import itertools
 import os
+import sys
 import threading
+import types
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar, cast
@@ -71,7 +73,8 @@ class Tap:
 
     replaces = True  # whether values may be replaced: false for captures
     fired = 0
-    reasons: Mapping[int, str] = MappingProxyType({})  # why a call gave nothing
+    keeper: Any = None  # holds the context, where nothing else would
+    reasons: Mapping[int, tuple[str, str]] = MappingProxyType({})  # why a call gave nothing
 
     def __init__(self, target: Target, context: weakref.ref[Context[Any]]) -> None:
         self.target = target
@@ -95,20 +98,37 @@ class Tap:
 
     def explain(self, index: int, reason: str, remedy: str = "") -> None:
         """A value that was asked for cannot be given for this call; say why on read or at exit."""
-        self.reasons = {**self.reasons, index: f"{reason} {remedy}".strip()}
+        if not self.reasons:
+            self.reasons = {}
+        if not self.replaces or not self.reasons:  # an edit needs one, a record one for each call
+            cast("dict[int, Any]", self.reasons)[index] = (reason, remedy)
 
 
 class Frame:
-    """What is known of one running call of one module."""
+    """What is known of one running call of one module.
 
-    __slots__ = ("edges", "gates", "index", "pending", "sequence")
+    `running` is the Python frame of torch's that calls both hooks of a call: a call that raises
+    has a first hook, but no second, and a recursive one has several of each.
+    """
 
-    def __init__(self, index: int) -> None:
+    __slots__ = ("edges", "gates", "index", "pending", "recomputed", "running", "sequence")
+
+    def __init__(self, index: int, recomputed: bool, running: types.FrameType) -> None:
         self.index = index
+        self.recomputed = recomputed
+        self.running = running
         self.pending: list[tuple[Any, Any]] = []  # inputs kept until the call is complete
         self.sequence = 0  # the autograd sequence number at the start
         self.edges: list[Any] = []  # the gradient edges of the inputs at the start
         self.gates: list[Any] = []
+
+    def is_over(self) -> bool:
+        """Whether the call has ended: then, and only then, Python lets its frame be cleared."""
+        try:
+            self.running.clear()
+        except RuntimeError:
+            return False
+        return True
 
 
 _KINDS = {
@@ -125,18 +145,26 @@ class Site:
     """
 
     # What few sites need stands here, so that making one is cheap.
-    keeper: Context[Any] | None = None
+    keeper: Entering | None = None
     count = 0  # completed calls
-    started = 0
     foreign = 0  # calls from other threads and tasks
+    outside = False  # whether a call was seen outside a backward
+    again = (-1, 0)  # the last backward that recomputed calls, and how many
     inputs: Sequence[Tap] = ()
     values: Sequence[Tap] = ()
     outputs: Sequence[Tap] = ()
     grad_inputs: Sequence[Tap] = ()
     grad_outputs: Sequence[Tap] = ()
-    frames: dict[int, list[Frame]] | None = None
+    frames: dict[int, list[Frame]] | None = None  # the running calls of each thread
+    abandoned: Sequence[Frame] = ()  # calls that began and raised
 
-    def __init__(self, context: weakref.ref[Context[Any]] | None, owner: int | None) -> None:
+    def __init__(
+        self,
+        module: nn.Module | None,
+        context: weakref.ref[Any] | None,
+        owner: int | None,
+    ) -> None:
+        self.module = module  # None in a copied module
         self.context = context
         self.owner = owner  # the serial of the context, or None to act for every thread and task
         self.key = next(KEYS)
@@ -153,15 +181,16 @@ class Site:
         Straight into the module's hook dicts, which is what `register_forward_hook` does after
         making a handle, and a third of the cost of entering and leaving.
         """
-        gradient = self.grad_outputs or self.grad_inputs
-        if self.inputs or self.values or gradient:
+        before = self.inputs or self.values or self.grad_outputs or self.grad_inputs
+        after = self.inputs or self.outputs or self.grad_outputs or self.grad_inputs
+        if before:
             module._forward_pre_hooks[self.key] = self.before
             module._forward_pre_hooks_with_kwargs[self.key] = True
-        if self.inputs or self.outputs or gradient:
+        if after:
             module._forward_hooks[self.key] = self.after
             module._forward_hooks_with_kwargs[self.key] = True
-        if not (self.inputs or self.values or self.outputs or gradient):
-            module._forward_pre_hooks[self.key] = self.rest  # keeps an attached edit alive
+        if not (before or after):
+            module._forward_pre_hooks[self.key] = self.rest
 
     def unregister(self, module: nn.Module) -> None:
         """Take the hooks off a module; fine if they are off already."""
@@ -174,34 +203,52 @@ class Site:
             hooks.pop(self.key, None)
 
     def rest(self, module: nn.Module, args: Any) -> None:
-        """A hook that does nothing, for contexts that change parameters only."""
-        if self.context is None:
+        """A hook that does nothing: by it the model keeps an attached context alive."""
+        if self.module is None:
             self.unregister(module)
 
     def stranger(self, module: nn.Module) -> None:
         """A call that is not this context's: of another thread or task, or of a copied module."""
-        self.foreign += 1
-        if self.context is None:
+        if self.module is None:
             self.unregister(module)
+        elif module is self.module:
+            self.foreign += 1
+
+    def recomputes(self) -> int | None:
+        """The number of the call that is being recomputed in a backward; None if this is a new one.
+
+        Checkpointing runs a module again inside the backward, the last call first. A module that
+        never ran outside the backward (in a custom one, say) is not being recomputed.
+        """
+        task = in_backward()
+        if task == -1:
+            self.outside = True
+            return None
+        if not self.outside:
+            return None
+        self.again = (task, self.again[1] + 1 if self.again[0] == task else 0)
+        return max(self.count - 1 - self.again[1], 0)
 
     def before(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         """The pre-forward hook."""
-        if self.owner is not None and self.owner not in ACTIVE.get():
-            if self.context is None:
-                self.unregister(module)
+        paired = bool(self.inputs or self.grad_outputs or self.grad_inputs)
+        if module is not self.module or (self.owner is not None and self.owner not in ACTIVE.get()):
+            if not (paired or self.outputs):
+                self.stranger(module)  # else the forward hook counts it
             return None
-        recomputed = self.count > 0 and in_backward() != -1
-        frame = Frame(self.count - 1 if recomputed else self.started)
-        if not recomputed:
-            self.started += 1
-        if self.frames is None:
-            self.frames = {}
-        self.frames.setdefault(threading.get_ident(), []).append(frame)
-        changed = False
+        if not paired:
+            self._offer_values()
+            return None
+        call = self.recomputes()
+        running = self._running()
+        index = self.count + len(running) if call is None else call
+        frame = Frame(index, call is not None, sys._getframe(1))
+        running.append(frame)
         for tap in self.values:
-            tap.receive(tap.target.tensor(), frame.index, recomputed, None)
+            tap.receive(tap.target.tensor(), index, frame.recomputed, None)
+        changed = False
         for tap in self.inputs:
-            new = self._offer_input(tap, module, args, kwargs, frame, recomputed)
+            new = self._offer_input(tap, module, args, kwargs, frame)
             if new is not KEEP:
                 args, kwargs = arguments.write(module, args, kwargs, tap.target, new)
                 changed = True
@@ -214,67 +261,89 @@ class Site:
             frame.sequence = gradients.sequence()
         return (args, kwargs) if changed else None
 
+    def _offer_values(self) -> None:
+        """Give the parameters and buffers of the module to their taps, at a call of it."""
+        alone = not self.outputs
+        call = self.recomputes() if alone else None
+        recomputed = call is not None or (not alone and self.outside and in_backward() != -1)
+        for tap in self.values:
+            tap.receive(tap.target.tensor(), self.count, recomputed, None)
+        if alone and call is None:
+            self.count += 1
+
+    def _running(self) -> list[Frame]:
+        """The running calls of this thread; what raised since is set aside."""
+        if self.frames is None:
+            self.frames = {}
+        running = self.frames.setdefault(threading.get_ident(), [])
+        if running:
+            over = [frame for frame in running if frame.is_over()]
+            self.abandoned = [*self.abandoned, *(frame for frame in over if frame.pending)]
+            running[:] = [frame for frame in running if frame not in over]
+        return running
+
+    def _completed(self, caller: types.FrameType) -> Frame | None:
+        running = (self.frames or {}).get(threading.get_ident(), [])
+        while running:
+            frame = running.pop()
+            if frame.running is caller:
+                return frame
+            if frame.pending:
+                self.abandoned = [*self.abandoned, frame]
+        return None  # the context was entered while the module was running
+
     def _offer_input(
-        self, tap: Tap, module: nn.Module, args: Any, kwargs: Any, frame: Frame, recomputed: bool
+        self, tap: Tap, module: nn.Module, args: Any, kwargs: Any, frame: Frame
     ) -> Any:
         try:
             value = arguments.read(module, args, kwargs, tap.target)
         except LookupError as error:
             return _no_part(tap, frame.index, error)
-        return tap.receive(value, frame.index, recomputed, frame)
+        return tap.receive(value, frame.index, frame.recomputed, frame)
 
-    def after(
-        self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any
-    ) -> Any:
+    def after(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
         """The forward hook."""
-        if self.owner is not None and self.owner not in ACTIVE.get():
+        if module is not self.module or (self.owner is not None and self.owner not in ACTIVE.get()):
             return self.stranger(module)
-        recomputed = self.count > 0 and in_backward() != -1
-        index = self.count - 1 if recomputed else self.count
+        if self.inputs or self.grad_outputs or self.grad_inputs:
+            frame = self._completed(sys._getframe(1))
+            if frame is None:
+                return None
+            recomputed = frame.recomputed
+            call = frame.index if recomputed else None
+        else:
+            frame = None
+            call = self.recomputes()
+            recomputed = call is not None
+        index = self.count if call is None else call
         if not recomputed:
             self.count += 1
-        frame = None
-        if self.inputs or self.grad_outputs or self.grad_inputs:
-            running = None if self.frames is None else self.frames.get(threading.get_ident())
-            if not running:  # the context was entered while the module was running
-                return None
-            frame = running.pop()
-            for commit, stored in frame.pending:
-                commit(index, stored)
         original = output
+        if frame is not None:
+            for commit, stored in frame.pending:
+                commit(stored)
         for tap in self.outputs:
-            parts = tap.target.parts
-            try:
-                value = get_part(output, parts) if parts else output
-            except LookupError as error:
-                _no_part(tap, index, error)
-                continue
-            new = tap.receive(value, index, recomputed, None)
-            if new is not KEEP:
-                output = set_part(output, parts, new) if parts else new
+            output = _at_part(tap, output, index, lambda value: tap.receive(value, index, recomputed, None))
         if frame is not None:
             for tap in self.grad_outputs:
-                parts = tap.target.parts
-                try:
-                    value = get_part(output, parts) if parts else output
-                except LookupError as error:
-                    _no_part(tap, index, error)
-                    continue
-                new = gradients.watch_outputs(tap, value, output, args, kwargs, index, frame)
-                if new is not KEEP:
-                    output = set_part(output, parts, new) if parts else new
+                if recomputed and index not in tap.reasons:
+                    continue  # the first run had gradients: its graph is the one that counts
+                output = _at_part(
+                    tap, output, index,
+                    lambda value: gradients.watch_outputs(tap, value, output, args, kwargs, index, frame),
+                )  # fmt: skip
             for tap in self.grad_inputs:
-                gradients.watch_inputs(tap, output, index, frame)
+                if not recomputed or index in tap.reasons:
+                    gradients.watch_inputs(tap, output, index, frame)
         return None if output is original else output
 
     def drain(self) -> None:
         """Keep the inputs of calls that began and never completed, after all others."""
-        for running in (self.frames or {}).values():
-            for frame in running:
-                for commit, stored in frame.pending:
-                    commit(self.count, stored)
-                    self.count += 1
-        self.frames = None
+        waiting = [frame for running in (self.frames or {}).values() for frame in running]
+        for frame in (*self.abandoned, *waiting):
+            for commit, stored in frame.pending:
+                commit(stored, late=True)
+        self.frames, self.abandoned = None, ()
 
     def __deepcopy__(self, memo: Any) -> Site:
         return _inert(type(self), self.key)
@@ -286,9 +355,23 @@ class Site:
 def _inert(kind: type[Site], key: int) -> Site:
     """The site of a copied or loaded module: it never acts, and removes itself when called."""
     site = kind.__new__(kind)
-    Site.__init__(site, None, 0)
+    Site.__init__(site, None, None, None)
     site.key = key
     return site
+
+
+def _at_part(tap: Tap, output: Any, index: int, offer: Callable[[Any], Any]) -> Any:
+    """Offer the part of an output that a tap is for; the output, changed if that was changed."""
+    parts = tap.target.parts
+    try:
+        value = get_part(output, parts) if parts else output
+    except LookupError as error:
+        _no_part(tap, index, error)
+        return output
+    new = offer(value)
+    if new is KEEP:
+        return output
+    return set_part(output, parts, new) if parts else new
 
 
 def _no_part(tap: Tap, index: int, error: LookupError) -> Any:
@@ -303,6 +386,11 @@ def _no_part(tap: Tap, index: int, error: LookupError) -> Any:
     return KEEP
 
 
+def _settled(where: Any) -> Any:
+    """What was asked for, so that it can be gone through again: iterators become lists."""
+    return [_settled(item) for item in where] if isinstance(where, Iterator) else where
+
+
 class Context(Entering, Generic[T]):
     """What the verbs that act at places have in common. Nothing acts before it is entered."""
 
@@ -310,7 +398,7 @@ class Context(Entering, Generic[T]):
 
     def __init__(self, model: nn.Module | Tensor, wheres: Iterable[Where]) -> None:
         super().__init__(model)
-        self._wheres = tuple(wheres)
+        self._wheres = tuple(_settled(where) for where in wheres)
         self._serial = 0
         self._names: dict[int, str] | None = None
         self._requests: list[Request] = []
@@ -332,25 +420,27 @@ class Context(Entering, Generic[T]):
     # -- entering and leaving -------------------------------------------------------------------
 
     def _start(self, attached: bool) -> None:
-        self._names = None
+        self._taps, self._sites, self._handles, self._names = {}, {}, [], None
         self._requests = self._resolve()
-        self._taps, self._sites, self._handles = taps, sites, _ = {}, {}, []
+        if not any(request.targets for request in self._requests):
+            raise PlaceError(
+                f"{self._verb} was given no place.",
+                "Nothing would happen.",
+                "Name places after the model, such as '**' for every module.",
+            )
         self._serial = next(_serials)
         owner = self._serial if self._owned and not attached else None
         ref = weakref.ref(self)
-        try:
-            for request in self._requests:
-                for target in request.targets:
-                    if target.key not in taps:
-                        self._place(target, ref, owner)
-            self._prepared()
-            for module, site in sites.values():
-                if attached:
-                    site.keeper = self
-                site.register(module)
-        except BaseException:
-            self._stop()
-            raise
+        taps = self._taps
+        for request in self._requests:
+            for target in request.targets:
+                if target.key not in taps:
+                    self._place(target, ref, owner)
+        self._prepared()
+        for module, site in self._sites.values():
+            if attached:
+                site.keeper = self
+            site.register(module)
         if owner is not None:
             ACTIVE.set(ACTIVE.get() | {owner})
 
@@ -359,10 +449,12 @@ class Context(Entering, Generic[T]):
         tap = self._taps[target.key] = self._tap(target, ref)
         ident = target.key[0]
         if ident not in self._sites:
-            self._sites[ident] = (target.module, Site(ref, owner))
+            self._sites[ident] = (target.module, Site(target.module, ref, owner))
         self._sites[ident][1].add(tap)
         if target.port == "grad":
             gradients.watch_tensor(tap, target.tensor())
+            if self._attached and isinstance(self._model, Tensor):
+                tap.keeper = self  # there is no module whose hooks could keep this alive
 
     def _stop(self) -> None:
         for module, site in self._sites.values():
@@ -374,6 +466,9 @@ class Context(Entering, Generic[T]):
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        if isinstance(self._model, Tensor):
+            for tap in self._taps.values():
+                tap.keeper = None
         active = ACTIVE.get()
         if self._serial in active:
             ACTIVE.set(active - {self._serial})
@@ -429,7 +524,8 @@ def silence(tap: Tap, site: Site, model: Any, names: dict[int, str]) -> str:
     """Why nothing happened at a tap."""
     target = tap.target
     if tap.reasons:
-        return next(iter(tap.reasons.values()))
+        reason, remedy = next(iter(tap.reasons.values()))
+        return f"{reason} {remedy}".strip()
     if site.foreign:
         return (
             f"its module was called {site.foreign} times, but from another thread or task than the "
@@ -520,6 +616,8 @@ class _HookTap(Tap):
         return KEEP if new is None else new
 
     def gradient(self, grad: Tensor, index: int, path: tuple[Any, ...]) -> Tensor | None:
+        if index < 0:  # of a parameter or plain tensor: numbered by backward pass
+            index = self.fired
         new = self.receive(grad.clone(), index, False, None)
         return None if new is KEEP else new
 
@@ -562,12 +660,33 @@ class hook(Context[_HookTap]):  # noqa: N801 - a verb that is used like a functi
 # -- attached -------------------------------------------------------------------------------------
 
 
-class Attached(list[Context[Any]]):
-    """What is live on a model; `remove()` ends all of it."""
+class Anchored(Entering):
+    """A context without taps: a hook that does nothing ties it to the model."""
 
-    def remove(self) -> None:
-        """Remove every context in the list, last first."""
-        for context in reversed(self):
+    _anchor: Site | None = None
+    _serial = 0
+
+    def _enter(self, attached: bool) -> None:
+        super()._enter(attached)
+        self._serial = next(_serials)
+        self._anchor = Site(self._model, weakref.ref(self), None)
+        if attached:
+            self._anchor.keeper = self
+        self._anchor.register(self._model)
+
+    def _leave(self) -> None:
+        if self._anchor is not None:
+            self._anchor.unregister(self._model)
+            self._anchor = None
+        super()._leave()
+
+
+class Attached(list[Any]):
+    """What is live on a model, in order of entering; `remove()` ends all of it."""
+
+    def remove(self, value: Any = None) -> None:
+        """End one of the contexts, or all, last first."""
+        for context in reversed(self) if value is None else (value,):
             context.remove()
 
 
@@ -582,12 +701,12 @@ def attached(model: nn.Module) -> Attached:
     >>> attached(model)
     []
     """
-    found: dict[int, Context[Any]] = {}
+    found: dict[int, Any] = {}
     for _, module in walk(model):
         for function in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
             site = getattr(function, "__self__", None)
             if isinstance(site, Site) and site.context is not None:
                 context = site.context()
                 if context is not None:
-                    found[cast(Any, context)._serial] = context
+                    found[context._serial] = context
     return Attached(found[serial] for serial in sorted(found))

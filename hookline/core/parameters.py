@@ -8,19 +8,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version, saved_tensors_hooks
 
-from hookline.core.contexts import Entering
+from hookline.core.hooks import Anchored, Tap
 from hookline.core.places import Request, Target, Where, resolve, walk
 from hookline.errors import ChangeError, PlaceError, PlaceNotFound
-
-if TYPE_CHECKING:
-    from hookline.core.hooks import Tap
 
 __all__ = [
     "Swap",
@@ -85,13 +82,21 @@ class Swap:
 
     __slots__ = ("ended", "old", "storage", "tensor")
 
-    def __init__(self, tensor: Tensor, new: Tensor) -> None:
+    def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
         self.old = tensor.data
+        self.storage = 0
         self.ended: int | None = None  # the version at which the data was swapped back
-        tensor.data = new
-        self.storage = tensor.untyped_storage()._cdata
-        _touch(tensor)
+
+    def put(self, new: Tensor) -> None:
+        self.tensor.data = new
+        self.storage = self.tensor.untyped_storage()._cdata
+        _touch(self.tensor)
+
+    def end(self) -> None:
+        self.ended = 0 if self.tensor.is_inference() else self.tensor._version
+        self.tensor.data = self.old
+        _touch(self.tensor)
 
 
 _chains: dict[int, list[Swap]] = {}  # the open swaps of each parameter, by id, in order
@@ -104,50 +109,46 @@ def _touch(tensor: Tensor) -> None:
         increment_version(tensor)
 
 
-def swap(taps: list[Tap]) -> list[Swap]:
-    """Change the data of the parameters at taps; if one fails, all are put back."""
-    swaps: list[Swap] = []
+def swap(taps: Iterable[Tap], swaps: list[Swap]) -> None:
+    """Change the data of the parameters at taps; what was swapped is added to `swaps`."""
     seen: set[int] = set()
-    try:
-        for tap in taps:
-            tensor = tap.target.tensor()
-            assert tensor is not None
-            if id(tensor) in seen:  # shared under two names
-                tap.fired += 1
-                continue
-            seen.add(id(tensor))
-            with torch.no_grad():
-                given = tensor.detach().clone()
-                new = tap.receive(given, 0, False, None)
-            if not isinstance(new, Tensor) or new.shape != given.shape:
-                raise ChangeError(
-                    f"The value of {str(tap.place)!r} was to be changed.",
-                    f"The change gave {type(new).__name__}.",
-                    "A parameter's new value is a tensor of its shape.",
-                )
-            made = Swap(tensor, new.detach())
-            swaps.append(made)
-            _chains.setdefault(id(tensor), []).append(made)
-    except BaseException:
-        swap_back(swaps)
-        raise
-    return swaps
+    for tap in taps:
+        tensor = tap.target.tensor()
+        assert tensor is not None
+        if id(tensor) in seen:  # shared under two names
+            tap.fired += 1
+            continue
+        seen.add(id(tensor))
+        with torch.no_grad():
+            given = tensor.detach().clone()
+            new = tap.receive(given, 0, False, None)
+        if not isinstance(new, Tensor) or new.shape != given.shape:
+            raise ChangeError(
+                f"The value of {str(tap.place)!r} was to be changed.",
+                f"The change gave {type(new).__name__}.",
+                "A parameter's new value is a tensor of its shape.",
+            )
+        made = Swap(tensor)
+        swaps.append(made)
+        _chains.setdefault(id(tensor), []).append(made)
+        made.put(new.detach())
 
 
 def swap_back(swaps: list[Swap]) -> None:
     """Put the data back, also where another edit was laid over it since."""
-    for made in reversed(swaps):
-        chain = _chains[id(made.tensor)]
-        position = chain.index(made)
-        made.ended = made.tensor._version if not made.tensor.is_inference() else 0
-        if position == len(chain) - 1:
-            made.tensor.data = made.old
-            _touch(made.tensor)
-        else:
-            chain[position + 1].old = made.old
-        del chain[position]
+    while swaps:
+        made = swaps[-1]
+        chain = _chains.get(id(made.tensor), [])
+        if made in chain:
+            position = chain.index(made)
+            if position == len(chain) - 1:
+                made.end()
+            else:
+                chain[position + 1].old = made.old
+            del chain[position]
         if not chain:
-            del _chains[id(made.tensor)]
+            _chains.pop(id(made.tensor), None)
+        swaps.pop()
 
 
 def keep_saved(swaps: list[Swap]) -> saved_tensors_hooks:
@@ -186,7 +187,7 @@ def keep_saved(swaps: list[Swap]) -> saved_tensors_hooks:
 # -- preserving -----------------------------------------------------------------------------------
 
 
-class preserve(Entering):  # noqa: N801 - a verb that is used like a function
+class preserve(Anchored):  # noqa: N801 - a verb that is used like a function
     """Parameters and buffers are afterwards, bit for bit, what they were before.
 
     >>> model = nn.Linear(2, 2)
@@ -265,7 +266,7 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
 # -- replacing modules ----------------------------------------------------------------------------
 
 
-class replace_module(Entering):  # noqa: N801 - a verb that is used like a function
+class replace_module(Anchored):  # noqa: N801 - a verb that is used like a function
     """Another module in the place of one, wherever the old one is used.
 
     >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
@@ -293,24 +294,20 @@ class replace_module(Entering):  # noqa: N801 - a verb that is used like a funct
 
     def _start(self, attached: bool) -> None:
         parents = [module for _, module in walk(self._model)]
-        try:
-            for target in _module_targets(resolve(self._model, self._wheres)):
-                old = target.module
-                new = self._new if isinstance(self._new, nn.Module) else self._new(old)
-                if not isinstance(new, nn.Module):
-                    raise ChangeError(
-                        f"A module was to be put at {str(target.place)!r}.",
-                        f"The function made a {type(new).__name__}.",
-                        "Return a torch.nn.Module.",
-                    )
-                for parent in parents:
-                    for name, child in parent._modules.items():
-                        if child is old:
-                            self._slots.append((parent._modules, name, old))
-                            parent._modules[name] = new
-        except BaseException:
-            self._stop()
-            raise
+        for target in _module_targets(resolve(self._model, self._wheres)):
+            old = target.module
+            new = self._new if isinstance(self._new, nn.Module) else self._new(old)
+            if not isinstance(new, nn.Module):
+                raise ChangeError(
+                    f"A module was to be put at {str(target.place)!r}.",
+                    f"The function made a {type(new).__name__}.",
+                    "Return a torch.nn.Module.",
+                )
+            for parent in parents:
+                for name, child in parent._modules.items():
+                    if child is old:
+                        self._slots.append((parent._modules, name, old))
+                        parent._modules[name] = new
 
     def _stop(self) -> None:
         for modules, name, old in reversed(self._slots):

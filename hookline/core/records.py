@@ -60,8 +60,9 @@ __all__ = ["Record", "capture"]
 Kept = tuple[Any, "int | list[tuple[Path, Tensor, int]] | None"]
 Keep = Literal["all", "first", "last"]
 
+_RECENT = 64  # calls whose gradients may still come, where not all are kept
 _GONE = cast(nn.Module, None)  # a record does not keep modules alive
-_NO_SITE = Site(None, None)
+_NO_SITE = Site(None, None, None)
 
 
 class _Stop(BaseException):
@@ -174,7 +175,7 @@ class _CaptureTap(Tap):
         if frame is not None:  # an input: numbered when the call is complete
             frame.pending.append((self.commit, kept))
         else:
-            self.commit(index, kept)
+            self.commit(kept)
         if options.stop and self.waiting:
             self.waiting = False
             context = cast("capture | None", self.context())
@@ -182,11 +183,12 @@ class _CaptureTap(Tap):
                 context.arrived()
         return KEEP
 
-    def commit(self, index: int, kept: Kept) -> None:
+    def commit(self, kept: Kept, late: bool = False) -> None:
+        """Keep a value. Late ones are inputs of calls that never completed."""
         self.fired += 1
         if self.options.keep == "all" or not self.kept:
             self.kept.append(kept)
-        elif self.options.keep == "last":
+        elif self.options.keep == "last" and not late:
             self.kept[0] = kept
 
     # -- gradients ------------------------------------------------------------------------------
@@ -195,12 +197,25 @@ class _CaptureTap(Tap):
         shape = None if isinstance(value, Tensor) else map_leaves(lambda leaf: None, value)
         if not self.shapes:
             self.shapes = {}
-        cast("dict[int, Any]", self.shapes)[index] = shape, [path for path, _ in tensors]
+        shapes = cast("dict[int, Any]", self.shapes)
+        shapes[index] = shape, [path for path, _ in tensors]
+        if self.options.keep != "all" and len(shapes) > _RECENT:
+            del shapes[next(iter(shapes))]
+
+    def explain(self, index: int, reason: str, remedy: str = "") -> None:
+        super().explain(index, reason, remedy)
+        if self.options.keep != "all" and len(self.reasons) > _RECENT:
+            del cast("dict[int, Any]", self.reasons)[next(iter(self.reasons))]
 
     def gradient(self, grad: Tensor, index: int, path: Path) -> Tensor | None:
         key = (index, in_backward())
         parts = self.grads.get(key)
         if parts is None:
+            if self.grads and self.options.keep == "first":
+                return None
+            if self.options.keep == "last":
+                self.grads = {}
+                self.shapes = {n: shape for n, shape in self.shapes.items() if n == index}
             if not self.grads:
                 self.grads = {}
             parts = cast("dict[Any, Any]", self.grads)[key] = {}
@@ -251,6 +266,7 @@ class _OutputTap(_CaptureTap, Site):
         self.target = target
         self.context = context
         self.options = options
+        self.module = target.module
         self.owner = owner
         self.detach = options.detach
         self.kept = []
@@ -264,11 +280,13 @@ class _OutputTap(_CaptureTap, Site):
 
     def after_output(self, module: nn.Module, args: Any, output: Any) -> None:
         """The forward hook."""
-        if self.owner is not None and self.owner not in ACTIVE.get():
+        if module is not self.module or (self.owner is not None and self.owner not in ACTIVE.get()):
             return self.stranger(module)
-        kept = self.kept
-        if kept and in_backward() != -1:
+        if in_backward() == -1:
+            self.outside = True
+        elif self.outside:
             return None  # recomputed
+        kept = self.kept
         if type(output) is Tensor:
             if output.requires_grad and not self.detach:
                 kept.append((output, output._version))
@@ -307,6 +325,7 @@ class capture(Context[_CaptureTap]):  # noqa: N801 - a verb that is used like a 
     """
 
     _verb = "capture"
+    _record: Record | None = None
 
     def __init__(
         self,
@@ -333,7 +352,6 @@ class capture(Context[_CaptureTap]):  # noqa: N801 - a verb that is used like a 
         super().__init__(model, where)
         self._owned = threads == "own"
         self._options = _Options(at, transform, detach, device, dtype, keep, stop)
-        self._record: Record | None = None
         self._waiting = 0
         self._stopping = False
 
@@ -473,8 +491,11 @@ class Record:
         for tap in self._taps:
             target = tap.target
             if not (tap.kept or tap.grads):
-                self._sites[target.key[0]] = sites[target.key[0]][1]
+                site = self._sites[target.key[0]] = sites[target.key[0]][1]
+                site.module = None
             target.module = _GONE
+            if isinstance(tap, _OutputTap):
+                tap.module = None
         for request in source._requests:
             if request.refused:
                 self._refused.update(request.refused)
@@ -697,7 +718,7 @@ class Record:
         if kept is None:
             raise GradientNotAvailable(
                 f"The gradient at {str(self._place(tap))!r}, call {call}, was asked for:",
-                tap.reasons.get(call, "none arrived for that call."),
+                " ".join(tap.reasons.get(call, ("none arrived for that call.",))),
                 "record.calls(place) has None there.",
             )
         value, checks = kept
