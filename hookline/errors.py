@@ -77,6 +77,9 @@ class NeverFired(HooklineError, RuntimeError):
 
     record: Record | None = None
 
+    def __reduce__(self) -> tuple[type[NeverFired], tuple[str, ...]]:
+        return type(self), (self.asked, self.found, self.remedy)  # a record stays in its process
+
 
 class NotCaptured(HooklineError, LookupError):
     """A record was asked for a place or a call that it does not hold."""

@@ -1,6 +1,13 @@
 """What several test files check: that nothing is left behind."""
 
+import sys
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
 from torch import nn
+
+import hookline as hl
 
 HOOK_DICTS = (
     "_forward_hooks",
@@ -34,3 +41,91 @@ def assert_clean(*models: nn.Module) -> None:
     """No hook is left in any hook dict of any module, nor on a parameter or buffer."""
     for model in models:
         assert hooks_left(model) == []
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor: NaN payloads and the sign of zero count."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).clone()
+
+
+def state_bits(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The bytes of all parameters and buffers."""
+    return {name: bits(tensor) for name, tensor in model.state_dict().items()}
+
+
+def assert_same_state(model: nn.Module, before: dict[str, torch.Tensor]) -> None:
+    """All parameters and buffers are bit for bit what `state_bits` saw, in the same order."""
+    after = state_bits(model)
+    assert list(after) == list(before)
+    for name in before:
+        assert torch.equal(after[name], before[name]), name
+
+
+# -- gradients by cutting the graph ---------------------------------------------------------------
+
+
+def cut(module, inputs, rest):
+    """The gradient at the output and those at the inputs; `rest` makes a loss of the output."""
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    output = module(*leaves)
+    leaf = output.detach().clone().requires_grad_()
+    (grad_output,) = torch.autograd.grad(rest(leaf.clone()), leaf)
+    return grad_output, torch.autograd.grad(output, leaves, grad_output, allow_unused=True)
+
+
+def weigh(y):
+    """A loss whose gradient differs from element to element."""
+    return (y * torch.linspace(-1, 1, y.numel()).reshape(y.shape)).sum()
+
+
+def after(change):
+    """From an output to a loss, by way of an in-place change that is not linear."""
+
+    def rest(y):
+        change(y)
+        return weigh(y * y)  # not a function whose last bit depends on the strides
+
+    return rest
+
+
+FOLLOWING = {
+    "nothing": after(lambda y: y),
+    "relu_": after(lambda y: y.relu_()),
+    "functional relu": after(lambda y: F.relu(y, inplace=True)),
+    "iadd": after(lambda y: y.__iadd__(torch.ones_like(y))),
+    "a part changed": after(lambda y: y[..., :1].mul_(3)),
+    "changed twice": after(lambda y: y.mul_(3).sub_(1)),
+    "used, then changed": lambda y: weigh(y) + weigh(y.mul_(2).square()),
+    "summed (stride 0)": lambda y: y.sum(),
+    "transposed": lambda y: weigh(y.transpose(0, -1)),
+}
+
+
+def assert_exact_or_refused(record, place, expected, because) -> None:
+    """The record has this gradient, or reading it raises and gives the reason."""
+    try:
+        found = record[place]
+    except hl.GradientNotAvailable as error:
+        reason = str(error)
+    else:
+        reason = because
+        torch.testing.assert_close(found, expected)
+    assert because in reason
+
+
+def steps(function: Callable[[], object]) -> int:
+    """How many lines of Python a call runs: what grows with the work, and not with the machine."""
+    count = 0
+
+    def trace(frame: object, event: str, argument: object) -> object:
+        nonlocal count
+        count += 1
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        function()
+    finally:
+        sys.settrace(before)
+    return count

@@ -51,3 +51,93 @@ class Swallowing(nn.Module):
         except self.caught:
             x = x + 1
         return self.second(x)
+
+
+class Giving(nn.Module):
+    """Returns what a function of its arguments returns, or a fixed value."""
+
+    def __init__(self, gives: object) -> None:
+        super().__init__()
+        self.gives = gives
+
+    def forward(self, *args: object, **kwargs: object) -> object:
+        return self.gives(*args, **kwargs) if callable(self.gives) else self.gives
+
+
+def named(*names: str) -> nn.Sequential:
+    """A model whose children have these names."""
+    model = nn.Sequential()
+    for name in names:
+        model.add_module(name, nn.Identity())
+    return model
+
+
+class EndsInLinear(nn.Module):
+    """A block of one's own that returns what its last layer returned: for 3-D input, a view."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.tanh(self.up(x)))
+
+
+class QueryKeyValue(nn.Module):
+    """One projection, of which three views are returned."""
+
+    def __init__(self, width: int = 4, split=lambda h: h.chunk(3, -1)) -> None:
+        super().__init__()
+        self.proj = nn.Linear(width, 3 * width)
+        self.split = split
+
+    def forward(self, x: torch.Tensor):
+        return tuple(self.split(self.proj(x)))
+
+
+# -- kinds of outputs, with the shapes of the inputs ---------------------------------------------
+
+# Modules that make the memory of their output, as it is or as a view of something inside.
+MAKERS = {
+    "Linear": (lambda: nn.Linear(4, 4), [(2, 4)]),
+    "Linear 3-D": (lambda: nn.Linear(4, 4), [(2, 3, 4)]),
+    "Linear 4-D": (lambda: nn.Linear(4, 4), [(2, 3, 2, 4)]),
+    "Linear 1-D": (lambda: nn.Linear(4, 4), [(4,)]),
+    "Linear without bias 3-D": (lambda: nn.Linear(4, 4, bias=False), [(2, 3, 4)]),
+    "Sequential with Linear 3-D": (lambda: nn.Sequential(nn.Linear(4, 4)), [(2, 3, 4)]),
+    "block that ends in Linear 3-D": (EndsInLinear, [(2, 3, 4)]),
+    "Conv2d": (lambda: nn.Conv2d(3, 2, 2), [(2, 3, 4, 4)]),
+    "Conv2d unbatched": (lambda: nn.Conv2d(3, 2, 2), [(3, 4, 4)]),
+    "Conv1d": (lambda: nn.Conv1d(3, 2, 2), [(2, 3, 4)]),
+    "ConvTranspose1d unbatched": (lambda: nn.ConvTranspose1d(3, 2, 2), [(3, 4)]),
+    "AvgPool1d": (lambda: nn.AvgPool1d(2), [(2, 3, 4)]),
+    "AdaptiveAvgPool1d": (lambda: nn.AdaptiveAvgPool1d(2), [(2, 3, 4)]),
+    "MaxPool1d": (lambda: nn.MaxPool1d(2), [(2, 3, 4)]),
+    "InstanceNorm1d": (lambda: nn.InstanceNorm1d(3), [(2, 3, 4)]),
+    "GroupNorm": (lambda: nn.GroupNorm(2, 4), [(2, 4, 3)]),
+    "LayerNorm": (lambda: nn.LayerNorm(4), [(2, 4)]),
+    "BatchNorm1d": (lambda: nn.BatchNorm1d(4), [(3, 4)]),
+    "PixelShuffle": (lambda: nn.PixelShuffle(2), [(1, 4, 2, 2)]),
+    "Bilinear": (lambda: nn.Bilinear(4, 4, 3), [(2, 3, 4), (2, 3, 4)]),
+    "EncoderLayer": (lambda: nn.TransformerEncoderLayer(4, 2, 8, 0.0), [(3, 2, 4)]),
+    "a transpose": (lambda: Giving(lambda x: (x * 2).transpose(-1, -2)), [(2, 3, 4)]),
+    "a selection": (lambda: Giving(lambda x: (x * 2)[:, 0]), [(2, 3, 4)]),
+    "every other one": (lambda: Giving(lambda x: (x * 2)[:, ::2]), [(2, 3, 4)]),
+    "a part in a Sequential": (
+        lambda: nn.Sequential(nn.Linear(4, 4), Giving(lambda x: x.view(-1)[2:])),
+        [(2, 4)],
+    ),
+    "input used twice": (lambda: Giving(lambda x: x * 2 + x.sin()), [(2, 4)]),
+    "inputs that multiply": (lambda: Giving(lambda x, y: x * y + y), [(2, 4), (2, 4)]),
+}
+
+# Modules whose output is a view of their input.
+VIEWERS = {
+    "Flatten": (nn.Flatten, (2, 3, 2)),
+    "Unflatten": (lambda: nn.Unflatten(1, (2, 2)), (2, 4)),
+    "a transpose of the input": (lambda: Giving(lambda x: x.transpose(0, 1)), (2, 3)),
+    "a part of the input": (lambda: Giving(lambda x: x[:, 1:]), (2, 3)),
+    "an expansion of the input": (lambda: Giving(lambda x: x.expand(3, 2, 3)), (2, 3)),
+    "a view in a Sequential": (lambda: nn.Sequential(nn.Flatten()), (2, 3, 2)),
+}

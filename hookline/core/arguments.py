@@ -8,35 +8,36 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
 from hookline.core.nested import Part, get_part, set_part
 from hookline.core.places import Target
+from hookline.errors import ChangeError
 
 __all__ = ["bind", "read", "write"]
 
-_names: dict[Any, tuple[str, ...]] = {}  # by forward function: a type's, or an instance's own
+_signatures: dict[Any, tuple[tuple[str, ...], tuple[str, ...]]] = {}  # by a type's forward
 
 
-def _positional(module: nn.Module) -> tuple[str, ...]:
-    """The names of the parameters that a module's forward takes by position."""
-    forward: Callable[..., Any] = module.__dict__.get("forward") or type(module).forward
-    try:
-        return _names[forward]
-    except (KeyError, TypeError):
-        pass
+def _names(module: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The parameters of a module's forward: those taken by position, and all that have names."""
+    own = "forward" in module.__dict__
+    forward = module.__dict__["forward"] if own else type(module).forward
+    if not own and forward in _signatures:
+        return _signatures[forward]
     try:
         parameters = list(inspect.signature(module.forward).parameters.values())
     except (TypeError, ValueError):
         parameters = []
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    names = tuple(parameter.name for parameter in parameters if parameter.kind in kinds)
-    if "forward" not in module.__dict__:  # an instance's own forward is not kept alive here
-        _names[forward] = names
-    return names
+    named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    positional = tuple(p.name for p in named if p.kind is not p.KEYWORD_ONLY)
+    found = positional, tuple(p.name for p in named)
+    if not own:
+        _signatures[forward] = found
+    return found
 
 
 def bind(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Part, Any]:
@@ -45,32 +46,36 @@ def bind(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> di
     >>> bind(nn.Linear(1, 1), (7,), {})
     {'input': 7}
     """
-    names = _positional(module)
-    bound: dict[Part, Any] = dict(zip(names, args, strict=False))
-    for position in range(len(names), len(args)):
-        bound[position] = args[position]
-    bound.update(kwargs)
-    return bound
+    keys = _keys(module, args, kwargs)
+    return {**dict(zip(keys, args, strict=True)), **kwargs}
+
+
+def _keys(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Part]:
+    names, _ = _names(module)
+    return [
+        names[n] if n < len(names) and names[n] not in kwargs else n for n in range(len(args))
+    ]
 
 
 def _first(module: nn.Module, kwargs: dict[str, Any]) -> str:
     """The name of the first argument of a call without positional ones."""
-    for name in _positional(module):
-        if name in kwargs:
-            return name
-    for name in kwargs:
-        return name
-    raise LookupError("the module was called without arguments")
+    _, names = _names(module)
+    first = names[0] if names else next(iter(kwargs), None)
+    if first in kwargs:
+        return first
+    missing = "without arguments" if not kwargs else f"without its first argument, {first!r}"
+    raise LookupError(f"the module was called {missing}")
 
 
 def read(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], target: Target) -> Any:
     """The value at an input port; LookupError if the call has none."""
     if target.port in ("inputs", "grad_inputs"):
         value: Any = bind(module, args, kwargs)
-    elif args:
-        value = args[0]
+        if target.parts and target.parts[0] not in value and isinstance(target.parts[0], str):
+            passed = ", ".join(map(str, value)) or "none"
+            raise LookupError(f"no argument {target.parts[0]!r} was passed, only {passed}")
     else:
-        value = kwargs[_first(module, kwargs)]
+        value = args[0] if args else kwargs[_first(module, kwargs)]
     return get_part(value, target.parts) if target.parts else value
 
 
@@ -80,11 +85,17 @@ def write(
     """The arguments of a call with something else at an input port, passed as they were."""
     parts = target.parts
     if target.port in ("inputs", "grad_inputs"):
-        bound: dict[Part, Any] = set_part(bind(module, args, kwargs), parts, new)
-        names = (*_positional(module)[: len(args)], *range(len(_positional(module)), len(args)))
-        passed = set(names)  # what is new, or was passed by name, is passed by name
-        named = {str(name): value for name, value in bound.items() if name not in passed}
-        return tuple(bound[name] for name in names), named
+        keys = _keys(module, args, kwargs)
+        bound = set_part(bind(module, args, kwargs), parts, new)
+        missing = [key for key in keys if not isinstance(bound, Mapping) or key not in bound]
+        if missing:
+            raise ChangeError(
+                f"The arguments of a {type(module).__name__} were to be replaced.",
+                f"What was given in their place has no {missing[0]!r}.",
+                "Return a dict with all arguments by name.",
+            )
+        rest = {str(key): value for key, value in bound.items() if key not in keys}
+        return tuple(bound[key] for key in keys), rest
     if args:
         return (set_part(args[0], parts, new), *args[1:]), kwargs
     name = _first(module, kwargs)

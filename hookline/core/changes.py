@@ -91,15 +91,19 @@ def apply(change: Change, value: Tensor, call: Call) -> Tensor:
             "Give the change tensors that broadcast to the value's shape.",
         )
     if result.dtype != value.dtype:
-        if not (value.is_floating_point() or value.is_complex()):
-            raise ChangeError(
-                f"{change!r} was applied at {str(call.place)!r}.",
-                f"The value is of dtype {value.dtype}, and the result of {result.dtype} would "
-                f"be cut off.",
-                "Edit a floating-point value, or give a function that says how to round.",
-            )
+        if not torch.can_cast(result.dtype, value.dtype):
+            raise _dtypes_differ(change, value, result, call)
         result = result.to(value.dtype)
     return result
+
+
+def _dtypes_differ(change: Change, value: Tensor, other: Tensor, call: Call | None) -> ChangeError:
+    at = "" if call is None else f" at {str(call.place)!r}"
+    return ChangeError(
+        f"{type(change).__name__} was applied{at}.",
+        f"The value is of dtype {value.dtype}, and {other.dtype} would be cut off.",
+        "Edit a value of that kind, or give a function that says how to convert.",
+    )
 
 
 def fit(own: Tensor | float, value: Tensor, change: Change) -> Tensor | float:
@@ -110,8 +114,11 @@ def fit(own: Tensor | float, value: Tensor, change: Change) -> Tensor | float:
     """
     if not isinstance(own, Tensor):
         return own
-    if own.device != value.device or (own.dtype != value.dtype and value.is_floating_point()):
-        own = own.to(device=value.device, dtype=value.dtype)
+    if own.dtype != value.dtype and (value.is_floating_point() or value.is_complex()):
+        if not torch.can_cast(own.dtype, value.dtype):
+            raise _dtypes_differ(change, value, own, None)
+        own = own.to(value.dtype)
+    own = own.to(value.device)
     if own.ndim == 1 and value.ndim >= 3:
         length = own.shape[0]
         last, channel = value.shape[-1] == length, value.shape[1] == length
@@ -160,7 +167,9 @@ class replace(Change):  # noqa: N801
     def apply(self, value: Tensor, call: Call) -> Tensor:
         own = fit(self.values, value, self)
         if not isinstance(own, Tensor):
-            return torch.full_like(value, own)
+            own = torch.tensor(own, device=value.device)
+        if not torch.can_cast(own.dtype, value.dtype):
+            raise _dtypes_differ(self, value, own, call)
         return own.to(value.dtype).expand(value.shape).clone()
 
 
@@ -273,13 +282,12 @@ class noise(Change):  # noqa: N801
 
     def apply(self, value: Tensor, call: Call) -> Tensor:
         _need_float(self, value, call)
-        drawn = self._draw(value, call) * self.std
-        return value * (1 + drawn) if self.relative else value + drawn
-
-    def _draw(self, value: Tensor, call: Call) -> Tensor:
         if self.seed is None:
-            return torch.randn_like(value)
-        return seeded(self.seed, call, value, torch.randn)
+            drawn = torch.randn_like(value)
+        else:
+            drawn = seeded(self.seed, call, value, torch.randn).to(value.dtype)
+        drawn = drawn * self.std
+        return value * (1 + drawn) if self.relative else value + drawn
 
 
 def seeded(seed: int, call: Call, value: Tensor, draw: Any) -> Tensor:
@@ -287,8 +295,9 @@ def seeded(seed: int, call: Call, value: Tensor, draw: Any) -> Tensor:
     text = f"{seed}|{call.place}|{call.index}".encode()
     number = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
     generator = torch.Generator().manual_seed(number)
-    drawn: Tensor = draw(value.shape, generator=generator)
-    return drawn.to(device=value.device, dtype=value.dtype)
+    dtype = value.dtype if value.is_complex() else torch.float32
+    drawn: Tensor = draw(value.shape, generator=generator, dtype=dtype)
+    return drawn.to(device=value.device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -336,11 +345,12 @@ class dropout(Change):  # noqa: N801
                     "Use it on values with batch and channel dimensions.",
                 )
             mask = value[(slice(None), slice(None), *[slice(1)] * (value.ndim - 2))]
+        mask = mask.real if mask.is_complex() else mask  # drawn in float32: bfloat16 is too coarse
         if self.seed is None:
-            kept = torch.rand_like(mask) >= self.p
+            drawn = torch.rand_like(mask, dtype=torch.float32)
         else:
-            kept = seeded(self.seed, call, mask, torch.rand) >= self.p
-        return value * kept / (1 - self.p)
+            drawn = seeded(self.seed, call, mask, torch.rand)
+        return value * ((drawn >= self.p) / (1 - self.p)).to(value.dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -406,7 +416,7 @@ class remove_direction(Change):  # noqa: N801
         own = self.direction.to(value.device, torch.promote_types(value.dtype, torch.float32))
         direction = (own / own.norm()).to(value.dtype)
         moved = value.movedim(self.dim, -1)
-        along = (moved * direction).sum(-1, keepdim=True)
+        along = (moved * direction.conj()).sum(-1, keepdim=True)
         return (moved - along * direction).movedim(-1, self.dim)
 
 
@@ -446,8 +456,7 @@ class patch(Change):  # noqa: N801
         source = call.place if self.place is None else self.place
         other = only_tensor(self.record[source, call.index], f"The value at {source!r}")[1]
         own = fit(other.detach(), value, self)
-        assert isinstance(own, Tensor)
-        return own.to(value.dtype).expand(value.shape).clone()
+        return replace(own).apply(value, call)
 
 
 def describe(change: Any) -> str:

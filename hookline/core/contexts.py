@@ -112,7 +112,10 @@ class Entering:
         return _closed, (type(self),)
 
     def __repr__(self) -> str:
-        asked = ", ".join(repr(where) for where in self._wheres)
+        asked = ", ".join(
+            type(where).__name__ if isinstance(where, nn.Module) else repr(where)
+            for where in self._wheres
+        )
         state = "attached" if self._attached else "open" if self._open else "closed"
         return f"<hookline {self._verb} at {asked}, {state}>"
 

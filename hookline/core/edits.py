@@ -5,15 +5,15 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
-from collections.abc import Callable, Collection, Mapping
-from typing import Any, overload
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, SupportsIndex, overload
 
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
-from hookline.core import changes, parameters
-from hookline.core.changes import Change, describe, replace
+from hookline.core import parameters
+from hookline.core.changes import Change, apply, describe, replace
 from hookline.core.hooks import KEEP, Call, Context, Frame, Tap, add_place, takes_call
 from hookline.core.nested import Path, leaves, only_tensor, set_part, show_path
 from hookline.core.places import Request, Target, Where, resolve
@@ -27,22 +27,16 @@ AnyChange = Change | Tensor | Callable[..., Any]
 
 
 class _EditTap(Tap):
-    """Applies a change to the values at a target."""
+    """Applies changes, one after the other, to the values at a target."""
 
     def __init__(
-        self,
-        target: Target,
-        context: weakref.ref[Context[Any]],
-        change: Change | Callable[..., Any],
-        at: Any,
-        calls: Calls,
+        self, target: Target, context: weakref.ref[Any], changes: list[Any], at: Any, calls: Calls
     ) -> None:
         super().__init__(target, context)
-        self.change = change
+        self.changes = [(c, not isinstance(c, Change) and takes_call(c)) for c in changes]
         self.at = at
         self.calls = calls
         self.seen = 0
-        self.wants_call = not isinstance(change, Change) and takes_call(change)
 
     def receive(self, value: Any, index: int, recomputed: bool, frame: Frame | None) -> Any:
         self.seen += 1
@@ -60,8 +54,8 @@ class _EditTap(Tap):
         self.fired += 1
         return new
 
-    def expect(self, value: Any, index: int, tensors: list[tuple[Any, Tensor]]) -> None:
-        if isinstance(self.change, Change) or self.at is not None:
+    def expect(self, value: Any, index: int, tensors: Sequence[tuple[Any, Tensor]]) -> None:
+        if self.at is not None or any(isinstance(change, Change) for change, _ in self.changes):
             only_tensor(value, f"The value at {str(self.place)!r}")
 
     def gradient(self, grad: Tensor, index: int, path: Path) -> Tensor | None:
@@ -71,22 +65,44 @@ class _EditTap(Tap):
         return None if new is KEEP else new
 
     def _changed(self, value: Any, call: Call) -> Any:
-        change = self.change
-        if isinstance(change, Change):
-            path, tensor = only_tensor(value, f"The value at {str(call.place)!r}")
-            return set_part(value, path, changes.apply(change, tensor, call))
-        new = change(value, call) if self.wants_call else change(value)
-        _check_fit(change, value, new, call)
-        return new
+        for change, wants_call in self.changes:
+            if isinstance(change, Change):
+                path, tensor = only_tensor(value, f"The value at {str(call.place)!r}")
+                value = set_part(value, path, apply(change, tensor, call))
+                continue
+            new = change(value, call) if wants_call else change(value)
+            _check_fit(change, value, new, call)
+            value = new
+        return value
 
 
-def _among(index: int, calls: Calls) -> bool:
-    if isinstance(calls, int):
-        return index == calls
+def _among(index: int, calls: Any) -> bool:
     if isinstance(calls, slice):
         start, stop, step = calls.start or 0, calls.stop, calls.step or 1
         return index >= start and (stop is None or index < stop) and (index - start) % step == 0
-    return calls is None or index in calls
+    return index in calls
+
+
+def _checked(calls: Any) -> Any:
+    """The calls that an edit is for, as a slice or a set; an error if they make no sense."""
+    if calls is None:
+        return None
+    try:
+        if isinstance(calls, slice):
+            limits = [calls.start or 0, calls.stop or 0, calls.step or 1]
+            found: Any = calls
+        else:
+            whole = [calls] if isinstance(calls, (int, SupportsIndex)) else list(calls)
+            limits = found = {operator.index(call) for call in whole}
+        if limits and all(operator.index(limit) >= 0 for limit in limits) and calls is not True:
+            return found
+    except TypeError:
+        pass
+    raise ChangeError(
+        f"An edit was asked for with calls={calls!r}.",
+        "Calls count from 0, on every call of the module.",
+        "Give an int, a slice such as slice(2, None), or a set of ints.",
+    )
 
 
 def _check_fit(change: Any, value: Any, new: Any, call: Call) -> None:
@@ -96,21 +112,19 @@ def _check_fit(change: Any, value: Any, new: Any, call: Call) -> None:
         raise ChangeError(
             asked, "It returned None.", "Return the new value; to look only, use hookline.hook."
         )
-    if isinstance(value, Tensor) and isinstance(new, Tensor):
-        before, after = [((), value)], [((), new)]
-    else:
-        before, after = list(leaves(value)), list(leaves(new))
-    if [path for path, _ in before] != [path for path, _ in after]:
+    before, after = dict(leaves(value)), dict(leaves(new))
+    if before.keys() != after.keys():
         raise ChangeError(
             asked,
             f"It was given {_structure(value, before)} and returned {_structure(new, after)}.",
             "Return a value of the same structure.",
         )
-    for (path, old), (_, tensor) in zip(before, after, strict=True):
+    for path, old in before.items():
+        tensor = after[path]
         if (old.shape, old.dtype, old.device) != (tensor.shape, tensor.dtype, tensor.device):
             raise ChangeError(
                 asked,
-                f"{show_path(path) or 'It'} was {_signature(old)} and came back {_signature(tensor)}.",
+                f"{show_path(path) or 'It'} was {_signature(old)}, and is now {_signature(tensor)}.",
                 "Return the same shape, dtype and device; hookline.hook checks nothing.",
             )
 
@@ -119,10 +133,10 @@ def _signature(tensor: Tensor) -> str:
     return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} on {tensor.device}"
 
 
-def _structure(value: Any, tensors: list[tuple[Path, Tensor]]) -> str:
+def _structure(value: Any, tensors: Iterable[Path]) -> str:
     if isinstance(value, Tensor):
         return "a tensor"
-    parts = ", ".join(show_path(path) for path, _ in tensors[:8])
+    parts = ", ".join(show_path(path) for path in list(tensors)[:8])
     return f"a {type(value).__name__} with {'tensors at ' + parts if parts else 'no tensors'}"
 
 
@@ -150,12 +164,13 @@ class edit(Context[_EditTap]):  # noqa: N801 - a verb that is used like a functi
 
     At a parameter or buffer (`edit(model, "fc.weight", ...)`) its data is swapped in and back,
     bit for bit; the Parameter object stays. Optimiser steps taken inside are discarded with it.
+    A backward after the `with` is still right; after `.attach()` and `.remove()` it raises.
     At gradient places the change meets the gradient as it arrives; run the backward inside.
     """
 
     _verb = "edit"
     _swaps: list[parameters.Swap]
-    _saving: saved_tensors_hooks | None = None
+    _saving: parameters.Saving | None = None
 
     @overload
     def __init__(
@@ -187,31 +202,30 @@ class edit(Context[_EditTap]):  # noqa: N801 - a verb that is used like a functi
         else:
             pairs = [(where, change)]
         self._changes = [_as_change(given) for _, given in pairs]
-        if isinstance(calls, int) and calls < 0:
-            raise ChangeError(
-                f"calls={calls} was asked for.", "Calls count from 0.", "Give 0 for the first."
-            )
         self._at = at
-        self._calls = calls
+        self._calls = _checked(calls)
         self._swaps = []
         super().__init__(model, [place for place, _ in pairs])
 
     def _resolve(self) -> list[Request]:
-        # A `where` may be a list and so give several requests; each keeps its change.
+        # A `where` may be a list and so give several requests; each keeps its change. Where two
+        # meet at one place, both apply, in the order in which they were given.
         found: list[Request] = []
-        self._change_of: dict[tuple[Any, ...], Change | Callable[..., Any]] = {}
+        self._changes_at: dict[Any, list[Any]] = {}
         for where, change in zip(self._wheres, self._changes, strict=True):
+            targets: dict[Any, Target] = {}
             for request in resolve(self._model, (where,)):
                 found.append(request)
-                for target in request.targets:
-                    self._change_of.setdefault(target.key, change)
+                targets |= {target.key: target for target in request.targets}
+            for key, target in targets.items():
+                if isinstance(change, Change):
+                    change.check(self.place_of(target))
+                self._changes_at.setdefault(key, []).append(change)
         return found
 
-    def _tap(self, target: Target, ref: weakref.ref[Context[Any]]) -> _EditTap:
-        change = self._change_of[target.key]
-        if isinstance(change, Change):
-            change.check(self.place_of(target))
-        return _EditTap(target, ref, change, self._at, self._calls)
+    def _tap(self, target: Target, ref: weakref.ref[Any]) -> _EditTap:
+        calls = None if target.port == "value" else self._calls
+        return _EditTap(target, ref, self._changes_at[target.key], self._at, calls)
 
     def _prepared(self) -> None:
         values = [tap for tap in self._taps.values() if tap.target.port == "value"]
@@ -223,16 +237,18 @@ class edit(Context[_EditTap]):  # noqa: N801 - a verb that is used like a functi
     def _start(self, attached: bool) -> None:
         super()._start(attached)
         if self._swaps and not attached:
-            saving = parameters.keep_saved(self._swaps)
+            saving = parameters.Saving()
             saving.__enter__()
             self._saving = saving
 
     def _stop(self) -> None:
-        if self._saving is not None:
+        try:
+            super()._stop()
+            parameters.swap_back(self._swaps)
+        finally:
             saving, self._saving = self._saving, None
-            saving.__exit__()
-        super()._stop()
-        parameters.swap_back(self._swaps)
+            if saving is not None:
+                saving.leave()
 
 
 def _as_change(given: Any) -> Change | Callable[..., Any]:

@@ -1,21 +1,22 @@
 """Gradients at places, by hooks on tensors and autograd nodes.
 
 Full backward hooks are not used: they break in-place models, rewrap inputs, and are silent for
-nested values. Instead, right after a module's call:
+nested values. Instead, around a module's call:
 
 - `watch_tensor`: the gradient of a parameter, a buffer or a plain tensor, before accumulation
-- `watch_outputs`: what flows into a module's outputs
-- `note_inputs` (before the call) and `watch_inputs`: what flows out of a module's inputs
+- `note_given` (before the call), `watch_outputs`: what flows into a module's outputs
+- `note_inputs` (before the call), `watch_inputs`: what flows out of a module's inputs
 
-What cannot be told apart from other gradients is explained, never guessed. A capture replaces no
-value; an edit may insert an identity where that makes its place distinct.
+A capture replaces no value: it hooks the output tensors, and the nodes inside the module that
+lead to the inputs. An edit puts a *gate*, an identity, at its place. What cannot be told apart
+from other gradients is explained, never guessed.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from functools import partial
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,42 +24,74 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
 from hookline.core import arguments
-from hookline.core.nested import Path, leaves, set_part, show_path
+from hookline.core.nested import Path, children, leaves, set_part
+from hookline.errors import GradientNotAvailable
 
 if TYPE_CHECKING:
     from hookline.core.hooks import Frame, Tap
 
-__all__ = ["note_inputs", "sequence", "watch_inputs", "watch_outputs", "watch_tensor"]
+__all__ = [
+    "is_over", "note_given", "note_inputs", "sequence", "watch_inputs", "watch_outputs",
+    "watch_tensor",
+]  # fmt: skip
 
-NO_GRAD = "the value did not require grad (torch.no_grad, inference mode, or nothing to train)."
-PASSED_ON = "the module returned a tensor that it was given, or had before, as it was:"
-PASSED_REMEDY = (
-    "its gradient cannot be told from that of the tensor's other uses. Ask for the module that "
-    "made it."
+Edge = tuple[Any, int]
+
+NO_GRAD = (
+    "the value did not require grad (torch.no_grad, inference mode, or nothing to train).",
+    "Run it with gradients on.",
 )
-REUSED = "another output of the module is computed from this one:"
-REUSED_REMEDY = "what flows from outside cannot be told apart. Ask for the modules that use it."
-VIEW_CHANGED = "the module returned a view of its input, which was changed in place later:"
-VIEW_REMEDY = "its gradient is lost. Ask for the gradient of the module before or after it."
+PASSED_ON = (
+    "the module returned a tensor that it was given, or had before, as it was: its gradient cannot "
+    "be told from that of the tensor's other uses.",
+    "Ask for the module that made it.",
+)
+REUSED = (
+    "another output of the module is computed from this one: what flows from outside cannot be "
+    "told apart.",
+    "Ask for the modules that use it.",
+)
+VIEW_CHANGED = (
+    "the value is a view, and its memory was changed in place after the call: its gradient is "
+    "lost.",
+    "Ask for the gradient of the module before or after it.",
+)
+INPUT_CHANGED = (
+    "the module changed a view in place that it was given: the gradient cannot be reached.",
+    "Ask for the gradient at the module that made the view.",
+)
+CACHED = (
+    "autocast keeps the cast of this leaf for all modules that use it: their shares cannot be told "
+    "apart.",
+    "Use torch.autocast(..., cache_enabled=False), or give the model x * 1.",
+)
+NO_PATH = ("no gradient flows from the module's outputs to this input.", "")
+NOT_ASKED = ("it does not require grad.", "Call requires_grad_() on it before.")
 
 
 def _sequence() -> int:
     with torch.enable_grad():
-        node = torch.empty(0, requires_grad=True).view(0).grad_fn
-    return 0 if node is None else node._sequence_nr()  # pyright: ignore
+        node: Any = torch.empty(0, requires_grad=True).view(0).grad_fn
+    return node._sequence_nr()
 
 
 # The number that the next autograd node of this thread will get.
 sequence: Callable[[], int] = getattr(torch.autograd, "_get_sequence_nr", _sequence)
-_task: Callable[[], int] = torch._C._current_graph_task_id  # pyright: ignore
-_alias: Callable[[Tensor], Tensor] = torch.ops.aten.alias  # pyright: ignore
-_MARK = "hookline"  # in the metadata of autograd nodes: what hookline has put there
+_alias: Any = torch.ops.aten.alias  # pyright: ignore
+_gates: dict[Any, FrameType] = {}  # the nodes of gates, with the calls (see Frame) they are for
 
 
-def _deliver(ref: weakref.ref[Tap], index: int, path: Path, grad: Tensor) -> Tensor | None:
-    """The hook on tensors. It holds its tap weakly: the tap's record may hold the graph."""
-    tap = ref()
-    return None if tap is None else tap.gradient(grad, index, path)
+def is_over(running: FrameType) -> bool:
+    """Whether a Python frame has ended: then, and only then, Python lets it be cleared."""
+    try:
+        running.clear()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _made_since(node: Any, start: int) -> bool:
+    return node is not None and node._sequence_nr() >= start
 
 
 def _keep(tap: Tap, handle: Any) -> None:
@@ -69,11 +102,67 @@ def _keep(tap: Tap, handle: Any) -> None:
         context.keep_handle(handle)
 
 
-def _hook(tap: Tap, tensor: Tensor, function: Callable[[Tensor], Tensor | None]) -> None:
-    # register_hook may crash the process on a view that was changed in place, unless grad_fn was
-    # read before: https://github.com/pytorch/pytorch/issues/196459
-    _ = tensor.grad_fn
-    _keep(tap, tensor.register_hook(function))
+class _Arm:
+    """A hook on a tensor or node. It holds its tap weakly: the tap's record may hold the graph."""
+
+    __slots__ = ("alias", "geometry", "ident", "index", "muted", "path", "tap", "version")
+
+    def __init__(self, tap: Tap, index: int, path: Path) -> None:
+        self.tap = weakref.ref(tap)
+        self.ident = tap.target.key[0]
+        self.index = index
+        self.path = path
+        self.muted = False
+        self.alias: Tensor | None = None  # shows whether the tensor was changed in place
+
+    def watch(self, tap: Tap, tensor: Tensor) -> None:
+        # register_hook may crash the process on a view that was changed in place, unless grad_fn
+        # was read before: https://github.com/pytorch/pytorch/issues/196459
+        _ = tensor.grad_fn
+        _keep(tap, tensor.register_hook(self.at_tensor))
+
+    def watch_gate(self, tap: Tap, node: Any) -> None:
+        _keep(tap, node.register_hook(self.at_gate))
+
+    def guard(self, tensor: Tensor) -> None:
+        self.alias = tensor.detach()
+        self.version = tensor._version
+
+    @property
+    def changed(self) -> bool:
+        return self.alias is not None and self.alias._version != self.version
+
+    def deliver(self, grad: Tensor | None) -> Tensor | None:
+        tap = self.tap()
+        if grad is None or tap is None or self.muted:
+            return None
+        return tap.gradient(grad, self.index, self.path)
+
+    def at_tensor(self, grad: Tensor | None) -> Tensor | None:
+        """The hook on a tensor."""
+        if self.alias is not None and self.changed:
+            return None
+        return self.deliver(grad)
+
+    def at_gate(self, grad_inputs: tuple[Tensor | None, ...], _: Any) -> Any:
+        """The hook on a gate's node: what has passed the gate."""
+        new = self.deliver(grad_inputs[0])
+        return None if new is None else (new,)
+
+    def at_base(self, grads: tuple[Tensor | None, ...]) -> None:
+        """The hook on the node of a view's base.
+
+        The view's own node is exact, but out of the graph if the view was changed in place since.
+        The base's node stays: what flows into it is then the gradient, in the base's shape.
+        """
+        (size, stride, offset), (base_size, base_stride, base_offset), output_nr = self.geometry
+        grad = grads[output_nr]
+        if grad is None or not self.changed:
+            return
+        if grad.stride() != base_stride:
+            held = torch.empty_strided(base_size, base_stride, dtype=grad.dtype, device=grad.device)
+            grad = held.copy_(grad)
+        self.deliver(grad.as_strided(size, stride, offset - base_offset + grad.storage_offset()))
 
 
 # -- parameters, buffers, plain tensors -----------------------------------------------------------
@@ -82,235 +171,177 @@ def _hook(tap: Tap, tensor: Tensor, function: Callable[[Tensor], Tensor | None])
 def watch_tensor(tap: Tap, tensor: Tensor | None) -> None:
     """Hook a tensor that exists already; its gradients are numbered by backward pass."""
     if tensor is None or not tensor.requires_grad:
-        tap.explain(0, "it does not require grad.", "Call requires_grad_() on it before.")
+        tap.explain(0, *NOT_ASKED)
         return
-    _hook(tap, tensor, partial(_deliver, weakref.ref(tap), -1, ()))
+    arm = _Arm(tap, -1, ())
+    if tensor._is_view():
+        arm.guard(tensor)
+        tap.guard(arm)
+    arm.watch(tap, tensor)
 
 
 # -- outputs --------------------------------------------------------------------------------------
 
 
-def watch_outputs(
-    tap: Tap, value: Any, output: Any, args: Any, kwargs: Any, index: int, frame: Frame
-) -> Any:
-    """Hook the tensors of an output; returns KEEP, or the value to return in its place."""
-    from hookline.core.hooks import KEEP
-
+def _grouped(value: Any) -> list[tuple[Tensor, list[Path]]]:
+    """The tensors of a value that require grad, each once, with the paths where they stand."""
     if isinstance(value, Tensor):
-        found: list[tuple[Path, Tensor]] = [((), value)]
-        alone = value is output
-    else:
-        found = list(leaves(value))
-        alone = False
+        return [(value, [()])] if value.requires_grad else []
+    found: dict[int, tuple[Tensor, list[Path]]] = {}
+    for path, tensor in leaves(value):
+        if tensor.requires_grad:
+            found.setdefault(id(tensor), (tensor, []))[1].append(path)
+    return list(found.values())
+
+
+def note_given(args: Any, kwargs: Any) -> list[tuple[Tensor, Any, int, Any]]:
+    """Before a call: the tensors that it is given, with their nodes as they are now."""
+    given: list[tuple[Tensor, Any, int, Any]] = []
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(value, Tensor) or children(value) is not None:
+            for tensor, _ in _grouped(value):
+                base = tensor._base
+                node = tensor.grad_fn
+                given.append((tensor, node, tensor.output_nr, None if base is None else base.grad_fn))
+    return given
+
+
+def watch_outputs(tap: Tap, value: Any, output: Any, index: int, frame: Frame) -> Any:
+    """Hook the tensors of an output; returns the value, with gates in it if the tap replaces."""
+    found = _grouped(value) if torch.is_grad_enabled() else []
     tap.expect(value, index, found)
-    reused = set[int]() if alone else _reused(output, frame.sequence)
-    new: Any = KEEP
-    for path, tensor in found:
-        gate = _watch_output(tap, tensor, index, path, alone, reused, (args, kwargs), frame)
-        if gate is not None:
-            new = set_part(value if new is KEEP else new, path, gate)
-    return new
+    if not found:
+        tap.explain(index, *NO_GRAD)
+    reused = set[int]() if value is output and len(found) < 2 else _reused(output, frame.sequence)
+    for tensor, paths in found:
+        new = _watch_output(tap, tensor, index, paths[0], id(tensor) in reused, frame)
+        if new is not tensor:
+            for path in paths:
+                value = set_part(value, path, new)
+    return value
 
 
 def _watch_output(
-    tap: Tap,
-    tensor: Tensor,
-    index: int,
-    path: Path,
-    alone: bool,
-    reused: set[int],
-    given: Any,
-    frame: Frame,
-) -> Tensor | None:
-    if not tensor.requires_grad:
-        tap.explain(index, NO_GRAD, "Run it with gradients on.")
-        return None
-    node = tensor.grad_fn
-    deliver = partial(_deliver, weakref.ref(tap), index, path)
-    made_here = node is not None and node._sequence_nr() >= frame.sequence  # pyright: ignore
-    base = tensor._base if made_here else None
-    base_made_here = base is not None and _made_since(base.grad_fn, frame.sequence)
-    if made_here and base is not None and not base_made_here:
-        # A view that was changed in place gets a new node on access: an old tensor all the same.
-        made_here = all(tensor is not other for _, other in leaves(given))
-    if not made_here or id(tensor) in reused:
-        if tap.replaces:
-            gate = _alias(tensor)
-            _hook(tap, gate, deliver)
-            return gate
-        tap.explain(index, *((REUSED, REUSED_REMEDY) if made_here else (PASSED_ON, PASSED_REMEDY)))
-    elif base is None:
-        _hook(tap, tensor, deliver)
-    elif base_made_here and tap.replaces:
-        # A hook on a view is lost with a later in-place operation; on a copy it is not.
-        gate = tensor.clone()
-        for earlier in _views_on(node):
-            earlier.move_to(gate)  # captures that were entered before see what comes before
-        _hook(tap, gate, deliver)
-        return gate
-    elif base_made_here:
-        pure = alone and type(tap.target.module).__module__.startswith("torch.nn.modules")
-        view = _View(tap, deliver, tensor, base, pure)
-        _views_on(node).append(view)
-        _hook(tap, tensor, view.at_view)
-        _keep(tap, base.grad_fn.register_prehook(view.at_base))  # pyright: ignore
-    else:
-        _hook(tap, tensor, _Guarded(tap, deliver, tensor, index).at_view)
-    return None
+    tap: Tap, tensor: Tensor, index: int, path: Path, reused: bool, frame: Frame
+) -> Tensor:
+    node, base = tensor.grad_fn, tensor._base
+    arm = _Arm(tap, index, path)
+    if _gates.get(node) is frame.running:  # of an edit that was entered before
+        arm.watch_gate(tap, node)
+        return tensor
+    fresh = _made_since(node, frame.sequence)
+    base_fresh = base is not None and _made_since(base.grad_fn, frame.sequence)
+    for other, other_node, _, base_node in frame.given:
+        if other is tensor and other_node is node:
+            fresh = False
+        if base is not None and (other._base is base or other is base):
+            same = base_node if other._base is base else other_node
+            base_fresh = base_fresh and same is not base.grad_fn
+    distinct = fresh and not reused
+    if tap.replaces:
+        return _gate_output(tap, arm, tensor, distinct and (base is None or base_fresh), frame)
+    if not distinct:
+        tap.explain(index, *(REUSED if fresh else PASSED_ON), path=path)
+        return tensor
+    if base is not None:
+        arm.guard(tensor)
+        overlaps = any(step == 0 < size - 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+        if base_fresh and base.dtype == tensor.dtype and not overlaps:
+            arm.geometry = (
+                (tensor.size(), tensor.stride(), tensor.storage_offset()),
+                (base.size(), base.stride(), base.storage_offset()),
+                base.output_nr,
+            )
+            base_node: Any = base.grad_fn
+            _keep(tap, base_node.register_prehook(arm.at_base))
+        else:
+            tap.guard(arm)
+    arm.watch(tap, tensor)
+    return tensor
 
 
-def _views_on(node: Any) -> list[_View]:
-    """The views that captures watch at a node, in order of entering."""
-    return node.metadata.setdefault(_MARK, [])
+def _gate_output(tap: Tap, arm: _Arm, tensor: Tensor, own: bool, frame: Frame) -> Tensor:
+    """An identity in an output's place; hooks on its node run in the order of entering.
+
+    A copy if the module made the memory itself, since a view would be lost with a later in-place
+    operation; else a view, so that writing to it still writes to what it is a view of.
+    """
+    gate = tensor.clone() if own else _alias(tensor)
+    node = _mark(gate, frame.running)
+    if not own:
+        arm.guard(gate)
+        tap.guard(arm)
+    for hook in tuple((tensor._backward_hooks or {}).values()):
+        earlier = getattr(hook, "__self__", None)  # captures that were entered before
+        if isinstance(earlier, _Arm) and earlier.ident == arm.ident and not earlier.muted:
+            owner = earlier.tap()
+            if owner is not None and not owner.replaces:
+                moved = _Arm(owner, earlier.index, earlier.path)
+                moved.watch_gate(owner, node)
+                earlier.muted = True
+    arm.watch_gate(tap, node)
+    return gate
 
 
-def _made_since(node: Node | None, start: int) -> bool:
-    return node is not None and node._sequence_nr() >= start  # pyright: ignore
+def _mark(gate: Tensor, running: FrameType) -> Any:
+    for node in [node for node, other in _gates.items() if is_over(other)]:
+        del _gates[node]
+    _gates[gate.grad_fn] = running
+    return gate.grad_fn
 
 
 def _reused(output: Any, start: int) -> set[int]:
     """The tensors of an output from which others of its tensors were computed."""
-    tensors = [tensor for _, tensor in leaves(output) if tensor.requires_grad]
+    tensors = [tensor for tensor, _ in _grouped(output)]
     if len(tensors) < 2:
         return set()
     edges = {(tensor.grad_fn, tensor.output_nr): id(tensor) for tensor in tensors}
-    nodes = [node for node, _ in edges if node is not None]
-    return {tensor for _, _, tensor in _leading(nodes, edges, start)}
-
-
-class _View:
-    """Takes the gradient of a view whose base was made inside the module.
-
-    The view's own node is exact, but out of the graph if the view was changed in place since. The
-    base's node stays: what flows into it is then the gradient, in the base's shape.
-    """
-
-    __slots__ = ("alias", "deliver", "geometry", "muted", "output_nr", "seen", "tap", "version")
-
-    def __init__(
-        self,
-        tap: Tap,
-        deliver: Callable[[Tensor], Any],
-        tensor: Tensor,
-        base: Tensor,
-        pure: bool,
-    ) -> None:
-        self.tap = weakref.ref(tap)
-        self.deliver = deliver
-        # torch's own layers use the base for nothing else, so its gradient can be trusted. Others
-        # may (a feature kept for another loss): then it is used only after an in-place change.
-        self.alias = None if pure else tensor.detach()
-        self.version = tensor._version
-        self.geometry = (
-            (tensor.size(), tensor.stride(), tensor.storage_offset()),
-            (base.size(), base.stride(), base.storage_offset()),
-        )
-        self.output_nr = base.output_nr
-        self.seen = (-2, 0)  # the backward pass and storage of what the view's own node gave
-        self.muted = False
-
-    def move_to(self, gate: Tensor) -> None:
-        """An edit has put a copy in the view's place: take the gradient there, before the edit."""
-        tap = self.tap()
-        if tap is not None:
-            self.muted = True
-            _hook(tap, gate, self.deliver)
-
-    def at_view(self, grad: Tensor) -> None:
-        if not self.muted:
-            self.seen = _task(), grad.untyped_storage()._cdata
-            self.deliver(grad)
-
-    def at_base(self, grads: tuple[Tensor | None, ...]) -> None:
-        grad = grads[self.output_nr]
-        if grad is None or self.muted:
-            return
-        if self.alias is not None:
-            if self.alias._version == self.version:
-                return
-        elif self.seen == (_task(), grad.untyped_storage()._cdata):
-            return  # the very gradient that the view's node passed on
-        (size, stride, offset), (base_size, base_stride, base_offset) = self.geometry
-        if grad.stride() != base_stride:
-            held = torch.empty_strided(base_size, base_stride, dtype=grad.dtype, device=grad.device)
-            grad = held.copy_(grad)
-        self.deliver(grad.as_strided(size, stride, offset - base_offset + grad.storage_offset()))
-
-
-class _Guarded:
-    """Takes the gradient of a view of an input, unless the memory was changed in place since."""
-
-    __slots__ = ("alias", "deliver", "index", "tap", "version")
-
-    def __init__(
-        self, tap: Tap, deliver: Callable[[Tensor], Any], tensor: Tensor, index: int
-    ) -> None:
-        self.tap = weakref.ref(tap)
-        self.deliver = deliver
-        self.alias = tensor.detach()
-        self.version = tensor._version
-        self.index = index
-
-    def at_view(self, grad: Tensor) -> Tensor | None:
-        tap = self.tap()
-        if self.alias._version == self.version or tap is None:
-            return self.deliver(grad)
-        tap.explain(self.index, VIEW_CHANGED, VIEW_REMEDY)
-        return None
+    found = _leading((tensor.grad_fn for tensor in tensors), edges, (), start)
+    return {tensor for _, _, tensor in found}
 
 
 # -- inputs ---------------------------------------------------------------------------------------
 
 
-def note_inputs(tap: Tap, module: nn.Module, args: Any, kwargs: Any, frame: Frame) -> Any:
+def note_inputs(
+    tap: Tap, module: nn.Module, args: Any, kwargs: Any, frame: Frame
+) -> tuple[Any, Any] | None:
     """Before a call: note the gradient edges of its inputs, since in-place modules move them.
 
-    Returns KEEP, or for an edit the value with an identity in place of each tensor.
+    For an edit, returns the arguments with a gate in place of each tensor.
     """
-    from hookline.core.hooks import KEEP
-
     try:
         value = arguments.read(module, args, kwargs, tap.target)
-    except LookupError:
-        frame.edges.append((tap, None, (), {}))
-        return KEEP
-    found = list(leaves(value))
-    wanted: dict[tuple[Any, int], Path] = {}
-    new: Any = KEEP
-    gates: dict[int, Tensor] = {}
-    for path, tensor in found:
-        if not tensor.requires_grad:
-            continue
-        wanted.setdefault(_edge(tensor), path)
+    except LookupError as error:
+        frame.edges.append((tap, None, f"{error}.", {}))
+        return None
+    found = _grouped(value) if torch.is_grad_enabled() else []
+    wanted: dict[Edge, Path] = {}
+    for tensor, paths in found:
         if tap.replaces:
-            gate = gates.get(id(tensor))
-            if gate is None:
-                gate = gates[id(tensor)] = _gate(tensor, tap.target.module)
-                frame.gates.append((tap, path, gate, gate._version))
-            new = set_part(value if new is KEEP else new, path, gate)
+            node: Any = tensor.grad_fn
+            if _gates.get(node) is not frame.running:
+                gate: Tensor = _alias(tensor)
+                node = _mark(gate, frame.running)
+                for path, other in list(leaves((args, kwargs))):
+                    if other is tensor:
+                        args, kwargs = set_part((args, kwargs), path, gate)
+                frame.gates.append((gate, gate._version))
+            wanted[node, 0] = paths[0]
+        elif tensor.is_leaf and _casts_are_kept(tensor):
+            tap.explain(frame.index, *CACHED, path=paths[0])
+        else:
+            wanted[_edge(tensor)] = paths[0]
     frame.edges.append((tap, value, found, wanted))
-    return new
+    return (args, kwargs) if tap.replaces and found else None
 
 
-def _gate(tensor: Tensor, module: nn.Module) -> Tensor:
-    """An identity that makes a module's use of a tensor distinct; it shares the memory.
-
-    Several edits of the same call share one gate: hooks on it run in the order of entering.
-    """
-    gate = _gate_of(tensor.grad_fn, module)
-    if gate is None:
-        gate = _alias(tensor)
-        gate.grad_fn.metadata[_MARK] = weakref.ref(gate), id(module)  # pyright: ignore
-    return gate
+def _casts_are_kept(tensor: Tensor) -> bool:
+    kind = tensor.device.type
+    return torch.is_autocast_cache_enabled() and torch.is_autocast_enabled(kind)
 
 
-def _gate_of(node: Node | None, module: nn.Module) -> Tensor | None:
-    """The gate of a module that a node belongs to, if it belongs to one."""
-    mark = None if node is None else node.metadata.get(_MARK)
-    return mark[0]() if isinstance(mark, tuple) and mark[1] == id(module) else None
-
-
-def _edge(tensor: Tensor) -> tuple[Any, int]:
+def _edge(tensor: Tensor) -> Edge:
     node = tensor.grad_fn
     if node is not None:
         return node, tensor.output_nr
@@ -320,123 +351,89 @@ def _edge(tensor: Tensor) -> tuple[Any, int]:
 
 def watch_inputs(tap: Tap, output: Any, index: int, frame: Frame) -> None:
     """After a call: hook the nodes inside the module that lead to its inputs."""
-    for noted, value, found, wanted in frame.edges:
-        if noted is not tap:
-            continue
-        tap.expect(value, index, found)
-        if not wanted:
-            tap.explain(index, NO_GRAD, "Give inputs that require grad, with gradients on.")
-            return
-        if tap.replaces:
-            _watch_gates(tap, index, frame)
-            return
-        tensors = [tensor for _, tensor in leaves(output) if tensor.requires_grad]
-        outputs = {_edge(tensor) for tensor in tensors}
-        for edge in wanted.keys() & outputs:
-            tap.explain(index, PASSED_ON, PASSED_REMEDY)
-            del wanted[edge]
-        views = _input_views(tensors, frame.sequence)
-        count = 0
-        # Where an edit has put a gate, hooks on the gate run in the order of entering.
-        for (node, _), path in list(wanted.items()):
-            gate = _gate_of(node, tap.target.module)
-            if gate is not None:
-                count += 1
-                _hook(tap, gate, partial(_deliver, weakref.ref(tap), index, path))
-                del wanted[node, _]
-        for node, positions in _grouped(_leading((n for n, _ in outputs), wanted, frame.sequence)):
-            count += 1
-            gate = _gate_of(node, tap.target.module)
-            if gate is not None:
-                _hook(tap, gate, partial(_deliver, weakref.ref(tap), index, positions[0][1]))
-                continue
-            share = _Share(tap, index, positions, views)
-            _keep(tap, node.register_hook(share.at_node))
-        if not count and index not in tap.reasons:
-            tap.explain(index, "no gradient flows from the module's outputs to this input.")
+    _, value, found, wanted = next(noted for noted in frame.edges if noted[0] is tap)
+    if isinstance(found, str):
+        tap.missing(index, found)
+        return
+    tap.expect(value, index, found)
+    if not wanted and not found:
+        tap.explain(index, *NO_GRAD)
+        return
+    if any(gate._version != version for gate, version in frame.gates):
+        raise GradientNotAvailable(
+            f"The gradient at {str(tap.place)!r} cannot be changed:",
+            "the module changes its input in place.",
+            "Change grad_output of the module that made the input, or of this module.",
+        )
+    for node, _ in [edge for edge in wanted if _gates.get(edge[0]) is frame.running]:
+        _Arm(tap, index, wanted.pop((node, _))).watch_gate(tap, node)
+    if wanted:
+        _watch_paths(tap, output, index, wanted, frame)
 
 
-def _input_views(tensors: list[Tensor], start: int) -> list[tuple[Tensor, int]]:
-    """Outputs that are views of something older: in-place changes take their nodes away."""
-    return [
-        (tensor.detach(), tensor._version)
+def _watch_paths(
+    tap: Tap, output: Any, index: int, wanted: dict[Edge, Path], frame: Frame
+) -> None:
+    tensors = [tensor for tensor, _ in _grouped(output)]
+    for edge in wanted.keys() & {(tensor.grad_fn, tensor.output_nr) for tensor in tensors}:
+        tap.explain(index, *PASSED_ON, path=wanted.pop(edge))
+    # Outputs that are views of something older: in-place changes take their nodes away.
+    views = [
+        tensor
         for tensor in tensors
-        if tensor._base is not None and not _made_since(tensor._base.grad_fn, start)
+        if tensor._base is not None and not _made_since(tensor._base.grad_fn, frame.sequence)
     ]
+    stops = {(node, output_nr) for _, node, output_nr, _ in frame.given}
+    grouped: dict[Any, list[tuple[int, _Arm]]] = {}
+    starts = (tensor.grad_fn for tensor in tensors)
+    reached: set[Path] = set()
+    for node, position, path in _leading(starts, wanted, stops, frame.sequence):
+        reached.add(path)
+        arm = _Arm(tap, index, path)
+        if views:
+            arm.guard(views[0])
+            tap.guard(arm)
+        grouped.setdefault(node, []).append((position, arm))
+    for node, arms in grouped.items():
+        if _gates.get(node) is frame.running:
+            arms[0][1].watch_gate(tap, node)
+        else:
+            _keep(tap, node.register_hook(_Shares(arms).at_node))
+    for path in wanted.values():
+        if path not in reached:
+            moved = any(t._is_view() and t.grad_fn is not node for t, node, _, _ in frame.given)
+            tap.explain(index, *(INPUT_CHANGED if moved else NO_PATH), path=path)
 
 
 def _leading(
-    nodes: Iterable[Node | None], edges: dict[tuple[Any, int], Any], start: int
-) -> list[tuple[Node, int, Any]]:
-    """The nodes made since `start`, reached from `nodes`, with a next edge among `edges`."""
-    found: list[tuple[Node, int, Any]] = []
+    starts: Iterable[Any], wanted: dict[Edge, Any], stops: Iterable[Edge], start: int
+) -> list[tuple[Any, int, Any]]:
+    """The nodes made since `start`, reached from `starts`, that have a next edge among `wanted`."""
+    found: list[tuple[Any, int, Any]] = []
     seen: set[Node] = set()
-    stack = [node for node in nodes if _made_since(node, start)]
+    stack = [node for node in starts if _made_since(node, start)]
     while stack:
         node = stack.pop()
-        if node is None or node in seen:
+        if node in seen:
             continue
         seen.add(node)
         for position, edge in enumerate(node.next_functions):
             follows = edge[0]
-            if follows is None:
-                continue
-            if edge in edges:
-                found.append((node, position, edges[edge]))  # pyright: ignore
-            elif follows._sequence_nr() >= start:  # pyright: ignore
+            if edge in wanted:
+                found.append((node, position, wanted[edge]))
+            elif follows is not None and edge not in stops and follows._sequence_nr() >= start:
                 stack.append(follows)
     return found
 
 
-def _grouped(
-    found: list[tuple[Node, int, Path]],
-) -> Iterable[tuple[Node, list[tuple[int, Path]]]]:
-    grouped: dict[Node, list[tuple[int, Path]]] = {}
-    for node, position, path in found:
-        grouped.setdefault(node, []).append((position, path))
-    return grouped.items()
+class _Shares:
+    """The hook on a node inside a module: what it passes on to the module's inputs."""
 
+    __slots__ = ("arms",)
 
-class _Share:
-    """Takes what one node inside a module passes on to the module's inputs."""
+    def __init__(self, arms: list[tuple[int, _Arm]]) -> None:
+        self.arms = arms
 
-    __slots__ = ("index", "positions", "tap", "views")
-
-    def __init__(
-        self,
-        tap: Tap,
-        index: int,
-        positions: list[tuple[int, Path]],
-        views: list[tuple[Tensor, int]],
-    ) -> None:
-        self.tap = weakref.ref(tap)
-        self.index = index
-        self.positions = positions
-        self.views = views
-
-    def at_node(self, grad_inputs: tuple[Tensor | None, ...], grad_outputs: Any) -> None:
-        tap = self.tap()
-        if tap is None:
-            return
-        if any(alias._version != version for alias, version in self.views):
-            tap.explain(self.index, VIEW_CHANGED, VIEW_REMEDY)
-            return
-        for position, path in self.positions:
-            grad = grad_inputs[position]
-            if grad is not None:
-                tap.gradient(grad, self.index, path)
-
-
-def _watch_gates(tap: Tap, index: int, frame: Frame) -> None:
-    for owner, path, gate, version in frame.gates:
-        if owner is not tap:
-            continue
-        if gate._version != version:
-            from hookline.errors import GradientNotAvailable
-
-            raise GradientNotAvailable(
-                f"The gradient at {str(tap.place) + show_path(path)!r} cannot be changed:",
-                "the module changes its input in place.",
-                "Change grad_output of the module that made the input, or of this module.",
-            )
-        _hook(tap, gate, partial(_deliver, weakref.ref(tap), index, path))
+    def at_node(self, grad_inputs: tuple[Tensor | None, ...], _: Any) -> None:
+        for position, arm in self.arms:
+            arm.at_tensor(grad_inputs[position])

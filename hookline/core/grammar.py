@@ -168,7 +168,8 @@ def _parts(text: str, spelled: str) -> Path:
     while position < len(spelled):
         match = _PART.match(spelled, position)
         if match is None:
-            raise _malformed(text, f"'{spelled[position:]}' is no part; write [0], [name] or ['0']")
+            reason = f"'{spelled[position:]}' is no part; write [0], [name] or ['0']"
+            raise _malformed(text, _reason(text, reason))
         single, double, plain = match.groups()
         if plain is not None:
             parts.append(int(plain) if _NUMBER.fullmatch(plain) else plain)
@@ -284,7 +285,7 @@ def _no_such_port(text: str, port: str) -> PlaceError:
     )
 
 
-def _reason(text: str) -> str:
+def _reason(text: str, otherwise: str = "its pieces are not in their order") -> str:
     swapped = re.fullmatch(r"(.*?)((?:\[[^\[\]]*\])+):(\w+)", text)
     if swapped is not None:
         return f"the port comes before the parts: {swapped[1]}:{swapped[3]}{swapped[2]}"
@@ -294,4 +295,4 @@ def _reason(text: str) -> str:
         return "it has more than one port"
     if "#" in text:
         return "'#n' counts the uses of an operation, as in attn/matmul#1"
-    return "its pieces are not in the order path, operation, port, parts"
+    return otherwise

@@ -21,6 +21,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from contextvars import ContextVar
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar, cast
@@ -30,7 +31,7 @@ from torch import Tensor, nn
 
 from hookline.core import arguments, gradients
 from hookline.core.contexts import Entering
-from hookline.core.nested import get_part, set_part
+from hookline.core.nested import Path, get_part, set_part
 from hookline.core.places import Place, Request, Target, Where, resolve, walk
 from hookline.errors import NeverFired, PlaceError
 
@@ -44,6 +45,8 @@ ACTIVE: ContextVar[frozenset[int]] = ContextVar("hookline_active", default=froze
 KEYS = itertools.count(-1 - int.from_bytes(os.urandom(6)), -1)
 _serials = itertools.count(1)
 in_backward: Callable[[], int] = torch._C._current_graph_task_id  # pyright: ignore
+_lock = threading.RLock()
+_RECENT = 64  # calls whose gradients may still come
 T = TypeVar("T", bound="Tap")
 
 
@@ -74,7 +77,9 @@ class Tap:
     replaces = True  # whether values may be replaced: false for captures
     fired = 0
     keeper: Any = None  # holds the context, where nothing else would
-    reasons: Mapping[int, tuple[str, str]] = MappingProxyType({})  # why a call gave nothing
+    # Why a call gave nothing, by call and path; and hooks that may have been lost.
+    reasons: Mapping[tuple[int, Path], tuple[str, str]] = MappingProxyType({})
+    guards: Sequence[Any] = ()
 
     def __init__(self, target: Target, context: weakref.ref[Context[Any]]) -> None:
         self.target = target
@@ -93,15 +98,38 @@ class Tap:
         """Take a gradient, or one tensor of it; return what shall stand in its place, or None."""
         raise AssertionError("a tap receives gradients")
 
-    def expect(self, value: Any, index: int, tensors: list[tuple[Any, Tensor]]) -> None:
+    def expect(
+        self, value: Any, index: int, tensors: Sequence[tuple[Tensor, list[Path]]]
+    ) -> None:
         """A call has taken place whose gradients will come, for these tensors of this value."""
 
-    def explain(self, index: int, reason: str, remedy: str = "") -> None:
+    def explain(self, index: int, reason: str, remedy: str = "", path: Path = ()) -> None:
         """A value that was asked for cannot be given for this call; say why on read or at exit."""
         if not self.reasons:
             self.reasons = {}
         if not self.replaces or not self.reasons:  # an edit needs one, a record one for each call
-            cast("dict[int, Any]", self.reasons)[index] = (reason, remedy)
+            cast("dict[Any, Any]", self.reasons)[index, path] = (reason, remedy)
+
+    def missing(self, index: int, problem: str) -> None:
+        """The call has not the value that the place names: told at exit, or at once by an edit."""
+        if self.replaces:
+            raise PlaceError(
+                f"The place {str(self.place)!r} does not fit the value there:",
+                problem,
+                "Capture the whole value and look at record[place] to see its parts.",
+            )
+        self.explain(index, problem)
+
+    def guard(self, arm: Any) -> None:
+        """Remember a hook that is lost if the memory of its tensor is changed in place."""
+        self.guards = [*self.guards[-_RECENT:], arm]
+
+    def lost(self) -> None:
+        """Explain the gradients that did not come for such a change."""
+        for arm in self.guards:
+            if arm.changed:
+                self.explain(arm.index, *gradients.VIEW_CHANGED, path=arm.path)
+        self.guards = ()
 
 
 class Frame:
@@ -111,24 +139,20 @@ class Frame:
     has a first hook, but no second, and a recursive one has several of each.
     """
 
-    __slots__ = ("edges", "gates", "index", "pending", "recomputed", "running", "sequence")
+    __slots__ = (
+        "edges", "gates", "given", "index", "pending", "recomputed", "running", "sequence",
+    )  # fmt: skip
 
     def __init__(self, index: int, recomputed: bool, running: types.FrameType) -> None:
         self.index = index
         self.recomputed = recomputed
         self.running = running
         self.pending: list[tuple[Any, Any]] = []  # inputs kept until the call is complete
-        self.sequence = 0  # the autograd sequence number at the start
-        self.edges: list[Any] = []  # the gradient edges of the inputs at the start
-        self.gates: list[Any] = []
-
-    def is_over(self) -> bool:
-        """Whether the call has ended: then, and only then, Python lets its frame be cleared."""
-        try:
-            self.running.clear()
-        except RuntimeError:
-            return False
-        return True
+        # For gradients, all at the start of the call:
+        self.sequence = 0  # the autograd sequence number
+        self.given: list[Any] = []  # the tensors that the call was given
+        self.edges: list[Any] = []  # the gradient edges of the inputs that are asked for
+        self.gates: list[tuple[Tensor, int]] = []  # what an edit put in their place
 
 
 _KINDS = {
@@ -146,6 +170,7 @@ class Site:
 
     # What few sites need stands here, so that making one is cheap.
     keeper: Entering | None = None
+    closed = False
     count = 0  # completed calls
     foreign = 0  # calls from other threads and tasks
     outside = False  # whether a call was seen outside a backward
@@ -184,16 +209,17 @@ class Site:
         before = self.inputs or self.values or self.grad_outputs or self.grad_inputs
         after = self.inputs or self.outputs or self.grad_outputs or self.grad_inputs
         if before:
-            module._forward_pre_hooks[self.key] = self.before
             module._forward_pre_hooks_with_kwargs[self.key] = True
+            module._forward_pre_hooks[self.key] = self.before
         if after:
-            module._forward_hooks[self.key] = self.after
             module._forward_hooks_with_kwargs[self.key] = True
+            module._forward_hooks[self.key] = self.after
         if not (before or after):
             module._forward_pre_hooks[self.key] = self.rest
 
     def unregister(self, module: nn.Module) -> None:
         """Take the hooks off a module; fine if they are off already."""
+        self.closed = True
         for hooks in (
             module._forward_hooks,
             module._forward_hooks_with_kwargs,
@@ -229,8 +255,10 @@ class Site:
         self.again = (task, self.again[1] + 1 if self.again[0] == task else 0)
         return max(self.count - 1 - self.again[1], 0)
 
-    def before(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    def before(self, module: nn.Module, args: Any, kwargs: dict[str, Any] | None = None) -> Any:
         """The pre-forward hook."""
+        if self.closed or kwargs is None:  # removed while torch was about to call it
+            return None
         paired = bool(self.inputs or self.grad_outputs or self.grad_inputs)
         if module is not self.module or (self.owner is not None and self.owner not in ACTIVE.get()):
             if not (paired or self.outputs):
@@ -252,13 +280,14 @@ class Site:
             if new is not KEEP:
                 args, kwargs = arguments.write(module, args, kwargs, tap.target, new)
                 changed = True
+        if self.grad_inputs or self.grad_outputs:
+            frame.sequence = gradients.sequence()
+            frame.given = gradients.note_given(args, kwargs)
         for tap in self.grad_inputs:
             new = gradients.note_inputs(tap, module, args, kwargs, frame)
-            if new is not KEEP:
-                args, kwargs = arguments.write(module, args, kwargs, tap.target, new)
+            if new is not None:
+                args, kwargs = new
                 changed = True
-        if self.grad_outputs or self.grad_inputs:
-            frame.sequence = gradients.sequence()
         return (args, kwargs) if changed else None
 
     def _offer_values(self) -> None:
@@ -277,7 +306,7 @@ class Site:
             self.frames = {}
         running = self.frames.setdefault(threading.get_ident(), [])
         if running:
-            over = [frame for frame in running if frame.is_over()]
+            over = [frame for frame in running if gradients.is_over(frame.running)]
             self.abandoned = [*self.abandoned, *(frame for frame in over if frame.pending)]
             running[:] = [frame for frame in running if frame not in over]
         return running
@@ -298,44 +327,59 @@ class Site:
         try:
             value = arguments.read(module, args, kwargs, tap.target)
         except LookupError as error:
-            return _no_part(tap, frame.index, error)
+            tap.missing(frame.index, f"{error}.")
+            return KEEP
         return tap.receive(value, frame.index, frame.recomputed, frame)
 
-    def after(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+    def after(self, module: nn.Module, args: Any, *rest: Any) -> Any:
         """The forward hook."""
+        if self.closed:  # removed while torch was about to call it
+            return None
         if module is not self.module or (self.owner is not None and self.owner not in ACTIVE.get()):
             return self.stranger(module)
+        frame = None
         if self.inputs or self.grad_outputs or self.grad_inputs:
             frame = self._completed(sys._getframe(1))
-            if frame is None:
+            if frame is None:  # the context was entered while the module was running
                 return None
-            recomputed = frame.recomputed
-            call = frame.index if recomputed else None
-        else:
-            frame = None
-            call = self.recomputes()
-            recomputed = call is not None
-        index = self.count if call is None else call
-        if not recomputed:
-            self.count += 1
-        original = output
-        if frame is not None:
-            for commit, stored in frame.pending:
+        # Where every thread is seen, the numbers stay distinct, and the inputs and outputs of one
+        # call together. A user's function is never called under the lock.
+        with nullcontext() if self.owner is not None else _lock:
+            call = self.recomputes() if frame is None else frame.index if frame.recomputed else None
+            index = self.count if call is None else call
+            if call is None:
+                self.count += 1
+            output, original = rest[-1], rest[-1]
+            for commit, stored in frame.pending if frame is not None else ():
                 commit(stored)
-        for tap in self.outputs:
-            output = _at_part(tap, output, index, lambda value: tap.receive(value, index, recomputed, None))
-        if frame is not None:
-            for tap in self.grad_outputs:
-                if recomputed and index not in tap.reasons:
-                    continue  # the first run had gradients: its graph is the one that counts
-                output = _at_part(
-                    tap, output, index,
-                    lambda value: gradients.watch_outputs(tap, value, output, args, kwargs, index, frame),
-                )  # fmt: skip
-            for tap in self.grad_inputs:
-                if not recomputed or index in tap.reasons:
-                    gradients.watch_inputs(tap, output, index, frame)
+            if not (self.outputs and self.outputs[0].replaces):
+                self._offer_outputs(output, index, call is not None)
+        if self.outputs and self.outputs[0].replaces:
+            output = self._offer_outputs(output, index, call is not None)
+        if frame is not None and (self.grad_outputs or self.grad_inputs):
+            output = self._watch(output, index, frame)
         return None if output is original else output
+
+    def _offer_outputs(self, output: Any, index: int, recomputed: bool) -> Any:
+        for tap in self.outputs:
+            output = _at_part(tap, output, index, lambda v: tap.receive(v, index, recomputed, None))
+        return output
+
+    def _watch(self, output: Any, index: int, frame: Frame) -> Any:
+        """Reach for the gradients of a call. Of a recomputed one only if the first run had none:
+        else the graph of that one counts.
+        """
+
+        def wanted(taps: Sequence[Tap]) -> list[Tap]:
+            return [t for t in taps if not frame.recomputed or any(n == index for n, _ in t.reasons)]
+
+        for tap in wanted(self.grad_outputs):
+            output = _at_part(
+                tap, output, index, lambda v: gradients.watch_outputs(tap, v, output, index, frame)
+            )
+        for tap in wanted(self.grad_inputs):
+            gradients.watch_inputs(tap, output, index, frame)
+        return output
 
     def drain(self) -> None:
         """Keep the inputs of calls that began and never completed, after all others."""
@@ -366,24 +410,12 @@ def _at_part(tap: Tap, output: Any, index: int, offer: Callable[[Any], Any]) -> 
     try:
         value = get_part(output, parts) if parts else output
     except LookupError as error:
-        _no_part(tap, index, error)
+        tap.missing(index, f"{error}.")
         return output
     new = offer(value)
-    if new is KEEP:
+    if new is KEEP or new is value:
         return output
     return set_part(output, parts, new) if parts else new
-
-
-def _no_part(tap: Tap, index: int, error: LookupError) -> Any:
-    """The value has not the part that the place names: told at exit, or at once by an edit."""
-    if tap.replaces:
-        raise PlaceError(
-            f"The place {str(tap.place)!r} does not fit the value there:",
-            f"{error}.",
-            "Capture the whole value and look at record[place] to see its parts.",
-        ) from None
-    tap.explain(index, f"{error}.")
-    return KEEP
 
 
 def _settled(where: Any) -> Any:
@@ -448,18 +480,30 @@ class Context(Entering, Generic[T]):
         """Make what serves a target."""
         tap = self._taps[target.key] = self._tap(target, ref)
         ident = target.key[0]
-        if ident not in self._sites:
-            self._sites[ident] = (target.module, Site(target.module, ref, owner))
-        self._sites[ident][1].add(tap)
+        module = target.module
+        if target.port == "value" and type(module).forward is nn.Module.forward:
+            module = self._caller_of(target)  # a ParameterList is never called
+        if id(module) not in self._sites:
+            self._sites[id(module)] = (module, Site(module, ref, owner))
+        self._sites.setdefault(ident, self._sites[id(module)])[1].add(tap)
         if target.port == "grad":
             gradients.watch_tensor(tap, target.tensor())
             if self._attached and isinstance(self._model, Tensor):
                 tap.keeper = self  # there is no module whose hooks could keep this alive
 
+    def _caller_of(self, target: Target) -> nn.Module:
+        path = target.path
+        while path:
+            path = path.rpartition(".")[0]
+            module = self._model.get_submodule(path)
+            if type(module).forward is not nn.Module.forward:
+                return module
+        return target.module
+
     def _stop(self) -> None:
         for module, site in self._sites.values():
             site.unregister(module)
-            if site.frames:
+            if site.frames or site.abandoned:
                 site.drain()
             if site.keeper is not None:
                 site.keeper = None
@@ -523,6 +567,7 @@ class Context(Entering, Generic[T]):
 def silence(tap: Tap, site: Site, model: Any, names: dict[int, str]) -> str:
     """Why nothing happened at a tap."""
     target = tap.target
+    tap.lost()
     if tap.reasons:
         reason, remedy = next(iter(tap.reasons.values()))
         return f"{reason} {remedy}".strip()

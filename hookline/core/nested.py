@@ -18,23 +18,26 @@ from __future__ import annotations
 import copy
 import dataclasses
 import re
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
-from types import SimpleNamespace
-from typing import Any, cast
+from types import MappingProxyType, SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributions import Distribution
-from torch.nn.utils.rnn import PackedSequence
 
-from hookline.errors import SeveralTensors
+from hookline.errors import PlaceError, SeveralTensors
+
+__all__ = [
+    "Part", "Path", "children", "get_part", "leaves", "map_leaves", "only_tensor", "set_part",
+    "show_path",
+]  # fmt: skip
 
 Part = int | str
 Path = tuple[Part, ...]
 
-__all__ = ["Part", "Path", "children", "get_part", "leaves", "map_leaves", "only_tensor", "set_part", "show_path"]
-
-_SCALARS = (type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype)
+_ATOMS = (Tensor, type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype)
 
 
 def show_path(path: Path) -> str:
@@ -47,26 +50,13 @@ def show_path(path: Path) -> str:
 
 
 def _show_part(part: Part) -> str:
-    if isinstance(part, int):
+    if isinstance(part, int) or (part and not re.search(r"""[\[\]'"\\]|^-?[0-9]+$""", part)):
         return str(part)
-    plain = part and not re.fullmatch(r"-?[0-9]+", part) and not any(c in "[]'\"\\" for c in part)
-    if plain:
-        return part
-    quoted = part.replace("\\", "\\\\").replace("'", "\\'")
-    return f"'{quoted}'"
+    escaped = part.replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{escaped}'"
 
 
-def _attributes(value: object) -> list[str] | None:
-    """The names of the attributes that hold a value's content, None if it is opaque."""
-    if isinstance(value, (Distribution, SimpleNamespace)):
-        return list(vars(value))
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
-    attrs = getattr(type(value), "__attrs_attrs__", None)  # the attrs library, without importing it
-    return None if attrs is None else [field.name for field in attrs]
-
-
-def children(value: object) -> list[tuple[Part, Any]] | None:
+def children(value: Any) -> list[tuple[Part, Any]] | None:
     """The parts of one container with what stands there; None if the value is no container.
 
     >>> children({"a": 1, "b": (2, 3)})
@@ -74,33 +64,43 @@ def children(value: object) -> list[tuple[Part, Any]] | None:
     >>> children("text") is None
     True
     """
-    if isinstance(value, (Tensor, *_SCALARS)):
+    if isinstance(value, _ATOMS):
         return None
+    try:
+        return _children(value)
+    except Exception:  # noqa: BLE001 - an object that cannot be walked is opaque
+        return None
+
+
+def _children(value: Any) -> list[tuple[Part, Any]] | None:
     if isinstance(value, Mapping):
-        mapping = cast(Mapping[Any, Any], value)
-        return [(key if isinstance(key, (int, str)) else str(key), mapping[key]) for key in mapping]
+        return [(k if type(k) in (int, str) else str(k), value[k]) for k in value]  # pyright: ignore
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        named = cast(Any, value)
-        return [(name, getattr(named, name)) for name in named._fields]
-    if isinstance(value, (list, tuple)):
-        return list(enumerate(cast("list[Any]", value)))
-    names = _attributes(value)
-    return None if names is None else [(name, getattr(value, name)) for name in names]
+        return [(name, getattr(value, name)) for name in value._fields]  # pyright: ignore
+    if isinstance(value, (list, tuple, deque)):
+        return list(enumerate(value))  # pyright: ignore
+    if isinstance(value, (Distribution, SimpleNamespace)):
+        return list(vars(value).items())
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in dataclasses.fields(value)]
+        return [(name, getattr(value, name)) for name in names if hasattr(value, name)]
+    attrs = getattr(type(value), "__attrs_attrs__", None)  # the attrs library, without importing it
+    return None if attrs is None else [(a.name, getattr(value, a.name)) for a in attrs]
 
 
-def leaves(value: object, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
+def leaves(value: Any) -> Iterator[tuple[Path, Tensor]]:
     """Every tensor in a structure with its path, in order. A structure that holds itself is safe.
 
     >>> [path for path, _ in leaves((torch.zeros(1), {"h": [torch.zeros(2), None]}))]
     [(0,), (1, 'h', 0)]
     """
     if isinstance(value, Tensor):
-        yield path, value
-        return
-    yield from _leaves(value, path, ())
+        yield (), value
+    else:
+        yield from _leaves(value, (), ())
 
 
-def _leaves(value: object, path: Path, above: tuple[int, ...]) -> Iterator[tuple[Path, Tensor]]:
+def _leaves(value: Any, path: Path, above: tuple[int, ...]) -> Iterator[tuple[Path, Tensor]]:
     inside = children(value)
     if inside is None or id(value) in above:
         return
@@ -112,28 +112,20 @@ def _leaves(value: object, path: Path, above: tuple[int, ...]) -> Iterator[tuple
             yield from _leaves(item, (*path, part), above)
 
 
-def only_tensor(value: object, what: str = "The value") -> tuple[Path, Tensor]:
+def only_tensor(value: Any, what: str = "The value") -> tuple[Path, Tensor]:
     """The one tensor in a structure with its path; SeveralTensors lists the parts otherwise.
 
     >>> only_tensor((None, torch.zeros(2)))
     ((1,), tensor([0., 0.]))
     """
-    if isinstance(value, Tensor):
-        return (), value
     found = list(leaves(value))
     if len(found) == 1:
         return found[0]
-    if not found:
-        raise SeveralTensors(
-            f"{what} was taken for one tensor.",
-            f"It is a {type(value).__name__} and holds none.",
-            "If it is an object of its own kind, name the attribute, as in block[keys].",
-        )
     parts = ", ".join(f"{show_path(path)} {tuple(tensor.shape)}" for path, tensor in found[:12])
     raise SeveralTensors(
         f"{what} was taken for one tensor.",
-        f"It is a {type(value).__name__} and holds {len(found)}: {parts}.",
-        "Name one of the parts in the place.",
+        f"It is a {type(value).__name__} and holds {len(found) or 'none'}{': ' * bool(found)}{parts}.",
+        "Name one of the parts in the place, as in block[0] or block[keys].",
     )
 
 
@@ -144,40 +136,32 @@ def get_part(value: Any, path: Path) -> Any:
     2
     """
     for depth, part in enumerate(path):
-        value = _step(value, part, path[:depth])
+        inside, position = _locate(value, part, path[:depth])
+        value = getattr(value, str(part)) if position is None else inside[position][1]
     return value
 
 
-def _step(value: Any, part: Part, before: Path) -> Any:
+def _locate(value: Any, part: Part, before: Path) -> tuple[list[tuple[Part, Any]], int | None]:
+    """The children of a value and the position of a part among them; None for an attribute."""
+    where = show_path(before) or "the value"
     if isinstance(value, Tensor):
         raise LookupError(
-            f"{show_path(before) or 'the value'} is a tensor of shape {tuple(value.shape)}, and a "
-            f"part never indexes a tensor"
+            f"{where} is a tensor of shape {tuple(value.shape)}, and a part never indexes a tensor"
         )
-    if isinstance(value, Mapping):
-        mapping = cast(Mapping[Any, Any], value)
-        if part in mapping:
-            return mapping[part]
-        for key in mapping:
-            if not isinstance(key, (int, str)) and str(key) == part:
-                return mapping[key]
-        if isinstance(part, int) and -len(mapping) <= part < len(mapping):
-            return list(mapping.values())[part]
-    elif isinstance(part, int):
-        if isinstance(value, (list, tuple)) and -len(value) <= part < len(value):
-            return value[part]
-        inside = None if isinstance(value, (list, tuple)) else children(value)
-        if inside is not None and -len(inside) <= part < len(inside):
-            return inside[part][1]
-    if isinstance(part, str) and hasattr(value, part):
-        # The methods of a container are not its parts: `inputs[values]` means an argument.
-        if not callable(getattr(type(value), part, None)):
-            return getattr(value, part)
-    inside = children(value)
-    there = ", ".join(show_path((name,)) for name, _ in inside or ()) or "no parts"
-    kind = type(value).__name__
-    where = show_path(before) or "the value"
-    raise LookupError(f"{where} is a {kind}, which has {there}, not {show_path((part,))}")
+    inside = children(value) or []
+    names = [name for name, _ in inside]
+    if part in names:
+        return inside, names.index(part)
+    if isinstance(part, int):
+        if -len(inside) <= part < len(inside):
+            return inside, part % len(inside)
+    elif hasattr(value, part) and not callable(getattr(type(value), part, None)):
+        # The attributes of torch.return_types are its items; methods are nobody's parts.
+        item = getattr(value, part)
+        same = [n for n, (_, other) in enumerate(inside) if other is item]
+        return inside, same[0] if same and isinstance(value, tuple) else None
+    there = ", ".join(show_path((name,)) for name in names) or "no parts"
+    raise LookupError(f"{where} is a {type(value).__name__}, with {there}, not {show_path((part,))}")
 
 
 def set_part(value: Any, path: Path, new: Any) -> Any:
@@ -188,39 +172,28 @@ def set_part(value: Any, path: Path, new: Any) -> Any:
     """
     if not path:
         return new
-    part, rest = path[0], path[1:]
-    changed = set_part(_step(value, part, ()), rest, new)
-    if isinstance(value, Mapping):
-        mapping = cast(Mapping[Any, Any], value)
-        keys = list(mapping)
-        if part in mapping:
-            key: Any = part
-        else:
-            key = keys[part] if isinstance(part, int) else next(k for k in keys if str(k) == part)
-        return _rebuild(value, {key: changed})
-    if isinstance(value, (list, tuple)):
-        return _rebuild(value, {_position(cast("tuple[Any, ...]", value), part): changed})
-    if isinstance(part, int):
-        part = (children(value) or [])[part][0]
-    return _rebuild(value, {part: changed})
-
-
-def _position(value: tuple[Any, ...], part: Part) -> Part:
-    """A part of a sequence as `_rebuild` takes it: a name for named tuples, else an index >= 0."""
-    fields = getattr(value, "_fields", None)
-    if isinstance(part, int):
-        part = part % len(value)
-        return part if fields is None else fields[part]
-    if fields is None:  # torch.return_types has attributes, but no list of their names
-        return next(i for i, item in enumerate(value) if item is getattr(value, part))
-    return part
+    inside, position = _locate(value, path[0], ())
+    old = getattr(value, str(path[0])) if position is None else inside[position][1]
+    changed = set_part(old, path[1:], new)
+    try:
+        if position is None:
+            return _with_attributes(copy.copy(value), {str(path[0]): changed})
+        items = [item for _, item in inside]
+        items[position] = changed
+        return _rebuild(value, inside, items)
+    except Exception as error:
+        raise PlaceError(
+            f"{show_path(path[:1])} of a {type(value).__name__} was to be replaced.",
+            f"Such an object cannot be made anew: {error}.",
+            "Edit the whole value with a function, or another place.",
+        ) from error
 
 
 def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
     """The same structure with every leaf mapped, tensors and opaque objects alike.
 
-    Containers are always made anew, so that a list that grows later does not change the result.
-    What stands twice in the structure is mapped once.
+    Containers are made anew, so that a list that grows later does not change the result; one that
+    cannot be made anew is kept. What stands twice in the structure is mapped once.
 
     >>> map_leaves(lambda leaf: leaf + 1, {"a": [1, 2]})
     {'a': [2, 3]}
@@ -234,51 +207,64 @@ def _map(function: Callable[[Any], Any], value: Any, seen: dict[int, tuple[Any, 
     inside = children(value)
     if inside is None:
         result = function(value)
-    else:
-        seen[id(value)] = (value, value)  # a structure that holds itself keeps the original there
-        keys = list(cast(Mapping[Any, Any], value)) if isinstance(value, Mapping) else None
-        changes = {
-            part if keys is None else keys[position]: _map(function, item, seen)
-            for position, (part, item) in enumerate(inside)
-        }
-        result = _rebuild(value, changes)
+        seen[id(value)] = (value, result)
+        return result
+    # A structure may hold itself: then the new list or dict must be there before its content.
+    result = type(value)() if type(value) in (list, dict) else value
     seen[id(value)] = (value, result)
+    items = [_map(function, item, seen) for _, item in inside]
+    if type(value) is list:
+        result.extend(items)
+    elif type(value) is dict:
+        result.update(zip(value, items, strict=True))
+    else:
+        try:
+            result = _rebuild(value, inside, items)
+        except Exception:  # noqa: BLE001 - kept as it is
+            result = value
+        seen[id(value)] = (value, result)
     return result
 
 
-def _rebuild(value: Any, changes: Mapping[Any, Any]) -> Any:
-    """A copy of one container with some of its parts replaced, of the same type."""
-    if type(value) is tuple:
-        return tuple([changes.get(i, item) for i, item in enumerate(cast("tuple[Any]", value))])
-    if type(value) is list:
-        return [changes.get(i, item) for i, item in enumerate(cast("list[Any]", value))]
-    if type(value) is dict:
-        return {**value, **changes}
-    if isinstance(value, PackedSequence):
-        return _with_fields(value, {**value._asdict(), **changes})
-    if isinstance(value, tuple):
-        sequence = cast("tuple[Any, ...]", value)
-        fields = getattr(sequence, "_fields", None)
-        if fields is not None:
-            return cast(Any, sequence)._replace(**changes)
-        items = [changes.get(i, item) for i, item in enumerate(sequence)]
-        return cast(Any, type(sequence))(items)  # torch.return_types and other tuple subclasses
-    if isinstance(value, list) or isinstance(value, Mapping):
+def _rebuild(value: Any, inside: list[tuple[Part, Any]], items: list[Any]) -> Any:
+    """A container of the same type and keys with other content."""
+    kind: Any = type(value)
+    if kind in (tuple, list) or hasattr(kind, "n_sequence_fields"):  # torch.return_types
+        return kind(items)
+    if isinstance(value, tuple):  # not the constructor: it may take other arguments
+        return _with_attributes(tuple.__new__(kind, items), dict(getattr(value, "__dict__", {})))
+    if isinstance(value, list):
         duplicate = copy.copy(value)
-        for key, item in changes.items():
-            duplicate[key] = item
+        duplicate[:] = items
         return duplicate
-    return _with_attributes(value, changes)
+    if isinstance(value, deque):
+        return kind(items, value.maxlen)
+    if isinstance(value, Mapping):
+        return _mapping(value, dict(zip(value, items, strict=True)))
+    return _with_attributes(copy.copy(value), {str(p): i for (p, _), i in zip(inside, items, strict=True)})
 
 
-def _with_fields(value: PackedSequence, fields: Mapping[str, Any]) -> PackedSequence:
-    # The constructor of PackedSequence moves and checks things; this is what it stores.
-    return tuple.__new__(type(value), fields.values())  # pyright: ignore
+def _mapping(value: Any, content: dict[Any, Any]) -> Any:
+    kind: Any = type(value)
+    if kind in (dict, MappingProxyType):
+        return kind(content)
+    try:
+        duplicate = copy.copy(value)
+    except TypeError:  # a constructor with required arguments
+        duplicate = kind.__new__(kind)
+        vars(duplicate).update(vars(value))
+    for key, item in content.items():
+        if isinstance(value, OrderedDict) and kind.__setitem__ is OrderedDict.__setitem__:
+            OrderedDict.__setitem__(duplicate, key, item)
+        else:
+            duplicate[key] = item
+        if dataclasses.is_dataclass(value) and isinstance(key, str) and hasattr(value, key):
+            object.__setattr__(duplicate, key, item)
+    return duplicate
 
 
 def _with_attributes(value: Any, changes: Mapping[str, Any]) -> Any:
     # Not the constructor: it may have other arguments, and a Distribution would validate them.
-    duplicate = copy.copy(value)
     for name, item in changes.items():
-        object.__setattr__(duplicate, name, item)
-    return duplicate
+        object.__setattr__(value, name, item)
+    return value

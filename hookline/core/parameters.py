@@ -3,7 +3,7 @@
 - `get_module(model, path)`, `get_parameter(model, path)`: what stands at a path
 - `preserve(model, *where)`: parameters and buffers are afterwards what they were before
 - `replace_module(model, where, new)`: another module in the place of one
-- `swap`, `swap_back`, `keep_saved`: how `edit` changes a parameter's data and undoes it
+- `swap`, `swap_back`, `Saving`: how `edit` changes a parameter's data and undoes it
 """
 
 from __future__ import annotations
@@ -14,16 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version, saved_tensors_hooks
+from torch.nn.parameter import is_lazy
 
 from hookline.core.hooks import Anchored, Tap
 from hookline.core.places import Request, Target, Where, resolve, walk
-from hookline.errors import ChangeError, PlaceError, PlaceNotFound
+from hookline.core.snapshots import same_bits
+from hookline.errors import ChangeError, NotHookable, PlaceError, PlaceNotFound
 
 __all__ = [
+    "Saving",
     "Swap",
     "get_module",
     "get_parameter",
-    "keep_saved",
     "preserve",
     "replace_module",
     "swap",
@@ -37,10 +39,7 @@ def get_module(model: nn.Module, path: str) -> nn.Module:
     >>> get_module(nn.Sequential(nn.ReLU()), "0")
     ReLU()
     """
-    found = {name: module for name, module in model.named_modules(remove_duplicate=False)}
-    if path in found:
-        return found[path]
-    return _one(model, path).module
+    return _one(model, path, "module").module
 
 
 def get_parameter(model: nn.Module, path: str) -> Tensor:
@@ -49,64 +48,81 @@ def get_parameter(model: nn.Module, path: str) -> Tensor:
     >>> get_parameter(nn.Sequential(nn.Linear(2, 3)), "0.weight").shape
     torch.Size([3, 2])
     """
-    target = _one(model, path)
-    if target.attribute is None:
-        names = [*target.module._parameters, *target.module._buffers]
-        prefix = f"{path}." if path else ""
-        raise PlaceNotFound(
-            f"The parameter {path!r} was asked for.",
-            f"It is a module, with {', '.join(repr(prefix + name) for name in names) or 'none'}.",
-            "Name the parameter.",
-        )
-    found = target.tensor()
+    found = _one(model, path, "parameter").tensor()
     assert found is not None
     return found
 
 
-def _one(model: nn.Module, path: str) -> Target:
-    (request,) = resolve(model, (path,))
-    if not request.literal or len(request.targets) != 1:
-        raise PlaceError(
-            f"One path was asked for, and {path!r} was given.",
-            f"It matches {len(request.targets)} places.",
-            "Write it without wildcards; hookline.select(model, where) lists several.",
-        )
-    return request.targets[0]
+def _one(model: nn.Module, path: str, kind: str) -> Target:
+    targets = [t for r in resolve(model, (path,), hookable=False) for t in r.targets]
+    target = targets[0]
+    is_module = target.attribute is None
+    plain = target.port == ("output" if is_module else "value") and not target.parts
+    if len(targets) == 1 and plain and is_module == (kind == "module"):
+        return target
+    found = f"It matches {len(targets)} places."
+    if len(targets) == 1 and is_module and kind == "parameter":
+        names = [f"{target.path}.{n}" for n in (*target.module._parameters, *target.module._buffers)]
+        found = f"It is a module, with {', '.join(names) or 'none of its own'}."
+    elif len(targets) == 1:
+        found = "It is not one."
+    raise PlaceNotFound(
+        f"The {kind} {path!r} was asked for.", found, f"Give the path of one {kind}, without port."
+    )
 
 
 # -- swapping a parameter's data ------------------------------------------------------------------
 
 
+_Versions = Callable[[tuple[Tensor, ...], tuple[int, ...]], None]
+# Private, so detected: without it a graph that was made before an edit raises after it.
+_set_versions: _Versions | None = getattr(
+    torch._C._autograd, "_unsafe_set_version_counter", None
+)  # fmt: skip
+
+
 class Swap:
     """A parameter whose data an edit has swapped."""
 
-    __slots__ = ("ended", "old", "storage", "tensor")
+    __slots__ = ("ended", "old", "storage", "tensor", "version")
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
         self.old = tensor.data
         self.storage = 0
-        self.ended: int | None = None  # the version at which the data was swapped back
+        self.version = _version(tensor)
+        self.ended: int | None = None  # the version just before the data was swapped back
 
     def put(self, new: Tensor) -> None:
+        """Swap the data in. Convolutions and norms save a parameter itself for the backward, not
+        its data: a graph that was made before must fail meanwhile, hence another version.
+        """
         self.tensor.data = new
         self.storage = self.tensor.untyped_storage()._cdata
         _touch(self.tensor)
 
     def end(self) -> None:
-        self.ended = 0 if self.tensor.is_inference() else self.tensor._version
+        """Swap the data back, and the version: a graph that was made before is right again."""
+        self.ended = _version(self.tensor)
         self.tensor.data = self.old
-        _touch(self.tensor)
+        if _set_versions is not None and not self.tensor.is_inference():
+            _set_versions((self.tensor,), (self.version,))
+        else:
+            _touch(self.tensor)
+        torch.clear_autocast_cache()
 
 
 _chains: dict[int, list[Swap]] = {}  # the open swaps of each parameter, by id, in order
 
 
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def _touch(tensor: Tensor) -> None:
-    # Convolutions and norms save the parameter itself for the backward, not its data. A graph
-    # that was made with other data must fail, not compute with what is there now.
     if not tensor.is_inference():
         increment_version(tensor)
+    torch.clear_autocast_cache()  # it holds casts of parameters by their identity
 
 
 def swap(taps: Iterable[Tap], swaps: list[Swap]) -> None:
@@ -114,20 +130,21 @@ def swap(taps: Iterable[Tap], swaps: list[Swap]) -> None:
     seen: set[int] = set()
     for tap in taps:
         tensor = tap.target.tensor()
-        assert tensor is not None
+        if tensor is None or is_lazy(tensor):
+            raise NotHookable(
+                f"The value of {str(tap.place)!r} was to be changed.",
+                "It has none yet: its module is a lazy one that never ran.",
+                "Run the model once before.",
+            )
         if id(tensor) in seen:  # shared under two names
             tap.fired += 1
             continue
         seen.add(id(tensor))
-        with torch.no_grad():
+        with torch.no_grad(), torch.inference_mode(tensor.is_inference()):
             given = tensor.detach().clone()
             new = tap.receive(given, 0, False, None)
-        if not isinstance(new, Tensor) or new.shape != given.shape:
-            raise ChangeError(
-                f"The value of {str(tap.place)!r} was to be changed.",
-                f"The change gave {type(new).__name__}.",
-                "A parameter's new value is a tensor of its shape.",
-            )
+            if new is not given:  # nobody else's memory
+                new = torch.empty_like(given).copy_(new)
         made = Swap(tensor)
         swaps.append(made)
         _chains.setdefault(id(tensor), []).append(made)
@@ -145,34 +162,51 @@ def swap_back(swaps: list[Swap]) -> None:
                 made.end()
             else:
                 chain[position + 1].old = made.old
+                chain[position + 1].version = made.version
             del chain[position]
         if not chain:
             _chains.pop(id(made.tensor), None)
         swaps.pop()
 
 
-def keep_saved(swaps: list[Swap]) -> saved_tensors_hooks:
+class Saving(saved_tensors_hooks):
     """Keeps a graph that is made with swapped data right after the data is swapped back.
 
     Autograd saves a leaf as it is, so that the data swapped back would be used; an alias of the
     data is saved instead. Saving through hooks turns torch's check for in-place changes off, so
     the check is made here.
     """
-    by_storage = {made.storage: made for made in swaps}
 
+    def __init__(self) -> None:
+        super().__init__(self.pack, self.unpack)
+
+    def leave(self) -> None:
+        """Leave, if these hooks are the innermost of this thread; else they stay, harmless."""
+        top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+        if top is None or (top(True) or (None,))[0] == self.pack_hook:
+            self.__exit__()
+
+    @staticmethod
     def pack(tensor: Tensor) -> tuple[Tensor, int, Swap | None]:
+        """What autograd saves for a tensor."""
+        made = None
         try:
-            made = by_storage.get(tensor.untyped_storage()._cdata)
+            storage = tensor.untyped_storage()._cdata
+            made = next((c[-1] for c in _chains.values() if c[-1].storage == storage), None)
         except (NotImplementedError, RuntimeError):  # tensors without a storage
-            made = None
-        return tensor.data if made else tensor.detach(), tensor._version, made
+            pass
+        if made is None:
+            return tensor.detach(), _version(tensor), None
+        return tensor.data, _version(made.tensor), made
 
+    @staticmethod
     def unpack(saved: tuple[Tensor, int, Swap | None]) -> Tensor:
+        """The saved tensor; torch's own error if it was changed in place since."""
         tensor, version, made = saved
         if made is None:
-            current = tensor._version
+            current = _version(tensor)
         else:
-            current = made.tensor._version if made.ended is None else made.ended
+            current = _version(made.tensor) if made.ended is None else made.ended
         if current != version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an "
@@ -180,8 +214,6 @@ def keep_saved(swaps: list[Swap]) -> saved_tensors_hooks:
                 f"expected version {version} instead."
             )
         return tensor
-
-    return saved_tensors_hooks(pack, unpack)
 
 
 # -- preserving -----------------------------------------------------------------------------------
@@ -210,57 +242,57 @@ class preserve(Anchored):  # noqa: N801 - a verb that is used like a function
     def __init__(self, model: nn.Module, *where: Where) -> None:
         super().__init__(model)
         self._wheres = where or ("",)
-        self._saved: list[tuple[dict[str, Any], str, Tensor, Tensor, Tensor, bool]] = []
+        self._tables: list[tuple[dict[str, Any], dict[str, Any], set[str]]] = []
+        self._saved: list[tuple[Tensor, Tensor, Tensor, bool]] = []
 
     def _start(self, attached: bool) -> None:
-        saved: dict[tuple[int, str], tuple[dict[str, Any], str, Tensor]] = {}
-        for request in resolve(self._model, self._wheres):
+        wanted: dict[int, tuple[dict[str, Any], set[str]]] = {}
+        for request in resolve(self._model, self._wheres, hookable=False):
             for target in request.targets:
-                for owner, name in _tensors_at(target):
-                    holder = owner._parameters if name in owner._parameters else owner._buffers
-                    tensor = holder[name]
-                    if tensor is not None:
-                        saved[id(owner), name] = (holder, name, tensor)
-        copies: dict[int, Tensor] = {}
-        for holder, name, tensor in saved.values():
-            if id(tensor) not in copies:
-                copies[id(tensor)] = tensor.detach().clone()
-            kept = copies[id(tensor)]
-            self._saved.append((holder, name, tensor, tensor.data, kept, tensor.requires_grad))
+                for table, name in _slots_at(target):
+                    wanted.setdefault(id(table), (table, set()))[1].add(name)
+        seen: set[int] = set()
+        for table, names in wanted.values():
+            self._tables.append((table, dict(table), names))
+            for tensor in (table[name] for name in names):
+                if tensor is not None and id(tensor) not in seen and not is_lazy(tensor):
+                    seen.add(id(tensor))
+                    copy = tensor.detach().clone()
+                    self._saved.append((tensor, tensor.data, copy, tensor.requires_grad))
 
     def _stop(self) -> None:
-        for holder, name, tensor, data, kept, requires_grad in reversed(self._saved):
-            holder[name] = tensor
-            if not _same_bits(data, kept):
-                with torch.no_grad():
-                    data.copy_(kept)
+        for tensor, data, copy, requires_grad in self._saved:
+            if not same_bits(data, copy):
+                with torch.no_grad(), torch.inference_mode(tensor.is_inference()):
+                    data.copy_(copy)
                 _touch(tensor)
-            if tensor.data.data_ptr() != data.data_ptr() or tensor.dtype != data.dtype:
+            if tensor.data.data_ptr() != data.data_ptr() or _geometry(tensor) != _geometry(data):
                 tensor.data = data
                 _touch(tensor)
             if tensor.is_leaf and tensor.requires_grad != requires_grad:
                 tensor.requires_grad_(requires_grad)
-        self._saved = []
+        for table, before, names in self._tables:
+            if any(table.get(name) is not before[name] for name in names) or names - set(table):
+                now = {**table, **{name: before[name] for name in names}}
+                table.clear()  # in the old order: optimisers go by it
+                table.update({name: now.pop(name) for name in before if name in now} | now)
+        self._saved, self._tables = [], []
 
 
-def _tensors_at(target: Target) -> list[tuple[nn.Module, str]]:
-    if target.attribute is not None:
-        return [(target.module, target.attribute)]
+def _slots_at(target: Target) -> list[tuple[dict[str, Any], str]]:
+    """The tables of parameters and buffers at a target, with the names in them."""
+    owners = [target.module] if target.attribute else [m for _, m in walk(target.module)]
     return [
-        (module, name)
-        for _, module in walk(target.module)
-        for name in (*module._parameters, *module._buffers)
+        (table, name)
+        for owner in owners
+        for table in (owner._parameters, owner._buffers)
+        for name in table
+        if target.attribute in (None, name)
     ]
 
 
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    if one.shape != other.shape or one.dtype != other.dtype or one.is_meta:
-        return one.is_meta and other.is_meta
-    try:
-        flat = one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8)
-    except RuntimeError:  # no view as bytes: sparse, quantised
-        return False
-    return torch.equal(*flat)
+def _geometry(tensor: Tensor) -> Any:
+    return tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset()
 
 
 # -- replacing modules ----------------------------------------------------------------------------
@@ -290,11 +322,11 @@ class replace_module(Anchored):  # noqa: N801 - a verb that is used like a funct
         super().__init__(model)
         self._wheres = (where,)
         self._new = new
-        self._slots: list[tuple[dict[str, Any], str, nn.Module]] = []
+        self._slots: list[_Slot] = []
 
     def _start(self, attached: bool) -> None:
         parents = [module for _, module in walk(self._model)]
-        for target in _module_targets(resolve(self._model, self._wheres)):
+        for target in _module_targets(resolve(self._model, self._wheres, hookable=False)):
             old = target.module
             new = self._new if isinstance(self._new, nn.Module) else self._new(old)
             if not isinstance(new, nn.Module):
@@ -304,15 +336,40 @@ class replace_module(Anchored):  # noqa: N801 - a verb that is used like a funct
                     "Return a torch.nn.Module.",
                 )
             for parent in parents:
-                for name, child in parent._modules.items():
-                    if child is old:
-                        self._slots.append((parent._modules, name, old))
-                        parent._modules[name] = new
+                for name in [n for n, child in parent._modules.items() if child is old]:
+                    slot = _Slot(parent._modules, name, old)
+                    self._slots.append(slot)
+                    _open_slots.append(slot)
+                    parent._modules[name] = new
 
     def _stop(self) -> None:
-        for modules, name, old in reversed(self._slots):
-            modules[name] = old
-        self._slots = []
+        while self._slots:
+            self._slots[-1].restore()
+            self._slots.pop()
+
+
+class _Slot:
+    """Where a module was replaced, and what stood there."""
+
+    __slots__ = ("modules", "name", "old")
+
+    def __init__(self, modules: dict[str, Any], name: str, old: nn.Module) -> None:
+        self.modules, self.name, self.old = modules, name, old
+
+    def restore(self) -> None:
+        if self not in _open_slots:
+            return
+        position = _open_slots.index(self)
+        for later in _open_slots[position + 1 :]:  # replaced again since: that one puts it back
+            if later.modules is self.modules and later.name == self.name:
+                later.old = self.old
+                break
+        else:
+            self.modules[self.name] = self.old
+        del _open_slots[position]
+
+
+_open_slots: list[_Slot] = []  # in order of entering
 
 
 def _module_targets(requests: list[Request]) -> list[Target]:

@@ -163,36 +163,56 @@ def walk(model: nn.Module, path: str = "") -> list[tuple[str, nn.Module]]:
     return found
 
 
-def resolve(model: nn.Module | Tensor, wheres: Iterable[Where]) -> list[Request]:
-    """What was asked for, as targets; an error in three parts for what is not there."""
+def resolve(
+    model: nn.Module | Tensor, wheres: Iterable[Where], hookable: bool = True
+) -> list[Request]:
+    """What was asked for, as targets; an error in three parts for what is not there.
+
+    With `hookable=False` also modules at which no hook can fire, such as containers.
+    """
     requests: list[Request] = []
+    paths: dict[int, str] = {}
     for where in wheres:
         if isinstance(model, Tensor):
             places = where if isinstance(where, (list, tuple)) else [where]
             requests += [_of_tensor(model, place) for place in cast("list[Any]", places)]
         else:
-            _resolve(model, where, None, (), requests)
+            _resolve(_Query(model, hookable, paths), where, None, (), requests)
     return requests
 
 
+@dataclass(slots=True)
+class _Query:
+    """Of which model something is asked, and how."""
+
+    model: nn.Module
+    hookable: bool
+    paths: dict[int, str]  # of all modules, once they were needed
+
+    def problem(self, module: nn.Module) -> tuple[str, str] | None:
+        return _problem(module) if self.hookable else None
+
+    def path_of(self, module: nn.Module) -> str | None:
+        if not self.paths:
+            self.paths.update({id(other): path for path, other in walk(self.model)})
+        return self.paths.get(id(module))
+
+
 def _resolve(
-    model: nn.Module, where: Any, port: str | None, parts: Path, requests: list[Request]
+    query: _Query, where: Any, port: str | None, parts: Path, requests: list[Request]
 ) -> None:
     if isinstance(where, str):
-        requests.append(_of_text(model, where, port, parts))
+        requests.append(_of_text(query, where, port, parts))
     elif isinstance(where, nn.Module):
-        path = "" if where is model else _path_of(model, where)
-        target = Target(where, path, _module_port(path, port), parts)
-        _refuse_unhookable(where, path)
-        requests.append(Request(_describe(where, port, parts), True, [target]))
+        requests.append(_of_module(query, where, port, parts))
     elif isinstance(where, (type, re.Pattern)) or callable(where):
-        requests.append(_of_predicate(model, where, port, parts))
+        requests.append(_of_predicate(query, where, port, parts))
     elif isinstance(where, tuple) and _is_pair(cast("tuple[Any, ...]", where)):
         inner, spelled = cast("tuple[Any, str]", where)
-        _resolve(model, inner, *parse_port(spelled), requests)
+        _resolve(query, inner, *parse_port(spelled), requests)
     elif isinstance(where, Iterable):
         for item in cast("Iterable[Any]", where):
-            _resolve(model, item, port, parts, requests)
+            _resolve(query, item, port, parts, requests)
     else:
         raise PlaceError(
             f"{where!r} is no place:",
@@ -219,12 +239,12 @@ def _describe(where: Any, port: str | None, parts: Path) -> str:
 # -- text ---------------------------------------------------------------------------------------
 
 
-def _of_text(model: nn.Module, text: str, port: str | None, parts: Path) -> Request:
+def _of_text(query: _Query, text: str, port: str | None, parts: Path) -> Request:
     literal = None
     for pattern in literal_readings(text):
-        if _exists(model, pattern.segments):
+        if _exists(query.model, pattern.segments):
             literal = Request(repr(text), True)
-            literal.targets = _matches(model, text, pattern, port, parts, literal)
+            literal.targets = _matches(query, text, pattern, port, parts, literal)
             break
     try:
         patterns = parse(text)
@@ -236,7 +256,7 @@ def _of_text(model: nn.Module, text: str, port: str | None, parts: Path) -> Requ
     missing: PlaceNotFound | None = None
     for pattern in patterns:
         try:
-            request.targets += _matches(model, text, pattern, port, parts, request)
+            request.targets += _matches(query, text, pattern, port, parts, request)
         except PlaceNotFound as error:
             missing = missing or error
         except NotHookable:
@@ -250,7 +270,7 @@ def _of_text(model: nn.Module, text: str, port: str | None, parts: Path) -> Requ
         return request
     raise missing or PlaceNotFound(
         f"Nothing matches {text!r}:",
-        next(iter(request.refused.values()), _closest(model, text)),
+        next(iter(request.refused.values()), _closest(query.model, text)),
         "List the modules with hookline.select(model, '**').",
     )
 
@@ -260,12 +280,13 @@ def _exists(model: nn.Module, segments: tuple[Segment, ...]) -> bool:
     if _find(model, segments):
         return True
     owners = _find(model, segments[:-1])
-    return any(segments[-1] in (*o._parameters, *o._buffers) for _, o in owners)
+    return any(segments[-1] == name for _, owner in owners for name, _ in _tensors(owner))
 
 
 def _matches(
-    model: nn.Module, text: str, pattern: Pattern, port: str | None, parts: Path, request: Request
+    query: _Query, text: str, pattern: Pattern, port: str | None, parts: Path, request: Request
 ) -> list[Target]:
+    model = query.model
     segments, literal = pattern.segments, pattern.literal
     if pattern.operation is not None:
         if not _find(model, segments):
@@ -290,7 +311,7 @@ def _matches(
             if _hookable.get(type(module)):
                 found.append(Target(module, path, own, parts))
                 continue
-            problem = _problem(module)
+            problem = query.problem(module)
             if problem is None:
                 found.append(Target(module, path, own, parts))
             elif literal:
@@ -368,7 +389,7 @@ def _find_more(
 
 def _child(module: nn.Module, path: str, name: str) -> tuple[str, nn.Module] | None:
     modules = module._modules
-    child = modules.get(name)
+    child = modules.get(name) if type(modules) is dict else dict(modules.items()).get(name)
     if child is not None:
         return (f"{path}.{name}" if path else name), child
     if len(modules) == 1:
@@ -392,17 +413,25 @@ def _find_tensors(
     for path, module in _find(model, segments[:-1]):
         for path, module in _unwrapped(path, module):
             found = False
-            for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            for name, tensor in _tensors(module):
                 matches = name == last if isinstance(last, str) else last.fullmatch(name)  # pyright: ignore
                 if tensor is None or not matches or id(tensor) in seen:
                     continue
-                if gradients and not isinstance(last, str) and name in module._buffers:
+                if gradients and not isinstance(last, (str, nn.Parameter)) and not tensor.requires_grad and not isinstance(tensor, nn.Parameter):
                     continue  # buffers have none: a wildcard does not mean them
                 found = True
                 seen.add(id(tensor))
                 yield path, module, name
             if found and isinstance(last, str):
                 break
+
+
+def _tensors(module: nn.Module) -> list[tuple[str, Tensor | None]]:
+    """The parameters and buffers of a module itself; the tables of a ScriptModule are no dicts."""
+    if isinstance(module, torch.jit.ScriptModule):
+        named = module.named_parameters(recurse=False), module.named_buffers(recurse=False)
+        return [pair for pairs in named for pair in pairs]
+    return [*module._parameters.items(), *module._buffers.items()]
 
 
 def _unwrapped(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -419,7 +448,24 @@ def _unwrapped(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 # -- modules, types, expressions, predicates -----------------------------------------------------
 
 
-def _of_predicate(model: nn.Module, where: Any, port: str | None, parts: Path) -> Request:
+def _of_module(query: _Query, module: nn.Module, port: str | None, parts: Path) -> Request:
+    path = "" if module is query.model else query.path_of(module)
+    if path is None:
+        raise PlaceNotFound(
+            f"The given {type(module).__name__} is not a part of the model.",
+            "It is none of the modules that model.named_modules() lists (a module in a plain list "
+            "or dict is not registered).",
+            "Give a module of this model, or put it into an nn.ModuleList or nn.ModuleDict.",
+        )
+    problem = query.problem(module)
+    if problem is not None:
+        raise NotHookable(f"The module {path!r} cannot be hooked:", *problem)
+    target = Target(module, path, _module_port(path, port), parts)
+    return Request(_describe(module, port, parts), True, [target])
+
+
+def _of_predicate(query: _Query, where: Any, port: str | None, parts: Path) -> Request:
+    model = query.model
     if isinstance(where, type):
         if not issubclass(where, nn.Module):
             raise PlaceError(
@@ -443,7 +489,7 @@ def _of_predicate(model: nn.Module, where: Any, port: str | None, parts: Path) -
 
     request = Request(_describe(where, port, parts), False)
     for path, module in walk(model):
-        if matches(path, module) and _problem(module) is None:
+        if matches(path, module) and query.problem(module) is None:
             request.targets.append(Target(module, path, _module_port(path, port), parts))
     if not request.targets:
         kinds = sorted({type(module).__name__ for _, module in walk(model)})
@@ -463,18 +509,6 @@ def _module_port(path: str, port: str | None) -> str:
             f"Name one, as in '**.weight:{port}'; a module has {', '.join(MODULE_PORTS)}.",
         )
     return port or "output"
-
-
-def _path_of(model: nn.Module, module: nn.Module) -> str:
-    for path, other in walk(model):
-        if other is module:
-            return path
-    raise PlaceNotFound(
-        f"The given {type(module).__name__} is not a part of the model.",
-        "It is none of the modules that model.named_modules() lists (a module in a plain list or "
-        "dict is not registered).",
-        "Give a module of this model, or put it into an nn.ModuleList or nn.ModuleDict.",
-    )
 
 
 _hookable: dict[type, bool] = {}
@@ -499,12 +533,6 @@ def _problem(module: nn.Module) -> tuple[str, str] | None:
         f"it is a {kind.__name__}, which has no forward of its own: nothing passes through it.",
         "Name its children, as in 'layers.*'.",
     )
-
-
-def _refuse_unhookable(module: nn.Module, path: str) -> None:
-    problem = _problem(module)
-    if problem is not None:
-        raise NotHookable(f"The module {path!r} cannot be hooked:", *problem)
 
 
 # -- plain tensors --------------------------------------------------------------------------------
@@ -536,7 +564,7 @@ def _names(model: nn.Module) -> list[str]:
     for path, module in walk(model):
         prefix = path + "." if path else ""
         names.append(path)
-        names += [prefix + name for name in (*module._parameters, *module._buffers)]
+        names += [prefix + name for name, tensor in _tensors(module) if tensor is not None]
     return names[1:]
 
 
@@ -562,12 +590,13 @@ def _not_found(
         (path, owner), name = owners[0], segments[-1]
         if name in getattr(owner, "parametrizations", ()):
             full = ".".join(filter(None, (path, "parametrizations", name)))
+            originals = [f"'{full}.{n}'" for n in owner.parametrizations[name]._parameters]  # pyright: ignore
             return PlaceNotFound(
                 asked,
                 f"{name!r} is parametrised: it is computed at each use.",
-                f"Name {full!r} for its value, or '{full}.original' for the parameter.",
+                f"Name {full!r} for its value, or {' and '.join(originals)} for its parameters.",
             )
-        if name in owner._parameters or name in owner._buffers:
+        if name in (*owner._modules, *(n for n, _ in _tensors(owner))):
             return PlaceNotFound(asked, f"{name!r} is registered there, but it is None.", remedy)
     return PlaceNotFound(asked, _closest(model, text), remedy)
 

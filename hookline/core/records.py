@@ -6,11 +6,13 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
+import operator
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Literal, cast
+from typing import Any, Literal, SupportsIndex, cast
 
 import torch
 from torch import Tensor, nn
@@ -42,22 +44,21 @@ from hookline.core.nested import (
 )
 from hookline.core.places import Place, Request, Target, Where, resolve
 from hookline.core.slices import take
-from hookline.core.snapshots import settle, snapshot
+from hookline.core.snapshots import duplicate, same_bits, settle, snapshot
 from hookline.errors import (
     GradientNotAvailable,
     HooklineError,
     NeverFired,
     NotCaptured,
     SeveralCalls,
-    SeveralTensors,
     ValueChanged,
 )
 
 __all__ = ["Record", "capture"]
 
 # What is kept of a value: the value and what to check on reading. None: nothing (a snapshot). An
-# int: the version of the tensor that it is. A list: the paths, tensors and versions in it.
-Kept = tuple[Any, "int | list[tuple[Path, Tensor, int]] | None"]
+# int: the version of the tensor that it is. A dict: versions, and twins of parameters, by id.
+Kept = tuple[Any, "int | dict[int, tuple[int, Tensor | None]] | None"]
 Keep = Literal["all", "first", "last"]
 
 _RECENT = 64  # calls whose gradients may still come, where not all are kept
@@ -98,55 +99,62 @@ class _Options:
         given = (at, transform, device, dtype)
         self.derives = any(option is not None for option in given)
 
-    def keeps(self, value: Any) -> Kept:
+    def keeps(self, value: Any, freeze: Callable[[Tensor], Tensor] = snapshot) -> Kept:
         """What to keep of a value: attached if it requires grad, else a snapshot."""
         if self.derives:
-            return self._derived(value)
-        if isinstance(value, Tensor):
-            if value.requires_grad and not self.detach:
-                return value, value._version
-            return snapshot(value), None
-        return self._nested(value, snapshot)
+            return self._nested(self._derived(value), settle)
+        if type(value) is Tensor and (self.detach or not value.requires_grad):
+            return freeze(value), None
+        return self._nested(value, freeze)
 
     def _nested(self, value: Any, freeze: Callable[[Tensor], Tensor]) -> Kept:
-        attached: dict[int, int] = {}
+        checks: dict[int, tuple[int, Tensor | None]] = {}
 
         def keep_leaf(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
-                return leaf  # opaque objects are kept by reference
-            if leaf.requires_grad and not self.detach:
-                attached[id(leaf)] = leaf._version
+                # Opaque objects are kept by reference, but arrays may alias a tensor.
+                return copy.copy(leaf) if hasattr(leaf, "__array_interface__") else leaf
+            if self.detach or not leaf.requires_grad or leaf.is_inference():
+                return freeze(leaf)
+            # Fused optimisers change parameters without a new version: a twin shows it.
+            twin = duplicate(leaf) if isinstance(leaf, nn.Parameter) else None
+            checks[id(leaf)] = (leaf._version, twin)
+            return leaf
+
+        return map_leaves(keep_leaf, value), checks or None
+
+    def _derived(self, value: Any) -> Any:
+        """What is made of a value by at, transform, device and dtype; of its memory only that."""
+
+        def start(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor) or (leaf.requires_grad and not self.detach):
                 return leaf
-            return freeze(leaf)
+            return snapshot(leaf) if self.transform is not None else leaf.detach()
 
-        kept = map_leaves(keep_leaf, value)
-        if not attached:
-            return kept, None
-        checks = [(p, t, attached[id(t)]) for p, t in leaves(kept) if id(t) in attached]
-        return kept, checks
+        def finish(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            dtype = self.dtype
+            if dtype is not None and not (leaf.is_floating_point() or leaf.is_complex()):
+                dtype = None
+            if dtype is not None and leaf.is_complex() and not dtype.is_complex:
+                dtype = dtype.to_complex() if hasattr(dtype, "to_complex") else None
+            moved = leaf.to(device=self.device, dtype=dtype)
+            return moved.clone() if moved.requires_grad and moved._is_view() else moved
 
-    def _derived(self, value: Any) -> Kept:
-        if self.detach:
-            value = map_leaves(lambda x: x.detach() if isinstance(x, Tensor) else x, value)
+        value = map_leaves(start, value)
         if self.at is not None:
             value = take(value, self.at)
         if self.transform is not None:
             value = self.transform(value)
-        if self.device is not None or self.dtype is not None:
-            value = map_leaves(self._convert, value)
-        return self._nested(value, settle)
-
-    def _convert(self, leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        dtype = self.dtype if leaf.is_floating_point() or leaf.is_complex() else None
-        return leaf.to(device=self.device, dtype=dtype)
+        return map_leaves(finish, value)
 
 
 class _CaptureTap(Tap):
     """Keeps the values at a target: one entry a call, or for gradients one a call and pass."""
 
     replaces = False
+    freeze = staticmethod(snapshot)
     waiting = True  # for stop=True: until it has fired
     # Of gradients: the structure of the value by call, and what arrived by call and backward pass.
     shapes: Mapping[int, tuple[Any, list[Path]]] = MappingProxyType({})
@@ -168,7 +176,7 @@ class _CaptureTap(Tap):
             self.fired += 1
             return KEEP
         try:
-            kept = options.keeps(value)
+            kept = options.keeps(value, self.freeze)
         except Exception as error:
             add_place(error, self)
             raise
@@ -193,19 +201,18 @@ class _CaptureTap(Tap):
 
     # -- gradients ------------------------------------------------------------------------------
 
-    def expect(self, value: Any, index: int, tensors: list[tuple[Any, Tensor]]) -> None:
+    def expect(
+        self, value: Any, index: int, tensors: Sequence[tuple[Tensor, list[Path]]]
+    ) -> None:
         shape = None if isinstance(value, Tensor) else map_leaves(lambda leaf: None, value)
         if not self.shapes:
             self.shapes = {}
-        shapes = cast("dict[int, Any]", self.shapes)
-        shapes[index] = shape, [path for path, _ in tensors]
-        if self.options.keep != "all" and len(shapes) > _RECENT:
-            del shapes[next(iter(shapes))]
+        _store(self.shapes, index, (shape, [paths for _, paths in tensors]), self.options.keep)
 
-    def explain(self, index: int, reason: str, remedy: str = "") -> None:
-        super().explain(index, reason, remedy)
-        if self.options.keep != "all" and len(self.reasons) > _RECENT:
-            del cast("dict[int, Any]", self.reasons)[next(iter(self.reasons))]
+    def explain(self, index: int, reason: str, remedy: str = "", path: Path = ()) -> None:
+        if not self.reasons:
+            self.reasons = {}
+        _store(self.reasons, (index, path), (reason, remedy), self.options.keep)
 
     def gradient(self, grad: Tensor, index: int, path: Path) -> Tensor | None:
         key = (index, in_backward())
@@ -213,44 +220,56 @@ class _CaptureTap(Tap):
         if parts is None:
             if self.grads and self.options.keep == "first":
                 return None
-            if self.options.keep == "last":
-                self.grads = {}
-                self.shapes = {n: shape for n, shape in self.shapes.items() if n == index}
-            if not self.grads:
+            if not self.grads or self.options.keep == "last":
                 self.grads = {}
             parts = cast("dict[Any, Any]", self.grads)[key] = {}
             self.fired += 1
         if path in parts and self.target.port.startswith("grad_input"):
             grad = parts[path][0] + grad  # the shares of an input come one by one
+        # The shares are summed as they are; what is derived of a gradient is derived on gathering.
+        shares = self.options.derives and self.target.port.startswith("grad_input")
         try:
-            parts[path] = self.options.keeps(grad)
+            parts[path] = _PLAIN.keeps(grad) if shares else self.options.keeps(grad)
         except Exception as error:
             add_place(error, self)
             raise
         return None
 
-    def gathered(self) -> list[Kept | None]:
-        """The gradients, by forward call, then by backward pass; None for a call without any."""
-        calls = sorted({index for index, _ in self.grads} | set(self.shapes))
-        found: list[Kept | None] = []
-        for call in calls:
-            passes = [self._gather(call, self.grads[k]) for k in sorted(self.grads) if k[0] == call]
-            found += passes or [None]
+    def gathered(self) -> list[tuple[int, Kept | None]]:
+        """The gradients with their calls, in order of calls, then of backward passes; None for a
+        call without any.
+        """
+        self.lost()
+        found: list[tuple[int, Kept | None]] = []
+        for call in sorted({index for index, _ in self.grads} | set(self.shapes)):
+            passes = [self.grads[key] for key in sorted(self.grads) if key[0] == call]
+            found += [(call, self._gather(call, parts)) for parts in passes] or [(call, None)]
         keep = self.options.keep
         return found[:1] if keep == "first" else found[-1:] if keep == "last" else found
 
     def _gather(self, call: int, parts: dict[Path, Kept]) -> Kept:
-        shape, paths = self.shapes.get(call, (None, [()]))
-        if not paths or paths == [()]:
+        shape, groups = self.shapes.get(call, (None, [[()]]))
+        if self.options.derives and self.target.port.startswith("grad_input"):
+            parts = {path: self.options.keeps(kept[0]) for path, kept in parts.items()}
+        if () in parts:
             return parts[()]
-        checks: list[tuple[Path, Tensor, int]] = []
-        for path in paths:
-            kept = parts.get(path)
-            if kept is not None:
-                shape = set_part(shape, path, kept[0])
-                if isinstance(kept[1], int):
-                    checks.append((path, kept[0], kept[1]))
+        checks: dict[int, Any] = {}
+        for paths in groups:
+            for path in paths if paths[0] in parts else ():
+                value, check = parts[paths[0]]
+                shape = set_part(shape, path, value)
+                checks |= check if isinstance(check, dict) else {}
         return shape, checks or None
+
+
+def _store(entries: Any, key: Any, entry: Any, keep: Keep) -> None:
+    """Remember something of a call; of the recent calls only, where not all are kept."""
+    entries[key] = entry
+    if keep != "all" and len(entries) > _RECENT:
+        del entries[next(iter(entries))]
+
+
+_PLAIN = _Options(None, None, False, None, None, "all", False)
 
 
 class _OutputTap(_CaptureTap, Site):
@@ -277,23 +296,28 @@ class _OutputTap(_CaptureTap, Site):
 
     def unregister(self, module: nn.Module) -> None:
         module._forward_hooks.pop(self.key, None)
+        self.closed = True
 
     def after_output(self, module: nn.Module, args: Any, output: Any) -> None:
         """The forward hook."""
         if module is not self.module or (self.owner is not None and self.owner not in ACTIVE.get()):
             return self.stranger(module)
+        if self.closed:
+            return None
         if in_backward() == -1:
             self.outside = True
         elif self.outside:
             return None  # recomputed
         kept = self.kept
-        if type(output) is Tensor:
-            if output.requires_grad and not self.detach:
+        if type(output) is not Tensor:
+            kept.append(self.options.keeps(output))
+        elif output.requires_grad and not self.detach:
+            try:
                 kept.append((output, output._version))
-            else:
+            except RuntimeError:  # inference tensors have no version
                 kept.append((snapshot(output), None))
         else:
-            kept.append(self.options.keeps(output))
+            kept.append((snapshot(output), None))
         return None
 
 
@@ -376,7 +400,11 @@ class capture(Context[_CaptureTap]):  # noqa: N801 - a verb that is used like a 
         return super().attach()
 
     def _tap(self, target: Target, ref: weakref.ref[Context[Any]]) -> _CaptureTap:
-        return _CaptureTap(target, ref, self._options)
+        tap = _CaptureTap(target, ref, self._options)
+        # Others may hold the address of parameters, buffers and the model's own arguments.
+        if target.port == "value" or (target.module is self._model and "input" in target.port):
+            tap.freeze = duplicate  # pyright: ignore
+        return tap
 
     def _resolve(self) -> list[Request]:
         requests = super()._resolve()
@@ -479,6 +507,7 @@ class Record:
         self._model = weakref.ref(model) if isinstance(model, nn.Module) else None
         self._sites: dict[int, Site] = {}  # for the reasons of what never fired
         self._refused: dict[Place, str] = {}
+        self._modules: list[weakref.ref[nn.Module]] = []
         self._by_name: dict[str, _CaptureTap] | None = None
 
     def _seal(self) -> None:
@@ -490,9 +519,12 @@ class Record:
         sites = source._sites
         for tap in self._taps:
             target = tap.target
+            if tap.guards:
+                tap.lost()
             if not (tap.kept or tap.grads):
                 site = self._sites[target.key[0]] = sites[target.key[0]][1]
                 site.module = None
+            self._modules.append(weakref.ref(target.module))
             target.module = _GONE
             if isinstance(tap, _OutputTap):
                 tap.module = None
@@ -523,14 +555,14 @@ class Record:
                 f"There are {len(kept)} calls, from 0.",
                 "record.calls(place) gives all of them.",
             )
-        return self._read(tap, kept[call], parts, call)
+        return self._read(tap, kept[call][1], parts, kept[call][0])
 
     def calls(self, where: Any) -> list[Any]:
         """The values at a place, always a list: one a call; for gradients one a call and pass."""
         tap, parts = self._find(where)
         return [
-            None if kept is None else self._read(tap, kept, parts, n)
-            for n, kept in enumerate(self._kept(tap))
+            None if kept is None else self._read(tap, kept, parts, call)
+            for call, kept in self._kept(tap)
         ]
 
     def tensor(self, where: Any) -> Tensor:
@@ -585,8 +617,8 @@ class Record:
     @property
     def nbytes(self) -> int:
         """The bytes of all tensors, each counted once."""
-        sizes = {id(t): t.nbytes for _, kept in self._entries() for _, t in leaves(kept[0])}
-        return sum(sizes.values())
+        found = {id(t): t for _, kept in self._entries() for _, t in leaves(kept[0])}
+        return sum(tables.bytes_of(tensor) for tensor in found.values())
 
     def to(self, device: torch.device | str) -> Record:
         """The same record with its tensors on another device."""
@@ -606,12 +638,12 @@ class Record:
             moved.append(other)
         record = Record(moved, None)
         record._model, record._refused = self._model, self._refused
-        record._sites = self._sites
+        record._sites, record._modules = self._sites, self._modules
         return record
 
     def _entries(self) -> Iterator[tuple[_CaptureTap, Kept]]:
         for tap in self._named().values():
-            for kept in tap.gathered() if tap.grads else tap.kept:
+            for kept in [k for _, k in tap.gathered()] if tap.grads else tap.kept:
                 if kept is not None:
                     yield tap, kept
 
@@ -624,8 +656,11 @@ class Record:
     def _table(self) -> tuple[str, list[tuple[str, ...]]]:
         rows: list[tuple[str, ...]] = [("place", "calls", "shape", "dtype", "")]
         count = 0
+        found: dict[int, list[Kept]] = {}
+        for tap, kept in self._entries():
+            found.setdefault(id(tap), []).append(kept)
         for place, tap in self._named().items():
-            entries = [k for k in (tap.gathered() if tap.grads else tap.kept) if k is not None]
+            entries = found.get(id(tap), [])
             count += len(entries)
             if not entries:
                 rows.append((str(place), "0", "-", "-", "never fired"))
@@ -639,7 +674,11 @@ class Record:
 
     def _named(self) -> dict[Place, _CaptureTap]:
         """The taps by place, in model order."""
-        names = first_names(None if self._model is None else self._model())
+        model = None if self._model is None else self._model()
+        names = first_names(model)
+        if self._source is None and len(self._modules) == len(self._taps):
+            alive = {id(ref()) for ref in self._modules}  # another may have got the id since
+            names = {ident: path for ident, path in names.items() if ident in alive}
         order = {ident: n for n, ident in enumerate(names)}
         taps = sorted(self._taps, key=lambda tap: order.get(tap.target.key[0], len(order)))
         return {named_place(tap.target, names): tap for tap in taps}
@@ -655,17 +694,16 @@ class Record:
             return self._by_name[where], ()
         model = None if self._model is None else self._model()
         if model is not None:
-            for request in resolve(model, (where,)):
-                for target in request.targets:
-                    found = self._holding(target)
-                    if found is not None and len(request.targets) == 1:
-                        return found
-                    if found is not None:
-                        raise NotCaptured(
-                            f"{where!r} was asked of a record.",
-                            f"It matches {len(request.targets)} places.",
-                            "Read one place at a time; record.items() gives all.",
-                        )
+            targets = [t for request in resolve(model, (where,)) for t in request.targets]
+            if len(targets) > 1:
+                raise NotCaptured(
+                    f"{where!r} was asked of a record.",
+                    f"It matches {len(targets)} places.",
+                    "Read one place at a time; record.items() gives all.",
+                )
+            found = self._holding(targets[0])
+            if found is not None:
+                return found
         elif isinstance(where, str):  # the model is gone: its names are what is left
             for tap in self._taps:
                 place = tap.target.place
@@ -680,9 +718,11 @@ class Record:
         )
 
     def _holding(self, target: Target) -> tuple[_CaptureTap, Path] | None:
-        for tap in self._taps:
+        for n, tap in enumerate(self._taps):
             ident, attribute, port, parts = tap.target.key
             if (ident, attribute, port) != target.key[:3]:
+                continue
+            if self._modules and self._modules[n]() is not target.module:
                 continue
             if target.parts[: len(parts)] == parts:
                 return tap, target.parts[len(parts) :]
@@ -695,18 +735,17 @@ class Record:
         site = self._sites.get(tap.target.key[0])
         return silence(tap, site or _NO_SITE, model, first_names(model))
 
-    def _kept(self, tap: _CaptureTap) -> list[Kept | None]:
+    def _kept(self, tap: _CaptureTap) -> list[tuple[int, Kept | None]]:
         gradient = "grad" in tap.target.port
-        kept = tap.gathered() if gradient else cast("list[Kept | None]", tap.kept)
-        if any(entry is not None for entry in kept):
+        kept = tap.gathered() if gradient else list(enumerate(tap.kept))
+        if any(entry is not None for _, entry in kept):
             return kept
         place = str(self._place(tap))
         if gradient:
             raise GradientNotAvailable(
                 f"The gradient at {place!r} was asked for:",
                 self._why(tap),
-                "Run the forward and the backward inside the `with`, with a loss that depends "
-                "on it.",
+                "" if tap.reasons else "Run the forward and the backward inside the `with`.",
             )
         raise NeverFired(
             f"The value at {place!r} was asked for:",
@@ -715,39 +754,72 @@ class Record:
         )
 
     def _read(self, tap: _CaptureTap, kept: Kept | None, parts: Path, call: int) -> Any:
+        """A value, or a part of it, if it is what it was when it was captured."""
+        refused = {path: why for (n, path), why in tap.reasons.items() if n == call}
+        for path, why in refused.items() if "grad" in tap.target.port else ():
+            if kept is None or (path and path[: len(parts)] == parts[: len(path)]):
+                raise GradientNotAvailable(
+                    f"The gradient at {str(self._place(tap)) + show_path(path)!r} was asked for:",
+                    *why,
+                )
         if kept is None:
             raise GradientNotAvailable(
                 f"The gradient at {str(self._place(tap))!r}, call {call}, was asked for:",
-                " ".join(tap.reasons.get(call, ("none arrived for that call.",))),
+                "none arrived for that call.",
                 "record.calls(place) has None there.",
             )
         value, checks = kept
+        try:
+            value = get_part(value, parts) if parts else value
+        except LookupError as error:
+            raise NotCaptured(
+                f"{show_path(parts)} of the value at {str(self._place(tap))!r} was asked for:",
+                f"{error}.",
+                "Read the place without the part to see the whole.",
+            ) from None
         if isinstance(checks, int):
-            checks = [((), value, checks)]
-        for path, tensor, version in checks or ():
-            if path[: len(parts)] == parts[: len(path)] and tensor._version != version:
-                place = str(self._place(tap)) + show_path(path)
+            checks = {id(value): (checks, None)}
+        for path, tensor in leaves(value):
+            found = _unreadable(tensor, *(checks or {}).get(id(tensor), (None, None)))
+            if found is not None:
                 raise ValueChanged(
-                    f"The value at {place!r} was asked for.",
-                    "It was kept attached to the graph, and was changed in place since "
-                    f"({tensor._version - version} times).",
-                    "Capture with detach=True to keep it as it was, or read it before the change.",
+                    f"The value at {str(self._place(tap)) + show_path((*parts, *path))!r} was "
+                    f"asked for.",
+                    *found,
                 )
-        if parts:
-            try:
-                value = get_part(value, parts)
-            except LookupError as error:
-                raise NotCaptured(
-                    f"{show_path(parts)} of the value at {str(self._place(tap))!r} was asked for:",
-                    f"{error}.",
-                    "Read the place without the part to see the whole.",
-                ) from None
         return value
+
+
+def _unreadable(
+    tensor: Tensor, version: int | None, twin: Tensor | None
+) -> tuple[str, str] | None:
+    """Why a tensor is not what it was when it was captured, and what to do; None if it is."""
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return (
+            "It was captured inside a transform of torch.func (vmap, grad), which is over: its "
+            "tensors live no longer.",
+            "Return it from the transformed function, or capture outside.",
+        )
+    if version is not None:
+        changes = tensor._version - version
+        if changes or (twin is not None and not same_bits(tensor.detach(), twin)):
+            return (
+                "It was kept attached to the graph, and was changed in place since "
+                f"({changes or 'at least 1'} times).",
+                "Capture with detach=True to keep it as it was, or read it before the change.",
+            )
+        if tensor.layout is torch.strided and not tensor.is_meta and tensor.numel():
+            if not tensor.untyped_storage().nbytes():
+                return (
+                    "It was kept attached to the graph, and its memory was freed since.",
+                    "Capture with detach=True to keep a copy.",
+                )
+    return None
 
 
 def _split(key: Any) -> tuple[Any, int | None]:
     if isinstance(key, tuple) and len(cast("tuple[Any, ...]", key)) == 2:
         where, call = cast("tuple[Any, Any]", key)
-        if isinstance(call, int):
-            return where, call
+        if isinstance(call, SupportsIndex):
+            return where, operator.index(call)
     return key, None

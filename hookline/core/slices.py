@@ -30,12 +30,12 @@ class Heads:
 
     def index(self, value: Tensor) -> Any:
         """The index of the heads' columns in the last dimension."""
-        width = value.shape[-1]
-        if width % self.of or not all(-self.of <= head < self.of for head in self.which):
+        width = value.shape[-1] if value.ndim else 1
+        if width % self.of:
             raise ChangeError(
                 f"heads{self.which} of {self.of} were asked for.",
-                f"The value has the shape {tuple(value.shape)}: its last dimension must be a "
-                f"multiple of the number of heads, and heads count from 0.",
+                f"The value has the shape {tuple(value.shape)}: its last dimension is no multiple "
+                f"of the number of heads.",
                 "Give the model's number of heads as of=.",
             )
         size = width // self.of
@@ -82,6 +82,10 @@ def heads(*which: int, of: int) -> Heads:
         which: the heads, from 0.
         of: how many heads the last dimension is split into.
     """
+    if of < 1 or not which or not all(-of <= head < of for head in which):
+        raise ChangeError(
+            f"heads{which} of {of} were asked for.", "Heads count from 0.", "Give at least one."
+        )
     return Heads(which, of)
 
 
@@ -124,7 +128,7 @@ def put(value: Any, at: Any, change: Callable[[Tensor], Tensor]) -> Any:
     path, tensor = only_tensor(value)
     index = _index(tensor, at)
     changed = tensor.clone()
-    changed[index] = change(tensor[index])
+    changed[index] = change(tensor[index].clone())
     return set_part(value, path, changed)
 
 

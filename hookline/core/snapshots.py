@@ -4,21 +4,20 @@ A later in-place operation must not change what was captured. On the CPU a copy-
 does that in under a microsecond whatever the size: whoever writes first gets a copy of its own.
 
 - `snapshot(tensor)`: a detached tensor that later writes cannot reach
-- `settle(tensor)`: the same, and no larger storage is kept alive for it
+- `duplicate(tensor)`: a plain copy, for what others hold by its address
+- `settle(tensor)`: a snapshot that keeps no larger storage alive
+- `same_bits(one, other)`: whether two tensors hold the same
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor
 
-__all__ = ["settle", "snapshot"]
+__all__ = ["duplicate", "same_bits", "settle", "snapshot"]
 
-# Private, so detected. Checked on torch 2.13; without it every snapshot is a clone.
-_lazy_clone: Callable[[Tensor], Tensor] | None = getattr(Tensor, "_lazy_clone", None)
+# Private, so detected; checked on torch 2.13. Without them every snapshot is a clone.
+_LAZY = hasattr(Tensor, "_lazy_clone") and hasattr(Tensor, "_use_count")
 
 
 def snapshot(tensor: Tensor) -> Tensor:
@@ -31,25 +30,30 @@ def snapshot(tensor: Tensor) -> Tensor:
     tensor([0., 0.])
     """
     # Copy-on-write is for plain strided CPU tensors only: a quantised one crashes the process on
-    # read, and a storage that is not resizable is aliased from outside torch (numpy, shared
-    # memory), where writes would not be seen. Tensors without a storage raise NotImplementedError.
-    if type(tensor) is Tensor and tensor.is_cpu and not tensor.is_quantized:
+    # read, and a storage that is not resizable, or a tensor that others hold, may be written to
+    # from outside torch (numpy, shared memory, dlpack), which copy-on-write does not see.
+    if _LAZY and type(tensor) is Tensor and tensor.is_cpu and not tensor.is_quantized:
         try:
             if tensor.untyped_storage().resizable():
                 if tensor.requires_grad:
                     tensor = tensor.detach()
-                return tensor._lazy_clone()  # pyright: ignore
-        except (NotImplementedError, RuntimeError, AttributeError):
+                elif tensor._use_count() > 1:
+                    return duplicate(tensor)
+                return tensor._lazy_clone()
+        except (NotImplementedError, RuntimeError):  # no storage: sparse, nested, vmap
             pass
-    return _clone(tensor)
+    return duplicate(tensor)
 
 
-def _clone(tensor: Tensor) -> Tensor:
-    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # pyright: ignore
-        return tensor.detach()
-    kept = tensor.detach().clone()
-    # The clone of a Parameter is a plain tensor; other subclasses (DTensor, nested) stay.
-    return kept
+def duplicate(tensor: Tensor) -> Tensor:
+    """A detached copy; the tensor itself where torch cannot copy it."""
+    tensor = tensor.detach()
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # dead after its transform
+        return tensor
+    try:
+        return tensor.clone()
+    except RuntimeError:  # some quantised tensors
+        return tensor
 
 
 def settle(tensor: Tensor) -> Tensor:
@@ -60,10 +64,22 @@ def settle(tensor: Tensor) -> Tensor:
     4000
     """
     try:
-        if tensor.untyped_storage().nbytes() > 2 * tensor.nbytes:
-            return _clone(tensor)
+        if tensor.untyped_storage().nbytes() > tensor.nbytes:
+            return duplicate(tensor)
     except (NotImplementedError, RuntimeError):
         pass
     return snapshot(tensor)
 
 
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors hold the same bits, NaN and -0.0 included.
+
+    >>> same_bits(torch.tensor([0.0]), torch.tensor([-0.0]))
+    False
+    """
+    if one.shape != other.shape or one.dtype != other.dtype or one.is_meta:
+        return one.is_meta and other.is_meta
+    try:
+        return torch.equal(*(t.reshape(-1).view(torch.uint8) for t in (one, other)))
+    except RuntimeError:  # no view as bytes: sparse, quantised, freed
+        return False

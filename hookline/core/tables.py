@@ -2,7 +2,7 @@
 
 - `rows_of(place, values, checks)`: the rows for one place
 - `as_text(title, rows)`, `as_html(title, rows)`: a table
-- `show_bytes(n)`: a size for people
+- `bytes_of(tensor)`, `show_bytes(n)`: a size, and a size for people
 """
 
 from __future__ import annotations
@@ -11,11 +11,14 @@ import html
 from collections.abc import Sequence
 from typing import Any
 
+from torch import Tensor
+
 from hookline.core.nested import children, leaves, show_path
 
-__all__ = ["as_html", "as_text", "rows_of", "show_bytes"]
+__all__ = ["as_html", "as_text", "bytes_of", "rows_of", "show_bytes"]
 
 _MOST = 60  # rows shown
+_PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 
 def show_bytes(count: float) -> str:
@@ -31,6 +34,25 @@ def show_bytes(count: float) -> str:
     return f"{count:.1f} TB"
 
 
+def bytes_of(tensor: Tensor) -> int:
+    """The bytes of a tensor, also of one without a plain storage."""
+    try:
+        return tensor.nbytes
+    except (RuntimeError, NotImplementedError):
+        pass
+    try:
+        return tensor.values().nbytes + tensor.indices().nbytes  # a coalesced sparse tensor
+    except (RuntimeError, NotImplementedError):
+        return 0
+
+
+def _shape(tensor: Tensor) -> str:
+    try:
+        return str(tuple(tensor.shape))
+    except (RuntimeError, NotImplementedError):
+        return "nested"
+
+
 def rows_of(place: str, values: Sequence[Any], checks: Any) -> list[tuple[str, ...]]:
     """One row for each tensor in the values of a place; shapes that vary are marked."""
     place = place or "''"  # the model itself
@@ -38,14 +60,15 @@ def rows_of(place: str, values: Sequence[Any], checks: Any) -> list[tuple[str, .
     found = list(leaves(values[0]))
     if not found:
         kind = type(values[0]).__name__
-        opaque = children(values[0]) is None and hasattr(values[0], "__dict__")
-        note = "kept by reference" if opaque else ""
+        plain = children(values[0]) is not None or isinstance(values[0], _PLAIN)
+        note = "" if plain else "kept by reference"
         return [(place, str(len(values)), kind, "-", note)]
     rows: list[tuple[str, ...]] = []
     others = [dict(leaves(value)) for value in values[1:]]
     for path, tensor in found:
-        same = all(path in other and other[path].shape == tensor.shape for other in others)
-        shape = str(tuple(tensor.shape)) + ("" if same else " varies")
+        shape = _shape(tensor)
+        same = all(path in other and _shape(other[path]) == shape for other in others)
+        shape += "" if same else " varies"
         dtype = str(tensor.dtype).removeprefix("torch.")
         rows.append((place + show_path(path), str(len(values)), shape, dtype, state))
     return rows

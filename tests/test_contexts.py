@@ -1,0 +1,1120 @@
+"""Entering, leaving, firing, stopping, nesting: what hook, capture and edit have in common."""
+
+import contextlib
+import gc
+import re
+import warnings
+import weakref
+
+import pytest
+import torch
+from helpers import assert_clean
+from models import Failing, Recursive, Swallowing, small
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import hookline as hl
+
+X = torch.arange(12.0).reshape(4, 3) / 10
+
+VERBS = {
+    "capture": lambda model: hl.capture(model, "0"),
+    "edit": lambda model: hl.edit(model, "0", hl.scale(2.0)),
+    "edit of a parameter": lambda model: hl.edit(model, "0.weight", hl.scale(2.0)),
+    "hook": lambda model: hl.hook(model, "0", lambda value: None),
+    "preserve": lambda model: hl.preserve(model),
+    "replace_module": lambda model: hl.replace_module(model, "0", nn.Linear(3, 4)),
+}
+every_verb = pytest.mark.parametrize("make", VERBS.values(), ids=VERBS.keys())
+
+
+class TwoPaths(nn.Module):
+    """Only one of its layers runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.used = nn.Linear(3, 3)
+        self.unused = nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.used(x)
+
+
+# -- entering -------------------------------------------------------------------------------------
+
+
+@every_verb
+def test_nothing_acts_before_it_is_entered(make):
+    model = small()
+    expected, state = model(X), {k: v.clone() for k, v in model.state_dict().items()}
+    context = make(model)
+    assert_clean(model)
+    assert torch.equal(model(X), expected)
+    assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
+    with context:
+        model(X)
+    assert torch.equal(model(X), expected)
+
+
+@every_verb
+def test_what_was_never_entered_warns_when_it_is_collected(make):
+    context = make(small())
+    with pytest.warns(hl.HooklineWarning, match=r"never entered.*with.*attach"):
+        del context
+
+
+@every_verb
+def test_what_was_entered_does_not_warn(make):
+    model = small()
+    context = make(model)
+    with context:
+        model(X)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        del context
+        gc.collect()
+
+
+def test_the_warning_is_one_line_whatever_was_asked_for():
+    model = small()
+    context = hl.capture(model, model)
+    with pytest.warns(hl.HooklineWarning) as caught:
+        del context
+    assert "\n" not in str(caught[0].message)
+
+
+def test_a_constructor_that_raises_does_not_warn_too():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(TypeError, match="model"):
+            hl.capture([1, 2], "0")
+        with pytest.raises(ValueError, match="keep='some'"):
+            hl.capture(small(), "0", keep="some")
+        gc.collect()
+
+
+@every_verb
+def test_entering_twice_raises_and_the_first_entering_still_ends_well(make):
+    model = small()
+    expected = model(X)
+    context = make(model)
+    with pytest.raises(RuntimeError, match="open already"):
+        with context:
+            with context:
+                pass
+    assert torch.equal(model(X), expected)
+    assert_clean(model)
+
+
+@every_verb
+def test_attaching_what_is_entered_raises(make):
+    model = small()
+    expected = model(X)
+    context = make(model)
+    with context:
+        model(X)
+        with pytest.raises(RuntimeError, match="open already"):
+            context.attach()
+    handle = make(model).attach()
+    with pytest.raises(RuntimeError, match="open already"), handle:
+        pass
+    handle.remove()
+    assert torch.equal(model(X), expected)
+    assert_clean(model)
+
+
+def test_entering_again_starts_afresh_with_a_new_record():
+    model = small()
+    context = hl.capture(model, "0")
+    with context as first:
+        model(X), model(X)
+    with context as second:
+        model(X + 1)
+    assert first is not second
+    assert len(first.calls("0")) == 2
+    assert torch.equal(second["0"], model[0](X + 1))
+    assert context.record is second
+    assert_clean(model)
+
+
+def test_entering_again_numbers_calls_from_zero():
+    model, seen = small(), []
+    context = hl.edit(model, "0", lambda v, call: seen.append(call.index) or v)
+    for _ in range(2):
+        with context:
+            model(X), model(X)
+    assert seen == [0, 1, 0, 1]
+
+
+def test_entering_again_after_an_error_and_after_an_attachment():
+    model = small()
+    context = hl.capture(model, "0")
+    with contextlib.suppress(ZeroDivisionError), context:
+        model(X)
+        raise ZeroDivisionError
+    context.attach()
+    model(X), model(X)
+    context.remove()
+    assert len(context.record.calls("0")) == 2
+    with context as record:
+        model(X)
+    assert len(record.calls("0")) == 1
+    assert_clean(model)
+
+
+def test_entering_again_sees_a_model_that_changed():
+    model = small()
+    context = hl.capture(model, "0")
+    with context:
+        model(X)
+    model[0] = nn.Linear(3, 4)
+    with context as record:
+        model(X)
+    assert torch.equal(record["0"], model[0](X))
+    assert_clean(model)
+
+
+def test_places_from_a_generator_are_there_again_at_the_second_entering():
+    model = small()
+    context = hl.capture(model, (name for name in ("0", "2")))
+    for _ in range(2):
+        with context as record:
+            model(X)
+        assert record.places() == ["0", "2"]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda m: hl.capture(m, []),
+        lambda m: hl.capture(m),
+        lambda m: hl.edit(m, [], hl.zero()),
+        lambda m: hl.edit(m, {}),
+        lambda m: hl.hook(m, (), print),
+    ],
+)
+def test_asking_for_no_place_at_all_is_an_error(make):
+    model = small()
+    with pytest.raises((TypeError, ValueError, LookupError), match=r"[Nn]othing|no place"):
+        with make(model):
+            model(X)
+    assert_clean(model)
+
+
+def test_the_record_of_a_capture_that_was_never_entered_cannot_be_read():
+    context = hl.capture(small(), "0")
+    with pytest.raises(hl.NotCaptured, match="never entered"):
+        _ = context.record
+    with pytest.warns(hl.HooklineWarning):
+        del context
+
+
+# -- attaching ------------------------------------------------------------------------------------
+
+
+@every_verb
+def test_attach_returns_the_context_and_remove_may_be_called_twice(make):
+    model = small()
+    expected = model(X)
+    context = make(model)
+    assert context.attach() is context
+    model(X)
+    context.remove()
+    context.remove()
+    assert torch.equal(model(X), expected)
+    assert_clean(model)
+
+
+@every_verb
+def test_removing_what_was_never_entered_does_nothing(make):
+    context = make(small())
+    context.remove()
+    with contextlib.suppress(hl.HooklineWarning), pytest.warns(hl.HooklineWarning):
+        del context
+
+
+def test_the_model_keeps_an_attachment_alive():
+    model = small()
+    expected = model(X) * 2
+    hl.edit(model, "2", hl.scale(2.0)).attach()
+    gc.collect()
+    assert torch.equal(model(X), expected)
+    hl.attached(model).remove()
+    assert_clean(model)
+
+
+def test_the_model_keeps_an_attached_parameter_edit_alive():
+    model = small()
+    before = model[0].weight.detach().clone()
+    hl.edit(model, "0.weight", hl.zero()).attach()
+    gc.collect()
+    assert not model[0].weight.any()
+    hl.attached(model).remove()
+    assert torch.equal(model[0].weight, before)
+    assert_clean(model)
+
+
+def test_the_model_keeps_an_attached_gradient_hook_alive():
+    model, seen = small(), []
+    hl.hook(model, "0.weight:grad", lambda grad: seen.append(grad)).attach()
+    gc.collect()
+    model(X).sum().backward()
+    assert len(seen) == 1
+    hl.attached(model).remove()
+    assert_clean(model)
+
+
+def test_a_tensor_keeps_what_is_attached_to_it_alive():
+    leaf = torch.ones(3, requires_grad=True)
+    hl.edit(leaf, ":grad", hl.scale(0.0)).attach()
+    gc.collect()
+    leaf.sum().backward()
+    assert leaf.grad.tolist() == [0, 0, 0]
+
+
+def test_the_model_keeps_an_attached_replacement_and_preservation_alive():
+    model, old = small(), None
+    old = model[1]
+    hl.replace_module(model, "1", nn.Identity()).attach()
+    hl.preserve(model).attach()
+    gc.collect()
+    assert isinstance(model[1], nn.Identity)
+    assert len(hl.attached(model)) == 2
+    hl.attached(model).remove()
+    assert model[1] is old
+    assert hl.attached(model) == []
+
+
+def test_a_model_with_attachments_can_be_collected():
+    model = small()
+    hl.capture(model, "**").attach()
+    hl.edit(model, ["0", "0.weight", "2:grad_output"], hl.scale(2.0)).attach()
+    model(X)
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+
+
+def test_attachments_can_be_removed_in_any_order():
+    model = nn.Identity()
+    x = torch.ones(1)
+    double = hl.edit(model, "", hl.scale(2.0)).attach()
+    more = hl.edit(model, "", hl.add(1.0)).attach()
+    watch = hl.capture(model, "").attach()
+    assert model(x).item() == 3
+    double.remove()
+    assert model(x).item() == 2
+    watch.remove()
+    assert model(x).item() == 2
+    more.remove()
+    assert model(x).item() == 1
+    assert [v.item() for v in watch.record.calls("")] == [3, 2]
+    assert_clean(model)
+
+
+def test_parameter_edits_can_be_removed_in_any_order():
+    model = small()
+    before = model[0].weight.detach().clone()
+    first = hl.edit(model, "0.weight", hl.scale(2.0)).attach()
+    second = hl.edit(model, "0.weight", hl.add(1.0)).attach()
+    first.remove()
+    assert torch.equal(model[0].weight, before * 2 + 1)
+    second.remove()
+    assert torch.equal(model[0].weight, before)
+    assert_clean(model)
+
+
+def test_with_blocks_can_be_left_in_another_order_than_they_were_entered():
+    model = small()
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    first = hl.edit(model, "0.weight", hl.scale(2.0))
+    second = hl.edit(model, "2.weight", hl.scale(3.0))
+    watch = hl.capture(model, "0")
+    for context in (first, second, watch):
+        context.__enter__()
+    model(X)
+    for context in (first, watch, second):
+        context.__exit__(None, None, None)
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    assert_clean(model)
+
+
+def test_an_attached_capture_fills_its_record_until_it_is_removed():
+    model = small()
+    handle = hl.capture(model, "0").attach()
+    model(X)
+    assert len(handle.record.calls("0")) == 1
+    model(X)
+    assert len(handle.record.calls("0")) == 2
+    handle.remove()
+    model(X)
+    assert len(handle.record.calls("0")) == 2
+
+
+def test_an_attachment_that_never_fired_is_removed_in_silence():
+    handle = hl.capture(TwoPaths(), "unused").attach()
+    handle.remove()
+    with pytest.raises(hl.NeverFired, match="unused"):
+        _ = handle.record["unused"]
+
+
+def test_remove_inside_a_with_block_ends_it_early():
+    model = small()
+    with hl.capture(model, "0") as record:
+        model(X)
+        hl.attached(model).remove()
+        model(X)
+    assert len(record.calls("0")) == 1
+    assert_clean(model)
+
+
+# -- attached -------------------------------------------------------------------------------------
+
+
+def test_attached_lists_what_is_live_in_order_of_entering():
+    model = small()
+    assert hl.attached(model) == []
+    first = hl.hook(model, "2", lambda value: None).attach()
+    second = hl.edit(model, "0.weight", hl.scale(1.0)).attach()
+    with hl.capture(model, "0"), hl.capture(model, "0.bias:grad"):
+        model(X)
+        found = hl.attached(model)
+        assert found[:2] == [first, second]
+        assert len(found) == 4
+        assert "open" in repr(found[2])
+    assert hl.attached(model) == [first, second]
+    assert "attached" in repr(first)
+    first.remove()
+    assert "closed" in repr(first)
+    assert hl.attached(model) == [second]
+    hl.attached(model).remove()
+    assert hl.attached(model) == []
+    assert_clean(model)
+
+
+def test_attached_of_a_part_lists_what_acts_in_that_part():
+    model = nn.Sequential(small(), small())
+    first = hl.hook(model, "0.2", lambda value: None).attach()
+    second = hl.hook(model, "1.2", lambda value: None).attach()
+    assert hl.attached(model[0]) == [first]
+    assert hl.attached(model[1]) == [second]
+    hl.attached(model).remove()
+    assert_clean(model)
+
+
+def test_attached_does_not_list_hooks_of_others():
+    model = small()
+    handle = model[0].register_forward_hook(lambda m, a, o: None)
+    assert hl.attached(model) == []
+    hl.attached(model).remove()
+    assert len(model[0]._forward_hooks) == 1
+    handle.remove()
+
+
+# -- firing ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("port", ["", ":input", ":inputs"])
+def test_a_literal_place_that_never_fired_raises_at_exit_and_gives_the_record(port):
+    model = TwoPaths()
+    with pytest.raises(hl.NeverFired, match=r"'unused.*not called.*module\.forward") as caught:
+        with hl.capture(model, "used", "unused" + port) as record:
+            model(X)
+    assert caught.value.record is record
+    assert torch.equal(record["used"], model.used(X))
+    assert_clean(model)
+
+
+@pytest.mark.parametrize(
+    "where", [lambda m: m.unused, lambda m: [m.used, m.unused], lambda m: (m.unused, ":input")]
+)
+def test_a_module_object_that_never_fired_raises_at_exit(where):
+    model = TwoPaths()
+    with pytest.raises(hl.NeverFired, match="unused"):
+        with hl.capture(model, where(model)):
+            model(X)
+    assert_clean(model)
+
+
+@pytest.mark.parametrize(
+    "where",
+    ["*", "{used,unused}", nn.Linear, re.compile("used"), lambda name, module: "used" in name],
+)
+def test_of_a_wildcard_one_match_must_fire_and_the_rest_is_listed_with_reasons(where):
+    model = TwoPaths()
+    with hl.capture(model, where) as record:
+        model(X)
+    assert record.places() == ["used"]
+    assert list(record.unfired()) == ["unused"]
+    assert "not called" in record.unfired()["unused"]
+    with pytest.raises(hl.NeverFired, match=r"'unused'.*not called"):
+        _ = record["unused"]
+    assert_clean(model)
+
+
+@pytest.mark.parametrize("where", ["*", nn.Linear, re.compile("used"), lambda n, m: "used" in n])
+def test_a_wildcard_of_which_nothing_fired_raises(where):
+    model = TwoPaths()
+    with pytest.raises(hl.NeverFired, match=r"nor any other of the 2 places"):
+        with hl.capture(model, where):
+            pass
+
+
+def test_the_exception_of_the_block_is_not_replaced_by_that_of_a_place_that_never_fired():
+    model = TwoPaths()
+    with pytest.raises(ZeroDivisionError), hl.capture(model, "unused"):
+        raise ZeroDivisionError
+    with pytest.raises(ZeroDivisionError), hl.edit(model, "unused", hl.zero()):
+        raise ZeroDivisionError
+    assert_clean(model)
+
+
+def test_an_edit_or_hook_that_never_applied_raises_at_exit():
+    model = TwoPaths()
+    for context in (
+        hl.edit(model, "unused", hl.zero()),
+        hl.edit(model, {"used": hl.zero(), "unused": hl.zero()}),
+        hl.edit(model, "used", hl.zero(), calls=3),
+        hl.edit(model, "used:grad_output", hl.zero()),
+        hl.edit(model, "used.weight:grad", hl.zero()),
+        hl.hook(model, "unused", print),
+    ):
+        with pytest.raises(hl.NeverFired):
+            with context:
+                model(X)
+        assert_clean(model)
+
+
+def test_a_glob_edit_needs_one_match_that_fired():
+    model = TwoPaths()
+    with hl.edit(model, "*", hl.zero()):
+        assert not model(X).any()
+
+
+def test_a_gradient_place_whose_module_ran_raises_on_read_only():
+    model = small()
+    with hl.capture(model, "0:grad_output", "2:grad_input", "0.weight:grad") as record:
+        model(X)
+    for place in ("0:grad_output", "2:grad_input", "0.weight:grad"):
+        with pytest.raises(hl.GradientNotAvailable, match=re.escape(place)):
+            _ = record[place]
+    assert_clean(model)
+
+
+def test_a_gradient_place_whose_module_never_ran_raises_at_exit():
+    model = TwoPaths()
+    with pytest.raises(hl.NeverFired, match="unused:grad_output"):
+        with hl.capture(model, "unused:grad_output"):
+            model(X).sum().backward()
+
+
+def test_the_reason_names_a_forward_that_was_called_directly():
+    model = small()
+    with pytest.raises(hl.NeverFired, match=r"module\.forward\(x\)"):
+        with hl.capture(model, "0"):
+            model[0].forward(X)
+
+
+def test_the_reason_names_a_module_that_was_taken_out_meanwhile():
+    model = small()
+    with pytest.raises(hl.NeverFired, match="taken out"):
+        with hl.capture(model, "0"):
+            model[0] = nn.Linear(3, 4)
+            model(X)
+    assert_clean(model)
+
+
+def test_a_place_whose_part_is_not_there_gives_that_as_the_reason():
+    model = small()
+    with pytest.raises(hl.NeverFired, match="part never indexes a tensor"):
+        with hl.capture(model, "0[0]"):
+            model(X)
+    assert_clean(model)
+
+
+def test_unfired_can_be_asked_while_the_capture_is_open():
+    model = TwoPaths()
+    with hl.capture(model, "*") as record:
+        assert set(record.unfired()) == {"used", "unused"}
+        model(X)
+        assert set(record.unfired()) == {"unused"}
+
+
+# -- the model changes meanwhile ------------------------------------------------------------------
+
+
+def test_hooks_leave_a_module_that_was_replaced_meanwhile():
+    model = small()
+    old = model[0]
+    with hl.capture(model, "0", "0:input", "0.weight:grad") as record:
+        model(X).sum().backward()
+        model[0] = nn.Linear(3, 4)
+        model(X)
+    assert len(record.calls("0")) == 1
+    assert_clean(model, old)
+
+
+def test_hooks_leave_a_module_that_was_deleted_meanwhile():
+    model = small()
+    old = model[2]
+    with hl.capture(model, "2") as record, hl.edit(model, "2", hl.zero()):
+        model(X)
+        del model[2]
+    assert record.places() == ["2"]
+    assert torch.equal(record["2"], old(model(X)))
+    assert_clean(model, old)
+
+
+def test_a_parameter_that_was_replaced_meanwhile_is_no_trouble():
+    model = small()
+    old = model[0].weight
+    before = old.detach().clone()
+    with hl.edit(model, "0.weight", hl.zero()), hl.capture(model, "0.weight:grad"):
+        model[0].weight = nn.Parameter(torch.ones(4, 3))
+        model(X)
+    assert torch.equal(old, before)
+    assert not old._backward_hooks
+    assert_clean(model)
+
+
+def test_hook_dicts_that_were_cleared_meanwhile_are_no_trouble():
+    model = small()
+    with hl.capture(model, "0", "0:input") as record:
+        model(X)
+        for module in model.modules():
+            module._forward_hooks.clear()
+            module._forward_pre_hooks.clear()
+    assert len(record.calls("0")) == 1
+    assert_clean(model)
+
+
+# -- stop -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", ["0", "1:input", "0:inputs", "2.weight"])
+def test_stop_ends_the_forward_and_the_block_once_every_place_has_fired(place):
+    model, ran = small(), []
+    model[2].register_forward_hook(lambda m, a, o: ran.append("2"))
+    with hl.capture(model, place, stop=True) as record:
+        model(X)
+        ran.append("block")
+    assert ran == []
+    assert len(record.calls(place)) == 1
+    assert not model[1]._forward_hooks
+
+
+def test_stop_waits_for_the_last_place():
+    model = small()
+    with hl.capture(model, "0", "1", stop=True) as record:
+        model(X)
+    assert record.places() == ["0", "1"]
+    with hl.capture(model, "0", stop=True, at=lambda v: v[:1]) as record:
+        model(X)
+    assert torch.equal(record["0"], model[0](X)[:1])
+    assert_clean(model)
+
+
+def test_stop_ends_the_block_only_if_it_was_reached():
+    model = TwoPaths()
+    with hl.capture(model, "*", stop=True) as record:
+        model(X)
+        model(X)
+    assert len(record.calls("used")) == 2
+
+
+def test_stop_passes_except_exception_in_the_model():
+    model = Swallowing(Exception)
+    with hl.capture(model, "first", stop=True) as record:
+        model(X)
+        raise AssertionError("not reached")
+    assert torch.equal(record["first"], model.first(X))
+    assert_clean(model)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_stop_passes_checkpointing(reentrant):
+    model = small()
+    with hl.capture(model, "0", stop=True) as record:
+        checkpoint(model, X.clone().requires_grad_(), use_reentrant=reentrant)
+        raise AssertionError("not reached")
+    assert torch.equal(record["0"], model[0](X))
+    assert_clean(model)
+
+
+def test_a_stop_that_the_model_swallows_is_told():
+    model = Swallowing(BaseException)
+    with pytest.raises(hl.NeverFired, match=r"stop=True.*except") as caught:
+        with hl.capture(model, "first", stop=True) as record:
+            model(X)
+    assert caught.value.record is record
+    assert torch.equal(record["first"], model.first(X))
+    assert_clean(model)
+
+
+def test_a_stop_ends_only_its_own_capture():
+    model = small()
+    with hl.capture(model, "1", stop=True) as outer:
+        with hl.capture(model, "0", stop=True) as inner:
+            model(X)
+        assert inner.places() == ["0"]
+        model(X)
+        raise AssertionError("not reached")
+    assert outer.places() == ["1"]
+    with hl.capture(model, "0", stop=True) as outer:
+        with hl.capture(model, "**") as inner:
+            model(X)
+        raise AssertionError("not reached")
+    assert outer.places() == ["0"]
+    assert_clean(model)
+
+
+def test_a_stop_undoes_the_edits_inside():
+    model = small()
+    before = model[0].weight.detach().clone()
+    with hl.capture(model, "0", stop=True) as record:
+        with hl.edit(model, "0.weight", hl.zero()), hl.edit(model, "2", hl.zero()):
+            model(X)
+    assert torch.equal(record["0"], model[0].bias.expand(4, 4))
+    assert torch.equal(model[0].weight, before)
+    assert_clean(model)
+
+
+def test_stop_can_be_entered_again():
+    model = small()
+    context = hl.capture(model, "0", stop=True)
+    for shift in (0, 1):
+        with context as record:
+            model(X + shift)
+            raise AssertionError("not reached")
+        assert torch.equal(record["0"], model[0](X + shift))
+
+
+def test_stop_is_refused_for_gradients_and_for_attachments():
+    model = small()
+    with pytest.raises(ValueError, match="stop=True.*gradient"):
+        with hl.capture(model, "0", "0:grad_output", stop=True):
+            pass
+    context = hl.capture(model, "0", stop=True)
+    with pytest.raises(ValueError, match=r"stop=True.*attach"):
+        context.attach()
+    with context:
+        model(X)
+    assert_clean(model)
+
+
+def test_the_exception_of_the_block_survives_stop():
+    model = small()
+    with pytest.raises(ZeroDivisionError), hl.capture(model, "0", stop=True):
+        raise ZeroDivisionError
+
+
+# -- keep and calls -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", ["0", "0:input", "0:inputs[input]"])
+def test_keep_first_and_last(place):
+    model = small()
+    with (
+        hl.capture(model, place, keep="first") as first,
+        hl.capture(model, place, keep="last") as last,
+        hl.capture(model, place) as every,
+    ):
+        for shift in range(3):
+            model(X + shift)
+    assert torch.equal(first[place], every[place, 0])
+    assert torch.equal(last[place], every[place, 2])
+    assert len(first.calls(place)) == len(last.calls(place)) == 1
+    with pytest.raises(hl.SeveralCalls, match=r"3 of them"):
+        _ = every[place]
+
+
+def test_keep_last_of_an_input_is_that_of_the_last_call_also_after_a_failed_one():
+    model = small()
+    with hl.capture(model, "0:input", keep="last") as record:
+        with contextlib.suppress(RuntimeError):
+            model(torch.ones(1, 7))
+        model(X)
+    assert torch.equal(record["0:input"], X)
+
+
+def test_keep_first_and_last_of_gradients():
+    model = small()
+    places = ("2:grad_output", "2:grad_input", "2.weight:grad")
+    with (
+        hl.capture(model, *places, keep="first") as first,
+        hl.capture(model, *places, keep="last") as last,
+    ):
+        for factor in (1.0, 2.0, 3.0):
+            (model(X).sum() * factor).backward()
+    for place in places:
+        assert len(first.calls(place)) == len(last.calls(place)) == 1
+        assert torch.allclose(last[place], first[place] * 3)
+
+
+@pytest.mark.parametrize(
+    ("calls", "expected"),
+    [
+        (0, [0]),
+        (2, [2]),
+        (slice(1, 3), [1, 2]),
+        (slice(None, None, 2), [0, 2, 4]),
+        (slice(3, None), [3, 4]),
+        ({0, 4}, [0, 4]),
+        ([1], [1]),
+        (range(2), [0, 1]),
+        (None, [0, 1, 2, 3, 4]),
+    ],
+)
+@pytest.mark.parametrize("place", ["0", "0:input"])
+def test_calls_restricts_an_edit_to_some_calls(calls, expected, place):
+    model = nn.Sequential(nn.Identity())
+    with hl.edit(model, place, hl.zero(), calls=calls):
+        changed = [n for n in range(5) if not model(torch.ones(1)).any()]
+    assert changed == expected
+    assert_clean(model)
+
+
+# -- nesting --------------------------------------------------------------------------------------
+
+
+def test_a_capture_inside_an_edit_sees_the_edited_value_and_one_outside_the_original():
+    model = small()
+    bare = model[0](X)
+    with hl.capture(model, "0", "1:input") as outside:
+        with hl.edit(model, "0", hl.scale(2.0)):
+            with hl.capture(model, "0", "1:input") as inside:
+                model(X)
+    assert torch.equal(outside["0"], bare)
+    assert torch.equal(inside["0"], bare * 2)
+    assert torch.equal(outside["1:input"], bare * 2)
+    assert torch.equal(inside["1:input"], bare * 2)
+    assert_clean(model)
+
+
+def test_a_capture_of_an_input_inside_and_outside_an_edit_of_it():
+    model = small()
+    with hl.capture(model, "0:input") as outside:
+        with hl.edit(model, "0:input", hl.add(1.0)):
+            with hl.capture(model, "0:input", "0") as inside:
+                model(X)
+    assert torch.equal(outside["0:input"], X)
+    assert torch.equal(inside["0:input"], X + 1)
+    assert torch.equal(inside["0"], model[0](X + 1))
+
+
+def test_a_forward_hook_of_the_user_sees_the_edited_input():
+    model, seen = small(), []
+    handle = model[0].register_forward_hook(lambda m, args, out: seen.append(args[0]))
+    with hl.edit(model, "0:input", hl.add(1.0)):
+        model(X)
+    handle.remove()
+    assert torch.equal(seen[0], X + 1)
+
+
+def test_captures_of_gradients_inside_and_outside_an_edit():
+    model = small()
+    place = "2:grad_output"
+    with hl.capture(model, place) as outside:
+        with hl.edit(model, place, hl.scale(3.0)):
+            with hl.capture(model, place) as inside:
+                model(X).sum().backward()
+    assert torch.equal(outside[place], torch.ones(4, 2))
+    assert torch.equal(inside[place], torch.ones(4, 2) * 3)
+    assert_clean(model)
+
+
+def test_edits_stack_in_the_order_they_were_entered():
+    model = nn.Sequential(nn.Identity())
+    x = torch.ones(1)
+    with hl.edit(model, "0", hl.scale(10.0)), hl.edit(model, "0", hl.add(1.0)):
+        assert model(x).item() == 11
+    with hl.edit(model, "0", hl.add(1.0)), hl.edit(model, "0", hl.scale(10.0)):
+        assert model(x).item() == 20
+    with hl.edit(model, "0:input", hl.add(1.0)), hl.edit(model, "0:input", hl.scale(10.0)):
+        assert model(x).item() == 20
+    with hl.edit(model, "0:input", hl.add(1.0)), hl.edit(model, "0", hl.scale(10.0)):
+        assert model(x).item() == 20
+    assert_clean(model)
+
+
+def test_parameter_edits_stack_and_come_off_one_by_one():
+    model = small()
+    before = model[0].weight.detach().clone()
+    with hl.edit(model, "0.weight", hl.scale(2.0)):
+        with hl.edit(model, "0.weight", hl.add(1.0)):
+            assert torch.equal(model[0].weight, before * 2 + 1)
+        assert torch.equal(model[0].weight, before * 2)
+    assert torch.equal(model[0].weight, before)
+    assert_clean(model)
+
+
+def test_an_edit_of_a_value_changes_neither_what_a_capture_kept_nor_the_model_afterwards():
+    model = small()
+    bare = model(X)
+    with hl.capture(model, "**", detach=True) as outside, hl.edit(model, "**", lambda v: v.mul_(2)):
+        model(X)
+    assert torch.equal(outside["0"], model[0](X))
+    assert torch.equal(model(X), bare)
+
+
+# -- shared, recursive and unusual modules --------------------------------------------------------
+
+
+def test_one_module_under_two_names_is_one_place_with_two_calls():
+    layer = nn.Linear(3, 3)
+    model = nn.Sequential(layer, layer)
+    with hl.capture(model, "*", "1:input") as record:
+        out = model(X)
+    assert record.places() == ["0", "0:input"]
+    assert len(record.calls("0")) == len(record.calls("1")) == 2
+    assert torch.equal(record["1", 1], out)
+    assert torch.equal(record["0:input", 1], record["0", 0])
+    assert_clean(model)
+
+
+def test_tied_weights_of_two_modules_are_two_places():
+    model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+    model[1].weight = model[0].weight
+    with hl.capture(model, "*", "0.weight:grad") as record:
+        model(X).sum().backward()
+    assert record.places() == ["0", "0.weight:grad", "1"]
+    assert torch.equal(record["0.weight:grad"], model[0].weight.grad)
+
+
+def test_a_cell_in_a_loop_gives_one_call_a_step():
+    cell = nn.LSTMCell(3, 2)
+    state, states = None, []
+    with hl.capture(cell, "", ":inputs", "[0]", ":inputs[hx][0]") as record:
+        for _ in range(5):
+            state = cell(X, state)
+            states.append(state)
+    assert len(record.calls("")) == len(record.calls(":inputs")) == 5
+    assert all(torch.equal(a, b) for a, (b, _) in zip(record.calls("[0]"), states, strict=True))
+    hidden = record.calls(":inputs[hx][0]")
+    assert torch.equal(hidden[-1], states[3][0])
+
+
+def test_inputs_and_outputs_of_a_recursive_module_pair_up():
+    model = Recursive()
+    with hl.capture(model, ":inputs", "", "lin") as record:
+        model(X, depth=3)
+    inputs, outputs = record.calls(":inputs"), record.calls("")
+    assert [given.get("depth", 0) for given in inputs] == [0, 1, 2, 3]
+    for given, out in zip(inputs, outputs, strict=True):
+        assert torch.equal(model(**given), out)
+    assert len(record.calls("lin")) == 1
+    assert_clean(model)
+
+
+def test_inputs_and_outputs_pair_up_when_an_inner_call_raises_and_is_caught():
+    class Trying(nn.Module):
+        def forward(self, depth):
+            if depth == 0:
+                raise ValueError
+            try:
+                self(depth - 1)
+            except ValueError:
+                return depth * 10
+            return depth * 100
+
+    model = Trying()
+    with hl.capture(model, ":input", "") as record:
+        model(3)
+    pairs = list(zip(record.calls(":input"), record.calls(""), strict=False))
+    assert pairs == [(1, 10), (2, 200), (3, 300)]
+    assert_clean(model)
+
+
+def test_inputs_and_outputs_pair_up_when_a_call_raises_and_is_tried_again():
+    class Retry(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Failing(ValueError())
+
+        def forward(self, x):
+            try:
+                return self.inner(x)
+            except ValueError:
+                self.inner.error = None
+                return self.inner(x + 1)
+
+    model = Retry()
+    with hl.capture(model, "inner:input", "inner", "inner.first:input", "inner.first") as record:
+        model(X)
+    assert torch.equal(record["inner:input", 0], X + 1)
+    assert len(record.calls("inner")) == 1
+    assert len(record.calls("inner.first")) == len(record.calls("inner.first:input")) == 2
+    assert torch.equal(record["inner.first:input", 0], X)
+    assert_clean(model)
+
+
+def test_a_context_entered_while_a_module_runs_keeps_inputs_and_outputs_paired():
+    model, handles = small(), []
+
+    def enter(m, args, out):
+        if not handles:
+            handles.append(hl.capture(model, "", ":input").attach())
+
+    handle = model[0].register_forward_hook(enter)
+    model(X), model(X + 1)
+    handles[0].remove()
+    handle.remove()
+    record = handles[0].record
+    assert torch.equal(record.calls(":input")[-1], X + 1)
+    assert torch.equal(record.calls("")[-1], model(X + 1))
+    assert_clean(model)
+
+
+def test_a_module_may_use_hookline_inside_its_own_forward():
+    class Inward(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin = nn.Linear(3, 3)
+
+        def forward(self, x):
+            with hl.capture(self, "lin") as record:
+                self.lin(x)
+            return record["lin"] * 2
+
+    model = Inward()
+    with hl.capture(model, "", "lin") as record:
+        out = model(X)
+    assert torch.equal(out, model.lin(X) * 2)
+    assert torch.equal(record["lin"], model.lin(X))
+    assert_clean(model)
+
+
+def test_a_generator_forward_is_left_alone_and_its_modules_are_captured_as_they_run():
+    class Stream(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin = nn.Linear(3, 3)
+
+        def forward(self, x):
+            for row in x:
+                yield self.lin(row)
+
+    model = Stream()
+    with hl.capture(model, "", ":input", "lin") as record:
+        stream = model(X)
+        assert "lin" not in record
+        rows = list(stream)
+    assert record[""] is stream
+    assert len(record.calls("lin")) == 4
+    assert all(torch.equal(a, b) for a, b in zip(rows, record.calls("lin"), strict=True))
+    assert_clean(model)
+
+
+def test_an_async_forward_is_captured_as_it_is_awaited():
+    import asyncio
+
+    class Async(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin = nn.Linear(3, 3)
+
+        async def forward(self, x):
+            await asyncio.sleep(0)
+            return self.lin(x)
+
+    model = Async()
+
+    async def main():
+        with hl.capture(model, ":input", "lin") as record:
+            one = await model(X)
+            two, three = await asyncio.gather(model(X + 1), model(X + 2))
+        return record, [one, two, three]
+
+    record, outs = asyncio.run(main())
+    assert len(record.calls(":input")) == 3
+    assert all(torch.equal(a, b) for a, b in zip(outs, record.calls("lin"), strict=True))
+    assert_clean(model)
+
+
+# -- checkpointing --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_recomputed_call_is_captured_once(reentrant):
+    model = small()
+    x = X.clone().requires_grad_()
+    places = ["*", "*:input", "", ":input", "0.weight"]
+    with hl.capture(model, *places) as record:
+        out = checkpoint(model, x, use_reentrant=reentrant)
+        out = out + checkpoint(model, x + 1, use_reentrant=reentrant)
+        out.sum().backward()
+    assert {place: len(record.calls(place)) for place in record.places()} == {
+        place: 2 for place in ("", ":input", "0", "0:input", "0.weight", "1", "1:input", "2", "2:input")
+    }
+    expected = torch.autograd.grad((model(x) + model(x + 1)).sum(), x)[0]
+    assert torch.equal(x.grad, expected)
+    assert_clean(model)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_capture_changes_no_gradient_under_checkpointing(reentrant):
+    model = small()
+    x = X.clone().requires_grad_()
+    bare = torch.autograd.grad((checkpoint(model, x, use_reentrant=False) ** 2).sum(), x)[0]
+    with hl.capture(model, "**", "**:input"):
+        (checkpoint(model, x, use_reentrant=reentrant) ** 2).sum().backward()
+    assert torch.equal(x.grad, bare)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("calls", [0, 1, None])
+def test_an_edit_of_some_calls_is_repeated_in_their_recomputation(reentrant, calls):
+    model = nn.Linear(3, 3)
+
+    def gradient(run):
+        x = X.clone().requires_grad_()
+        with hl.edit(model, "", lambda v: v**2, calls=calls):
+            (run(run(x)) ** 2).sum().backward()
+        return x.grad
+
+    expected = gradient(model)
+    assert torch.allclose(gradient(lambda x: checkpoint(model, x, use_reentrant=reentrant)), expected)
+    assert_clean(model)
+
+
+class InBackward(torch.autograd.Function):
+    """Calls a function during the backward."""
+
+    @staticmethod
+    def forward(ctx, x, function):
+        ctx.function = function
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        with torch.enable_grad():
+            ctx.function()
+        return grad, None
+
+
+@pytest.mark.parametrize("places", [["0"], ["0", "0:input"], ["0:input"], ["0.weight"]])
+def test_calls_in_a_context_that_was_entered_inside_a_backward_are_no_recomputations(places):
+    model, records = small(), []
+
+    def run():
+        with hl.capture(model, *places) as record:
+            model(X), model(X + 1), model(X + 2)
+        records.append(record)
+
+    InBackward.apply(torch.ones(1, requires_grad=True), run).sum().backward()
+    assert [len(records[0].calls(place)) for place in places] == [3] * len(places)
+    assert_clean(model)
+
+
+def test_outputs_of_a_recursive_module_that_first_runs_inside_a_backward_are_all_kept():
+    model, lengths = Recursive(), []
+
+    def run():
+        with hl.capture(model, "", ":input") as record:
+            model(X, depth=2)
+        lengths.append((len(record.calls("")), len(record.calls(":input"))))
+
+    InBackward.apply(torch.ones(1, requires_grad=True), run).sum().backward()
+    assert lengths == [(3, 3)]

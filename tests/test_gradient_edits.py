@@ -1,0 +1,794 @@
+"""Edited and hooked gradients: what flows on is what the change made of it, and nothing else moves.
+
+The oracle cuts the graph at the module and changes by hand what crosses the cut.
+"""
+
+import contextlib
+import gc
+import threading
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from helpers import FOLLOWING, assert_clean, weigh
+from models import MAKERS, VIEWERS, EndsInLinear, Giving, QueryKeyValue, small
+from torch import nn
+from torch.autograd import Function
+
+import hookline as hl
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+def shift(g):
+    return g * 3 + 1
+
+
+def bare(module, inputs, rest, at_output=None, at_input=None):
+    """The gradients of inputs and parameters, changed by hand where the graph is cut."""
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    output = module(*leaves)
+    leaf = output.detach().clone().requires_grad_()
+    (grad,) = torch.autograd.grad(rest(leaf.clone()), leaf)
+    wanted = [*leaves, *module.parameters()]
+    grad = at_output(grad) if at_output else grad
+    found = list(torch.autograd.grad(output, wanted, grad, allow_unused=True))
+    found[0] = at_input(found[0]) if at_input else found[0]
+    return found
+
+
+def edited(context, module, inputs, rest):
+    """The same gradients by one backward in a context."""
+    module.zero_grad()
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    with context:
+        rest(module(*(leaf * 1 for leaf in leaves))).backward()
+    assert_clean(module)
+    return [tensor.grad for tensor in (*leaves, *module.parameters())]
+
+
+def assert_same(found, expected):
+    assert [g is None for g in found] == [g is None for g in expected]
+    for one, other in zip(found, expected, strict=True):
+        if one is not None:
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+IN_PLACE = ["nothing", "relu_", "a part changed", "used, then changed", "summed (stride 0)"]
+
+
+@pytest.mark.parametrize("following", IN_PLACE)
+@pytest.mark.parametrize("made", MAKERS)
+def test_an_edited_output_gradient_flows_on_as_the_change_made_it(made, following):
+    make, shapes = MAKERS[made]
+    module, inputs, rest = make(), [torch.randn(shape) for shape in shapes], FOLLOWING[following]
+    expected = bare(module, inputs, rest, at_output=shift)
+    assert_same(edited(hl.edit(module, ":grad_output", shift), module, inputs, rest), expected)
+
+
+@pytest.mark.parametrize("following", IN_PLACE)
+@pytest.mark.parametrize("made", MAKERS)
+def test_an_edited_input_gradient_flows_on_as_the_change_made_it(made, following):
+    make, shapes = MAKERS[made]
+    module, inputs, rest = make(), [torch.randn(shape) for shape in shapes], FOLLOWING[following]
+    expected = bare(module, inputs, rest, at_input=shift)
+    assert_same(edited(hl.edit(module, ":grad_input", shift), module, inputs, rest), expected)
+
+
+@pytest.mark.parametrize("made", MAKERS)
+@pytest.mark.parametrize("port", ["grad_output", "grad_input", "grad_inputs"])
+def test_hooks_that_only_look_change_no_bit_and_see_what_a_capture_sees(made, port):
+    make, shapes = MAKERS[made]
+    module, inputs = make(), [torch.randn(shape) for shape in shapes]
+    rest, seen = FOLLOWING["relu_"], []
+
+    def look(g):
+        seen.append(g.clone())
+        g.zero_()  # it was given a copy
+
+    expected = edited(contextlib.nullcontext(), module, inputs, rest)
+    context = hl.hook(module, f":{port}", look)
+    found = edited(context, module, inputs, rest)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+    capture = hl.capture(module, f":{port}")
+    edited(capture, module, inputs, rest)
+    captured = capture.record[f":{port}"]
+    captured = list(captured.values()) if isinstance(captured, dict) else [captured]
+    assert len(seen) == len(captured)
+    for g in captured:
+        assert any(g.shape == s.shape and torch.allclose(g, s, atol=1e-6) for s in seen)
+
+
+# -- what a capture must refuse, an edit can make distinct ----------------------------------------
+
+
+@pytest.mark.parametrize("viewed", VIEWERS)
+@pytest.mark.parametrize("port", ["grad_output", "grad_input"])
+def test_a_view_of_the_input_beside_a_residual_is_edited_alone(viewed, port):
+    make, shape = VIEWERS[viewed]
+    module, x = make(), torch.randn(shape)
+    change = {port.replace("grad", "at"): shift}
+    (expected,) = bare(module, [x], weigh, **change)
+    leaf = x.clone().requires_grad_()
+    with hl.edit(module, f":{port}", shift):
+        made = leaf * 1
+        (weigh(module(made)) + 7 * made.sum()).backward()
+    torch.testing.assert_close(leaf.grad, expected + 7)
+
+
+@pytest.mark.parametrize("viewed", sorted(VIEWERS.keys() - {"an expansion of the input"}))
+@pytest.mark.parametrize("port", ["grad_output", "grad_input"])
+def test_a_view_of_the_input_that_is_changed_in_place_is_edited_or_refused(viewed, port):
+    make, shape = VIEWERS[viewed]
+    module, x, rest = make(), torch.randn(shape), FOLLOWING["relu_"]
+    expected = bare(module, [x], rest, **{port.replace("grad", "at"): shift})
+    try:
+        found = edited(hl.edit(module, f":{port}", shift), module, [x], rest)
+    except (hl.NeverFired, hl.GradientNotAvailable) as error:
+        reason = str(error)
+    else:
+        reason = "in place"
+        assert_same(found, expected)
+    assert "in place" in reason
+    assert_clean(module)
+
+
+def test_a_gradient_edit_leaves_a_write_through_a_view_alone():
+    flat, x = nn.Flatten(), torch.ones(2, 3, requires_grad=True)
+    with contextlib.suppress(hl.NeverFired), hl.edit(flat, ":grad_output", shift):
+        h = x * 1
+        flat(h).mul_(2)
+        h.sum().backward()
+    assert torch.equal(h, torch.full((2, 3), 2.0))
+    assert_clean(flat)
+
+
+@pytest.mark.parametrize("module", [nn.Identity(), nn.Dropout(0.5).eval(), nn.Sequential()])
+@pytest.mark.parametrize("place", [":grad_output", ":grad_input"])
+def test_a_module_that_returns_its_input_is_edited_alone(module, place):
+    leaf = torch.randn(3, requires_grad=True)
+    with hl.edit(module, place, lambda g: g * 10):
+        x = leaf * 1
+        (module(x) + 7 * x).sum().backward()
+    assert leaf.grad.tolist() == [17, 17, 17]
+    assert_clean(module)
+
+
+def test_an_output_from_which_another_is_computed_is_edited_alone():
+    def forward(x):
+        c = x * 1
+        return c * 2, c
+
+    module = Giving(forward)
+    leaf = torch.ones(2, requires_grad=True)
+    with hl.edit(module, ":grad_output[1]", hl.scale(10.0)):
+        h, c = module(leaf)
+        (h + c).sum().backward()
+    assert leaf.grad.tolist() == [12, 12]
+
+
+def test_one_branch_of_an_addition_leaves_its_sibling_right():
+    left, right = nn.Linear(2, 2), nn.Linear(2, 2)
+    model = nn.ModuleDict({"left": left, "right": right})
+    x = torch.randn(3, 2)
+    with hl.capture(model, "right:grad_output") as record:
+        with hl.edit(model, "left:grad_output", lambda g: g.mul_(0)):  # in place, on purpose
+            (left(x) + right(x)).sum().backward()
+    assert left.bias.grad.tolist() == [0, 0]
+    assert right.bias.grad.tolist() == [3, 3]
+    assert torch.equal(record["right:grad_output"], torch.ones(3, 2))
+
+
+def test_query_key_and_value_are_edited_by_part():
+    model, x = QueryKeyValue(), torch.randn(2, 3, 4)
+    with hl.edit(model, ":grad_output[1]", hl.zero()):
+        q, k, v = model(x)
+        (q + 2 * k + 3 * v).sum().backward()
+    grad = model.proj.bias.grad.view(3, 4)
+    assert grad[:, 0].tolist() == [6, 0, 18]
+
+
+def test_a_ready_change_on_several_tensors_lists_the_parts():
+    model, x = QueryKeyValue(), torch.randn(2, 3, 4)
+    with pytest.raises(hl.SeveralTensors, match=r"\[0\].*\[1\].*\[2\].*Name one"):
+        with hl.edit(model, ":grad_output", hl.zero()):
+            model(x)
+    assert_clean(model)
+
+
+def test_one_tensor_in_three_arguments_is_edited_as_one():
+    attention = nn.MultiheadAttention(4, 2, batch_first=True)
+    x = torch.randn(2, 3, 4)
+    whole, edited_one, edited_all = (x.clone().requires_grad_() for _ in range(3))
+    weigh(attention(whole, whole, whole)[0]).backward()
+    with hl.capture(attention, ":input") as record, hl.edit(attention, ":grad_input", shift):
+        weigh(attention(edited_one, edited_one, edited_one)[0]).backward()
+    torch.testing.assert_close(edited_one.grad, shift(whole.grad))
+    assert record[":input"] is edited_one
+    with hl.edit(attention, ":grad_inputs", shift):
+        weigh(attention(edited_all, edited_all, edited_all)[0]).backward()
+    torch.testing.assert_close(edited_all.grad, shift(whole.grad))
+
+
+def test_one_tensor_returned_twice_is_edited_once():
+    module = Giving(lambda x: (x * 2,) * 2)
+    leaf = torch.ones(2, requires_grad=True)
+    with hl.edit(module, ":grad_output", lambda g: g * 10):
+        first, second = module(leaf)
+        (first + 3 * second).sum().backward()
+    assert leaf.grad.tolist() == [80, 80]
+
+
+def test_inputs_that_depend_on_each_other_are_edited_apart():
+    block = Giving(lambda x, y: x * 2 + y * 3)
+    leaf = torch.ones(2, requires_grad=True)
+    with hl.edit(block, {":grad_inputs[0]": hl.scale(10.0), ":grad_inputs[1]": hl.scale(100.0)}):
+        x = leaf * 1
+        block(x, x * 5).sum().backward()
+    assert leaf.grad.tolist() == [1520, 1520]
+
+
+@pytest.mark.parametrize("shape", [(1, 2), (1, 3, 2)])
+def test_the_input_of_a_module_that_works_in_place_is_refused_at_once(shape):
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(inplace=True))
+    with pytest.raises(hl.GradientNotAvailable, match=r"'1:grad_input'.*in place.*grad_output"):
+        with hl.edit(model, "1:grad_input", shift):
+            model(torch.ones(shape))
+    assert_clean(model)
+
+
+def test_arguments_by_name_are_edited_too():
+    class Named(nn.Module):
+        def forward(self, *, value, factor=None):
+            return value * factor
+
+    module = Named()
+    value, factor = torch.ones(2, requires_grad=True), torch.full((2,), 3.0, requires_grad=True)
+    with hl.edit(module, ":grad_inputs[factor]", hl.scale(10.0)):
+        module(value=value, factor=factor).sum().backward()
+    assert value.grad.tolist() == [3, 3]
+    assert factor.grad.tolist() == [10, 10]
+
+
+def test_an_argument_that_a_call_has_not_is_an_error_that_says_so():
+    class Masked(nn.Module):
+        def forward(self, x, mask=None):
+            return x * 2
+
+    module = Masked()
+    with pytest.raises(
+        hl.PlaceError, match=r"'grad_inputs\[mask\]|:grad_inputs\[mask\].*not \[mask"
+    ):
+        with hl.edit(module, ":grad_inputs[mask]", hl.scale(2.0)):
+            module(torch.ones(2, requires_grad=True)).sum().backward()
+    assert_clean(module)
+
+
+# -- nesting --------------------------------------------------------------------------------------
+
+PLACES = {
+    "output": (lambda: nn.Linear(2, 2), ":grad_output", (3, 2)),
+    "output that is a view": (lambda: nn.Linear(2, 2), ":grad_output", (1, 3, 2)),
+    "output of a block that is a view": (lambda: EndsInLinear(2), ":grad_output", (1, 3, 2)),
+    "output that is a view of the input": (nn.Flatten, ":grad_output", (1, 3, 2)),
+    "output of a Sequential": (lambda: nn.Sequential(nn.Linear(2, 2)), ":grad_output", (1, 3, 2)),
+    "input": (lambda: nn.Linear(2, 2), ":grad_input", (3, 2)),
+    "inputs": (lambda: nn.Linear(2, 2), ":grad_inputs[input]", (3, 2)),
+    "input of a view": (nn.Flatten, ":grad_input", (1, 3, 2)),
+    "parameter": (lambda: nn.Linear(2, 2), "weight:grad", (3, 2)),
+}
+
+
+def layered(model, place, layers, backward):
+    """Enter the layers, outermost first; the gradients that its captures have read."""
+    records = []
+    with contextlib.ExitStack() as stack:
+        for layer in layers:
+            if layer == "capture":
+                records.append(stack.enter_context(hl.capture(model, place)))
+            else:
+                stack.enter_context(hl.edit(model, place, layer))
+        backward()
+    return [record[place] for record in records]
+
+
+@pytest.mark.parametrize("kind", PLACES)
+def test_a_capture_sees_the_edits_that_were_entered_before_it(kind):
+    make, place, shape = PLACES[kind]
+    model, leaf = make(), torch.randn(shape, requires_grad=True)
+
+    def backward():
+        weigh(model(leaf * 1)).backward()
+
+    (original,) = layered(model, place, ["capture"], backward)
+    layers = ["capture", lambda g: g + 1, "capture", lambda g: g * 10, "capture"]
+    outer, middle, inner = layered(model, place, layers, backward)
+    torch.testing.assert_close(outer, original)
+    torch.testing.assert_close(middle, original + 1)
+    torch.testing.assert_close(inner, (original + 1) * 10)
+    assert_clean(model)
+
+
+@pytest.mark.parametrize("kind", PLACES)
+@pytest.mark.parametrize("reverse", [False, True])
+def test_edits_stack_in_the_order_of_entering(kind, reverse):
+    make, place, shape = PLACES[kind]
+    model, leaf = make(), torch.randn(shape, requires_grad=True)
+    watched = model.weight if place == "weight:grad" else leaf
+
+    def backward():
+        leaf.grad = None
+        model.zero_grad()
+        weigh(model(leaf * 1)).backward()
+        return watched.grad.clone()
+
+    steps = [lambda g: g + 1, lambda g: g * 10]
+    steps = steps[::-1] if reverse else steps
+    with hl.edit(model, place, steps[0]), hl.edit(model, place, steps[1]):
+        nested = backward()
+    with hl.edit(model, place, lambda g: steps[1](steps[0](g))):
+        at_once = backward()
+    torch.testing.assert_close(nested, at_once)
+    assert not torch.allclose(nested, backward())
+
+
+def test_a_plain_tensor_nests_like_a_place():
+    leaf = torch.ones(2, requires_grad=True)
+    y = leaf * 1
+    layers = ["capture", lambda g: g + 1, "capture", lambda g: g * 10, "capture"]
+    found = layered(y, ":grad", layers, lambda: y.sum().backward())
+    assert [g.tolist() for g in found] == [[1, 1], [2, 2], [20, 20]]
+    assert leaf.grad.tolist() == [20, 20]
+    assert not y._backward_hooks
+
+
+def test_a_module_that_returns_its_input_nests_like_any_other_under_an_edit():
+    module, leaf = nn.Identity(), torch.ones(2, requires_grad=True)
+    with hl.edit(module, ":grad_output", lambda g: g + 1):
+        with hl.capture(module, ":grad_output") as record:
+            with hl.edit(module, ":grad_output", lambda g: g * 10):
+                x = leaf * 1
+                (module(x) + 7 * x).sum().backward()
+    assert record[":grad_output"].tolist() == [2, 2]
+    assert leaf.grad.tolist() == [27, 27]
+
+
+@pytest.mark.parametrize("shape", [(1, 2), (1, 3, 2)])
+@pytest.mark.parametrize("edit_first", [False, True])
+def test_what_flows_into_a_child_is_what_the_parents_edit_made_of_it(shape, edit_first):
+    model = nn.Sequential(nn.Linear(2, 2))  # its output is its child's, the same tensor
+    verbs = [hl.edit(model, ":grad_output", hl.scale(10.0)), hl.capture(model, "0:grad_output")]
+    capture = verbs[1]
+    with contextlib.ExitStack() as stack:
+        for verb in verbs if edit_first else verbs[::-1]:
+            stack.enter_context(verb)
+        model(torch.ones(shape)).sum().backward()
+    assert torch.equal(capture.record["0:grad_output"], torch.full(shape, 10.0))
+
+
+@pytest.mark.parametrize("shape", [(1, 2), (1, 3, 2)])
+@pytest.mark.parametrize("edit_first", [False, True])
+def test_what_flows_into_a_parent_is_before_its_childs_edit(shape, edit_first):
+    model = nn.Sequential(nn.Linear(2, 2))
+    verbs = [hl.edit(model, "0:grad_output", hl.scale(10.0)), hl.capture(model, ":grad_output")]
+    capture = verbs[1]
+    with contextlib.ExitStack() as stack:
+        for verb in verbs if edit_first else verbs[::-1]:
+            stack.enter_context(verb)
+        model(torch.ones(shape)).sum().backward()
+    assert torch.equal(capture.record[":grad_output"], torch.ones(shape))
+
+
+@pytest.mark.parametrize("edit_first", [False, True])
+@pytest.mark.parametrize(("edited_at", "factor"), [("", 1), ("0", 10)])
+def test_the_inputs_of_parent_and_child_are_two_places(edit_first, edited_at, factor):
+    model, leaf = nn.Sequential(nn.Linear(2, 2)), torch.ones(1, 2, requires_grad=True)
+    captured_at = "0" if edited_at == "" else ""
+    verbs = [
+        hl.edit(model, f"{edited_at}:grad_input", hl.scale(10.0)),
+        hl.capture(model, f"{captured_at}:grad_input"),
+    ]
+    capture = verbs[1]
+    with contextlib.ExitStack() as stack:
+        for verb in verbs if edit_first else verbs[::-1]:
+            stack.enter_context(verb)
+        model(leaf).sum().backward()
+    own = model[0].weight.sum(0, keepdim=True)
+    torch.testing.assert_close(capture.record[f"{captured_at}:grad_input"], own * factor)
+    torch.testing.assert_close(leaf.grad, own * 10)
+
+
+@pytest.mark.parametrize("parent_first", [False, True])
+@pytest.mark.parametrize("shape", [(1, 2), (1, 3, 2)])
+def test_edits_of_parent_and_child_apply_in_the_order_of_the_backward(parent_first, shape):
+    model = nn.Sequential(nn.Linear(2, 2))
+    parent = hl.edit(model, ":grad_output", lambda g: g + 1)
+    child = hl.edit(model, "0:grad_output", lambda g: g * 10)
+    first, second = (parent, child) if parent_first else (child, parent)
+    with first, second:
+        model(torch.ones(shape)).sum().backward()
+    rows = torch.ones(shape).numel() / 2
+    assert model[0].bias.grad.tolist() == [20 * rows, 20 * rows]
+
+
+# -- calls and passes -----------------------------------------------------------------------------
+
+
+def test_calls_choose_forward_calls():
+    lin = nn.Linear(2, 2)
+    leaves = [torch.ones(1, 2, requires_grad=True) for _ in range(3)]
+    for port in ("grad_output", "grad_input"):
+        for leaf in leaves:
+            leaf.grad = None
+        with hl.edit(lin, f":{port}", hl.zero(), calls={0, 2}):
+            outputs = [lin(leaf) for leaf in leaves]
+            for output in reversed(outputs):
+                output.sum().backward()
+        assert [bool(leaf.grad.any()) for leaf in leaves] == [False, True, False]
+
+
+def test_calls_choose_passes_of_a_parameter():
+    lin, x, seen = nn.Linear(2, 2), torch.ones(1, 2), []
+    with hl.edit(lin, "bias:grad", lambda g, call: seen.append(call.index) or g * 0, calls=1):
+        for _ in range(3):
+            lin(x).sum().backward()
+    assert seen == [1]
+    assert lin.bias.grad.tolist() == [2, 2]
+
+
+@pytest.mark.parametrize("verb", ["hook", "edit"])
+def test_a_function_is_told_the_forward_call_of_a_gradient(verb):
+    lin, seen = nn.Linear(2, 2), []
+    leaf = torch.ones(1, 2, requires_grad=True)
+
+    def note(g, call):
+        seen.append((str(call.place), call.index, call.module is lin))
+        return g
+
+    with getattr(hl, verb)(lin, [":grad_output", ":grad_input", "bias:grad"], note):
+        outputs = lin(leaf), lin(leaf)
+        outputs[1].sum().backward()
+        outputs[0].sum().backward()
+    for place, indices in {
+        ":grad_output": [1, 0],
+        ":grad_input": [1, 0],
+        "bias:grad": [0, 1],
+    }.items():
+        assert [index for name, index, _ in seen if name == place] == indices
+    assert all(right for _, _, right in seen)
+
+
+def test_an_edit_applies_in_every_pass():
+    lin, x = nn.Linear(2, 2), torch.ones(1, 3, 2)
+    with hl.edit(lin, ":grad_output", hl.scale(10.0)):
+        y = lin(x)
+        y.sum().backward(retain_graph=True)
+        y.sum().backward()
+    assert lin.bias.grad.tolist() == [60, 60]
+
+
+def test_each_call_of_a_recursive_module_has_its_own_edit():
+    class Recursive(nn.Module):
+        def forward(self, x, depth):
+            return x * 1 if depth == 0 else self(x, depth - 1) * 2 + x
+
+    model, leaf = Recursive(), torch.ones(2, requires_grad=True)
+    with hl.edit(model, ":grad_input", hl.scale(10.0)):
+        model(leaf, 1).sum().backward()
+    assert leaf.grad.tolist() == [210, 210]  # (2 * 10 + 1) * 10
+
+
+def test_each_call_of_a_module_that_returns_its_input_has_its_own_edit():
+    same = nn.Identity()
+    model, leaf = nn.Sequential(same, same), torch.ones(2, requires_grad=True)
+
+    def change(g, call):
+        return g * 10 if call.index == 0 else g + 1
+
+    for port in ("grad_input", "grad_output"):
+        leaf.grad = None
+        with hl.edit(model, f"0:{port}", change):
+            model(leaf).sum().backward()
+        assert leaf.grad.tolist() == [20, 20]
+
+
+def test_an_edit_can_be_attached_for_a_whole_training():
+    model, x = small(), torch.randn(4, 3)
+    handle = hl.edit(model, "0.weight:grad", hl.zero()).attach()
+    before = model[0].weight.detach().clone()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(x).pow(2).sum().backward()
+        optimizer.step()
+    assert torch.equal(model[0].weight, before)
+    handle.remove()
+    assert_clean(model)
+    model(x).pow(2).sum().backward()
+    assert model[0].weight.grad.any()
+
+
+# -- parameters and plain tensors -----------------------------------------------------------------
+
+
+def test_noise_on_a_bias_gradient():
+    lin = nn.Linear(3, 1)
+    with hl.edit(lin, "bias:grad", hl.noise(0.5, seed=7)):
+        lin(torch.full((8, 3), 10.0)).backward(torch.full((8, 1), 1.5))
+    assert lin.weight.grad.tolist() == [[120, 120, 120]]
+    difference = lin.bias.grad.item() - 12
+    assert 0 < abs(difference) < 3
+    lin.zero_grad()
+    with hl.edit(lin, "bias:grad", hl.noise(0.5, seed=7)):
+        lin(torch.full((8, 3), 10.0)).backward(torch.full((8, 1), 1.5))
+    assert lin.bias.grad.item() - 12 == difference
+
+
+def test_a_parameters_gradient_is_edited_in_autograd_grad_too():
+    lin = nn.Linear(3, 1)
+    with hl.edit(lin, "bias:grad", lambda g: g + 100):
+        (grad,) = torch.autograd.grad(lin(torch.ones(8, 3)).sum(), lin.bias)
+    assert grad.item() == 108
+
+
+def test_only_this_backwards_share_is_edited():
+    lin = nn.Linear(3, 1)
+    lin.bias.grad = torch.tensor([1000.0])
+    with hl.edit(lin, "bias:grad", hl.scale(10.0)):
+        lin(torch.ones(8, 3)).sum().backward()
+    assert lin.bias.grad.item() == 1080
+
+
+@pytest.mark.parametrize("where", ["**.weight:grad", ["a.weight:grad", "b.weight:grad"]])
+def test_a_tied_parameters_gradient_is_edited_once(where):
+    model = nn.ModuleDict({name: nn.Linear(2, 2, bias=False) for name in "ab"})
+    model["b"].weight = model["a"].weight
+    with hl.edit(model, where, hl.scale(10.0)):
+        (model["a"](torch.ones(1, 2)) + model["b"](torch.ones(1, 2))).sum().backward()
+    assert torch.equal(model["a"].weight.grad, torch.full((2, 2), 20.0))
+    assert_clean(model)
+
+
+def test_a_frozen_parameters_edit_says_why_it_never_applied():
+    model = small()
+    model[0].weight.requires_grad_(False)
+    with pytest.raises(hl.NeverFired, match=r"'0\.weight:grad'.*does not require grad"):
+        with hl.edit(model, "0.weight:grad", hl.zero()):
+            model(torch.ones(1, 3)).sum().backward()
+    assert_clean(model)
+
+
+@pytest.mark.parametrize("verb", ["edit", "hook"])
+def test_a_plain_tensor_can_be_edited_and_hooked(verb):
+    leaf = torch.ones(2, requires_grad=True)
+    y = leaf * 2
+    with getattr(hl, verb)(y, ":grad", lambda g: g + 1):
+        y.sum().backward(retain_graph=True)
+    assert leaf.grad.tolist() == [4, 4]
+    y.sum().backward()
+    assert leaf.grad.tolist() == [6, 6]
+
+
+def test_only_a_slice_of_a_gradient_can_be_edited():
+    lin, leaf = nn.Linear(2, 2), torch.ones(3, 2, requires_grad=True)
+    with hl.edit(lin, [":grad_output", ":grad_input"], hl.zero(), at=np.s_[0]):
+        lin(leaf).sum().backward()
+    assert lin.bias.grad.tolist() == [2, 2]
+    assert leaf.grad[0].tolist() == [0, 0]
+    assert leaf.grad[1].any()
+
+
+# -- under autocast, create_graph, in other threads -----------------------------------------------
+
+
+@pytest.mark.parametrize("change", [hl.noise(0.1), hl.scale(torch.ones(4)), hl.clamp(max=0.5)])
+@pytest.mark.parametrize("port", ["grad_output", "grad_input"])
+def test_an_edit_keeps_the_dtype_of_a_gradient_under_autocast(change, port):
+    model, leaf = nn.Linear(4, 4), torch.randn(2, 4, requires_grad=True)
+    place = f":{port}"
+    with hl.capture(model, place) as before, hl.edit(model, place, change):
+        with hl.capture(model, place) as after, torch.autocast("cpu", torch.bfloat16):
+            model(leaf).float().sum().backward()
+    dtype = torch.bfloat16 if port == "grad_output" else torch.float32
+    assert before[place].dtype == after[place].dtype == dtype
+    assert leaf.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("port", ["grad_output", "grad_input"])
+def test_an_edit_is_part_of_a_differentiable_backward(port):
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+    x = torch.randn(5, 3)
+
+    def penalty(change_output=None, change_input=None):
+        leaf = x.clone().requires_grad_()
+        h = model[0](leaf)
+        handle = h.register_hook(change_output or (lambda g: g))
+        (grad,) = torch.autograd.grad(model[2](torch.tanh(h)).pow(2).sum(), leaf, create_graph=True)
+        handle.remove()
+        grad = change_input(grad) if change_input else grad
+        return torch.autograd.grad(grad.pow(2).sum(), list(model.parameters()), allow_unused=True)
+
+    expected = penalty(**{port.replace("grad", "change"): lambda g: g.pow(2)})
+    leaf = x.clone().requires_grad_()
+    with hl.edit(model, f"0:{port}", lambda g: g.pow(2)):
+        (grad,) = torch.autograd.grad(model(leaf).pow(2).sum(), leaf, create_graph=True)
+    found = torch.autograd.grad(grad.pow(2).sum(), list(model.parameters()), allow_unused=True)
+    assert_same(found, expected)
+
+
+def test_a_backward_in_another_thread_is_edited():
+    lin = nn.Linear(2, 2)
+    with hl.edit(lin, ":grad_output", hl.scale(10.0)):
+        loss = lin(torch.ones(1, 2)).sum()
+        thread = threading.Thread(target=loss.backward)
+        thread.start()
+        thread.join()
+    assert lin.bias.grad.tolist() == [10, 10]
+
+
+# -- errors ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", ["0:grad_output", "2:grad_input", "0.weight:grad"])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda g: g[:1], r"<lambda>.*\(1, "),
+        (lambda g: None, "returned None"),
+        (lambda g: g.double(), "float64"),
+        (hl.add(torch.ones(7, 9)), r"\(7, 9\).*does not broadcast"),
+    ],
+)
+def test_a_change_that_does_not_fit_is_told_in_the_backward_and_nothing_is_left(
+    place, change, message
+):
+    model, x = small(), torch.randn(5, 3)
+    with pytest.raises(hl.ChangeError, match=message) as caught:
+        with hl.edit(model, place, change):
+            model(x).sum().backward()
+    assert place in str(caught.value) + "".join(getattr(caught.value, "__notes__", ()))
+    assert_clean(model)
+    model.zero_grad()
+    model(x).sum().backward()
+    assert model[0].weight.grad is not None
+
+
+@pytest.mark.parametrize("verb", ["edit", "hook"])
+@pytest.mark.parametrize("shape", [(5, 3), (5, 2, 3)])
+@pytest.mark.parametrize("port", ["grad_output", "grad_input"])
+def test_a_users_exception_in_the_backward_keeps_its_type_and_names_the_place(verb, shape, port):
+    class Mine(Exception):
+        pass
+
+    def fail(g):
+        raise Mine("no")
+
+    model = small()
+    leaf = torch.randn(shape, requires_grad=True)
+    with pytest.raises(Mine, match="no") as caught:
+        with getattr(hl, verb)(model, f"2:{port}", fail):
+            model(leaf).sum().backward()
+    assert f"2:{port}" in "".join(caught.value.__notes__)
+    assert_clean(model)
+
+
+def test_an_edit_without_a_backward_raises_at_exit():
+    lin = nn.Linear(2, 2)
+    with pytest.raises(hl.NeverFired, match=r"':grad_output'.*No backward ran"):
+        with hl.edit(lin, ":grad_output", hl.zero()):
+            y = lin(torch.ones(1, 3, 2))
+    y.sum().backward()
+    assert lin.bias.grad.tolist() == [3, 3]
+    assert_clean(lin)
+
+
+class Nothing(Function):
+    """Gives no gradient at all."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None
+
+
+@pytest.mark.parametrize("shape", [(1, 2), (1, 3, 2)])
+@pytest.mark.parametrize("verb", ["edit", "hook"])
+def test_a_gradient_that_arrives_as_none_is_not_edited(shape, verb):
+    lin, leaf = nn.Linear(2, 2), torch.ones(shape, requires_grad=True)
+    with pytest.raises(hl.NeverFired, match="arrived"):
+        with getattr(hl, verb)(lin, [":grad_output", ":grad_input", "bias:grad"], lambda g: g * 2):
+            Nothing.apply(lin(leaf)).sum().backward()
+    assert leaf.grad is None
+    assert_clean(lin)
+
+
+# -- nothing else changes, nothing is left --------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(3, 4), (2, 3, 4)])
+def test_an_edit_that_changes_nothing_changes_no_bit_of_a_model_with_inplace_operations(shape):
+    class Awkward(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block, self.lin, self.act = EndsInLinear(4), nn.Linear(4, 4), nn.ReLU(inplace=True)
+            self.drop = nn.Dropout(0.1)
+
+        def forward(self, x):
+            y = self.block(x)
+            y += x
+            y = self.act(self.lin(y))
+            y = self.drop(y) + y
+            y[..., :1].mul_(2)
+            z = self.lin(y)
+            return z.relu_()
+
+    model, x = Awkward().eval(), torch.randn(shape)
+    results = []
+    for context in (contextlib.nullcontext(), hl.edit(model, "**:grad_output", lambda g: g)):
+        model.zero_grad()
+        with context:
+            y = model(x)
+            weigh(y).backward()
+        results.append([y, *(p.grad for p in model.parameters())])
+    for before, now in zip(*results, strict=True):
+        assert torch.equal(before, now)
+        assert before.stride() == now.stride()
+    assert_clean(model)
+
+
+def test_no_graph_is_kept_alive_by_an_edit():
+    model = nn.Sequential(EndsInLinear(4), nn.ReLU(inplace=True), nn.Linear(4, 2))
+    x = torch.randn(2, 3, 4)
+    gc.collect()
+    gc.disable()
+    try:
+        with hl.edit(model, ["**:grad_output", "0:grad_input"], lambda g: g):
+            h = x.requires_grad_() * 1
+            alive = weakref.ref(h)
+            y = model(h)
+            y.sum().backward()
+            del h, y
+            assert alive() is None
+    finally:
+        gc.enable()
+
+
+def test_an_edit_ends_with_its_with_even_where_the_graph_lives_on():
+    lin, leaf = nn.Linear(2, 2), torch.ones(1, 3, 2, requires_grad=True)
+    with hl.edit(lin, [":grad_output", ":grad_input", "bias:grad"], hl.scale(10.0)):
+        y = lin(leaf)
+        y.sum().backward(retain_graph=True)
+    lin.zero_grad()
+    y.sum().backward()
+    assert lin.bias.grad.tolist() == [3, 3]
+    assert_clean(lin)
+
+
+@pytest.mark.parametrize("ours_first", [True, False])
+@pytest.mark.parametrize("shape", [(1, 2), (1, 3, 2)])
+def test_a_users_own_tensor_hook_applies_beside_an_edit(ours_first, shape):
+    lin = nn.Linear(2, 2)
+
+    def add_one(module, args, output):
+        output.register_hook(lambda g: g + 1)
+
+    with contextlib.ExitStack() as stack:
+        edit = hl.edit(lin, ":grad_output", lambda g: g * 10)
+        if ours_first:
+            stack.enter_context(edit)
+        stack.callback(lin.register_forward_hook(add_one).remove)
+        if not ours_first:
+            stack.enter_context(edit)
+        lin(torch.ones(shape)).sum().backward()
+    rows = torch.ones(shape).numel() // 2
+    orders = [11, 20]  # ours then theirs, theirs then ours; a hook that is set later runs later
+    assert lin.bias.grad[0].item() / rows in (orders[:1] if ours_first else orders)
+    assert_clean(lin)

@@ -1,0 +1,1183 @@
+"""Captured gradients are those that plain torch computes, or reading them says why not.
+
+The oracle cuts the graph: the module's output becomes a leaf, whose gradient is grad_output; that,
+pulled back through the module alone, gives grad_input.
+"""
+
+import contextlib
+import dataclasses
+import gc
+import subprocess
+import sys
+import threading
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from helpers import FOLLOWING, assert_clean, assert_exact_or_refused, cut, weigh
+from models import MAKERS, VIEWERS, EndsInLinear, Giving, QueryKeyValue, small
+from torch import nn
+from torch.autograd import Function
+
+import hookline as hl
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+def run(module, inputs, rest, *places, **options):
+    """A record of one forward and backward on inputs that other operations have made."""
+    made = [x.detach().clone().requires_grad_() * 1 for x in inputs]
+    with hl.capture(module, *places, **options) as record:
+        rest(module(*made)).backward()
+    assert_clean(module)
+    return record
+
+
+@pytest.mark.parametrize("following", FOLLOWING)
+@pytest.mark.parametrize("made", MAKERS)
+def test_gradients_equal_those_of_the_cut_graph(made, following):
+    make, shapes = MAKERS[made]
+    module, inputs, rest = make(), [torch.randn(shape) for shape in shapes], FOLLOWING[following]
+    grad_output, grad_inputs = cut(module, inputs, rest)
+    record = run(module, inputs, rest, ":grad_output", ":grad_input", ":grad_inputs")
+    assert torch.equal(record[":grad_output"], grad_output)
+    torch.testing.assert_close(record[":grad_input"], grad_inputs[0], rtol=1e-5, atol=1e-6)
+    found = list(record[":grad_inputs"].values())
+    torch.testing.assert_close(found, list(grad_inputs), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("viewed", VIEWERS)
+def test_gradients_of_views_of_the_input_are_exact(viewed):
+    make, shape = VIEWERS[viewed]
+    module, x = make(), torch.randn(shape)
+    grad_output, (grad_input,) = cut(module, [x], weigh)
+    residual = torch.randn(shape)
+
+    made = x.clone().requires_grad_() * 1
+    with hl.capture(module, ":grad_output", ":grad_input") as record:
+        (weigh(module(made)) + (made * residual).sum()).backward()
+    assert torch.equal(record[":grad_output"], grad_output)
+    assert torch.equal(record[":grad_input"], grad_input)
+
+
+@pytest.mark.parametrize("viewed", sorted(VIEWERS.keys() - {"an expansion of the input"}))
+@pytest.mark.parametrize("place", [":grad_output", ":grad_input"])
+def test_a_view_of_the_input_that_was_changed_in_place_is_exact_or_refused(viewed, place):
+    make, shape = VIEWERS[viewed]
+    module, x = make(), torch.randn(shape)
+    rest = FOLLOWING["relu_"]
+    grad_output, (grad_input,) = cut(module, [x], rest)
+    record = run(module, [x], rest, place)
+    expected = grad_output if place == ":grad_output" else grad_input
+    assert_exact_or_refused(record, place, expected, "in place")
+
+
+# -- what cannot be told apart is refused ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("module", [nn.Identity(), nn.Dropout(0.5).eval(), nn.Sequential()])
+@pytest.mark.parametrize("place", [":grad_output", ":grad_input"])
+def test_a_module_that_returns_its_input_is_refused_on_read(module, place):
+    x = torch.randn(3, requires_grad=True)
+    made = x * 1
+    with hl.capture(module, place) as record:
+        y = module(made)
+        assert y is made
+        (weigh(y) + 5 * made.sum()).backward()
+    assert torch.equal(x.grad, torch.linspace(-1, 1, 3) + 5)
+    with pytest.raises(hl.GradientNotAvailable, match="a tensor that it was given"):
+        record[place]
+    assert_clean(module)
+
+
+def test_a_parameter_that_a_module_returns_is_refused_on_read():
+    module = nn.Linear(2, 2)
+    returns = Giving(lambda x: module.weight)
+    with hl.capture(returns, ":grad_output") as record:
+        (returns(torch.ones(1)) * 2 + module.weight).sum().backward()
+    with pytest.raises(hl.GradientNotAvailable, match="had before"):
+        record[":grad_output"]
+
+
+def test_the_input_of_a_later_block_is_refused_where_dropout_and_residual_share_it():
+    class Residual(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin, self.drop = nn.Linear(4, 4), nn.Dropout(0.1)
+
+        def forward(self, x):
+            h = self.lin(x)
+            return self.drop(h) + h * 3
+
+    model = Residual().eval()
+    x = torch.randn(2, 4)
+    with hl.capture(model, "drop:grad_output", "lin:grad_output") as record:
+        weigh(model(x)).backward()
+    weights = torch.linspace(-1, 1, 8).reshape(2, 4)
+    torch.testing.assert_close(record["lin:grad_output"], weights * 4)
+    with pytest.raises(hl.GradientNotAvailable, match=r"'drop:grad_output'.*Ask for the mod"):
+        record["drop:grad_output"]
+
+
+def test_a_part_that_is_refused_is_never_none():
+    module = Giving(lambda x, y: (x, x * 2 + y))
+    x, y = (torch.ones(2, requires_grad=True) * n for n in (1, 2))
+    with hl.capture(module, ":grad_output", ":grad_inputs") as record:
+        first, second = module(x, y)
+        (first * 3 + second).sum().backward()
+    assert record[":grad_output[1]"].tolist() == [1, 1]
+    assert next(g for g in record[":grad_inputs[1]"]).item() == 1
+    for place in (":grad_output", ":grad_output[0]", ":grad_inputs", ":grad_inputs[0]"):
+        with pytest.raises(hl.GradientNotAvailable, match="a tensor that it was given"):
+            record[place]
+
+
+def test_an_output_from_which_another_is_computed_is_refused():
+    cell = nn.LSTMCell(2, 3)  # h is computed from c, inside
+    x, state = torch.randn(4, 2), None
+    with hl.capture(cell, ":grad_output") as record:
+        states = []
+        for _ in range(2):
+            state = cell(x, state)
+            states.append(state[0])
+        weigh(states[-1]).backward()
+    assert torch.equal(record[":grad_output[0]", 1], torch.linspace(-1, 1, 12).reshape(4, 3))
+    with pytest.raises(hl.GradientNotAvailable, match="another output"):
+        record[":grad_output[1]", 0]
+    with pytest.raises(hl.GradientNotAvailable, match="another output"):
+        record[":grad_output", 0]
+
+
+def test_an_input_that_the_output_does_not_depend_on_is_told():
+    module = Giving(lambda x, y: x * 2)
+    x, y = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    with hl.capture(module, ":grad_inputs[1]", ":grad_inputs") as record:
+        module(x, y).sum().backward()
+    assert record[":grad_inputs"][1] is None
+    with pytest.raises(hl.GradientNotAvailable, match="no gradient flows"):
+        record[":grad_inputs[1]"]
+
+
+def test_an_argument_that_a_call_has_not_is_told():
+    class Masked(nn.Module):
+        def forward(self, x, mask=None):
+            return x * 2
+
+    module = Masked()
+    with hl.capture(module, ":grad_inputs[mask]") as record:
+        module(torch.ones(2, requires_grad=True)).sum().backward()
+    with pytest.raises(hl.GradientNotAvailable, match=r"not \[mask\]"):
+        record[":grad_inputs[mask]"]
+
+
+@pytest.mark.parametrize("place", ["1:grad_input", "0:grad_output", "1:grad_output"])
+def test_an_inplace_relu_after_a_view_is_exact_or_refused(place):
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True))
+    x = torch.randn(2, 3, 4)
+    at_lin, _ = cut(model[0], [x], lambda y: weigh(y.relu()))
+    at_relu, _ = cut(model, [x], weigh)
+    record = run(model, [x], weigh, place)
+    if place == "1:grad_input":
+        with pytest.raises(hl.GradientNotAvailable, match="in place"):
+            record[place]
+    else:
+        assert torch.equal(record[place], at_lin if place == "0:grad_output" else at_relu)
+
+
+def test_an_inplace_relu_after_no_view_is_exact_everywhere():
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 2))
+    x = torch.randn(3, 4)
+    at_lin, _ = cut(model[0], [x], lambda y: weigh(model[2](y.relu())))
+    at_relu, _ = cut(model[:2], [x], lambda y: weigh(model[2](y)))
+    record = run(model, [x], weigh, "*:grad_output", "*:grad_input")
+    assert torch.equal(record["0:grad_output"], at_lin)
+    assert torch.equal(record["1:grad_input"], at_lin)
+    assert torch.equal(record["1:grad_output"], at_relu)
+    assert torch.equal(record["2:grad_input"], at_relu)
+
+
+def test_a_part_changed_in_place_does_not_crash_the_process():
+    code = """
+import torch, hookline as hl
+from torch import nn
+class Part(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(4, 4)
+    def forward(self, x):
+        y = self.lin(x)
+        y[:, :1].add_(1)
+        return y
+model, x = Part(), torch.randn(2, 3, 4)
+for verb in (hl.capture(model, "**:grad_output", "**:grad_input", ":grad_output"),
+             hl.hook(model, ["lin:grad_output", ":grad_output"], lambda g: None)):
+    with verb as record:
+        model(x).sum().backward()
+with hl.capture(model, "lin:grad_output") as record:
+    model(x).sum().backward()
+assert torch.equal(record["lin:grad_output"], torch.ones(2, 3, 4))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+# -- wholes and parts -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "split",
+    [
+        lambda h: h.chunk(3, -1),
+        lambda h: h.split(4, -1),
+        lambda h: h.unflatten(-1, (3, 4)).unbind(-2),
+        lambda h: h.unflatten(-1, (3, 4)).movedim(-2, 0),
+        lambda h: [h[..., :4], h[..., 4:8], h[..., 8:]],
+        lambda h: [part.transpose(-1, -2) for part in h.chunk(3, -1)],
+        lambda h: [part.clone() for part in h.chunk(3, -1)],
+    ],
+    ids=["chunk", "split", "unbind", "iterated", "slices", "transposed", "copies"],
+)
+@pytest.mark.parametrize("shape", [(2, 4), (2, 3, 4)])
+def test_query_key_and_value_have_their_own_gradients(split, shape):
+    model, x = QueryKeyValue(split=split), torch.randn(shape)
+
+    def loss(q, k, v):
+        return weigh(q.sin() * k.cos()) + weigh(v.exp())
+
+    leaves = [part.detach().clone().requires_grad_() for part in model(x)]
+    expected = torch.autograd.grad(loss(*leaves), leaves)
+    with hl.capture(model, ":grad_output") as record:
+        loss(*model(x)).backward()
+    assert isinstance(record[":grad_output"], tuple)
+    for n in range(3):
+        assert torch.equal(record[f":grad_output[{n}]"], expected[n])
+
+
+def test_one_of_three_slices_can_be_changed_in_place():
+    def split(h):
+        return h[..., :4], h[..., 4:8], h[..., 8:]
+
+    model, x = QueryKeyValue(split=split), torch.randn(2, 3, 4)
+
+    def loss(q, k, v):
+        q.mul_(3)
+        return weigh(q.sin() * k.cos()) + weigh(v.exp())
+
+    leaves = [part.detach().clone().requires_grad_() for part in model(x)]
+    expected = torch.autograd.grad(loss(*(leaf.clone() for leaf in leaves)), leaves)
+    with hl.capture(model, ":grad_output") as record:
+        loss(*model(x)).backward()
+    for n in range(3):
+        assert torch.equal(record[f":grad_output[{n}]"], expected[n])
+
+
+@pytest.mark.parametrize("shape", [(2, 4), (2, 3, 4)])
+def test_a_module_that_returns_a_feature_beside_a_view_of_it_tells_what_it_can(shape):
+    model = Giving(lambda x: x.exp().view(-1))
+    inner = nn.Sequential(model)
+    kept = []
+    model.gives = lambda x: (kept.append(x.exp()), kept[0].view(-1))[1]
+    x = torch.randn(shape, requires_grad=True)
+    with hl.capture(inner, ":grad_output", "0:grad_output") as record:
+        (weigh(inner(x)) + 5 * kept[0].sum()).backward()
+    expected = torch.linspace(-1, 1, x.numel())
+    assert torch.equal(record[":grad_output"], expected)
+    assert torch.equal(record["0:grad_output"], expected)
+
+
+def test_an_expanded_output_has_the_gradient_of_every_copy():
+    model = nn.Sequential(nn.Linear(4, 4), Giving(lambda x: x.expand(3, *x.shape)))
+    grad_output, _ = cut(model, [torch.ones(2, 4)], weigh)
+    record = run(model, [torch.ones(2, 4)], weigh, ":grad_output", "1:grad_output")
+    assert torch.equal(record[":grad_output"], grad_output)
+    assert torch.equal(record["1:grad_output"], grad_output)
+
+
+@pytest.mark.parametrize("wrap", [lambda m: m, nn.Sequential], ids=["alone", "in a Sequential"])
+@pytest.mark.parametrize("following", ["nothing", "summed (stride 0)", "iadd"])
+def test_the_real_view_of_a_complex_value_is_exact_or_refused(wrap, following):
+    model = wrap(Giving(lambda x: torch.view_as_real(torch.fft.fft(x))))
+    x, rest = torch.randn(2, 4), FOLLOWING[following]
+    expected, _ = cut(model, [x], rest)
+    record = run(model, [x], rest, ":grad_output")
+    if following == "iadd":
+        assert_exact_or_refused(record, ":grad_output", expected, "in place")
+    else:
+        assert torch.equal(record[":grad_output"], expected)
+
+
+def test_an_lstm_with_the_loss_on_its_last_state():
+    lstm, x = nn.LSTM(2, 3, num_layers=2), torch.randn(4, 1, 2, requires_grad=True)
+    with hl.capture(lstm, ":grad_output", ":grad_input", ":grad_output[1][0]") as record:
+        weigh(lstm(x)[1][0]).backward()
+    output, (h, c) = record[":grad_output"]
+    assert output is None
+    assert c is None
+    assert torch.equal(h, torch.linspace(-1, 1, 6).reshape(2, 1, 3))
+    assert torch.equal(record[":grad_output[1][0]"], h)
+    torch.testing.assert_close(record[":grad_input"], x.grad)
+    with pytest.raises(hl.NotCaptured, match="a part never indexes a tensor"):
+        record[":grad_output[1][0][0]"]
+
+
+@dataclasses.dataclass
+class Output:
+    logits: torch.Tensor
+    hidden: torch.Tensor | None = None
+    step: int = 3
+
+
+@pytest.mark.parametrize(
+    "pack",
+    [
+        lambda a, b: {"logits": a, "hidden": b},
+        Output,
+        lambda a, b: [a, [b, None], 7],
+        lambda a, b: {"both": (a, b), "name": "x"},
+    ],
+)
+def test_gradients_mirror_the_structure_of_the_output(pack):
+    module = Giving(lambda x: pack(x * 2, x.exp()))
+    x = torch.randn(3, requires_grad=True)
+    with hl.capture(module, ":grad_output") as record:
+        a, b = (tensor for _, tensor in hl.core.nested.leaves(module(x)))
+        (weigh(a) + 3 * b.sum()).backward()
+    found = record[":grad_output"]
+    assert type(found) is type(pack(x, x))
+    tensors = [tensor for _, tensor in hl.core.nested.leaves(found)]
+    assert torch.equal(tensors[0], torch.linspace(-1, 1, 3))
+    assert torch.equal(tensors[1], torch.full((3,), 3.0))
+
+
+def test_a_part_that_gets_no_gradient_is_none():
+    module = Giving(lambda x: Output(x * 2, x.exp()))
+    x = torch.randn(3, requires_grad=True)
+    with hl.capture(module, ":grad_output") as record:
+        module(x).logits.sum().backward()
+    assert record[":grad_output"].logits.tolist() == [1, 1, 1]
+    assert record[":grad_output"].hidden is None
+    assert record[":grad_output[hidden]"] is None
+
+
+def test_topk_has_a_gradient_for_its_values_only():
+    module = Giving(lambda x: x.topk(2))
+    x = torch.tensor([1.0, 5.0, 3.0], requires_grad=True)
+    with hl.capture(module, ":grad_output", ":grad_input") as record:
+        (module(x).values * torch.tensor([2.0, 7.0])).sum().backward()
+    assert type(record[":grad_output"]).__name__ == "topk"
+    assert record[":grad_output"].values.tolist() == [2, 7]
+    assert record[":grad_output"].indices is None
+    assert record[":grad_input"].tolist() == [0, 2, 7]
+
+
+def test_an_integer_part_is_not_the_reason_for_a_missing_gradient():
+    module = Giving(lambda x: x.topk(2))
+    x = torch.randn(3, requires_grad=True)
+    with hl.capture(module, ":grad_output") as record:
+        module(x)
+        x.sum().backward()
+    with pytest.raises(hl.GradientNotAvailable, match="no gradient arrived"):
+        record[":grad_output"]
+
+
+def test_the_same_tensor_returned_twice_has_one_gradient_at_both_positions():
+    module = Giving(lambda x: (x * 2,) * 2)
+    with hl.capture(module, ":grad_output") as record:
+        first, second = module(torch.ones(2, requires_grad=True))
+        assert first is second
+        (first + 3 * second).sum().backward()
+    assert [g.tolist() for g in record[":grad_output"]] == [[4, 4], [4, 4]]
+
+
+def test_a_distribution_and_a_packed_sequence_keep_their_kind():
+    normal = Giving(lambda x: torch.distributions.Normal(x * 2, x.exp()))
+    x = torch.randn(3, requires_grad=True)
+    with hl.capture(normal, ":grad_output") as record:
+        output = normal(x)
+        (output.loc * 3 + output.scale * 4).sum().backward()
+    assert record[":grad_output[loc]"].tolist() == [3, 3, 3]
+    assert record[":grad_output"].scale.tolist() == [4, 4, 4]
+    assert "grad_output[loc]" in repr(record)
+
+    lstm = nn.LSTM(2, 3)
+    packed = nn.utils.rnn.pack_sequence([torch.randn(3, 2), torch.randn(2, 2)])
+    with hl.capture(lstm, ":grad_output") as record:
+        lstm(packed)[0].data.sum().backward()
+    assert isinstance(record[":grad_output"][0], nn.utils.rnn.PackedSequence)
+    assert torch.equal(record[":grad_output[0][data]"], torch.ones(5, 3))
+
+
+# -- inputs ---------------------------------------------------------------------------------------
+
+
+def test_inputs_that_depend_on_each_other_have_their_own_shares():
+    block = Giving(lambda x, y: x * 2 + y * 3)
+    x = torch.randn(3, requires_grad=True)
+    with hl.capture(block, ":grad_inputs", ":grad_input") as record:
+        made = x * 1
+        block(made, made.sin()).sum().backward()
+    assert record[":grad_input"].tolist() == [2, 2, 2]
+    assert [g.tolist() for g in record[":grad_inputs"].values()] == [[2, 2, 2], [3, 3, 3]]
+    torch.testing.assert_close(x.grad, 2 + 3 * x.detach().cos())
+
+
+def test_the_input_depends_on_a_tensor_that_is_an_input_too():
+    block = Giving(lambda x, y: x * 2 + y * 3)
+    leaf = torch.ones(2, requires_grad=True)
+    with hl.capture(block, ":grad_inputs") as record:
+        block(leaf.view(2, 1), leaf).sum().backward()
+    assert [g.tolist() for g in record[":grad_inputs"].values()] == [[[4], [4]], [6, 6]]
+
+
+def in_a_thread(function):
+    """What a function returns that runs in a thread of its own."""
+    found = []
+    thread = threading.Thread(target=lambda: found.append(function()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def made_in_a_thread(leaf):
+    """A tensor and one computed from it, whose nodes have higher numbers than a fresh thread's."""
+
+    def make():
+        for _ in range(200):
+            leaf.sin()
+        x = leaf * 1
+        return x, x.sin()
+
+    return in_a_thread(make)
+
+
+def test_threads_number_their_nodes_apart_and_shares_stay_exact():
+    block = Giving(lambda x, y: x * 2 + y * 3)
+    x, y = made_in_a_thread(torch.randn(3, requires_grad=True))
+
+    def use():
+        with hl.capture(block, ":grad_inputs", ":grad_input") as record:
+            block(x, y).sum().backward()
+        return record
+
+    record = in_a_thread(use)
+    assert record[":grad_input"].tolist() == [2, 2, 2]
+    assert [g.tolist() for g in record[":grad_inputs"].values()] == [[2, 2, 2], [3, 3, 3]]
+
+
+def test_what_another_thread_made_is_not_taken_for_the_modules_own():
+    identity = nn.Identity()
+    x, _ = made_in_a_thread(torch.randn(3, requires_grad=True))
+
+    def use():
+        with hl.capture(identity, ":grad_output") as record:
+            (identity(x) + x * 3).sum().backward()
+        return record
+
+    record = in_a_thread(use)
+    with pytest.raises(hl.GradientNotAvailable, match="a tensor that it was given"):
+        record[":grad_output"]
+
+
+def test_a_residual_does_not_add_to_the_share_of_a_module():
+    lin = nn.Linear(4, 4)
+    x = torch.randn(2, 4, requires_grad=True)
+    with hl.capture(lin, ":grad_input") as record:
+        (weigh(lin(x)) + 7 * x.sum()).backward()
+    _, (expected,) = cut(lin, [x], weigh)
+    assert torch.equal(record[":grad_input"], expected)
+    assert torch.equal(x.grad, expected + 7)
+
+
+def test_one_tensor_in_three_arguments_has_its_total_at_each():
+    attention = nn.MultiheadAttention(4, 2, batch_first=True)
+    x = torch.randn(2, 3, 4, requires_grad=True)
+    seen = []
+
+    def look(module, args, output):
+        seen.append(args[0] is args[1] is args[2])
+
+    handle = attention.register_forward_hook(look)
+    with hl.capture(attention, ":grad_input", ":grad_inputs", ":grad_inputs[key]") as record:
+        weigh(attention(x, x, x)[0]).backward()
+    handle.remove()
+    assert seen == [True]
+    torch.testing.assert_close(record[":grad_input"], x.grad)
+    torch.testing.assert_close(record[":grad_inputs[key]"], x.grad)
+    for name in ("query", "key", "value"):
+        torch.testing.assert_close(record[":grad_inputs"][name], x.grad)
+
+
+def test_query_key_and_value_that_differ_have_their_own_shares():
+    attention = nn.MultiheadAttention(4, 2, batch_first=True)
+    parts = [torch.randn(2, 3, 4, requires_grad=True) for _ in range(3)]
+    with hl.capture(attention, ":grad_inputs") as record:
+        weigh(attention(*parts, need_weights=False)[0]).backward()
+    assert record[":grad_inputs"].keys() == {"query", "key", "value", "need_weights"}
+    for name, part in zip(("query", "key", "value"), parts, strict=True):
+        torch.testing.assert_close(record[f":grad_inputs[{name}]"], part.grad)
+
+
+def test_integer_and_none_inputs_have_no_gradient():
+    class Indexed(nn.Module):
+        def forward(self, table, index, mask=None, scale=2.0):
+            return table[index] * scale
+
+    module = Indexed()
+    table = torch.randn(4, 2, requires_grad=True)
+    with hl.capture(module, ":grad_inputs") as record:
+        module(table, index=torch.tensor([1, 3]), mask=None).sum().backward()
+    found = record[":grad_inputs"]
+    assert torch.equal(found["table"], table.grad)
+    assert found["index"] is None
+    assert found["mask"] is None
+
+
+def test_an_embedding_has_no_gradient_at_its_input_and_says_so():
+    embedding = nn.Embedding(4, 2)
+    with hl.capture(embedding, ":grad_input", ":grad_output") as record:
+        embedding(torch.tensor([0, 1])).sum().backward()
+    assert torch.equal(record[":grad_output"], torch.ones(2, 2))
+    with pytest.raises(hl.GradientNotAvailable, match="did not require grad"):
+        record[":grad_input"]
+
+
+@pytest.mark.parametrize("nested", [list, tuple, lambda xs: {"a": xs[0], "b": xs[1]}])
+def test_nested_inputs_have_nested_gradients(nested):
+    def forward(xs):
+        a, b = xs.values() if isinstance(xs, dict) else xs
+        return a * 2 + b * 3
+
+    module = Giving(forward)
+    xs = nested([torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)])
+    with hl.capture(module, ":grad_input") as record:
+        module(xs).sum().backward()
+    found = record[":grad_input"]
+    assert type(found) is type(xs)
+    found = list(found.values()) if isinstance(found, dict) else found
+    assert [g.tolist() for g in found] == [[2, 2], [3, 3]]
+
+
+class TwoOfEach(Function):
+    """Tensors among other arguments, two outputs, None among the gradients."""
+
+    @staticmethod
+    def forward(ctx, factor, a, flag, b):
+        ctx.factor = factor
+        return a * factor + b, a * 2
+
+    @staticmethod
+    def backward(ctx, first, second):
+        return None, first * ctx.factor + second * 2, None, None
+
+
+def test_a_custom_function_inside_a_module_passes_on_what_it_says():
+    module = Giving(lambda a, b: TwoOfEach.apply(3.0, a, True, b))
+    a, b = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    with hl.capture(module, ":grad_inputs", ":grad_output") as record:
+        first, second = module(a, b)
+        (first + 5 * second).sum().backward()
+    assert [g.tolist() for g in record[":grad_output"]] == [[1, 1], [5, 5]]
+    first, second = record[":grad_inputs"].values()
+    assert first.tolist() == [13, 13]
+    assert second is None
+
+
+@pytest.mark.parametrize("function", [lambda g: g.norm(), lambda g: g.abs().max()])
+def test_a_transform_meets_the_whole_gradient_of_an_input_that_is_used_twice(function):
+    module = Giving(lambda x: x * 2 + x.sin())
+    x = torch.randn(3, 4, requires_grad=True)
+    with hl.capture(module, ":grad_input", transform=function) as record:
+        module(x).sum().backward()
+    torch.testing.assert_close(record[":grad_input"], function(x.grad))
+
+
+def test_a_slice_of_the_gradient_of_an_input_that_is_used_twice():
+    module = Giving(lambda x: x * 2 + x.sin())
+    x = torch.randn(3, 4, requires_grad=True)
+    with hl.capture(module, ":grad_input", at=np.s_[:, 0], dtype=torch.float64) as record:
+        module(x).sum().backward()
+    torch.testing.assert_close(record[":grad_input"], x.grad[:, 0].double())
+
+
+# -- calls and passes -----------------------------------------------------------------------------
+
+
+def test_gradients_are_numbered_by_forward_call_then_by_pass():
+    lin = nn.Linear(2, 2)
+    with hl.capture(lin, ":grad_output", ":grad_input", "weight:grad") as record:
+        xs = [torch.full((1, 2), float(n), requires_grad=True) for n in range(3)]
+        ys = [lin(x) for x in xs]
+        for factor in (1, 10):
+            for n in (2, 0):
+                (ys[n] * factor * (n + 1)).sum().backward(retain_graph=True)
+    found = record.calls(":grad_output")
+    assert [g if g is None else g[0, 0].item() for g in found] == [1, 10, None, 3, 30]
+    assert [g is None for g in record.calls(":grad_input")] == [False, False, True, False, False]
+    assert torch.equal(record[":grad_input", 3], record[":grad_output", 3] @ lin.weight)
+    passes = [g[0, 0].item() for g in record.calls("weight:grad")]
+    assert passes == [6, 0, 60, 0]  # by pass alone
+    with pytest.raises(hl.SeveralCalls, match="5 of them"):
+        record[":grad_output"]
+
+
+def test_the_reason_of_a_call_without_gradient_is_its_own():
+    lin, x = nn.Linear(2, 2), torch.ones(1, 2)
+    with hl.capture(lin, ":grad_output") as record:
+        y = lin(x)
+        y.sum().backward(retain_graph=True)
+        y.sum().backward()
+        with torch.no_grad():
+            lin(x)
+        lin(x)
+    assert [g is None for g in record.calls(":grad_output")] == [False, False, True, True]
+    with pytest.raises(hl.GradientNotAvailable, match="did not require grad"):
+        record[":grad_output", 2]
+    with pytest.raises(hl.GradientNotAvailable, match="none arrived"):
+        record[":grad_output", 3]
+
+
+def test_a_shared_module_keeps_its_calls_apart():
+    lin = nn.Linear(3, 3)
+    model = nn.Sequential(lin, nn.Tanh(), lin)
+    x = torch.randn(2, 3)
+    last, _ = cut(lin, [torch.tanh(lin(x)).detach()], weigh)
+    first, (at_input,) = cut(lin, [x], lambda y: weigh(lin(torch.tanh(y))))
+    record = run(model, [x], weigh, "0:grad_output", "0:grad_input")
+    assert torch.equal(record["0:grad_output", 0], first)
+    assert torch.equal(record["2:grad_output", 1], last)
+    assert torch.equal(record["0:grad_input", 0], at_input)
+
+
+def test_one_module_on_one_tensor_twice_gives_each_calls_share():
+    lin, x = nn.Linear(2, 2), torch.randn(1, 2, requires_grad=True)
+    with hl.capture(lin, ":grad_input") as record:
+        (lin(x) + 10 * lin(x)).sum().backward()
+    first, second = record.calls(":grad_input")
+    torch.testing.assert_close(second, 10 * first)
+    torch.testing.assert_close(first + second, x.grad)
+
+
+def test_recursive_calls_are_numbered_by_completion():
+    class Recursive(nn.Module):
+        def forward(self, x, depth):
+            return x * 1 if depth == 0 else self(x, depth - 1) * 2 + x
+
+    model, x = Recursive(), torch.ones(2, requires_grad=True)
+    with hl.capture(model, ":grad_output", ":grad_input") as record:
+        model(x, 2).sum().backward()
+    assert [g[0].item() for g in record.calls(":grad_output")] == [4, 2, 1]
+    assert [g[0].item() for g in record.calls(":grad_input")] == [4, 6, 7]
+
+
+def test_a_recursive_call_that_failed_leaves_the_others_exact():
+    class Trying(nn.Module):
+        def forward(self, x, depth):
+            if depth == 0:
+                raise ValueError("too deep")
+            try:
+                return self(x * 3, depth - 1) * 5
+            except ValueError:
+                return x * 2
+
+    model, x = Trying(), torch.ones(2, requires_grad=True)
+    with hl.capture(model, ":grad_output", ":grad_input") as record:
+        model(x, 2).sum().backward()
+    assert [g[0].item() for g in record.calls(":grad_output")] == [5, 1]
+    assert [g[0].item() for g in record.calls(":grad_input")] == [10, 30]
+    assert x.grad.tolist() == [30, 30]
+    assert_clean(model)
+
+
+@pytest.mark.parametrize("keep", ["first", "last"])
+def test_the_first_or_last_of_several_gradients_can_be_kept(keep):
+    lin = nn.Linear(2, 2)
+    with hl.capture(lin, ":grad_output", keep=keep) as record:
+        for n in range(3):
+            (lin(torch.ones(1, 2)) * n).sum().backward()
+    assert record[":grad_output"].tolist() == [[0, 0] if keep == "first" else [2, 2]]
+
+
+def test_two_losses_give_two_passes():
+    model, x = small(), torch.randn(2, 3)
+    with hl.capture(model, "1:grad_output", "0.weight:grad") as record:
+        y = model(x)
+        y[:, 0].sum().backward(retain_graph=True)
+        y[:, 1].sum().backward()
+    for n in range(2):
+        expected = model[2].weight[n].expand(2, 4)
+        assert torch.equal(record["1:grad_output", n], expected)
+    first, second = record.calls("0.weight:grad")
+    torch.testing.assert_close(first + second, model[0].weight.grad)
+
+
+# -- autograd.grad, double backward, parameters ---------------------------------------------------
+
+
+def test_autograd_grad_with_regard_to_a_weight_gives_what_it_computes():
+    lin, x = nn.Linear(2, 2), torch.randn(1, 2, requires_grad=True)
+    with hl.capture(lin, ":grad_output", ":grad_input", "weight:grad", "bias:grad") as record:
+        (expected,) = torch.autograd.grad(weigh(lin(x)), lin.weight)
+    assert torch.equal(record["weight:grad"], expected)
+    assert torch.equal(record[":grad_output"], torch.tensor([[-1.0, 1.0]]))
+    for place in (":grad_input", "bias:grad"):
+        with pytest.raises(hl.GradientNotAvailable, match=r"autograd\.grad"):
+            record[place]
+
+
+@pytest.mark.parametrize("shape", [(1, 2), (1, 3, 2)])
+def test_autograd_grad_with_regard_to_an_output_or_an_input(shape):
+    lin, x = nn.Linear(2, 2), torch.randn(shape, requires_grad=True)
+    with hl.capture(lin, ":grad_output") as record:
+        y = lin(x)
+        (expected,) = torch.autograd.grad(weigh(y), y)
+    assert torch.equal(record[":grad_output"], expected)
+    with hl.capture(lin, ":grad_output", ":grad_input") as record:
+        (expected,) = torch.autograd.grad(weigh(lin(x)), x)
+    assert torch.equal(record[":grad_input"], expected)
+    assert torch.equal(record[":grad_output"].flatten(), torch.linspace(-1, 1, x.numel()))
+
+
+@pytest.mark.parametrize("shape", [(5, 3), (2, 5, 3)])
+@pytest.mark.parametrize(
+    "place", ["0:grad_input", "0:grad_output", "2:grad_input", "0.weight:grad"]
+)
+def test_a_captured_gradient_can_be_used_in_a_penalty(place, shape):
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+    x = torch.randn(shape, requires_grad=True)
+
+    h = model[0](x)
+    a = torch.tanh(h)
+    loss = model[2](a).pow(2).sum()
+    wanted = {"0:grad_input": x, "0:grad_output": h, "2:grad_input": a}.get(place, model[0].weight)
+    (grad,) = torch.autograd.grad(loss, wanted, create_graph=True)
+    parameters = list(model.parameters())
+    expected = torch.autograd.grad(grad.pow(2).sum(), parameters, allow_unused=True)
+
+    with hl.capture(model, place) as record:
+        loss = model(x).pow(2).sum()
+        torch.autograd.grad(loss, [x, *parameters], create_graph=True)
+        found = record[place]
+        got = torch.autograd.grad(found.pow(2).sum(), parameters, allow_unused=True)
+    torch.testing.assert_close(found, grad)
+    assert [g is None for g in got] == [g is None for g in expected]
+    for one, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(one, other) if one is not None else None
+
+
+def test_a_detached_gradient_of_a_differentiable_backward_is_detached():
+    lin, x = nn.Linear(2, 2), torch.randn(1, 2, requires_grad=True)
+    with hl.capture(lin, ":grad_output", ":grad_input", detach=True) as record:
+        torch.autograd.grad(lin(x).pow(2).sum(), x, create_graph=True)
+    assert not record[":grad_output"].requires_grad
+    assert not record[":grad_input"].requires_grad
+
+
+def test_a_parameters_gradient_is_this_backwards_share():
+    lin, x = nn.Linear(2, 2), torch.randn(3, 2)
+    lin.weight.grad = torch.full((2, 2), 100.0)
+    with hl.capture(lin, "weight:grad", "bias:grad") as record:
+        (lin(x) + lin(x)).sum().backward()
+    (expected,) = torch.autograd.grad((lin(x) + lin(x)).sum(), lin.weight)
+    assert torch.equal(record["weight:grad"], expected)
+    assert torch.equal(lin.weight.grad, 100 + expected)
+    assert record["bias:grad"].tolist() == [6, 6]
+    assert_clean(lin)
+
+
+def test_a_tied_parameter_has_one_gradient_under_both_names():
+    model = nn.ModuleDict({"embed": nn.Embedding(4, 3), "out": nn.Linear(3, 4, bias=False)})
+    model["out"].weight = model["embed"].weight
+    with hl.capture(model, "**.weight:grad") as record:
+        model["out"](model["embed"](torch.tensor([0, 2]))).pow(2).sum().backward()
+    assert torch.equal(record["embed.weight:grad"], model["embed"].weight.grad)
+    assert torch.equal(record["out.weight:grad"], model["embed"].weight.grad)
+
+
+def test_a_frozen_parameter_says_that_it_does_not_require_grad():
+    model = small()
+    model[0].weight.requires_grad_(False)
+    with hl.capture(model, "0.weight:grad", "0.bias:grad") as record:
+        model(torch.randn(1, 3)).sum().backward()
+    assert torch.equal(record["0.bias:grad"], model[0].bias.grad)
+    with pytest.raises(hl.GradientNotAvailable, match="does not require grad"):
+        record["0.weight:grad"]
+
+
+def test_a_sparse_gradient_is_kept_sparse():
+    embedding = nn.Embedding(5, 2, sparse=True)
+    with hl.capture(embedding, "weight:grad") as record:
+        embedding(torch.tensor([1, 2])).sum().backward()
+    assert record["weight:grad"].is_sparse
+    assert torch.equal(record["weight:grad"].to_dense(), embedding.weight.grad.to_dense())
+    assert "weight:grad" in repr(record)
+    assert record.nbytes > 0
+
+
+@pytest.mark.parametrize("leaf", [True, False])
+def test_a_plain_tensor_can_stand_where_the_model_stands(leaf):
+    x = torch.ones(3, requires_grad=True)
+    y = x if leaf else x * 2
+    with hl.capture(y, ":grad") as record:
+        weigh(y).backward(retain_graph=True)
+        (weigh(y) * 2).backward()
+    assert [g.tolist() for g in record.calls(":grad")] == [[-1, 0, 1], [-2, 0, 2]]
+    assert not y._backward_hooks
+
+
+def test_a_plain_tensor_that_was_changed_in_place_is_exact_or_refused():
+    x = torch.tensor([[-1.0, 2.0]], requires_grad=True)
+    for y in (x * 1, (x * 1).view(2)):
+        with hl.capture(y, ":grad") as record:
+            y.relu_()
+            y.sum().backward()
+        expected = torch.tensor([0.0, 1.0]).view_as(y)
+        assert_exact_or_refused(record, ":grad", expected, "in place")
+
+
+def test_a_plain_tensor_without_grad_says_so():
+    with hl.capture(torch.ones(2), ":grad") as record:
+        pass
+    with pytest.raises(hl.GradientNotAvailable, match=r"does not require grad.*requires_grad_"):
+        record[":grad"]
+
+
+# -- no gradient: the forward succeeds, the read says why -----------------------------------------
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("shape", [(1, 3), (1, 2, 3)])
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_under_no_grad_the_forward_succeeds_and_the_read_says_why(mode, shape, requires_grad):
+    model, x = small(), torch.randn(shape, requires_grad=requires_grad)
+    places = ["0:grad_output", "0:grad_input", "0:grad_inputs", ":grad_output", ":grad_input"]
+    with mode(), hl.capture(model, *places) as record:
+        y = model(x)
+    assert torch.equal(y, model(x))
+    for place in places:
+        with pytest.raises(hl.GradientNotAvailable, match=r"did not require grad.*no_grad"):
+            record[place]
+    assert_clean(model)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("module", [nn.Identity(), nn.Flatten(), nn.Linear(3, 3)])
+@pytest.mark.parametrize("port", ["grad_output", "grad_input", "grad_inputs"])
+@pytest.mark.parametrize("verb", ["edit", "hook"])
+def test_under_no_grad_an_edit_lets_the_forward_succeed_and_tells_at_exit(mode, module, port, verb):
+    x = torch.randn(1, 3, requires_grad=True)
+    context = getattr(hl, verb)(module, f":{port}", lambda g: g * 2)
+    with pytest.raises(hl.NeverFired, match="did not require grad"), mode(), context:
+        y = module(x)
+    assert torch.equal(y, module(x))
+    assert_clean(module)
+
+
+def test_a_backward_after_the_with_is_not_seen_and_the_read_says_why():
+    lin = nn.Linear(2, 2)
+    with hl.capture(lin, ":grad_output", ":grad_input", "weight:grad") as record:
+        y = lin(torch.ones(1, 2, requires_grad=True))
+    y.sum().backward()
+    for place in (":grad_output", ":grad_input", "weight:grad"):
+        with pytest.raises(hl.GradientNotAvailable, match="backward inside the `with`"):
+            record[place]
+
+
+class Nothing(Function):
+    """Gives no gradient at all."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None
+
+
+@pytest.mark.parametrize("shape", [(1, 2), (1, 3, 2)])
+def test_a_gradient_that_arrives_as_none_is_none(shape):
+    lin = nn.Linear(2, 2)
+    x = torch.ones(shape, requires_grad=True)
+    with hl.capture(lin, ":grad_output", ":grad_input", "weight:grad") as record:
+        Nothing.apply(lin(x)).sum().backward()
+    assert x.grad is None
+    for place in (":grad_output", ":grad_input", "weight:grad"):
+        with pytest.raises(hl.GradientNotAvailable, match="arrived"):
+            record[place]
+
+
+def test_a_module_that_was_never_called_is_told_at_exit():
+    model = nn.ModuleDict({"used": nn.Linear(2, 2), "unused": nn.Linear(2, 2)})
+    with pytest.raises(hl.NeverFired, match=r"'unused:grad_output'.*not called"):
+        with hl.capture(model, "unused:grad_output"):
+            model["used"](torch.ones(1, 2)).sum().backward()
+    assert_clean(model)
+
+
+# -- looking changes nothing ----------------------------------------------------------------------
+
+
+class Awkward(nn.Module):
+    """Views, in-place changes, shared modules, residuals, chunks, writes through a view."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(7, 4)
+        self.norm = nn.LayerNorm(4)
+        self.qkv = QueryKeyValue(4)
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.lin = nn.Linear(4, 4)
+        self.act = nn.ReLU(inplace=True)
+        self.drop = nn.Dropout(0.5)
+        self.flat = nn.Flatten()
+        self.rnn = nn.LSTM(4, 4, batch_first=True)
+        self.head = EndsInLinear(4)
+        self.identical = []
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        q, k, v = self.qkv(x)
+        x = x + self.attention(q, k, v)[0] + self.attention(x, x, x)[0]
+        y = self.lin(x)
+        y += x
+        y = self.act(self.lin(y))
+        y = self.drop(y) + y
+        y[:, :1].mul_(2)
+        h = y * 1
+        self.flat(h).add_(1)
+        h, _ = self.rnn(h)
+        h = self.head(self.norm(h))
+        h.relu_()
+        return {"out": self.flat(h), "last": h[:, -1]}
+
+
+def outcome(model, tokens, context=None):
+    """Outputs with their strides and all parameter gradients with theirs."""
+    model.zero_grad()
+    torch.manual_seed(1)
+    with context or contextlib.nullcontext():
+        output = model(tokens)
+        (weigh(output["out"]) + output["last"].pow(2).sum()).backward()
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    values = [*output.values(), *(g for g in grads.values() if g is not None)]
+    return [value.detach().clone() for value in values], [value.stride() for value in values]
+
+
+EVERY_PORT = ["", ":input", ":inputs", ":grad_output", ":grad_input", ":grad_inputs"]
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_captures_of_every_port_of_every_module_change_no_bit(training, autocast):
+    model = Awkward().train(training)
+    tokens = torch.randint(0, 7, (2, 3))
+    places = [f"**{port}" for port in EVERY_PORT] + [port for port in EVERY_PORT if port]
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        bare = outcome(model, tokens)
+        captured = outcome(model, tokens, hl.capture(model, *places, "**.weight:grad"))
+    assert bare[1] == captured[1]
+    for before, now in zip(bare[0], captured[0], strict=True):
+        assert before.dtype == now.dtype
+        assert torch.equal(before, now)
+    assert_clean(model)
+
+
+def test_captures_keep_channels_last():
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Conv2d(4, 2, 2)
+    ).to(memory_format=torch.channels_last)
+    x = torch.randn(2, 3, 6, 6).to(memory_format=torch.channels_last)
+    results = []
+    for places in (None, [f"**{port}" for port in EVERY_PORT]):
+        model.zero_grad()
+        leaf = x.clone(memory_format=torch.preserve_format).requires_grad_()
+        context = hl.capture(model, *places) if places else contextlib.nullcontext()
+        with context:
+            y = model(leaf)
+            weigh(y.sigmoid()).backward()
+        results.append([y, leaf.grad, *(p.grad for p in model.parameters())])
+    for bare, captured in zip(*results, strict=True):
+        assert torch.equal(bare, captured)
+        assert bare.stride() == captured.stride()
+
+
+def test_captures_leave_a_write_through_a_view_alone():
+    flat = nn.Flatten()
+
+    def forward(x, h=None):
+        h = x * 1
+        flat(h).mul_(2)
+        return h
+
+    x = torch.ones(2, 3, requires_grad=True)
+    with hl.capture(flat, ":grad_output", ":grad_input"):
+        y = forward(x)
+        y.sum().backward()
+    assert torch.equal(y, torch.full((2, 3), 2.0))
+    assert torch.equal(x.grad, torch.full((2, 3), 2.0))
+
+
+def test_captured_gradients_do_not_change_when_the_parameters_gradient_does():
+    lin = nn.Linear(2, 2)
+    with hl.capture(lin, "weight:grad", ":grad_output") as record:
+        y = lin(torch.ones(1, 2))
+        y.retain_grad()
+        y.sum().backward()
+    kept = record["weight:grad"].clone()
+    lin.weight.grad.zero_()
+    y.grad.zero_()
+    assert torch.equal(record["weight:grad"], kept)
+    assert record[":grad_output"].tolist() == [[1, 1]]
+
+
+# -- autocast -------------------------------------------------------------------------------------
+
+
+def test_gradients_under_autocast_have_the_dtypes_of_their_values():
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    x = torch.randn(2, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        at_lin, (at_input,) = cut(model[0], [x], lambda y: weigh(model[2](y.relu()).float()))
+        record = run(model, [x], lambda y: weigh(y.float()), "0:grad_output", "0:grad_input")
+    assert record["0:grad_output"].dtype == torch.bfloat16
+    assert record["0:grad_input"].dtype == torch.float32
+    assert torch.equal(record["0:grad_output"], at_lin)
+    assert torch.equal(record["0:grad_input"], at_input)
+
+
+def test_modules_that_share_a_leaf_under_autocast_are_exact_or_refused():
+    class Projections(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q, self.k = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.q(x).float() * 2 + self.k(x).float() * 3
+
+    model, x = Projections(), torch.randn(2, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        _, (q,) = cut(model.q, [x], lambda y: weigh(y.float() * 2))
+        _, (k,) = cut(model.k, [x], lambda y: weigh(y.float() * 3))
+        leaf = x.clone().requires_grad_()  # torch casts a leaf once, for both
+        with hl.capture(model, "*:grad_input") as record:
+            weigh(model(leaf)).backward()
+    for name, expected in {"q:grad_input": q, "k:grad_input": k}.items():
+        assert_exact_or_refused(record, name, expected, "autocast")
+
+
+# -- threads, other hooks, memory -----------------------------------------------------------------
+
+
+def test_a_backward_in_another_thread_is_seen():
+    model, x = small(), torch.randn(1, 3, requires_grad=True)
+    with hl.capture(model, ":grad_output", "0:grad_input", "2.bias:grad") as record:
+        loss = model(x).sum()
+        thread = threading.Thread(target=loss.backward)
+        thread.start()
+        thread.join()
+    assert record[":grad_output"].tolist() == [[1, 1]]
+    assert torch.equal(record["0:grad_input"], x.grad)
+    assert record["2.bias:grad"].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("shape", [(1, 2), (1, 3, 2)])
+def test_a_users_own_hook_on_the_output_runs_after_ours(shape):
+    lin = nn.Linear(2, 2)
+    with hl.capture(lin, ":grad_output", "bias:grad") as record:
+        y = lin(torch.ones(shape))
+        y.register_hook(lambda g: g * 2)
+        y.retain_grad()
+        y.sum().backward()
+    assert torch.equal(record[":grad_output"], torch.ones(shape))
+    assert torch.equal(y.grad, torch.full(shape, 2.0))
+    assert torch.equal(record["bias:grad"], torch.full((2,), 2.0 * y.numel() / 2))
+
+
+@pytest.mark.parametrize("shape", [(1, 2), (1, 3, 2)])
+def test_a_users_module_hook_that_was_there_before_sets_its_tensor_hook_first(shape):
+    lin = nn.Linear(2, 2)
+
+    def double(module, args, output):
+        output.register_hook(lambda g: g * 2)
+
+    handle = lin.register_forward_hook(double)
+    with hl.capture(lin, ":grad_output") as record:
+        lin(torch.ones(shape)).sum().backward()
+    handle.remove()
+    assert torch.equal(record[":grad_output"], torch.full(shape, 2.0))
+    assert_clean(lin)
+
+
+def test_full_backward_hooks_of_the_user_agree_with_ours():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    seen = {}
+
+    def look(module, grad_input, grad_output):
+        seen[module] = grad_input, grad_output
+
+    handles = [child.register_full_backward_hook(look) for child in model]
+    x = torch.randn(2, 3, requires_grad=True)
+    with hl.capture(model, "*:grad_output", "*:grad_input") as record:
+        weigh(model(x)).backward()
+    for handle in handles:
+        handle.remove()
+    for name, child in model.named_children():
+        grad_input, grad_output = seen[child]
+        assert torch.equal(record[f"{name}:grad_input"], grad_input[0])
+        assert torch.equal(record[f"{name}:grad_output"], grad_output[0])
+    assert_clean(model)
+
+
+@pytest.mark.parametrize("backward", [True, False])
+def test_no_graph_is_kept_alive_by_a_record_of_gradients(backward):
+    model = nn.Sequential(EndsInLinear(4), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(12, 2))
+    x = torch.randn(2, 3, 4)
+    gc.collect()
+    gc.disable()  # no cycles either
+    try:
+        with hl.capture(model, "**:grad_output", "**:grad_inputs", "**.weight:grad") as record:
+            h = x.requires_grad_() * 1
+            alive = weakref.ref(h)
+            y = model(h)
+            if backward:
+                y.sum().backward()
+            del h, y
+            assert alive() is None
+        assert bool(record.places()) is backward
+        kept = weakref.ref(record)
+        del record
+        assert kept() is None
+    finally:
+        gc.enable()
+
+
+def test_nothing_is_left_on_a_graph_that_outlives_the_with():
+    model = EndsInLinear(4)
+    x = torch.randn(2, 3, 4, requires_grad=True)
+    with hl.capture(model, "**:grad_output", "**:grad_input", ":grad_output", ":grad_input"):
+        y = model(x)
+    stack, nodes = [y.grad_fn], set()
+    while stack:
+        node = stack.pop()
+        if node is not None and node not in nodes:
+            nodes.add(node)
+            stack += [follows for follows, _ in node.next_functions]
+            assert not node.metadata
+    assert len(nodes) > 3
+    assert not y._backward_hooks
+    y.sum().backward()
+
+
+def test_handles_do_not_pile_up_over_many_calls():
+    lin, x = nn.Linear(2, 2), torch.ones(1, 2, requires_grad=True)
+    with hl.capture(lin, ":grad_output", ":grad_input", keep="last") as record:
+        for _ in range(1500):
+            lin(x)
+        lin(x).sum().backward()
+        (context,) = hl.attached(lin)
+        assert len(context._handles) < 1200
+    assert record[":grad_output"].tolist() == [[1, 1]]

@@ -1,0 +1,261 @@
+"""The rules of the tree that a program can see."""
+
+import ast
+import importlib
+import io
+import re
+import subprocess
+import sys
+import tokenize
+from pathlib import Path
+
+import pytest
+
+import hookline
+
+ROOT = Path(hookline.__file__).parent
+FILES = sorted(ROOT.rglob("*.py"))
+CORE = [path for path in FILES if "core" in path.relative_to(ROOT).parts]
+SOURCES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in FILES}
+
+HOOK_DICTS = {
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+}
+MODULE_HOOKS = {
+    "register_forward_hook",
+    "register_forward_pre_hook",
+    "register_backward_hook",
+    "register_full_backward_hook",
+    "register_full_backward_pre_hook",
+}
+OPTIONAL = (
+    "sklearn", "matplotlib", "click", "rich", "tqdm", "ray", "lightning", "transformers",
+    "tensorboard", "wandb", "pandas", "PIL", "torchvision", "torchaudio",
+)  # fmt: skip
+
+
+def names_used(source):
+    """Every name and attribute that a file uses."""
+    return {
+        node.attr if isinstance(node, ast.Attribute) else node.id
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, (ast.Attribute, ast.Name))
+    }
+
+
+def imports(source):
+    """The modules that a file imports, also under TYPE_CHECKING and inside functions."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            found.add(node.module)
+            if node.module in ("hookline", "hookline.core"):
+                found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def lines_of_code(source):
+    """The lines that hold code: no docstrings, comments or blank lines."""
+    lines = set()
+    skipped = {
+        tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
+        tokenize.ENDMARKER, tokenize.ENCODING,
+    }  # fmt: skip
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in skipped:
+            lines |= set(range(token.start[0], token.end[0] + 1))
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, kinds) and ast.get_docstring(node) is not None:
+            text = node.body[0]
+            lines -= set(range(text.lineno, text.end_lineno + 1))
+    return len(lines)
+
+
+def test_the_counter_of_lines_counts_code_only():
+    source = '"""Text.\n\nMore."""\n\n# why\nx = [\n    1,\n]\n\n\ndef f():\n    """Doc."""\n    return 1\n'
+    assert lines_of_code(source) == 5
+
+
+def test_only_the_hooks_file_and_the_fast_site_touch_hook_dicts():
+    touching = {name for name, source in SOURCES.items() if names_used(source) & HOOK_DICTS}
+    assert touching <= {"core/hooks.py", "core/records.py"}
+    assert "core/hooks.py" in touching
+
+
+def test_the_fast_site_is_the_only_class_of_records_that_touches_hook_dicts():
+    for node in ast.parse(SOURCES["core/records.py"]).body:
+        if names_used(ast.unparse(node)) & HOOK_DICTS:
+            assert isinstance(node, ast.ClassDef) and "Site" in node.name
+
+
+def test_nothing_registers_hooks_on_modules_in_another_way():
+    for name, source in SOURCES.items():
+        used = names_used(source)
+        assert not used & MODULE_HOOKS, name
+        assert not any(word.startswith("register_module_") for word in used), name
+        assert "always_call" not in source.replace("_always_called", ""), name
+
+
+def test_no_forward_is_replaced_and_torch_is_not_patched():
+    for name, source in SOURCES.items():
+        for node in ast.walk(ast.parse(source)):
+            targets = node.targets if isinstance(node, ast.Assign) else []
+            for target in targets:
+                if isinstance(target, ast.Attribute):
+                    assert target.attr not in ("forward", "__call__", "__class__"), name
+                    owner = ast.unparse(target.value)
+                    assert owner.split(".")[0] not in ("torch", "nn", "Tensor"), name
+
+
+def test_core_imports_torch_the_standard_library_and_itself_only():
+    allowed = {"torch", "hookline", *sys.stdlib_module_names}
+    for path in CORE:
+        for module in imports(path.read_text()):
+            assert module.split(".")[0] in allowed, (path.name, module)
+            if module.startswith("hookline"):
+                assert module.startswith(("hookline.core", "hookline.errors")), (path.name, module)
+
+
+def test_the_errors_import_nothing_of_ours_but_for_types():
+    source = SOURCES["errors.py"]
+    ours = {module for module in imports(source) if module.startswith("hookline")}
+    assert ours <= {"hookline.core.records"}
+    outside = [
+        node
+        for node in ast.parse(source).body
+        if isinstance(node, (ast.Import, ast.ImportFrom)) and "hookline" in ast.unparse(node)
+    ]
+    assert not outside
+
+
+def test_core_files_import_each_other_in_one_direction():
+    graph = {}
+    for path in CORE:
+        tree = ast.parse(path.read_text())
+        found = set()
+        for node in tree.body:  # at the top of the file: what counts when it is loaded
+            if isinstance(node, ast.ImportFrom) and node.module:
+                if node.module == "hookline.core":
+                    found |= {alias.name for alias in node.names}
+                elif node.module.startswith("hookline.core."):
+                    found.add(node.module.split(".")[2])
+        graph[path.stem] = found
+    while graph:
+        free = [name for name, needs in graph.items() if not needs & set(graph)]
+        assert free, f"these import each other in a circle: {sorted(graph)}"
+        for name in free:
+            del graph[name]
+
+
+@pytest.mark.parametrize("name", [n for n in SOURCES if not n.endswith("__main__.py")])
+def test_all_is_sorted_and_complete(name):
+    tree = ast.parse(SOURCES[name])
+    dotted = "hookline." + name.removesuffix(".py").replace("/", ".")
+    module = importlib.import_module(dotted.removesuffix(".__init__"))
+    if not any(isinstance(n, (ast.FunctionDef, ast.ClassDef, ast.ImportFrom)) for n in tree.body):
+        return
+    listed = module.__all__
+    # Classes first as ruff sorts them: constants, classes, functions.
+    assert len(set(listed)) == len(listed)
+    assert listed == sorted(listed, key=_rank) or listed == sorted(listed)
+    for public in listed:
+        assert hasattr(module, public), public
+    used = set().union(*(_imported_from(s, module.__name__) for s in SOURCES.values()))
+    missing = {
+        word for word in used if not word.startswith("_") and word not in listed
+        and not _is_module(module.__name__, word)
+    }  # fmt: skip
+    defined = {
+        node.name
+        for node in tree.body
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_")
+    }
+    assert not missing & defined, f"others import these, but __all__ of {name} lacks them"
+
+
+def _rank(word):
+    return (0 if word.isupper() else 1 if word[:1].isupper() else 2, word)
+
+
+def _imported_from(source, module):
+    return {
+        alias.name
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.ImportFrom) and node.module == module
+        for alias in node.names
+    }
+
+
+def _is_module(package, word):
+    return f"{package}.{word}".removeprefix("hookline.").replace(".", "/") + ".py" in SOURCES
+
+
+def test_every_public_name_of_the_package_is_documented():
+    for name in hookline.__all__:
+        assert (getattr(hookline, name).__doc__ or "").strip(), name
+    assert hookline.__all__ == sorted(hookline.__all__)
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_a_file_begins_with_a_docstring_and_is_short_or_says_why(name):
+    text = ast.get_docstring(ast.parse(SOURCES[name]))
+    assert text or not SOURCES[name].strip(), "a module docstring: a sentence, then its names"
+    if SOURCES[name].count("\n") > 400:
+        assert re.search(r"\b(lines|long|length|one file|together)\b", text or ""), (
+            "past 400 lines: split it, or say at its top why not"
+        )
+
+
+def test_the_core_is_small():
+    total = sum(lines_of_code(path.read_text()) for path in CORE)
+    assert total < 1800, total
+
+
+def test_no_file_is_named_like_a_public_function_or_a_drawer():
+    for name in SOURCES:
+        stem = Path(name).stem
+        assert stem not in hookline.__all__
+        assert stem not in ("utils", "util", "helpers", "base", "common", "misc")
+
+
+def test_importing_hookline_loads_nothing_optional():
+    program = (
+        "import sys, torch, numpy; before = set(sys.modules)\n"
+        "import hookline; print('\\n'.join(set(sys.modules) - before))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program],
+        capture_output=True, text=True, check=True, cwd=ROOT.parent,
+    )  # fmt: skip
+    loaded = set(result.stdout.split())
+    assert "hookline.core.hooks" in loaded
+    for name in loaded:
+        assert name.split(".")[0] not in OPTIONAL, name
+        assert not name.startswith("torch._dynamo"), name
+    assert not [n for n in loaded if n.startswith("hookline.") and not n.startswith("hookline.core")
+                and n != "hookline.errors"]  # fmt: skip
+
+
+def test_importing_hookline_changes_nothing_in_torch():
+    program = (
+        "import torch\n"
+        "from torch import nn\n"
+        "before = {n: id(v) for c in (nn.Module, torch.Tensor) for n, v in vars(c).items()}\n"
+        "import hookline\n"
+        "after = {n: id(v) for c in (nn.Module, torch.Tensor) for n, v in vars(c).items()}\n"
+        "assert before == after\n"
+        "from torch.nn.modules import module\n"
+        "assert not module._global_forward_hooks and not module._global_forward_pre_hooks\n"
+        "assert torch._C._len_torch_function_stack() == 0\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT.parent)

@@ -1,0 +1,278 @@
+"""`at=`: slices that are kept and slices that are changed."""
+
+import numpy as np
+import pytest
+import torch
+from helpers import assert_clean
+from models import Giving
+from torch import nn
+
+import hookline as hl
+
+Y = torch.arange(24.0).reshape(2, 3, 4) + 1  # batch × position × channel
+
+INDICES = {
+    "int": 0,
+    "negative": -1,
+    "slice": slice(1),
+    "tuple": np.s_[:, -1],
+    "ellipsis": np.s_[..., 1:3],
+    "step": np.s_[:, ::2],
+    "scalar": np.s_[1, 2, 3],
+    "mask": torch.tensor([True, False]),
+    "boolean of the whole shape": Y > 5,
+    "tensor": torch.tensor([1, 0]),
+    "array": np.array([1]),
+    "nothing": np.s_[:0],
+    "everything": (),
+}
+each_index = pytest.mark.parametrize("at", INDICES.values(), ids=list(INDICES))
+
+
+@each_index
+def test_a_capture_keeps_the_slice_only(at):
+    model = Giving(lambda: Y)
+    with hl.capture(model, "", at=at) as record:
+        assert model() is Y
+    assert torch.equal(record[""], Y[at])
+    assert_clean(model)
+
+
+@each_index
+def test_an_edit_changes_the_slice_only(at):
+    model = Giving(lambda: Y)
+    before = Y.clone()
+    with hl.edit(model, "", hl.scale(-1.0), at=at):
+        out = model()
+    expected = Y.clone()
+    expected[at] = -expected[at]
+    assert torch.equal(out, expected)
+    assert torch.equal(Y, before)
+    assert_clean(model)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("at", [np.s_[:, 0], np.s_[:500], np.s_[::2], np.s_[3], np.s_[..., :999]])
+def test_the_memory_of_the_slice_is_all_that_is_kept(grad, at):
+    big = torch.ones(1000, 1000, requires_grad=grad) * 1
+    model = Giving(lambda: big)
+    with hl.capture(model, "", at=at) as record:
+        model()
+    kept = record[""]
+    assert kept.untyped_storage().nbytes() == kept.nbytes
+    assert kept.requires_grad == grad
+
+
+def test_an_attached_slice_is_right_in_a_loss():
+    x = torch.ones(2, 3, requires_grad=True)
+    model = nn.Sequential(nn.Identity(), nn.Tanh())
+    with hl.capture(model, "1", at=np.s_[:, -1]) as record:
+        model(x)
+    record["1"].sum().backward()
+    expected = torch.zeros(2, 3)
+    expected[:, -1] = 1 - torch.tanh(torch.tensor(1.0)) ** 2
+    torch.testing.assert_close(x.grad, expected)
+
+
+def test_a_change_beside_the_slice_does_not_spoil_it():
+    x = torch.ones(4, 4, requires_grad=True) * 1
+    model = Giving(lambda: x)
+    with hl.capture(model, "", at=np.s_[0]) as record:
+        model()
+    with torch.no_grad():
+        x[3].mul_(2)
+    assert torch.equal(record[""], torch.ones(4))
+
+
+@pytest.mark.parametrize("at", [np.s_[:, 0], (), np.s_[...], lambda value: value[0]])
+@pytest.mark.parametrize("detach", [False, True])
+def test_a_slice_stays_as_it_was(at, detach):
+    value = Y.clone()
+    model = Giving(lambda: value)
+    with hl.capture(model, "", at=at, detach=detach) as record:
+        model()
+    value.zero_()
+    assert torch.equal(record[""], at(Y) if callable(at) else Y[at])
+
+
+def test_a_function_takes_what_it_likes_and_cannot_be_written_to():
+    model = Giving(lambda: (Y, Y * 2))
+    with hl.capture(model, "", at=lambda value: {"a": value[1][0], "n": len(value)}) as record:
+        model()
+    assert torch.equal(record[""]["a"], Y[0] * 2)
+    assert record[""]["n"] == 2
+    with pytest.raises(hl.ChangeError, match="A function can only be read from"):
+        with hl.edit(model, "[0]", hl.zero(), at=lambda value: value[0]):
+            model()
+    assert_clean(model)
+
+
+def test_the_slice_of_a_nested_value_is_that_of_its_only_tensor():
+    model = Giving(lambda: (None, {"h": Y}))
+    with hl.capture(model, "", at=np.s_[0]) as record:
+        model()
+    assert torch.equal(record[""], Y[0])
+    with hl.edit(model, "", hl.zero(), at=np.s_[0]):
+        out = model()
+    assert not out[1]["h"][0].any()
+    assert torch.equal(out[1]["h"][1], Y[1])
+    assert_clean(model)
+
+
+def test_a_slice_of_several_tensors_asks_for_the_part():
+    model = Giving(lambda: (Y, Y))
+    with pytest.raises(hl.SeveralTensors, match=r"holds 2: \[0\] \(2, 3, 4\), \[1\]") as caught:
+        with hl.capture(model, "", at=0):
+            model()
+    assert any("raised at the place ''" in note for note in caught.value.__notes__)
+    assert_clean(model)
+
+
+def test_an_index_that_does_not_fit_is_torchs_own_error_with_the_place():
+    model = Giving(lambda: Y)
+    for verb in (hl.capture(model, "", at=7), hl.edit(model, "", hl.zero(), at=7)):
+        with pytest.raises(IndexError, match="out of bounds") as caught, verb:
+            model()
+        assert any("place ''" in note for note in caught.value.__notes__)
+    assert_clean(model)
+
+
+def test_transform_comes_after_at():
+    model = Giving(lambda: Y)
+    with hl.capture(model, "", at=np.s_[0], transform=lambda piece: piece.sum()) as record:
+        model()
+    assert record[""] == Y[0].sum()
+
+
+def test_a_function_that_works_in_place_does_not_reach_outside_its_slice_nor_the_original():
+    value = torch.ones(4)
+    model = Giving(lambda: value)
+    with hl.edit(model, "", lambda piece: piece.add_(5), at=np.s_[:2]):
+        assert model().tolist() == [6, 6, 1, 1]
+    assert value.tolist() == [1, 1, 1, 1]
+
+
+def test_an_expanded_value_is_edited_at_one_row_only():
+    model = Giving(lambda: torch.ones(1, 3).expand(2, 3))
+    with hl.edit(model, "", hl.scale(3.0), at=np.s_[0]):
+        assert model().tolist() == [[3, 3, 3], [1, 1, 1]]
+
+
+def test_the_gradient_of_an_edited_slice_is_right():
+    x = torch.ones(2, 3, requires_grad=True)
+    model = Giving(lambda x: x * 1)
+    with hl.edit(model, "", hl.scale(3.0), at=np.s_[0]):
+        model(x).sum().backward()
+    assert x.grad.tolist() == [[3, 3, 3], [1, 1, 1]]
+
+
+def test_a_slice_of_whole_numbers_is_edited_by_a_function_that_keeps_them_whole():
+    model = Giving(lambda: torch.arange(4))
+    with hl.edit(model, "", lambda piece: piece * 2, at=np.s_[1:3]):
+        assert model().tolist() == [0, 2, 4, 3]
+    with pytest.raises(hl.ChangeError, match="int64.*float32"):
+        with hl.edit(model, "", lambda piece: piece * 2.5, at=np.s_[1:3]):
+            model()
+    assert_clean(model)
+
+
+# -- heads ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("at", "columns"),
+    [
+        (hl.heads(1, of=2), [2, 3]),
+        (hl.heads(0, 3, of=4), [0, 3]),
+        (hl.heads(1, 0, of=2), [2, 3, 0, 1]),
+        (hl.heads(-1, of=4), [3]),
+        (hl.heads(0, of=1), [0, 1, 2, 3]),
+    ],
+)
+def test_heads_are_columns_of_the_last_dimension(at, columns):
+    model = Giving(lambda: Y)
+    with hl.capture(model, "", at=at) as record, hl.edit(model, "", hl.zero(), at=at):
+        out = model()
+    assert torch.equal(record[""], Y[..., columns])
+    expected = Y.clone()
+    expected[..., columns] = 0
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: (hl.heads(2, of=2), Y),
+        lambda: (hl.heads(-3, of=2), Y),
+        lambda: (hl.heads(0, of=3), Y),
+        lambda: (hl.heads(of=2), Y),
+        lambda: (hl.heads(0, of=0), Y),
+        lambda: (hl.heads(0, of=1), torch.tensor(1.0)),
+    ],
+    ids=["too large", "too small", "does not divide", "none", "of none", "no dimension"],
+)
+def test_heads_that_do_not_fit_are_told(make):
+    with pytest.raises(hl.HooklineError, match="head"):  # noqa: PT012 - or when they are made
+        at, value = make()
+        model = Giving(lambda: value)
+        with hl.capture(model, "", at=at):
+            model()
+
+
+# -- last_token -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [torch.int64, torch.bool, torch.float32])
+@pytest.mark.parametrize(
+    ("mask", "last"),
+    [
+        ([[1, 1, 0], [1, 1, 1]], [1, 2]),
+        ([[0, 1, 1], [1, 0, 0]], [2, 0]),
+        ([[1, 0, 1], [0, 1, 0]], [2, 1]),
+    ],
+)
+def test_the_last_token_is_the_last_that_the_mask_has(kind, mask, last):
+    at = hl.last_token(torch.tensor(mask, dtype=kind))
+    model = Giving(lambda: Y)
+    with hl.capture(model, "", at=at) as record, hl.edit(model, "", hl.zero(), at=at):
+        out = model()
+    assert torch.equal(record[""], torch.stack([Y[0, last[0]], Y[1, last[1]]]))
+    expected = Y.clone()
+    expected[0, last[0]] = expected[1, last[1]] = 0
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize(
+    ("mask", "reason"),
+    [
+        (torch.tensor([[0, 0, 0], [1, 0, 0]]), "The mask is empty for some sequence"),
+        (torch.ones(2), r"mask of shape \(2,\).*\(2, 3, 4\)"),
+        (torch.ones(2, 4), r"mask of shape \(2, 4\).*first two dimensions"),
+        (torch.ones(2, 3, 4), r"mask of shape \(2, 3, 4\)"),
+    ],
+)
+def test_a_mask_that_does_not_fit_is_told(mask, reason):
+    model = Giving(lambda: Y)
+    with pytest.raises(hl.ChangeError, match=reason), hl.capture(model, "", at=hl.last_token(mask)):
+        model()
+    assert_clean(model)
+
+
+# -- gradients ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("port", ["grad_output", "grad_input"])
+def test_the_slice_of_a_gradient_is_captured_and_edited(port):
+    lin = nn.Linear(3, 3)
+    x = torch.ones(2, 3, requires_grad=True)
+    weights = torch.arange(6.0).reshape(2, 3)
+    full = weights if port == "grad_output" else weights @ lin.weight.detach()
+    with (
+        hl.capture(lin, f":{port}", at=np.s_[0]) as record,
+        hl.edit(lin, f":{port}", hl.zero(), at=np.s_[1]),
+    ):
+        (lin(x) * weights).sum().backward()
+    torch.testing.assert_close(record[f":{port}"], full[0])
+    assert x.grad[0].any()
+    assert not x.grad[1].any()
+    assert_clean(lin)
