@@ -15,6 +15,8 @@ from torch.nn import functional as F
 
 import hookline as hl
 
+__all__ = ["main"]
+
 Rows = list[tuple[str, ...]]
 
 

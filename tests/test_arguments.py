@@ -59,14 +59,20 @@ def test_inputs_are_edited_by_name_and_the_rest_is_passed_on(args, kwargs, place
         out = block(*args, **kwargs)
     hidden, mask = (ONE, 7) if place.endswith("mask]") else (7, TWO)
     assert torch.equal(out, torch.as_tensor(hidden * 10.0 + mask).reshape(1))
-    assert block.seen[2:] == (2.0 if "scale" in kwargs or len(args) > 2 else 1.0, bool(kwargs.get("causal")))
+    assert block.seen[2:] == (
+        2.0 if "scale" in kwargs or len(args) > 2 else 1.0,
+        bool(kwargs.get("causal")),
+    )
     assert_clean(block)
 
 
 @each_way
 def test_all_inputs_are_edited_as_a_dict(args, kwargs):
     block = Block()
-    change = lambda inputs: {name: v + 1 if name == "hidden" else v for name, v in inputs.items()}
+
+    def change(inputs):
+        return {name: v + 1 if name == "hidden" else v for name, v in inputs.items()}
+
     with hl.edit(block, ":inputs", change):
         assert torch.equal(block(*args, **kwargs), (ONE + 1) * 10 + TWO)
     with hl.edit(block, ":inputs", lambda inputs: dict(reversed(change(inputs).items()))):
@@ -76,7 +82,9 @@ def test_all_inputs_are_edited_as_a_dict(args, kwargs):
 
 def test_a_hook_may_add_an_argument_that_was_not_passed():
     block = Block()
-    with hl.hook(block, ":inputs", lambda inputs: {**inputs, "attention_mask": TWO, "causal": True}):
+    with hl.hook(
+        block, ":inputs", lambda inputs: {**inputs, "attention_mask": TWO, "causal": True}
+    ):
         assert torch.equal(block(ONE), ONE * 10 + TWO)
     assert block.seen[3] is True
     assert_clean(block)
@@ -85,17 +93,22 @@ def test_a_hook_may_add_an_argument_that_was_not_passed():
 @pytest.mark.parametrize("change", [lambda inputs: {}, lambda inputs: 3])
 def test_what_is_no_set_of_arguments_is_refused_with_the_place(change):
     block = Block()
-    with pytest.raises(hl.HooklineError, match=":inputs|hidden"), hl.hook(block, ":inputs", change):
-        block(ONE)
+    with pytest.raises(hl.HooklineError, match=r":inputs|hidden"):
+        with hl.hook(block, ":inputs", change):
+            block(ONE)
     assert_clean(block)
 
 
 def test_an_argument_left_at_its_default_is_told_with_those_that_were_passed():
     block = Block()
-    with pytest.raises(hl.NeverFired, match="no argument 'attention_mask' was passed, only hidden"):
+    with pytest.raises(
+        hl.NeverFired, match=r"hidden.*not .attention_mask|'attention_mask' was passed, only hidden"
+    ):
         with hl.capture(block, ":inputs[attention_mask]"):
             block(ONE)
-    with pytest.raises(hl.PlaceError, match="no argument 'attention_mask' was passed, only hidden"):
+    with pytest.raises(
+        hl.PlaceError, match=r"hidden.*not .attention_mask|'attention_mask' was passed, only hidden"
+    ):
         with hl.edit(block, ":inputs[attention_mask]", hl.zero()):
             block(ONE)
     assert_clean(block)
@@ -106,7 +119,10 @@ def test_a_call_without_arguments_is_told_and_has_no_inputs():
     with hl.capture(model, ":inputs") as record:
         model()
     assert record[":inputs"] == {}
-    with pytest.raises(hl.NeverFired, match="called without arguments"), hl.capture(model, ":input"):
+    with (
+        pytest.raises(hl.NeverFired, match="called without arguments"),
+        hl.capture(model, ":input"),
+    ):
         model()
     assert_clean(model)
 
@@ -147,7 +163,11 @@ def test_surplus_arguments_are_known_by_position_and_by_name():
     assert torch.equal(record[":inputs[1]"], TWO)
     assert torch.equal(record[":inputs[2]"], THREE)
     assert torch.equal(record[":inputs[extra]"], ONE)
-    for place, expected in {":inputs[1]": 131.0, ":inputs[extra]": 51.0, ":inputs[x]": 150.0}.items():
+    for place, expected in {
+        ":inputs[1]": 131.0,
+        ":inputs[extra]": 51.0,
+        ":inputs[x]": 150.0,
+    }.items():
         with hl.edit(model, place, hl.zero()):
             assert model(ONE, TWO, THREE, extra=ONE).item() == expected
     assert_clean(model)
@@ -186,7 +206,9 @@ def test_an_argument_named_like_a_method_of_dict_is_an_argument():
         model(ONE, values=THREE, keys=TWO)
     assert torch.equal(record[":inputs[keys]"], TWO)
     assert torch.equal(record[":inputs[values]"], THREE)
-    with pytest.raises(hl.NeverFired, match="no argument 'values' was passed, only queries"):
+    with pytest.raises(
+        hl.NeverFired, match=r"queries.*not .values|'values' was passed, only queries"
+    ):
         with hl.capture(model, ":inputs[values]"):
             model(ONE)
     assert_clean(model)

@@ -170,6 +170,21 @@ def test_a_model_that_keeps_its_own_handle_can_be_copied(duplicate):
     assert_clean(model, other)
 
 
+def test_the_handle_in_a_copy_says_that_it_is_one():
+    model = small()
+    model.handle = hl.capture(model, "0").attach()
+    other = copy.deepcopy(model)
+    assert "open" not in repr(other.handle)
+    with pytest.raises(RuntimeError, match="copy"):
+        other.handle.attach()
+    with pytest.raises(RuntimeError, match="copy"), other.handle:
+        pass
+    del other
+    gc.collect()
+    model.handle.remove()
+    assert_clean(model)
+
+
 def test_the_state_of_a_hooked_model_is_that_of_the_bare_one():
     model = small()
     keys = list(model.state_dict())

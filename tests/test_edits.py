@@ -128,7 +128,8 @@ def test_lists_types_globs_and_modules_say_where():
     for where in (["0", "2"], nn.Linear, "{0,2}", [model[0], "2"], lambda n, m: n in ("0", "2")):
         with hl.edit(model, where, hl.zero()), hl.capture(model, "*") as record:
             model(X)
-        assert record["0"].abs().sum() == 0 and record["2"].abs().sum() == 0
+        assert record["0"].abs().sum() == 0
+        assert record["2"].abs().sum() == 0
 
 
 def test_inputs_can_be_edited_however_they_are_passed():
@@ -166,7 +167,7 @@ def test_parts_of_nested_values_can_be_edited_and_the_rest_stays_the_very_object
         hidden: torch.Tensor
         extra: list
 
-    Point = namedtuple("Point", ["x", "y"])  # noqa: PYI024
+    Point = namedtuple("Point", ["x", "y"])
     a, b = torch.ones(2), torch.full((2,), 5.0)
     for value, part in [
         ((a, b), "[0]"),
@@ -200,7 +201,9 @@ def _tensors(value):
 
 def test_a_ready_change_on_several_tensors_lists_the_parts():
     model = nn.Sequential(nn.LSTM(2, 3))
-    with pytest.raises(hl.SeveralTensors, match=r"'0'.*holds 3: \[0\].*\[1\]\[0\].*Name one") as caught:
+    with pytest.raises(
+        hl.SeveralTensors, match=r"'0'.*holds 3: \[0\].*\[1\]\[0\].*Name one"
+    ) as caught:
         with hl.edit(model, "0", hl.scale(2.0)):
             model(torch.ones(1, 1, 2))
     assert any("'0'" in note for note in caught.value.__notes__)
@@ -214,7 +217,8 @@ def test_a_ready_change_meets_the_only_tensor_of_a_nested_value():
     model = Gives(lambda: {"h": torch.ones(2), "n": 3, "none": None})
     with hl.edit(model, "", hl.scale(2.0)):
         result = model()
-    assert result["n"] == 3 and torch.equal(result["h"], torch.full((2,), 2.0))
+    assert result["n"] == 3
+    assert torch.equal(result["h"], torch.full((2,), 2.0))
 
 
 def test_a_ready_change_on_a_value_without_tensors_is_an_error():
@@ -342,7 +346,8 @@ def test_a_function_gets_the_call_only_as_a_second_required_parameter():
             model(X)
             model(X)
         assert [call.index for call in seen] == [0, 1]
-        assert seen[0].place == "1:input" and seen[0].place.port == "input"
+        assert seen[0].place == "1:input"
+        assert seen[0].place.port == "input"
         assert seen[0].module is model[1]
         assert not seen[0].recomputed
         assert repr(seen[1]) == "Call('1:input', 1)"
@@ -440,7 +445,8 @@ def test_at_works_on_gradients_and_parts_and_parameters():
     lstm = nn.LSTM(2, 3)
     with hl.edit(lstm, "[1][0]", hl.zero(), at=np.s_[..., 0]):
         _, (h, _) = lstm(torch.ones(4, 1, 2))
-    assert h[..., 0].abs().sum() == 0 and h[..., 1:].abs().sum() > 0
+    assert h[..., 0].abs().sum() == 0
+    assert h[..., 1:].abs().sum() > 0
     weight = model[0].weight.detach().clone()
     with hl.edit(model, "0.weight", hl.zero(), at=0):
         assert model[0].weight[0].abs().sum() == 0

@@ -76,6 +76,38 @@ def test_a_view_of_the_input_that_was_changed_in_place_is_exact_or_refused(viewe
     assert_exact_or_refused(record, place, expected, "in place")
 
 
+@pytest.mark.parametrize("changed", [0, 1])
+def test_of_two_views_of_inputs_the_one_that_was_changed_is_never_none(changed):
+    module = Giving(lambda x, y: (x.view(-1), y.view(-1)))
+    leaf = torch.ones(2, 2, requires_grad=True)
+    with hl.capture(module, ":grad_inputs", ":grad_output") as record:
+        outputs = module(leaf * 1, leaf * 1)
+        outputs[changed].mul_(3)
+        sum(outputs).sum().backward()
+    for place in (":grad_inputs", ":grad_output"):
+        expected = torch.full((2, 2) if place == ":grad_inputs" else (4,), 3.0)
+        assert_exact_or_refused(record, f"{place}[{changed}]", expected, "in place")
+
+
+def test_a_base_that_is_kept_for_another_loss_does_not_count():
+    class Keeping(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin = nn.Linear(2, 2)
+
+        def forward(self, x):
+            self.feature = self.lin(x)
+            return self.feature.view(-1)
+
+    model = Keeping()
+    with hl.capture(model, ":grad_output") as record:
+        y = model(torch.ones(1, 2))
+        side = 5 * model.feature
+        y.mul_(3)
+        (y.sum() + side.sum()).backward()
+    assert_exact_or_refused(record, ":grad_output", torch.full((2,), 3.0), "in place")
+
+
 # -- what cannot be told apart is refused ---------------------------------------------------------
 
 
@@ -1067,6 +1099,27 @@ def test_modules_that_share_a_leaf_under_autocast_are_exact_or_refused():
             weigh(model(leaf)).backward()
     for name, expected in {"q:grad_input": q, "k:grad_input": k}.items():
         assert_exact_or_refused(record, name, expected, "autocast")
+
+
+def test_casts_inside_a_module_do_not_hide_an_input_under_autocast():
+    module = Giving(lambda x, y: x @ x.T + y.float() @ y.float().T)
+    leaf = torch.randn(2, 4, requires_grad=True)
+    made = torch.randn(2, 4, dtype=torch.bfloat16, requires_grad=True) * 1
+    expected = {}
+    for cut_at, inputs in (("leaf", (leaf, made.detach())), ("made", (leaf.detach(), made))):
+        with torch.autocast("cpu", torch.bfloat16):
+            output = module(*inputs).float().sum()
+        wanted = leaf if cut_at == "leaf" else made
+        (expected[cut_at],) = torch.autograd.grad(output, wanted, retain_graph=True)
+    for inputs in ((leaf, made), (made, leaf)):
+        with hl.capture(module, ":grad_inputs") as record:
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = module(*inputs).float().sum()
+            loss.backward(retain_graph=True)
+        for tensor, found in zip(inputs, record[":grad_inputs"].values(), strict=True):
+            assert found.dtype == tensor.dtype
+            reference = expected["leaf" if tensor is leaf else "made"]
+            torch.testing.assert_close(found, reference, rtol=0.05, atol=0.05)
 
 
 # -- threads, other hooks, memory -----------------------------------------------------------------

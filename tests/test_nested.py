@@ -35,14 +35,14 @@ X = torch.tensor([1.0, 2.0, 3.0])
 Point = namedtuple("Point", "a b")
 
 
-class Stamped(namedtuple("Base", "a b")):
+class Stamped(namedtuple("Base", "a b")):  # noqa: SLOT002 - as people write them
     """A named tuple with a constructor of its own."""
 
     def __new__(cls, a):
         return super().__new__(cls, a, "stamp")
 
 
-class Pair(tuple):
+class Pair(tuple):  # noqa: SLOT001 - as people write them
     def __new__(cls, a, b):
         return super().__new__(cls, (a, b))
 
@@ -217,7 +217,10 @@ CONTAINERS = {
     "str and int keys": (lambda a: {0: None, "0": a}, "0"),
     "other keys": (lambda a: {(1, 2): a, None: 2}, "(1, 2)"),
     "bool keys": (lambda a: {True: a, False: 2}, "True"),
-    "hostile keys": (lambda a: {"a/b": 1, "x[0]": {"it's": {"a\\b\n": a}}}, ("x[0]", "it's", "a\\b\n")),
+    "hostile keys": (
+        lambda a: {"a/b": 1, "x[0]": {"it's": {"a\\b\n": a}}},
+        ("x[0]", "it's", "a\\b\n"),
+    ),
     "empty key": (lambda a: {"": a}, ""),
 }  # fmt: skip
 
@@ -357,7 +360,7 @@ def test_a_rebuilt_default_dict_keeps_its_factory_and_grows_no_keys():
     with hl.capture(model, "") as record:
         model()
     assert record[""].default_factory is list
-    with pytest.raises(hl.NeverFired, match="not .missing."), hl.capture(model, "[missing]"):
+    with pytest.raises(hl.NeverFired, match=r"not .missing."), hl.capture(model, "[missing]"):
         model()
     assert list(value) == ["a"]
 
@@ -367,17 +370,18 @@ def test_a_mapping_that_cannot_be_made_anew_is_kept_by_reference_and_not_edited(
     model = Giving(lambda: value)
     with hl.capture(model, "") as whole, hl.capture(model, "[a]") as part:
         assert model() is value
-    assert "kept by reference" in repr(whole)
+    assert whole[""] is value
     value["a"].fill_(9)
     assert torch.equal(part["[a]"], X)
-    with pytest.raises(hl.PlaceError, match="ReadOnly.*cannot be made anew"):
+    with pytest.raises(hl.PlaceError, match=r"ReadOnly.*cannot be made anew"):
         with hl.edit(model, "[a]", hl.zero()):
             model()
     assert_clean(model)
 
 
 @pytest.mark.parametrize(
-    "value", [None, 3, "text", b"raw", 2.5, X.size(), torch.float32, range(3), (), [], {}, Counter()]
+    "value",
+    [None, 3, "text", b"raw", 2.5, X.size(), torch.float32, range(3), (), [], {}, Counter()],
 )
 def test_what_holds_no_tensor_is_kept_as_it_is(value):
     model = Giving(lambda: value)
@@ -520,7 +524,9 @@ def test_an_attribute_that_cannot_be_set_is_refused_with_its_place():
 
 def test_a_ready_change_on_an_opaque_object_asks_for_the_attribute():
     model = Giving(lambda: Cache())
-    with pytest.raises(hl.SeveralTensors, match="It is a Cache and holds none.*[Nn]ame.*block.keys"):
+    with pytest.raises(
+        hl.SeveralTensors, match=r"It is a Cache and holds none.*[Nn]ame.*block.keys"
+    ):
         with hl.edit(model, "", hl.zero()):
             model()
     assert_clean(model)

@@ -136,7 +136,9 @@ def test_the_exception_of_a_predicate_is_the_users():
 
 @pytest.mark.parametrize("where", [None, 3, 1.5, b"0", [None]])
 def test_what_is_no_place_is_refused_with_what_would_be(where):
-    with pytest.raises(hl.PlaceError, match="is no place: it is of type .* Give a string, a module"):
+    with pytest.raises(
+        hl.PlaceError, match=r"is no place: it is of type .* Give a string, a module"
+    ):
         hl.select(small(), where)
 
 
@@ -164,7 +166,8 @@ def test_a_generator_of_places_serves_every_entering():
 
 def test_a_literal_last_segment_is_a_module_a_parameter_or_a_buffer():
     net = Net()
-    assert hl.select(net, "conv.weight", "bn.running_mean", "table", "scales.1", "heads.a/b.bias") == [
+    asked = ["conv.weight", "bn.running_mean", "table", "scales.1", "heads.a/b.bias"]
+    assert hl.select(net, asked) == [
         "table", "conv.weight", "bn.running_mean", r"heads.a\/b.bias", "scales.1",
     ]  # fmt: skip
     assert hl.select(net, "**.bias") == [
@@ -224,9 +227,11 @@ def test_a_parameter_in_a_parameter_list_can_be_captured_and_edited():
 
 def test_a_module_port_at_a_parameter_and_the_other_way_round_are_told():
     model = small()
-    with pytest.raises(hl.PlaceError, match="'0.weight:input'.*is a parameter or buffer.*value and"):
+    with pytest.raises(
+        hl.PlaceError, match=r"'0.weight:input'.*is a parameter or buffer.*value and"
+    ):
         hl.select(model, "0.weight:input")
-    with pytest.raises(hl.PlaceError, match="belongs to parameters and buffers.*weight:grad"):
+    with pytest.raises(hl.PlaceError, match=r"belongs to parameters and buffers.*weight:grad"):
         hl.select(model, (nn.Linear, ":grad"))
     with pytest.raises(hl.PlaceNotFound, match="No parameter or buffer matches '0:grad'"):
         hl.select(model, "0:grad")
@@ -243,7 +248,7 @@ def test_a_child_that_is_none_is_told_from_one_that_does_not_exist():
     model = named("a")
     model.register_module("down", None)
     assert hl.select(model, "**") == ["a"]
-    with pytest.raises(hl.PlaceNotFound, match="'down'.*None"):
+    with pytest.raises(hl.PlaceNotFound, match=r"'down'.*None"):
         hl.select(model, "down")
 
 
@@ -292,7 +297,7 @@ def test_a_plain_tensor_stands_for_the_model_with_grad():
 
 @pytest.mark.parametrize("where", ["", ":input", "fc", nn.Linear, ":value"])
 def test_a_plain_tensor_has_no_other_place(where):
-    with pytest.raises(hl.PlaceError, match="a tensor has one place.*':grad'"):
+    with pytest.raises(hl.PlaceError, match=r"a tensor has one place.*':grad'"):
         hl.capture(torch.ones(1, requires_grad=True), where).attach()
 
 
@@ -314,7 +319,10 @@ class Aliased(nn.Module):
 def test_every_alias_resolves_to_the_first_name(alias):
     model = Aliased()
     assert hl.select(model, alias)[0] == "first"
-    assert hl.select(model, "again.weight:grad", "box.0.bias") == ["first.weight:grad", "first.bias"]
+    assert hl.select(model, "again.weight:grad", "box.0.bias") == [
+        "first.weight:grad",
+        "first.bias",
+    ]
 
 
 def test_a_module_with_three_names_has_one_place_that_all_of_them_read():
@@ -360,7 +368,8 @@ def deep() -> nn.Sequential:
     "text",
     [
         "0", "0.0", "*", "0.*", "*.0", "*.*", "{0,1}", "0.0:input", "1.weight", "0.0.weight:grad",
-        "**.weight:value", "*.weight:value", "0.*.weight:grad", "**.bias", "[0-9]", "1:grad_output[0]",
+        "**.weight:value", "*.weight:value", "0.*.weight:grad", "**.bias", "[0-9]",
+        "1:grad_output[0]",
     ],
 )  # fmt: skip
 def test_the_name_of_a_wrapper_may_be_left_out(names, text):
@@ -382,6 +391,14 @@ def test_a_compiled_model_is_a_wrapper():
     assert hl.select(model, "0.*", "1.weight") == [
         "_orig_mod.0.0", "_orig_mod.0.1", "_orig_mod.1.weight",
     ]  # fmt: skip
+
+
+def test_a_child_called_module_inside_a_model_is_a_child_like_others():
+    model = nn.Sequential(Wrapper(nn.Linear(3, 3)), Wrapper(deep()))
+    assert hl.select(model, "0.*") == ["0.module"]
+    assert hl.select(model, "*.*") == ["0.module", "1.module"]
+    assert hl.select(model, "*.mod*") == ["0.module", "1.module"]
+    assert hl.select(model, "1.0.0", "0.weight") == ["0.module.weight", "1.module.0.0"]
 
 
 def test_a_wrapper_keeps_its_own_parameters_and_buffers():
@@ -417,7 +434,7 @@ def scripted() -> nn.Sequential:
 
 @pytest.mark.parametrize("where", ["1", "1.0", "1:input", "1.0:grad_output"])
 def test_a_script_module_is_refused_with_the_reason(where):
-    with pytest.raises(hl.NotHookable, match="it is a ScriptModule.*before torch.jit.script"):
+    with pytest.raises(hl.NotHookable, match=r"it is a ScriptModule.*before torch.jit.script"):
         hl.select(scripted(), where)
 
 
@@ -478,16 +495,20 @@ def test_what_resembles_nothing_is_told_with_the_models_children(text):
 
 def test_a_type_or_predicate_without_a_match_is_told_with_the_types_there_are():
     net = Net()
-    with pytest.raises(hl.PlaceNotFound, match="matches Conv2d. The model has .*BatchNorm1d, Conv1d"):
+    with pytest.raises(
+        hl.PlaceNotFound, match=r"matches Conv2d. The model has .*BatchNorm1d, Conv1d"
+    ):
         hl.select(net, nn.Conv2d)
     with pytest.raises(hl.PlaceNotFound, match=r"'nothing\$'"):
         hl.select(net, re.compile("nothing$"))
-    with pytest.raises(hl.PlaceError, match="a type, but not of modules.*nn.Conv2d"):
+    with pytest.raises(hl.PlaceError, match=r"a type, but not of modules.*nn.Conv2d"):
         hl.select(net, torch.Tensor)
 
 
 def test_a_module_of_another_model_is_refused():
-    with pytest.raises(hl.PlaceNotFound, match="The given Linear is not a part of the model.*plain list"):
+    with pytest.raises(
+        hl.PlaceNotFound, match=r"The given Linear is not a part of the model.*plain list"
+    ):
         hl.select(small(), nn.Linear(1, 1))
 
 
@@ -498,7 +519,7 @@ def test_a_model_without_children_has_an_error_too():
 
 def test_what_is_no_model_is_refused():
     for verb in (lambda: hl.capture("model", "0"), lambda: hl.hook(None, "0", print)):
-        with pytest.raises(TypeError, match="A model is a torch.nn.Module"):
+        with pytest.raises(TypeError, match=r"A model is a torch.nn.Module"):
             verb()
 
 
@@ -523,8 +544,8 @@ def test_a_place_survives_copying_and_pickling():
 
 
 def wide(count: int) -> nn.Sequential:
-    block = lambda: nn.Sequential(nn.Linear(1, 1), nn.ReLU(), nn.Identity(), nn.Identity())
-    return nn.Sequential(*[block() for _ in range(count // 5)])
+    block = nn.Sequential(nn.Linear(1, 1), nn.ReLU(), nn.Identity(), nn.Identity())
+    return nn.Sequential(*[copy.deepcopy(block) for _ in range(count // 5)])
 
 
 @pytest.mark.parametrize(
@@ -536,7 +557,9 @@ def wide(count: int) -> nn.Sequential:
         lambda model: [nn.Linear],
         lambda model: [re.compile("1$")],
         lambda model: [name for name, _ in model.named_modules() if name],
-        lambda model: [f"{name}.bias:grad" for name, m in model.named_modules() if hasattr(m, "bias")],
+        lambda model: [
+            f"{name}.bias:grad" for name, m in model.named_modules() if hasattr(m, "bias")
+        ],
         lambda model: list(model.children()),
         lambda model: [(module, ":input") for module in model.modules()],
     ],
@@ -560,7 +583,9 @@ def test_reading_a_record_takes_steps_that_grow_with_the_places():
         with hl.capture(model, "**") as record:
             model(torch.ones(1))
         modules = list(model.children())
-        counts.append(steps(lambda r=record, m=modules: [[r[module] for module in m], [*r.items()]]))
+        counts.append(
+            steps(lambda r=record, m=modules: [[r[module] for module in m], [*r.items()]])
+        )
     assert counts[1] < 6 * counts[0]
 
 
@@ -587,7 +612,7 @@ def test_a_weight_used_without_its_module_is_told():
     lin = nn.Linear(3, 3)
     model = Giving(lambda x: F.linear(x, lin.weight))
     model.lin = lin
-    with pytest.raises(hl.NeverFired, match="'lin'.*not called.*weights used without it"):
+    with pytest.raises(hl.NeverFired, match=r"'lin'.*not called.*weights used without it"):
         with hl.capture(model, "lin"):
             model(X)
     assert_clean(model)

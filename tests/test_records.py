@@ -137,7 +137,7 @@ def test_what_was_not_captured_is_an_error_with_the_closest_places():
         model(torch.ones(1, 3))
     with pytest.raises(hl.NotCaptured, match=r"'2' was asked.*not captured.*places\(\)"):
         record["2"]
-    with pytest.raises(hl.NotCaptured, match="'1' was asked.*Closest: .*'1:input'"):
+    with pytest.raises(hl.NotCaptured, match=r"'1' was asked.*Closest: .*'1:input'"):
         record["1"]
     with pytest.raises(LookupError):
         record["nothing.there"]
@@ -157,8 +157,12 @@ def test_iteration_length_and_membership_go_by_place():
         model(torch.ones(1, 3))
     assert list(record) == ["0", "2"]
     assert len(record) == 2
-    assert "0" in record and model[0] in record and "0:output" in record
-    assert "1" not in record and "nothing" not in record and nn.Identity() not in record
+    assert "0" in record
+    assert model[0] in record
+    assert "0:output" in record
+    assert "1" not in record
+    assert "nothing" not in record
+    assert nn.Identity() not in record
 
 
 def test_items_gives_every_place_once_for_each_call():
@@ -176,7 +180,8 @@ def test_places_are_strings_with_pieces():
     with hl.capture(model, "0[1][0]", "0:input") as record:
         model(torch.ones(1, 1, 2))
     whole = {place.port: place for place in record.places()}
-    assert whole["output"].path == "0" and whole["output"].parts == (1, 0)
+    assert whole["output"].path == "0"
+    assert whole["output"].parts == (1, 0)
     assert whole["input"] == "0:input"
 
 
@@ -185,7 +190,9 @@ def test_tensor_gives_the_only_tensor_or_lists_the_parts():
     with hl.capture(model, "0", "0:inputs") as record:
         model(torch.ones(4, 1, 2))
     assert record.tensor("0:inputs").shape == (4, 1, 2)
-    with pytest.raises(hl.SeveralTensors, match=r"holds 3: \[0\] \(4, 1, 3\), \[1\]\[0\].*\[1\]\[1\]"):
+    with pytest.raises(
+        hl.SeveralTensors, match=r"holds 3: \[0\] \(4, 1, 3\), \[1\]\[0\].*\[1\]\[1\]"
+    ):
         record.tensor("0")
     with pytest.raises(TypeError):
         record.tensor("0")
@@ -277,7 +284,8 @@ def test_every_alias_reads_the_one_place():
     assert record.places() == ["first"]
     assert len(record.calls("first")) == 2
     assert record["second", 1] is record["first", 1] is record[model.second, 1]
-    assert "second" in record and "first" in record
+    assert "second" in record
+    assert "first" in record
 
 
 # -- after the model is gone --------------------------------------------------------------------
@@ -289,17 +297,25 @@ def test_a_record_does_not_keep_the_model_alive():
         model(torch.ones(1, 3))
     gone = weakref.ref(model), weakref.ref(model[0])
     del model
-    assert gone[0]() is None and gone[1]() is None
+    assert gone[0]() is None
+    assert gone[1]() is None
     assert record["0"].shape == (1, 4)
 
 
 def test_a_record_reads_the_same_after_the_model_is_deleted():
-    model = nn.ModuleDict({"b": nn.Linear(2, 2), "a": nn.LSTM(2, 2)})
-    model.forward = lambda x: model["a"](model["b"](x))
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.b = nn.Linear(2, 2)
+            self.a = nn.LSTM(2, 2)
+
+        def forward(self, x):
+            return self.a(self.b(x))
+
+    model = Two()
     with hl.capture(model, "a", "b", "a:inputs") as record:
         model(torch.ones(1, 1, 2))
     places, table, part = record.places(), repr(record), record["a[1][0]"]
-    del model.forward
     gone = weakref.ref(model)
     del model
     assert gone() is None
@@ -317,9 +333,10 @@ def test_aliases_still_read_after_the_model_is_deleted():
     model.add_module("again", model[0])
     with hl.capture(model, "again") as record:
         model(torch.ones(1, 2))
+    assert record.places() == ["0"]
     del model
     assert record.places() == ["0"]
-    assert len(record.calls("again")) == len(record.calls("0")) == 2
+    assert len(record.calls("again")) == 2
 
 
 def test_a_module_at_the_address_of_a_dead_one_does_not_inherit_its_values():
@@ -351,7 +368,8 @@ def test_the_repr_is_a_table_of_places_calls_shapes_dtypes_and_sizes():
     assert re.fullmatch(r"Record of 2 places, 3 values, \d+ B", title)
     assert head.split() == ["place", "calls", "shape", "dtype"]
     assert rows[0].split() == ["0", "2", "(5,", "4)", "float32", "attached"]
-    assert "2:grad_output" in rows[1] and "(5, 2)" in rows[1]
+    assert "2:grad_output" in rows[1]
+    assert "(5, 2)" in rows[1]
 
 
 def test_the_repr_shows_parts_varying_shapes_and_what_never_fired():
@@ -377,10 +395,11 @@ def test_the_repr_shows_parts_varying_shapes_and_what_never_fired():
 def test_an_empty_record_has_a_repr_before_during_and_after():
     model = mlp()
     context = hl.capture(model, "*", "0.weight:grad", ":grad_output")
+    record = context.__enter__()
+    assert "never fired" in repr(record)
+    assert "never fired" in record._repr_html_()
     with pytest.raises(hl.NeverFired):
-        with context as record:
-            assert "never fired" in repr(record)
-            record._repr_html_()
+        context.__exit__(None, None, None)
     assert repr(record).startswith("Record of 0 places, 0 values, 0 B")
     assert record.nbytes == 0
     assert len(record) == 0
@@ -475,7 +494,8 @@ def test_opaque_objects_are_kept_by_reference_and_the_table_says_so():
     with hl.capture(model, "") as record:
         cache = model(torch.ones(1))
     assert record[""] is cache
-    assert "Cache" in repr(record) and "kept by reference" in repr(record)
+    assert "Cache" in repr(record)
+    assert "kept by reference" in repr(record)
 
 
 def test_names_are_escaped_in_html():
@@ -505,7 +525,8 @@ def test_to_moves_every_tensor_and_leaves_the_first_record_alone():
     with hl.capture(model, "0", "0:grad_output", "0.weight_ih_l0:grad") as record:
         model(torch.ones(4, 1, 2))[0].sum().backward()
     moved = record.to("meta")
-    assert moved["0[1][0]"].is_meta and moved["0:grad_output[0]"].is_meta
+    assert moved["0[1][0]"].is_meta
+    assert moved["0:grad_output[0]"].is_meta
     assert moved["0.weight_ih_l0:grad"].is_meta
     assert not record["0[1][0]"].is_meta
     assert moved.places() == record.places()
@@ -659,7 +680,7 @@ def test_only_the_changed_part_of_a_value_is_refused():
 
 @pytest.mark.parametrize("spelling", ["[1]", "[-1]", "[second]"])
 def test_a_changed_part_is_refused_however_it_is_spelled(spelling):
-    Two = namedtuple("Two", ["first", "second"])  # noqa: PYI024
+    Two = namedtuple("Two", ["first", "second"])
 
     class Named(ChangesItsPair):
         def __init__(self):
@@ -792,11 +813,10 @@ def test_heads_takes_the_columns_of_attention_heads():
 
 def test_heads_that_do_not_fit_are_an_error():
     model = nn.Identity()
-    for at in (hl.heads(0, of=5), hl.heads(4, of=4)):
-        with pytest.raises(hl.ChangeError, match=r"\(2, 5, 12\).*of="):
-            with hl.capture(model, "", at=at):
-                model(torch.ones(2, 5, 12))
-    for make in (lambda: hl.heads(of=4), lambda: hl.heads(0, of=0)):
+    with pytest.raises(hl.ChangeError, match=r"\(2, 5, 12\).*of="):
+        with hl.capture(model, "", at=hl.heads(0, of=5)):
+            model(torch.ones(2, 5, 12))
+    for make in (lambda: hl.heads(of=4), lambda: hl.heads(0, of=0), lambda: hl.heads(4, of=4)):
         with pytest.raises(hl.ChangeError, match="heads"):
             with hl.capture(model, "", at=make()):
                 model(torch.ones(2, 5, 12))
@@ -867,7 +887,8 @@ def test_device_moves_what_is_kept():
     model = mlp()
     with hl.capture(model, "*", device="meta") as record:
         model(torch.ones(5, 3))
-    assert record["0"].is_meta and record["0"].shape == (5, 4)
+    assert record["0"].is_meta
+    assert record["0"].shape == (5, 4)
 
 
 def test_derived_values_stay_attached_and_can_be_used_in_a_loss():
@@ -956,7 +977,8 @@ def test_stop_with_several_options_keeps_the_derived_value():
         model, "1", at=np.s_[:, 0], dtype=torch.float64, detach=True, keep="first", stop=True
     ) as record:
         model(torch.ones(2, 3))
-    assert record["1"].dtype == torch.float64 and record["1"].shape == (2,)
+    assert record["1"].dtype == torch.float64
+    assert record["1"].shape == (2,)
 
 
 def test_stop_passes_through_except_exception_and_nothing_is_left():
@@ -1082,7 +1104,9 @@ def test_nested_records_keep_their_type_and_every_container():
     with hl.capture(model, "") as record:
         model(torch.zeros(2))
     value = record[""]
-    assert type(value) is Out and value.extra["text"] == "t" and value.extra["list"][1] is None
+    assert type(value) is Out
+    assert value.extra["text"] == "t"
+    assert value.extra["list"][1] is None
     assert record["[hidden]"] is value.hidden
     assert record["[extra][list][0]"] is value.extra["list"][0]
 

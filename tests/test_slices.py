@@ -52,14 +52,15 @@ def test_an_edit_changes_the_slice_only(at):
 
 
 @pytest.mark.parametrize("grad", [False, True])
-@pytest.mark.parametrize("at", [np.s_[:, 0], np.s_[:500], np.s_[::2], np.s_[3], np.s_[..., :999]])
+@pytest.mark.parametrize("at", [np.s_[:, 0], np.s_[:50], np.s_[::2], np.s_[3], np.s_[..., :99]])
 def test_the_memory_of_the_slice_is_all_that_is_kept(grad, at):
-    big = torch.ones(1000, 1000, requires_grad=grad) * 1
+    big = torch.ones(100, 100, requires_grad=grad) * 1
     model = Giving(lambda: big)
     with hl.capture(model, "", at=at) as record:
         model()
     kept = record[""]
-    assert kept.untyped_storage().nbytes() == kept.nbytes
+    size = kept.untyped_storage().nbytes()
+    assert size == kept.nbytes
     assert kept.requires_grad == grad
 
 
@@ -170,7 +171,7 @@ def test_a_slice_of_whole_numbers_is_edited_by_a_function_that_keeps_them_whole(
     model = Giving(lambda: torch.arange(4))
     with hl.edit(model, "", lambda piece: piece * 2, at=np.s_[1:3]):
         assert model().tolist() == [0, 2, 4, 3]
-    with pytest.raises(hl.ChangeError, match="int64.*float32"):
+    with pytest.raises(hl.ChangeError, match=r"int64.*float32"):
         with hl.edit(model, "", lambda piece: piece * 2.5, at=np.s_[1:3]):
             model()
     assert_clean(model)

@@ -52,9 +52,7 @@ def bind(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> di
 
 def _keys(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Part]:
     names, _ = _names(module)
-    return [
-        names[n] if n < len(names) and names[n] not in kwargs else n for n in range(len(args))
-    ]
+    return [names[n] if n < len(names) and names[n] not in kwargs else n for n in range(len(args))]
 
 
 def _first(module: nn.Module, kwargs: dict[str, Any]) -> str:
@@ -71,9 +69,6 @@ def read(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], targe
     """The value at an input port; LookupError if the call has none."""
     if target.port in ("inputs", "grad_inputs"):
         value: Any = bind(module, args, kwargs)
-        if target.parts and target.parts[0] not in value and isinstance(target.parts[0], str):
-            passed = ", ".join(map(str, value)) or "none"
-            raise LookupError(f"no argument {target.parts[0]!r} was passed, only {passed}")
     else:
         value = args[0] if args else kwargs[_first(module, kwargs)]
     return get_part(value, target.parts) if target.parts else value

@@ -29,8 +29,10 @@ __all__ = [
     "Chain",
     "Change",
     "add",
+    "apply",
     "blend",
     "clamp",
+    "describe",
     "dropout",
     "noise",
     "patch",
@@ -243,18 +245,12 @@ class clamp(Change):  # noqa: N801
             )
 
     def apply(self, value: Tensor, call: Call) -> Tensor:
+        if value.is_complex():
+            raise _dtypes_differ(self, value.real, value, call)
         result = value
         if self.min is not None:
-            result = _bounded(torch.maximum, result, fit(self.min, value, self))
-        if self.max is not None:
-            result = _bounded(torch.minimum, result, fit(self.max, value, self))
-        return result
-
-
-def _bounded(limit: Any, value: Tensor, bound: Tensor | float) -> Tensor:
-    if isinstance(bound, Tensor):
-        return limit(value, bound)
-    return value.clamp(min=bound) if limit is torch.maximum else value.clamp(max=bound)
+            result = result.clamp(min=fit(self.min, value, self))  # pyright: ignore
+        return result if self.max is None else result.clamp(max=fit(self.max, value, self))  # pyright: ignore
 
 
 @dataclass(frozen=True, eq=False)

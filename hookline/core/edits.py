@@ -89,10 +89,11 @@ def _checked(calls: Any) -> Any:
         return None
     try:
         if isinstance(calls, slice):
-            limits = [calls.start or 0, calls.stop or 0, calls.step or 1]
+            step = 1 if calls.step is None else calls.step - 1
+            limits = [calls.start or 0, calls.stop or 0, step]
             found: Any = calls
         else:
-            whole = [calls] if isinstance(calls, (int, SupportsIndex)) else list(calls)
+            whole = [calls] if isinstance(calls, SupportsIndex) else list(calls)
             limits = found = {operator.index(call) for call in whole}
         if limits and all(operator.index(limit) >= 0 for limit in limits) and calls is not True:
             return found
@@ -164,7 +165,8 @@ class edit(Context[_EditTap]):  # noqa: N801 - a verb that is used like a functi
 
     At a parameter or buffer (`edit(model, "fc.weight", ...)`) its data is swapped in and back,
     bit for bit; the Parameter object stays. Optimiser steps taken inside are discarded with it.
-    A backward after the `with` is still right; after `.attach()` and `.remove()` it raises.
+    A backward after the `with` is still right; after `.attach()` and `.remove()` it raises. (The
+    `with` saves tensors through hooks, which torch.func refuses: there, use `.attach()`.)
     At gradient places the change meets the gradient as it arrives; run the backward inside.
     """
 
@@ -229,6 +231,14 @@ class edit(Context[_EditTap]):  # noqa: N801 - a verb that is used like a functi
 
     def _prepared(self) -> None:
         values = [tap for tap in self._taps.values() if tap.target.port == "value"]
+        if self._calls is not None and len(values) == len(self._taps):
+            raise ChangeError(
+                f"Calls {self._calls} of a parameter or buffer were to be changed.",
+                "A parameter has no calls.",
+                "Leave out calls=; to change a module's calls, name its input or output.",
+            )
+        for _, site in self._sites.values():
+            site.counted = self._calls is not None or bool(site.outputs)
         if values:
             for _, site in self._sites.values():
                 site.values = []  # parameters are swapped now, not at each call
@@ -237,18 +247,17 @@ class edit(Context[_EditTap]):  # noqa: N801 - a verb that is used like a functi
     def _start(self, attached: bool) -> None:
         super()._start(attached)
         if self._swaps and not attached:
-            saving = parameters.Saving()
-            saving.__enter__()
-            self._saving = saving
+            self._saving = parameters.Saving()
+            self._saving.__enter__()
 
     def _stop(self) -> None:
         try:
             super()._stop()
             parameters.swap_back(self._swaps)
         finally:
-            saving, self._saving = self._saving, None
-            if saving is not None:
-                saving.leave()
+            if self._saving is not None:
+                self._saving.leave()
+                self._saving = None
 
 
 def _as_change(given: Any) -> Change | Callable[..., Any]:

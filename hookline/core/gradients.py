@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
+from torch.utils.hooks import unserializable_hook
 
 from hookline.core import arguments
 from hookline.core.nested import Path, children, leaves, set_part
@@ -60,12 +61,10 @@ INPUT_CHANGED = (
     "the module changed a view in place that it was given: the gradient cannot be reached.",
     "Ask for the gradient at the module that made the view.",
 )
-CACHED = (
-    "autocast keeps the cast of this leaf for all modules that use it: their shares cannot be told "
-    "apart.",
-    "Use torch.autocast(..., cache_enabled=False), or give the model x * 1.",
+NO_PATH = (
+    "no gradient flows from the module's outputs to this input.",
+    "Ask for an input that the outputs depend on.",
 )
-NO_PATH = ("no gradient flows from the module's outputs to this input.", "")
 NOT_ASKED = ("it does not require grad.", "Call requires_grad_() on it before.")
 
 
@@ -78,7 +77,7 @@ def _sequence() -> int:
 # The number that the next autograd node of this thread will get.
 sequence: Callable[[], int] = getattr(torch.autograd, "_get_sequence_nr", _sequence)
 _alias: Any = torch.ops.aten.alias  # pyright: ignore
-_gates: dict[Any, FrameType] = {}  # the nodes of gates, with the calls (see Frame) they are for
+_MARK = "hookline"  # in the metadata of a gate's node: the serial of the call that it is for
 
 
 def is_over(running: FrameType) -> bool:
@@ -94,18 +93,18 @@ def _made_since(node: Any, start: int) -> bool:
     return node is not None and node._sequence_nr() >= start
 
 
-def _keep(tap: Tap, handle: Any) -> None:
+def _handles(tap: Tap) -> list[Any]:
+    """Where to keep the handle of a hook, in one step with its making."""
     context = tap.context()
-    if context is None:
-        handle.remove()
-    else:
-        context.keep_handle(handle)
+    return [] if context is None else context.handles()
 
 
 class _Arm:
     """A hook on a tensor or node. It holds its tap weakly: the tap's record may hold the graph."""
 
-    __slots__ = ("alias", "geometry", "ident", "index", "muted", "path", "tap", "version")
+    __slots__ = (
+        "alias", "dtype", "geometry", "ident", "index", "muted", "path", "tap", "version",
+    )  # fmt: skip
 
     def __init__(self, tap: Tap, index: int, path: Path) -> None:
         self.tap = weakref.ref(tap)
@@ -113,16 +112,17 @@ class _Arm:
         self.index = index
         self.path = path
         self.muted = False
+        self.dtype: torch.dtype | None = None  # to cast to: autocast's casts are looked through
         self.alias: Tensor | None = None  # shows whether the tensor was changed in place
 
     def watch(self, tap: Tap, tensor: Tensor) -> None:
         # register_hook may crash the process on a view that was changed in place, unless grad_fn
         # was read before: https://github.com/pytorch/pytorch/issues/196459
         _ = tensor.grad_fn
-        _keep(tap, tensor.register_hook(self.at_tensor))
+        _handles(tap).append(tensor.register_hook(self.at_tensor))
 
     def watch_gate(self, tap: Tap, node: Any) -> None:
-        _keep(tap, node.register_hook(self.at_gate))
+        _handles(tap).append(node.register_hook(self.at_gate))
 
     def guard(self, tensor: Tensor) -> None:
         self.alias = tensor.detach()
@@ -136,8 +136,11 @@ class _Arm:
         tap = self.tap()
         if grad is None or tap is None or self.muted:
             return None
+        if self.dtype is not None:
+            grad = grad.to(self.dtype)
         return tap.gradient(grad, self.index, self.path)
 
+    @unserializable_hook
     def at_tensor(self, grad: Tensor | None) -> Tensor | None:
         """The hook on a tensor."""
         if self.alias is not None and self.changed:
@@ -146,7 +149,7 @@ class _Arm:
 
     def at_gate(self, grad_inputs: tuple[Tensor | None, ...], _: Any) -> Any:
         """The hook on a gate's node: what has passed the gate."""
-        new = self.deliver(grad_inputs[0])
+        new = self.at_tensor(grad_inputs[0])
         return None if new is None else (new,)
 
     def at_base(self, grads: tuple[Tensor | None, ...]) -> None:
@@ -202,7 +205,9 @@ def note_given(args: Any, kwargs: Any) -> list[tuple[Tensor, Any, int, Any]]:
             for tensor, _ in _grouped(value):
                 base = tensor._base
                 node = tensor.grad_fn
-                given.append((tensor, node, tensor.output_nr, None if base is None else base.grad_fn))
+                given.append(
+                    (tensor, node, tensor.output_nr, None if base is None else base.grad_fn)
+                )
     return given
 
 
@@ -226,7 +231,7 @@ def _watch_output(
 ) -> Tensor:
     node, base = tensor.grad_fn, tensor._base
     arm = _Arm(tap, index, path)
-    if _gates.get(node) is frame.running:  # of an edit that was entered before
+    if _is_gate(node, frame):  # of an edit that was entered before
         arm.watch_gate(tap, node)
         return tensor
     fresh = _made_since(node, frame.sequence)
@@ -245,7 +250,9 @@ def _watch_output(
         return tensor
     if base is not None:
         arm.guard(tensor)
-        overlaps = any(step == 0 < size - 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+        overlaps = any(
+            step == 0 < size - 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True)
+        )
         if base_fresh and base.dtype == tensor.dtype and not overlaps:
             arm.geometry = (
                 (tensor.size(), tensor.stride(), tensor.storage_offset()),
@@ -253,7 +260,7 @@ def _watch_output(
                 base.output_nr,
             )
             base_node: Any = base.grad_fn
-            _keep(tap, base_node.register_prehook(arm.at_base))
+            _handles(tap).append(base_node.register_prehook(arm.at_base))
         else:
             tap.guard(arm)
     arm.watch(tap, tensor)
@@ -267,7 +274,7 @@ def _gate_output(tap: Tap, arm: _Arm, tensor: Tensor, own: bool, frame: Frame) -
     operation; else a view, so that writing to it still writes to what it is a view of.
     """
     gate = tensor.clone() if own else _alias(tensor)
-    node = _mark(gate, frame.running)
+    node = _mark(gate, frame)
     if not own:
         arm.guard(gate)
         tap.guard(arm)
@@ -283,11 +290,15 @@ def _gate_output(tap: Tap, arm: _Arm, tensor: Tensor, own: bool, frame: Frame) -
     return gate
 
 
-def _mark(gate: Tensor, running: FrameType) -> Any:
-    for node in [node for node, other in _gates.items() if is_over(other)]:
-        del _gates[node]
-    _gates[gate.grad_fn] = running
-    return gate.grad_fn
+def _mark(gate: Tensor, frame: Frame) -> Any:
+    node: Any = gate.grad_fn
+    node.metadata[_MARK] = frame.serial
+    return node
+
+
+def _is_gate(node: Any, frame: Frame) -> bool:
+    """Whether a node is that of a gate which an edit has made for this very call."""
+    return node is not None and node.metadata.get(_MARK) == frame.serial
 
 
 def _reused(output: Any, start: int) -> set[int]:
@@ -320,25 +331,18 @@ def note_inputs(
     for tensor, paths in found:
         if tap.replaces:
             node: Any = tensor.grad_fn
-            if _gates.get(node) is not frame.running:
+            if not _is_gate(node, frame):
                 gate: Tensor = _alias(tensor)
-                node = _mark(gate, frame.running)
+                node = _mark(gate, frame)
                 for path, other in list(leaves((args, kwargs))):
                     if other is tensor:
                         args, kwargs = set_part((args, kwargs), path, gate)
                 frame.gates.append((gate, gate._version))
             wanted[node, 0] = paths[0]
-        elif tensor.is_leaf and _casts_are_kept(tensor):
-            tap.explain(frame.index, *CACHED, path=paths[0])
         else:
             wanted[_edge(tensor)] = paths[0]
     frame.edges.append((tap, value, found, wanted))
     return (args, kwargs) if tap.replaces and found else None
-
-
-def _casts_are_kept(tensor: Tensor) -> bool:
-    kind = tensor.device.type
-    return torch.is_autocast_cache_enabled() and torch.is_autocast_enabled(kind)
 
 
 def _edge(tensor: Tensor) -> Edge:
@@ -365,48 +369,69 @@ def watch_inputs(tap: Tap, output: Any, index: int, frame: Frame) -> None:
             "the module changes its input in place.",
             "Change grad_output of the module that made the input, or of this module.",
         )
-    for node, _ in [edge for edge in wanted if _gates.get(edge[0]) is frame.running]:
-        _Arm(tap, index, wanted.pop((node, _))).watch_gate(tap, node)
+    views = _views_of_older(output, frame)
+    for node, _ in [edge for edge in wanted if _is_gate(edge[0], frame)]:
+        arm = _Arm(tap, index, wanted.pop((node, _)))
+        if views:
+            arm.guard(views[0])
+            tap.guard(arm)
+        arm.watch_gate(tap, node)
     if wanted:
         _watch_paths(tap, output, index, wanted, frame)
 
 
-def _watch_paths(
-    tap: Tap, output: Any, index: int, wanted: dict[Edge, Path], frame: Frame
-) -> None:
+def _watch_paths(tap: Tap, output: Any, index: int, wanted: dict[Edge, Path], frame: Frame) -> None:
     tensors = [tensor for tensor, _ in _grouped(output)]
     for edge in wanted.keys() & {(tensor.grad_fn, tensor.output_nr) for tensor in tensors}:
         tap.explain(index, *PASSED_ON, path=wanted.pop(edge))
-    # Outputs that are views of something older: in-place changes take their nodes away.
-    views = [
-        tensor
-        for tensor in tensors
-        if tensor._base is not None and not _made_since(tensor._base.grad_fn, frame.sequence)
-    ]
+    views = _views_of_older(output, frame)
     stops = {(node, output_nr) for _, node, output_nr, _ in frame.given}
     grouped: dict[Any, list[tuple[int, _Arm]]] = {}
     starts = (tensor.grad_fn for tensor in tensors)
     reached: set[Path] = set()
-    for node, position, path in _leading(starts, wanted, stops, frame.sequence):
+    # Autocast keeps the casts of leaves for all modules that use them: they are looked through.
+    casts = torch.is_autocast_cache_enabled() and any(
+        tensor.is_leaf and torch.is_autocast_enabled(tensor.device.type)
+        for tensor, *_ in frame.given
+    )
+    found = _leading(starts, wanted, stops, frame.sequence, casts)
+    for node, position, path in found:
+        if path in reached:
+            tap.several(index, path)
         reached.add(path)
         arm = _Arm(tap, index, path)
+        if casts:
+            arm.dtype = frame.given[0][0].dtype
         if views:
             arm.guard(views[0])
             tap.guard(arm)
         grouped.setdefault(node, []).append((position, arm))
     for node, arms in grouped.items():
-        if _gates.get(node) is frame.running:
+        if _is_gate(node, frame):
             arms[0][1].watch_gate(tap, node)
         else:
-            _keep(tap, node.register_hook(_Shares(arms).at_node))
+            _handles(tap).append(node.register_hook(_Shares(arms).at_node))
+    moved = any(t._is_view() and t.grad_fn is not node for t, node, _, _ in frame.given)
     for path in wanted.values():
-        if path not in reached:
-            moved = any(t._is_view() and t.grad_fn is not node for t, node, _, _ in frame.given)
+        if path not in reached and (moved or not path):  # else None says that none flows
             tap.explain(index, *(INPUT_CHANGED if moved else NO_PATH), path=path)
 
 
+def _views_of_older(output: Any, frame: Frame) -> list[Tensor]:
+    """Outputs that are views of something older: in-place changes take their nodes away."""
+    return [
+        tensor
+        for tensor, _ in _grouped(output)
+        if tensor._base is not None and not _made_since(tensor._base.grad_fn, frame.sequence)
+    ]
+
+
 def _leading(
-    starts: Iterable[Any], wanted: dict[Edge, Any], stops: Iterable[Edge], start: int
+    starts: Iterable[Any],
+    wanted: dict[Edge, Any],
+    stops: Iterable[Edge],
+    start: int,
+    casts: bool = False,
 ) -> list[tuple[Any, int, Any]]:
     """The nodes made since `start`, reached from `starts`, that have a next edge among `wanted`."""
     found: list[tuple[Any, int, Any]] = []
@@ -421,6 +446,10 @@ def _leading(
             follows = edge[0]
             if edge in wanted:
                 found.append((node, position, wanted[edge]))
+            elif casts and follows is not None and follows.name() == "ToCopyBackward0":
+                beyond = follows.next_functions[0]
+                if beyond in wanted:
+                    found.append((node, position, wanted[beyond]))
             elif follows is not None and edge not in stops and follows._sequence_nr() >= start:
                 stack.append(follows)
     return found

@@ -47,9 +47,7 @@ _HEAD = re.compile(
     r"(?:/(?P<operation>[^\[\]:/#]+)(?:\#(?P<nth>[0-9]+))?)?"
     r"(?::(?P<port>[^\[\]:/#]*))?"
 )
-_PART = re.compile(
-    r"""\[(?:'((?:[^'\\]|\\.)*)'|"((?:[^"\\]|\\.)*)"|([^\[\]'"\\]+))\]""", re.DOTALL
-)
+_PART = re.compile(r"""\[(?:'((?:[^'\\]|\\.)*)'|"((?:[^"\\]|\\.)*)"|([^\[\]'"\\]+))\]""", re.DOTALL)
 _NUMBER = re.compile(r"-?[0-9]+")
 _RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)")
 _MOST = 10_000  # alternatives in one brace
@@ -234,7 +232,7 @@ def _expand(text: str, path: str) -> Iterator[str]:
     if found is not None:
         start, end = found
         inside = path[start + 1 : end]
-        if "." in inside and _RANGE.fullmatch(inside) is None and not _ranges_only(inside):
+        if ("." in inside or "**" in inside) and not _ranges_only("{" + inside + "}"):
             for piece in _alternatives(text, inside):
                 yield from _expand(text, path[:start] + piece + path[end + 1 :])
             return
@@ -245,7 +243,8 @@ def _expand(text: str, path: str) -> Iterator[str]:
 
 
 def _ranges_only(inside: str) -> bool:
-    return "." not in re.sub(r"\{-?\d+\.\.-?\d+\}", "", inside)
+    rest = re.sub(r"\{-?\d+\.\.-?\d+\}", "", inside)
+    return "." not in rest and "**" not in rest
 
 
 def _segment(text: str, piece: str) -> Segment:

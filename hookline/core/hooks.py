@@ -21,13 +21,14 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import unserializable_hook
 
 from hookline.core import arguments, gradients
 from hookline.core.contexts import Entering
@@ -35,7 +36,11 @@ from hookline.core.nested import Path, get_part, set_part
 from hookline.core.places import Place, Request, Target, Where, resolve, walk
 from hookline.errors import NeverFired, PlaceError
 
-__all__ = ["ACTIVE", "KEEP", "KEYS", "Attached", "Call", "Context", "Site", "Tap", "attached", "hook"]
+__all__ = [
+    "ACTIVE", "KEEP", "KEYS", "Anchored", "Attached", "Call", "Context", "Frame", "Site", "Tap",
+    "add_place", "attached", "first_names", "hook", "in_backward", "named_place", "silence",
+    "takes_call",
+]  # fmt: skip
 
 KEEP = object()  # what a tap returns to leave a value as it is
 ACTIVE: ContextVar[frozenset[int]] = ContextVar("hookline_active", default=frozenset())
@@ -45,7 +50,6 @@ ACTIVE: ContextVar[frozenset[int]] = ContextVar("hookline_active", default=froze
 KEYS = itertools.count(-1 - int.from_bytes(os.urandom(6)), -1)
 _serials = itertools.count(1)
 in_backward: Callable[[], int] = torch._C._current_graph_task_id  # pyright: ignore
-_lock = threading.RLock()
 _RECENT = 64  # calls whose gradients may still come
 T = TypeVar("T", bound="Tap")
 
@@ -76,7 +80,6 @@ class Tap:
 
     replaces = True  # whether values may be replaced: false for captures
     fired = 0
-    keeper: Any = None  # holds the context, where nothing else would
     # Why a call gave nothing, by call and path; and hooks that may have been lost.
     reasons: Mapping[tuple[int, Path], tuple[str, str]] = MappingProxyType({})
     guards: Sequence[Any] = ()
@@ -98,9 +101,7 @@ class Tap:
         """Take a gradient, or one tensor of it; return what shall stand in its place, or None."""
         raise AssertionError("a tap receives gradients")
 
-    def expect(
-        self, value: Any, index: int, tensors: Sequence[tuple[Tensor, list[Path]]]
-    ) -> None:
+    def expect(self, value: Any, index: int, tensors: Sequence[tuple[Tensor, list[Path]]]) -> None:
         """A call has taken place whose gradients will come, for these tensors of this value."""
 
     def explain(self, index: int, reason: str, remedy: str = "", path: Path = ()) -> None:
@@ -120,6 +121,9 @@ class Tap:
             )
         self.explain(index, problem)
 
+    def several(self, index: int, path: Path) -> None:
+        """The gradient at a path will come in several shares."""
+
     def guard(self, arm: Any) -> None:
         """Remember a hook that is lost if the memory of its tensor is changed in place."""
         self.guards = [*self.guards[-_RECENT:], arm]
@@ -132,6 +136,16 @@ class Tap:
         self.guards = ()
 
 
+class _Now(threading.local):
+    """The call whose hooks run now, in each thread."""
+
+    frame = 0
+    serial = 0
+
+
+_now = _Now()
+
+
 class Frame:
     """What is known of one running call of one module.
 
@@ -141,12 +155,17 @@ class Frame:
 
     __slots__ = (
         "edges", "gates", "given", "index", "pending", "recomputed", "running", "sequence",
+        "serial",
     )  # fmt: skip
 
     def __init__(self, index: int, recomputed: bool, running: types.FrameType) -> None:
         self.index = index
         self.recomputed = recomputed
-        self.running = running
+        self.running: types.FrameType | None = running
+        # The same for all contexts that see this call: their hooks run one after the other.
+        if _now.frame != id(running):
+            _now.frame, _now.serial = id(running), next(_serials)
+        self.serial = _now.serial
         self.pending: list[tuple[Any, Any]] = []  # inputs kept until the call is complete
         # For gradients, all at the start of the call:
         self.sequence = 0  # the autograd sequence number
@@ -170,6 +189,7 @@ class Site:
 
     # What few sites need stands here, so that making one is cheap.
     keeper: Entering | None = None
+    counted = False  # whether calls are numbered from their start, for edits of some of them
     closed = False
     count = 0  # completed calls
     foreign = 0  # calls from other threads and tasks
@@ -180,6 +200,7 @@ class Site:
     outputs: Sequence[Tap] = ()
     grad_inputs: Sequence[Tap] = ()
     grad_outputs: Sequence[Tap] = ()
+    lock: AbstractContextManager[Any] = nullcontext()  # a real one where every thread is seen
     frames: dict[int, list[Frame]] | None = None  # the running calls of each thread
     abandoned: Sequence[Frame] = ()  # calls that began and raised
 
@@ -200,14 +221,21 @@ class Site:
         if kind is not None:
             setattr(self, kind, [*getattr(self, kind), tap])
 
+    @property
+    def paired(self) -> bool:
+        """Whether something must be known of a call before it begins."""
+        return bool(self.inputs or self.grad_outputs or self.grad_inputs or self.counted)
+
     def register(self, module: nn.Module) -> None:
         """Put the hooks on a module.
 
         Straight into the module's hook dicts, which is what `register_forward_hook` does after
         making a handle, and a third of the cost of entering and leaving.
         """
-        before = self.inputs or self.values or self.grad_outputs or self.grad_inputs
-        after = self.inputs or self.outputs or self.grad_outputs or self.grad_inputs
+        if self.owner is None:
+            self.lock = threading.RLock()  # its own: an interrupt may leave it locked for ever
+        before = self.paired or self.values
+        after = self.paired or self.outputs
         if before:
             module._forward_pre_hooks_with_kwargs[self.key] = True
             module._forward_pre_hooks[self.key] = self.before
@@ -259,7 +287,7 @@ class Site:
         """The pre-forward hook."""
         if self.closed or kwargs is None:  # removed while torch was about to call it
             return None
-        paired = bool(self.inputs or self.grad_outputs or self.grad_inputs)
+        paired = self.paired
         if module is not self.module or (self.owner is not None and self.owner not in ACTIVE.get()):
             if not (paired or self.outputs):
                 self.stranger(module)  # else the forward hook counts it
@@ -306,20 +334,28 @@ class Site:
             self.frames = {}
         running = self.frames.setdefault(threading.get_ident(), [])
         if running:
-            over = [frame for frame in running if gradients.is_over(frame.running)]
-            self.abandoned = [*self.abandoned, *(frame for frame in over if frame.pending)]
+            over = [f for f in running if f.running is None or gradients.is_over(f.running)]
+            self._abandon(over)
             running[:] = [frame for frame in running if frame not in over]
         return running
 
     def _completed(self, caller: types.FrameType) -> Frame | None:
+        _now.frame = 0
         running = (self.frames or {}).get(threading.get_ident(), [])
         while running:
             frame = running.pop()
             if frame.running is caller:
                 return frame
+            self._abandon([frame])
+        return None  # the context was entered while the module was running
+
+    def _abandon(self, frames: list[Frame]) -> None:
+        """Set the inputs aside of calls that raised; all that else was known of them goes."""
+        for frame in frames:
+            frame.running, frame.edges, frame.given, frame.gates = None, [], [], []
+            frame.pending = [(tap, kept) for tap, kept in frame.pending if tap.wants_late()]
             if frame.pending:
                 self.abandoned = [*self.abandoned, frame]
-        return None  # the context was entered while the module was running
 
     def _offer_input(
         self, tap: Tap, module: nn.Module, args: Any, kwargs: Any, frame: Frame
@@ -338,20 +374,20 @@ class Site:
         if module is not self.module or (self.owner is not None and self.owner not in ACTIVE.get()):
             return self.stranger(module)
         frame = None
-        if self.inputs or self.grad_outputs or self.grad_inputs:
+        if self.paired:
             frame = self._completed(sys._getframe(1))
             if frame is None:  # the context was entered while the module was running
                 return None
         # Where every thread is seen, the numbers stay distinct, and the inputs and outputs of one
         # call together. A user's function is never called under the lock.
-        with nullcontext() if self.owner is not None else _lock:
+        with self.lock:
             call = self.recomputes() if frame is None else frame.index if frame.recomputed else None
             index = self.count if call is None else call
             if call is None:
                 self.count += 1
             output, original = rest[-1], rest[-1]
-            for commit, stored in frame.pending if frame is not None else ():
-                commit(stored)
+            for tap, stored in frame.pending if frame is not None else ():
+                tap.commit(stored)
             if not (self.outputs and self.outputs[0].replaces):
                 self._offer_outputs(output, index, call is not None)
         if self.outputs and self.outputs[0].replaces:
@@ -371,7 +407,9 @@ class Site:
         """
 
         def wanted(taps: Sequence[Tap]) -> list[Tap]:
-            return [t for t in taps if not frame.recomputed or any(n == index for n, _ in t.reasons)]
+            return [
+                t for t in taps if not frame.recomputed or any(n == index for n, _ in t.reasons)
+            ]
 
         for tap in wanted(self.grad_outputs):
             output = _at_part(
@@ -385,8 +423,8 @@ class Site:
         """Keep the inputs of calls that began and never completed, after all others."""
         waiting = [frame for running in (self.frames or {}).values() for frame in running]
         for frame in (*self.abandoned, *waiting):
-            for commit, stored in frame.pending:
-                commit(stored, late=True)
+            for tap, stored in frame.pending:
+                tap.commit(stored, late=True)
         self.frames, self.abandoned = None, ()
 
     def __deepcopy__(self, memo: Any) -> Site:
@@ -437,6 +475,7 @@ class Context(Entering, Generic[T]):
         self._taps: dict[tuple[Any, ...], T] = {}
         self._sites: dict[int, tuple[nn.Module, Site]] = {}
         self._handles: list[Any] = []
+        self._many = 64
 
     # -- for subclasses -------------------------------------------------------------------------
 
@@ -479,17 +518,17 @@ class Context(Entering, Generic[T]):
     def _place(self, target: Target, ref: weakref.ref[Context[Any]], owner: int | None) -> None:
         """Make what serves a target."""
         tap = self._taps[target.key] = self._tap(target, ref)
-        ident = target.key[0]
         module = target.module
         if target.port == "value" and type(module).forward is nn.Module.forward:
             module = self._caller_of(target)  # a ParameterList is never called
         if id(module) not in self._sites:
             self._sites[id(module)] = (module, Site(module, ref, owner))
-        self._sites.setdefault(ident, self._sites[id(module)])[1].add(tap)
+        self._sites.setdefault(target.ident, self._sites[id(module)])[1].add(tap)
         if target.port == "grad":
             gradients.watch_tensor(tap, target.tensor())
             if self._attached and isinstance(self._model, Tensor):
-                tap.keeper = self  # there is no module whose hooks could keep this alive
+                # There is no module whose hooks could keep this alive: a hook of the tensor does.
+                self._handles.append(self._model.register_hook(_Keeper(self)))
 
     def _caller_of(self, target: Target) -> nn.Module:
         path = target.path
@@ -510,20 +549,17 @@ class Context(Entering, Generic[T]):
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        if isinstance(self._model, Tensor):
-            for tap in self._taps.values():
-                tap.keeper = None
         active = ACTIVE.get()
         if self._serial in active:
             ACTIVE.set(active - {self._serial})
 
-    def keep_handle(self, handle: Any) -> None:
-        """Remember the handle of a hook on a tensor or node, to remove it at the end."""
-        handles = self._handles
-        handles.append(handle)
+    def handles(self) -> list[Any]:
+        """The handles of hooks on tensors and nodes, to be removed at the end."""
         # Graphs die, and their handles with them: forget those now and then.
-        if len(handles) >= 512 and len(handles) & (len(handles) - 1) == 0:
-            self._handles = [h for h in handles if h.hooks_dict_ref() is not None]
+        if len(self._handles) >= self._many:
+            self._handles = [h for h in self._handles if h.hooks_dict_ref() is not None]
+            self._many = max(64, 2 * len(self._handles))
+        return self._handles
 
     # -- names ----------------------------------------------------------------------------------
 
@@ -553,15 +589,14 @@ class Context(Entering, Generic[T]):
             f"Nothing happened at {str(self.place_of(target))!r}"
             f"{others if count > 1 and not request.literal else ''}:",
             self.reason(tap),
-            "hookline.select(model, '**') lists the modules; a capture of '**' shows which are "
-            "called, in record.places() and record.unfired().",
+            "A capture of '**' shows what is called, in record.places() and record.unfired().",
         )
 
     def reason(self, tap: Tap) -> str:
         """Why nothing happened at a tap."""
         if self._names is None:
             self._names = first_names(self._model)
-        return silence(tap, self._sites[tap.target.key[0]][1], self._model, self._names)
+        return silence(tap, self._sites[tap.target.ident][1], self._model, self._names)
 
 
 def silence(tap: Tap, site: Site, model: Any, names: dict[int, str]) -> str:
@@ -578,20 +613,21 @@ def silence(tap: Tap, site: Site, model: Any, names: dict[int, str]) -> str:
         )
     if target.port == "grad":
         return (
-            "no gradient arrived. No backward ran inside the `with`, or the loss does not depend "
-            "on it."
+            "no gradient arrived. No backward ran inside the `with`, the loss does not depend on "
+            "it, or only others were asked for (torch.autograd.grad, inputs=)."
         )
     if site.count:
         if "grad" in target.port:
             return (
                 f"its module was called {site.count} times, but no gradient arrived. No backward "
-                f"ran inside the `with`, or the loss does not depend on it."
+                f"ran inside the `with`, the loss does not depend on it, or only others were asked "
+                f"for (torch.autograd.grad, inputs=)."
             )
         return f"its module was called {site.count} times, and the change applied to none of them."
-    path = names.get(target.key[0])
+    path = names.get(target.ident)
     if path is None and isinstance(model, nn.Module):
         return "its module was taken out of the model while this was open."
-    if path is not None and path.endswith("out_proj") :
+    if path is not None and path.endswith("out_proj"):
         parent = model.get_submodule(path.rpartition(".")[0])
         if isinstance(parent, nn.MultiheadAttention):
             return (
@@ -612,7 +648,7 @@ def first_names(model: nn.Module | Tensor | None) -> dict[int, str]:
 
 def named_place(target: Target, names: dict[int, str]) -> Place:
     """The place of a target under the first name of its module."""
-    path = names.get(target.key[0], target.path)
+    path = names.get(target.ident, target.path)
     return Place(target.named(path), target.port, target.parts)
 
 
@@ -703,6 +739,16 @@ class hook(Context[_HookTap]):  # noqa: N801 - a verb that is used like a functi
 
 
 # -- attached -------------------------------------------------------------------------------------
+
+
+@unserializable_hook
+class _Keeper:
+    """A hook on a tensor that does nothing but keep a context alive."""
+
+    def __init__(self, context: Any) -> None:
+        self.context = context
+
+    def __call__(self, grad: Any) -> None: ...
 
 
 class Anchored(Entering):

@@ -64,10 +64,8 @@ def children(value: Any) -> list[tuple[Part, Any]] | None:
     >>> children("text") is None
     True
     """
-    if isinstance(value, _ATOMS):
-        return None
     try:
-        return _children(value)
+        return None if isinstance(value, _ATOMS) else _children(value)
     except Exception:  # noqa: BLE001 - an object that cannot be walked is opaque
         return None
 
@@ -155,13 +153,22 @@ def _locate(value: Any, part: Part, before: Path) -> tuple[list[tuple[Part, Any]
     if isinstance(part, int):
         if -len(inside) <= part < len(inside):
             return inside, part % len(inside)
-    elif hasattr(value, part) and not callable(getattr(type(value), part, None)):
-        # The attributes of torch.return_types are its items; methods are nobody's parts.
+    elif _has_attribute(value, part):
+        # The attributes of torch.return_types are its items.
         item = getattr(value, part)
         same = [n for n, (_, other) in enumerate(inside) if other is item]
         return inside, same[0] if same and isinstance(value, tuple) else None
     there = ", ".join(show_path((name,)) for name in names) or "no parts"
-    raise LookupError(f"{where} is a {type(value).__name__}, with {there}, not {show_path((part,))}")
+    kind = type(value).__name__
+    raise LookupError(f"{where} is a {kind}, which has {there}, not {show_path((part,))}")
+
+
+def _has_attribute(value: Any, name: str) -> bool:
+    try:
+        getattr(value, name)
+    except Exception:  # noqa: BLE001 - a property may raise anything
+        return False
+    return not callable(getattr(type(value), name, None))  # methods are nobody's parts
 
 
 def set_part(value: Any, path: Path, new: Any) -> Any:
@@ -209,14 +216,24 @@ def _map(function: Callable[[Any], Any], value: Any, seen: dict[int, tuple[Any, 
         result = function(value)
         seen[id(value)] = (value, result)
         return result
-    # A structure may hold itself: then the new list or dict must be there before its content.
-    result = type(value)() if type(value) in (list, dict) else value
+    # A structure may hold itself: then the new one must be there before its content.
+    result = value
+    if type(value) in (list, dict):
+        result = type(value)()
+    elif not isinstance(value, (tuple, list, Mapping, deque)):
+        try:
+            result = copy.copy(value)
+        except Exception:  # noqa: BLE001 - kept as it is
+            result = value
     seen[id(value)] = (value, result)
     items = [_map(function, item, seen) for _, item in inside]
     if type(value) is list:
         result.extend(items)
     elif type(value) is dict:
         result.update(zip(value, items, strict=True))
+    elif result is not value:
+        names = [str(part) for part, _ in inside]
+        _with_attributes(result, dict(zip(names, items, strict=True)))
     else:
         try:
             result = _rebuild(value, inside, items)
@@ -241,7 +258,9 @@ def _rebuild(value: Any, inside: list[tuple[Part, Any]], items: list[Any]) -> An
         return kind(items, value.maxlen)
     if isinstance(value, Mapping):
         return _mapping(value, dict(zip(value, items, strict=True)))
-    return _with_attributes(copy.copy(value), {str(p): i for (p, _), i in zip(inside, items, strict=True)})
+    return _with_attributes(
+        copy.copy(value), {str(p): i for (p, _), i in zip(inside, items, strict=True)}
+    )
 
 
 def _mapping(value: Any, content: dict[Any, Any]) -> Any:

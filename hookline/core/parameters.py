@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -62,7 +63,9 @@ def _one(model: nn.Module, path: str, kind: str) -> Target:
         return target
     found = f"It matches {len(targets)} places."
     if len(targets) == 1 and is_module and kind == "parameter":
-        names = [f"{target.path}.{n}" for n in (*target.module._parameters, *target.module._buffers)]
+        names = [
+            f"{target.path}.{n}" for n in (*target.module._parameters, *target.module._buffers)
+        ]
         found = f"It is a module, with {', '.join(names) or 'none of its own'}."
     elif len(targets) == 1:
         found = "It is not one."
@@ -95,11 +98,14 @@ class Swap:
 
     def put(self, new: Tensor) -> None:
         """Swap the data in. Convolutions and norms save a parameter itself for the backward, not
-        its data: a graph that was made before must fail meanwhile, hence another version.
+        its data: a graph that was made before must fail meanwhile, and one that is made meanwhile
+        must fail afterwards, hence a version that counting never reaches.
         """
         self.tensor.data = new
         self.storage = self.tensor.untyped_storage()._cdata
         _touch(self.tensor)
+        if _set_versions is not None and not self.tensor.is_inference():
+            _set_versions((self.tensor,), ((next(_swaps) % 2**20 + 2**20) << 10,))
 
     def end(self) -> None:
         """Swap the data back, and the version: a graph that was made before is right again."""
@@ -112,6 +118,7 @@ class Swap:
         torch.clear_autocast_cache()
 
 
+_swaps = itertools.count()
 _chains: dict[int, list[Swap]] = {}  # the open swaps of each parameter, by id, in order
 
 
@@ -181,9 +188,9 @@ class Saving(saved_tensors_hooks):
         super().__init__(self.pack, self.unpack)
 
     def leave(self) -> None:
-        """Leave, if these hooks are the innermost of this thread; else they stay, harmless."""
+        """Leave; in another thread, or in another order, the hooks that stay are harmless."""
         top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-        if top is None or (top(True) or (None,))[0] == self.pack_hook:
+        if top is None or (top(True) or (None,))[0] is self.pack_hook:
             self.__exit__()
 
     @staticmethod
@@ -242,18 +249,18 @@ class preserve(Anchored):  # noqa: N801 - a verb that is used like a function
     def __init__(self, model: nn.Module, *where: Where) -> None:
         super().__init__(model)
         self._wheres = where or ("",)
-        self._tables: list[tuple[dict[str, Any], dict[str, Any], set[str]]] = []
+        self._tables: list[tuple[nn.Module, dict[str, Any], dict[str, Any], set[str]]] = []
         self._saved: list[tuple[Tensor, Tensor, Tensor, bool]] = []
 
     def _start(self, attached: bool) -> None:
-        wanted: dict[int, tuple[dict[str, Any], set[str]]] = {}
+        wanted: dict[int, tuple[nn.Module, dict[str, Any], set[str]]] = {}
         for request in resolve(self._model, self._wheres, hookable=False):
             for target in request.targets:
-                for table, name in _slots_at(target):
-                    wanted.setdefault(id(table), (table, set()))[1].add(name)
+                for owner, table, name in _slots_at(target):
+                    wanted.setdefault(id(table), (owner, table, set()))[2].add(name)
         seen: set[int] = set()
-        for table, names in wanted.values():
-            self._tables.append((table, dict(table), names))
+        for owner, table, names in wanted.values():
+            self._tables.append((owner, table, dict(table), names))
             for tensor in (table[name] for name in names):
                 if tensor is not None and id(tensor) not in seen and not is_lazy(tensor):
                     seen.add(id(tensor))
@@ -262,6 +269,8 @@ class preserve(Anchored):  # noqa: N801 - a verb that is used like a function
 
     def _stop(self) -> None:
         for tensor, data, copy, requires_grad in self._saved:
+            if data.untyped_storage().nbytes() < copy.untyped_storage().nbytes():  # freed inside
+                data.untyped_storage().resize_(copy.untyped_storage().nbytes())
             if not same_bits(data, copy):
                 with torch.no_grad(), torch.inference_mode(tensor.is_inference()):
                     data.copy_(copy)
@@ -271,7 +280,11 @@ class preserve(Anchored):  # noqa: N801 - a verb that is used like a function
                 _touch(tensor)
             if tensor.is_leaf and tensor.requires_grad != requires_grad:
                 tensor.requires_grad_(requires_grad)
-        for table, before, names in self._tables:
+        for owner, table, before, names in self._tables:
+            for name in names:
+                for other in (owner.__dict__, owner._parameters, owner._buffers):
+                    if other is not table:
+                        other.pop(name, None)  # what shadows the tensor that is put back
             if any(table.get(name) is not before[name] for name in names) or names - set(table):
                 now = {**table, **{name: before[name] for name in names}}
                 table.clear()  # in the old order: optimisers go by it
@@ -279,11 +292,11 @@ class preserve(Anchored):  # noqa: N801 - a verb that is used like a function
         self._saved, self._tables = [], []
 
 
-def _slots_at(target: Target) -> list[tuple[dict[str, Any], str]]:
+def _slots_at(target: Target) -> list[tuple[nn.Module, dict[str, Any], str]]:
     """The tables of parameters and buffers at a target, with the names in them."""
     owners = [target.module] if target.attribute else [m for _, m in walk(target.module)]
     return [
-        (table, name)
+        (owner, table, name)
         for owner in owners
         for table in (owner._parameters, owner._buffers)
         for name in table

@@ -69,7 +69,7 @@ class Place(str):
 class Target:
     """A place found in a model. `attribute` is set for a parameter or buffer of `module`."""
 
-    __slots__ = ("attribute", "key", "module", "parts", "path", "port")
+    __slots__ = ("attribute", "ident", "key", "module", "parts", "path", "port")
 
     def __init__(
         self,
@@ -84,8 +84,10 @@ class Target:
         self.port = port
         self.parts = parts
         self.attribute = attribute
-        # The same for two targets at the same place of the same module object.
-        self.key = (id(module), attribute, port, parts)
+        self.ident = id(module)
+        # The same for two targets at the same place of the same module, or of the same tensor.
+        shared = id(module if attribute is None else self.tensor())
+        self.key = (shared, attribute is None, port, parts)
 
     @property
     def place(self) -> Place:
@@ -241,7 +243,7 @@ def _describe(where: Any, port: str | None, parts: Path) -> str:
 
 def _of_text(query: _Query, text: str, port: str | None, parts: Path) -> Request:
     literal = None
-    for pattern in literal_readings(text):
+    for pattern in () if isinstance(text, Place) else literal_readings(text):
         if _exists(query.model, pattern.segments):
             literal = Request(repr(text), True)
             literal.targets = _matches(query, text, pattern, port, parts, literal)
@@ -350,8 +352,7 @@ def _find_more(
     path: str, module: nn.Module, segments: tuple[Segment, ...]
 ) -> list[tuple[str, nn.Module]]:
     if segments == (DEEP,):
-        below = walk(module, path)
-        return below[1:]
+        return walk(module, path)[1:]
     found: dict[int, tuple[str, nn.Module]] = {}
     seen: set[tuple[int, int]] = set()
     stack = [(path, module, 0)]
@@ -407,17 +408,24 @@ def _find_tensors(
         return
     last = segments[-1]
     if last is DEEP:  # `a.**` is any tensor in a or below
-        segments = (*segments, re.compile("[^.]*"))
-        last = segments[-1]
+        last = re.compile("[^.]*")
+        owners = [(p, m) for path, module in _find(model, segments[:-1]) for p, m in walk(module, path)]
+    else:
+        owners = _find(model, segments[:-1])
     seen: set[int] = set()
-    for path, module in _find(model, segments[:-1]):
+    for path, module in owners:
         for path, module in _unwrapped(path, module):
             found = False
             for name, tensor in _tensors(module):
                 matches = name == last if isinstance(last, str) else last.fullmatch(name)  # pyright: ignore
                 if tensor is None or not matches or id(tensor) in seen:
                     continue
-                if gradients and not isinstance(last, (str, nn.Parameter)) and not tensor.requires_grad and not isinstance(tensor, nn.Parameter):
+                if (
+                    gradients
+                    and not isinstance(last, (str, nn.Parameter))
+                    and not tensor.requires_grad
+                    and not isinstance(tensor, nn.Parameter)
+                ):
                     continue  # buffers have none: a wildcard does not mean them
                 found = True
                 seen.add(id(tensor))
@@ -588,27 +596,25 @@ def _not_found(
     owners = list(_find(model, segments[:-1])) if segments else []
     if owners:
         (path, owner), name = owners[0], segments[-1]
-        if name in getattr(owner, "parametrizations", ()):
+        parametrizations = owner.__dict__.get("_modules", {}).get("parametrizations", ())
+        if not isinstance(owner, torch.jit.ScriptModule) and name in parametrizations:
             full = ".".join(filter(None, (path, "parametrizations", name)))
-            originals = [f"'{full}.{n}'" for n in owner.parametrizations[name]._parameters]  # pyright: ignore
+            originals = [f"'{full}.{n}'" for n in parametrizations[name]._parameters]  # pyright: ignore
             return PlaceNotFound(
                 asked,
                 f"{name!r} is parametrised: it is computed at each use.",
                 f"Name {full!r} for its value, or {' and '.join(originals)} for its parameters.",
             )
-        if name in (*owner._modules, *(n for n, _ in _tensors(owner))):
+        if name in (*dict(owner._modules.items()), *dict(_tensors(owner))):
             return PlaceNotFound(asked, f"{name!r} is registered there, but it is None.", remedy)
     return PlaceNotFound(asked, _closest(model, text), remedy)
 
 
 def _ambiguous(text: str, literal: Target, pattern: Target) -> PlaceError:
-    # Braces around the first segment keep the grammar's reading, and are in no name.
-    first = re.match(r"[^.{}/:\[\]]*", text)
-    other = "{" + first[0] + "}" + text[len(first[0]) :] if first and first[0] else ""
-    if not other or "**" in other.split("}")[0]:
-        other = f"re.compile or a list of places that means what {text!r} does"
-    else:
-        other = repr(other)
+    # Braces around the path keep the grammar's reading, and are in no name.
+    path = re.match(r"[^/:\[\]#]*", text)
+    size = len(path[0]) if path else 0
+    other = repr("{" + text[:size] + "}" + text[size:]) if size else f"(model, {text!r})"
     return PlaceError(
         f"The place {text!r} has two readings:",
         f"the module named {literal.named(literal.path)!r}, and {pattern.place!r} by the grammar.",

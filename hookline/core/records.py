@@ -10,7 +10,7 @@ import copy
 import difflib
 import operator
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from types import MappingProxyType
 from typing import Any, Literal, SupportsIndex, cast
 
@@ -61,7 +61,7 @@ __all__ = ["Record", "capture"]
 Kept = tuple[Any, "int | dict[int, tuple[int, Tensor | None]] | None"]
 Keep = Literal["all", "first", "last"]
 
-_RECENT = 64  # calls whose gradients may still come, where not all are kept
+_RECENT = 4  # calls whose gradients may still come, where not all are kept
 _GONE = cast(nn.Module, None)  # a record does not keep modules alive
 _NO_SITE = Site(None, None, None)
 
@@ -138,7 +138,7 @@ class _Options:
             if dtype is not None and not (leaf.is_floating_point() or leaf.is_complex()):
                 dtype = None
             if dtype is not None and leaf.is_complex() and not dtype.is_complex:
-                dtype = dtype.to_complex() if hasattr(dtype, "to_complex") else None
+                dtype = None  # a real dtype would cut off the imaginary part
             moved = leaf.to(device=self.device, dtype=dtype)
             return moved.clone() if moved.requires_grad and moved._is_view() else moved
 
@@ -155,6 +155,7 @@ class _CaptureTap(Tap):
 
     replaces = False
     freeze = staticmethod(snapshot)
+    shared: Set[tuple[int, Path]] = frozenset()  # gradients that come in shares, to be derived from
     waiting = True  # for stop=True: until it has fired
     # Of gradients: the structure of the value by call, and what arrived by call and backward pass.
     shapes: Mapping[int, tuple[Any, list[Path]]] = MappingProxyType({})
@@ -181,7 +182,7 @@ class _CaptureTap(Tap):
             add_place(error, self)
             raise
         if frame is not None:  # an input: numbered when the call is complete
-            frame.pending.append((self.commit, kept))
+            frame.pending.append((self, kept))
         else:
             self.commit(kept)
         if options.stop and self.waiting:
@@ -199,11 +200,17 @@ class _CaptureTap(Tap):
         elif self.options.keep == "last" and not late:
             self.kept[0] = kept
 
+    def wants_late(self) -> bool:
+        """Whether the input of a call that raised is of use."""
+        return self.options.keep == "all" or not self.kept
+
     # -- gradients ------------------------------------------------------------------------------
 
-    def expect(
-        self, value: Any, index: int, tensors: Sequence[tuple[Tensor, list[Path]]]
-    ) -> None:
+    def several(self, index: int, path: Path) -> None:
+        if self.options.derives:
+            self.shared = {*self.shared, (index, path)}
+
+    def expect(self, value: Any, index: int, tensors: Sequence[tuple[Tensor, list[Path]]]) -> None:
         shape = None if isinstance(value, Tensor) else map_leaves(lambda leaf: None, value)
         if not self.shapes:
             self.shapes = {}
@@ -226,10 +233,10 @@ class _CaptureTap(Tap):
             self.fired += 1
         if path in parts and self.target.port.startswith("grad_input"):
             grad = parts[path][0] + grad  # the shares of an input come one by one
-        # The shares are summed as they are; what is derived of a gradient is derived on gathering.
-        shares = self.options.derives and self.target.port.startswith("grad_input")
+        # Shares are summed as they are; what is derived of them is derived on gathering.
+        options = _PLAIN if (index, path) in self.shared else self.options
         try:
-            parts[path] = _PLAIN.keeps(grad) if shares else self.options.keeps(grad)
+            parts[path] = options.keeps(grad)
         except Exception as error:
             add_place(error, self)
             raise
@@ -249,8 +256,8 @@ class _CaptureTap(Tap):
 
     def _gather(self, call: int, parts: dict[Path, Kept]) -> Kept:
         shape, groups = self.shapes.get(call, (None, [[()]]))
-        if self.options.derives and self.target.port.startswith("grad_input"):
-            parts = {path: self.options.keeps(kept[0]) for path, kept in parts.items()}
+        for path in [path for path in parts if (call, path) in self.shared]:
+            parts = {**parts, path: self.options.keeps(parts[path][0])}
         if () in parts:
             return parts[()]
         checks: dict[int, Any] = {}
@@ -264,8 +271,10 @@ class _CaptureTap(Tap):
 
 def _store(entries: Any, key: Any, entry: Any, keep: Keep) -> None:
     """Remember something of a call; of the recent calls only, where not all are kept."""
+    if keep == "first" and len(entries) >= _RECENT:
+        return
     entries[key] = entry
-    if keep != "all" and len(entries) > _RECENT:
+    if keep == "last" and len(entries) > _RECENT:
         del entries[next(iter(entries))]
 
 
@@ -393,6 +402,7 @@ class capture(Context[_CaptureTap]):  # noqa: N801 - a verb that is used like a 
     def attach(self) -> capture:
         """Capture from now on, until `remove()`; `record` holds what came so far."""
         if self._options.stop:
+            self._entered = True
             raise ValueError(
                 "stop=True was asked for together with attach(). Every forward would end early. "
                 "Use it in a `with` statement."
@@ -417,14 +427,14 @@ class capture(Context[_CaptureTap]):  # noqa: N801 - a verb that is used like a 
         if options.derives or options.stop or options.keep != "all":
             return None
         return {
-            target.key[0]
+            target.ident
             for request in requests
             if request.targets[0].port != "output" or request.targets[0].parts
             for target in request.targets
         }
 
     def _place(self, target: Target, ref: weakref.ref[Context[Any]], owner: int | None) -> None:
-        ident = target.key[0]
+        ident = target.ident
         if self._mixed is None or ident in self._mixed:
             super()._place(target, ref, owner)
             return
@@ -456,7 +466,7 @@ class capture(Context[_CaptureTap]):  # noqa: N801 - a verb that is used like a 
             return True
         if tap.target.port == "grad":
             return True  # told on read
-        return "grad" in tap.target.port and self._sites[tap.target.key[0]][1].count > 0
+        return "grad" in tap.target.port and self._sites[tap.target.ident][1].count > 0
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool | None:
         stopped = isinstance(error, _Stop) and error.serial == self._serial
@@ -502,17 +512,20 @@ class Record:
 
     def __init__(self, taps: list[_CaptureTap], source: capture | None) -> None:
         self._taps = taps
-        self._source = source  # while it is open
+        # While it is open; weakly, so that an interrupted capture is undone at once.
+        self._source = None if source is None else weakref.ref(source)
         model = None if source is None else source._model
         self._model = weakref.ref(model) if isinstance(model, nn.Module) else None
         self._sites: dict[int, Site] = {}  # for the reasons of what never fired
         self._refused: dict[Place, str] = {}
         self._modules: list[weakref.ref[nn.Module]] = []
         self._by_name: dict[str, _CaptureTap] | None = None
+        self._by_key: dict[Any, list[int]] | None = None
+        self._places: dict[Place, _CaptureTap] | None = None
 
     def _seal(self) -> None:
         """The capture has ended: let go of it and of the model."""
-        source = self._source
+        source = None if self._source is None else self._source()
         if source is None:
             return
         self._source = None
@@ -522,7 +535,7 @@ class Record:
             if tap.guards:
                 tap.lost()
             if not (tap.kept or tap.grads):
-                site = self._sites[target.key[0]] = sites[target.key[0]][1]
+                site = self._sites[target.ident] = sites[target.ident][1]
                 site.module = None
             self._modules.append(weakref.ref(target.module))
             target.module = _GONE
@@ -634,7 +647,9 @@ class Record:
                 other.kept.append((map_leaves(move, self._read(tap, kept, (), n)), None))
             other.grads = {}
             for key, parts in tap.grads.items():
-                cast("dict[Any, Any]", other.grads)[key] = {path: (move(kept[0]), None) for path, kept in parts.items()}
+                cast("dict[Any, Any]", other.grads)[key] = {
+                    path: (move(kept[0]), None) for path, kept in parts.items()
+                }
             moved.append(other)
         record = Record(moved, None)
         record._model, record._refused = self._model, self._refused
@@ -674,14 +689,19 @@ class Record:
 
     def _named(self) -> dict[Place, _CaptureTap]:
         """The taps by place, in model order."""
+        if self._places is not None:
+            return self._places
         model = None if self._model is None else self._model()
         names = first_names(model)
         if self._source is None and len(self._modules) == len(self._taps):
             alive = {id(ref()) for ref in self._modules}  # another may have got the id since
             names = {ident: path for ident, path in names.items() if ident in alive}
         order = {ident: n for n, ident in enumerate(names)}
-        taps = sorted(self._taps, key=lambda tap: order.get(tap.target.key[0], len(order)))
-        return {named_place(tap.target, names): tap for tap in taps}
+        taps = sorted(self._taps, key=lambda tap: order.get(tap.target.ident, len(order)))
+        named = {named_place(tap.target, names): tap for tap in taps}
+        if self._source is None:
+            self._places = named
+        return named
 
     def _place(self, tap: _CaptureTap) -> Place:
         return next(place for place, other in self._named().items() if other is tap)
@@ -692,6 +712,10 @@ class Record:
             self._by_name = {tap.target.place: tap for tap in reversed(self._taps)}
         if isinstance(where, str) and where in self._by_name:
             return self._by_name[where], ()
+        if isinstance(where, nn.Module):
+            found = self._holding(Target(where, ""))
+            if found is not None:
+                return found
         model = None if self._model is None else self._model()
         if model is not None:
             targets = [t for request in resolve(model, (where,)) for t in request.targets]
@@ -718,21 +742,26 @@ class Record:
         )
 
     def _holding(self, target: Target) -> tuple[_CaptureTap, Path] | None:
-        for n, tap in enumerate(self._taps):
-            ident, attribute, port, parts = tap.target.key
-            if (ident, attribute, port) != target.key[:3]:
-                continue
-            if self._modules and self._modules[n]() is not target.module:
-                continue
+        if self._by_key is None:
+            self._by_key = {}
+            for n, tap in enumerate(self._taps):
+                self._by_key.setdefault(tap.target.key[:3], []).append(n)
+        for n in self._by_key.get(target.key[:3], ()):
+            tap = self._taps[n]
+            parts = tap.target.parts
+            if self._modules and target.attribute is None:
+                if self._modules[n]() is not target.module:
+                    continue  # another module has got the id of one that is gone
             if target.parts[: len(parts)] == parts:
                 return tap, target.parts[len(parts) :]
         return None
 
     def _why(self, tap: _CaptureTap) -> str:
-        if self._source is not None:
-            return self._source.reason(tap)
+        source = None if self._source is None else self._source()
+        if source is not None:
+            return source.reason(tap)
         model = None if self._model is None else self._model()
-        site = self._sites.get(tap.target.key[0])
+        site = self._sites.get(tap.target.ident)
         return silence(tap, site or _NO_SITE, model, first_names(model))
 
     def _kept(self, tap: _CaptureTap) -> list[tuple[int, Kept | None]]:
@@ -745,7 +774,7 @@ class Record:
             raise GradientNotAvailable(
                 f"The gradient at {place!r} was asked for:",
                 self._why(tap),
-                "" if tap.reasons else "Run the forward and the backward inside the `with`.",
+                "Run the forward and the backward inside the `with`.",
             )
         raise NeverFired(
             f"The value at {place!r} was asked for:",
@@ -790,9 +819,7 @@ class Record:
         return value
 
 
-def _unreadable(
-    tensor: Tensor, version: int | None, twin: Tensor | None
-) -> tuple[str, str] | None:
+def _unreadable(tensor: Tensor, version: int | None, twin: Tensor | None) -> tuple[str, str] | None:
     """Why a tensor is not what it was when it was captured, and what to do; None if it is."""
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return (

@@ -30,8 +30,8 @@ class Heads:
 
     def index(self, value: Tensor) -> Any:
         """The index of the heads' columns in the last dimension."""
-        width = value.shape[-1] if value.ndim else 1
-        if width % self.of:
+        width = value.shape[-1] if value.ndim else 0
+        if not width or width % self.of:
             raise ChangeError(
                 f"heads{self.which} of {self.of} were asked for.",
                 f"The value has the shape {tuple(value.shape)}: its last dimension is no multiple "
@@ -84,7 +84,9 @@ def heads(*which: int, of: int) -> Heads:
     """
     if of < 1 or not which or not all(-of <= head < of for head in which):
         raise ChangeError(
-            f"heads{which} of {of} were asked for.", "Heads count from 0.", "Give at least one."
+            f"heads{which} of {of} were asked for.",
+            f"There are {of}, and they count from 0.",
+            "Give one or more of them, and the model's number of heads as of=.",
         )
     return Heads(which, of)
 

@@ -41,7 +41,7 @@ def bytes_of(tensor: Tensor) -> int:
     except (RuntimeError, NotImplementedError):
         pass
     try:
-        return tensor.values().nbytes + tensor.indices().nbytes  # a coalesced sparse tensor
+        return tensor._values().nbytes + tensor._indices().nbytes  # a sparse tensor
     except (RuntimeError, NotImplementedError):
         return 0
 
@@ -103,5 +103,3 @@ def as_html(title: str, rows: Sequence[Sequence[str]]) -> str:
         lines.append(f"<tr>{cells}</tr>")
     more = f"<p>… and {len(rows) - _MOST - 1} more</p>" if len(rows) > _MOST + 1 else ""
     return f"<p><b>{html.escape(title)}</b></p><table>{''.join(lines)}</table>{more}"
-
-
