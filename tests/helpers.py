@@ -57,8 +57,8 @@ def assert_same_state(model: nn.Module, before: dict[str, torch.Tensor]) -> None
     """All parameters and buffers are bit for bit what `state_bits` saw, in the same order."""
     after = state_bits(model)
     assert list(after) == list(before)
-    for name in before:
-        assert torch.equal(after[name], before[name]), name
+    for name, expected in before.items():
+        assert torch.equal(after[name], expected), name
 
 
 # -- gradients by cutting the graph ---------------------------------------------------------------

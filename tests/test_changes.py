@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+from contextlib import suppress
 
 import pytest
 import torch
@@ -255,6 +256,11 @@ def test_what_would_cut_off_fractions_is_refused(change, dtype):
 def test_imaginary_parts_are_never_dropped(change):
     with pytest.raises(hl.ChangeError, match="complex"):
         changed(change, torch.ones(2))
+
+
+def test_whole_numbers_that_do_not_fit_are_refused():
+    with pytest.raises(hl.ChangeError, match="uint8"):
+        changed(hl.replace(torch.tensor([300])), torch.ones(1, dtype=torch.uint8))
 
 
 # -- chains and objects -------------------------------------------------------------------------
@@ -559,6 +565,27 @@ def test_patch_of_gradients_and_inputs():
     with hl.edit(model, "1:grad_output", hl.patch(record)):
         (model(x) * 0).sum().backward()
     assert torch.allclose(model[0].weight.grad, expected)
+
+
+def test_patch_of_gradients_never_takes_those_of_another_call_or_pass():
+    model, x = small(), torch.randn(5, 3)
+
+    def run():
+        for factor in (1.0, 2.0):
+            loss = model(x).sum() * factor
+            loss.backward(retain_graph=True)
+            (loss * 10).backward()
+
+    with hl.capture(model, "0:grad_output") as record:
+        run()
+    with suppress(hl.HooklineError):  # a refusal is fine, a mixture is not
+        with hl.edit(model, "0:grad_output", hl.patch(record)):
+            with hl.capture(model, "0:grad_output") as again:
+                run()
+        for one, other in zip(
+            record.calls("0:grad_output"), again.calls("0:grad_output"), strict=True
+        ):
+            assert torch.equal(one, other)
 
 
 def test_patch_refuses_a_value_that_changed_since():

@@ -30,8 +30,14 @@ CONTEXTS = {
 }
 every_context = pytest.mark.parametrize("make", CONTEXTS.values(), ids=CONTEXTS.keys())
 every_error = pytest.mark.parametrize(
-    "error", [ValueError("mine"), KeyboardInterrupt("mine"), SystemExit("mine"), GeneratorExit("mine")]
+    "error",
+    [ValueError("mine"), KeyboardInterrupt("mine"), SystemExit("mine"), GeneratorExit("mine")],
 )
+
+
+def raise_after(run, error):
+    run()
+    raise error
 
 
 def bits(model):
@@ -67,10 +73,8 @@ def test_nothing_is_left_when_the_model_raises(make, error):
 def test_nothing_is_left_when_the_block_raises_after_the_backward(make, error):
     model = Failing()
     before = bits(model)
-    with pytest.raises(type(error), match="mine") as caught:
-        with make(model):
-            model(X.clone().requires_grad_()).sum().backward()
-            raise error
+    with pytest.raises(type(error), match="mine") as caught, make(model):
+        raise_after(lambda: model(X.clone().requires_grad_()).sum().backward(), error)
     assert caught.value is error
     assert_as_before(model, before)
 
@@ -140,7 +144,9 @@ FUNCTIONS = {
 }
 
 
-@pytest.mark.parametrize("place", ["0", "0:input", "2:inputs[input]", "2:grad_output", "0:grad_input", "0.weight:grad"])
+@pytest.mark.parametrize(
+    "place", ["0", "0:input", "2:inputs[input]", "2:grad_output", "0:grad_input", "0.weight:grad"]
+)
 @pytest.mark.parametrize("make", FUNCTIONS.values(), ids=FUNCTIONS.keys())
 def test_the_users_exception_keeps_its_type_and_gains_a_note_with_the_place(make, place):
     model = small()
@@ -155,7 +161,9 @@ def test_the_users_exception_keeps_its_type_and_gains_a_note_with_the_place(make
     model(X).sum().backward()
 
 
-@pytest.mark.parametrize("place", ["0", "0:input", "2:grad_output", "0:grad_input", "0.weight:grad"])
+@pytest.mark.parametrize(
+    "place", ["0", "0:input", "2:grad_output", "0:grad_input", "0.weight:grad"]
+)
 @pytest.mark.parametrize("make", FUNCTIONS.values(), ids=FUNCTIONS.keys())
 def test_an_interrupt_in_the_users_function_leaves_nothing(make, place):
     model = small()
@@ -214,7 +222,9 @@ def test_a_function_that_fails_inside_a_checkpoint_leaves_nothing():
         count.clear()
         with pytest.raises(ZeroDivisionError, match="mine") as caught:
             with hl.hook(model, "0", second_time):
-                checkpoint(model, X.clone().requires_grad_(), use_reentrant=reentrant).sum().backward()
+                checkpoint(
+                    model, X.clone().requires_grad_(), use_reentrant=reentrant
+                ).sum().backward()
         assert any("'0'" in note for note in caught.value.__notes__)
         assert_clean(model)
 
@@ -234,7 +244,9 @@ FAILING = {
     "a glob and a bad port": lambda m: hl.capture(m, "**", "0:sideways"),
     "gradients and a bad place": lambda m: hl.capture(m, "**:grad", "**:grad_output", "nowhere"),
     "a predicate that raises": lambda m: hl.capture(m, "**", lambda name, module: 1 / 0),
-    "stop at a gradient": lambda m: hl.capture(m, "**", "0:grad_output", "0.weight:grad", stop=True),
+    "stop at a gradient": lambda m: hl.capture(
+        m, "**", "0:grad_output", "0.weight:grad", stop=True
+    ),
     "a patch without its place": lambda m: hl.edit(
         m, {"0": hl.zero(), "0.weight:grad": hl.zero(), "2": hl.patch(record_of("0"))}
     ),
@@ -247,7 +259,9 @@ FAILING = {
     "a parameter edit that is interrupted on the second": lambda m: hl.edit(
         m, {"0.weight": hl.zero(), "0:grad_output": hl.zero(), "2.weight": interrupt}
     ),
-    "a parameter edit that gives None": lambda m: hl.edit(m, {"0.weight": hl.zero(), "0.bias": lambda v: None}),
+    "a parameter edit that gives None": lambda m: hl.edit(
+        m, {"0.weight": hl.zero(), "0.bias": lambda v: None}
+    ),
     "a second replacement that raises": lambda m: hl.replace_module(m, nn.Linear, Replacer()),
     "preserve of nothing": lambda m: hl.preserve(m, "0", "nowhere"),
 }
@@ -412,7 +426,9 @@ def encoder_layer():
     return nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
 
 
-@pytest.mark.parametrize("places", [["linear1", "self_attn", "norm2"], ["**"], [""], ["linear2:input"]])
+@pytest.mark.parametrize(
+    "places", [["linear1", "self_attn", "norm2"], ["**"], [""], ["linear2:input"]]
+)
 def test_the_fast_path_of_an_encoder_layer_does_not_hide_its_children(places, monkeypatch):
     fast = []
     inner = torch._transformer_encoder_layer_fwd

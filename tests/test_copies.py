@@ -203,7 +203,7 @@ def test_what_is_in_a_record_can_be_saved():
     with hl.capture(model, "0", "2:grad_output", detach=True) as record:
         model(X).sum().backward()
     buffer = io.BytesIO()
-    torch.save({place: value for place, value in record.items()}, buffer)
+    torch.save(dict(record.items()), buffer)
     buffer.seek(0)
     loaded = torch.load(buffer, weights_only=False)
     assert torch.equal(loaded["0"], record["0"])

@@ -328,7 +328,15 @@ def test_the_hook_of_a_plain_capture_equals_a_public_one_without_kwargs():
 
 def test_one_hook_of_each_kind_serves_all_places_of_a_context_on_a_module():
     model = small()
-    places = ["0", "0:input", "0:inputs", "0:grad_output", "0:grad_input", "0.weight", "0.bias:grad"]
+    places = [
+        "0",
+        "0:input",
+        "0:inputs",
+        "0:grad_output",
+        "0:grad_input",
+        "0.weight",
+        "0.bias:grad",
+    ]
     with hl.capture(model, *places):
         counts = membership(model[0])
         model(X.clone().requires_grad_()).sum().backward()
@@ -348,9 +356,7 @@ def test_no_global_hook_is_ever_used():
 
 def test_handles_of_torch_and_ours_never_collide():
     layer, seen = nn.Identity(), []
-    handles = [
-        layer.register_forward_hook(lambda m, a, o: seen.append("torch")) for _ in range(20)
-    ]
+    handles = [layer.register_forward_hook(lambda m, a, o: seen.append("torch")) for _ in range(20)]
     contexts = [
         hl.hook(layer, "", lambda value: seen.append("hookline")).attach() for _ in range(20)
     ]

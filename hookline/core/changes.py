@@ -170,9 +170,14 @@ class replace(Change):  # noqa: N801
         own = fit(self.values, value, self)
         if not isinstance(own, Tensor):
             own = torch.tensor(own, device=value.device)
-        if not torch.can_cast(own.dtype, value.dtype):
+        fitted = own.to(value.dtype) if torch.can_cast(own.dtype, value.dtype) else None
+        if fitted is None or not (
+            value.dtype.is_floating_point
+            or value.is_complex()
+            or torch.equal(fitted.to(own.dtype), own)
+        ):
             raise _dtypes_differ(self, value, own, call)
-        return own.to(value.dtype).expand(value.shape).clone()
+        return fitted.expand(value.shape).clone()
 
 
 @dataclass(frozen=True, eq=False)
@@ -436,6 +441,14 @@ class patch(Change):  # noqa: N801
     record: Record
     place: str | None = None
 
+    def __post_init__(self) -> None:
+        if not hasattr(self.record, "of_call"):
+            raise ChangeError(
+                f"patch was given a {type(self.record).__name__}.",
+                "It takes a record.",
+                "Give what `with capture(...) as record` gives, or the `.record` of a capture.",
+            )
+
     def check(self, place: Any) -> None:
         source = place if self.place is None else self.place
         if source not in self.record:
@@ -450,8 +463,8 @@ class patch(Change):  # noqa: N801
         from hookline.core.nested import only_tensor
 
         source = call.place if self.place is None else self.place
-        other = only_tensor(self.record[source, call.index], f"The value at {source!r}")[1]
-        own = fit(other.detach(), value, self)
+        other = self.record.of_call(source, call.index)
+        own = fit(only_tensor(other, f"The value at {source!r}")[1].detach(), value, self)
         return replace(own).apply(value, call)
 
 

@@ -50,9 +50,10 @@ class Entering:
         return self
 
     def _enter(self, attached: bool) -> None:
-        if self._open:
+        if self._open or not hasattr(self, "_model"):
+            state = "is open already" if self._open else "is the handle of a copied model"
             raise RuntimeError(
-                f"{self!r} was entered again. It is open already. Leave it first, or make another."
+                f"{self!r} was entered. It {state}. Leave it first, or make another."
             )
         # Open from the first step on: whatever interrupts it, leaving undoes what was done.
         self._entered = self._open = True

@@ -14,8 +14,10 @@ from other gradients is explained, never guessed.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable
+from functools import cache
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -103,7 +105,7 @@ class _Arm:
     """A hook on a tensor or node. It holds its tap weakly: the tap's record may hold the graph."""
 
     __slots__ = (
-        "alias", "dtype", "geometry", "ident", "index", "muted", "path", "tap", "version",
+        "aliases", "dtype", "fired", "geometry", "ident", "index", "muted", "path", "tap",
     )  # fmt: skip
 
     def __init__(self, tap: Tap, index: int, path: Path) -> None:
@@ -113,7 +115,8 @@ class _Arm:
         self.path = path
         self.muted = False
         self.dtype: torch.dtype | None = None  # to cast to: autocast's casts are looked through
-        self.alias: Tensor | None = None  # shows whether the tensor was changed in place
+        self.fired = False
+        self.aliases: list[tuple[Tensor, int]] = []  # show whether memory was changed in place
 
     def watch(self, tap: Tap, tensor: Tensor) -> None:
         # register_hook may crash the process on a view that was changed in place, unless grad_fn
@@ -124,13 +127,16 @@ class _Arm:
     def watch_gate(self, tap: Tap, node: Any) -> None:
         _handles(tap).append(node.register_hook(self.at_gate))
 
-    def guard(self, tensor: Tensor) -> None:
-        self.alias = tensor.detach()
-        self.version = tensor._version
+    def guard(self, *tensors: Tensor) -> None:
+        self.aliases = [(tensor.detach(), tensor._version) for tensor in tensors]
 
     @property
     def changed(self) -> bool:
-        return self.alias is not None and self.alias._version != self.version
+        return any(alias._version != version for alias, version in self.aliases)
+
+    @property
+    def lost(self) -> bool:
+        return not self.fired and self.changed
 
     def deliver(self, grad: Tensor | None) -> Tensor | None:
         tap = self.tap()
@@ -138,14 +144,13 @@ class _Arm:
             return None
         if self.dtype is not None:
             grad = grad.to(self.dtype)
+        self.fired = True
         return tap.gradient(grad, self.index, self.path)
 
     @unserializable_hook
     def at_tensor(self, grad: Tensor | None) -> Tensor | None:
         """The hook on a tensor."""
-        if self.alias is not None and self.changed:
-            return None
-        return self.deliver(grad)
+        return None if self.aliases and self.changed else self.deliver(grad)
 
     def at_gate(self, grad_inputs: tuple[Tensor | None, ...], _: Any) -> Any:
         """The hook on a gate's node: what has passed the gate."""
@@ -234,16 +239,17 @@ def _watch_output(
     if _is_gate(node, frame):  # of an edit that was entered before
         arm.watch_gate(tap, node)
         return tensor
-    fresh = _made_since(node, frame.sequence)
+    fresh, given = _made_since(node, frame.sequence), False
     base_fresh = base is not None and _made_since(base.grad_fn, frame.sequence)
     for other, other_node, _, base_node in frame.given:
-        if other is tensor and other_node is node:
-            fresh = False
+        if other is tensor:
+            given = True
+            fresh = fresh and other_node is not node
         if base is not None and (other._base is base or other is base):
             same = base_node if other._base is base else other_node
             base_fresh = base_fresh and same is not base.grad_fn
     distinct = fresh and not reused
-    if tap.replaces:
+    if tap.replaces and not (given and distinct):
         return _gate_output(tap, arm, tensor, distinct and (base is None or base_fresh), frame)
     if not distinct:
         tap.explain(index, *(REUSED if fresh else PASSED_ON), path=path)
@@ -253,7 +259,10 @@ def _watch_output(
         overlaps = any(
             step == 0 < size - 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True)
         )
-        if base_fresh and base.dtype == tensor.dtype and not overlaps:
+        # Of a base that others hold, for another loss perhaps, not all that flows is the view's.
+        shared = sys.getrefcount(base) > _alone()
+        plain = base_fresh and base.dtype == tensor.dtype and not overlaps
+        if plain and not shared and not tap.replaces:
             arm.geometry = (
                 (tensor.size(), tensor.stride(), tensor.storage_offset()),
                 (base.size(), base.stride(), base.storage_offset()),
@@ -265,6 +274,14 @@ def _watch_output(
             tap.guard(arm)
     arm.watch(tap, tensor)
     return tensor
+
+
+@cache
+def _alone() -> int:
+    """The reference count of a base that only its view holds, seen from a local variable."""
+    view = torch.zeros(1, requires_grad=True).add(1).view(1, 1)
+    base = view._base
+    return sys.getrefcount(base)
 
 
 def _gate_output(tap: Tap, arm: _Arm, tensor: Tensor, own: bool, frame: Frame) -> Tensor:
@@ -373,14 +390,22 @@ def watch_inputs(tap: Tap, output: Any, index: int, frame: Frame) -> None:
     for node, _ in [edge for edge in wanted if _is_gate(edge[0], frame)]:
         arm = _Arm(tap, index, wanted.pop((node, _)))
         if views:
-            arm.guard(views[0])
+            arm.guard(*views)
             tap.guard(arm)
         arm.watch_gate(tap, node)
     if wanted:
-        _watch_paths(tap, output, index, wanted, frame)
+        dtypes = {paths[0]: tensor.dtype for tensor, paths in found}
+        _watch_paths(tap, output, index, wanted, dtypes, frame)
 
 
-def _watch_paths(tap: Tap, output: Any, index: int, wanted: dict[Edge, Path], frame: Frame) -> None:
+def _watch_paths(
+    tap: Tap,
+    output: Any,
+    index: int,
+    wanted: dict[Edge, Path],
+    dtypes: dict[Path, torch.dtype],
+    frame: Frame,
+) -> None:
     tensors = [tensor for tensor, _ in _grouped(output)]
     for edge in wanted.keys() & {(tensor.grad_fn, tensor.output_nr) for tensor in tensors}:
         tap.explain(index, *PASSED_ON, path=wanted.pop(edge))
@@ -401,9 +426,9 @@ def _watch_paths(tap: Tap, output: Any, index: int, wanted: dict[Edge, Path], fr
         reached.add(path)
         arm = _Arm(tap, index, path)
         if casts:
-            arm.dtype = frame.given[0][0].dtype
+            arm.dtype = dtypes[path]
         if views:
-            arm.guard(views[0])
+            arm.guard(*views)
             tap.guard(arm)
         grouped.setdefault(node, []).append((position, arm))
     for node, arms in grouped.items():
@@ -450,6 +475,8 @@ def _leading(
                 beyond = follows.next_functions[0]
                 if beyond in wanted:
                     found.append((node, position, wanted[beyond]))
+                elif edge not in stops and follows._sequence_nr() >= start:
+                    stack.append(follows)
             elif follows is not None and edge not in stops and follows._sequence_nr() >= start:
                 stack.append(follows)
     return found

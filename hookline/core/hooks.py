@@ -126,12 +126,12 @@ class Tap:
 
     def guard(self, arm: Any) -> None:
         """Remember a hook that is lost if the memory of its tensor is changed in place."""
-        self.guards = [*self.guards[-_RECENT:], arm]
+        self.guards = [*(old for old in self.guards if not old.fired), arm][-_RECENT:]
 
     def lost(self) -> None:
         """Explain the gradients that did not come for such a change."""
         for arm in self.guards:
-            if arm.changed:
+            if arm.lost:
                 self.explain(arm.index, *gradients.VIEW_CHANGED, path=arm.path)
         self.guards = ()
 
@@ -464,6 +464,9 @@ def _settled(where: Any) -> Any:
 class Context(Entering, Generic[T]):
     """What the verbs that act at places have in common. Nothing acts before it is entered."""
 
+    _serial = 0
+    _sites: dict[int, tuple[nn.Module, Site]] = MappingProxyType({})  # pyright: ignore
+    _handles: list[Any] = []  # noqa: RUF012 - of a handle in a copied model
     _owned = False  # whether it sees only the calls of the thread or task that entered it
 
     def __init__(self, model: nn.Module | Tensor, wheres: Iterable[Where]) -> None:
@@ -576,10 +579,15 @@ class Context(Entering, Generic[T]):
         return tap.fired > 0
 
     def _verify(self) -> None:
+        for tap in self._taps.values():
+            if tap.replaces and any(arm.lost for arm in tap.guards):
+                tap.lost()
+                tap.fired = 0  # not everywhere where it was to act
         for request in self._requests:
             missing = [t for t in request.targets if not self._fired(self._taps[t.key])]
-            if missing and (request.literal or len(missing) == len(request.targets)):
-                raise self._never_fired(request, missing[0])
+            lost = [t for t in missing if self._taps[t.key].replaces and self._taps[t.key].reasons]
+            if missing and (request.literal or lost or len(missing) == len(request.targets)):
+                raise self._never_fired(request, (lost or missing)[0])
 
     def _never_fired(self, request: Request, target: Target) -> NeverFired:
         tap = self._taps[target.key]

@@ -348,6 +348,17 @@ def _find(model: nn.Module, segments: tuple[Segment, ...]) -> list[tuple[str, nn
     return [(path, module)]
 
 
+def _is_wrapper(module: nn.Module, path: str, name: str) -> bool:
+    """Whether wildcards pass through a child as if it were not there.
+
+    An ordinary module may have a child called `module`, too.
+    """
+    if name not in _WRAPPERS or len(module._modules) != 1:
+        return False
+    outermost = not path or set(path.split(".")) <= _WRAPPERS
+    return name != "module" or outermost or "DataParallel" in type(module).__name__
+
+
 def _find_more(
     path: str, module: nn.Module, segments: tuple[Segment, ...]
 ) -> list[tuple[str, nn.Module]]:
@@ -375,7 +386,7 @@ def _find_more(
         for name, child in reversed(module._modules.items()):
             if child is None:
                 continue
-            if segment is not DEEP and name in _WRAPPERS and len(module._modules) == 1:
+            if segment is not DEEP and _is_wrapper(module, path, name):
                 stack.append((prefix + name, child, n))  # as if the wrapper were not there
             elif segment is DEEP:
                 stack.append((prefix + name, child, n))
@@ -409,7 +420,9 @@ def _find_tensors(
     last = segments[-1]
     if last is DEEP:  # `a.**` is any tensor in a or below
         last = re.compile("[^.]*")
-        owners = [(p, m) for path, module in _find(model, segments[:-1]) for p, m in walk(module, path)]
+        owners = [
+            (p, m) for path, module in _find(model, segments[:-1]) for p, m in walk(module, path)
+        ]
     else:
         owners = _find(model, segments[:-1])
     seen: set[int] = set()
@@ -596,8 +609,8 @@ def _not_found(
     owners = list(_find(model, segments[:-1])) if segments else []
     if owners:
         (path, owner), name = owners[0], segments[-1]
-        parametrizations = owner.__dict__.get("_modules", {}).get("parametrizations", ())
-        if not isinstance(owner, torch.jit.ScriptModule) and name in parametrizations:
+        parametrizations = dict(owner._modules.items()).get("parametrizations") or {}
+        if name in parametrizations:
             full = ".".join(filter(None, (path, "parametrizations", name)))
             originals = [f"'{full}.{n}'" for n in parametrizations[name]._parameters]  # pyright: ignore
             return PlaceNotFound(

@@ -111,9 +111,9 @@ class _Options:
         checks: dict[int, tuple[int, Tensor | None]] = {}
 
         def keep_leaf(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor):
+            if not issubclass(type(leaf), Tensor):  # isinstance would ask a proxy for its class
                 # Opaque objects are kept by reference, but arrays may alias a tensor.
-                return copy.copy(leaf) if hasattr(leaf, "__array_interface__") else leaf
+                return copy.copy(leaf) if hasattr(type(leaf), "__array_interface__") else leaf
             if self.detach or not leaf.requires_grad or leaf.is_inference():
                 return freeze(leaf)
             # Fused optimisers change parameters without a new version: a twin shows it.
@@ -353,8 +353,9 @@ class capture(Context[_CaptureTap]):  # noqa: N801 - a verb that is used like a 
         threads: "own" sees the calls of the thread or task that entered; "all" sees every call.
 
     A value that requires grad is kept attached, the very tensor: it can be used in a loss and in
-    `torch.autograd.grad`, and reading it raises `ValueChanged` if it was changed in place since.
-    Any other value is a snapshot. The model's results are bit for bit those without the capture.
+    `torch.autograd.grad`, and reading it raises `ValueChanged` if it was changed in place since
+    (writes through `.data`, its storage or another library's alias are not seen; `detach=True`
+    holds against all of them). Any other value is a snapshot. The model's results are bit for bit those without the capture.
     """
 
     _verb = "capture"
@@ -401,7 +402,7 @@ class capture(Context[_CaptureTap]):  # noqa: N801 - a verb that is used like a 
 
     def attach(self) -> capture:
         """Capture from now on, until `remove()`; `record` holds what came so far."""
-        if self._options.stop:
+        if getattr(self, "_options", _PLAIN).stop:
             self._entered = True
             raise ValueError(
                 "stop=True was asked for together with attach(). Every forward would end early. "
@@ -577,6 +578,18 @@ class Record:
             None if kept is None else self._read(tap, kept, parts, call)
             for call, kept in self._kept(tap)
         ]
+
+    def of_call(self, where: Any, call: int) -> Any:
+        """The value of one call of the module; an error if several backward passes gave one."""
+        tap, parts = self._find(where)
+        found = [kept for index, kept in self._kept(tap) if index in (call, -1)]
+        if len(found) == 1:
+            return self._read(tap, found[0], parts, call)
+        raise NotCaptured(
+            f"Call {call} at {str(self._place(tap))!r} was asked for.",
+            f"The record holds {len(found)} values of that call.",
+            "Capture a run with the same calls, and one backward for each.",
+        )
 
     def tensor(self, where: Any) -> Tensor:
         """The only tensor in the value at a place; an error that lists the parts otherwise."""
@@ -821,7 +834,11 @@ class Record:
 
 def _unreadable(tensor: Tensor, version: int | None, twin: Tensor | None) -> tuple[str, str] | None:
     """Why a tensor is not what it was when it was captured, and what to do; None if it is."""
-    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+    functorch = torch._C._functorch
+    if functorch.is_functorch_wrapped_tensor(tensor):
+        level, current = functorch.maybe_get_level(tensor), functorch.maybe_current_level()
+        if current is not None and 0 < level <= current:
+            return None
         return (
             "It was captured inside a transform of torch.func (vmap, grad), which is over: its "
             "tensors live no longer.",

@@ -48,8 +48,6 @@ def snapshot(tensor: Tensor) -> Tensor:
 def duplicate(tensor: Tensor) -> Tensor:
     """A detached copy; the tensor itself where torch cannot copy it."""
     tensor = tensor.detach()
-    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # dead after its transform
-        return tensor
     try:
         return tensor.clone()
     except RuntimeError:  # some quantised tensors
