@@ -15,6 +15,7 @@ Every value inside a model has an address, its place (`"layer1.0.conv2"`, `"fc:i
 All of them act inside `with`, or from `.attach()` to `.remove()`, and leave nothing behind.
 """
 
+from hookline.core.captures import capture
 from hookline.core.changes import (
     Chain,
     Change,
@@ -30,10 +31,11 @@ from hookline.core.changes import (
     zero,
 )
 from hookline.core.edits import edit
-from hookline.core.hooks import Call, attached, hook
+from hookline.core.hooks import attached, hook
 from hookline.core.parameters import get_module, get_parameter, preserve, replace_module
 from hookline.core.places import Place, select
-from hookline.core.records import Record, capture
+from hookline.core.records import Record
+from hookline.core.sites import Call
 from hookline.core.slices import heads, last_token
 from hookline.errors import (
     ChangeError,

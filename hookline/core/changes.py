@@ -4,7 +4,7 @@
 
 Each is a frozen dataclass, composed with `|` from left to right, and works on activations as well
 as on gradients. A change meets one tensor, brings its own tensors to that tensor's dtype and
-device, broadcasts them, and never changes the shape.
+device, broadcasts them, and never changes the shape. (A long file, for its examples.)
 
 - `Change`: the base class; `apply(value, call)` is what a subclass defines
 - `Chain`: several changes, one after the other
@@ -22,8 +22,8 @@ from torch import Tensor
 from hookline.errors import ChangeError, NotCaptured
 
 if TYPE_CHECKING:
-    from hookline.core.hooks import Call
     from hookline.core.records import Record
+    from hookline.core.sites import Call
 
 __all__ = [
     "Chain",

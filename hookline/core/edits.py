@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from hookline.core import parameters
 from hookline.core.changes import Change, apply, describe, replace
-from hookline.core.hooks import KEEP, Call, Context, Frame, Tap, add_place, takes_call
+from hookline.core.hooks import Context, takes_call
 from hookline.core.nested import Path, leaves, only_tensor, set_part, show_path
 from hookline.core.places import Request, Target, Where, resolve
+from hookline.core.sites import KEEP, Call, Frame, Tap, add_place
 from hookline.core.slices import put
 from hookline.errors import ChangeError
 
@@ -125,7 +126,7 @@ def _check_fit(change: Any, value: Any, new: Any, call: Call) -> None:
         if (old.shape, old.dtype, old.device) != (tensor.shape, tensor.dtype, tensor.device):
             raise ChangeError(
                 asked,
-                f"{show_path(path) or 'It'} was {_signature(old)}, and is now {_signature(tensor)}.",
+                f"{show_path(path) or 'It'} was {_signature(old)}, now it is {_signature(tensor)}.",
                 "Return the same shape, dtype and device; hookline.hook checks nothing.",
             )
 

@@ -9,7 +9,7 @@ nested values. Instead, around a module's call:
 
 A capture replaces no value: it hooks the output tensors, and the nodes inside the module that
 lead to the inputs. An edit puts a *gate*, an identity, at its place. What cannot be told apart
-from other gradients is explained, never guessed.
+from other gradients is explained, never guessed. A little long: the two directions go together.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from hookline.core.nested import Path, children, leaves, set_part
 from hookline.errors import GradientNotAvailable
 
 if TYPE_CHECKING:
-    from hookline.core.hooks import Frame, Tap
+    from hookline.core.sites import Frame, Tap
 
 __all__ = [
     "is_over", "note_given", "note_inputs", "sequence", "watch_inputs", "watch_outputs",
@@ -45,18 +45,15 @@ NO_GRAD = (
     "Run it with gradients on.",
 )
 PASSED_ON = (
-    "the module returned a tensor that it was given, or had before, as it was: its gradient cannot "
-    "be told from that of the tensor's other uses.",
+    "the module returned a tensor that it was given, or had before, with gradients of other uses.",
     "Ask for the module that made it.",
 )
 REUSED = (
-    "another output of the module is computed from this one: what flows from outside cannot be "
-    "told apart.",
+    "another output is computed from this one: what flows from outside cannot be told apart.",
     "Ask for the modules that use it.",
 )
 VIEW_CHANGED = (
-    "the value is a view, and its memory was changed in place after the call: its gradient is "
-    "lost.",
+    "the value is a view, and its memory was changed in place later: its gradient is lost.",
     "Ask for the gradient of the module before or after it.",
 )
 INPUT_CHANGED = (

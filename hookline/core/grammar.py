@@ -17,6 +17,7 @@ from hookline.core.nested import Part, Path
 from hookline.errors import PlaceError
 
 __all__ = [
+    "ANY",
     "DEEP",
     "MODULE_PORTS",
     "PORTS",
@@ -34,6 +35,7 @@ TENSOR_PORTS = ("value", "grad")
 PORTS = (*MODULE_PORTS, *TENSOR_PORTS)
 
 DEEP = object()  # the segment `**`
+ANY = re.compile("[^.]*")  # the segment `*`
 Segment = str | re.Pattern[str] | object
 
 _SPECIAL = "*{},/:[]#\\"
@@ -66,10 +68,10 @@ class Pattern:
 
 
 def escape(path: str) -> str:
-    """A path with the characters of the grammar escaped.
+    r"""A path with the characters of the grammar escaped.
 
     >>> print(escape("a/b.x[0]"))
-    a\\/b.x\\[0\\]
+    a\/b.x\[0\]
     """
     if not any(c in path for c in _SPECIAL):
         return path
@@ -250,6 +252,8 @@ def _ranges_only(inside: str) -> bool:
 def _segment(text: str, piece: str) -> Segment:
     if piece == "**":
         return DEEP
+    if piece == "*":
+        return ANY
     if "**" in piece:
         raise _malformed(text, "'**' must stand alone between dots")
     if not any(c in piece for c in "*{}"):

@@ -1,459 +1,35 @@
-"""Where hooks are registered, and the primitive on which the other verbs stand.
+"""The primitive on which the other verbs stand: call a function with every value at a place.
 
 - `hook(model, where, function)`: call a function with every value at a place
 - `attached(model)`: all that is live on a model
-- `Call`: which execution of which module a value belongs to
-- `Context`: what `hook`, `capture` and `edit` have in common: entering, leaving, firing
-- `Tap`: what a context does with the values at one target
-- `Site`: a context's hooks on one module, at most one forward and one pre-forward hook
-
-Only this file registers hooks on modules: local, appended, forward and pre-forward. Gradients are
-reached from there, through tensors and autograd nodes (`gradients.py`).
+- `Context`: what `hook`, `capture` and `edit` have in common: places, sites, firing
+- `Anchored`: a context without places that the model keeps alive
 """
 
 from __future__ import annotations
 
 import inspect
-import itertools
-import os
-import sys
-import threading
-import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from contextvars import ContextVar
+from collections.abc import Callable, Iterable, Iterator
 from types import MappingProxyType
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar
 
-import torch
 from torch import Tensor, nn
 from torch.utils.hooks import unserializable_hook
 
-from hookline.core import arguments, gradients
+from hookline.core import gradients
 from hookline.core.contexts import Entering
-from hookline.core.nested import Path, get_part, set_part
-from hookline.core.places import Place, Request, Target, Where, resolve, walk
+from hookline.core.places import Place, Request, Target, Where, resolve
+from hookline.core.sites import ACTIVE, KEEP, SERIALS, Call, Frame, Site, Tap, add_place
+from hookline.core.tree import walk
 from hookline.errors import NeverFired, PlaceError
 
 __all__ = [
-    "ACTIVE", "KEEP", "KEYS", "Anchored", "Attached", "Call", "Context", "Frame", "Site", "Tap",
-    "add_place", "attached", "first_names", "hook", "in_backward", "named_place", "silence",
+    "Anchored", "Attached", "Context", "attached", "first_names", "hook", "named_place", "silence",
     "takes_call",
 ]  # fmt: skip
 
-KEEP = object()  # what a tap returns to leave a value as it is
-ACTIVE: ContextVar[frozenset[int]] = ContextVar("hookline_active", default=frozenset())
-
-# Of our entries in hook dicts. torch's own count up from 0; a model that was saved while hooked
-# brings keys of another process along, hence the random start.
-KEYS = itertools.count(-1 - int.from_bytes(os.urandom(6)), -1)
-_serials = itertools.count(1)
-in_backward: Callable[[], int] = torch._C._current_graph_task_id  # pyright: ignore
-_RECENT = 64  # calls whose gradients may still come
 T = TypeVar("T", bound="Tap")
-
-
-class Call:
-    """Which execution of which module a value belongs to; given to functions that ask for it."""
-
-    __slots__ = ("_tap", "index", "module", "recomputed")
-
-    def __init__(self, tap: Tap, index: int, recomputed: bool = False) -> None:
-        self._tap = tap
-        self.module = tap.target.module
-        self.index = index
-        self.recomputed = recomputed
-
-    @property
-    def place(self) -> Place:
-        """The place of the value, under the module's first name."""
-        return self._tap.place
-
-    def __repr__(self) -> str:
-        again = ", recomputed" if self.recomputed else ""
-        return f"Call({str(self.place)!r}, {self.index}{again})"
-
-
-class Tap:
-    """What a context does with the values at one target. Subclasses are the verbs."""
-
-    replaces = True  # whether values may be replaced: false for captures
-    fired = 0
-    # Why a call gave nothing, by call and path; and hooks that may have been lost.
-    reasons: Mapping[tuple[int, Path], tuple[str, str]] = MappingProxyType({})
-    guards: Sequence[Any] = ()
-
-    def __init__(self, target: Target, context: weakref.ref[Context[Any]]) -> None:
-        self.target = target
-        self.context = context
-
-    @property
-    def place(self) -> Place:
-        context = self.context()
-        return self.target.place if context is None else context.place_of(self.target)
-
-    def receive(self, value: Any, index: int, recomputed: bool, frame: Frame | None) -> Any:
-        """Take a value; return KEEP or what shall stand in its place."""
-        raise AssertionError("a tap receives")
-
-    def gradient(self, grad: Tensor, index: int, path: tuple[Any, ...]) -> Tensor | None:
-        """Take a gradient, or one tensor of it; return what shall stand in its place, or None."""
-        raise AssertionError("a tap receives gradients")
-
-    def expect(self, value: Any, index: int, tensors: Sequence[tuple[Tensor, list[Path]]]) -> None:
-        """A call has taken place whose gradients will come, for these tensors of this value."""
-
-    def explain(self, index: int, reason: str, remedy: str = "", path: Path = ()) -> None:
-        """A value that was asked for cannot be given for this call; say why on read or at exit."""
-        if not self.reasons:
-            self.reasons = {}
-        if not self.replaces or not self.reasons:  # an edit needs one, a record one for each call
-            cast("dict[Any, Any]", self.reasons)[index, path] = (reason, remedy)
-
-    def missing(self, index: int, problem: str) -> None:
-        """The call has not the value that the place names: told at exit, or at once by an edit."""
-        if self.replaces:
-            raise PlaceError(
-                f"The place {str(self.place)!r} does not fit the value there:",
-                problem,
-                "Capture the whole value and look at record[place] to see its parts.",
-            )
-        self.explain(index, problem)
-
-    def several(self, index: int, path: Path) -> None:
-        """The gradient at a path will come in several shares."""
-
-    def guard(self, arm: Any) -> None:
-        """Remember a hook that is lost if the memory of its tensor is changed in place."""
-        self.guards = [*(old for old in self.guards if not old.fired), arm][-_RECENT:]
-
-    def lost(self) -> None:
-        """Explain the gradients that did not come for such a change."""
-        for arm in self.guards:
-            if arm.lost:
-                self.explain(arm.index, *gradients.VIEW_CHANGED, path=arm.path)
-        self.guards = ()
-
-
-class _Now(threading.local):
-    """The call whose hooks run now, in each thread."""
-
-    frame = 0
-    serial = 0
-
-
-_now = _Now()
-
-
-class Frame:
-    """What is known of one running call of one module.
-
-    `running` is the Python frame of torch's that calls both hooks of a call: a call that raises
-    has a first hook, but no second, and a recursive one has several of each.
-    """
-
-    __slots__ = (
-        "edges", "gates", "given", "index", "pending", "recomputed", "running", "sequence",
-        "serial",
-    )  # fmt: skip
-
-    def __init__(self, index: int, recomputed: bool, running: types.FrameType) -> None:
-        self.index = index
-        self.recomputed = recomputed
-        self.running: types.FrameType | None = running
-        # The same for all contexts that see this call: their hooks run one after the other.
-        if _now.frame != id(running):
-            _now.frame, _now.serial = id(running), next(_serials)
-        self.serial = _now.serial
-        self.pending: list[tuple[Any, Any]] = []  # inputs kept until the call is complete
-        # For gradients, all at the start of the call:
-        self.sequence = 0  # the autograd sequence number
-        self.given: list[Any] = []  # the tensors that the call was given
-        self.edges: list[Any] = []  # the gradient edges of the inputs that are asked for
-        self.gates: list[tuple[Tensor, int]] = []  # what an edit put in their place
-
-
-_KINDS = {
-    "output": "outputs", "input": "inputs", "inputs": "inputs", "value": "values",
-    "grad_output": "grad_outputs", "grad_input": "grad_inputs", "grad_inputs": "grad_inputs",
-}  # fmt: skip
-
-
-class Site:
-    """A context's hooks on one module.
-
-    The model holds sites, sites hold their context weakly (unless attached), so that an abandoned
-    context can be collected. Copies of a module get an inert site that removes itself.
-    """
-
-    # What few sites need stands here, so that making one is cheap.
-    keeper: Entering | None = None
-    counted = False  # whether calls are numbered from their start, for edits of some of them
-    closed = False
-    count = 0  # completed calls
-    foreign = 0  # calls from other threads and tasks
-    outside = False  # whether a call was seen outside a backward
-    again = (-1, 0)  # the last backward that recomputed calls, and how many
-    inputs: Sequence[Tap] = ()
-    values: Sequence[Tap] = ()
-    outputs: Sequence[Tap] = ()
-    grad_inputs: Sequence[Tap] = ()
-    grad_outputs: Sequence[Tap] = ()
-    lock: AbstractContextManager[Any] = nullcontext()  # a real one where every thread is seen
-    frames: dict[int, list[Frame]] | None = None  # the running calls of each thread
-    abandoned: Sequence[Frame] = ()  # calls that began and raised
-
-    def __init__(
-        self,
-        module: nn.Module | None,
-        context: weakref.ref[Any] | None,
-        owner: int | None,
-    ) -> None:
-        self.module = module  # None in a copied module
-        self.context = context
-        self.owner = owner  # the serial of the context, or None to act for every thread and task
-        self.key = next(KEYS)
-
-    def add(self, tap: Tap) -> None:
-        """Serve one more tap."""
-        kind = _KINDS.get(tap.target.port)
-        if kind is not None:
-            setattr(self, kind, [*getattr(self, kind), tap])
-
-    @property
-    def paired(self) -> bool:
-        """Whether something must be known of a call before it begins."""
-        return bool(self.inputs or self.grad_outputs or self.grad_inputs or self.counted)
-
-    def register(self, module: nn.Module) -> None:
-        """Put the hooks on a module.
-
-        Straight into the module's hook dicts, which is what `register_forward_hook` does after
-        making a handle, and a third of the cost of entering and leaving.
-        """
-        if self.owner is None:
-            self.lock = threading.RLock()  # its own: an interrupt may leave it locked for ever
-        before = self.paired or self.values
-        after = self.paired or self.outputs
-        if before:
-            module._forward_pre_hooks_with_kwargs[self.key] = True
-            module._forward_pre_hooks[self.key] = self.before
-        if after:
-            module._forward_hooks_with_kwargs[self.key] = True
-            module._forward_hooks[self.key] = self.after
-        if not (before or after):
-            module._forward_pre_hooks[self.key] = self.rest
-
-    def unregister(self, module: nn.Module) -> None:
-        """Take the hooks off a module; fine if they are off already."""
-        self.closed = True
-        for hooks in (
-            module._forward_hooks,
-            module._forward_hooks_with_kwargs,
-            module._forward_pre_hooks,
-            module._forward_pre_hooks_with_kwargs,
-        ):
-            hooks.pop(self.key, None)
-
-    def rest(self, module: nn.Module, args: Any) -> None:
-        """A hook that does nothing: by it the model keeps an attached context alive."""
-        if self.module is None:
-            self.unregister(module)
-
-    def stranger(self, module: nn.Module) -> None:
-        """A call that is not this context's: of another thread or task, or of a copied module."""
-        if self.module is None:
-            self.unregister(module)
-        elif module is self.module:
-            self.foreign += 1
-
-    def recomputes(self) -> int | None:
-        """The number of the call that is being recomputed in a backward; None if this is a new one.
-
-        Checkpointing runs a module again inside the backward, the last call first. A module that
-        never ran outside the backward (in a custom one, say) is not being recomputed.
-        """
-        task = in_backward()
-        if task == -1:
-            self.outside = True
-            return None
-        if not self.outside:
-            return None
-        self.again = (task, self.again[1] + 1 if self.again[0] == task else 0)
-        return max(self.count - 1 - self.again[1], 0)
-
-    def before(self, module: nn.Module, args: Any, kwargs: dict[str, Any] | None = None) -> Any:
-        """The pre-forward hook."""
-        if self.closed or kwargs is None:  # removed while torch was about to call it
-            return None
-        paired = self.paired
-        if module is not self.module or (self.owner is not None and self.owner not in ACTIVE.get()):
-            if not (paired or self.outputs):
-                self.stranger(module)  # else the forward hook counts it
-            return None
-        if not paired:
-            self._offer_values()
-            return None
-        call = self.recomputes()
-        running = self._running()
-        index = self.count + len(running) if call is None else call
-        frame = Frame(index, call is not None, sys._getframe(1))
-        running.append(frame)
-        for tap in self.values:
-            tap.receive(tap.target.tensor(), index, frame.recomputed, None)
-        changed = False
-        for tap in self.inputs:
-            new = self._offer_input(tap, module, args, kwargs, frame)
-            if new is not KEEP:
-                args, kwargs = arguments.write(module, args, kwargs, tap.target, new)
-                changed = True
-        if self.grad_inputs or self.grad_outputs:
-            frame.sequence = gradients.sequence()
-            frame.given = gradients.note_given(args, kwargs)
-        for tap in self.grad_inputs:
-            new = gradients.note_inputs(tap, module, args, kwargs, frame)
-            if new is not None:
-                args, kwargs = new
-                changed = True
-        return (args, kwargs) if changed else None
-
-    def _offer_values(self) -> None:
-        """Give the parameters and buffers of the module to their taps, at a call of it."""
-        alone = not self.outputs
-        call = self.recomputes() if alone else None
-        recomputed = call is not None or (not alone and self.outside and in_backward() != -1)
-        for tap in self.values:
-            tap.receive(tap.target.tensor(), self.count, recomputed, None)
-        if alone and call is None:
-            self.count += 1
-
-    def _running(self) -> list[Frame]:
-        """The running calls of this thread; what raised since is set aside."""
-        if self.frames is None:
-            self.frames = {}
-        running = self.frames.setdefault(threading.get_ident(), [])
-        if running:
-            over = [f for f in running if f.running is None or gradients.is_over(f.running)]
-            self._abandon(over)
-            running[:] = [frame for frame in running if frame not in over]
-        return running
-
-    def _completed(self, caller: types.FrameType) -> Frame | None:
-        _now.frame = 0
-        running = (self.frames or {}).get(threading.get_ident(), [])
-        while running:
-            frame = running.pop()
-            if frame.running is caller:
-                return frame
-            self._abandon([frame])
-        return None  # the context was entered while the module was running
-
-    def _abandon(self, frames: list[Frame]) -> None:
-        """Set the inputs aside of calls that raised; all that else was known of them goes."""
-        for frame in frames:
-            frame.running, frame.edges, frame.given, frame.gates = None, [], [], []
-            frame.pending = [(tap, kept) for tap, kept in frame.pending if tap.wants_late()]
-            if frame.pending:
-                self.abandoned = [*self.abandoned, frame]
-
-    def _offer_input(
-        self, tap: Tap, module: nn.Module, args: Any, kwargs: Any, frame: Frame
-    ) -> Any:
-        try:
-            value = arguments.read(module, args, kwargs, tap.target)
-        except LookupError as error:
-            tap.missing(frame.index, f"{error}.")
-            return KEEP
-        return tap.receive(value, frame.index, frame.recomputed, frame)
-
-    def after(self, module: nn.Module, args: Any, *rest: Any) -> Any:
-        """The forward hook."""
-        if self.closed:  # removed while torch was about to call it
-            return None
-        if module is not self.module or (self.owner is not None and self.owner not in ACTIVE.get()):
-            return self.stranger(module)
-        frame = None
-        if self.paired:
-            frame = self._completed(sys._getframe(1))
-            if frame is None:  # the context was entered while the module was running
-                return None
-        # Where every thread is seen, the numbers stay distinct, and the inputs and outputs of one
-        # call together. A user's function is never called under the lock.
-        with self.lock:
-            call = self.recomputes() if frame is None else frame.index if frame.recomputed else None
-            index = self.count if call is None else call
-            if call is None:
-                self.count += 1
-            output, original = rest[-1], rest[-1]
-            for tap, stored in frame.pending if frame is not None else ():
-                tap.commit(stored)
-            if not (self.outputs and self.outputs[0].replaces):
-                self._offer_outputs(output, index, call is not None)
-        if self.outputs and self.outputs[0].replaces:
-            output = self._offer_outputs(output, index, call is not None)
-        if frame is not None and (self.grad_outputs or self.grad_inputs):
-            output = self._watch(output, index, frame)
-        return None if output is original else output
-
-    def _offer_outputs(self, output: Any, index: int, recomputed: bool) -> Any:
-        for tap in self.outputs:
-            output = _at_part(tap, output, index, lambda v: tap.receive(v, index, recomputed, None))
-        return output
-
-    def _watch(self, output: Any, index: int, frame: Frame) -> Any:
-        """Reach for the gradients of a call. Of a recomputed one only if the first run had none:
-        else the graph of that one counts.
-        """
-
-        def wanted(taps: Sequence[Tap]) -> list[Tap]:
-            return [
-                t for t in taps if not frame.recomputed or any(n == index for n, _ in t.reasons)
-            ]
-
-        for tap in wanted(self.grad_outputs):
-            output = _at_part(
-                tap, output, index, lambda v: gradients.watch_outputs(tap, v, output, index, frame)
-            )
-        for tap in wanted(self.grad_inputs):
-            gradients.watch_inputs(tap, output, index, frame)
-        return output
-
-    def drain(self) -> None:
-        """Keep the inputs of calls that began and never completed, after all others."""
-        waiting = [frame for running in (self.frames or {}).values() for frame in running]
-        for frame in (*self.abandoned, *waiting):
-            for tap, stored in frame.pending:
-                tap.commit(stored, late=True)
-        self.frames, self.abandoned = None, ()
-
-    def __deepcopy__(self, memo: Any) -> Site:
-        return _inert(type(self), self.key)
-
-    def __reduce__(self) -> Any:
-        return _inert, (type(self), self.key)
-
-
-def _inert(kind: type[Site], key: int) -> Site:
-    """The site of a copied or loaded module: it never acts, and removes itself when called."""
-    site = kind.__new__(kind)
-    Site.__init__(site, None, None, None)
-    site.key = key
-    return site
-
-
-def _at_part(tap: Tap, output: Any, index: int, offer: Callable[[Any], Any]) -> Any:
-    """Offer the part of an output that a tap is for; the output, changed if that was changed."""
-    parts = tap.target.parts
-    try:
-        value = get_part(output, parts) if parts else output
-    except LookupError as error:
-        tap.missing(index, f"{error}.")
-        return output
-    new = offer(value)
-    if new is KEEP or new is value:
-        return output
-    return set_part(output, parts, new) if parts else new
 
 
 def _settled(where: Any) -> Any:
@@ -502,7 +78,7 @@ class Context(Entering, Generic[T]):
                 "Nothing would happen.",
                 "Name places after the model, such as '**' for every module.",
             )
-        self._serial = next(_serials)
+        self._serial = next(SERIALS)
         owner = self._serial if self._owned and not attached else None
         ref = weakref.ref(self)
         taps = self._taps
@@ -711,11 +287,6 @@ class _HookTap(Tap):
         return None if new is KEEP else new
 
 
-def add_place(error: BaseException, tap: Tap) -> None:
-    """Tell in a note of the user's exception at which place it was raised."""
-    error.add_note(f"hookline: raised at the place {str(tap.place)!r}")
-
-
 class hook(Context[_HookTap]):  # noqa: N801 - a verb that is used like a function
     """Call a function with every value at a place; what it returns stands in the value's stead.
 
@@ -767,7 +338,7 @@ class Anchored(Entering):
 
     def _enter(self, attached: bool) -> None:
         super()._enter(attached)
-        self._serial = next(_serials)
+        self._serial = next(SERIALS)
         self._anchor = Site(self._model, weakref.ref(self), None)
         if attached:
             self._anchor.keeper = self

@@ -92,7 +92,7 @@ def leaves(value: Any) -> Iterator[tuple[Path, Tensor]]:
     >>> [path for path, _ in leaves((torch.zeros(1), {"h": [torch.zeros(2), None]}))]
     [(0,), (1, 'h', 0)]
     """
-    if isinstance(value, Tensor):
+    if issubclass(type(value), Tensor):  # isinstance would ask a proxy for its class
         yield (), value
     else:
         yield from _leaves(value, (), ())
@@ -104,7 +104,7 @@ def _leaves(value: Any, path: Path, above: tuple[int, ...]) -> Iterator[tuple[Pa
         return
     above = (*above, id(value))
     for part, item in inside:
-        if isinstance(item, Tensor):
+        if issubclass(type(item), Tensor):
             yield (*path, part), item
         else:
             yield from _leaves(item, (*path, part), above)
@@ -122,7 +122,7 @@ def only_tensor(value: Any, what: str = "The value") -> tuple[Path, Tensor]:
     parts = ", ".join(f"{show_path(path)} {tuple(tensor.shape)}" for path, tensor in found[:12])
     raise SeveralTensors(
         f"{what} was taken for one tensor.",
-        f"It is a {type(value).__name__} and holds {len(found) or 'none'}{': ' * bool(found)}{parts}.",
+        f"It is a {type(value).__name__} and holds {len(found) or 'none'}: {parts or 'no tensor'}.",
         "Name one of the parts in the place, as in block[0] or block[keys].",
     )
 

@@ -4,6 +4,8 @@
 - `preserve(model, *where)`: parameters and buffers are afterwards what they were before
 - `replace_module(model, where, new)`: another module in the place of one
 - `swap`, `swap_back`, `Saving`: how `edit` changes a parameter's data and undoes it
+
+A little long: the ways to put something back belong together.
 """
 
 from __future__ import annotations
@@ -17,9 +19,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version, saved_tensors_hooks
 from torch.nn.parameter import is_lazy
 
-from hookline.core.hooks import Anchored, Tap
-from hookline.core.places import Request, Target, Where, resolve, walk
+from hookline.core.hooks import Anchored
+from hookline.core.places import Request, Target, Where, resolve
+from hookline.core.sites import Tap
 from hookline.core.snapshots import same_bits
+from hookline.core.tree import walk
 from hookline.errors import ChangeError, NotHookable, PlaceError, PlaceNotFound
 
 __all__ = [

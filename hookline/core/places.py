@@ -4,14 +4,15 @@
 - `select(model, *where)`: the places that match, in model order
 - `Target`: a place found in a model, with the module that it belongs to
 - `resolve(model, wheres)`: what was asked for, as targets
-- `walk(model)`: every module once, under its first name
+
+A little long, for its errors: they say what is close, and why something cannot be had.
 """
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, cast
 
@@ -19,7 +20,6 @@ import torch
 from torch import Tensor, nn
 
 from hookline.core.grammar import (
-    DEEP,
     MODULE_PORTS,
     TENSOR_PORTS,
     Pattern,
@@ -30,17 +30,20 @@ from hookline.core.grammar import (
     parse_port,
 )
 from hookline.core.nested import Path, show_path
+from hookline.core.tree import all_names, child_of, find, find_tensors, tensors_of, walk
 from hookline.errors import NotHookable, PlaceError, PlaceNotFound
 
-__all__ = ["Place", "Request", "Target", "Where", "resolve", "select", "walk"]
+__all__ = ["Place", "Request", "Target", "Where", "resolve", "select"]
 
 Where: TypeAlias = (
-    "str | nn.Module | type[nn.Module] | re.Pattern[str] | Callable[[str, nn.Module], bool]"
-    " | tuple[Any, str] | Iterable[Any]"
+    str
+    | nn.Module
+    | type[nn.Module]
+    | re.Pattern[str]
+    | Callable[[str, nn.Module], bool]
+    | tuple[Any, str]
+    | Iterable[Any]
 )
-
-# Wrappers of torch whose name in a path may be left out: DDP, compile, FSDP1, checkpointing.
-_WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 
 
 class Place(str):
@@ -138,31 +141,6 @@ def select(model: nn.Module | Tensor, *where: Where) -> list[Place]:
             order, path = names[id(target.module)]
             found.setdefault(Place(target.named(path), target.port, target.parts), order)
     return sorted(found, key=found.__getitem__)
-
-
-def walk(model: nn.Module, path: str = "") -> list[tuple[str, nn.Module]]:
-    """Every module once with its first name, the model itself first, as `named_modules` has them.
-
-    >>> [name for name, _ in walk(nn.Sequential(nn.ReLU()))]
-    ['', '0']
-    """
-    found = [(path, model)]
-    seen = {model}
-    stack = [(f"{path}." if path else "", iter(model._modules.items()))]
-    while stack:
-        prefix, children = stack[-1]
-        for name, child in children:
-            if child is None or child in seen:
-                continue
-            seen.add(child)
-            path = prefix + name
-            found.append((path, child))
-            if child._modules:
-                stack.append((path + ".", iter(child._modules.items())))
-                break
-        else:
-            stack.pop()
-    return found
 
 
 def resolve(
@@ -279,10 +257,15 @@ def _of_text(query: _Query, text: str, port: str | None, parts: Path) -> Request
 
 def _exists(model: nn.Module, segments: tuple[Segment, ...]) -> bool:
     """Whether a plain path is that of a module, parameter or buffer."""
-    if _find(model, segments):
-        return True
-    owners = _find(model, segments[:-1])
-    return any(segments[-1] == name for _, owner in owners for name, _ in _tensors(owner))
+    for _, owner in find(model, segments[:-1]):
+        name = cast(str, segments[-1])
+        if (
+            child_of(owner, "", name) is not None
+            or name in owner._parameters
+            or name in owner._buffers
+        ):
+            return True
+    return False
 
 
 def _matches(
@@ -291,7 +274,7 @@ def _matches(
     model = query.model
     segments, literal = pattern.segments, pattern.literal
     if pattern.operation is not None:
-        if not _find(model, segments):
+        if not find(model, segments):
             return []
         raise NotHookable(
             f"The place {text!r} asks for the operation {pattern.operation!r}:",
@@ -309,8 +292,8 @@ def _matches(
     found: list[Target] = []
     if port not in TENSOR_PORTS:
         own = port or "output"
-        for path, module in _find(model, segments):
-            if _hookable.get(type(module)):
+        for path, module in find(model, segments):
+            if type(module) in _hookable and _hookable[type(module)]:
                 found.append(Target(module, path, own, parts))
                 continue
             problem = query.problem(module)
@@ -322,7 +305,7 @@ def _matches(
                 request.refused[Place(path, own, parts)] = problem[0]
     named = bool(segments) and isinstance(segments[-1], str) and not (literal and found)
     if port in TENSOR_PORTS or (named and (port is None or not found)):
-        for path, module, name in _find_tensors(model, segments, port == "grad"):
+        for path, module, name in find_tensors(model, segments, port == "grad"):
             if port in MODULE_PORTS:
                 raise PlaceError(
                     f"The place {text!r} asks for the port {port!r}:",
@@ -333,137 +316,6 @@ def _matches(
     if not found and literal:
         raise _not_found(model, text, cast("tuple[str, ...]", segments), port)
     return found
-
-
-def _find(model: nn.Module, segments: tuple[Segment, ...]) -> list[tuple[str, nn.Module]]:
-    """The modules whose path matches, each once. Only what can match is looked at."""
-    path, module = "", model
-    for n, segment in enumerate(segments):
-        if not isinstance(segment, str):
-            return _find_more(path, module, segments[n:])
-        step = _child(module, path, segment)
-        if step is None:
-            return []
-        path, module = step
-    return [(path, module)]
-
-
-def _is_wrapper(module: nn.Module, path: str, name: str) -> bool:
-    """Whether wildcards pass through a child as if it were not there.
-
-    An ordinary module may have a child called `module`, too.
-    """
-    if name not in _WRAPPERS or len(module._modules) != 1:
-        return False
-    outermost = not path or set(path.split(".")) <= _WRAPPERS
-    return name != "module" or outermost or "DataParallel" in type(module).__name__
-
-
-def _find_more(
-    path: str, module: nn.Module, segments: tuple[Segment, ...]
-) -> list[tuple[str, nn.Module]]:
-    if segments == (DEEP,):
-        return walk(module, path)[1:]
-    found: dict[int, tuple[str, nn.Module]] = {}
-    seen: set[tuple[int, int]] = set()
-    stack = [(path, module, 0)]
-    while stack:
-        path, module, n = stack.pop()
-        if n == len(segments):
-            found.setdefault(id(module), (path, module))
-            continue
-        if (id(module), n) in seen:
-            continue
-        seen.add((id(module), n))
-        segment = segments[n]
-        if isinstance(segment, str):
-            step = _child(module, path, segment)
-            if step is not None:
-                stack.append((*step, n + 1))
-            continue
-        prefix = f"{path}." if path else ""
-        last = n + 1 == len(segments)
-        for name, child in reversed(module._modules.items()):
-            if child is None:
-                continue
-            if segment is not DEEP and _is_wrapper(module, path, name):
-                stack.append((prefix + name, child, n))  # as if the wrapper were not there
-            elif segment is DEEP:
-                stack.append((prefix + name, child, n))
-                if last:
-                    stack.append((prefix + name, child, n + 1))
-            elif cast("re.Pattern[str]", segment).fullmatch(name):
-                stack.append((prefix + name, child, n + 1))
-        if segment is DEEP and not last:
-            stack.append((path, module, n + 1))
-    return list(found.values())
-
-
-def _child(module: nn.Module, path: str, name: str) -> tuple[str, nn.Module] | None:
-    modules = module._modules
-    child = modules.get(name) if type(modules) is dict else dict(modules.items()).get(name)
-    if child is not None:
-        return (f"{path}.{name}" if path else name), child
-    if len(modules) == 1:
-        ((wrapper, inner),) = modules.items()
-        if wrapper in _WRAPPERS and inner is not None:
-            return _child(inner, f"{path}.{wrapper}" if path else wrapper, name)
-    return None
-
-
-def _find_tensors(
-    model: nn.Module, segments: tuple[Segment, ...], gradients: bool
-) -> Iterator[tuple[str, nn.Module, str]]:
-    """The parameters and buffers whose path matches, each once, with their owners."""
-    if not segments:
-        return
-    last = segments[-1]
-    if last is DEEP:  # `a.**` is any tensor in a or below
-        last = re.compile("[^.]*")
-        owners = [
-            (p, m) for path, module in _find(model, segments[:-1]) for p, m in walk(module, path)
-        ]
-    else:
-        owners = _find(model, segments[:-1])
-    seen: set[int] = set()
-    for path, module in owners:
-        for path, module in _unwrapped(path, module):
-            found = False
-            for name, tensor in _tensors(module):
-                matches = name == last if isinstance(last, str) else last.fullmatch(name)  # pyright: ignore
-                if tensor is None or not matches or id(tensor) in seen:
-                    continue
-                if (
-                    gradients
-                    and not isinstance(last, (str, nn.Parameter))
-                    and not tensor.requires_grad
-                    and not isinstance(tensor, nn.Parameter)
-                ):
-                    continue  # buffers have none: a wildcard does not mean them
-                found = True
-                seen.add(id(tensor))
-                yield path, module, name
-            if found and isinstance(last, str):
-                break
-
-
-def _tensors(module: nn.Module) -> list[tuple[str, Tensor | None]]:
-    """The parameters and buffers of a module itself; the tables of a ScriptModule are no dicts."""
-    if isinstance(module, torch.jit.ScriptModule):
-        named = module.named_parameters(recurse=False), module.named_buffers(recurse=False)
-        return [pair for pairs in named for pair in pairs]
-    return [*module._parameters.items(), *module._buffers.items()]
-
-
-def _unwrapped(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """A module, and what it wraps, if it is a wrapper whose name may be left out."""
-    yield path, module
-    while len(module._modules) == 1:
-        ((name, inner),) = module._modules.items()
-        if name not in _WRAPPERS or inner is None:
-            return
-        path, module = (f"{path}.{name}" if path else name), inner
-        yield path, module
 
 
 # -- modules, types, expressions, predicates -----------------------------------------------------
@@ -580,18 +432,9 @@ def _of_tensor(tensor: Tensor, where: Any) -> Request:
 # -- errors ---------------------------------------------------------------------------------------
 
 
-def _names(model: nn.Module) -> list[str]:
-    names: list[str] = []
-    for path, module in walk(model):
-        prefix = path + "." if path else ""
-        names.append(path)
-        names += [prefix + name for name, tensor in _tensors(module) if tensor is not None]
-    return names[1:]
-
-
 def _closest(model: nn.Module, text: str) -> str:
     path = re.split(r"[:\[]", text)[0]
-    close = difflib.get_close_matches(path, _names(model), n=3, cutoff=0.5)
+    close = difflib.get_close_matches(path, all_names(model), n=3, cutoff=0.5)
     if close:
         return f"Closest: {', '.join(repr(escape(name)) for name in close)}."
     top = [escape(name) for name in model._modules][:8]
@@ -606,7 +449,7 @@ def _not_found(
     remedy = "List the modules with hookline.select(model, '**')."
     if port in TENSOR_PORTS:
         remedy = f"List them with hookline.select(model, '**:{port}')."
-    owners = list(_find(model, segments[:-1])) if segments else []
+    owners = list(find(model, segments[:-1])) if segments else []
     if owners:
         (path, owner), name = owners[0], segments[-1]
         parametrizations = dict(owner._modules.items()).get("parametrizations") or {}
@@ -618,7 +461,7 @@ def _not_found(
                 f"{name!r} is parametrised: it is computed at each use.",
                 f"Name {full!r} for its value, or {' and '.join(originals)} for its parameters.",
             )
-        if name in (*dict(owner._modules.items()), *dict(_tensors(owner))):
+        if name in (*dict(owner._modules.items()), *dict(tensors_of(owner))):
             return PlaceNotFound(asked, f"{name!r} is registered there, but it is None.", remedy)
     return PlaceNotFound(asked, _closest(model, text), remedy)
 

@@ -60,7 +60,7 @@ def rows_of(place: str, values: Sequence[Any], checks: Any) -> list[tuple[str, .
     found = list(leaves(values[0]))
     if not found:
         kind = type(values[0]).__name__
-        plain = children(values[0]) is not None or isinstance(values[0], _PLAIN)
+        plain = children(values[0]) is not None or issubclass(type(values[0]), _PLAIN)
         note = "" if plain else "kept by reference"
         return [(place, str(len(values)), kind, "-", note)]
     rows: list[tuple[str, ...]] = []
