@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
@@ -89,6 +89,7 @@ def write(
                 f"What was given in their place has no {missing[0]!r}.",
                 "Return a dict with all arguments by name.",
             )
+        bound = cast("Mapping[Part, Any]", bound)
         rest = {str(key): value for key, value in bound.items() if key not in keys}
         return tuple(bound[key] for key in keys), rest
     if args:

@@ -61,7 +61,7 @@ class Options:
         self.detach = detach
         self.device = device
         self.dtype = dtype
-        self.keep = keep
+        self.keep: Keep = keep
         self.stop = stop
         given = (at, transform, device, dtype)
         self.derives = any(option is not None for option in given)
@@ -80,7 +80,8 @@ class Options:
         def keep_leaf(leaf: Any) -> Any:
             if not issubclass(type(leaf), Tensor):  # isinstance would ask a proxy for its class
                 # Opaque objects are kept by reference, but arrays may alias a tensor.
-                return copy.copy(leaf) if hasattr(type(leaf), "__array_interface__") else leaf
+                kind = cast(Any, type(leaf))
+                return copy.copy(leaf) if hasattr(kind, "__array_interface__") else leaf
             if self.detach or not leaf.requires_grad or leaf.is_inference():
                 return freeze(leaf)
             # Fused optimisers change parameters without a new version: a twin shows it.
@@ -126,7 +127,7 @@ class CaptureTap(Tap):
     shared: Set[tuple[int, Path]] = frozenset()  # gradients that come in shares, to be derived from
     waiting = True  # for stop=True: until it has fired
     # Of gradients: the structure of the value by call, and what arrived by call and backward pass.
-    shapes: Mapping[int, tuple[Any, list[Path]]] = MappingProxyType({})
+    shapes: Mapping[int, tuple[Any, list[list[Path]]]] = MappingProxyType({})
     grads: Mapping[tuple[int, int], dict[Path, Kept]] = MappingProxyType({})
 
     def __init__(

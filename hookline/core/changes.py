@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -127,7 +127,7 @@ def fit(own: Tensor | float, value: Tensor, change: Change) -> Tensor | float:
         if channel and (value.ndim >= 4 or not last):
             own = own.view(1, length, *[1] * (value.ndim - 2))
     try:
-        shape = torch.broadcast_shapes(own.shape, value.shape)
+        shape = cast("torch.Size", torch.broadcast_shapes(own.shape, value.shape))
     except RuntimeError:
         shape = None
     if shape != value.shape:
@@ -254,8 +254,8 @@ class clamp(Change):  # noqa: N801
             raise _dtypes_differ(self, value.real, value, call)
         result = value
         if self.min is not None:
-            result = result.clamp(min=fit(self.min, value, self))  # pyright: ignore
-        return result if self.max is None else result.clamp(max=fit(self.max, value, self))  # pyright: ignore
+            result = result.clamp(min=fit(self.min, value, self))
+        return result if self.max is None else result.clamp(max=fit(self.max, value, self))
 
 
 @dataclass(frozen=True, eq=False)
@@ -415,7 +415,7 @@ class remove_direction(Change):  # noqa: N801
                 "Give the dimension along which the direction lies.",
             )
         own = self.direction.to(value.device, torch.promote_types(value.dtype, torch.float32))
-        direction = (own / own.norm()).to(value.dtype)
+        direction = (own / cast(Tensor, own.norm())).to(value.dtype)
         moved = value.movedim(self.dim, -1)
         along = (moved * direction.conj()).sum(-1, keepdim=True)
         return (moved - along * direction).movedim(-1, self.dim)

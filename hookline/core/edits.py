@@ -8,7 +8,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, SupportsIndex, overload
+from typing import Any, SupportsIndex, cast, overload
 
 from torch import Tensor, nn
 
@@ -31,12 +31,12 @@ class _EditTap(Tap):
     """Applies changes, one after the other, to the values at a target."""
 
     def __init__(
-        self, target: Target, context: weakref.ref[Any], changes: list[Any], at: Any, calls: Calls
+        self, target: Target, context: weakref.ref[Any], changes: list[Any], at: Any, calls: Any
     ) -> None:
         super().__init__(target, context)
         self.changes = [(c, not isinstance(c, Change) and takes_call(c)) for c in changes]
         self.at = at
-        self.calls = calls
+        self.calls: slice | Collection[int] | None = calls
         self.seen = 0
 
     def receive(self, value: Any, index: int, recomputed: bool, frame: Frame | None) -> Any:
@@ -55,7 +55,7 @@ class _EditTap(Tap):
         self.fired += 1
         return new
 
-    def expect(self, value: Any, index: int, tensors: Sequence[tuple[Any, Tensor]]) -> None:
+    def expect(self, value: Any, index: int, tensors: Sequence[tuple[Tensor, list[Path]]]) -> None:
         if self.at is not None or any(isinstance(change, Change) for change, _ in self.changes):
             only_tensor(value, f"The value at {str(self.place)!r}")
 
@@ -77,14 +77,14 @@ class _EditTap(Tap):
         return value
 
 
-def _among(index: int, calls: Any) -> bool:
+def _among(index: int, calls: slice | Collection[int]) -> bool:
     if isinstance(calls, slice):
         start, stop, step = calls.start or 0, calls.stop, calls.step or 1
         return index >= start and (stop is None or index < stop) and (index - start) % step == 0
     return index in calls
 
 
-def _checked(calls: Any) -> Any:
+def _checked(calls: Calls) -> Any:
     """The calls that an edit is for, as a slice or a set; an error if they make no sense."""
     if calls is None:
         return None
@@ -271,7 +271,7 @@ def _as_change(given: Any) -> Change | Callable[..., Any]:
                 "It is a class.",
                 f"Write {given.__name__}(...).",
             )
-        return given
+        return cast("Callable[..., Any]", given)
     raise ChangeError(
         f"{given!r} was given as a change.",
         f"It is of type {type(given).__name__}.",

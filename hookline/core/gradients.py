@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
-from torch.utils.hooks import unserializable_hook
+from torch.utils import hooks as torch_hooks
 
 from hookline.core import arguments
 from hookline.core.nested import Path, children, leaves, set_part
@@ -75,7 +75,7 @@ def _sequence() -> int:
 
 # The number that the next autograd node of this thread will get.
 sequence: Callable[[], int] = getattr(torch.autograd, "_get_sequence_nr", _sequence)
-_alias: Any = torch.ops.aten.alias  # pyright: ignore
+_alias: Any = torch.ops.aten.alias
 _MARK = "hookline"  # in the metadata of a gate's node: the serial of the call that it is for
 
 
@@ -144,7 +144,7 @@ class _Arm:
         self.fired = True
         return tap.gradient(grad, self.index, self.path)
 
-    @unserializable_hook
+    @torch_hooks.unserializable_hook
     def at_tensor(self, grad: Tensor | None) -> Tensor | None:
         """The hook on a tensor."""
         return None if self.aliases and self.changed else self.deliver(grad)

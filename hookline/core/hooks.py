@@ -12,10 +12,10 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from types import MappingProxyType
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 from torch import Tensor, nn
-from torch.utils.hooks import unserializable_hook
+from torch.utils import hooks as torch_hooks
 
 from hookline.core import gradients
 from hookline.core.contexts import Entering
@@ -34,7 +34,7 @@ T = TypeVar("T", bound="Tap")
 
 def _settled(where: Any) -> Any:
     """What was asked for, so that it can be gone through again: iterators become lists."""
-    return [_settled(item) for item in where] if isinstance(where, Iterator) else where
+    return [_settled(w) for w in cast(Any, where)] if isinstance(where, Iterator) else where
 
 
 class Context(Entering, Generic[T]):
@@ -80,7 +80,7 @@ class Context(Entering, Generic[T]):
             )
         self._serial = next(SERIALS)
         owner = self._serial if self._owned and not attached else None
-        ref = weakref.ref(self)
+        ref: weakref.ref[Any] = weakref.ref(self)
         taps = self._taps
         for request in self._requests:
             for target in request.targets:
@@ -242,6 +242,7 @@ def named_place(target: Target, names: dict[int, str]) -> Place:
 def takes_call(function: Callable[..., Any]) -> bool:
     """Whether a function asks for the Call: it has a second required positional parameter.
 
+    >>> import torch
     >>> takes_call(lambda value, call: value), takes_call(torch.relu), takes_call(print)
     (True, False, False)
     """
@@ -290,6 +291,7 @@ class _HookTap(Tap):
 class hook(Context[_HookTap]):  # noqa: N801 - a verb that is used like a function
     """Call a function with every value at a place; what it returns stands in the value's stead.
 
+    >>> import torch
     >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
     >>> with hook(model, "0", lambda value: print(tuple(value.shape))):
     ...     _ = model(torch.zeros(5, 2))
@@ -320,7 +322,7 @@ class hook(Context[_HookTap]):  # noqa: N801 - a verb that is used like a functi
 # -- attached -------------------------------------------------------------------------------------
 
 
-@unserializable_hook
+@torch_hooks.unserializable_hook
 class _Keeper:
     """A hook on a tensor that does nothing but keep a context alive."""
 
@@ -372,7 +374,7 @@ def attached(model: nn.Module) -> Attached:
     []
     """
     found: dict[int, Any] = {}
-    for _, module in walk(model):
+    for _, module in cast("list[tuple[str, Any]]", walk(model)):
         for function in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
             site = getattr(function, "__self__", None)
             if isinstance(site, Site) and site.context is not None:

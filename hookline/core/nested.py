@@ -13,6 +13,9 @@ attribute; a *path* is a tuple of parts.
 - `show_path(path)`: a path as it is written in a place
 """
 
+# Values of any structure have no types.
+# pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false
+
 from __future__ import annotations
 
 import copy
@@ -72,11 +75,11 @@ def children(value: Any) -> list[tuple[Part, Any]] | None:
 
 def _children(value: Any) -> list[tuple[Part, Any]] | None:
     if isinstance(value, Mapping):
-        return [(k if type(k) in (int, str) else str(k), value[k]) for k in value]  # pyright: ignore
+        return [(k if type(k) in (int, str) else str(k), value[k]) for k in value]
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return [(name, getattr(value, name)) for name in value._fields]  # pyright: ignore
     if isinstance(value, (list, tuple, deque)):
-        return list(enumerate(value))  # pyright: ignore
+        return list(enumerate(value))
     if isinstance(value, (Distribution, SimpleNamespace)):
         return list(vars(value).items())
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

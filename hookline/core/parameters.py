@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -84,7 +84,7 @@ def _one(model: nn.Module, path: str, kind: str) -> Target:
 _Versions = Callable[[tuple[Tensor, ...], tuple[int, ...]], None]
 # Private, so detected: without it a graph that was made before an edit raises after it.
 _set_versions: _Versions | None = getattr(
-    torch._C._autograd, "_unsafe_set_version_counter", None
+    cast(Any, torch._C)._autograd, "_unsafe_set_version_counter", None
 )  # fmt: skip
 
 
@@ -193,7 +193,7 @@ class Saving(saved_tensors_hooks):
 
     def leave(self) -> None:
         """Leave; in another thread, or in another order, the hooks that stay are harmless."""
-        top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+        top = getattr(cast(Any, torch._C)._autograd, "_top_saved_tensors_default_hooks", None)
         if top is None or (top(True) or (None,))[0] is self.pack_hook:
             self.__exit__()
 

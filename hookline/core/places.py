@@ -154,8 +154,8 @@ def resolve(
     paths: dict[int, str] = {}
     for where in wheres:
         if isinstance(model, Tensor):
-            places = where if isinstance(where, (list, tuple)) else [where]
-            requests += [_of_tensor(model, place) for place in cast("list[Any]", places)]
+            places = cast("list[Any]", where) if isinstance(where, (list, tuple)) else [where]
+            requests += [_of_tensor(model, place) for place in places]
         else:
             _resolve(_Query(model, hookable, paths), where, None, (), requests)
     return requests
@@ -212,7 +212,7 @@ def _describe(where: Any, port: str | None, parts: Path) -> str:
     elif isinstance(where, type):
         shown = where.__name__
     else:
-        shown = repr(where.pattern) if isinstance(where, re.Pattern) else repr(where)
+        shown = repr(cast(Any, where).pattern) if isinstance(where, re.Pattern) else repr(where)
     return shown if port is None and not parts else f"({shown}, ':{port}{show_path(parts)}')"
 
 
@@ -452,16 +452,17 @@ def _not_found(
     owners = list(find(model, segments[:-1])) if segments else []
     if owners:
         (path, owner), name = owners[0], segments[-1]
-        parametrizations = dict(owner._modules.items()).get("parametrizations") or {}
+        modules: dict[str, Any] = dict(owner._modules.items())
+        parametrizations = modules.get("parametrizations") or dict[str, Any]()
         if name in parametrizations:
             full = ".".join(filter(None, (path, "parametrizations", name)))
-            originals = [f"'{full}.{n}'" for n in parametrizations[name]._parameters]  # pyright: ignore
+            originals = [f"'{full}.{n}'" for n in parametrizations[name]._parameters]
             return PlaceNotFound(
                 asked,
                 f"{name!r} is parametrised: it is computed at each use.",
                 f"Name {full!r} for its value, or {' and '.join(originals)} for its parameters.",
             )
-        if name in (*dict(owner._modules.items()), *dict(tensors_of(owner))):
+        if name in (*modules, *dict(tensors_of(owner))):
             return PlaceNotFound(asked, f"{name!r} is registered there, but it is None.", remedy)
     return PlaceNotFound(asked, _closest(model, text), remedy)
 

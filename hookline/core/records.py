@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import operator
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, SupportsIndex, cast
 
 import torch
@@ -43,11 +43,13 @@ Kept = tuple[Any, "int | dict[int, tuple[int, Tensor | None]] | None"]
 
 _GONE = cast(nn.Module, None)  # a record does not keep modules alive
 _NO_SITE = Site(None, None, None)
+_functorch = cast(Any, torch._C)._functorch
 
 
 class Record:
     """What a capture has kept, by place and call. Reading never changes it.
 
+    >>> from hookline import capture
     >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
     >>> with capture(model, "*") as record:
     ...     _ = model(torch.zeros(1, 2)), model(torch.ones(1, 2))
@@ -202,11 +204,10 @@ class Record:
 
         moved: list[CaptureTap] = []
         for tap in self._taps:
-            other = type(tap)(tap.target, tap.context, tap.options)
-            other.fired, other.reasons, other.shapes = tap.fired, tap.reasons, tap.shapes
+            other = object.__new__(type(tap))  # a copy would be inert: see Site
+            vars(other).update(vars(tap) | {"kept": [], "grads": {}})
             for n, kept in enumerate(tap.kept):
                 other.kept.append((map_leaves(move, self._read(tap, kept, (), n)), None))
-            other.grads = {}
             for key, parts in tap.grads.items():
                 cast("dict[Any, Any]", other.grads)[key] = {
                     path: (move(kept[0]), None) for path, kept in parts.items()
@@ -325,7 +326,7 @@ class Record:
         site = self._sites.get(tap.target.ident)
         return silence(tap, site or _NO_SITE, model, first_names(model))
 
-    def _kept(self, tap: CaptureTap) -> list[tuple[int, Kept | None]]:
+    def _kept(self, tap: CaptureTap) -> Sequence[tuple[int, Kept | None]]:
         gradient = "grad" in tap.target.port
         kept = tap.gathered() if gradient else list(enumerate(tap.kept))
         if any(entry is not None for _, entry in kept):
@@ -382,9 +383,8 @@ class Record:
 
 def _unreadable(tensor: Tensor, version: int | None, twin: Tensor | None) -> tuple[str, str] | None:
     """Why a tensor is not what it was when it was captured, and what to do; None if it is."""
-    functorch = torch._C._functorch
-    if functorch.is_functorch_wrapped_tensor(tensor):
-        level, current = functorch.maybe_get_level(tensor), functorch.maybe_current_level()
+    if _functorch.is_functorch_wrapped_tensor(tensor):
+        level, current = _functorch.maybe_get_level(tensor), _functorch.maybe_current_level()
         if current is not None and 0 < level <= current:
             return None
         return (
@@ -412,4 +412,4 @@ def _split(key: Any) -> tuple[Any, int | None]:
         where, call = cast("tuple[Any, Any]", key)
         if isinstance(call, SupportsIndex):
             return where, operator.index(call)
-    return key, None
+    return cast(Any, key), None

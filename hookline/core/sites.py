@@ -47,7 +47,7 @@ ACTIVE: ContextVar[frozenset[int]] = ContextVar("hookline_active", default=froze
 # brings keys of another process along, hence the random start.
 KEYS = itertools.count(-1 - int.from_bytes(os.urandom(6)), -1)
 SERIALS = itertools.count(1)
-in_backward: Callable[[], int] = torch._C._current_graph_task_id  # pyright: ignore
+in_backward: Callable[[], int] = torch._C._current_graph_task_id
 _RECENT = 64  # calls whose gradients may still come
 
 
@@ -76,7 +76,7 @@ class Tap:
     """What a context does with the values at one target. Subclasses are the verbs."""
 
     replaces = True  # whether values may be replaced: false for captures
-    fired = 0
+    fired: int = 0
     # Why a call gave nothing, by call and path; and hooks that may have been lost.
     reasons: Mapping[tuple[int, Path], tuple[str, str]] = MappingProxyType({})
     guards: Sequence[Any] = ()
@@ -245,13 +245,10 @@ class Site:
     def unregister(self, module: nn.Module) -> None:
         """Take the hooks off a module; fine if they are off already."""
         self.closed = True
-        for hooks in (
-            module._forward_hooks,
-            module._forward_hooks_with_kwargs,
-            module._forward_pre_hooks,
-            module._forward_pre_hooks_with_kwargs,
-        ):
-            hooks.pop(self.key, None)
+        module._forward_hooks.pop(self.key, None)
+        module._forward_hooks_with_kwargs.pop(self.key, None)
+        module._forward_pre_hooks.pop(self.key, None)
+        module._forward_pre_hooks_with_kwargs.pop(self.key, None)
 
     def rest(self, module: nn.Module, args: Any) -> None:
         """A hook that does nothing: by it the model keeps an attached context alive."""

@@ -37,7 +37,7 @@ def snapshot(tensor: Tensor) -> Tensor:
             if tensor.untyped_storage().resizable():
                 if tensor.requires_grad:
                     tensor = tensor.detach()
-                elif tensor._use_count() > 1:
+                elif tensor._use_count() > 1:  # pyright: ignore
                     return duplicate(tensor)
                 return tensor._lazy_clone()
         except (NotImplementedError, RuntimeError):  # no storage: sparse, nested, vmap
