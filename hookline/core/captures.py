@@ -23,7 +23,7 @@ from hookline.core.places import Request, Target, Where
 from hookline.core.records import Kept, Record
 from hookline.core.sites import ACTIVE, KEEP, KEYS, Frame, Site, Tap, add_place, in_backward
 from hookline.core.slices import take
-from hookline.core.snapshots import duplicate, settle, snapshot
+from hookline.core.snapshots import duplicate, gradient_snapshot, settle, snapshot
 from hookline.errors import NeverFired, NotCaptured
 
 __all__ = ["CaptureTap", "capture"]
@@ -205,7 +205,7 @@ class CaptureTap(Tap):
         # Shares are summed as they are; what is derived of them is derived on gathering.
         options = _PLAIN if (index, path) in self.shared else self.options
         try:
-            parts[path] = options.keeps(grad)
+            parts[path] = options.keeps(grad, gradient_snapshot)
         except Exception as error:
             add_place(error, self)
             raise
@@ -289,13 +289,13 @@ class _OutputTap(CaptureTap, Site):
         kept = self.kept
         if type(output) is not Tensor:
             kept.append(self.options.keeps(output))
-        elif output.requires_grad and not self.detach:
+        elif self.detach or not output.requires_grad:
+            kept.append((snapshot(output), None))
+        else:
             try:
                 kept.append((output, output._version))
             except RuntimeError:  # inference tensors have no version
                 kept.append((snapshot(output), None))
-        else:
-            kept.append((snapshot(output), None))
         return None
 
 

@@ -129,7 +129,10 @@ class _Arm:
 
     @property
     def changed(self) -> bool:
-        return any(alias._version != version for alias, version in self.aliases)
+        for alias, version in self.aliases:  # noqa: SIM110 - a hot path
+            if alias._version != version:
+                return True
+        return False
 
     @property
     def lost(self) -> bool:
@@ -474,7 +477,9 @@ def _leading(
                     found.append((node, position, wanted[beyond]))
                 elif edge not in stops and follows._sequence_nr() >= start:
                     stack.append(follows)
-            elif follows is not None and edge not in stops and follows._sequence_nr() >= start:
+            elif follows is None or follows in seen or edge in stops:
+                continue
+            elif follows._sequence_nr() >= start and follows.next_functions:  # leaves lead nowhere
                 stack.append(follows)
     return found
 

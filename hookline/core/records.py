@@ -23,6 +23,7 @@ from hookline.core.nested import Path, get_part, leaves, map_leaves, only_tensor
 from hookline.core.places import Place, Target, resolve
 from hookline.core.sites import Site
 from hookline.core.snapshots import same_bits
+from hookline.core.tree import find
 from hookline.errors import (
     GradientNotAvailable,
     HooklineError,
@@ -70,7 +71,6 @@ class Record:
         self._model = weakref.ref(model) if isinstance(model, nn.Module) else None
         self._sites: dict[int, Site] = {}  # for the reasons of what never fired
         self._refused: dict[Place, str] = {}
-        self._modules: list[weakref.ref[nn.Module]] = []
         self._by_name: dict[str, CaptureTap] | None = None
         self._by_key: dict[Any, list[int]] | None = None
         self._places: dict[Place, CaptureTap] | None = None
@@ -89,9 +89,7 @@ class Record:
             if not (tap.kept or tap.grads):
                 site = self._sites[target.ident] = sites[target.ident][1]
                 site.module = None
-            self._modules.append(weakref.ref(target.module))
-            target.module = _GONE
-            tap.module = None
+            target.module = tap.module = _GONE
         for request in source._requests:
             if request.refused:
                 self._refused.update(request.refused)
@@ -215,7 +213,7 @@ class Record:
             moved.append(other)
         record = Record(moved, None)
         record._model, record._refused = self._model, self._refused
-        record._sites, record._modules = self._sites, self._modules
+        record._sites = self._sites
         return record
 
     def _entries(self) -> Iterator[tuple[CaptureTap, Kept]]:
@@ -255,9 +253,9 @@ class Record:
             return self._places
         model = None if self._model is None else self._model()
         names = first_names(model)
-        if self._source is None and len(self._modules) == len(self._taps):
-            alive = {id(ref()) for ref in self._modules}  # another may have got the id since
-            names = {ident: path for ident, path in names.items() if ident in alive}
+        if self._source is None:  # another module may have got the id of one that is gone
+            same = {t.target.ident for t in self._taps if self._still_there(t.target)}
+            names = {ident: path for ident, path in names.items() if ident in same}
         order = {ident: n for n, ident in enumerate(names)}
         taps = sorted(self._taps, key=lambda tap: order.get(tap.target.ident, len(order)))
         named = {named_place(tap.target, names): tap for tap in taps}
@@ -303,6 +301,14 @@ class Record:
             "record.places() lists what is there; name the place in capture(model, ...).",
         )
 
+    def _still_there(self, target: Target) -> bool:
+        """Whether the module of a target stands in the model where it was found."""
+        model = None if self._model is None else self._model()
+        if model is None or target.attribute is not None:
+            return model is not None
+        found = find(model, tuple(target.path.split(".")) if target.path else ())
+        return bool(found) and id(found[0][1]) == target.ident
+
     def _holding(self, target: Target) -> tuple[CaptureTap, Path] | None:
         if self._by_key is None:
             self._by_key = {}
@@ -311,9 +317,8 @@ class Record:
         for n in self._by_key.get(target.key[:3], ()):
             tap = self._taps[n]
             parts = tap.target.parts
-            ref = self._modules[n] if self._modules and target.attribute is None else None
-            if ref is not None and ref() is not target.module:
-                continue  # another module has got the id of one that is gone
+            if self._source is None and not self._still_there(tap.target):
+                continue
             if target.parts[: len(parts)] == parts:
                 return tap, target.parts[len(parts) :]
         return None

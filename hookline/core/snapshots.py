@@ -4,6 +4,7 @@ A later in-place operation must not change what was captured. On the CPU a copy-
 does that in under a microsecond whatever the size: whoever writes first gets a copy of its own.
 
 - `snapshot(tensor)`: a detached tensor that later writes cannot reach
+- `gradient_snapshot(tensor)`: the same, with one check less
 - `duplicate(tensor)`: a plain copy, for what others hold by its address
 - `settle(tensor)`: a snapshot that keeps no larger storage alive
 - `same_bits(one, other)`: whether two tensors hold the same
@@ -14,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["duplicate", "same_bits", "settle", "snapshot"]
+__all__ = ["duplicate", "gradient_snapshot", "same_bits", "settle", "snapshot"]
 
 # Private, so detected; checked on torch 2.13. Without them every snapshot is a clone.
 _LAZY = hasattr(Tensor, "_lazy_clone") and hasattr(Tensor, "_use_count")
@@ -29,17 +30,22 @@ def snapshot(tensor: Tensor) -> Tensor:
     >>> kept
     tensor([0., 0.])
     """
+    if _LAZY and not tensor.requires_grad and tensor._use_count() > 1:
+        return duplicate(tensor)  # exported by dlpack, perhaps
+    return gradient_snapshot(tensor)
+
+
+def gradient_snapshot(tensor: Tensor) -> Tensor:
+    """A snapshot of a tensor that nobody has exported: a gradient on its way."""
     # Copy-on-write is for plain strided CPU tensors only: a quantised one crashes the process on
-    # read, and a storage that is not resizable, or a tensor that others hold, may be written to
-    # from outside torch (numpy, shared memory, dlpack), which copy-on-write does not see.
+    # read, and a storage that is not resizable may be written to from outside torch (numpy,
+    # shared memory), which copy-on-write does not see.
     if _LAZY and type(tensor) is Tensor and tensor.is_cpu and not tensor.is_quantized:
         try:
             if tensor.untyped_storage().resizable():
                 if tensor.requires_grad:
                     tensor = tensor.detach()
-                elif tensor._use_count() > 1:  # pyright: ignore
-                    return duplicate(tensor)
-                return tensor._lazy_clone()
+                return tensor._lazy_clone()  # pyright: ignore
         except (NotImplementedError, RuntimeError):  # no storage: sparse, nested, vmap
             pass
     return duplicate(tensor)
