@@ -250,37 +250,45 @@ def _store(entries: Any, key: Any, entry: Any, keep: Keep) -> None:
 _PLAIN = Options(None, None, False, None, None, "all", False)
 
 
+class _Common:
+    """What the taps of one capture have in common, kept once so that making them is cheap."""
+
+    __slots__ = ("closed", "context", "detach", "key", "options", "owner")
+
+    def __init__(self, context: weakref.ref[Any], options: Options, owner: int | None) -> None:
+        self.context = context
+        self.options = options
+        self.owner = owner
+        self.detach = options.detach
+        self.key = next(KEYS)
+        self.closed = False
+
+
 class _OutputTap(CaptureTap, Site):
     """The commonest tap: the whole output of a module, kept as it is. It is its own site."""
 
-    def __init__(
-        self,
-        target: Target,
-        context: weakref.ref[Context[Any]],
-        options: Options,
-        owner: int | None,
-    ) -> None:
-        self.target = target
-        self.context = context
-        self.options = options
-        self.module = target.module
-        self.owner = owner
-        self.detach = options.detach
-        self.kept = []
-        self.key = next(KEYS)
+    common: _Common = cast(_Common, None)  # in a copied module
 
-    def register(self, module: nn.Module) -> None:
-        module._forward_hooks[self.key] = self.after_output
+    def __init__(self, target: Target, common: _Common) -> None:
+        self.target = target
+        self.module = target.module
+        self.common = common
+        self.kept = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.common, name)
 
     def unregister(self, module: nn.Module) -> None:
         module._forward_hooks.pop(self.key, None)
-        self.closed = True
 
     def after_output(self, module: nn.Module, args: Any, output: Any) -> None:
         """The forward hook."""
-        if module is not self.module or (self.owner is not None and self.owner not in ACTIVE.get()):
+        common = self.common
+        if module is not self.module or (
+            common.owner is not None and common.owner not in ACTIVE.get()
+        ):
             return self.stranger(module)
-        if self.closed:
+        if common.closed:
             return None
         if in_backward() == -1:
             self.outside = True
@@ -288,8 +296,8 @@ class _OutputTap(CaptureTap, Site):
             return None  # recomputed
         kept = self.kept
         if type(output) is not Tensor:
-            kept.append(self.options.keeps(output))
-        elif self.detach or not output.requires_grad:
+            kept.append(common.options.keeps(output))
+        elif common.detach or not output.requires_grad:
             kept.append((snapshot(output), None))
         else:
             try:
@@ -330,6 +338,7 @@ class capture(Context[CaptureTap]):  # noqa: N801 - a verb that is used like a f
 
     _verb = "capture"
     _record: Record | None = None
+    _commons: list[_Common] = []  # noqa: RUF012 - of a handle in a copied model
 
     def __init__(
         self,
@@ -389,6 +398,7 @@ class capture(Context[CaptureTap]):  # noqa: N801 - a verb that is used like a f
 
     def _resolve(self) -> list[Request]:
         requests = super()._resolve()
+        self._commons = []
         self._mixed = self._find_mixed(requests)
         return requests
 
@@ -404,13 +414,20 @@ class capture(Context[CaptureTap]):  # noqa: N801 - a verb that is used like a f
             for target in request.targets
         }
 
-    def _place(self, target: Target, ref: weakref.ref[Context[Any]], owner: int | None) -> None:
-        ident = target.ident
-        if self._mixed is None or ident in self._mixed:
-            super()._place(target, ref, owner)
+    def _place_all(self, targets: list[Target], ref: weakref.ref[Any], owner: int | None) -> None:
+        plain = self._mixed is not None and not self._mixed.intersection(t.ident for t in targets)
+        if not plain:
+            super()._place_all(targets, ref, owner)
             return
-        tap = self._taps[target.key] = _OutputTap(target, ref, self._options, owner)
-        self._sites[ident] = (target.module, tap)
+        common = _Common(ref, self._options, owner)
+        self._commons.append(common)
+        taps, key = self._taps, common.key
+        for target in targets:
+            if target.key not in taps:
+                tap = taps[target.key] = _OutputTap(target, common)
+                tap.module._forward_hooks[key] = tap.after_output  # pyright: ignore
+                if self._attached:
+                    tap.keeper = self
 
     def _prepared(self) -> None:
         self._stopping = False
@@ -437,7 +454,7 @@ class capture(Context[CaptureTap]):  # noqa: N801 - a verb that is used like a f
             return True
         if tap.target.port == "grad":
             return True  # told on read
-        return "grad" in tap.target.port and self._sites[tap.target.ident][1].count > 0
+        return "grad" in tap.target.port and self._site_of(tap).count > 0
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool | None:
         stopped = isinstance(error, _Stop) and error.serial == self._serial
@@ -461,6 +478,12 @@ class capture(Context[CaptureTap]):  # noqa: N801 - a verb that is used like a f
         super()._verify()
 
     def _stop(self) -> None:
+        for common in self._commons:
+            common.closed = True
+        for tap in self._taps.values() if self._commons else ():
+            if type(tap) is _OutputTap and tap.module is not None:
+                tap.module._forward_hooks.pop(tap.common.key, None)
+                tap.keeper = None
         super()._stop()
         if self._record is not None:
             self._record._seal()

@@ -81,11 +81,8 @@ class Context(Entering, Generic[T]):
         self._serial = next(SERIALS)
         owner = self._serial if self._owned and not attached else None
         ref: weakref.ref[Any] = weakref.ref(self)
-        taps = self._taps
         for request in self._requests:
-            for target in request.targets:
-                if target.key not in taps:
-                    self._place(target, ref, owner)
+            self._place_all(request.targets, ref, owner)
         self._prepared()
         for module, site in self._sites.values():
             if attached:
@@ -93,6 +90,14 @@ class Context(Entering, Generic[T]):
             site.register(module)
         if owner is not None:
             ACTIVE.set(ACTIVE.get() | {owner})
+
+    def _place_all(self, targets: list[Target], ref: weakref.ref[Any], owner: int | None) -> None:
+        for target in targets:
+            if target.key not in self._taps:
+                self._place(target, ref, owner)
+
+    def _site_of(self, tap: Tap) -> Site:
+        return tap if isinstance(tap, Site) else self._sites[tap.target.ident][1]
 
     def _place(self, target: Target, ref: weakref.ref[Context[Any]], owner: int | None) -> None:
         """Make what serves a target."""
@@ -180,7 +185,7 @@ class Context(Entering, Generic[T]):
         """Why nothing happened at a tap."""
         if self._names is None:
             self._names = first_names(self._model)
-        return silence(tap, self._sites[tap.target.ident][1], self._model, self._names)
+        return silence(tap, self._site_of(tap), self._model, self._names)
 
 
 def silence(tap: Tap, site: Site, model: Any, names: dict[int, str]) -> str:

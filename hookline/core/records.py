@@ -81,13 +81,12 @@ class Record:
         if source is None:
             return
         self._source = None
-        sites = source._sites
         for tap in self._taps:
             target = tap.target
             if tap.guards:
                 tap.lost()
             if not (tap.kept or tap.grads):
-                site = self._sites[target.ident] = sites[target.ident][1]
+                site = self._sites[target.ident] = source._site_of(tap)
                 site.module = None
             target.module = tap.module = _GONE
         for request in source._requests:

@@ -30,7 +30,7 @@ def snapshot(tensor: Tensor) -> Tensor:
     >>> kept
     tensor([0., 0.])
     """
-    if _LAZY and not tensor.requires_grad and tensor._use_count() > 1:
+    if _LAZY and not tensor.requires_grad and tensor._use_count() > 1:  # pyright: ignore
         return duplicate(tensor)  # exported by dlpack, perhaps
     return gradient_snapshot(tensor)
 
@@ -45,7 +45,7 @@ def gradient_snapshot(tensor: Tensor) -> Tensor:
             if tensor.untyped_storage().resizable():
                 if tensor.requires_grad:
                     tensor = tensor.detach()
-                return tensor._lazy_clone()  # pyright: ignore
+                return tensor._lazy_clone()
         except (NotImplementedError, RuntimeError):  # no storage: sparse, nested, vmap
             pass
     return duplicate(tensor)
