@@ -30,6 +30,7 @@ __all__ = ["CaptureTap", "capture"]
 
 Keep = Literal["all", "first", "last"]
 
+_WHOLE: tuple[Any, list[list[Path]]] = (None, [[()]])  # the structure of a plain tensor
 _RECENT = 4  # calls whose gradients may still come, where not all are kept
 
 
@@ -151,7 +152,7 @@ class CaptureTap(Tap):
             add_place(error, self)
             raise
         if frame is not None:  # an input: numbered when the call is complete
-            frame.pending.append((self, kept))
+            frame.pending = (*frame.pending, (self, kept))
         else:
             self.commit(kept)
         if options.stop and self.waiting:
@@ -180,10 +181,13 @@ class CaptureTap(Tap):
             self.shared = {*self.shared, (index, path)}
 
     def expect(self, value: Any, index: int, tensors: Sequence[tuple[Tensor, list[Path]]]) -> None:
-        shape = None if isinstance(value, Tensor) else map_leaves(lambda leaf: None, value)
         if not self.shapes:
             self.shapes = {}
-        _store(self.shapes, index, (shape, [paths for _, paths in tensors]), self.options.keep)
+        if isinstance(value, Tensor):
+            shape = _WHOLE
+        else:
+            shape = map_leaves(lambda leaf: None, value), [paths for _, paths in tensors]
+        _store(self.shapes, index, shape, self.options.keep)
 
     def explain(self, index: int, reason: str, remedy: str = "", path: Path = ()) -> None:
         if not self.reasons:

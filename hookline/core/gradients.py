@@ -27,7 +27,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils import hooks as torch_hooks
 
 from hookline.core import arguments
-from hookline.core.nested import Path, children, leaves, set_part
+from hookline.core.nested import Path, leaves, set_part
 from hookline.errors import GradientNotAvailable
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ __all__ = [
 ]  # fmt: skip
 
 Edge = tuple[Any, int]
+_ONE: list[tuple[Tensor, list[Path]]] = []  # one tensor, the whole value
 
 NO_GRAD = (
     "the value did not require grad (torch.no_grad, inference mode, or nothing to train).",
@@ -206,18 +207,19 @@ def note_given(args: Any, kwargs: Any) -> list[tuple[Tensor, Any, int, Any]]:
     """Before a call: the tensors that it is given, with their nodes as they are now."""
     given: list[tuple[Tensor, Any, int, Any]] = []
     for value in (*args, *kwargs.values()) if kwargs else args:
-        if isinstance(value, Tensor) or children(value) is not None:
-            for tensor, _ in _grouped(value):
-                base = tensor._base
-                node = tensor.grad_fn
-                given.append(
-                    (tensor, node, tensor.output_nr, None if base is None else base.grad_fn)
-                )
+        for tensor, _ in _grouped(value):
+            base = tensor._base
+            node = tensor.grad_fn
+            given.append((tensor, node, tensor.output_nr, None if base is None else base.grad_fn))
     return given
 
 
 def watch_outputs(tap: Tap, value: Any, output: Any, index: int, frame: Frame) -> Any:
     """Hook the tensors of an output; returns the value, with gates in it if the tap replaces."""
+    alone = value is output and isinstance(value, Tensor) and value.requires_grad
+    if alone and torch.is_grad_enabled():  # the commonest case, without the lists below
+        tap.expect(value, index, _ONE)
+        return _watch_output(tap, value, index, (), False, frame)
     found = _grouped(value) if torch.is_grad_enabled() else []
     tap.expect(value, index, found)
     if not found:
@@ -256,9 +258,7 @@ def _watch_output(
         return tensor
     if base is not None:
         arm.guard(tensor)
-        overlaps = any(
-            step == 0 < size - 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True)
-        )
+        overlaps = 0 in tensor.stride()
         # Of a base that others hold, for another loss perhaps, not all that flows is the view's.
         shared = sys.getrefcount(base) > _alone()
         plain = base_fresh and base.dtype == tensor.dtype and not overlaps
@@ -341,7 +341,7 @@ def note_inputs(
     try:
         value = arguments.read(module, args, kwargs, tap.target)
     except LookupError as error:
-        frame.edges.append((tap, None, f"{error}.", {}))
+        frame.edges = (*frame.edges, (tap, None, f"{error}.", {}))
         return None
     found = _grouped(value) if torch.is_grad_enabled() else []
     wanted: dict[Edge, Path] = {}
@@ -354,11 +354,11 @@ def note_inputs(
                 for path, other in list(leaves((args, kwargs))):
                     if other is tensor:
                         args, kwargs = set_part((args, kwargs), path, gate)
-                frame.gates.append((gate, gate._version))
+                frame.gates = (*frame.gates, (gate, gate._version))
             wanted[node, 0] = paths[0]
         else:
             wanted[_edge(tensor)] = paths[0]
-    frame.edges.append((tap, value, found, wanted))
+    frame.edges = (*frame.edges, (tap, value, found, wanted))
     return (args, kwargs) if tap.replaces and found else None
 
 

@@ -5,6 +5,7 @@
 - `Frame`: what is known of one running call
 - `Call`: which execution of which module a value belongs to
 
+Only this file registers hooks on modules, and the fast tap in `captures.py` for whole outputs.
 Hooks are local, appended, forward and pre-forward. Gradients are reached from there, through
 tensors and autograd nodes (`gradients.py`). A little long: what a hook does must stand together.
 """
@@ -18,7 +19,6 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from functools import partial
 from types import MappingProxyType
@@ -150,10 +150,13 @@ class Frame:
     has a first hook, but no second, and a recursive one has several of each.
     """
 
-    __slots__ = (
-        "edges", "gates", "given", "index", "pending", "recomputed", "running", "sequence",
-        "serial",
-    )  # fmt: skip
+    pending: Sequence[tuple[Any, Any]] = ()  # inputs kept until the call is complete
+    # For gradients, all at the start of the call: the autograd sequence number, the tensors that
+    # the call was given, the edges of the inputs that are asked for, and an edit's gates there.
+    sequence = 0
+    given: Sequence[Any] = ()
+    edges: Sequence[Any] = ()
+    gates: Sequence[tuple[Tensor, int]] = ()
 
     def __init__(self, index: int, recomputed: bool, running: types.FrameType) -> None:
         self.index = index
@@ -163,12 +166,6 @@ class Frame:
         if _now.frame != id(running):
             _now.frame, _now.serial = id(running), next(SERIALS)
         self.serial = _now.serial
-        self.pending: list[tuple[Any, Any]] = []  # inputs kept until the call is complete
-        # For gradients, all at the start of the call:
-        self.sequence = 0  # the autograd sequence number
-        self.given: list[Any] = []  # the tensors that the call was given
-        self.edges: list[Any] = []  # the gradient edges of the inputs that are asked for
-        self.gates: list[tuple[Tensor, int]] = []  # what an edit put in their place
 
 
 _KINDS = {
@@ -187,6 +184,7 @@ class Site:
     # What few sites need stands here, so that making one is cheap.
     keeper: Entering | None = None
     counted = False  # whether calls are numbered from their start, for edits of some of them
+    paired = False  # whether something must be known of a call before it begins
     closed = False
     count = 0  # completed calls
     foreign = 0  # calls from other threads and tasks
@@ -197,7 +195,7 @@ class Site:
     outputs: Sequence[Tap] = ()
     grad_inputs: Sequence[Tap] = ()
     grad_outputs: Sequence[Tap] = ()
-    lock: AbstractContextManager[Any] = nullcontext()  # a real one where every thread is seen
+    lock: Any = None  # where every thread is seen
     frames: dict[int, list[Frame]] | None = None  # the running calls of each thread
     abandoned: Sequence[Frame] = ()  # calls that began and raised
 
@@ -218,11 +216,6 @@ class Site:
         if kind is not None:
             setattr(self, kind, [*getattr(self, kind), tap])
 
-    @property
-    def paired(self) -> bool:
-        """Whether something must be known of a call before it begins."""
-        return bool(self.inputs or self.grad_outputs or self.grad_inputs or self.counted)
-
     def register(self, module: nn.Module) -> None:
         """Put the hooks on a module.
 
@@ -231,6 +224,8 @@ class Site:
         """
         if self.owner is None:
             self.lock = threading.RLock()  # its own: an interrupt may leave it locked for ever
+        gradient = self.grad_outputs or self.grad_inputs
+        self.paired = bool(self.inputs or gradient or self.counted)
         before = self.paired or self.values
         after = self.paired or self.outputs
         if before:
@@ -346,7 +341,7 @@ class Site:
     def _abandon(self, frames: list[Frame]) -> None:
         """Set the inputs aside of calls that raised; all that else was known of them goes."""
         for frame in frames:
-            frame.running, frame.edges, frame.given, frame.gates = None, [], [], []
+            frame.running, frame.edges, frame.given, frame.gates = None, (), (), ()
             frame.pending = [(tap, kept) for tap, kept in frame.pending if tap.wants_late()]
             if frame.pending:
                 kept = [old for old in self.abandoned if old.pending[0][0].options.keep == "all"]
@@ -375,42 +370,39 @@ class Site:
                 return None
         # Where every thread is seen, the numbers stay distinct, and the inputs and outputs of one
         # call together. A user's function is never called under the lock.
-        with self.lock:
-            call = self.recomputes() if frame is None else frame.index if frame.recomputed else None
-            index = self.count if call is None else call
-            if call is None:
-                self.count += 1
-            output, original = rest[-1], rest[-1]
-            for tap, stored in frame.pending if frame is not None else ():
-                tap.commit(stored)
-            if not (self.outputs and self.outputs[0].replaces):
-                self._offer_outputs(output, index, call is not None)
+        output = original = rest[-1]
+        if self.owner is not None:
+            index, recomputed = self._number(frame, output)
+        else:
+            with self.lock:
+                index, recomputed = self._number(frame, output)
         if self.outputs and self.outputs[0].replaces:
-            output = self._offer_outputs(output, index, call is not None)
-        if frame is not None and (self.grad_outputs or self.grad_inputs):
-            output = self._watch(output, index, frame)
+            output = self._offer_outputs(output, index, recomputed)
+        for tap in self.grad_outputs:
+            if _wants_gradient(tap, index, recomputed):
+                watch = partial(gradients.watch_outputs, tap)
+                output = _at_part(tap, output, index, watch, output, index, frame)
+        for tap in self.grad_inputs:
+            if _wants_gradient(tap, index, recomputed):
+                gradients.watch_inputs(tap, output, index, cast(Frame, frame))
         return None if output is original else output
+
+    def _number(self, frame: Frame | None, output: Any) -> tuple[int, bool]:
+        """Number a complete call, and keep what captures want of it."""
+        call = self.recomputes() if frame is None else frame.index if frame.recomputed else None
+        index = self.count if call is None else call
+        if call is None:
+            self.count += 1
+        if frame is not None:
+            for tap, stored in frame.pending:
+                tap.commit(stored)
+        if self.outputs and not self.outputs[0].replaces:
+            self._offer_outputs(output, index, call is not None)
+        return index, call is not None
 
     def _offer_outputs(self, output: Any, index: int, recomputed: bool) -> Any:
         for tap in self.outputs:
             output = _at_part(tap, output, index, tap.receive, index, recomputed, None)
-        return output
-
-    def _watch(self, output: Any, index: int, frame: Frame) -> Any:
-        """Reach for the gradients of a call. Of a recomputed one only if the first run had none:
-        else the graph of that one counts.
-        """
-
-        def wanted(taps: Sequence[Tap]) -> list[Tap]:
-            return [
-                t for t in taps if not frame.recomputed or any(n == index for n, _ in t.reasons)
-            ]
-
-        for tap in wanted(self.grad_outputs):
-            watch = partial(gradients.watch_outputs, tap)
-            output = _at_part(tap, output, index, watch, output, index, frame)
-        for tap in wanted(self.grad_inputs):
-            gradients.watch_inputs(tap, output, index, frame)
         return output
 
     def drain(self) -> None:
@@ -426,6 +418,11 @@ class Site:
 
     def __reduce__(self) -> Any:
         return _inert, (type(self), self.key)
+
+
+def _wants_gradient(tap: Tap, index: int, recomputed: bool) -> bool:
+    """Of a recomputed call only if the first run had none: else the graph of that one counts."""
+    return not recomputed or any(n == index for n, _ in tap.reasons)
 
 
 def _inert(kind: type[Site], key: int) -> Site:
