@@ -1079,9 +1079,7 @@ def test_an_edit_of_some_calls_is_repeated_in_their_recomputation(reentrant, cal
     assert_clean(model)
 
 
-REGIONS = {
-    "one call a region": lambda m, run: lambda x: run(m, torch.tanh(run(m, x))),
-}
+REGIONS = {"one call a region": lambda m, run: lambda x: run(m, torch.tanh(run(m, x)))}
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

@@ -21,6 +21,7 @@ from torch import nn
 from torch.autograd import Function
 
 import hookline as hl
+from hookline.core import gradients
 
 
 @pytest.fixture(autouse=True)
@@ -1234,3 +1235,22 @@ def test_handles_do_not_pile_up_over_many_calls():
         (context,) = hl.attached(lin)
         assert len(context._handles) < 1200
     assert record[":grad_output"].tolist() == [[1, 1]]
+
+
+@pytest.mark.parametrize("before", [0, 1])
+def test_a_hook_that_is_put_on_a_tensor_directly_is_like_a_registered_one(before):
+    results = []
+    for put in (gradients.put_hook, torch.Tensor.register_hook):
+        leaf = torch.ones(2, requires_grad=True)
+        y, seen = leaf * 3, []
+        for _ in range(before):
+            y.register_hook(lambda g: g * 2)
+        first = put(y, lambda g, seen=seen: seen.append(g.tolist()))
+        second = put(y, lambda g: g * 10)
+        y.sum().backward(retain_graph=True)
+        first.remove()
+        second.remove()
+        second.remove()
+        y.sum().backward()
+        results.append((leaf.grad.tolist(), seen, len(y._backward_hooks)))
+    assert results[0] == results[1]

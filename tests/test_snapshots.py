@@ -77,8 +77,7 @@ def test_a_value_in_a_structure_stays_as_it_was(write):
 
 
 @pytest.mark.parametrize(
-    "write",
-    [ROUTES[name] for name in ("in place", "indexing", "a view", "out=", "foreach")],
+    "write", [ROUTES[name] for name in ("in place", "indexing", "a view", "out=", "foreach")]
 )
 def test_reading_an_attached_value_that_was_changed_raises(write):
     value = BASE.clone().requires_grad_() * 1

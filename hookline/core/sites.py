@@ -200,10 +200,7 @@ class Site:
     abandoned: Sequence[Frame] = ()  # calls that began and raised
 
     def __init__(
-        self,
-        module: nn.Module | None,
-        context: weakref.ref[Any] | None,
-        owner: int | None,
+        self, module: nn.Module | None, context: weakref.ref[Any] | None, owner: int | None
     ) -> None:
         self.module = module  # None in a copied module
         self.context = context

@@ -12,6 +12,8 @@ does that in under a microsecond whatever the size: whoever writes first gets a 
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -21,7 +23,7 @@ __all__ = ["duplicate", "gradient_snapshot", "same_bits", "settle", "snapshot"]
 _LAZY = hasattr(Tensor, "_lazy_clone") and hasattr(Tensor, "_use_count")
 
 
-def snapshot(tensor: Tensor) -> Tensor:
+def snapshot(tensor: Tensor, exported: bool = True) -> Tensor:
     """A detached tensor that holds what `tensor` holds now, whatever is written to it later.
 
     >>> x = torch.zeros(2)
@@ -30,25 +32,23 @@ def snapshot(tensor: Tensor) -> Tensor:
     >>> kept
     tensor([0., 0.])
     """
-    if _LAZY and not tensor.requires_grad and tensor._use_count() > 1:  # pyright: ignore
-        return duplicate(tensor)  # exported by dlpack, perhaps
-    return gradient_snapshot(tensor)
-
-
-def gradient_snapshot(tensor: Tensor) -> Tensor:
-    """A snapshot of a tensor that nobody has exported: a gradient on its way."""
     # Copy-on-write is for plain strided CPU tensors only: a quantised one crashes the process on
-    # read, and a storage that is not resizable may be written to from outside torch (numpy,
-    # shared memory), which copy-on-write does not see.
+    # read, and a storage that is not resizable, or a tensor that others hold, may be written to
+    # from outside torch (numpy, shared memory, dlpack), which copy-on-write does not see.
     if _LAZY and type(tensor) is Tensor and tensor.is_cpu and not tensor.is_quantized:
         try:
             if tensor.untyped_storage().resizable():
                 if tensor.requires_grad:
-                    tensor = tensor.detach()
-                return tensor._lazy_clone()
+                    return tensor.detach()._lazy_clone()
+                if not exported or tensor._use_count() == 1:  # pyright: ignore
+                    return tensor._lazy_clone()
         except (NotImplementedError, RuntimeError):  # no storage: sparse, nested, vmap
             pass
     return duplicate(tensor)
+
+
+# Of a gradient on its way: the autograd engine holds it, too, but nobody has exported it.
+gradient_snapshot = partial(snapshot, exported=False)
 
 
 def duplicate(tensor: Tensor) -> Tensor:
