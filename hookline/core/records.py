@@ -82,13 +82,13 @@ class Record:
             return
         self._source = None
         for tap in self._taps:
-            target = tap.target
-            if tap.guards:
-                tap.lost()
-            if not (tap.kept or tap.grads):
-                site = self._sites[target.ident] = source._site_of(tap)
-                site.module = None
-            target.module = tap.module = _GONE
+            if not tap.kept:
+                if tap.guards:
+                    tap.lost()
+                if not tap.grads:
+                    site = self._sites[tap.target.ident] = source._site_of(tap)
+                    site.module = None
+            tap.target.module = tap.module = _GONE
         for request in source._requests:
             if request.refused:
                 self._refused.update(request.refused)
