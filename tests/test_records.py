@@ -1141,3 +1141,13 @@ def test_the_memory_of_a_dropped_record_is_freed_without_the_collector():
             assert value() is None
     finally:
         gc.enable()
+
+
+def test_the_table_says_of_each_tensor_whether_it_is_attached():
+    model = nn.GRU(2, 3)
+    packed = nn.utils.rnn.pack_sequence([torch.ones(2, 2), torch.ones(1, 2)])
+    with hl.capture(model, "") as record:
+        model(packed)
+    rows = [line.split() for line in repr(record).splitlines()]
+    attached = {row[0]: row[-1] == "attached" for row in rows if row[0].startswith("''")}
+    assert attached == {"''[0][data]": True, "''[0][batch_sizes]": False, "''[1]": True}

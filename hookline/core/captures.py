@@ -311,7 +311,7 @@ class _OutputTap(CaptureTap, Site):
         return None
 
 
-class capture(Context[CaptureTap]):  # noqa: N801 - a verb that is used like a function
+class capture(Context[CaptureTap]):
     """Keep the values at places while a `with` block runs.
 
     >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU())

@@ -150,7 +150,7 @@ def _need_float(change: Change, value: Tensor, call: Call) -> None:
 
 
 @dataclass(frozen=True, eq=False)
-class replace(Change):  # noqa: N801
+class replace(Change):
     """Put other values in the value's place.
 
     >>> from hookline import edit
@@ -181,7 +181,7 @@ class replace(Change):  # noqa: N801
 
 
 @dataclass(frozen=True, eq=False)
-class add(Change):  # noqa: N801
+class add(Change):
     """Add values: a steering vector, an offset.
 
     >>> from hookline import edit
@@ -198,7 +198,7 @@ class add(Change):  # noqa: N801
 
 
 @dataclass(frozen=True, eq=False)
-class scale(Change):  # noqa: N801
+class scale(Change):
     """Multiply by a factor: a number, or a tensor of them.
 
     >>> from hookline import edit
@@ -215,7 +215,7 @@ class scale(Change):  # noqa: N801
 
 
 @dataclass(frozen=True, eq=False)
-class zero(Change):  # noqa: N801
+class zero(Change):
     """Put zeros in the value's place: an ablation.
 
     >>> from hookline import edit
@@ -230,7 +230,7 @@ class zero(Change):  # noqa: N801
 
 
 @dataclass(frozen=True, eq=False)
-class clamp(Change):  # noqa: N801
+class clamp(Change):
     """Keep the value between two bounds, either of which may be None.
 
     >>> from hookline import edit
@@ -259,7 +259,7 @@ class clamp(Change):  # noqa: N801
 
 
 @dataclass(frozen=True, eq=False)
-class noise(Change):  # noqa: N801
+class noise(Change):
     """Add Gaussian noise, or with `relative=True` noise in proportion to each value.
 
     >>> from hookline import edit
@@ -302,7 +302,7 @@ def seeded(seed: int, call: Call, value: Tensor, draw: Any) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class dropout(Change):  # noqa: N801
+class dropout(Change):
     """Zero elements at random and scale up the rest, as `nn.Dropout` does.
 
     >>> from hookline import edit
@@ -355,7 +355,7 @@ class dropout(Change):  # noqa: N801
 
 
 @dataclass(frozen=True, eq=False)
-class blend(Change):  # noqa: N801
+class blend(Change):
     """Mix with other values: `x * (1 - amount) + value * amount`.
 
     >>> from hookline import edit
@@ -380,7 +380,7 @@ class blend(Change):  # noqa: N801
 
 
 @dataclass(frozen=True, eq=False)
-class remove_direction(Change):  # noqa: N801
+class remove_direction(Change):
     """Take out the component along a direction: `x - (x · d) d`, with d of length 1.
 
     >>> from hookline import edit
@@ -422,7 +422,7 @@ class remove_direction(Change):  # noqa: N801
 
 
 @dataclass(frozen=True, eq=False)
-class patch(Change):  # noqa: N801
+class patch(Change):
     """Put in what another run had at the same place and call, detached.
 
     >>> from hookline import capture, edit

@@ -142,7 +142,7 @@ def _structure(value: Any, tensors: Iterable[Path]) -> str:
     return f"a {type(value).__name__} with {'tensors at ' + parts if parts else 'no tensors'}"
 
 
-class edit(Context[_EditTap]):  # noqa: N801 - a verb that is used like a function
+class edit(Context[_EditTap]):
     """Change the values at places while a `with` block runs.
 
     >>> import torch

@@ -293,7 +293,7 @@ class _HookTap(Tap):
         return None if new is KEEP else new
 
 
-class hook(Context[_HookTap]):  # noqa: N801 - a verb that is used like a function
+class hook(Context[_HookTap]):
     """Call a function with every value at a place; what it returns stands in the value's stead.
 
     >>> import torch

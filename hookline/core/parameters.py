@@ -230,7 +230,7 @@ class Saving(saved_tensors_hooks):
 # -- preserving -----------------------------------------------------------------------------------
 
 
-class preserve(Anchored):  # noqa: N801 - a verb that is used like a function
+class preserve(Anchored):
     """Parameters and buffers are afterwards, bit for bit, what they were before.
 
     >>> model = nn.Linear(2, 2)
@@ -315,7 +315,7 @@ def _geometry(tensor: Tensor) -> Any:
 # -- replacing modules ----------------------------------------------------------------------------
 
 
-class replace_module(Anchored):  # noqa: N801 - a verb that is used like a function
+class replace_module(Anchored):
     """Another module in the place of one, wherever the old one is used.
 
     >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())

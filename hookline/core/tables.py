@@ -56,7 +56,6 @@ def _shape(tensor: Tensor) -> str:
 def rows_of(place: str, values: Sequence[Any], checks: Any) -> list[tuple[str, ...]]:
     """One row for each tensor in the values of a place; shapes that vary are marked."""
     place = place or "''"  # the model itself
-    state = "attached" if checks is not None else ""
     found = list(leaves(values[0]))
     if not found:
         kind = type(values[0]).__name__
@@ -70,6 +69,8 @@ def rows_of(place: str, values: Sequence[Any], checks: Any) -> list[tuple[str, .
         same = all(path in other and _shape(other[path]) == shape for other in others)
         shape += "" if same else " varies"
         dtype = str(tensor.dtype).removeprefix("torch.")
+        attached = isinstance(checks, int) or id(tensor) in (checks or ())
+        state = "attached" if attached else ""
         rows.append((place + show_path(path), str(len(values)), shape, dtype, state))
     return rows
 
