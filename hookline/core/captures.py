@@ -23,7 +23,7 @@ from hookline.core.places import Request, Target, Where
 from hookline.core.records import Kept, Record
 from hookline.core.sites import ACTIVE, KEEP, KEYS, Frame, Site, Tap, add_place, in_backward
 from hookline.core.slices import take
-from hookline.core.snapshots import duplicate, gradient_snapshot, settle, snapshot
+from hookline.core.snapshots import LAZY, duplicate, gradient_snapshot, settle, snapshot
 from hookline.errors import NeverFired, NotCaptured
 
 __all__ = ["CaptureTap", "capture"]
@@ -64,8 +64,7 @@ class Options:
         self.dtype = dtype
         self.keep: Keep = keep
         self.stop = stop
-        given = (at, transform, device, dtype)
-        self.derives = any(option is not None for option in given)
+        self.derives = not (at is transform is device is dtype is None)
 
     def keeps(self, value: Any, freeze: Callable[[Tensor], Tensor] = snapshot) -> Kept:
         """What to keep of a value: attached if it requires grad, else a snapshot."""
@@ -298,16 +297,26 @@ class _OutputTap(CaptureTap, Site):
             self.outside = True
         elif self.outside:
             return None  # recomputed
-        kept = self.kept
         if type(output) is not Tensor:
-            kept.append(common.options.keeps(output))
-        elif common.detach or not output.requires_grad:
-            kept.append((snapshot(output), None))
-        else:
-            try:
-                kept.append((output, output._version))
-            except RuntimeError:  # inference tensors have no version
-                kept.append((snapshot(output), None))
+            self.kept.append(common.options.keeps(output))
+            return None
+        try:
+            if output.requires_grad:
+                if not common.detach:
+                    self.kept.append((output, output._version))
+                    return None
+            elif (  # the commonest snapshot, without a call: see snapshots.py
+                LAZY
+                and output.is_cpu
+                and not output.is_quantized
+                and output.untyped_storage().resizable()
+                and output._use_count() == 1  # pyright: ignore
+            ):
+                self.kept.append((output._lazy_clone(), None))
+                return None
+        except RuntimeError:  # no version (inference mode) or no storage (sparse, nested, vmap)
+            pass
+        self.kept.append((snapshot(output), None))
         return None
 
 

@@ -18,7 +18,7 @@ import itertools
 import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from types import FrameType
 from typing import TYPE_CHECKING, Any, cast
@@ -136,19 +136,16 @@ def put_hook(tensor: Tensor, function: Callable[[Tensor], Tensor | None]) -> Any
 class _Arm:
     """A hook on a tensor or node. It holds its tap weakly: the tap's record may hold the graph."""
 
-    __slots__ = (
-        "aliases", "dtype", "fired", "geometry", "ident", "index", "muted", "path", "tap",
-    )  # fmt: skip
+    muted = False
+    fired = False
+    dtype: torch.dtype | None = None  # to cast to: autocast's casts are looked through
+    aliases: Sequence[tuple[Tensor, int]] = ()  # show whether memory was changed in place
+    base: tuple[Sequence[int], int] = ((), 0)  # the stride and the offset of a view's base
 
     def __init__(self, tap: Tap, index: int, path: Path) -> None:
-        self.tap = weakref.ref(tap)
-        self.ident = tap.target.key[0]
+        self.tap = tap.ref
         self.index = index
         self.path = path
-        self.muted = False
-        self.dtype: torch.dtype | None = None  # to cast to: autocast's casts are looked through
-        self.fired = False
-        self.aliases: list[tuple[Tensor, int]] = []  # show whether memory was changed in place
 
     def watch(self, tap: Tap, tensor: Tensor) -> None:
         _handles(tap).append(put_hook(tensor, self.at_tensor))
@@ -189,20 +186,22 @@ class _Arm:
         new = self.at_tensor(grad_inputs[0])
         return None if new is None else (new,)
 
-    def at_base(self, grads: tuple[Tensor | None, ...]) -> None:
-        """The hook on the node of a view's base.
+    @torch_hooks.unserializable_hook
+    def at_base(self, grad: Tensor | None) -> None:
+        """The hook on a view's base, as it is after the call.
 
         The view's own node is exact, but out of the graph if the view was changed in place since.
         The base's node stays: what flows into it is then the gradient, in the base's shape.
         """
-        (size, stride, offset), (base_size, base_stride, base_offset), output_nr = self.geometry
-        grad = grads[output_nr]
         if grad is None or not self.changed:
             return
-        if grad.stride() != base_stride:
-            held = torch.empty_strided(base_size, base_stride, dtype=grad.dtype, device=grad.device)
+        view = self.aliases[0][0]
+        stride, offset = self.base
+        if grad.stride() != stride:
+            held = torch.empty_strided(grad.size(), stride, dtype=grad.dtype, device=grad.device)
             grad = held.copy_(grad)
-        self.deliver(grad.as_strided(size, stride, offset - base_offset + grad.storage_offset()))
+        offset = view.storage_offset() - offset + grad.storage_offset()
+        self.deliver(grad.as_strided(view.size(), view.stride(), offset))
 
 
 # -- parameters, buffers, plain tensors -----------------------------------------------------------
@@ -238,11 +237,18 @@ def note_given(args: Any, kwargs: Any) -> list[tuple[Tensor, Any, int, Any]]:
     """Before a call: the tensors that it is given, with their nodes as they are now."""
     given: list[tuple[Tensor, Any, int, Any]] = []
     for value in (*args, *kwargs.values()) if kwargs else args:
-        for tensor, _ in _grouped(value):
+        for tensor in _tensors(value):
             base = tensor._base
             node = tensor.grad_fn
             given.append((tensor, node, tensor.output_nr, None if base is None else base.grad_fn))
     return given
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """The tensors of a value that require grad."""
+    if isinstance(value, Tensor):
+        return [value] if value.requires_grad else []
+    return [tensor for tensor, _ in _grouped(value)]
 
 
 def watch_outputs(tap: Tap, value: Any, output: Any, index: int, frame: Frame) -> Any:
@@ -294,13 +300,8 @@ def _watch_output(
         shared = sys.getrefcount(base) > _alone()
         plain = base_fresh and base.dtype == tensor.dtype and not overlaps
         if plain and not shared and not tap.replaces:
-            arm.geometry = (
-                (tensor.size(), tensor.stride(), tensor.storage_offset()),
-                (base.size(), base.stride(), base.storage_offset()),
-                base.output_nr,
-            )
-            base_node: Any = base.grad_fn
-            _handles(tap).append(base_node.register_prehook(arm.at_base))
+            arm.base = base.stride(), base.storage_offset()
+            _handles(tap).append(put_hook(base, arm.at_base))
         else:
             tap.guard(arm)
     arm.watch(tap, tensor)
@@ -328,9 +329,9 @@ def _gate_output(tap: Tap, arm: _Arm, tensor: Tensor, own: bool, frame: Frame) -
         tap.guard(arm)
     for hook in tuple((tensor._backward_hooks or {}).values()):
         earlier = getattr(hook, "__self__", None)  # captures that were entered before
-        if isinstance(earlier, _Arm) and earlier.ident == arm.ident and not earlier.muted:
+        if isinstance(earlier, _Arm) and not earlier.muted:
             owner = earlier.tap()
-            if owner is not None and not owner.replaces:
+            if owner is not None and not owner.replaces and owner.target.meets(tap.target):
                 moved = _Arm(owner, earlier.index, earlier.path)
                 moved.watch_gate(owner, node)
                 earlier.muted = True
@@ -351,7 +352,7 @@ def _is_gate(node: Any, frame: Frame) -> bool:
 
 def _reused(output: Any, start: int) -> set[int]:
     """The tensors of an output from which others of its tensors were computed."""
-    tensors = [tensor for tensor, _ in _grouped(output)]
+    tensors = _tensors(output)
     if len(tensors) < 2:
         return set()
     edges = {(tensor.grad_fn, tensor.output_nr): id(tensor) for tensor in tensors}
@@ -417,7 +418,7 @@ def watch_inputs(tap: Tap, output: Any, index: int, frame: Frame) -> None:
             "the module changes its input in place.",
             "Change grad_output of the module that made the input, or of this module.",
         )
-    tensors = [tensor for tensor, _ in _grouped(output)]
+    tensors = _tensors(output)
     views = _views_of_older(tensors, frame)
     for node, _ in [edge for edge in wanted if _is_gate(edge[0], frame)]:
         arm = _Arm(tap, index, wanted.pop((node, _)))
@@ -443,7 +444,7 @@ def _watch_paths(
         tap.explain(index, *PASSED_ON, path=wanted.pop(edge))
     stops = {(node, output_nr) for _, node, output_nr, _ in frame.given}
     grouped: dict[Any, list[tuple[int, _Arm]]] = {}
-    starts = (tensor.grad_fn for tensor in tensors)
+    starts = [tensor.grad_fn for tensor in tensors]
     reached: set[Path] = set()
     # Autocast keeps the casts of leaves for all modules that use them: they are looked through.
     casts = torch.is_autocast_cache_enabled() and any(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar, cast
 
@@ -30,31 +30,30 @@ __all__ = [
 ]  # fmt: skip
 
 T = TypeVar("T", bound="Tap")
+_NOTHING = cast(Any, MappingProxyType({}))
 
 
 def _settled(where: Any) -> Any:
     """What was asked for, so that it can be gone through again: iterators become lists."""
-    return [_settled(w) for w in cast(Any, where)] if isinstance(where, Iterator) else where
+    return [_settled(w) for w in where] if hasattr(where, "__next__") else where
 
 
 class Context(Entering, Generic[T]):
     """What the verbs that act at places have in common. Nothing acts before it is entered."""
 
-    _serial = 0
-    _sites: dict[int, tuple[nn.Module, Site]] = MappingProxyType({})  # pyright: ignore
-    _handles: list[Any] = []  # noqa: RUF012 - of a handle in a copied model
     _owned = False  # whether it sees only the calls of the thread or task that entered it
+    # All below is made anew on entering.
+    _serial = 0
+    _names: dict[int, str] | None = None
+    _requests: list[Request] = _NOTHING
+    _taps: dict[Any, T] = _NOTHING
+    _sites: dict[int, tuple[nn.Module, Site]] = _NOTHING
+    _handles: list[Any] = _NOTHING
+    _many = 64
 
     def __init__(self, model: nn.Module | Tensor, wheres: Iterable[Where]) -> None:
         super().__init__(model)
-        self._wheres = tuple(_settled(where) for where in wheres)
-        self._serial = 0
-        self._names: dict[int, str] | None = None
-        self._requests: list[Request] = []
-        self._taps: dict[tuple[Any, ...], T] = {}
-        self._sites: dict[int, tuple[nn.Module, Site]] = {}
-        self._handles: list[Any] = []
-        self._many = 64
+        self._wheres = tuple([_settled(where) for where in wheres])
 
     # -- for subclasses -------------------------------------------------------------------------
 

@@ -92,6 +92,10 @@ class Target:
         shared = id(module if attribute is None else self.tensor())
         self.key = (shared, attribute is None, port, parts)
 
+    def meets(self, other: Target) -> bool:
+        """Whether two targets are at the same port of the same module."""
+        return self.ident == other.ident and self.port == other.port
+
     @property
     def place(self) -> Place:
         return Place(self.named(self.path), self.port, self.parts)

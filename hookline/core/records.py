@@ -10,7 +10,8 @@ from __future__ import annotations
 import difflib
 import operator
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, SupportsIndex, cast
 
 import torch
@@ -63,6 +64,11 @@ class Record:
     (torch.Size([1, 3]), 2)
     """
 
+    _refused: Mapping[Place, str] = MappingProxyType({})
+    _by_name: dict[str, CaptureTap] | None = None
+    _by_key: dict[Any, list[int]] | None = None
+    _places: dict[Place, CaptureTap] | None = None
+
     def __init__(self, taps: list[CaptureTap], source: capture | None) -> None:
         self._taps = taps
         # While it is open; weakly, so that an interrupted capture is undone at once.
@@ -70,10 +76,6 @@ class Record:
         model = None if source is None else source._model
         self._model = weakref.ref(model) if isinstance(model, nn.Module) else None
         self._sites: dict[int, Site] = {}  # for the reasons of what never fired
-        self._refused: dict[Place, str] = {}
-        self._by_name: dict[str, CaptureTap] | None = None
-        self._by_key: dict[Any, list[int]] | None = None
-        self._places: dict[Place, CaptureTap] | None = None
 
     def _seal(self) -> None:
         """The capture has ended: let go of it and of the model."""
@@ -91,7 +93,7 @@ class Record:
             tap.target.module = tap.module = _GONE
         for request in source._requests:
             if request.refused:
-                self._refused.update(request.refused)
+                self._refused = {**self._refused, **request.refused}
 
     # -- reading --------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ import types
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
-from functools import partial
+from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
@@ -85,6 +85,11 @@ class Tap:
         self.target = target
         self.context = context
 
+    @cached_property
+    def ref(self) -> weakref.ref[Tap]:
+        """What hooks on tensors hold of this."""
+        return weakref.ref(self)
+
     @property
     def place(self) -> Place:
         context = self.context()
@@ -117,6 +122,12 @@ class Tap:
                 "Capture the whole value and look at record[place] to see its parts.",
             )
         self.explain(index, problem)
+
+    watch_outputs = gradients.watch_outputs
+
+    def refused(self, index: int) -> bool:
+        """Whether a call gave nothing. A recomputed call is watched only then."""
+        return any(n == index for n, _ in self.reasons)
 
     def several(self, index: int, path: Path) -> None:
         """The gradient at a path will come in several shares."""
@@ -376,11 +387,10 @@ class Site:
         if self.outputs and self.outputs[0].replaces:
             output = self._offer_outputs(output, index, recomputed)
         for tap in self.grad_outputs:
-            if _wants_gradient(tap, index, recomputed):
-                watch = partial(gradients.watch_outputs, tap)
-                output = _at_part(tap, output, index, watch, output, index, frame)
+            if not recomputed or tap.refused(index):
+                output = _at_part(tap, output, index, tap.watch_outputs, output, index, frame)
         for tap in self.grad_inputs:
-            if _wants_gradient(tap, index, recomputed):
+            if not recomputed or tap.refused(index):
                 gradients.watch_inputs(tap, output, index, cast(Frame, frame))
         return None if output is original else output
 
@@ -415,11 +425,6 @@ class Site:
 
     def __reduce__(self) -> Any:
         return _inert, (type(self), self.key)
-
-
-def _wants_gradient(tap: Tap, index: int, recomputed: bool) -> bool:
-    """Of a recomputed call only if the first run had none: else the graph of that one counts."""
-    return not recomputed or any(n == index for n, _ in tap.reasons)
 
 
 def _inert(kind: type[Site], key: int) -> Site:

@@ -17,10 +17,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-__all__ = ["duplicate", "gradient_snapshot", "same_bits", "settle", "snapshot"]
+__all__ = ["LAZY", "duplicate", "gradient_snapshot", "same_bits", "settle", "snapshot"]
 
 # Private, so detected; checked on torch 2.13. Without them every snapshot is a clone.
-_LAZY = hasattr(Tensor, "_lazy_clone") and hasattr(Tensor, "_use_count")
+LAZY = hasattr(Tensor, "_lazy_clone") and hasattr(Tensor, "_use_count")
 
 
 def snapshot(tensor: Tensor, exported: bool = True) -> Tensor:
@@ -35,7 +35,7 @@ def snapshot(tensor: Tensor, exported: bool = True) -> Tensor:
     # Copy-on-write is for plain strided CPU tensors only: a quantised one crashes the process on
     # read, and a storage that is not resizable, or a tensor that others hold, may be written to
     # from outside torch (numpy, shared memory, dlpack), which copy-on-write does not see.
-    if _LAZY and type(tensor) is Tensor and tensor.is_cpu and not tensor.is_quantized:
+    if LAZY and type(tensor) is Tensor and tensor.is_cpu and not tensor.is_quantized:
         try:
             if tensor.untyped_storage().resizable():
                 if tensor.requires_grad:
