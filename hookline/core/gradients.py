@@ -140,7 +140,7 @@ class _Arm:
     fired = False
     dtype: torch.dtype | None = None  # to cast to: autocast's casts are looked through
     aliases: Sequence[tuple[Tensor, int]] = ()  # show whether memory was changed in place
-    base: tuple[Sequence[int], int] = ((), 0)  # the stride and the offset of a view's base
+    base: tuple[Any, Any] = ((), 0)  # the stride and the offset of a view's base
 
     def __init__(self, tap: Tap, index: int, path: Path) -> None:
         self.tap = tap.ref
