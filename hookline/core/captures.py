@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from hookline.core.hooks import Context
 from hookline.core.nested import Path, map_leaves, set_part
 from hookline.core.places import Request, Target, Where
+from hookline.core.recomputation import in_backward
 from hookline.core.records import Kept, Record
-from hookline.core.sites import ACTIVE, KEEP, KEYS, Frame, Site, Tap, add_place, in_backward
+from hookline.core.sites import ACTIVE, KEEP, KEYS, Frame, Site, Tap, add_place
 from hookline.core.slices import take
 from hookline.core.snapshots import LAZY, duplicate, gradient_snapshot, settle, snapshot
 from hookline.errors import NeverFired, NotCaptured

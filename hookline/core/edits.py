@@ -242,7 +242,8 @@ class edit(Context[_EditTap]):
             site.counted = self._calls is not None or bool(site.outputs)
         if values:
             for _, site in self._sites.values():
-                site.values = []  # parameters are swapped now, not at each call
+                if site.values:  # parameters are swapped now, not at each call
+                    site.values, site.counted, site.changed = [], True, True
             parameters.swap(values, self._swaps)
 
     def _start(self, attached: bool) -> None:

@@ -4,11 +4,14 @@
 - `attached(model)`: all that is live on a model
 - `Context`: what `hook`, `capture` and `edit` have in common: places, sites, firing
 - `Anchored`: a context without places that the model keeps alive
+
+A little long: it says why nothing happened at a place.
 """
 
 from __future__ import annotations
 
 import inspect
+import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from types import MappingProxyType
@@ -22,7 +25,7 @@ from hookline.core.contexts import Entering
 from hookline.core.places import Place, Request, Target, Where, resolve
 from hookline.core.sites import ACTIVE, KEEP, SERIALS, Call, Frame, Site, Tap, add_place
 from hookline.core.tree import walk
-from hookline.errors import NeverFired, PlaceError
+from hookline.errors import ChangeError, HooklineWarning, NeverFired, PlaceError
 
 __all__ = [
     "Anchored", "Attached", "Context", "attached", "first_names", "hook", "named_place", "silence",
@@ -158,7 +161,29 @@ class Context(Entering, Generic[T]):
         """Whether a tap has done what was asked of it."""
         return tap.fired > 0
 
+    def _awaited(self) -> ChangeError | None:
+        """The error if checkpointed calls that were changed will run again, after the end."""
+        for module, site in self._sites.values():
+            if site.changed and site.regions is not None and site.regions.awaiting():
+                name = first_names(self._model).get(id(module), "")
+                return ChangeError(
+                    f"{self._verb} changed a call of {name!r} inside a checkpointed region.",
+                    "The backward will recompute that call, and would do so without the change.",
+                    "Run the backward before this ends, or the forward under torch.no_grad().",
+                )
+        return None
+
+    def remove(self) -> None:
+        """Stop acting and leave nothing behind. Never raises, and may be called twice."""
+        awaited = self._awaited() if self._open else None
+        super().remove()
+        if awaited is not None:
+            warnings.warn(str(awaited), HooklineWarning, stacklevel=2)
+
     def _verify(self) -> None:
+        awaited = self._awaited()
+        if awaited is not None:
+            raise awaited
         for tap in self._taps.values():
             if tap.replaces and any(arm.lost for arm in tap.guards):
                 tap.lost()

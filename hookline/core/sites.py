@@ -24,12 +24,12 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
-import torch
 from torch import Tensor, nn
 
 from hookline.core import arguments, gradients
 from hookline.core.nested import Path, get_part, set_part
 from hookline.core.places import Place, Target
+from hookline.core.recomputation import Regions, in_backward
 from hookline.errors import PlaceError
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from hookline.core.hooks import Context
 
 __all__ = [
-    "ACTIVE", "KEEP", "KEYS", "SERIALS", "Call", "Frame", "Site", "Tap", "add_place", "in_backward",
+    "ACTIVE", "KEEP", "KEYS", "SERIALS", "Call", "Frame", "Site", "Tap", "add_place",
 ]  # fmt: skip
 
 KEEP = object()  # what a tap returns to leave a value as it is
@@ -47,7 +47,6 @@ ACTIVE: ContextVar[frozenset[int]] = ContextVar("hookline_active", default=froze
 # brings keys of another process along, hence the random start.
 KEYS = itertools.count(-1 - int.from_bytes(os.urandom(6)), -1)
 SERIALS = itertools.count(1)
-in_backward: Callable[[], int] = torch._C._current_graph_task_id
 _RECENT = 64  # calls whose gradients may still come
 
 
@@ -200,7 +199,9 @@ class Site:
     count = 0  # completed calls
     foreign = 0  # calls from other threads and tasks
     outside = False  # whether a call was seen outside a backward
+    changed = False  # whether a value was replaced
     again = (-1, 0)  # the last backward that recomputed calls, and how many
+    regions: Regions | None = None  # where more is done than to look at values
     inputs: Sequence[Tap] = ()
     values: Sequence[Tap] = ()
     outputs: Sequence[Tap] = ()
@@ -234,6 +235,9 @@ class Site:
             self.lock = threading.RLock()  # its own: an interrupt may leave it locked for ever
         gradient = self.grad_outputs or self.grad_inputs
         self.paired = bool(self.inputs or gradient or self.counted)
+        taps = *self.inputs, *self.outputs
+        if self.counted or gradient or any(tap.replaces for tap in taps):
+            self.regions = Regions()
         before = self.paired or self.values
         after = self.paired or self.outputs
         if before:
@@ -268,8 +272,9 @@ class Site:
     def recomputes(self) -> int | None:
         """The number of the call that is being recomputed in a backward; None if this is a new one.
 
-        Checkpointing runs a module again inside the backward, the last call first. A module that
-        never ran outside the backward (in a custom one, say) is not being recomputed.
+        Checkpointing runs a module again inside the backward. A module that never ran outside the
+        backward (in a custom one, say) is not being recomputed. Where the region is not known, the
+        last call is taken to come first.
         """
         task = in_backward()
         if task == -1:
@@ -277,6 +282,9 @@ class Site:
             return None
         if not self.outside:
             return None
+        known = None if self.regions is None else self.regions.again()
+        if known is not None:
+            return known
         self.again = (task, self.again[1] + 1 if self.again[0] == task else 0)
         return max(self.count - 1 - self.again[1], 0)
 
@@ -313,6 +321,7 @@ class Site:
             if new is not None:
                 args, kwargs = new
                 changed = True
+        self.changed |= changed
         return (args, kwargs) if changed else None
 
     def _offer_values(self) -> None:
@@ -392,7 +401,10 @@ class Site:
         for tap in self.grad_inputs:
             if not recomputed or tap.refused(index):
                 gradients.watch_inputs(tap, output, index, cast(Frame, frame))
-        return None if output is original else output
+        if output is original:
+            return None
+        self.changed = True
+        return output
 
     def _number(self, frame: Frame | None, output: Any) -> tuple[int, bool]:
         """Number a complete call, and keep what captures want of it."""
@@ -400,6 +412,8 @@ class Site:
         index = self.count if call is None else call
         if call is None:
             self.count += 1
+        if self.regions is not None:
+            self.regions.note(index)
         if frame is not None:
             for tap, stored in frame.pending:
                 tap.commit(stored)
