@@ -12,6 +12,7 @@ from typing import Any, Self
 
 from torch import Tensor, nn
 
+from hookline.core import compiling
 from hookline.errors import HooklineWarning
 
 __all__ = ["Entering"]
@@ -24,6 +25,7 @@ class Entering:
     _wheres: tuple[Any, ...] = ()
     _open = False
     _attached = False
+    _eager = False  # whether compiled models run eagerly because of this
     _entered = True  # until the constructor is through: one that fails is not a forgotten one
 
     def __init__(self, model: nn.Module | Tensor) -> None:
@@ -46,6 +48,10 @@ class Entering:
     def _verify(self) -> None:
         """Called after the block if nothing was raised in it."""
 
+    def _runs_compiled(self, attached: bool) -> bool:
+        """Whether it works inside of compiled graphs."""
+        return False
+
     def _result(self) -> Any:
         return self
 
@@ -60,6 +66,7 @@ class Entering:
         self._attached = attached
         try:
             self._start(attached)
+            self._eager = not self._runs_compiled(attached) and compiling.suspend()
         except BaseException:
             self._leave()
             raise
@@ -68,6 +75,9 @@ class Entering:
         if self._open:
             self._stop()
             self._open = self._attached = False
+            if self._eager:
+                self._eager = False
+                compiling.resume()
 
     def __enter__(self) -> Any:
         self._enter(attached=False)
@@ -83,6 +93,11 @@ class Entering:
             self._leave()
             if error is None:
                 self._verify()
+            elif type(error).__module__ == "torch._dynamo.exc":
+                error.add_note(
+                    "hookline: the model was compiled inside the `with`. Compile it before, and it "
+                    "runs eagerly in here; or leave out fullgraph=True."
+                )
         return None
 
     def attach(self) -> Self:
