@@ -1,0 +1,211 @@
+"""Layers under the names that they were given, and their values.
+
+- `NamedLayers`: layers of any models as one module, which is what the verbs of hookline take
+- `LayerValues`: values by layer name, the dict that the contexts give
+- `Layers`: the type of what the contexts take, (name, layer) pairs or a mapping
+- `NoValue`: a value was asked for under a name that has none
+- `listed(names)`: names for a message
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, MutableMapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
+
+from torch import nn
+
+import hookline as hl
+
+if TYPE_CHECKING:
+    from _collections_abc import dict_items, dict_values
+
+__all__ = ["LayerValues", "Layers", "NamedLayers", "NoValue", "listed"]
+
+T = TypeVar("T")
+Layer = TypeVar("Layer")
+Layers: TypeAlias = Mapping[str, Layer] | Iterable[tuple[str, Layer]]
+
+_IN_RECORD = cast(Any, object())  # stands for a value that the record holds
+
+
+class NoValue(hl.NotCaptured, KeyError):
+    """A value was asked for under a name that has none."""
+
+
+def listed(names: Iterable[str]) -> str:
+    """Names for a message.
+
+    >>> listed("ab"), listed([])
+    ("'a', 'b'", 'none')
+    """
+    return ", ".join(map(repr, names)) or "none"
+
+
+class LayerValues(dict[str, T]):
+    """Values by layer name: a dict that fills up as the layers run.
+
+    A layer that runs again has its last value here. What is read is what the layer saw: a value
+    that requires grad is the very tensor, and reading it raises `hookline.ValueChanged` if it was
+    changed in place since; any other is a snapshot. Copies, and what is saved, are plain dicts.
+    """
+
+    def __init__(self, places: Mapping[str, str], record: hl.Record) -> None:
+        super().__init__()
+        self._places = places
+        self._record = record
+
+    def arrive(self, name: str) -> None:
+        """The record has a value of a layer, or will have it when the layer is through."""
+        self[name] = _IN_RECORD
+
+    def __getitem__(self, name: str) -> T:
+        if name not in self:
+            raise NoValue(
+                f"The value of the layer {name!r} was asked for.",
+                f"It has not run. There are values of: {listed(self)}."
+                if name in self._places
+                else f"It is none of the given layers: {listed(self._places)}.",
+                "Run the model inside the `with`, with all layers that are wanted given to it.",
+            )
+        value = super().__getitem__(name)
+        if value is not _IN_RECORD:
+            return value
+        try:
+            return self._record[self._places[name]]
+        except hl.ValueChanged as error:
+            remedy = "Read it before that, or use hookline.capture(model, place, detach=True)."
+            raise hl.ValueChanged(error.asked, error.found, remedy) from None
+
+    # What else reads a dict would pass by the above: written so that it does not. With an __iter__
+    # of our own, dict(values) and **values ask for the items one by one.
+    get = MutableMapping[str, T].get  # pyright: ignore
+    pop = MutableMapping[str, T].pop  # pyright: ignore
+    popitem = MutableMapping[str, T].popitem
+    setdefault = MutableMapping[str, T].setdefault  # pyright: ignore
+
+    def __iter__(self) -> Iterator[str]:
+        return super().__iter__()
+
+    def copy(self) -> dict[str, T]:
+        return {name: self[name] for name in self}
+
+    def values(self) -> dict_values[str, T]:
+        return self.copy().values()
+
+    def items(self) -> dict_items[str, T]:
+        return self.copy().items()
+
+    def __or__(self, other: Any) -> Any:
+        return self.copy() | other
+
+    def __ror__(self, other: Any) -> Any:
+        return other | self.copy()
+
+    def __eq__(self, other: object) -> bool:
+        return self.copy() == other
+
+    def __ne__(self, other: object) -> bool:
+        return self.copy() != other
+
+    __hash__ = None
+
+    def __reduce__(self) -> Any:
+        return dict, (self.copy(),)
+
+    def __repr__(self) -> str:
+        return f"{{{', '.join(f'{name!r}: {self._shown(name)}' for name in self)}}}"
+
+    def _shown(self, name: str) -> str:
+        try:
+            return repr(self[name])
+        except hl.HooklineError as error:
+            return f"<{type(error).__name__}>"
+
+
+class _Given:
+    """Picks the given layers. As of those that a glob matches, one of them must run, not all."""
+
+    def __init__(self, layers: Iterable[nn.Module]) -> None:
+        self.layers = frozenset(layers)
+
+    def __call__(self, path: str, module: nn.Module) -> bool:
+        return module in self.layers
+
+    def __repr__(self) -> str:
+        return "the given layers"
+
+
+class NamedLayers(nn.Module):
+    """Layers that need not belong to one model, under the names that they were given.
+
+    >>> layers = NamedLayers([("a.b", nn.Identity()), ("c", nn.ReLU())])
+    >>> with layers.hook(":input", lambda value, call: print(layers.names[call.module], value)):
+    ...     _ = layers.layers["a.b"](5)
+    ['a.b'] 5
+    """
+
+    def __init__(self, layers: Layers[Any]) -> None:
+        super().__init__()
+        self.layers: dict[str, nn.Module] = _checked(layers)
+        self.names: dict[nn.Module, list[str]] = {}
+        for name, layer in self.layers.items():
+            self.names.setdefault(layer, []).append(name)
+        # The smallest first: a layer inside another is then found under its own name. torch allows
+        # no dots in the name of a child; nothing looks for these ones by their path.
+        sizes = {layer: sum(1 for _ in layer.modules()) for layer in self.names}
+        for layer in sorted(self.names, key=sizes.__getitem__):
+            self._modules[self.names[layer][0]] = layer
+        self.given = _Given(self.names)
+
+    def get_submodule(self, target: str) -> nn.Module:
+        """The layer of that name, or this, which says as little of it as any other module."""
+        return self.layers.get(target, self)
+
+    def hook(
+        self, port: str, function: Callable[[Any, hl.Call], Any]
+    ) -> AbstractContextManager[Any]:
+        """Call a function with every value at a port of the layers, as `hookline.hook` does."""
+        return hl.hook(self, (self.given, port), function) if self.layers else nullcontext()
+
+    @contextmanager
+    def capture(self, port: str) -> Generator[LayerValues[Any]]:
+        """Keep the last value at a port of each layer; `arrive` tells when there is one."""
+        places = {
+            name: f"{hl.Place(self.names[layer][0])}{port.removeprefix(':output')}"
+            for name, layer in self.layers.items()
+        }
+        if not self.layers:
+            yield LayerValues(places, hl.Record([], None))
+            return
+        with hl.capture(self, (self.given, port), keep="last") as record:
+            yield LayerValues(places, record)
+
+
+def _checked(layers: Any) -> dict[str, nn.Module]:
+    """The layers by name; an error if they are something else."""
+    if isinstance(layers, (Mapping, nn.ModuleDict)):
+        layers = cast("Mapping[Any, Any]", layers).items()
+    elif isinstance(layers, nn.Module) or not isinstance(layers, Iterable):
+        raise hl.PlaceError(
+            f"Layers were to be given by name, and a {type(layers).__name__} was.",
+            "It has no names.",
+            "Give a mapping of names to layers, or pairs, such as model.named_modules().",
+        )
+    found: dict[str, nn.Module] = {}
+    for item in cast("Iterable[Any]", layers):
+        pair = cast("tuple[Any, ...]", item) if isinstance(item, (tuple, list)) else (item,)
+        if len(pair) != 2 or not isinstance(pair[0], str) or not isinstance(pair[1], nn.Module):
+            raise hl.PlaceError(
+                "Layers were to be given by name.",
+                f"Among them is {item!r}, which is no name with a module.",
+                "Give a mapping of names to layers, or pairs, such as model.named_modules().",
+            )
+        name, layer = cast("tuple[str, nn.Module]", pair)
+        if found.setdefault(name, layer) is not layer:
+            raise hl.PlaceError(
+                f"Two layers were given under the name {name!r}.",
+                "One of them could not be told from the other.",
+                "Give each a name of its own.",
+            )
+    return found
