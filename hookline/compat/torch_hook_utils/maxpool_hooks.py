@@ -59,21 +59,28 @@ def save_maxpool_indices(
             )
     silent: list[Any] = [layer for layer in layers.names if not layer.return_indices]
 
-    def save(value: Any, call: hl.Call) -> Any:
+    def guard(value: Any, call: hl.Call) -> None:
         for name in () if call.recomputed else layers.names[call.module]:
             if name in indices:
                 raise hl.SeveralCalls(
                     f"The indices of the layer {name!r} were to be saved.",
-                    "It ran a second time, and those of the first are not used yet.",
+                    "It runs a second time, and those of the first are not taken yet.",
                     "Run the model once in each `with`, and give each use a layer of its own.",
                 )
+
+    def save(value: Any, call: hl.Call) -> Any:
+        for name in () if call.recomputed else layers.names[call.module]:
             indices.arrive(name)
         # A call that began before the flag was set returns no pair.
         if call.module in silent and isinstance(value, tuple):
             return cast("tuple[Any, ...]", value)[0]
         return None
 
-    with layers.capture(":output[1]") as indices, layers.hook(":output", save):
+    with (
+        layers.capture(":output[1]") as indices,
+        layers.hook(":input", guard),
+        layers.hook(":output", save),
+    ):
         try:
             for layer in silent:
                 layer.return_indices = True

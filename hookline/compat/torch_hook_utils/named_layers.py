@@ -1,6 +1,6 @@
 """Layers under the names that they were given, and their values.
 
-- `NamedLayers`: layers of any models as one module, which is what the verbs of hookline take
+- `NamedLayers`: layers of any models as one, which is what the verbs of hookline take
 - `LayerValues`: values by layer name, the dict that the contexts give
 - `Layers`: the type of what the contexts take, (name, layer) pairs or a mapping
 - `NoValue`: a value was asked for under a name that has none
@@ -9,7 +9,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, MutableMapping
+from collections import OrderedDict
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
@@ -47,7 +48,8 @@ class LayerValues(dict[str, T]):
 
     A layer that runs again has its last value here. What is read is what the layer saw: a value
     that requires grad is the very tensor, and reading it raises `hookline.ValueChanged` if it was
-    changed in place since; any other is a snapshot. Copies, and what is saved, are plain dicts.
+    changed in place since; any other is a snapshot. Copies and what comes back from a file are
+    ordinary dicts.
     """
 
     def __init__(self, places: Mapping[str, str], record: hl.Record) -> None:
@@ -79,10 +81,28 @@ class LayerValues(dict[str, T]):
 
     # What else reads a dict would pass by the above: written so that it does not. With an __iter__
     # of our own, dict(values) and **values ask for the items one by one.
-    get = MutableMapping[str, T].get  # pyright: ignore
-    pop = MutableMapping[str, T].pop  # pyright: ignore
-    popitem = MutableMapping[str, T].popitem
-    setdefault = MutableMapping[str, T].setdefault  # pyright: ignore
+
+    def get(self, name: str, default: Any = None) -> Any:
+        try:
+            return self[name]
+        except NoValue:
+            return default
+
+    def setdefault(self, name: str, default: Any = None) -> Any:
+        if name not in self:
+            self[name] = default
+        return self[name]
+
+    def pop(self, name: str, *default: Any) -> Any:
+        if default and name not in self:
+            return default[0]
+        value = self[name]
+        del self[name]
+        return value
+
+    def popitem(self) -> tuple[str, T]:
+        name = next(reversed(self), "")
+        return name, self.pop(name)
 
     def __iter__(self) -> Iterator[str]:
         return super().__iter__()
@@ -111,7 +131,7 @@ class LayerValues(dict[str, T]):
     __hash__ = None
 
     def __reduce__(self) -> Any:
-        return dict, (self.copy(),)
+        return OrderedDict, (), None, None, iter(self.items())
 
     def __repr__(self) -> str:
         return f"{{{', '.join(f'{name!r}: {self._shown(name)}' for name in self)}}}"
@@ -136,7 +156,15 @@ class _Given:
         return "the given layers"
 
 
-class NamedLayers(nn.Module):
+class _Umbrella(nn.Module):
+    """Holds layers as its children. Their names may have dots, which torch allows for no child."""
+
+    def get_submodule(self, target: str) -> nn.Module:
+        """The layer of that name; of others there is as little to say as of this."""
+        return self._modules.get(target) or self
+
+
+class NamedLayers:
     """Layers that need not belong to one model, under the names that they were given.
 
     >>> layers = NamedLayers([("a.b", nn.Identity()), ("c", nn.ReLU())])
@@ -146,27 +174,22 @@ class NamedLayers(nn.Module):
     """
 
     def __init__(self, layers: Layers[Any]) -> None:
-        super().__init__()
-        self.layers: dict[str, nn.Module] = _checked(layers)
+        self.layers = _checked(layers)
         self.names: dict[nn.Module, list[str]] = {}
         for name, layer in self.layers.items():
             self.names.setdefault(layer, []).append(name)
-        # The smallest first: a layer inside another is then found under its own name. torch allows
-        # no dots in the name of a child; nothing looks for these ones by their path.
+        self._model = _Umbrella()
+        # The smallest first: a layer inside another one is then found under its own name.
         sizes = {layer: sum(1 for _ in layer.modules()) for layer in self.names}
         for layer in sorted(self.names, key=sizes.__getitem__):
-            self._modules[self.names[layer][0]] = layer
-        self.given = _Given(self.names)
-
-    def get_submodule(self, target: str) -> nn.Module:
-        """The layer of that name, or this, which says as little of it as any other module."""
-        return self.layers.get(target, self)
+            self._model._modules[self.names[layer][0]] = layer
+        self._given = _Given(self.names)
 
     def hook(
         self, port: str, function: Callable[[Any, hl.Call], Any]
     ) -> AbstractContextManager[Any]:
         """Call a function with every value at a port of the layers, as `hookline.hook` does."""
-        return hl.hook(self, (self.given, port), function) if self.layers else nullcontext()
+        return hl.hook(self._model, (self._given, port), function) if self.layers else nullcontext()
 
     @contextmanager
     def capture(self, port: str) -> Generator[LayerValues[Any]]:
@@ -178,7 +201,7 @@ class NamedLayers(nn.Module):
         if not self.layers:
             yield LayerValues(places, hl.Record([], None))
             return
-        with hl.capture(self, (self.given, port), keep="last") as record:
+        with hl.capture(self._model, (self._given, port), keep="last") as record:
             yield LayerValues(places, record)
 
 
