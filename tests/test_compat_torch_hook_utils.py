@@ -53,7 +53,7 @@ def by_hand(model, layers, run):
 
 
 def assert_same(found, expected):
-    assert list(found) == list(expected)
+    assert found.keys() == expected.keys()
     for name, value in expected.items():
         assert torch.equal(bits(found[name]), bits(value)), name
 
@@ -178,7 +178,8 @@ def test_the_layers_may_belong_to_several_models():
     layers = {"one.fc": one[2], "other.fc": other[2]}
     with get_layer_outputs(layers) as outputs:
         expected = {"other.fc": other(x), "one.fc": one(x)}
-    assert_same(outputs, expected)  # in the order in which they ran
+    assert_same(outputs, expected)
+    assert list(outputs) == ["one.fc", "other.fc"]  # in the order in which they were given
     assert_clean(one, other)
 
 
@@ -238,6 +239,15 @@ def test_the_dict_fills_up_inside_the_block_and_keeps_the_last_run():
     assert outputs["fc"] is third
 
 
+def test_the_same_value_may_come_again():
+    layer, value = nn.Identity(), nn.Parameter(torch.zeros(1))
+    with get_layer_outputs({"layer": layer}) as outputs:
+        for _ in range(2):
+            layer(value)
+            assert outputs.pop("layer") is value
+            assert not outputs
+
+
 def test_only_what_is_wanted_is_kept_alive():
     layer = nn.Identity()
     with get_layer_outputs({"layer": layer}) as outputs:
@@ -281,7 +291,7 @@ def test_the_dict_is_one():
     with get_layer_outputs(layers) as outputs:
         for name in "ba":
             layers[name](name.upper())
-    plain = {"b": "B", "a": "A"}
+    plain = {"a": "A", "b": "B"}
     assert isinstance(outputs, dict)
     assert outputs == plain
     assert plain == outputs
@@ -289,8 +299,9 @@ def test_the_dict_is_one():
     assert dict(outputs) == {**outputs} == outputs.copy() == plain
     assert type(outputs.copy()) is dict
     assert copy.copy(outputs) == copy.deepcopy(outputs) == plain
-    assert list(outputs) == list(outputs.keys()) == ["b", "a"]
-    assert list(reversed(outputs.values())) == list(reversed(plain.values())) == ["A", "B"]
+    assert list(outputs) == list(outputs.keys()) == ["a", "b"]
+    assert list(reversed(outputs)) == list(reversed(outputs.keys())) == ["b", "a"]
+    assert list(reversed(outputs.values())) == list(reversed(plain.values())) == ["B", "A"]
     assert list(outputs.items()) == list(plain.items())
     assert outputs | {"c": 1} == plain | {"c": 1}
     assert {"c": 1} | outputs == {"c": 1} | plain
@@ -301,6 +312,9 @@ def test_the_dict_is_one():
     assert outputs.setdefault("c", "C") == outputs["c"] == "C"
     outputs["a"] = "other"
     assert outputs["a"] == "other"
+    outputs |= {"b": "also"}
+    assert outputs["b"] == "also"
+    assert isinstance(outputs, torch_hook_utils.named_layers.LayerValues)
     assert outputs.pop("a") == "other"
     assert outputs.pop("a", 7) == 7
     assert outputs.popitem() == ("c", "C")

@@ -14,7 +14,7 @@ from typing import Any, Concatenate, TypeVar
 from torch import Tensor
 
 import hookline as hl
-from hookline.compat.torch_hook_utils.named_layers import Layers, LayerValues, NamedLayers, listed
+from hookline.compat.torch_hook_utils.named_layers import Layers, NamedLayers, listed
 from hookline.compat.torch_hook_utils.types import Module
 from hookline.core.nested import map_leaves
 
@@ -50,7 +50,7 @@ def get_layer_inputs(
     if it ran several times. Tensors that require grad are the very ones, all others are snapshots;
     see `LayerValues`. All arguments: `hookline.capture(model, "layer:inputs")`.
     """
-    with _collected(named_layers, ":input") as inputs:
+    with NamedLayers(named_layers).capture(":input") as inputs:
         yield inputs
 
 
@@ -72,21 +72,8 @@ def get_layer_outputs(named_layers: Layers[Module[..., T]]) -> Generator[dict[st
     Gives a dict with the output of each layer that ran; the last, if it ran several times. Tensors
     that require grad are the very ones, all others are snapshots; see `LayerValues`.
     """
-    with _collected(named_layers, ":output") as outputs:
+    with NamedLayers(named_layers).capture(":output") as outputs:
         yield outputs
-
-
-@contextmanager
-def _collected(named_layers: Layers[Any], port: str) -> Generator[LayerValues[Any]]:
-    layers = NamedLayers(named_layers)
-
-    def note(value: Any, call: hl.Call) -> None:
-        if not call.recomputed:
-            for name in layers.names[call.module]:
-                values.arrive(name)
-
-    with layers.capture(port) as values, layers.hook(port, note):
-        yield values
 
 
 @contextmanager

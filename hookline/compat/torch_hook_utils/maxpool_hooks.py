@@ -68,9 +68,7 @@ def save_maxpool_indices(
                     "Run the model once in each `with`, and give each use a layer of its own.",
                 )
 
-    def save(value: Any, call: hl.Call) -> Any:
-        for name in () if call.recomputed else layers.names[call.module]:
-            indices.arrive(name)
+    def strip(value: Any, call: hl.Call) -> Any:
         # A call that began before the flag was set returns no pair.
         if call.module in silent and isinstance(value, tuple):
             return cast("tuple[Any, ...]", value)[0]
@@ -79,7 +77,7 @@ def save_maxpool_indices(
     with (
         layers.capture(":output[1]") as indices,
         layers.hook(":input", guard),
-        layers.hook(":output", save),
+        layers.hook(":output", strip),
     ):
         try:
             for layer in silent:

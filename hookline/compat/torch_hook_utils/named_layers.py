@@ -10,16 +10,16 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar, cast
 
 from torch import nn
 
 import hookline as hl
 
 if TYPE_CHECKING:
-    from _collections_abc import dict_items, dict_values
+    from _collections_abc import dict_items, dict_keys, dict_values
 
 __all__ = ["LayerValues", "Layers", "NamedLayers", "NoValue", "listed"]
 
@@ -43,72 +43,81 @@ def listed(names: Iterable[str]) -> str:
     return ", ".join(map(repr, names)) or "none"
 
 
-class LayerValues(dict[str, T]):
+class LayerValues(MutableMapping[str, T], dict[str, T]):  # pyright: ignore
     """Values by layer name: a dict that fills up as the layers run.
 
-    A layer that runs again has its last value here. What is read is what the layer saw: a value
+    It is in the order in which the layers were given, and a layer that runs again has its last
+    value in it. What is read is what the layer saw: a value
     that requires grad is the very tensor, and reading it raises `hookline.ValueChanged` if it was
     changed in place since; any other is a snapshot. Copies and what comes back from a file are
     ordinary dicts.
     """
 
-    def __init__(self, places: Mapping[str, str], record: hl.Record) -> None:
-        super().__init__()
-        self._places = places
-        self._record = record
+    # A dict for those who ask for one; but its own methods would pass by the record, so that all
+    # of those that read or write are here, or come from MutableMapping.
 
-    def arrive(self, name: str) -> None:
-        """The record has a value of a layer, or will have it when the layer is through."""
-        self[name] = _IN_RECORD
+    def __init__(self, layers: Mapping[str, nn.Module], record: hl.Record) -> None:
+        super().__init__()
+        taps = {tap.target.ident: tap for tap in record._taps}
+        self._taps = {name: taps[id(layer)] for name, layer in layers.items() if id(layer) in taps}
+        self._record = record
+        self._given = list(layers)
+        self._seen: dict[str, Any] = {}  # of each layer, the last value that was noticed
+        self._values: dict[str, Any] = {}
+
+    def _notice(self, names: Iterable[Any]) -> None:
+        """See which layers have run since."""
+        for name in names:
+            tap = self._taps.get(name)
+            # What is kept of a call is a tuple of its own, also if the value is the same.
+            if tap is not None and tap.kept and tap.kept[-1] is not self._seen.get(name):
+                self._seen[name] = tap.kept[-1]
+                self._values[name] = _IN_RECORD
 
     def __getitem__(self, name: str) -> T:
         if name not in self:
             raise NoValue(
                 f"The value of the layer {name!r} was asked for.",
                 f"It has not run. There are values of: {listed(self)}."
-                if name in self._places
-                else f"It is none of the given layers: {listed(self._places)}.",
+                if name in self._given
+                else f"It is none of the given layers: {listed(self._given)}.",
                 "Run the model inside the `with`, with all layers that are wanted given to it.",
             )
-        value = super().__getitem__(name)
+        value = self._values[name]
         if value is not _IN_RECORD:
             return value
         try:
-            return self._record[self._places[name]]
+            return self._record[self._taps[name].target.place]
         except hl.ValueChanged as error:
             remedy = "Read it before that, or use hookline.capture(model, place, detach=True)."
             raise hl.ValueChanged(error.asked, error.found, remedy) from None
 
-    # What else reads a dict would pass by the above: written so that it does not. With an __iter__
-    # of our own, dict(values) and **values ask for the items one by one.
+    def __setitem__(self, name: str, value: T) -> None:
+        self._notice([name])
+        self._values[name] = value
 
-    def get(self, name: str, default: Any = None) -> Any:
-        try:
-            return self[name]
-        except NoValue:
-            return default
+    def __delitem__(self, name: str) -> None:
+        self._notice([name])
+        del self._values[name]
 
-    def setdefault(self, name: str, default: Any = None) -> Any:
-        if name not in self:
-            self[name] = default
-        return self[name]
-
-    def pop(self, name: str, *default: Any) -> Any:
-        if default and name not in self:
-            return default[0]
-        value = self[name]
-        del self[name]
-        return value
-
-    def popitem(self) -> tuple[str, T]:
-        name = next(reversed(self), "")
-        return name, self.pop(name)
+    def __contains__(self, name: object) -> bool:
+        self._notice([name])
+        return name in self._values
 
     def __iter__(self) -> Iterator[str]:
-        return super().__iter__()
+        return iter(self.keys())
 
-    def copy(self) -> dict[str, T]:
-        return {name: self[name] for name in self}
+    def __reversed__(self) -> Iterator[str]:
+        return reversed(self.keys())
+
+    def __len__(self) -> int:
+        return len(self.keys())
+
+    def keys(self) -> dict_keys[str, T]:
+        self._notice(self._taps)
+        ordered = {name: self._values[name] for name in self._given if name in self._values}
+        self._values = ordered | self._values
+        return self._values.keys()
 
     def values(self) -> dict_values[str, T]:
         return self.copy().values()
@@ -116,19 +125,29 @@ class LayerValues(dict[str, T]):
     def items(self) -> dict_items[str, T]:
         return self.copy().items()
 
+    def copy(self) -> dict[str, T]:
+        return {name: self[name] for name in self.keys()}
+
+    def clear(self) -> None:
+        self.keys()
+        self._values.clear()
+
+    def popitem(self) -> tuple[str, T]:
+        name = next(reversed(self), "")
+        return name, self.pop(name)
+
     def __or__(self, other: Any) -> Any:
         return self.copy() | other
 
     def __ror__(self, other: Any) -> Any:
         return other | self.copy()
 
-    def __eq__(self, other: object) -> bool:
-        return self.copy() == other
+    def __ior__(self, other: Any) -> Self:
+        self.update(other)
+        return self
 
     def __ne__(self, other: object) -> bool:
-        return self.copy() != other
-
-    __hash__ = None
+        return not self == other
 
     def __reduce__(self) -> Any:
         return OrderedDict, (), None, None, iter(self.items())
@@ -180,8 +199,7 @@ class NamedLayers:
             self.names.setdefault(layer, []).append(name)
         self._model = _Umbrella()
         # The smallest first: a layer inside another one is then found under its own name.
-        sizes = {layer: sum(1 for _ in layer.modules()) for layer in self.names}
-        for layer in sorted(self.names, key=sizes.__getitem__):
+        for layer in sorted(self.names, key=_size):
             self._model._modules[self.names[layer][0]] = layer
         self._given = _Given(self.names)
 
@@ -193,16 +211,16 @@ class NamedLayers:
 
     @contextmanager
     def capture(self, port: str) -> Generator[LayerValues[Any]]:
-        """Keep the last value at a port of each layer; `arrive` tells when there is one."""
-        places = {
-            name: f"{hl.Place(self.names[layer][0])}{port.removeprefix(':output')}"
-            for name, layer in self.layers.items()
-        }
+        """Keep the last value at a port of each layer, as `hookline.capture` does."""
         if not self.layers:
-            yield LayerValues(places, hl.Record([], None))
+            yield LayerValues({}, hl.Record([], None))
             return
         with hl.capture(self._model, (self._given, port), keep="last") as record:
-            yield LayerValues(places, record)
+            yield LayerValues(self.layers, record)
+
+
+def _size(layer: nn.Module) -> int:
+    return sum(1 for _ in layer.modules()) if layer._modules else 1
 
 
 def _checked(layers: Any) -> dict[str, nn.Module]:
