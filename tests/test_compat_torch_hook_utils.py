@@ -3,8 +3,10 @@
 import copy
 import importlib
 import io
+import threading
 from collections import OrderedDict
 from collections.abc import Sequence as AbstractSequence
+from concurrent.futures import ThreadPoolExecutor
 from textwrap import dedent
 
 import pytest
@@ -191,6 +193,30 @@ def test_a_layer_is_named_as_it_was_given_also_inside_another_one():
         model(x)
     assert set(found) == set(names) == {"", "0", "0.0", "0.1", "0.2", "1"}
     assert_same(found, outputs)
+
+
+def test_an_error_names_a_layer_as_it_was_given():
+    model, x = nn.Sequential(nn.Linear(3, 4), nn.ReLU(inplace=True)), torch.randn(9, 3)
+    with get_layer_outputs({"whole": model, "enc.fc": model[0]}) as outputs:
+        model(x)
+    with pytest.raises(hl.ValueChanged, match=r"The value at 'enc\.fc' was"):
+        outputs["enc.fc"]
+
+
+def test_other_threads_have_values_of_their_own():
+    model, both = small(), threading.Barrier(2)
+
+    def run(x):
+        with get_layer_outputs({"fc": model[2]}) as outputs:
+            both.wait()
+            result = model(x)
+            both.wait()
+            assert outputs["fc"] is result
+        return True
+
+    with ThreadPoolExecutor(2) as pool:
+        assert all(pool.map(run, torch.randn(2, 1, 3)))
+    assert_clean(model)
 
 
 def test_a_layer_under_two_names_is_there_under_both():
@@ -505,7 +531,7 @@ def test_a_layer_without_a_value_is_named(given):
         (replace_layer_inputs(layers, given), "input"),
         (replace_layer_outputs(layers, given), "output"),
     ):
-        with pytest.raises(hl.ChangeError, match=rf"The {port} of the layer 'fc'.*'a'"):
+        with pytest.raises(KeyError, match=rf"The {port} of the layer 'fc'.*for 'a'[.]"):
             with context:
                 pytest.fail("entered")
     assert_clean(*layers.values())
@@ -715,6 +741,8 @@ def test_indices_as_a_list_are_for_the_layers_in_their_order(coded):
     _, indices, code, decoded = coded
     decoder = Coder(nn.MaxUnpool2d)
     with use_indices_in_maxunpool(decoder, list(indices.values())):
+        assert torch.equal(decoder(*code), decoded)
+    with use_indices_in_maxunpool(decoder, iter(indices.values())):
         assert torch.equal(decoder(*code), decoded)
     with pytest.raises(hl.ChangeError, match=r"'inner.right' .*\(2, 3, 4, 4\).*reverse order"):
         with use_indices_in_maxunpool(decoder, list(indices.values())[::-1]):

@@ -14,7 +14,7 @@ from typing import Any, Concatenate, TypeVar
 from torch import Tensor
 
 import hookline as hl
-from hookline.compat.torch_hook_utils.named_layers import Layers, NamedLayers, listed
+from hookline.compat.torch_hook_utils.named_layers import Layers, NamedLayers, NoValue, listed
 from hookline.compat.torch_hook_utils.types import Module
 from hookline.core.nested import map_leaves
 
@@ -94,7 +94,8 @@ def replace_layer_inputs(
         inputs_to_use: by name, what stands in the place of the first argument of each layer. Other
             names than those of the layers do no harm.
 
-    The layers get copies, so that none can change what was given; gradients flow into it.
+    It may be of any type and shape. The layers get copies, so that none can change what was given;
+    gradients flow into it.
     """
     with _replaced(network_layers, inputs_to_use, ":input"):
         yield
@@ -118,7 +119,8 @@ def replace_layer_outputs(
         layer_outputs: by name, what each layer shall return. Other names than those of the layers
             do no harm.
 
-    What follows gets copies, so that it cannot change what was given; gradients flow into it.
+    It may be of any type and shape. What follows gets copies, so that it cannot change what was
+    given; gradients flow into it.
     """
     with _replaced(network_layers, layer_outputs, ":output"):
         yield
@@ -130,10 +132,10 @@ replace_layer_output = replace_layer_outputs
 @contextmanager
 def _replaced(named_layers: Layers[Any], given: Mapping[str, Any], port: str) -> Generator[None]:
     layers = NamedLayers(named_layers)
-    values = {name: given[name] for name in layers.layers if name in given}
+    values = {name: given[name] for name in layers.layers if given.get(name) is not None}
     for name in layers.layers:
-        if values.get(name) is None:
-            raise hl.ChangeError(
+        if name not in values:
+            raise NoValue(
                 f"The {port[1:]} of the layer {name!r} was to be replaced.",
                 f"There are values for {listed(values)}.",
                 "Give a value for each layer, or fewer layers.",

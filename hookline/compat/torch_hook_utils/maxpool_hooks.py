@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -91,7 +91,7 @@ def save_maxpool_indices(
 @contextmanager
 def use_indices_in_maxunpool(
     module_or_modules: nn.Module | Layers[nn.Module],
-    maxpool_indices: dict[str, Tensor] | list[Tensor],
+    maxpool_indices: dict[str, Tensor] | Iterable[Tensor],
     consume_indices: bool = False,
 ) -> Generator[None]:
     """Give indices to unpooling layers that are called without, while a `with` block runs.
@@ -114,7 +114,7 @@ def use_indices_in_maxunpool(
     """
     layers = _found(module_or_modules, _UNPOOLS)
     if isinstance(maxpool_indices, Mapping):
-        source = maxpool_indices
+        source = cast("dict[str, Tensor]", maxpool_indices)
         for name in source:
             if name not in layers.layers:
                 raise hl.PlaceNotFound(
@@ -123,8 +123,8 @@ def use_indices_in_maxunpool(
                     "Name the indices as these are named, or give them as a list.",
                 )
     else:
-        source = _in_order(maxpool_indices, list(layers.layers))
-        if consume_indices:
+        source = _in_order(list(maxpool_indices), list(layers.layers))
+        if consume_indices and isinstance(maxpool_indices, list):
             maxpool_indices.clear()
     used: dict[str, Tensor] = {}
 
