@@ -12,7 +12,7 @@ import hookline as hl
 from hookline.core import compiling
 
 # torch's own, while it loads inductor
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning"), pytest.mark.timeout(400)]
 BACKENDS = ["eager", pytest.param("inductor", marks=pytest.mark.slow)]
 backends = pytest.mark.parametrize("backend", BACKENDS)
 fullgraphs = pytest.mark.parametrize("fullgraph", [False, True], ids=["breaks", "fullgraph"])
