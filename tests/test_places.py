@@ -507,7 +507,7 @@ def test_a_type_or_predicate_without_a_match_is_told_with_the_types_there_are():
 
 def test_a_module_of_another_model_is_refused():
     with pytest.raises(
-        hl.PlaceNotFound, match=r"The given Linear is not a part of the model.*plain list"
+        hl.PlaceNotFound, match=r"No module of the model is the given Linear.*plain list"
     ):
         hl.select(small(), nn.Linear(1, 1))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 from torch import nn
 
@@ -19,24 +19,22 @@ from hookline.errors import ChangeError
 
 __all__ = ["bind", "read", "write"]
 
-_signatures: dict[Any, tuple[tuple[str, ...], tuple[str, ...]]] = {}  # by a type's forward
+_signatures: dict[Any, tuple[list[str], list[str]]] = {}  # by a type's forward
 
 
-def _names(module: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _names(module: nn.Module) -> tuple[list[str], list[str]]:
     """The parameters of a module's forward: those taken by position, and all that have names."""
-    own = "forward" in module.__dict__
-    forward = module.__dict__["forward"] if own else type(module).forward
-    if not own and forward in _signatures:
-        return _signatures[forward]
+    key = None if "forward" in module.__dict__ else type(module).forward
+    if key in _signatures:
+        return _signatures[key]
     try:
-        parameters = list(inspect.signature(module.forward).parameters.values())
+        parameters = [*inspect.signature(module.forward).parameters.values()]
     except (TypeError, ValueError):
         parameters = []
     named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    positional = tuple(p.name for p in named if p.kind is not p.KEYWORD_ONLY)
-    found = positional, tuple(p.name for p in named)
-    if not own:
-        _signatures[forward] = found
+    found = [p.name for p in named if p.kind is not p.KEYWORD_ONLY], [p.name for p in named]
+    if key is not None:
+        _signatures[key] = found
     return found
 
 
@@ -46,8 +44,7 @@ def bind(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> di
     >>> bind(nn.Linear(1, 1), (7,), {})
     {'input': 7}
     """
-    keys = _keys(module, args, kwargs)
-    return {**dict(zip(keys, args, strict=True)), **kwargs}
+    return {**dict(zip(_keys(module, args, kwargs), args, strict=True)), **kwargs}
 
 
 def _keys(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Part]:
@@ -57,17 +54,16 @@ def _keys(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> l
 
 def _first(module: nn.Module, kwargs: dict[str, Any]) -> str:
     """The name of the first argument of a call without positional ones."""
-    _, names = _names(module)
-    first = names[0] if names else next(iter(kwargs), None)
+    first = next(iter((*_names(module)[1], *kwargs)), None)
     if first in kwargs:
         return first
-    missing = "without arguments" if not kwargs else f"without its first argument, {first!r}"
-    raise LookupError(f"the module was called {missing}")
+    missing = f"its first argument, {first!r}" if kwargs else "arguments"
+    raise LookupError(f"the module was called without {missing}")
 
 
 def read(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], target: Target) -> Any:
     """The value at an input port; LookupError if the call has none."""
-    if target.port in ("inputs", "grad_inputs"):
+    if target.port.endswith("inputs"):
         value: Any = bind(module, args, kwargs)
     else:
         value = args[0] if args else kwargs[_first(module, kwargs)]
@@ -79,20 +75,18 @@ def write(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a call with something else at an input port, passed as they were."""
     parts = target.parts
-    if target.port in ("inputs", "grad_inputs"):
-        keys = _keys(module, args, kwargs)
-        bound = set_part(bind(module, args, kwargs), parts, new)
-        missing = [key for key in keys if not isinstance(bound, Mapping) or key not in bound]
-        if missing:
-            raise ChangeError(
-                f"The arguments of a {type(module).__name__} were to be replaced.",
-                f"What was given in their place has no {missing[0]!r}.",
-                "Return a dict with all arguments by name.",
-            )
-        bound = cast("Mapping[Part, Any]", bound)
-        rest = {str(key): value for key, value in bound.items() if key not in keys}
-        return tuple(bound[key] for key in keys), rest
-    if args:
-        return (set_part(args[0], parts, new), *args[1:]), kwargs
-    name = _first(module, kwargs)
-    return args, {**kwargs, name: set_part(kwargs[name], parts, new)}
+    if not target.port.endswith("inputs"):
+        if args:
+            return (set_part(args[0], parts, new), *args[1:]), kwargs
+        name = _first(module, kwargs)
+        return args, {**kwargs, name: set_part(kwargs[name], parts, new)}
+    keys = _keys(module, args, kwargs)
+    bound: Any = set_part(bind(module, args, kwargs), parts, new)
+    if not isinstance(bound, Mapping) or not bound.keys() >= set(keys):
+        raise ChangeError(
+            f"The arguments of a {type(module).__name__} were to be replaced.",
+            f"What was given in their place lacks one of {keys}, or is no dict.",
+            "Return a dict with all arguments by name.",
+        )
+    rest = {name: value for name, value in bound.items() if name not in keys}
+    return tuple(bound[key] for key in keys), rest

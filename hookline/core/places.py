@@ -4,8 +4,6 @@
 - `select(model, *where)`: the places that match, in model order
 - `Target`: a place found in a model, with the module that it belongs to
 - `resolve(model, wheres)`: what was asked for, as targets
-
-A little long, for its errors: they say what is close, and why something cannot be had.
 """
 
 from __future__ import annotations
@@ -13,37 +11,21 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, TypeAlias, cast
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor, jit, nn
+from torch.nn.utils import parametrize
 
-from hookline.core.grammar import (
-    MODULE_PORTS,
-    TENSOR_PORTS,
-    Pattern,
-    Segment,
-    escape,
-    literal_readings,
-    parse,
-    parse_port,
-)
+from hookline.core.grammar import TENSOR_PORTS, Pattern, escape, literal_readings, parse, parse_port
 from hookline.core.nested import Path, show_path
-from hookline.core.tree import all_names, child_of, find, find_tensors, tensors_of, walk
-from hookline.errors import NotHookable, PlaceError, PlaceNotFound
+from hookline.core.tree import Step, exists, find, find_tensors, join, tensors_of, walk
+from hookline.errors import HooklineError, NotHookable, PlaceError, PlaceNotFound
 
 __all__ = ["Place", "Request", "Target", "Where", "resolve", "select"]
 
-Where: TypeAlias = (
-    str
-    | nn.Module
-    | type[nn.Module]
-    | re.Pattern[str]
-    | Callable[[str, nn.Module], bool]
-    | tuple[Any, str]
-    | Iterable[Any]
-)
+Predicate = Callable[[str, nn.Module], bool]
+Where: TypeAlias = str | nn.Module | type[nn.Module] | re.Pattern[str] | Predicate | Iterable[Any]
 
 
 class Place(str):
@@ -82,14 +64,12 @@ class Target:
         parts: Path = (),
         attribute: str | None = None,
     ) -> None:
-        self.module = module
-        self.path = path
-        self.port = port
-        self.parts = parts
-        self.attribute = attribute
-        self.ident = id(module)
+        self.module, self.path, self.attribute = module, path, attribute
+        self.port, self.parts = port, parts
+        self.ident = shared = id(module)
+        if attribute is not None:
+            shared = id(self.tensor())
         # The same for two targets at the same place of the same module, or of the same tensor.
-        shared = id(module if attribute is None else self.tensor())
         self.key = (shared, attribute is None, port, parts)
 
     def meets(self, other: Target) -> bool:
@@ -102,23 +82,23 @@ class Target:
 
     def named(self, path: str) -> str:
         """The path of the module, or of the tensor in it, if the module's path is `path`."""
-        if not self.attribute:  # a module, or a plain tensor
-            return path
-        return f"{path}.{self.attribute}" if path else self.attribute
+        return join(path, self.attribute or "")
 
     def tensor(self) -> Tensor | None:
         """The parameter or buffer at this target, as it is now."""
         return getattr(self.module, cast(str, self.attribute), None)
 
 
-@dataclass(slots=True)
 class Request:
     """One thing that was asked for: literal places must all fire, of others one must."""
 
-    asked: str
-    literal: bool
-    targets: list[Target] = field(default_factory=list[Target])
-    refused: dict[Place, str] = field(default_factory=dict[Place, str])
+    __slots__ = ("asked", "literal", "parts", "port", "refused", "targets")
+
+    def __init__(self, asked: str, literal: bool, port: str | None, parts: Path) -> None:
+        self.asked, self.literal = asked, literal
+        self.port, self.parts = port, parts  # no port: output, or value
+        self.targets: list[Target] = []
+        self.refused: dict[Place, str] = {}  # what a wildcard matches and cannot be hooked, and why
 
 
 def select(model: nn.Module | Tensor, *where: Where) -> list[Place]:
@@ -136,15 +116,13 @@ def select(model: nn.Module | Tensor, *where: Where) -> list[Place]:
             predicates `(name, module) -> bool`, pairs of any of them and a port such as
             `(nn.Conv2d, ":grad_output")`, and lists of any of them.
     """
+    targets = [t for request in resolve(model, where or ("**",)) for t in request.targets]
     if isinstance(model, Tensor):
-        return [target.place for request in resolve(model, where) for target in request.targets]
+        return [target.place for target in targets]
     names = {id(module): (n, path) for n, (path, module) in enumerate(walk(model))}
-    found: dict[Place, int] = {}
-    for request in resolve(model, where or ("**",)):
-        for target in request.targets:
-            order, path = names[id(target.module)]
-            found.setdefault(Place(target.named(path), target.port, target.parts), order)
-    return sorted(found, key=found.__getitem__)
+    targets.sort(key=lambda target: names[target.ident])
+    places = [Place(t.named(names[t.ident][1]), t.port, t.parts) for t in targets]
+    return list(dict.fromkeys(places))
 
 
 def resolve(
@@ -154,55 +132,145 @@ def resolve(
 
     With `hookable=False` also modules at which no hook can fire, such as containers.
     """
-    requests: list[Request] = []
-    paths: dict[int, str] = {}
+    query = _Query(model, hookable)
     for where in wheres:
-        if isinstance(model, Tensor):
-            places = cast("list[Any]", where) if isinstance(where, (list, tuple)) else [where]
-            requests += [_of_tensor(model, place) for place in places]
-        else:
-            _resolve(_Query(model, hookable, paths), where, None, (), requests)
-    return requests
+        query.add(where)
+    return query.requests
 
 
-@dataclass(slots=True)
 class _Query:
-    """Of which model something is asked, and how."""
+    """What is asked of a model, and what was found so far."""
 
-    model: nn.Module
-    hookable: bool
-    paths: dict[int, str]  # of all modules, once they were needed
+    def __init__(self, model: Any, hookable: bool) -> None:
+        self.model, self.hookable = model, hookable
+        self.requests: list[Request] = []
+        self.walked: dict[int, Step] = {}  # all modules by id, once they were needed
 
-    def problem(self, module: nn.Module) -> tuple[str, str] | None:
-        return _problem(module) if self.hookable else None
+    def add(self, where: Any, port: str | None = None, parts: Path = ()) -> None:
+        """Resolve one more thing that was asked for."""
+        if isinstance(self.model, Tensor) and not isinstance(where, (list, tuple)):
+            self.requests.append(_of_tensor(self.model, where))
+        elif isinstance(where, str):
+            self.requests.append(self._of_text(where, port, parts))
+        elif callable(where) or isinstance(where, re.Pattern):
+            self.requests.append(self._of_modules(where, port, parts))
+        elif isinstance(where, tuple) and _is_pair(cast("tuple[Any, ...]", where)):
+            self.add(where[0], *parse_port(where[1]))
+        elif isinstance(where, Iterable):
+            for item in cast("Iterable[Any]", where):
+                self.add(item, port, parts)
+        else:
+            raise _no_place(where, f"of type {type(where).__name__}")
 
-    def path_of(self, module: nn.Module) -> str | None:
-        if not self.paths:
-            self.paths.update({id(other): path for path, other in walk(self.model)})
-        return self.paths.get(id(module))
+    # -- text -----------------------------------------------------------------------------------
 
+    def _of_text(self, text: str, port: str | None, parts: Path) -> Request:
+        literal = None
+        for reading in () if isinstance(text, Place) else literal_readings(text):
+            if literal is None and exists(self.model, cast("tuple[str, ...]", reading.paths[0])):
+                literal = self._of_pattern(text, reading, port, parts)
+        try:
+            request = self._of_pattern(text, parse(text), port, parts)
+        except HooklineError:
+            if literal is None:
+                raise
+            return literal
+        if literal and {t.key for t in literal.targets} != {t.key for t in request.targets}:
+            raise _ambiguous(text, literal.targets[0], request.targets[0])
+        return literal or request
 
-def _resolve(
-    query: _Query, where: Any, port: str | None, parts: Path, requests: list[Request]
-) -> None:
-    if isinstance(where, str):
-        requests.append(_of_text(query, where, port, parts))
-    elif isinstance(where, nn.Module):
-        requests.append(_of_module(query, where, port, parts))
-    elif isinstance(where, (type, re.Pattern)) or callable(where):
-        requests.append(_of_predicate(query, where, port, parts))
-    elif isinstance(where, tuple) and _is_pair(cast("tuple[Any, ...]", where)):
-        inner, spelled = cast("tuple[Any, str]", where)
-        _resolve(query, inner, *parse_port(spelled), requests)
-    elif isinstance(where, Iterable):
-        for item in cast("Iterable[Any]", where):
-            _resolve(query, item, port, parts, requests)
-    else:
-        raise PlaceError(
-            f"{where!r} is no place:",
-            f"it is of type {type(where).__name__}.",
-            "Give a string, a module, a module type, a re.Pattern, a predicate (name, module) -> "
-            "bool, a pair of one of them and a port, or a list of them.",
+    def _of_pattern(self, text: str, pattern: Pattern, port: str | None, parts: Path) -> Request:
+        request = Request(repr(text), pattern.literal, pattern.port or port, pattern.parts + parts)
+        if pattern.port and port:
+            raise _wrong_port(request, f"it was given with the port {port!r} as well.", "Give one.")
+        for path in pattern.paths:
+            if pattern.operation is None:
+                self._add_path(request, path)
+            elif find(self.model, path):
+                raise NotHookable(
+                    f"The place {text!r} asks for the operation {pattern.operation!r}:",
+                    "operations inside a forward are not available yet.",
+                    f"Ask for the module, or write {escape(text)!r} if that is a module's name.",
+                )
+        if not request.targets:
+            raise self._not_found(request, text, pattern.paths[0])
+        return request
+
+    def _add_path(self, request: Request, path: tuple[Any, ...]) -> None:
+        """Add the modules at a path, and if the port or the last name can mean them, tensors."""
+        port = request.port
+        if port not in TENSOR_PORTS:
+            self._add_modules(request, find(self.model, path))
+            named = path and isinstance(path[-1], str)
+            if not named or (request.targets and (port or request.literal)):
+                return
+        for start, module, name in find_tensors(self.model, path, port == "grad"):
+            if port and port not in TENSOR_PORTS:
+                found = f"{name!r} is a parameter or buffer."
+                raise _wrong_port(request, found, "It has the ports value and grad.")
+            request.targets.append(Target(module, start, port or "value", request.parts, name))
+
+    def _add_modules(self, request: Request, steps: Iterable[Step]) -> None:
+        port, parts, targets = request.port or "output", request.parts, request.targets
+        for path, module in steps:
+            problem = None if _runs(type(module)) or not self.hookable else _problem(module)
+            if problem is None:
+                targets.append(Target(module, path, port, parts))
+            elif request.literal:
+                place = str(Place(path, port, parts))
+                raise NotHookable(f"The place {place!r} cannot be hooked:", *problem)
+            elif isinstance(module, jit.ScriptModule):
+                request.refused[Place(path, port, parts)] = problem[0]
+
+    def _not_found(self, request: Request, text: str, names: tuple[Any, ...]) -> PlaceNotFound:
+        what, every = "Nothing", "**"
+        if request.port in TENSOR_PORTS:
+            what, every = "No parameter or buffer", f"**:{request.port}"
+        remedy = f"List what there is with hookline.select(model, {every!r})."
+        found = next((f"{str(place)!r}: {why}" for place, why in request.refused.items()), "")
+        *above, name = names or ("",)
+        for path, owner in find(self.model, above) if request.literal else ():
+            if parametrize.is_parametrized(owner, name):
+                full = join(join(path, "parametrizations"), name)
+                originals = [f"'{full}.{n}'" for n in owner.parametrizations[name]._parameters]
+                found = f"{name!r} is parametrised: it is computed at each use."
+                remedy = f"Name {full!r}, or {' and '.join(originals)} for its parameters."
+            elif name in owner._modules or name in owner._parameters or name in owner._buffers:
+                found = f"{name!r} is registered there, but it is None."
+        found = found or _closest(self.model, text)
+        return PlaceNotFound(f"{what} matches {text!r}.", found, remedy)
+
+    # -- modules --------------------------------------------------------------------------------
+
+    def _of_modules(self, where: Any, port: str | None, parts: Path) -> Request:
+        """A module, a module type, a regular expression or a predicate."""
+        asked, literal = _describe(where, port, parts), isinstance(where, nn.Module)
+        request = Request(asked, literal, port, parts)
+        if port in TENSOR_PORTS:
+            found = "it belongs to parameters and buffers."
+            raise _wrong_port(request, found, f"Name one, as in '**.weight:{port}'.")
+        if not self.walked:
+            self.walked = {id(module): (path, module) for path, module in walk(self.model)}
+        steps: Iterable[Step] = self.walked.values()
+        if isinstance(where, nn.Module):
+            steps = [self.walked[id(where)]] if id(where) in self.walked else []
+        elif isinstance(where, re.Pattern):
+            steps = [step for step in steps if step[0] and where.search(step[0])]
+        elif not isinstance(where, type):
+            steps = [step for step in steps if where(*step)]
+        elif issubclass(where, nn.Module):
+            steps = [step for step in steps if isinstance(step[1], where)]
+        else:
+            raise _no_place(where, "a type, but not of modules")
+        self._add_modules(request, steps)
+        if request.targets:
+            return request
+        fits = "is the given" if literal else "with a forward of its own matches"
+        kinds = sorted({type(module).__name__ for _, module in self.walked.values()})
+        raise PlaceNotFound(
+            f"No module of the model {fits} {asked}.",
+            f"The model has {', '.join(kinds)}; what is in a plain list or dict is not registered.",
+            "List them with hookline.select(model, '**').",
         )
 
 
@@ -211,271 +279,67 @@ def _is_pair(where: tuple[Any, ...]) -> bool:
 
 
 def _describe(where: Any, port: str | None, parts: Path) -> str:
-    if isinstance(where, nn.Module):
-        shown = f"the module {type(where).__name__}"
-    elif isinstance(where, type):
-        shown = where.__name__
+    if isinstance(where, (type, nn.Module)):
+        shown = (where if isinstance(where, type) else type(where)).__name__
     else:
-        shown = repr(cast(Any, where).pattern) if isinstance(where, re.Pattern) else repr(where)
-    return shown if port is None and not parts else f"({shown}, ':{port}{show_path(parts)}')"
+        shown = repr(getattr(where, "pattern", where))
+    return f"({shown}, {str(Place('', port or 'output', parts))!r})" if port or parts else shown
 
 
-# -- text ---------------------------------------------------------------------------------------
-
-
-def _of_text(query: _Query, text: str, port: str | None, parts: Path) -> Request:
-    literal = None
-    for pattern in () if isinstance(text, Place) else literal_readings(text):
-        if _exists(query.model, pattern.segments):
-            literal = Request(repr(text), True)
-            literal.targets = _matches(query, text, pattern, port, parts, literal)
-            break
-    try:
-        patterns = parse(text)
-    except PlaceError:
-        if literal is None:
-            raise
-        return literal
-    request = Request(repr(text), patterns[0].literal)
-    missing: PlaceNotFound | None = None
-    for pattern in patterns:
-        try:
-            request.targets += _matches(query, text, pattern, port, parts, request)
-        except PlaceNotFound as error:
-            missing = missing or error
-        except NotHookable:
-            if literal is None:
-                raise
-    if literal is not None:
-        if request.targets and {t.key for t in literal.targets} != {t.key for t in request.targets}:
-            raise _ambiguous(text, literal.targets[0], request.targets[0])
-        return literal
-    if request.targets:
-        return request
-    raise missing or PlaceNotFound(
-        f"Nothing matches {text!r}:",
-        next(iter(request.refused.values()), _closest(query.model, text)),
-        "List the modules with hookline.select(model, '**').",
-    )
-
-
-def _exists(model: nn.Module, segments: tuple[Segment, ...]) -> bool:
-    """Whether a plain path is that of a module, parameter or buffer."""
-    for _, owner in find(model, segments[:-1]):
-        name = cast(str, segments[-1])
-        if (
-            child_of(owner, "", name) is not None
-            or name in owner._parameters
-            or name in owner._buffers
-        ):
-            return True
-    return False
-
-
-def _matches(
-    query: _Query, text: str, pattern: Pattern, port: str | None, parts: Path, request: Request
-) -> list[Target]:
-    model = query.model
-    segments, literal = pattern.segments, pattern.literal
-    if pattern.operation is not None:
-        if not find(model, segments):
-            return []
-        raise NotHookable(
-            f"The place {text!r} asks for the operation {pattern.operation!r}:",
-            "operations inside a forward are not available yet.",
-            "Ask for the module's input or output, "
-            f"or write {escape(text)!r} if that is the name of a module.",
-        )
-    if pattern.port and port:
-        raise PlaceError(
-            f"The place {text!r} was given in a pair with the port {port!r}.",
-            f"It has the port {pattern.port!r} already.",
-            "Give one of them.",
-        )
-    port, parts = pattern.port or port, (*pattern.parts, *parts)
-    found: list[Target] = []
-    if port not in TENSOR_PORTS:
-        own = port or "output"
-        for path, module in find(model, segments):
-            if type(module) in _hookable and _hookable[type(module)]:
-                found.append(Target(module, path, own, parts))
-                continue
-            problem = query.problem(module)
-            if problem is None:
-                found.append(Target(module, path, own, parts))
-            elif literal:
-                raise NotHookable(f"The place {text!r} cannot be hooked:", *problem)
-            elif isinstance(module, torch.jit.ScriptModule):
-                request.refused[Place(path, own, parts)] = problem[0]
-    named = bool(segments) and isinstance(segments[-1], str) and not (literal and found)
-    if port in TENSOR_PORTS or (named and (port is None or not found)):
-        for path, module, name in find_tensors(model, segments, port == "grad"):
-            if port in MODULE_PORTS:
-                raise PlaceError(
-                    f"The place {text!r} asks for the port {port!r}:",
-                    f"{name!r} is a parameter or buffer.",
-                    f"It has the ports {' and '.join(TENSOR_PORTS)}.",
-                )
-            found.append(Target(module, path, port or "value", parts, name))
-    if not found and literal:
-        raise _not_found(model, text, cast("tuple[str, ...]", segments), port)
-    return found
-
-
-# -- modules, types, expressions, predicates -----------------------------------------------------
-
-
-def _of_module(query: _Query, module: nn.Module, port: str | None, parts: Path) -> Request:
-    path = "" if module is query.model else query.path_of(module)
-    if path is None:
-        raise PlaceNotFound(
-            f"The given {type(module).__name__} is not a part of the model.",
-            "It is none of the modules that model.named_modules() lists (a module in a plain list "
-            "or dict is not registered).",
-            "Give a module of this model, or put it into an nn.ModuleList or nn.ModuleDict.",
-        )
-    problem = query.problem(module)
-    if problem is not None:
-        raise NotHookable(f"The module {path!r} cannot be hooked:", *problem)
-    target = Target(module, path, _module_port(path, port), parts)
-    return Request(_describe(module, port, parts), True, [target])
-
-
-def _of_predicate(query: _Query, where: Any, port: str | None, parts: Path) -> Request:
-    model = query.model
-    if isinstance(where, type):
-        if not issubclass(where, nn.Module):
-            raise PlaceError(
-                f"{where.__name__} is no place:",
-                "it is a type, but not of modules.",
-                "Give a subclass of torch.nn.Module, such as nn.Conv2d.",
-            )
-        kind = where
-
-        def matches(path: str, module: nn.Module) -> bool:
-            return isinstance(module, kind)
-    elif isinstance(where, re.Pattern):
-        expression = cast("re.Pattern[str]", where)
-
-        def matches(path: str, module: nn.Module) -> bool:
-            return bool(path) and expression.search(path) is not None
-    else:
-
-        def matches(path: str, module: nn.Module) -> bool:
-            return bool(where(path, module))
-
-    request = Request(_describe(where, port, parts), False)
-    for path, module in walk(model):
-        if matches(path, module) and query.problem(module) is None:
-            request.targets.append(Target(module, path, _module_port(path, port), parts))
-    if not request.targets:
-        kinds = sorted({type(module).__name__ for _, module in walk(model)})
-        raise PlaceNotFound(
-            f"No module with a forward of its own matches {request.asked}.",
-            f"The model has modules of the types {', '.join(kinds)}.",
-            "List them with hookline.select(model, '**').",
-        )
-    return request
-
-
-def _module_port(path: str, port: str | None) -> str:
-    if port in TENSOR_PORTS:
-        raise PlaceError(
-            f"The port {port!r} was asked for at the module {path!r}:",
-            "it belongs to parameters and buffers.",
-            f"Name one, as in '**.weight:{port}'; a module has {', '.join(MODULE_PORTS)}.",
-        )
-    return port or "output"
-
-
-_hookable: dict[type, bool] = {}
+@lru_cache(maxsize=1024)
+def _runs(kind: type[nn.Module]) -> bool:
+    """Whether modules of a type have a forward that runs in Python, so that hooks fire."""
+    return not issubclass(kind, jit.ScriptModule) and kind.forward is not nn.Module.forward
 
 
 def _problem(module: nn.Module) -> tuple[str, str] | None:
     """Why no hook on a module can ever fire, and what to do; None if one can."""
-    kind = type(module)
-    if kind not in _hookable:
-        script = issubclass(kind, torch.jit.ScriptModule)
-        _hookable[kind] = not script and kind.forward is not nn.Module.forward
-    if _hookable[kind]:
-        return None
-    if issubclass(kind, torch.jit.ScriptModule):
-        return (
-            "it is a ScriptModule, which runs outside Python and takes no hooks.",
-            "Use the model before torch.jit.script or torch.jit.trace.",
-        )
+    if isinstance(module, jit.ScriptModule):
+        reason = "it is a ScriptModule, which runs outside Python and takes no hooks."
+        return reason, "Use the model before torch.jit.script or torch.jit.trace."
     if "forward" in module.__dict__:  # a forward given to the instance is called all the same
         return None
-    return (
-        f"it is a {kind.__name__}, which has no forward of its own: nothing passes through it.",
-        "Name its children, as in 'layers.*'.",
-    )
-
-
-# -- plain tensors --------------------------------------------------------------------------------
-
-
-class Lone(nn.Module):
-    """Stands in for the model where a plain tensor was given."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        super().__init__()
-        self._buffers[""] = tensor
+    reason = f"it is a {type(module).__name__}, which has no forward of its own: nothing passes it."
+    return reason, "Name its children, as in 'layers.*'."
 
 
 def _of_tensor(tensor: Tensor, where: Any) -> Request:
     if where != ":grad":
-        raise PlaceError(
-            f"{where!r} was asked of a plain tensor:",
-            "a tensor has one place.",
-            "Write ':grad' for its gradient.",
-        )
-    return Request("':grad'", True, [Target(Lone(tensor), "", "grad", (), "")])
+        raise PlaceError(f"{where!r} was asked for:", "a tensor has one place.", "Write ':grad'.")
+    request, owner = Request("':grad'", True, "grad", ()), nn.Module()
+    owner._buffers[""] = tensor
+    request.targets.append(Target(owner, "", "grad", (), ""))
+    return request
 
 
 # -- errors ---------------------------------------------------------------------------------------
 
 
+def _no_place(where: Any, kind: str) -> PlaceError:
+    return PlaceError(
+        f"{where!r} is no place:",
+        f"it is {kind}.",
+        "Give a string, a module, a module type such as nn.Conv2d, a re.Pattern, a predicate "
+        "(name, module) -> bool, a pair of one of them and a port, or a list of them.",
+    )
+
+
+def _wrong_port(request: Request, found: str, remedy: str) -> PlaceError:
+    asked = f"The place {request.asked} asks for the port {request.port!r}:"
+    return PlaceError(asked, found, remedy)
+
+
 def _closest(model: nn.Module, text: str) -> str:
-    path = re.split(r"[:\[]", text)[0]
-    close = difflib.get_close_matches(path, all_names(model), n=3, cutoff=0.5)
-    if close:
-        return f"Closest: {', '.join(repr(escape(name)) for name in close)}."
-    top = [escape(name) for name in model._modules][:8]
-    return f"The model's own children: {', '.join(map(repr, top)) or 'none'}."
-
-
-def _not_found(
-    model: nn.Module, text: str, segments: tuple[str, ...], port: str | None
-) -> PlaceNotFound:
-    wanted = "parameter or buffer" if port in TENSOR_PORTS else "module, parameter or buffer"
-    asked = f"No {wanted} matches {text!r}."
-    remedy = "List the modules with hookline.select(model, '**')."
-    if port in TENSOR_PORTS:
-        remedy = f"List them with hookline.select(model, '**:{port}')."
-    owners = list(find(model, segments[:-1])) if segments else []
-    if owners:
-        (path, owner), name = owners[0], segments[-1]
-        modules: dict[str, Any] = dict(owner._modules.items())
-        parametrizations = modules.get("parametrizations") or dict[str, Any]()
-        if name in parametrizations:
-            full = ".".join(filter(None, (path, "parametrizations", name)))
-            originals = [f"'{full}.{n}'" for n in parametrizations[name]._parameters]
-            return PlaceNotFound(
-                asked,
-                f"{name!r} is parametrised: it is computed at each use.",
-                f"Name {full!r} for its value, or {' and '.join(originals)} for its parameters.",
-            )
-        if name in (*modules, *dict(tensors_of(owner))):
-            return PlaceNotFound(asked, f"{name!r} is registered there, but it is None.", remedy)
-    return PlaceNotFound(asked, _closest(model, text), remedy)
+    names = [join(path, name) for path, m in walk(model) for name in ("", *tensors_of(m))]
+    close = difflib.get_close_matches(re.split(r"[:\[]", text)[0], names, n=3, cutoff=0.5)
+    shown = [repr(escape(name)) for name in close or list(model._modules)[:8]]
+    return f"{'Closest' if close else 'Its own children'}: {', '.join(shown) or 'none'}."
 
 
 def _ambiguous(text: str, literal: Target, pattern: Target) -> PlaceError:
     # Braces around the path keep the grammar's reading, and are in no name.
-    path = re.match(r"[^/:\[\]#]*", text)
-    size = len(path[0]) if path else 0
-    other = repr("{" + text[:size] + "}" + text[size:]) if size else f"(model, {text!r})"
+    path, rest = re.findall(r"(?s)([^/:\[\]#]*)(.*)", text)[0]
+    other = repr("{" + path + "}" + rest) if path else f"(model, {text!r})"
     return PlaceError(
         f"The place {text!r} has two readings:",
         f"the module named {literal.named(literal.path)!r}, and {pattern.place!r} by the grammar.",
