@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
+from torch import nn, overrides
 
 from hookline.core.nested import Part, get_part, set_part
 from hookline.core.places import Target
@@ -22,13 +22,20 @@ __all__ = ["bind", "read", "write"]
 _signatures: dict[Any, tuple[list[str], list[str]]] = {}  # by a type's forward
 
 
-def _names(module: nn.Module) -> tuple[list[str], list[str]]:
-    """The parameters of a module's forward: those taken by position, and all that have names."""
-    key = None if "forward" in module.__dict__ else type(module).forward
+def _names(module: Any) -> tuple[list[str], list[str]]:
+    """The parameters of a module's forward, or of a torch function: those taken by position, and
+    all that have names.
+    """
+    key = function = module
+    if isinstance(module, nn.Module):
+        key = None if "forward" in module.__dict__ else type(module).forward
+        function = module.forward
     if key in _signatures:
         return _signatures[key]
     try:
-        parameters = [*inspect.signature(module.forward).parameters.values()]
+        # torch's own functions have no signature but that of their stand-in for overriding.
+        stand_in = overrides.get_testing_overrides().get(function) if key is function else None
+        parameters = [*inspect.signature(stand_in or function).parameters.values()]
     except (TypeError, ValueError):
         parameters = []
     named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
@@ -38,7 +45,7 @@ def _names(module: nn.Module) -> tuple[list[str], list[str]]:
     return found
 
 
-def bind(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Part, Any]:
+def bind(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Part, Any]:
     """All arguments by name, as they were passed; what `*args` takes is keyed by position.
 
     >>> bind(nn.Linear(1, 1), (7,), {})
@@ -47,12 +54,12 @@ def bind(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> di
     return {**dict(zip(_keys(module, args, kwargs), args, strict=True)), **kwargs}
 
 
-def _keys(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Part]:
+def _keys(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Part]:
     names, _ = _names(module)
     return [names[n] if n < len(names) and names[n] not in kwargs else n for n in range(len(args))]
 
 
-def _first(module: nn.Module, kwargs: dict[str, Any]) -> str:
+def _first(module: Any, kwargs: dict[str, Any]) -> str:
     """The name of the first argument of a call without positional ones."""
     first = next(iter((*_names(module)[1], *kwargs)), None)
     if first in kwargs:
@@ -61,7 +68,7 @@ def _first(module: nn.Module, kwargs: dict[str, Any]) -> str:
     raise LookupError(f"the module was called without {missing}")
 
 
-def read(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], target: Target) -> Any:
+def read(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], target: Target) -> Any:
     """The value at an input port; LookupError if the call has none."""
     if target.port.endswith("inputs"):
         value: Any = bind(module, args, kwargs)
@@ -71,7 +78,7 @@ def read(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], targe
 
 
 def write(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], target: Target, new: Any
+    module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], target: Target, new: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a call with something else at an input port, passed as they were."""
     parts = target.parts
@@ -84,7 +91,7 @@ def write(
     bound: Any = set_part(bind(module, args, kwargs), parts, new)
     if not isinstance(bound, Mapping) or not bound.keys() >= set(keys):
         raise ChangeError(
-            f"The arguments of a {type(module).__name__} were to be replaced.",
+            f"The arguments of {type(module).__name__} were to be replaced.",
             f"What was given in their place lacks one of {keys}, or is no dict.",
             "Return a dict with all arguments by name.",
         )

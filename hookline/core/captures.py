@@ -454,7 +454,7 @@ class capture(Context[CaptureTap]):
             target.ident
             for request in requests
             for target in request.targets
-            if target.port != "output" or target.parts
+            if target.port != "output" or target.parts or target.operation
         }
 
     def _place_all(self, targets: list[Target], ref: weakref.ref[Any], owner: int | None) -> None:

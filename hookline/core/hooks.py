@@ -23,6 +23,7 @@ from torch.utils import hooks as torch_hooks
 
 from hookline.core import gradients
 from hookline.core.contexts import Entering
+from hookline.core.operations import Operation, not_called, refuse
 from hookline.core.places import Place, Request, Target, Where, resolve
 from hookline.core.sites import ACTIVE, KEEP, SERIALS, Call, Frame, Site, Tap, add_place
 from hookline.core.tree import walk
@@ -51,7 +52,7 @@ class Context(Entering, Generic[T]):
     _names: dict[int, str] | None = None
     _requests: list[Request] = _NOTHING
     _taps: dict[Any, T] = _NOTHING
-    _sites: dict[int, tuple[nn.Module, Site]] = _NOTHING
+    _sites: dict[Any, tuple[nn.Module, Site]] = _NOTHING
     _handles: list[Any] = _NOTHING
     _many = 64
 
@@ -81,6 +82,8 @@ class Context(Entering, Generic[T]):
                 "Nothing would happen.",
                 "Name places after the model, such as '**' for every module.",
             )
+        if attached:
+            refuse(target for request in self._requests for target in request.targets)
         self._serial = next(SERIALS)
         owner = self._serial if self._owned and not attached else None
         ref: weakref.ref[Any] = weakref.ref(self)
@@ -100,7 +103,7 @@ class Context(Entering, Generic[T]):
                 self._place(target, ref, owner)
 
     def _site_of(self, tap: Tap) -> Site:
-        return tap if isinstance(tap, Site) else self._sites[tap.target.ident][1]
+        return tap if isinstance(tap, Site) else self._sites[_home(tap.target)][1]
 
     def _place(self, target: Target, ref: weakref.ref[Context[Any]], owner: int | None) -> None:
         """Make what serves a target."""
@@ -108,6 +111,12 @@ class Context(Entering, Generic[T]):
         module = target.module
         if target.port == "value" and type(module).forward is nn.Module.forward:
             module = self._caller_of(target)  # a ParameterList is never called
+        if target.operation is not None:
+            home = _home(target)
+            if home not in self._sites:
+                self._sites[home] = (module, Operation(module, ref, owner, target))
+            self._sites[home][1].add(tap)
+            return
         if id(module) not in self._sites:
             self._sites[id(module)] = (module, Site(module, ref, owner))
         self._sites.setdefault(target.ident, self._sites[id(module)])[1].add(tap)
@@ -203,7 +212,9 @@ class Context(Entering, Generic[T]):
             f"Nothing happened at {str(self.place_of(target))!r}"
             f"{others if count > 1 and not request.literal else ''}:",
             self.reason(tap),
-            "A capture of '**' shows what is called, in record.places() and record.unfired().",
+            "A capture of '**' shows what is called, in record.places() and record.unfired()."
+            if target.operation is None
+            else f"List them with hookline.select(model, '{target.path}/*', inputs=batch).",
         )
 
     def reason(self, tap: Tap) -> str:
@@ -211,6 +222,11 @@ class Context(Entering, Generic[T]):
         if self._names is None:
             self._names = first_names(self._model)
         return silence(tap, self._site_of(tap), self._model, self._names)
+
+
+def _home(target: Target) -> Any:
+    """What the site of a target is kept under."""
+    return target.ident if target.operation is None else (target.ident, target.operation)
 
 
 def silence(tap: Tap, site: Site, model: Any, names: dict[int, str]) -> str:
@@ -225,6 +241,8 @@ def silence(tap: Tap, site: Site, model: Any, names: dict[int, str]) -> str:
             f"its module was called {site.foreign} times, but from another thread or task than the "
             f"one that entered this; threads='all' takes those calls too."
         )
+    if isinstance(site, Operation) and not site.count:
+        return not_called(target.operation or "", site.names)
     if target.port == "grad":
         return (
             "no gradient arrived. No backward ran inside the `with`, the loss does not depend on "
@@ -269,8 +287,7 @@ def first_names(model: nn.Module | Tensor | None) -> dict[int, str]:
 
 def named_place(target: Target, names: dict[int, str]) -> Place:
     """The place of a target under the first name of its module."""
-    path = names.get(target.ident, target.path)
-    return Place(target.named(path), target.port, target.parts)
+    return target.place_at(names.get(target.ident, target.path))
 
 
 # -- hook -----------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from hookline.errors import HooklineError, NotHookable, PlaceError, PlaceNotFoun
 
 __all__ = ["Place", "Request", "Target", "Where", "resolve", "select"]
 
+_WILD = re.compile(r"[*{]")
 Predicate = Callable[[str, nn.Module], bool]
 Where: TypeAlias = str | nn.Module | type[nn.Module] | re.Pattern[str] | Predicate | Iterable[Any]
 
@@ -36,25 +37,29 @@ class Place(str):
     (True, 'lstm', 'output', (1, 0))
     """
 
-    __slots__ = ("parts", "path", "port")
+    __slots__ = ("operation", "parts", "path", "port")
     path: str
     port: str
     parts: Path
+    operation: str | None  # such as "softmax" or "matmul#1"
 
-    def __new__(cls, path: str, port: str = "output", parts: Path = ()) -> Place:
+    def __new__(
+        cls, path: str, port: str = "output", parts: Path = (), operation: str | None = None
+    ) -> Place:
+        within = "" if operation is None else f"/{operation}"
         shown = "" if port in ("output", "value") else f":{port}"
-        self = super().__new__(cls, escape(path) + shown + show_path(parts))
-        self.path, self.port, self.parts = path, port, parts
+        self = super().__new__(cls, escape(path) + within + shown + show_path(parts))
+        self.path, self.port, self.parts, self.operation = path, port, parts, operation
         return self
 
-    def __getnewargs__(self) -> tuple[str, str, Path]:  # pyright: ignore
-        return self.path, self.port, self.parts
+    def __getnewargs__(self) -> tuple[str, str, Path, str | None]:  # pyright: ignore
+        return self.path, self.port, self.parts, self.operation
 
 
 class Target:
     """A place found in a model. `attribute` is set for a parameter or buffer of `module`."""
 
-    __slots__ = ("attribute", "ident", "key", "module", "parts", "path", "port")
+    __slots__ = ("attribute", "ident", "key", "module", "operation", "parts", "path", "port")
 
     def __init__(
         self,
@@ -63,22 +68,27 @@ class Target:
         port: str = "output",
         parts: Path = (),
         attribute: str | None = None,
+        operation: str | None = None,
     ) -> None:
         self.module, self.path, self.attribute = module, path, attribute
-        self.port, self.parts = port, parts
+        self.port, self.parts, self.operation = port, parts, operation
         self.ident = shared = id(module)
         if attribute is not None:
             shared = id(self.tensor())
         # The same for two targets at the same place of the same module, or of the same tensor.
-        self.key = (shared, attribute is None, port, parts)
+        self.key = (shared, operation or attribute is None, port, parts)
 
     def meets(self, other: Target) -> bool:
         """Whether two targets are at the same port of the same module."""
-        return self.ident == other.ident and self.port == other.port
+        return self.key[:3] == other.key[:3]
 
     @property
     def place(self) -> Place:
-        return Place(self.named(self.path), self.port, self.parts)
+        return self.place_at(self.path)
+
+    def place_at(self, path: str) -> Place:
+        """The place, if the module's path is `path`."""
+        return Place(self.named(path), self.port, self.parts, self.operation)
 
     def named(self, path: str) -> str:
         """The path of the module, or of the tensor in it, if the module's path is `path`."""
@@ -92,16 +102,18 @@ class Target:
 class Request:
     """One thing that was asked for: literal places must all fire, of others one must."""
 
-    __slots__ = ("asked", "literal", "parts", "port", "refused", "targets")
+    __slots__ = ("asked", "literal", "operation", "parts", "port", "refused", "targets")
+    operation: str | None
 
     def __init__(self, asked: str, literal: bool, port: str | None, parts: Path) -> None:
         self.asked, self.literal = asked, literal
         self.port, self.parts = port, parts  # no port: output, or value
+        self.operation = None
         self.targets: list[Target] = []
         self.refused: dict[Place, str] = {}  # what a wildcard matches and cannot be hooked, and why
 
 
-def select(model: nn.Module | Tensor, *where: Where) -> list[Place]:
+def select(model: nn.Module | Tensor, *where: Where, inputs: Any = None) -> list[Place]:
     """The places of a model that match, each once, in model order. Without `where`: all modules.
 
     >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 1))
@@ -115,24 +127,35 @@ def select(model: nn.Module | Tensor, *where: Where) -> list[Place]:
         where: places, modules, module types, regular expressions (searched in the path),
             predicates `(name, module) -> bool`, pairs of any of them and a port such as
             `(nn.Conv2d, ":grad_output")`, and lists of any of them.
+        inputs: a batch (a tensor, a tuple of arguments, or a dict of them by name). With it,
+            operations inside forwards are listed, too, as in `"h.0.attn/*"`: the model runs once,
+            without gradients, and what comes back shows shapes, dtypes and the source line.
     """
+    if inputs is not None and isinstance(model, nn.Module):
+        from hookline.core import operations
+
+        return operations.survey(model, where, inputs)
     targets = [t for request in resolve(model, where or ("**",)) for t in request.targets]
     if isinstance(model, Tensor):
         return [target.place for target in targets]
     names = {id(module): (n, path) for n, (path, module) in enumerate(walk(model))}
     targets.sort(key=lambda target: names[target.ident])
-    places = [Place(t.named(names[t.ident][1]), t.port, t.parts) for t in targets]
+    places = [t.place_at(names[t.ident][1]) for t in targets]
     return list(dict.fromkeys(places))
 
 
 def resolve(
-    model: nn.Module | Tensor, wheres: Iterable[Where], hookable: bool = True
+    model: nn.Module | Tensor,
+    wheres: Iterable[Where],
+    hookable: bool = True,
+    operations: bool = False,
 ) -> list[Request]:
     """What was asked for, as targets; an error in three parts for what is not there.
 
-    With `hookable=False` also modules at which no hook can fire, such as containers.
+    With `hookable=False` also modules at which no hook can fire, such as containers; with
+    `operations` also wildcards for operations.
     """
-    query = _Query(model, hookable)
+    query = _Query(model, hookable, operations)
     for where in wheres:
         query.add(where)
     return query.requests
@@ -141,8 +164,8 @@ def resolve(
 class _Query:
     """What is asked of a model, and what was found so far."""
 
-    def __init__(self, model: Any, hookable: bool) -> None:
-        self.model, self.hookable = model, hookable
+    def __init__(self, model: Any, hookable: bool, operations: bool) -> None:
+        self.model, self.hookable, self.operations = model, hookable, operations
         self.requests: list[Request] = []
         self.walked: dict[int, Step] = {}  # all modules by id, once they were needed
 
@@ -183,18 +206,29 @@ class _Query:
         request = Request(repr(text), pattern.literal, pattern.port or port, pattern.parts + parts)
         if pattern.port and port:
             raise _wrong_port(request, f"it was given with the port {port!r} as well.", "Give one.")
+        if pattern.operation is not None:
+            nth = "" if pattern.nth is None else f"#{pattern.nth}"
+            request.operation = pattern.operation + nth
+            self._check_operation(request)
         for path in pattern.paths:
             if pattern.operation is None:
                 self._add_path(request, path)
-            elif find(self.model, path):
-                raise NotHookable(
-                    f"The place {text!r} asks for the operation {pattern.operation!r}:",
-                    "operations inside a forward are not available yet.",
-                    f"Ask for the module, or write {escape(text)!r} if that is a module's name.",
-                )
+            else:
+                self._add_modules(request, find(self.model, path))
         if not request.targets:
             raise self._not_found(request, text, pattern.paths[0])
         return request
+
+    def _check_operation(self, request: Request) -> None:
+        if request.port in TENSOR_PORTS:
+            found = "it belongs to parameters and buffers."
+            raise _wrong_port(request, found, "An operation has the ports of a module.")
+        if not self.operations and _WILD.search(cast(str, request.operation)):
+            raise PlaceError(
+                f"The place {request.asked} holds a wildcard for operations:",
+                "which ones there are is known when the model has run.",
+                "List them with hookline.select(model, place, inputs=batch), and name some.",
+            )
 
     def _add_path(self, request: Request, path: tuple[Any, ...]) -> None:
         """Add the modules at a path, and if the port or the last name can mean them, tensors."""
@@ -215,7 +249,7 @@ class _Query:
         for path, module in steps:
             problem = None if _runs(type(module)) or not self.hookable else _problem(module)
             if problem is None:
-                targets.append(Target(module, path, port, parts))
+                targets.append(Target(module, path, port, parts, None, request.operation))
             elif request.literal:
                 place = str(Place(path, port, parts))
                 raise NotHookable(f"The place {place!r} cannot be hooked:", *problem)

@@ -225,12 +225,8 @@ class Site:
         if kind is not None:
             setattr(self, kind, [*getattr(self, kind), tap])
 
-    def register(self, module: nn.Module) -> None:
-        """Put the hooks on a module.
-
-        Straight into the module's hook dicts, which is what `register_forward_hook` does after
-        making a handle, and a third of the cost of entering and leaving.
-        """
+    def prepare(self) -> None:
+        """All taps were added: find out what must be known of each call."""
         if self.owner is None:
             self.lock = threading.RLock()  # its own: an interrupt may leave it locked for ever
         gradient = self.grad_outputs or self.grad_inputs
@@ -238,6 +234,14 @@ class Site:
         taps = *self.inputs, *self.outputs
         if self.counted or gradient or any(tap.replaces for tap in taps):
             self.regions = Regions()
+
+    def register(self, module: nn.Module) -> None:
+        """Put the hooks on a module.
+
+        Straight into the module's hook dicts, which is what `register_forward_hook` does after
+        making a handle, and a third of the cost of entering and leaving.
+        """
+        self.prepare()
         before = self.paired or self.values
         after = self.paired or self.outputs
         if before:
@@ -300,10 +304,14 @@ class Site:
         if not paired:
             self._offer_values()
             return None
+        return self.begin(module, args, kwargs, sys._getframe(1))
+
+    def begin(self, module: Any, args: Any, kwargs: Any, caller: types.FrameType) -> Any:
+        """A call begins; the new arguments, if they were changed."""
         call = self.recomputes()
         running = self._running()
         index = self.count + len(running) if call is None else call
-        frame = Frame(index, call is not None, sys._getframe(1))
+        frame = Frame(index, call is not None, caller)
         running.append(frame)
         for tap in self.values:
             tap.receive(tap.target.tensor(), index, frame.recomputed, None)
@@ -380,14 +388,18 @@ class Site:
             return None
         if module is not self.module or (self.owner is not None and self.owner not in ACTIVE.get()):
             return self.stranger(module)
+        return self.end(rest[-1], sys._getframe(1))
+
+    def end(self, output: Any, caller: types.FrameType) -> Any:
+        """A call ends; the new output, if it was changed."""
         frame = None
         if self.paired:
-            frame = self._completed(sys._getframe(1))
+            frame = self._completed(caller)
             if frame is None:  # the context was entered while the module was running
                 return None
         # Where every thread is seen, the numbers stay distinct, and the inputs and outputs of one
         # call together. A user's function is never called under the lock.
-        output = original = rest[-1]
+        original = output
         if self.owner is not None:
             index, recomputed = self._number(frame, output)
         else:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hookline.core.nested import children, leaves, show_path
 
-__all__ = ["as_html", "as_text", "bytes_of", "rows_of", "show_bytes"]
+__all__ = ["as_html", "as_text", "bytes_of", "describe", "rows_of", "show_bytes"]
 
 _MOST = 60  # rows shown
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
@@ -46,6 +46,16 @@ def _shape(tensor: Tensor) -> str:
         return str(tuple(tensor.shape))
     except RuntimeError:
         return "nested"
+
+
+def describe(tensor: Tensor) -> str:
+    """The shape and dtype of a tensor.
+
+    >>> import torch
+    >>> describe(torch.zeros(2, 3))
+    '(2, 3) float32'
+    """
+    return f"{_shape(tensor)} {str(tensor.dtype).removeprefix('torch.')}"
 
 
 def rows_of(place: str, values: Sequence[Any], checks: Any) -> list[tuple[str, ...]]:
