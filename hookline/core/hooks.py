@@ -272,7 +272,7 @@ class _HookTap(Tap):
         self.fired += 1
         try:
             if self.wants_call:
-                new = self.function(value, Call(self, index, recomputed))
+                new = self.function(value, Call(self, index, recomputed, frame))
             else:
                 new = self.function(value)
         except BaseException as error:
