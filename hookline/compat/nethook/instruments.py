@@ -30,6 +30,7 @@ __all__ = ["InstrumentedModel"]
 
 Layer: TypeAlias = str | tuple[str, str]  # a name, or a name and an alias
 _PART = {"layer", "first_layer", "last_layer"}
+_MIXED = {"ablation", "replacement", "offset"}  # the arguments of the default rule
 
 
 class InstrumentedModel(nn.Module):
@@ -162,7 +163,7 @@ class InstrumentedModel(nn.Module):
                 replaces the output altogether.
             ablation: how much of it, from 0 to 1.
             offset: what is added.
-            kwargs: other arguments of the rule.
+            kwargs: arguments of the rule.
 
         Numbers, lists, arrays and tensors are taken; one with fewer dimensions than the output
         lies along its dimensions from the second on, such as one number a channel. Further calls
@@ -181,11 +182,11 @@ class InstrumentedModel(nn.Module):
         name, alias = _pair(layername)
         before = self._layers[name].edits.get(alias) if name in self._layers else None
         arguments = {**(before[1] if before else {}), **given}
-        if rule is None and not arguments.keys() & {"ablation", "replacement", "offset"}:
+        if rule is None and (kwargs or not arguments.keys() & _MIXED):
             raise ChangeError(
-                f"The layer {layername!r} was to be edited.",
-                "Neither a rule nor an ablation, replacement or offset was given.",
-                "Give one of them.",
+                f"The layer {layername!r} was to be edited, without a rule.",
+                f"{', '.join(kwargs) or 'No argument'} was given.",
+                "Give an ablation, a replacement, an offset, or a rule that takes other arguments.",
             )
         invocation = None if rule is None else Invocation(rule)
         self._hook([(name, alias)])
@@ -201,15 +202,13 @@ class InstrumentedModel(nn.Module):
         gone = {"offset"} if remove_offset else set[str]()
         gone |= {"ablation", "replacement"} if remove_replacement else set()
         for alias in list(self._names) if layername is None else [_pair(layername)[1]]:
-            layer = self._layers.get(self._names.get(alias, ""))
-            if layer is None or alias not in layer.edits:
+            edits = self._layers[self._names[alias]].edits if alias in self._names else {}
+            if alias not in edits:
                 continue
-            arguments = layer.edits[alias][1]
+            rule, arguments = edits.pop(alias)
             left = {key: value for key, value in arguments.items() if key not in gone}
-            if left and not (remove_offset and remove_replacement):
-                layer.edits[alias] = (layer.edits[alias][0], left)
-            else:
-                del layer.edits[alias]
+            if gone < _MIXED and (rule is not None or left.keys() & _MIXED):
+                edits[alias] = (rule, arguments if rule is not None else left)
             self._release(alias)
 
     # -- hooks ----------------------------------------------------------------------------------
@@ -228,6 +227,7 @@ class InstrumentedModel(nn.Module):
         try:
             for name, _ in pairs:
                 if name not in self._layers and name not in made:
+                    get_module(self.model, name)  # raises if there is none, or a parameter
                     made[name] = _Layer(self, name)
         except BaseException:
             for layer in made.values():
@@ -238,11 +238,14 @@ class InstrumentedModel(nn.Module):
 
     def _release(self, alias: str) -> None:
         """Take a hook away where neither a value nor an edit needs it."""
-        layer = self._layers.get(self._names.get(alias, ""))
-        if layer is not None and alias not in layer.retained and alias not in layer.edits:
-            name = self._names.pop(alias)
-            if not layer.retained and not layer.edits:
-                self._layers.pop(name).context.remove()
+        if alias not in self._names:
+            return
+        name = self._names[alias]
+        layer = self._layers[name]
+        if alias not in layer.retained and alias not in layer.edits:
+            del self._names[alias]
+        if not layer.retained and not layer.edits:
+            self._layers.pop(name).context.remove()
 
     def _warn(self, layer: str) -> None:
         if not self._warned:
@@ -315,21 +318,16 @@ class _Act:
                 owner._warn(alias)
         for alias, (rule, arguments) in list(self.edits.items()):
             if rule is None:
-                value = _ablate(value, call, **arguments)
+                value = _mix(value, call, arguments)
             else:
                 new = rule(value, owner, **{"name": alias, **arguments})
                 value = value if new is None else new
         return value
 
 
-def _ablate(
-    x: Any,
-    call: Call,
-    ablation: Any = None,
-    replacement: Any = None,
-    offset: Any = None,
-) -> Any:
+def _mix(x: Any, call: Call, arguments: dict[str, Any]) -> Any:
     """The default rule: `x * (1 - a) + r * a + o`."""
+    ablation, replacement, offset = map(arguments.get, ("ablation", "replacement", "offset"))
     path, tensor = only_tensor(x, f"The value at {str(call.place)!r}")
     changed = tensor
     if ablation is not None or replacement is not None:

@@ -19,10 +19,11 @@ from torch import nn
 
 from hookline.compat.nethook.invocations import Invocation
 from hookline.compat.nethook.layers import Options, Traced
+from hookline.compat.nethook.names import get_module
 from hookline.core.hooks import hook
 from hookline.core.places import Place
 from hookline.core.sites import Call
-from hookline.errors import HooklineWarning, PlaceNotFound
+from hookline.errors import HooklineWarning, PlaceError, PlaceNotFound
 
 __all__ = ["StopForward", "Trace", "TraceDict"]
 
@@ -102,8 +103,11 @@ class _Tracing:
         try:
             self._hook(inputs, "inputs", layers.before, layers.inputs)
             self._hook(outputs, "output", layers.after, layers.outputs)
-        except BaseException:
+        except BaseException as error:
             self.close()
+            if isinstance(error, PlaceError):  # a parameter is no layer, whatever is asked of it
+                for traced in self._traced:
+                    get_module(self._module, traced.layer or "")
             raise
 
     def _hook(
@@ -120,7 +124,10 @@ class _Tracing:
         context.__enter__()
         # One request for each place, in their order; a shared module has several names.
         for traced, request in zip(layers, context._requests, strict=True):
-            found.setdefault(request.targets[0].ident, []).append(traced)
+            (target,) = request.targets
+            if target.attribute is not None:
+                get_module(self._module, traced.layer or "")  # raises: it is a parameter
+            found.setdefault(target.ident, []).append(traced)
 
     def close(self) -> None:
         """Leave no hook behind; may be called twice."""
@@ -270,12 +277,11 @@ class TraceDict(OrderedDict[str, Traced]):
         if stop is True and names:
             stop = {next(reversed(names)): True}
         edits: Any = edit_output
-        if isinstance(edit_output, Mapping):
-            edits = {
-                name: None if fn is None else Invocation(fn) for name, fn in edit_output.items()
-            }
-        elif edit_output is not None:
-            edits = Invocation(edit_output)  # one for all: reading a signature takes time
+        if isinstance(edits, Mapping):
+            functions = cast("Mapping[str, Any]", edits).items()
+            edits = {name: None if fn is None else Invocation(fn) for name, fn in functions}
+        elif edits is not None:
+            edits = Invocation(edits)  # one for all: reading a signature takes time
         given = (retain_output, retain_input, clone, detach, retain_grad, edits, stop)
         for option, value in zip(Options._fields, given, strict=True):
             for name in cast("Mapping[str, Any]", value) if isinstance(value, Mapping) else ():
@@ -308,10 +314,13 @@ _DEFAULTS = Options()
 
 def _of_layer(given: tuple[Any, ...], layer: str) -> Options:
     """The options of one layer, where some were given as a dict."""
-    return Options._make(
-        value.get(layer, default) if isinstance(value, Mapping) else value
+    values = [
+        cast("Mapping[str, Any]", value).get(layer, default)
+        if isinstance(value, Mapping)
+        else value
         for value, default in zip(given, _DEFAULTS, strict=True)
-    )
+    ]
+    return Options._make(values)
 
 
 def _not_traced(option: str, name: str, names: list[str]) -> PlaceNotFound:
