@@ -113,6 +113,14 @@ def test_without_gradients_the_output_is_as_it_was_before_an_in_place_layer():
     assert torch.equal(ret.output, expected)
 
 
+def test_a_trace_works_in_inference_mode():
+    model = InPlace()
+    with torch.inference_mode(), nethook.Trace(model, "lin", retain_input=True) as ret:
+        model(X)
+    assert torch.equal(ret.output, model.lin(X))
+    assert torch.equal(ret.input, X)
+
+
 def test_an_attached_output_that_was_changed_in_place_is_refused():
     model = InPlace()
     with nethook.Trace(model, "lin") as ret:
@@ -790,6 +798,10 @@ def test_stop_comes_after_the_last_layer_of_the_list():
     assert ran == []
     assert torch.equal(ret["0"].output, model[0](X))
     assert not hasattr(ret["2"], "output")
+    with nethook.TraceDict(model, ["0", "1", "0"], stop=True) as ret:
+        model(X)
+    assert ran == ["1"]
+    assert [hasattr(traced, "output") for traced in ret.values()] == [True, True]
 
 
 def test_stop_can_name_the_layer():
@@ -1501,8 +1513,8 @@ def test_callbacks_are_called_in_backward_where_asked():
 
 
 def test_one_function_can_serve_both_ways_and_one_name_will_do():
-    model, seen = small(), []
-    with nethook.Callbacks(model, "0", lambda value: seen.append(value.shape), backward=True):
+    model, seen = nn.Sequential(OrderedDict(lin=nn.Linear(3, 4))), []
+    with nethook.Callbacks(model, "lin", lambda value: seen.append(value.shape), backward=True):
         model(X).sum().backward()
     assert seen == [(2, 4), (2, 4)]
 
