@@ -43,7 +43,7 @@ class _EditTap(Tap):
         self.seen += 1
         if self.calls is not None and not _among(index, self.calls):
             return KEEP
-        call = Call(self, index, recomputed)
+        call = Call(self, index, recomputed, frame)
         try:
             if self.at is not None:
                 new = put(value, self.at, lambda piece: self._changed(piece, call))

@@ -312,16 +312,18 @@ def takes_call(function: Callable[..., Any]) -> bool:
 
 
 class _HookTap(Tap):
-    def __init__(self, target: Target, context: Any, function: Callable[..., Any]) -> None:
+    def __init__(
+        self, target: Target, context: Any, function: Callable[..., Any], wants_call: bool
+    ) -> None:
         super().__init__(target, context)
         self.function = function
-        self.wants_call = takes_call(function)
+        self.wants_call = wants_call
 
     def receive(self, value: Any, index: int, recomputed: bool, frame: Frame | None) -> Any:
         self.fired += 1
         try:
             if self.wants_call:
-                new = self.function(value, Call(self, index, recomputed))
+                new = self.function(value, Call(self, index, recomputed, frame))
             else:
                 new = self.function(value)
         except BaseException as error:
@@ -368,9 +370,10 @@ class hook(Context[_HookTap]):
     ) -> None:
         super().__init__(model, (where,))
         self._function = function
+        self._wants_call = takes_call(function)
 
     def _tap(self, target: Target, ref: weakref.ref[Context[Any]]) -> _HookTap:
-        return _HookTap(target, ref, self._function)
+        return _HookTap(target, ref, self._function, self._wants_call)
 
 
 # -- attached -------------------------------------------------------------------------------------

@@ -51,15 +51,21 @@ _RECENT = 64  # calls whose gradients may still come
 
 
 class Call:
-    """Which execution of which module a value belongs to; given to functions that ask for it."""
+    """Which execution of which module a value belongs to; given to functions that ask for it.
 
-    __slots__ = ("_tap", "index", "module", "recomputed")
+    At an input, `positional` says how many of the arguments were passed by position.
+    """
 
-    def __init__(self, tap: Tap, index: int, recomputed: bool = False) -> None:
+    __slots__ = ("_tap", "index", "module", "positional", "recomputed")
+
+    def __init__(
+        self, tap: Tap, index: int, recomputed: bool = False, frame: Frame | None = None
+    ) -> None:
         self._tap = tap
         self.module = tap.target.module
         self.index = index
         self.recomputed = recomputed
+        self.positional = 0 if frame is None else frame.positional
 
     @property
     def place(self) -> Place:
@@ -109,8 +115,9 @@ class Tap:
         """A value that was asked for cannot be given for this call; say why on read or at exit."""
         if not self.reasons:
             self.reasons = {}
-        if not self.replaces or not self.reasons:  # an edit needs one, a record one for each call
-            cast("dict[Any, Any]", self.reasons)[index, path] = (reason, remedy)
+        cast("dict[Any, Any]", self.reasons)[index, path] = (reason, remedy)
+        if self.replaces and len(self.reasons) > _RECENT:  # an edit may be attached for ever
+            del cast("dict[Any, Any]", self.reasons)[next(iter(self.reasons))]
 
     def missing(self, index: int, problem: str) -> None:
         """The call has not the value that the place names: told at exit, or at once by an edit."""
@@ -161,6 +168,7 @@ class Frame:
     """
 
     pending: Sequence[tuple[Any, Any]] = ()  # inputs kept until the call is complete
+    positional = 0  # how many arguments were passed by position
     # For gradients, all at the start of the call: the autograd sequence number, the tensors that
     # the call was given, the edges of the inputs that are asked for, and an edit's gates there.
     sequence = 0
@@ -312,6 +320,7 @@ class Site:
         running = self._running()
         index = self.count + len(running) if call is None else call
         frame = Frame(index, call is not None, caller)
+        frame.positional = len(args)
         running.append(frame)
         for tap in self.values:
             tap.receive(tap.target.tensor(), index, frame.recomputed, None)
