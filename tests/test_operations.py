@@ -410,17 +410,29 @@ def test_checkpointing_counts_each_use_once_and_repeats_edits(reentrant):
         torch.testing.assert_close(one, other)
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_autograd_grad_through_a_checkpointed_edit_of_an_operation_is_refused(reentrant):
+@pytest.mark.parametrize("mode", [None, True, False], ids=["plain", "reentrant", "non-reentrant"])
+def test_autograd_grad_and_backward_of_tensors_see_the_edit(mode):
     model, x = transformer(), batch().requires_grad_()
-    with pytest.raises(hl.errors.ChangeError, match="backward"):  # noqa: PT012
-        with hl.edit(model, "0.attn/softmax", hl.scale(2.0)):
-            out = checkpoint(model, x, use_reentrant=reentrant).sum()
-            torch.autograd.grad(out, x)
-    with hl.edit(model, "0.attn/softmax", hl.scale(2.0)):
-        (grad,) = torch.autograd.grad(model(x).sum(), x)
     (expected,) = torch.autograd.grad(reference(model, x, lambda p: p * 2).sum(), x)
-    torch.testing.assert_close(grad, expected)
+
+    def run(x):
+        return model(x) if mode is None else checkpoint(model, x, use_reentrant=mode)
+
+    with hl.edit(model, "0.attn/softmax", hl.scale(2.0)):
+        if mode is not True:  # which torch refuses
+            (grad,) = torch.autograd.grad(run(x).sum(), x)
+            torch.testing.assert_close(grad, expected)
+        torch.autograd.backward(run(x).sum())
+    torch.testing.assert_close(x.grad, expected)
+
+
+def test_a_context_with_operations_only_is_listed_as_live():
+    model = transformer()
+    with hl.capture(model, "0.attn/softmax"):
+        assert len(hl.attached(model)) == 1
+        model(batch())
+    assert hl.attached(model) == []
+    assert_clean(model)
 
 
 def test_early_stop_at_an_operation():

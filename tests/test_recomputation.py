@@ -264,3 +264,18 @@ def test_no_region_is_kept_alive_by_an_attached_edit(mode):
     del alive
     gc.collect()
     assert not any(ref() for ref in found)
+
+
+@modes
+@pytest.mark.parametrize("port", ["grad_output", "grad_input"])
+def test_an_attached_gradient_hook_and_edit_act_in_every_step(mode, port):
+    model, calls = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)), []
+    looking = hl.hook(model[2], f":{port}", lambda grad: calls.append(1)).attach()
+    zeroing = hl.edit(model[2], f":{port}", hl.zero()).attach()
+    for step in range(1, 5):
+        model.zero_grad()
+        run_in(mode)(model, X.clone().requires_grad_()).sum().backward()
+        assert len(calls) == step
+        assert model[0].weight.grad.abs().sum() == 0
+    looking.remove(), zeroing.remove()
+    assert_clean(model)

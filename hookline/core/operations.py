@@ -21,17 +21,18 @@ from types import CodeType, FrameType
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode, _pop_mode
+from torch import nn
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode
 from torch.overrides import _push_mode as _push_any  # pyright: ignore
 
 from hookline.core import gradients, tables
 from hookline.core.grammar import parse
 from hookline.core.nested import leaves
 from hookline.core.places import Place, Target, Where, resolve
+from hookline.core.recomputation import in_backward
 from hookline.core.sites import ACTIVE, Site
 from hookline.core.snapshots import same_bits
-from hookline.errors import ChangeError, NotHookable, PlaceNotFound
+from hookline.errors import NotHookable, PlaceNotFound
 
 __all__ = ["Listing", "Operation", "call", "not_called", "refuse", "survey"]
 
@@ -47,6 +48,7 @@ _OPERATORS = {
 }  # fmt: skip
 _names: dict[Any, str] = {}
 _push_mode: Callable[[Any], None] = cast(Any, _push_any)
+_stack: Callable[[], list[Any]] = _get_current_function_mode_stack
 
 
 def _name_of(function: Any) -> str:
@@ -109,11 +111,10 @@ class _Mode(TorchFunctionMode):
 
     def leave(self) -> None:
         """Take the mode off the stack, also from under others that were entered since."""
-        others: list[Any] = []
-        try:
+        while self in _stack():
+            others: list[Any] = []
             while (top := _pop_mode()) is not self:
                 others.append(top)
-        finally:
             for other in reversed(others):
                 _push_mode(other)
 
@@ -122,8 +123,6 @@ class _Mode(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = _name_of(func)
-        if func is Tensor.backward or func is torch.autograd.grad:
-            return self.differentiate(func, args, kwargs)
         if name not in self.names and not self.waiting:
             return func(*args, **kwargs)
         found = _innermost(sys._getframe(1))
@@ -137,24 +136,6 @@ class _Mode(TorchFunctionMode):
                 operation.names[name] = None
             self.waiting = not all(operation.count for operation in self.operations)
         return output
-
-    def differentiate(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run a backward. Checkpointed forwards run again in it, and must be seen again."""
-        if func is Tensor.backward:
-            _push_mode(self)
-            try:
-                return _backward(*args, **kwargs)
-            finally:
-                self.leave()
-        for operation in self.operations:
-            if operation.changed and operation.regions and operation.regions.awaiting():
-                raise ChangeError(
-                    f"torch.autograd.grad was called while {operation.name!r} is being changed.",
-                    "It recomputes a checkpointed region without showing its operations: the "
-                    "gradient would be wrong.",
-                    "Call .backward() instead.",
-                )
-        return func(*args, **kwargs)
 
     def count(self, name: str, module: nn.Module, frame: FrameType) -> int:
         """How many operations of a name came before in this call of the module."""
@@ -182,16 +163,6 @@ class _Mode(TorchFunctionMode):
         return output
 
 
-def _backward(
-    tensor: Tensor,
-    gradient: Any = None,
-    retain_graph: bool | None = None,
-    create_graph: bool = False,
-    inputs: Any = None,
-) -> None:
-    torch.autograd.backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
-
-
 class _Thread(threading.local):
     mode: _Mode | None = None
 
@@ -216,10 +187,19 @@ class Operation(Site):
             _thread.mode = _Mode()
         self.mode = _thread.mode
         self.mode.change([*self.mode.operations, self])
+        self.anchor(module)
+
+    def rest(self, module: nn.Module, args: Any) -> None:
+        """The pre-forward hook. During a backward torch has put the mode aside, but a checkpointed
+        forward that runs again must be seen again; the engine forgets the mode afterwards.
+        """
+        super().rest(module, args)
+        if in_backward() != -1 and self.mode.operations and self.mode not in _stack():
+            _push_mode(self.mode)
 
     def unregister(self, module: nn.Module) -> None:
         """Be called no longer."""
-        self.closed = True
+        super().unregister(module)
         if not hasattr(self, "mode"):
             return
         left = [other for other in self.mode.operations if other is not self]

@@ -259,7 +259,11 @@ class Site:
             module._forward_hooks_with_kwargs[self.key] = True
             module._forward_hooks[self.key] = self.after
         if not (before or after):
-            module._forward_pre_hooks[self.key] = self.rest
+            self.anchor(module)
+
+    def anchor(self, module: nn.Module) -> None:
+        """Put a hook on a module that does nothing: by it the model keeps a context alive."""
+        module._forward_pre_hooks[self.key] = self.rest
 
     def unregister(self, module: nn.Module) -> None:
         """Take the hooks off a module; fine if they are off already."""
@@ -270,7 +274,7 @@ class Site:
         module._forward_pre_hooks_with_kwargs.pop(self.key, None)
 
     def rest(self, module: nn.Module, args: Any) -> None:
-        """A hook that does nothing: by it the model keeps an attached context alive."""
+        """A hook that does nothing, but that a copied module sheds it."""
         if self.module is None:
             self.unregister(module)
 
