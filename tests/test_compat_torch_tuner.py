@@ -24,6 +24,7 @@ FOLDERS = {
     "fbh": "saved_full_backward_hook_gradients",
     "fbph": "saved_full_backward_prehook_gradients",
 }
+PORTS = {"fh": "", "fph": ":input", "fbh": ":grad_input", "fbph": ":grad_output"}
 WORDS = {"fh": "output", "fph": "input", "fbh": "input", "fbph": "output"}  # what updates change
 
 
@@ -165,7 +166,7 @@ def test_new_values_are_multiplied_by_the_noise(kind):
     model = perceptron()
     shape = (8, 5 if WORDS[kind] == "output" else 4)
     register(Hooks(model, 2), kind, noise=3.0, values=torch.full(shape, 2.0))
-    port = {"fh": "", "fph": ":input", "fbh": ":grad_input", "fbph": ":grad_output"}[kind]
+    port = PORTS[kind]
     with hl.capture(model, f"2{port}") as record:
         train(model, batches(8))
     assert torch.equal(record[f"2{port}"], torch.full(shape, 6.0))
@@ -209,6 +210,16 @@ def test_a_removed_handle_acts_no_more_and_the_iteration_counts_on(folder, kind,
 
     files = compare(folder, perceptron, use)
     assert len(files) == (0 if how == "update" else 6 if kind in ("fh", "fbh") else 3)
+
+
+@pytest.mark.parametrize("kind", ["fh", "fbph", "fbh"])
+def test_a_removed_handle_stays_removed_when_others_are_registered(folder, kind):
+    model = perceptron()
+    hooks = Hooks(model, 2)
+    register(hooks, kind, visualize=True).remove()
+    register(hooks, "fph", noise=2.0)
+    train(model, batches(4))
+    assert names(folder) == []
 
 
 def test_hooks_act_without_their_handle_and_are_listed(folder):
@@ -310,7 +321,7 @@ def test_arguments_are_those_of_the_original_in_their_order(kind):
     hook_of = getattr(Hooks(model, 2), f"register_{kind}")
     noise = torch.tensor(0.0)
     hook_of(True, False, True, False, noise, None)
-    port = {"fh": "", "fph": ":input", "fbh": ":grad_input", "fbph": ":grad_output"}[kind]
+    port = PORTS[kind]
     with hl.hook(model, f"2{port}", lambda value: seen.append(value.count_nonzero())):
         train(model, batches(4))
     assert seen == [0]
@@ -549,7 +560,7 @@ def test_a_layer_that_is_called_by_names_only_is_saved_and_updated(folder):
             self.mix = Mix()
 
         def forward(self, x):
-            return self.mix(scale=x * 3, x=x)
+            return self.mix(scale=x[:1] * 3, x=x)
 
     model = Named()
     hooks = Hooks(model, 0)
@@ -560,7 +571,7 @@ def test_a_layer_that_is_called_by_names_only_is_saved_and_updated(folder):
     assert first.endswith("inputs_0_batch_size_2_layer_0_forward_prehook_tensor.pt")
     assert second.endswith("inputs_0_batch_size_2_layer_0_forward_prehook_tensor_scale.pt")
     assert torch.equal(values[first], torch.ones(2, 1))
-    assert torch.equal(values[second], torch.full((2, 1), 3.0))
+    assert torch.equal(values[second], torch.full((1, 1), 3.0))
 
 
 def test_positional_arguments_without_names_are_told_by_their_position(folder):
@@ -709,10 +720,12 @@ def test_a_layer_without_tensors_saves_nothing(folder):
 # -- models that torch's own hooks cannot serve ---------------------------------------------------
 
 
-def test_the_input_of_an_in_place_layer_is_saved_as_it_was(folder):
+@pytest.mark.parametrize("gradients", [True, False])
+def test_the_input_of_an_in_place_layer_is_saved_as_it_was(folder, gradients):
     model = nn.Sequential(nn.Identity(), nn.ReLU(inplace=True))
     register(Hooks(model, 1), "fh", visualize=True)
-    model(torch.tensor([-1.0, 2.0]))
+    x = torch.tensor([-1.0, 2.0], requires_grad=gradients)
+    model(x * 1)
     given, output = saved(folder).values()
     assert given.tolist() == [-1.0, 2.0]
     assert output.tolist() == [0.0, 2.0]
@@ -920,6 +933,18 @@ def test_new_values_of_a_nested_output_are_nested_likewise():
         model(torch.zeros(2, 5, 3))
 
 
+def test_the_only_tensor_of_a_nested_output_takes_a_tensor_or_the_same_structure():
+    class Boxed(nn.Module):
+        def forward(self, x):
+            return {"box": (x,)}
+
+    model = nn.Sequential(Boxed())
+    new = torch.ones(2)
+    for values in (new, {"box": (new,)}):
+        with register(Hooks(model, 0), "fh", values=values):
+            assert torch.equal(model(torch.zeros(2))["box"][0], new)
+
+
 def test_noise_meets_the_gradients_of_all_parts_and_new_values_are_refused_there():
     model = nn.Sequential(nn.LSTM(3, 4))
     x = torch.ones(2, 5, 3, requires_grad=True)
@@ -1012,14 +1037,19 @@ def test_the_shape_of_any_layer_is_seen_in_a_run(layer, shapes, batch):
     assert_clean(model)
 
 
-def test_the_shapes_are_those_that_new_values_need():
-    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU())
-    x = torch.zeros(2, 1, 5, 5)
-    hooks = Hooks(model, 0)
-    given, output = hooks.get_shape_of_layer(x)
-    register(hooks, "fh", values=torch.ones(2, *output))
-    register(hooks, "fph", values=torch.ones(2, *given))
-    assert torch.equal(model(x), torch.ones(2, 4, 3, 3))
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layer", [0, 2])
+def test_the_shapes_are_those_that_new_values_need(kind, layer):
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(36, 5), nn.Linear(5, 2))
+    x = torch.zeros(2, 1, 5, 5, requires_grad=True)
+    hooks = Hooks(model, layer)
+    shape = hooks.get_shape_of_layer(x)[WORDS[kind] == "output"]
+    values = torch.randn(2, shape) if layer == 2 else torch.randn(2, *shape)
+    register(hooks, kind, values=values)
+    port = PORTS[kind]
+    with hl.capture(model, f"{layer}{port}") as record:
+        weigh(model(x)).backward()
+    assert torch.equal(record[f"{layer}{port}"], values)
 
 
 def test_a_run_for_a_shape_leaves_no_trace(folder):
@@ -1042,6 +1072,19 @@ def test_a_run_for_a_shape_leaves_no_trace(folder):
     assert names(folder) == []
     with pytest.raises(hl.ChangeError):
         model(x)  # the update acts again
+
+
+def test_the_shape_of_a_layer_that_is_called_twice_is_that_of_its_first_call():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.tanh = nn.Tanh()
+
+        def forward(self, x):
+            assert not torch.is_grad_enabled()
+            return self.tanh(self.tanh(x)[:, :1])
+
+    assert Hooks(Model(), 0).get_shape_of_layer(torch.ones(2, 3)) == ((3,), (3,))
 
 
 def test_a_layer_with_features_of_its_own_tells_them():
@@ -1109,11 +1152,18 @@ def test_a_wrong_shape_is_an_error_that_shows_both_sides(kind, wrong):
     assert f"{shape}" in caught.value.asked
     assert f"{(8, features)}" in caught.value.found
     assert caught.value.remedy
-    port = {"fh": "", "fph": ":input", "fbh": ":grad_input", "fbph": ":grad_output"}[kind]
+    port = PORTS[kind]
     assert any(repr(f"2{port}") in note for note in caught.value.__notes__)
     handle.remove()
     train(model, batches(8))
     assert_clean(model)
+
+
+def test_an_update_of_the_gradient_before_an_in_place_layer_is_an_error():
+    model = nn.Sequential(nn.Linear(3, 2), nn.ReLU(inplace=True))
+    register(Hooks(model, 1), "fbh", noise=2.0)
+    with pytest.raises(hl.GradientNotAvailable, match=r"'1:grad_input' .* input in place"):
+        model(*batches(2))
 
 
 def test_noise_for_whole_numbers_is_an_error():

@@ -153,9 +153,13 @@ class Hooks:
     model at the same time, `register_fh` may save the input of another thread's call.
 
     **update** multiplies a value by the noise, or puts new values in its place, or new values times
-    noise; `add_noise_…` and `add_values_…` switch the two on. In a nested value the noise meets
-    every floating-point tensor, and new values are nested likewise. New values for a gradient need
-    a layer where it is a single tensor.
+    noise; `add_noise_…` and `add_values_…` switch the two on. Both broadcast to the value's shape.
+    In a nested value the noise meets every floating-point tensor, and new values are nested
+    likewise. New values for a gradient need a layer where it is a single tensor.
+
+    As in torch, whichever is registered first, forward hooks see what pre-hooks of the same
+    instance change, and backward hooks what all others change. Register before the forward whose
+    backward is meant.
     """
 
     def __init__(self, model_object: nn.Module, layer_index: Layer | None = None) -> None:
@@ -542,7 +546,6 @@ class _Gradients(Context[_GradientTap]):
 
     def _stop(self) -> None:
         super()._stop()
-        self._arrived.clear()  # of a backward that raised
         for tap in self._taps.values():
             tap.lost()
 
@@ -577,15 +580,17 @@ class _Update(Change):
         if self.values is not None and (len(old) > 1 or not isinstance(self.values, Tensor)):
             new = dict(leaves(self.values))
         if not old or new.keys() != old.keys():
+            given = "" if self.values is None else f", the new values {_parts(new)}"
             raise ChangeError(
                 f"An update of {str(call.place)!r} was asked for.",
-                f"It holds {_parts(old)}, the new values {_parts(new)}.",
+                f"It holds {_parts(old)}{given}.",
                 "Give new values of the same structure, or another layer.",
             )
         for path, tensor in old.items():
-            counts = not (tensor.is_floating_point() or tensor.is_complex())
-            if not (counts and len(old) > 1 and self.values is None):  # indices have no noise
-                value = set_part(value, path, self._changed(tensor, new[path], call))
+            whole = not (tensor.is_floating_point() or tensor.is_complex())
+            if whole and len(old) > 1 and self.values is None:
+                continue  # noise is not meant for the indices beside a value
+            value = set_part(value, path, self._changed(tensor, new[path], call))
         return value
 
     def _changed(self, value: Tensor, values: Any, call: Call) -> Tensor:
@@ -598,7 +603,7 @@ class _Update(Change):
 
 def _along_last(own: Any, value: Tensor) -> Any:
     """A tensor that broadcasts as in torch: of one dimension it is along the last, not channels."""
-    one = isinstance(own, Tensor) and own.ndim == 1 < value.ndim
+    one = isinstance(own, Tensor) and own.ndim == 1
     return own.view(*[1] * (value.ndim - 1), -1) if one else own
 
 
