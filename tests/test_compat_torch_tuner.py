@@ -406,7 +406,6 @@ class Nest(nn.Module):
         ("body.x[0]", ["body.x%5B0%5D"]),
         (["head", "head", 1], ["head"]),
     ],
-    ids=str,
 )
 def test_a_layer_is_named_by_index_name_object_or_a_list_of_them(folder, layer, labels):
     model = Nest()
