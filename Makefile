@@ -7,6 +7,10 @@ BIN    := $(VENV)/bin
 TORCH  := $(shell grep '^torch==' constraints.txt)
 PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
+# Libraries that hookline.compat is compared with, as they are: without what they depend on, and
+# whichever Python they were made for.
+ORIGINALS.test := torch-tuner
+
 # Two test processes with one torch thread each are faster than one process with two.
 WORKERS ?= 2
 PYTEST  := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS)
@@ -67,4 +71,5 @@ $(VENV)/.has-%: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "==> installing hookline[$*] into $(VENV) (a few minutes if torch must be fetched)"
 	@$(PIP) hatchling editables
 	@$(PIP) --no-build-isolation $(TORCH) -e '.[$*]'
+	@$(if $(ORIGINALS.$*),$(PIP) --no-deps --ignore-requires-python $(TORCH) $(ORIGINALS.$*))
 	@touch $@
