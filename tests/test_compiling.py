@@ -64,7 +64,7 @@ def fresh_compiler():
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
-    assert compiling._eager.count == 0
+    assert not compiling._State.users
     assert torch._dynamo.eval_frame._stance.stance == "default"
 
 

@@ -3,7 +3,7 @@
 A graph that torch.compile has made runs no hooks that came later, and says nothing. The stance
 "force_eager" makes every compiled model of the process run as if it were not compiled.
 
-- `suspend()`, `resume()`: run compiled models eagerly from now on; as before
+- `suspend(user)`, `resume(user)`: run compiled models eagerly from now on; as before
 - `untouched()`: whether nothing was compiled so far, so that hooks will be in the first graph
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -21,32 +21,28 @@ __all__ = ["resume", "suspend", "untouched"]
 class _State:
     """Contexts that want eager runs may end in any order: the last one puts the stance back."""
 
-    lock = threading.Lock()
-    count = 0
+    lock = threading.RLock()  # a context may be collected, and end, while it is held
+    users: ClassVar[set[int]] = set()
     stance: Any = None
 
 
-_eager = _State()
+def suspend(user: object) -> None:
+    """Run compiled models eagerly, if there can be any: importing the compiler is slow."""
+    if "torch._dynamo" in sys.modules and not torch.compiler.is_compiling():
+        with _State.lock:
+            _State.users.add(id(user))
+            if len(_State.users) == 1:
+                _State.stance = torch.compiler.set_stance("force_eager")
 
 
-def suspend() -> bool:
-    """Run compiled models eagerly; whether there can be any (importing the compiler is slow)."""
-    if "torch._dynamo" not in sys.modules or torch.compiler.is_compiling():
-        return False
-    with _eager.lock:
-        if _eager.count == 0:
-            _eager.stance = torch.compiler.set_stance("force_eager")
-        _eager.count += 1
-    return True
-
-
-def resume() -> None:
-    """One `suspend` less; after the last, compiled models run as before."""
-    with _eager.lock:
-        _eager.count -= 1
-        if _eager.count == 0:
-            _eager.stance.__exit__(None, None, None)
-            _eager.stance = None
+def resume(user: object) -> None:
+    """One user less; after the last, compiled models run as before. May be called again."""
+    if _State.stance is not None or _State.users:
+        with _State.lock:
+            _State.users.discard(id(user))
+            if not _State.users and _State.stance is not None:
+                _State.stance.__exit__(None, None, None)
+                _State.stance = None
 
 
 def untouched() -> bool:

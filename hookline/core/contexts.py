@@ -25,7 +25,6 @@ class Entering:
     _wheres: tuple[Any, ...] = ()
     _open = False
     _attached = False
-    _eager = False  # whether compiled models run eagerly because of this
     _entered = True  # until the constructor is through: one that fails is not a forgotten one
 
     def __init__(self, model: nn.Module | Tensor) -> None:
@@ -66,7 +65,8 @@ class Entering:
         self._attached = attached
         try:
             self._start(attached)
-            self._eager = not self._runs_compiled(attached) and compiling.suspend()
+            if not self._runs_compiled(attached):
+                compiling.suspend(self)
         except BaseException:
             self._leave()
             raise
@@ -74,10 +74,8 @@ class Entering:
     def _leave(self) -> None:
         if self._open:
             self._stop()
+            compiling.resume(self)
             self._open = self._attached = False
-            if self._eager:
-                self._eager = False
-                compiling.resume()
 
     def __enter__(self) -> Any:
         self._enter(attached=False)

@@ -56,7 +56,9 @@ class Regions:
 
     def awaiting(self) -> bool:
         """Whether a region that may still be recomputed has not been so far."""
-        return any(region not in self._again for region in self._calls)
+        # torch ends a recomputation early: the site's module may not have come again.
+        done = {id(region) for region in self._calls if getattr(region, "is_recomputed", None)}
+        return any(region not in self._again and id(region) not in done for region in self._calls)
 
 
 def _running() -> list[tuple[Any, bool]]:
