@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from hookline.core.nested import Part, get_part, set_part
+from hookline.core.nested import get_part, set_part
 from hookline.core.places import Target
 from hookline.errors import ChangeError
 
@@ -25,7 +25,7 @@ _signatures: dict[Any, tuple[list[str], list[str]]] = {}  # by a type's forward
 def _names(module: nn.Module) -> tuple[list[str], list[str]]:
     """The parameters of a module's forward: those taken by position, and all that have names."""
     key = None if "forward" in module.__dict__ else type(module).forward
-    if key in _signatures:
+    if key is not None and key in _signatures:
         return _signatures[key]
     try:
         parameters = [*inspect.signature(module.forward).parameters.values()]
@@ -33,12 +33,11 @@ def _names(module: nn.Module) -> tuple[list[str], list[str]]:
         parameters = []
     named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     found = [p.name for p in named if p.kind is not p.KEYWORD_ONLY], [p.name for p in named]
-    if key is not None:
-        _signatures[key] = found
+    _signatures[key] = found
     return found
 
 
-def bind(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Part, Any]:
+def bind(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int | str, Any]:
     """All arguments by name, as they were passed; what `*args` takes is keyed by position.
 
     >>> bind(nn.Linear(1, 1), (7,), {})
@@ -47,7 +46,7 @@ def bind(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> di
     return {**dict(zip(_keys(module, args, kwargs), args, strict=True)), **kwargs}
 
 
-def _keys(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Part]:
+def _keys(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int | str]:
     names, _ = _names(module)
     return [names[n] if n < len(names) and names[n] not in kwargs else n for n in range(len(args))]
 
