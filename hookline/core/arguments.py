@@ -5,6 +5,9 @@
 - `bind(module, args, kwargs)`: all arguments by name
 """
 
+# Values of any structure have no types.
+# pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false
+
 from __future__ import annotations
 
 import inspect

@@ -38,8 +38,8 @@ _SPECIAL = re.compile(r"[*{},/:\[\]#\\]")
 _HIDDEN = {f"\\{c}": chr(0x10FE00 + ord(c)) for c in r"\*{},/:[]#"}  # the backslash comes first
 _SHOWN = {ord(hidden): escaped[1] for escaped, hidden in _HIDDEN.items()}
 _OPEN, _OR, _CLOSE = (chr(0x10FD00 + n) for n in range(3))
-_EXPRESSION = {hidden: re.escape(shown) for hidden, shown in _SHOWN.items()}
-_EXPRESSION |= {ord(_OPEN): "(?:", ord(_OR): "|", ord(_CLOSE): ")"}
+_GROUPS = {ord(_OPEN): "(?:", ord(_OR): "|", ord(_CLOSE): ")"}
+_EXPRESSION = _GROUPS | {hidden: re.escape(shown) for hidden, shown in _SHOWN.items()}
 
 _NAME = r"[^\[\]:/#\\]"
 _PART = r"""\[('(?:[^'\\]|\\(?s:.))*'|"(?:[^"\\]|\\(?s:.))*"|[^\[\]'"\\]+)\]"""
@@ -107,7 +107,7 @@ def parse(text: str) -> Pattern:
         closest = f". Closest: {close[0]!r}" if close else ""
         raise _malformed(text, f"it names the port {port!r}, which does not exist{closest}")
     operation = form["operation"] and form["operation"].translate(_SHOWN)
-    nth = form["nth"] and int(form["nth"])
+    nth = int(form["nth"]) if form["nth"] else None
     parts = tuple(_part(spelled) for spelled in re.findall(_PART, form["parts"]))
     literal = "*" not in path and "{" not in path
     return Pattern(tuple(_expand(text, path)), operation, nth, port, parts, literal)
@@ -173,11 +173,10 @@ def _numbers(text: str, start: str, end: str) -> list[str]:
 
 
 def _segment(name: str) -> Segment:
-    if name == "**":
-        return DEEP
-    if "*" in name or _OPEN in name:
-        return re.compile(re.escape(name).replace(r"\*", ANY.pattern).translate(_EXPRESSION))
-    return name.translate(_SHOWN)
+    if "*" not in name and _OPEN not in name:
+        return name.translate(_SHOWN)
+    expression = re.escape(name).replace(r"\*", ANY.pattern).translate(_EXPRESSION)
+    return DEEP if name == "**" else re.compile(expression)
 
 
 def _check(text: str, spelled: str) -> None:

@@ -97,9 +97,8 @@ def leaves(value: Any, path: Path = (), above: tuple[int, ...] = ()) -> list[tup
     if id(value) in above or len(above) == _LEVELS:
         return []
     found: list[tuple[Path, Tensor]] = []
-    above = (*above, id(value))
     for part, item in children(value) or ():
-        found += leaves(item, (*path, part), above)
+        found += leaves(item, (*path, part), (*above, id(value)))
     return found
 
 

@@ -6,6 +6,9 @@
 - `resolve(model, wheres)`: what was asked for, as targets
 """
 
+# What is asked for may be of any type.
+# pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false
+
 from __future__ import annotations
 
 import difflib
@@ -140,10 +143,10 @@ class _Query:
             self.requests.append(self._of_text(where, port, parts))
         elif callable(where) or isinstance(where, re.Pattern):
             self.requests.append(self._of_modules(where, port, parts))
-        elif isinstance(where, tuple) and _is_pair(cast("tuple[Any, ...]", where)):
+        elif isinstance(where, tuple) and _is_pair(where):
             self.add(where[0], *parse_port(where[1]))
         elif isinstance(where, Iterable):
-            for item in cast("Iterable[Any]", where):
+            for item in where:
                 self.add(item, port, parts)
         else:
             raise PlaceError(
@@ -184,7 +187,7 @@ class _Query:
                     f"Ask for the module, or write {escape(text)!r} if that is a module's name.",
                 )
         if not request.targets:
-            raise self._not_found(request, pattern.paths[0])
+            raise self._not_found(request, text, pattern.paths[0])
         return request
 
     def _add_path(self, request: Request, path: tuple[Any, ...]) -> None:
@@ -211,19 +214,19 @@ class _Query:
             elif isinstance(module, jit.ScriptModule):
                 request.refused[Place(path, port, parts)] = problem[0]
 
-    def _not_found(self, request: Request, names: tuple[Any, ...]) -> PlaceNotFound:
+    def _not_found(self, request: Request, text: str, names: tuple[Any, ...]) -> PlaceNotFound:
         found = next((f"{str(place)!r}: {why}" for place, why in request.refused.items()), "")
         *above, name = names or ("",)
-        for path, owner in find(self.model, above) if request.literal else ():
+        for _, owner in find(self.model, above) if request.literal else ():
             if nn.utils.parametrize.is_parametrized(owner, name):
-                full = join(join(path, "parametrizations"), name)
-                originals = [f"'{full}.{n}'" for n in owner.parametrizations[name]._parameters]
+                ((full, module),) = find(self.model, (*above, "parametrizations", name))
+                originals = [f"'{full}.{n}'" for n, _ in tensors_of(module)]
                 found = f"{name!r} is parametrised: it is computed at each use."
                 remedy = f"Name {full!r}, or {' and '.join(originals)} for its parameters."
                 return _nothing(request, found, remedy)
             if getattr(owner, name, 0) is None:
                 found = f"{name!r} is there, but it is None."
-        return _nothing(request, found or _closest(self.model, request.asked[1:-1]))
+        return _nothing(request, found or _closest(self.model, text))
 
     # -- modules --------------------------------------------------------------------------------
 
@@ -295,14 +298,14 @@ def _wrong_port(request: Request, found: str) -> PlaceError:
     return PlaceError(
         f"The place {request.asked} asks for the port {request.port!r}:",
         found,
-        "Modules have ports such as fc:input, parameters fc.weight:value and fc.weight:grad.",
+        "Give one: modules have such as fc:input, parameters fc.weight:value and fc.weight:grad.",
     )
 
 
 def _closest(model: nn.Module, text: str) -> str:
     names = [join(path, name) for path, m in walk(model) for name in ("", *dict(tensors_of(m)))]
     close = difflib.get_close_matches(re.split(r"[:\[]", text)[0], names, n=3, cutoff=0.5)
-    shown = [repr(escape(name)) for name in close or list(model._modules)[:8]]
+    shown = [repr(escape(name)) for name in close or [*dict(model._modules.items())][:8]]
     return f"{'Closest' if close else 'Its own children'}: {', '.join(shown) or 'none'}."
 
 

@@ -37,8 +37,7 @@ class heads:
     def index(self, value: Tensor) -> Any:
         """The index of the heads' columns in the last dimension."""
         which, of, width = self.which, self.of, value.shape[-1] if value.ndim else 0
-        known = which and all(-of <= head < of for head in which)
-        if not known or not width or width % of:
+        if not which or not all(-of <= head < of for head in which) or not width or width % of:
             raise ChangeError(
                 f"{self!r} was asked for.",
                 f"The value has the shape {tuple(value.shape)}; heads count from 0.",

@@ -49,13 +49,12 @@ def _shape(tensor: Tensor) -> str:
 
 def rows_of(place: str, values: Sequence[Any], checks: Any) -> list[tuple[str, ...]]:
     """One row for each tensor in the values of a place; shapes that vary are marked."""
-    first, *others = values
+    first, others = values[0], [dict(leaves(value)) for value in values[1:]]
     place, count = place or "''", str(len(values))  # '' is the model itself
-    tables = [dict(leaves(value)) for value in others]
     rows: list[tuple[str, ...]] = []
     for path, tensor in leaves(first):
         shape = _shape(tensor)
-        if any(path not in table or _shape(table[path]) != shape for table in tables):
+        if any(path not in other or _shape(other[path]) != shape for other in others):
             shape += " varies"
         attached = isinstance(checks, int) or id(tensor) in (checks or ())
         dtype = str(tensor.dtype).removeprefix("torch.")

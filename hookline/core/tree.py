@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -46,12 +46,12 @@ def find(model: nn.Module, segments: Sequence[Segment]) -> list[Step]:
         if segment not in modules or modules[segment] is None:
             break
         module, depth = modules[segment], depth + 1
-    level = [(".".join(segments[:depth]), module)]  # pyright: ignore[reportArgumentType]
+    level: list[Step] = [(".".join(cast("Sequence[str]", segments[:depth])), module)]
     for segment in segments[depth:]:
         depth += 1
         last = depth == len(segments)
         # Before other segments `**` may stand for nothing.
-        found = {} if last or segment is not DEEP else {step[1]: step for step in level}
+        found: dict[Any, Step] = {} if last or segment is not DEEP else {s[1]: s for s in level}
         for path, module in level:
             _add_children(path, module, segment, found)
         if segment is DEEP and last:
