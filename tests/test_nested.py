@@ -514,6 +514,19 @@ def test_an_attribute_of_an_opaque_object_is_edited_on_a_copy_of_it():
     assert torch.equal(cache.layers[0], X * 2)
 
 
+def test_an_attribute_of_a_container_is_read_and_an_edit_of_it_is_refused():
+    value = Row(X.clone(), 1)
+    value.note = X * 2
+    model = Giving(lambda: value)
+    with hl.capture(model, "[note]") as record:
+        model()
+    assert torch.equal(record["[note]"], X * 2)
+    with pytest.raises(hl.PlaceError, match=r"\[note\] of a Row.*cannot be made anew"):
+        with hl.edit(model, "[note]", hl.zero()):
+            model()
+    assert_clean(model)
+
+
 def test_an_attribute_that_cannot_be_set_is_refused_with_its_place():
     model = Giving(lambda: Cache())
     with pytest.raises(hl.HooklineError, match="total"):

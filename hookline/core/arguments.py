@@ -5,6 +5,9 @@
 - `bind(module, args, kwargs)`: all arguments by name
 """
 
+# Values of any structure have no types.
+# pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false
+
 from __future__ import annotations
 
 import inspect
@@ -13,7 +16,7 @@ from typing import Any
 
 from torch import nn, overrides
 
-from hookline.core.nested import Part, get_part, set_part
+from hookline.core.nested import get_part, set_part
 from hookline.core.places import Target
 from hookline.errors import ChangeError
 
@@ -30,7 +33,7 @@ def _names(module: Any) -> tuple[list[str], list[str]]:
     if isinstance(module, nn.Module):
         key = None if "forward" in module.__dict__ else type(module).forward
         function = module.forward
-    if key in _signatures:
+    if key is not None and key in _signatures:
         return _signatures[key]
     try:
         # torch's own functions have no signature but that of their stand-in for overriding.
@@ -40,12 +43,11 @@ def _names(module: Any) -> tuple[list[str], list[str]]:
         parameters = []
     named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     found = [p.name for p in named if p.kind is not p.KEYWORD_ONLY], [p.name for p in named]
-    if key is not None:
-        _signatures[key] = found
+    _signatures[key] = found
     return found
 
 
-def bind(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Part, Any]:
+def bind(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int | str, Any]:
     """All arguments by name, as they were passed; what `*args` takes is keyed by position.
 
     >>> bind(nn.Linear(1, 1), (7,), {})
@@ -54,7 +56,7 @@ def bind(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Par
     return {**dict(zip(_keys(module, args, kwargs), args, strict=True)), **kwargs}
 
 
-def _keys(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Part]:
+def _keys(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int | str]:
     names, _ = _names(module)
     return [names[n] if n < len(names) and names[n] not in kwargs else n for n in range(len(args))]
 
@@ -91,7 +93,7 @@ def write(
     bound: Any = set_part(bind(module, args, kwargs), parts, new)
     if not isinstance(bound, Mapping) or not bound.keys() >= set(keys):
         raise ChangeError(
-            f"The arguments of {type(module).__name__} were to be replaced.",
+            f"The arguments of a {type(module).__name__} were to be replaced.",
             f"What was given in their place lacks one of {keys}, or is no dict.",
             "Return a dict with all arguments by name.",
         )

@@ -19,7 +19,7 @@ from contextlib import suppress
 from functools import lru_cache
 from typing import NamedTuple
 
-from hookline.core.nested import Part, Path
+from hookline.core.nested import Path
 from hookline.errors import PlaceError
 
 __all__ = [
@@ -38,20 +38,17 @@ _SPECIAL = re.compile(r"[*{},/:\[\]#\\]")
 _HIDDEN = {f"\\{c}": chr(0x10FE00 + ord(c)) for c in r"\*{},/:[]#"}  # the backslash comes first
 _SHOWN = {ord(hidden): escaped[1] for escaped, hidden in _HIDDEN.items()}
 _OPEN, _OR, _CLOSE = (chr(0x10FD00 + n) for n in range(3))
-_EXPRESSION = {hidden: re.escape(shown) for hidden, shown in _SHOWN.items()}
-_EXPRESSION |= {ord(_OPEN): "(?:", ord(_OR): "|", ord(_CLOSE): ")"}
+_GROUPS = {ord(_OPEN): "(?:", ord(_OR): "|", ord(_CLOSE): ")"}
+_EXPRESSION = _GROUPS | {hidden: re.escape(shown) for hidden, shown in _SHOWN.items()}
 
-_PART = r"""\[('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[^\[\]'"\\]+)\]"""
+_NAME = r"[^\[\]:/#\\]"
+_PART = r"""\[('(?:[^'\\]|\\(?s:.))*'|"(?:[^"\\]|\\(?s:.))*"|[^\[\]'"\\]+)\]"""
 _PLACE = re.compile(
-    r"(?P<path>[^\[\]:/#\\]*)"
-    r"(?:/(?P<operation>[^\[\]:/#\\]+)(?:\#(?P<nth>[0-9]+))?)?"
-    r"(?::(?P<port>[^\[\]:/#\\]*))?"
-    rf"(?P<parts>(?:{_PART})*)",
-    re.DOTALL,
+    rf"(?P<path>{_NAME}*)(?:/(?P<operation>{_NAME}+)(?:\#(?P<nth>[0-9]+))?)?"
+    rf"(?::(?P<port>{_NAME}*))?(?P<parts>(?:{_PART})*)"
 )
 _BRACES = re.compile(r"\{([^{}]*)\}")  # an innermost pair
 _RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)")
-_MOST = 10_000  # numbers in one range
 
 # What is wrong with a place or a path, by what is found in it; the first that fits is told.
 _REASONS = {
@@ -86,7 +83,7 @@ def escape(path: str) -> str:
     >>> print(escape("a/b.x[0]"))
     a\/b.x\[0\]
     """
-    return _SPECIAL.sub(r"\\\g<0>", path)
+    return _SPECIAL.sub(r"\\\g<0>", path) if _SPECIAL.search(path) else path
 
 
 @lru_cache(maxsize=4096)
@@ -102,18 +99,16 @@ def parse(text: str) -> Pattern:
         hidden = hidden.replace(escaped, character)
     form = _PLACE.fullmatch(hidden)
     if form is None:
-        raise _malformed(text, _reason(hidden) or "its pieces are not in their order")
+        _check(text, hidden)
+        raise _malformed(text, "its pieces are not in their order")
     path, port, ports = form["path"], form["port"], (*MODULE_PORTS, *TENSOR_PORTS)
     if port is not None and port not in ports:
         close = difflib.get_close_matches(port, ports, n=1, cutoff=0.5)
-        raise PlaceError(
-            f"The place {text!r} names the port {port!r}, which does not exist.",
-            f"Closest: {close[0]!r}." if close else "",
-            f"A module has {', '.join(MODULE_PORTS)}; a parameter or buffer value, grad.",
-        )
+        closest = f". Closest: {close[0]!r}" if close else ""
+        raise _malformed(text, f"it names the port {port!r}, which does not exist{closest}")
     operation = form["operation"] and form["operation"].translate(_SHOWN)
-    nth = form["nth"] and int(form["nth"])
-    parts = tuple(_part(spelled) for spelled in re.findall(_PART, form["parts"], re.DOTALL))
+    nth = int(form["nth"]) if form["nth"] else None
+    parts = tuple(_part(spelled) for spelled in re.findall(_PART, form["parts"]))
     literal = "*" not in path and "{" not in path
     return Pattern(tuple(_expand(text, path)), operation, nth, port, parts, literal)
 
@@ -147,7 +142,7 @@ def literal_readings(text: str) -> tuple[Pattern, ...]:
     return tuple(readings)
 
 
-def _part(spelled: str) -> Part:
+def _part(spelled: str) -> int | str:
     if spelled[0] in "'\"":
         return re.sub(r"\\(.)", r"\1", spelled[1:-1], flags=re.DOTALL).translate(_SHOWN)
     return int(spelled) if re.fullmatch(r"-?[0-9]+", spelled) else spelled.translate(_SHOWN)
@@ -157,50 +152,45 @@ def _expand(text: str, path: str) -> Iterator[tuple[Segment, ...]]:
     """The paths that braces stand for: several where they hold dots, else groups of one."""
     braces = _BRACES.search(path)
     if braces is None:
-        reason = _reason(path)
-        if reason:
-            raise _malformed(text, reason)
+        _check(text, path)
         yield tuple(_segment(name) for name in path.split(".")) if path else ()
         return
     before, after = path[: braces.start()], path[braces.end() :]
-    choices = _choices(text, braces[1])
+    span = _RANGE.fullmatch(braces[1])
+    choices = braces[1].split(",") if span is None else _numbers(text, span[1], span[2])
     if not any("." in choice or "**" in choice for choice in choices):
         choices = [_OPEN + _OR.join(choices) + _CLOSE]
     for choice in choices:
         yield from _expand(text, before + choice + after)
 
 
-def _choices(text: str, inside: str) -> list[str]:
-    span = _RANGE.fullmatch(inside)
-    if span is None:
-        return inside.split(",")
-    low, high = sorted((int(span[1]), int(span[2])))
-    if high - low >= _MOST:
-        raise _malformed(text, f"a range holds at most {_MOST:,} numbers")
-    width = len(span[1]) if span[1].startswith("0") else 0
+def _numbers(text: str, start: str, end: str) -> list[str]:
+    low, high = sorted((int(start), int(end)))
+    if high - low >= 10_000:
+        raise _malformed(text, "a range holds at most 10,000 numbers")
+    width = len(start) if start.startswith("0") else 0
     return [str(number).zfill(width) for number in range(low, high + 1)]
 
 
 def _segment(name: str) -> Segment:
-    if name == "**":
-        return DEEP
-    if "*" in name or _OPEN in name:
-        return re.compile(re.escape(name).replace(r"\*", ANY.pattern).translate(_EXPRESSION))
-    return name.translate(_SHOWN)
+    if "*" not in name and _OPEN not in name:
+        return name.translate(_SHOWN)
+    expression = re.escape(name).replace(r"\*", ANY.pattern).translate(_EXPRESSION)
+    return DEEP if name == "**" else re.compile(expression)
 
 
-def _reason(spelled: str) -> str:
-    """What is wrong with a place or a path, if one of the reasons fits."""
+def _check(text: str, spelled: str) -> None:
+    """Say what is wrong with a place or a path, if one of the reasons fits."""
     for wrong, reason in _REASONS.items():
         found = re.search(wrong, spelled, re.DOTALL)
         if found is not None:
-            return found.expand(reason).translate(_SHOWN)
-    return ""
+            raise _malformed(text, found.expand(reason).translate(_SHOWN))
 
 
 def _malformed(text: str, reason: str) -> PlaceError:
     return PlaceError(
         f"The place {text!r} cannot be read:",
         f"{reason}.",
-        "A place is path[/operation[#n]][:port][[part]]...; a backslash escapes a character.",
+        "A place is path[/operation[#n]][:port][[part]]...; a backslash escapes a character. "
+        f"A module has {', '.join(MODULE_PORTS)}; a parameter or buffer {', '.join(TENSOR_PORTS)}.",
     )

@@ -34,8 +34,7 @@ from torch.distributions import Distribution
 from hookline.errors import PlaceError, SeveralTensors
 
 __all__ = [
-    "Part", "Path", "children", "get_part", "leaves", "map_leaves", "only_tensor", "set_part",
-    "show_path",
+    "Path", "children", "get_part", "leaves", "map_leaves", "only_tensor", "set_part", "show_path",
 ]  # fmt: skip
 
 Part = int | str
@@ -51,14 +50,13 @@ def show_path(path: Path) -> str:
     >>> show_path((1, "mask", "0"))
     "[1][mask]['0']"
     """
-    return "".join(f"[{_show_part(part)}]" for part in path)
+    return "".join([f"[{_show_part(part)}]" for part in path])
 
 
 def _show_part(part: Part) -> str:
-    if isinstance(part, int) or (part and not re.search(r"""[\[\]'"\\]|^-?[0-9]+$""", part)):
-        return str(part)
-    escaped = part.replace("\\", "\\\\").replace("'", "\\'")
-    return f"'{escaped}'"
+    if isinstance(part, str) and re.search(r"""[\[\]'"\\]|^(-?[0-9]+)?$""", part):
+        return "'" + re.sub(r"['\\]", r"\\\g<0>", part) + "'"
+    return str(part)
 
 
 def children(value: Any) -> list[tuple[Part, Any]] | None:
@@ -80,34 +78,28 @@ def children(value: Any) -> list[tuple[Part, Any]] | None:
         if isinstance(value, (list, tuple, deque)):
             return list(zip(getattr(kind, "_fields", range(len(value))), value, strict=True))
         if isinstance(value, (Distribution, SimpleNamespace)):
-            names = list(vars(value))
-        elif dataclasses.is_dataclass(kind):
-            names = [field.name for field in dataclasses.fields(kind)]
-        else:  # the attrs library, without importing it
-            names = [field.name for field in kind.__attrs_attrs__]
-        return [(name, getattr(value, name)) for name in names if hasattr(value, name)]
+            return list(vars(value).items())
+        # A dataclass, or one of the attrs library, without importing it.
+        fields = getattr(kind, "__attrs_attrs__", None) or dataclasses.fields(kind)
+        return [(f.name, getattr(value, f.name)) for f in fields if hasattr(value, f.name)]
     except Exception:  # noqa: BLE001 - an object that cannot be walked is opaque
         return None
 
 
-def leaves(value: Any) -> list[tuple[Path, Tensor]]:
+def leaves(value: Any, path: Path = (), above: tuple[int, ...] = ()) -> list[tuple[Path, Tensor]]:
     """Every tensor in a structure with its path, in order. A structure that holds itself is safe.
 
     >>> [path for path, _ in leaves((torch.zeros(1), {"h": [torch.zeros(2), None]}))]
     [(0,), (1, 'h', 0)]
     """
-    found: list[tuple[Path, Tensor]] = []
-    _gather(value, (), (), found)
-    return found
-
-
-def _gather(value: Any, path: Path, above: tuple[int, ...], found: list[Any]) -> None:
     if issubclass(type(value), Tensor):  # isinstance would ask a proxy for its class
-        found.append((path, value))
-    elif id(value) not in above and len(above) < _LEVELS:
-        above = (*above, id(value))
-        for part, item in children(value) or ():
-            _gather(item, (*path, part), above, found)
+        return [(path, value)]
+    if id(value) in above or len(above) == _LEVELS:
+        return []
+    found: list[tuple[Path, Tensor]] = []
+    for part, item in children(value) or ():
+        found += leaves(item, (*path, part), (*above, id(value)))
+    return found
 
 
 def only_tensor(value: Any, what: str = "The value") -> tuple[Path, Tensor]:
@@ -116,7 +108,7 @@ def only_tensor(value: Any, what: str = "The value") -> tuple[Path, Tensor]:
     >>> only_tensor((None, torch.zeros(2)))
     ((1,), tensor([0., 0.]))
     """
-    found = list(leaves(value))
+    found = leaves(value)
     if len(found) == 1:
         return found[0]
     parts = ", ".join(f"{show_path(path)} {tuple(tensor.shape)}" for path, tensor in found[:12])
@@ -139,28 +131,26 @@ def get_part(value: Any, path: Path) -> Any:
 
 
 def _locate(value: Any, part: Part, before: Path = ()) -> tuple[Any, Part, list[tuple[Part, Any]]]:
-    """What stands at a part, the part's own name, and all parts of the value."""
-    inside = [] if isinstance(value, Tensor) else children(value) or []
+    """What stands at a part, the part's own name, and what can be set in the value."""
+    inside = children(value) or []
     kind: Any = type(value)
     if hasattr(kind, "n_sequence_fields") and part in kind.__match_args__:  # torch.return_types
         part = kind.__match_args__.index(part)
-    for name, item in inside:
-        if name == part:
-            return item, name, inside
+    named = dict(inside)
+    if part in named:
+        return named[part], part, inside
     if isinstance(part, int) and -len(inside) <= part < len(inside):
         name, item = inside[part]
         return item, name, inside
-    where = show_path(before) or "the value"
+    it = show_path(before) or "the value"
     if isinstance(value, Tensor):
         shape = tuple(value.shape)
-        raise LookupError(
-            f"{where} is a tensor of shape {shape}, and a part never indexes a tensor"
-        )
+        raise LookupError(f"{it} is a tensor of shape {shape}, and a part never indexes a tensor")
     if isinstance(part, str) and not callable(getattr(kind, part, None)):  # methods are no parts
         with suppress(Exception):  # a property may raise anything
-            return getattr(value, part), part, inside
+            return getattr(value, part), part, [] if inside else [(part, None)]
     there = ", ".join(show_path((name,)) for name, _ in inside) or "no parts"
-    raise LookupError(f"{where} is a {kind.__name__}, which has {there}, not {show_path((part,))}")
+    raise LookupError(f"{it} is a {kind.__name__}, which has {there}, not {show_path((part,))}")
 
 
 def set_part(value: Any, path: Path, new: Any) -> Any:
@@ -173,10 +163,9 @@ def set_part(value: Any, path: Path, new: Any) -> Any:
         return new
     old, name, inside = _locate(value, path[0])
     changed = set_part(old, path[1:], new)
-    # Of an object without parts of its own an attribute is set.
-    content = [(part, changed if part == name else item) for part, item in inside or [(name, old)]]
-    made = _fill(value, _duplicate(value), content)
-    if made is value or name not in dict(content):
+    items = [changed if part == name else item for part, item in inside]
+    made = _fill(value, _duplicate(value), inside, items) if inside else value
+    if made is value:
         raise PlaceError(
             f"{show_path(path[:1])} of a {type(value).__name__} was to be replaced.",
             "Such an object cannot be made anew with something else there.",
@@ -207,8 +196,8 @@ def _map(function: Callable[[Any], Any], value: Any, seen: dict[int, Any], level
         # A structure may hold itself: then the new one must be there before its content.
         duplicate = _duplicate(value)
         seen[id(value)] = (value, duplicate)
-        content = [(part, _map(function, item, seen, level + 1)) for part, item in inside]
-        result = _fill(value, duplicate, content)
+        items = [_map(function, item, seen, level + 1) for _, item in inside]
+        result = _fill(value, duplicate, inside, items)
     seen[id(value)] = (value, result)
     return result
 
@@ -231,22 +220,23 @@ def _duplicate(value: Any) -> Any:
     return value
 
 
-def _fill(value: Any, duplicate: Any, content: list[tuple[Part, Any]]) -> Any:
+def _fill(value: Any, duplicate: Any, inside: list[tuple[Part, Any]], items: list[Any]) -> Any:
     """A container of the same type with other content; itself if that cannot be made."""
     kind: Any = type(value)
-    items = [item for _, item in content]
     try:
         if isinstance(value, tuple):
             plain = kind is tuple or hasattr(kind, "n_sequence_fields")  # torch.return_types
             duplicate = kind(items) if plain else tuple.__new__(kind, items)
             getattr(duplicate, "__dict__", {}).update(getattr(value, "__dict__", {}))
         elif duplicate is not value:
-            has_items = isinstance(value, (dict, list, deque, Mapping))
-            keys = value if isinstance(value, (dict, Mapping)) else [part for part, _ in content]
+            listed = isinstance(value, (list, deque))
+            has_items = listed or isinstance(value, (dict, Mapping))
+            is_field = hasattr(kind, "__dataclass_fields__")  # of a dict, too: in transformers
+            keys = value if has_items and not listed else [part for part, _ in inside]
             for key, item in zip(keys, items, strict=True):
                 if has_items:
                     duplicate[key] = item
-                if not has_items or (dataclasses.is_dataclass(kind) and hasattr(value, str(key))):
+                if not has_items or (is_field and hasattr(value, str(key))):
                     object.__setattr__(duplicate, str(key), item)
         return kind(duplicate) if kind is MappingProxyType else duplicate
     except Exception:  # noqa: BLE001

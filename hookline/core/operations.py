@@ -284,7 +284,7 @@ def survey(model: nn.Module, wheres: Iterable[Where], inputs: Any) -> list[Place
 
     The run leaves nothing behind: no gradients, buffers and random numbers as before.
     """
-    requests = resolve(model, wheres, operations=True)
+    requests = resolve(model, wheres, wild=True)
     targets = [t for request in requests for t in request.targets if t.operation is not None]
     mode = _Survey(targets)
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]

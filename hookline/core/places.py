@@ -6,16 +6,17 @@
 - `resolve(model, wheres)`: what was asked for, as targets
 """
 
+# What is asked for may be of any type.
+# pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false
+
 from __future__ import annotations
 
 import difflib
 import re
 from collections.abc import Callable, Iterable
-from functools import lru_cache
 from typing import Any, TypeAlias, cast
 
 from torch import Tensor, jit, nn
-from torch.nn.utils import parametrize
 
 from hookline.core.grammar import TENSOR_PORTS, Pattern, escape, literal_readings, parse, parse_port
 from hookline.core.nested import Path, show_path
@@ -24,7 +25,7 @@ from hookline.errors import HooklineError, NotHookable, PlaceError, PlaceNotFoun
 
 __all__ = ["Place", "Request", "Target", "Where", "resolve", "select"]
 
-_WILD = re.compile(r"[*{]")
+_LIST = "List what there is with hookline.select(model, '**', '**:value')."
 Predicate = Callable[[str, nn.Module], bool]
 Where: TypeAlias = str | nn.Module | type[nn.Module] | re.Pattern[str] | Predicate | Iterable[Any]
 
@@ -70,8 +71,8 @@ class Target:
         attribute: str | None = None,
         operation: str | None = None,
     ) -> None:
-        self.module, self.path, self.attribute = module, path, attribute
-        self.port, self.parts, self.operation = port, parts, operation
+        self.module, self.path, self.port, self.parts = module, path, port, parts
+        self.attribute, self.operation = attribute, operation
         self.ident = shared = id(module)
         if attribute is not None:
             shared = id(self.tensor())
@@ -103,12 +104,10 @@ class Request:
     """One thing that was asked for: literal places must all fire, of others one must."""
 
     __slots__ = ("asked", "literal", "operation", "parts", "port", "refused", "targets")
-    operation: str | None
 
     def __init__(self, asked: str, literal: bool, port: str | None, parts: Path) -> None:
-        self.asked, self.literal = asked, literal
-        self.port, self.parts = port, parts  # no port: output, or value
-        self.operation = None
+        self.asked, self.literal, self.port, self.parts = asked, literal, port, parts
+        self.operation: str | None = None
         self.targets: list[Target] = []
         self.refused: dict[Place, str] = {}  # what a wildcard matches and cannot be hooked, and why
 
@@ -140,22 +139,18 @@ def select(model: nn.Module | Tensor, *where: Where, inputs: Any = None) -> list
         return [target.place for target in targets]
     names = {id(module): (n, path) for n, (path, module) in enumerate(walk(model))}
     targets.sort(key=lambda target: names[target.ident])
-    places = [t.place_at(names[t.ident][1]) for t in targets]
-    return list(dict.fromkeys(places))
+    return list(dict.fromkeys(t.place_at(names[t.ident][1]) for t in targets))
 
 
 def resolve(
-    model: nn.Module | Tensor,
-    wheres: Iterable[Where],
-    hookable: bool = True,
-    operations: bool = False,
+    model: Any, wheres: Iterable[Where], hookable: bool = True, wild: bool = False
 ) -> list[Request]:
     """What was asked for, as targets; an error in three parts for what is not there.
 
-    With `hookable=False` also modules at which no hook can fire, such as containers; with
-    `operations` also wildcards for operations.
+    With `hookable=False` also modules at which no hook can fire, such as containers; with `wild`
+    also wildcards for operations.
     """
-    query = _Query(model, hookable, operations)
+    query = _Query(model, hookable, wild)
     for where in wheres:
         query.add(where)
     return query.requests
@@ -164,8 +159,8 @@ def resolve(
 class _Query:
     """What is asked of a model, and what was found so far."""
 
-    def __init__(self, model: Any, hookable: bool, operations: bool) -> None:
-        self.model, self.hookable, self.operations = model, hookable, operations
+    def __init__(self, model: Any, hookable: bool, wild: bool) -> None:
+        self.model, self.hookable, self.wild = model, hookable, wild
         self.requests: list[Request] = []
         self.walked: dict[int, Step] = {}  # all modules by id, once they were needed
 
@@ -177,13 +172,18 @@ class _Query:
             self.requests.append(self._of_text(where, port, parts))
         elif callable(where) or isinstance(where, re.Pattern):
             self.requests.append(self._of_modules(where, port, parts))
-        elif isinstance(where, tuple) and _is_pair(cast("tuple[Any, ...]", where)):
+        elif isinstance(where, tuple) and _is_pair(where):
             self.add(where[0], *parse_port(where[1]))
         elif isinstance(where, Iterable):
-            for item in cast("Iterable[Any]", where):
+            for item in where:
                 self.add(item, port, parts)
         else:
-            raise _no_place(where, f"of type {type(where).__name__}")
+            raise PlaceError(
+                f"{where!r} is no place:",
+                f"it is of type {type(where).__name__}.",
+                "Give a string, a module, a type, a re.Pattern, a predicate (name, module) -> "
+                "bool, a pair of one of them and a port, or a list of them.",
+            )
 
     # -- text -----------------------------------------------------------------------------------
 
@@ -205,11 +205,18 @@ class _Query:
     def _of_pattern(self, text: str, pattern: Pattern, port: str | None, parts: Path) -> Request:
         request = Request(repr(text), pattern.literal, pattern.port or port, pattern.parts + parts)
         if pattern.port and port:
-            raise _wrong_port(request, f"it was given with the port {port!r} as well.", "Give one.")
+            raise _wrong_port(request, f"it was given in a pair with {port!r}.")
         if pattern.operation is not None:
             nth = "" if pattern.nth is None else f"#{pattern.nth}"
             request.operation = pattern.operation + nth
-            self._check_operation(request)
+            if request.port in TENSOR_PORTS:
+                raise _wrong_port(request, "it belongs to parameters and buffers.")
+            if not self.wild and ("*" in request.operation or "{" in request.operation):
+                raise PlaceError(
+                    f"The place {text!r} holds a wildcard for operations:",
+                    "which ones there are is known when the model has run.",
+                    "List them with hookline.select(model, place, inputs=batch), and name some.",
+                )
         for path in pattern.paths:
             if pattern.operation is None:
                 self._add_path(request, path)
@@ -218,17 +225,6 @@ class _Query:
         if not request.targets:
             raise self._not_found(request, text, pattern.paths[0])
         return request
-
-    def _check_operation(self, request: Request) -> None:
-        if request.port in TENSOR_PORTS:
-            found = "it belongs to parameters and buffers."
-            raise _wrong_port(request, found, "An operation has the ports of a module.")
-        if not self.operations and _WILD.search(cast(str, request.operation)):
-            raise PlaceError(
-                f"The place {request.asked} holds a wildcard for operations:",
-                "which ones there are is known when the model has run.",
-                "List them with hookline.select(model, place, inputs=batch), and name some.",
-            )
 
     def _add_path(self, request: Request, path: tuple[Any, ...]) -> None:
         """Add the modules at a path, and if the port or the last name can mean them, tensors."""
@@ -240,100 +236,80 @@ class _Query:
                 return
         for start, module, name in find_tensors(self.model, path, port == "grad"):
             if port and port not in TENSOR_PORTS:
-                found = f"{name!r} is a parameter or buffer."
-                raise _wrong_port(request, found, "It has the ports value and grad.")
+                raise _wrong_port(request, f"{name!r} is a parameter or buffer.")
             request.targets.append(Target(module, start, port or "value", request.parts, name))
 
     def _add_modules(self, request: Request, steps: Iterable[Step]) -> None:
         port, parts, targets = request.port or "output", request.parts, request.targets
         for path, module in steps:
-            problem = None if _runs(type(module)) or not self.hookable else _problem(module)
+            problem = None if type(module) in _fine or not self.hookable else _problem(module)
             if problem is None:
                 targets.append(Target(module, path, port, parts, None, request.operation))
             elif request.literal:
-                place = str(Place(path, port, parts))
-                raise NotHookable(f"The place {place!r} cannot be hooked:", *problem)
+                raise NotHookable(f"A hook at {request.asked} was asked for:", *problem)
             elif isinstance(module, jit.ScriptModule):
                 request.refused[Place(path, port, parts)] = problem[0]
 
     def _not_found(self, request: Request, text: str, names: tuple[Any, ...]) -> PlaceNotFound:
-        what, every = "Nothing", "**"
-        if request.port in TENSOR_PORTS:
-            what, every = "No parameter or buffer", f"**:{request.port}"
-        remedy = f"List what there is with hookline.select(model, {every!r})."
         found = next((f"{str(place)!r}: {why}" for place, why in request.refused.items()), "")
         *above, name = names or ("",)
-        for path, owner in find(self.model, above) if request.literal else ():
-            if parametrize.is_parametrized(owner, name):
-                full = join(join(path, "parametrizations"), name)
-                originals = [f"'{full}.{n}'" for n in owner.parametrizations[name]._parameters]
+        for _, owner in find(self.model, above) if request.literal else ():
+            if nn.utils.parametrize.is_parametrized(owner, name):
+                ((full, module),) = find(self.model, (*above, "parametrizations", name))
+                originals = [f"'{full}.{n}'" for n, _ in tensors_of(module)]
                 found = f"{name!r} is parametrised: it is computed at each use."
                 remedy = f"Name {full!r}, or {' and '.join(originals)} for its parameters."
-            elif name in owner._modules or name in owner._parameters or name in owner._buffers:
-                found = f"{name!r} is registered there, but it is None."
-        found = found or _closest(self.model, text)
-        return PlaceNotFound(f"{what} matches {text!r}.", found, remedy)
+                return _nothing(request, found, remedy)
+            if getattr(owner, name, 0) is None:
+                found = f"{name!r} is there, but it is None."
+        return _nothing(request, found or _closest(self.model, text))
 
     # -- modules --------------------------------------------------------------------------------
 
     def _of_modules(self, where: Any, port: str | None, parts: Path) -> Request:
         """A module, a module type, a regular expression or a predicate."""
-        asked, literal = _describe(where, port, parts), isinstance(where, nn.Module)
-        request = Request(asked, literal, port, parts)
+        literal = isinstance(where, nn.Module)
+        shown = f"the given {type(where).__name__}" if literal else getattr(where, "__name__", None)
+        request = Request(shown or repr(getattr(where, "pattern", where)), literal, port, parts)
         if port in TENSOR_PORTS:
-            found = "it belongs to parameters and buffers."
-            raise _wrong_port(request, found, f"Name one, as in '**.weight:{port}'.")
+            raise _wrong_port(request, "it belongs to parameters and buffers.")
         if not self.walked:
-            self.walked = {id(module): (path, module) for path, module in walk(self.model)}
+            self.walked = {id(step[1]): step for step in walk(self.model)}
         steps: Iterable[Step] = self.walked.values()
-        if isinstance(where, nn.Module):
+        if literal:
             steps = [self.walked[id(where)]] if id(where) in self.walked else []
         elif isinstance(where, re.Pattern):
             steps = [step for step in steps if step[0] and where.search(step[0])]
-        elif not isinstance(where, type):
-            steps = [step for step in steps if where(*step)]
-        elif issubclass(where, nn.Module):
+        elif isinstance(where, type):
             steps = [step for step in steps if isinstance(step[1], where)]
         else:
-            raise _no_place(where, "a type, but not of modules")
+            steps = [step for step in steps if where(*step)]
         self._add_modules(request, steps)
-        if request.targets:
-            return request
-        fits = "is the given" if literal else "with a forward of its own matches"
-        kinds = sorted({type(module).__name__ for _, module in self.walked.values()})
-        raise PlaceNotFound(
-            f"No module of the model {fits} {asked}.",
-            f"The model has {', '.join(kinds)}; what is in a plain list or dict is not registered.",
-            "List them with hookline.select(model, '**').",
-        )
+        if not request.targets:
+            kinds = ", ".join(sorted({type(module).__name__ for _, module in self.walked.values()}))
+            found = f"The model has {kinds}; what is in a plain list or dict is not registered."
+            raise _nothing(request, found)
+        return request
 
 
 def _is_pair(where: tuple[Any, ...]) -> bool:
     return len(where) == 2 and isinstance(where[1], str) and where[1][:1] in (":", "[")
 
 
-def _describe(where: Any, port: str | None, parts: Path) -> str:
-    if isinstance(where, (type, nn.Module)):
-        shown = (where if isinstance(where, type) else type(where)).__name__
-    else:
-        shown = repr(getattr(where, "pattern", where))
-    return f"({shown}, {str(Place('', port or 'output', parts))!r})" if port or parts else shown
-
-
-@lru_cache(maxsize=1024)
-def _runs(kind: type[nn.Module]) -> bool:
-    """Whether modules of a type have a forward that runs in Python, so that hooks fire."""
-    return not issubclass(kind, jit.ScriptModule) and kind.forward is not nn.Module.forward
+_fine: set[type[nn.Module]] = set()  # types at whose modules hooks can fire, as far as seen
 
 
 def _problem(module: nn.Module) -> tuple[str, str] | None:
     """Why no hook on a module can ever fire, and what to do; None if one can."""
+    kind = type(module)
     if isinstance(module, jit.ScriptModule):
         reason = "it is a ScriptModule, which runs outside Python and takes no hooks."
         return reason, "Use the model before torch.jit.script or torch.jit.trace."
-    if "forward" in module.__dict__:  # a forward given to the instance is called all the same
+    if kind.forward is not nn.Module.forward:
+        _fine.add(kind)
+    if kind in _fine or "forward" in module.__dict__:  # one given to the instance is called, too
         return None
-    reason = f"it is a {type(module).__name__}, which has no forward of its own: nothing passes it."
+    reason = f"it is a {kind.__name__}, which has no forward of its own: nothing passes through."
     return reason, "Name its children, as in 'layers.*'."
 
 
@@ -349,24 +325,23 @@ def _of_tensor(tensor: Tensor, where: Any) -> Request:
 # -- errors ---------------------------------------------------------------------------------------
 
 
-def _no_place(where: Any, kind: str) -> PlaceError:
+def _nothing(request: Request, found: str, remedy: str = _LIST) -> PlaceNotFound:
+    what = "No parameter or buffer" if request.port in TENSOR_PORTS else "Nothing"
+    return PlaceNotFound(f"{what} matches {request.asked}.", found, remedy)
+
+
+def _wrong_port(request: Request, found: str) -> PlaceError:
     return PlaceError(
-        f"{where!r} is no place:",
-        f"it is {kind}.",
-        "Give a string, a module, a module type such as nn.Conv2d, a re.Pattern, a predicate "
-        "(name, module) -> bool, a pair of one of them and a port, or a list of them.",
+        f"The place {request.asked} asks for the port {request.port!r}:",
+        found,
+        "Give one: modules have such as fc:input, parameters fc.weight:value and fc.weight:grad.",
     )
 
 
-def _wrong_port(request: Request, found: str, remedy: str) -> PlaceError:
-    asked = f"The place {request.asked} asks for the port {request.port!r}:"
-    return PlaceError(asked, found, remedy)
-
-
 def _closest(model: nn.Module, text: str) -> str:
-    names = [join(path, name) for path, m in walk(model) for name in ("", *tensors_of(m))]
+    names = [join(path, name) for path, m in walk(model) for name in ("", *dict(tensors_of(m)))]
     close = difflib.get_close_matches(re.split(r"[:\[]", text)[0], names, n=3, cutoff=0.5)
-    shown = [repr(escape(name)) for name in close or list(model._modules)[:8]]
+    shown = [repr(escape(name)) for name in close or [*dict(model._modules.items())][:8]]
     return f"{'Closest' if close else 'Its own children'}: {', '.join(shown) or 'none'}."
 
 

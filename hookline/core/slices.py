@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,31 +33,26 @@ class heads:
 
     def __init__(self, *which: int, of: int) -> None:
         self.which, self.of = which, of
-        if of < 1 or not which or not all(-of <= head < of for head in which):
-            raise self._unfit(f"There are {of}, and they count from 0.")
 
     def index(self, value: Tensor) -> Any:
         """The index of the heads' columns in the last dimension."""
-        width = value.shape[-1] if value.ndim else 0
-        if not width or width % self.of:
-            raise self._unfit(f"The last dimension of {tuple(value.shape)} is no multiple of it.")
-        size = width // self.of
-        starts = [head % self.of * size for head in self.which]
+        which, of, width = self.which, self.of, value.shape[-1] if value.ndim else 0
+        if not which or not all(-of <= head < of for head in which) or not width or width % of:
+            raise ChangeError(
+                f"{self!r} was asked for.",
+                f"The value has the shape {tuple(value.shape)}; heads count from 0.",
+                "Give some of the model's heads, and their number, a divisor of the width, as of=.",
+            )
+        size = width // of
+        starts = [head % of * size for head in which]
         if len(starts) == 1:
             return (..., slice(starts[0], starts[0] + size))
         return (..., torch.tensor([start + n for start in starts for n in range(size)]))
-
-    def _unfit(self, found: str) -> ChangeError:
-        asked = f"{self!r} was asked for."
-        return ChangeError(
-            asked, found, "Give one or more, and the model's number of heads as of=."
-        )
 
     def __repr__(self) -> str:
         return f"heads({', '.join(map(str, self.which))}, of={self.of})"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class last_token:
     """The last position of each sequence that is not padding, for `at=`.
 
@@ -69,7 +63,8 @@ class last_token:
         mask: batch × position, nonzero where there is a token; padding on either side.
     """
 
-    mask: Tensor
+    def __init__(self, mask: Tensor) -> None:
+        self.mask = mask
 
     def index(self, value: Tensor) -> Any:
         """The index of each row's last position where the mask is set."""

@@ -19,7 +19,6 @@ __all__ = ["as_html", "as_text", "bytes_of", "describe", "rows_of", "show_bytes"
 
 _MOST = 60  # rows shown
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
-_UNITS = ("B", "KB", "MB", "GB", "TB")
 
 
 def show_bytes(count: int) -> str:
@@ -29,7 +28,7 @@ def show_bytes(count: int) -> str:
     ('48 B', '3.5 MB')
     """
     power = min((len(str(count)) - 1) // 3, 4)
-    return f"{count / 1000**power:.{min(power, 1)}f} {_UNITS[power]}"
+    return f"{count / 1000**power:.{min(power, 1)}f} {('B', 'KB', 'MB', 'GB', 'TB')[power]}"
 
 
 def bytes_of(tensor: Tensor) -> int:
@@ -60,22 +59,19 @@ def describe(tensor: Tensor) -> str:
 
 def rows_of(place: str, values: Sequence[Any], checks: Any) -> list[tuple[str, ...]]:
     """One row for each tensor in the values of a place; shapes that vary are marked."""
-    place = place or "''"  # the model itself
-    count, first = str(len(values)), values[0]
-    found = leaves(first)
-    if not found:
-        plain = children(first) is not None or issubclass(type(first), _PLAIN)
-        note = "" if plain else "kept by reference"
-        return [(place, count, type(first).__name__, "-", note)]
+    first, others = values[0], [dict(leaves(value)) for value in values[1:]]
+    place, count = place or "''", str(len(values))  # '' is the model itself
     rows: list[tuple[str, ...]] = []
-    others = [dict(leaves(value)) for value in values[1:]]
-    for path, tensor in found:
+    for path, tensor in leaves(first):
         shape = _shape(tensor)
-        if not all(path in other and _shape(other[path]) == shape for other in others):
+        if any(path not in other or _shape(other[path]) != shape for other in others):
             shape += " varies"
         attached = isinstance(checks, int) or id(tensor) in (checks or ())
         dtype = str(tensor.dtype).removeprefix("torch.")
         rows.append((place + show_path(path), count, shape, dtype, "attached" if attached else ""))
+    if not rows:
+        plain = children(first) is not None or issubclass(type(first), _PLAIN)
+        rows.append((place, count, type(first).__name__, "-", "" if plain else "kept by reference"))
     return rows
 
 
@@ -96,11 +92,10 @@ def as_text(title: str, rows: Sequence[Sequence[str]]) -> str:
 def as_html(title: str, rows: Sequence[Sequence[str]]) -> str:
     """The same as a small HTML table; names are escaped."""
     cell = "<{0} style='text-align:left'>{1}</{0}>".format
-    lines = [
-        "".join(cell("td" if n else "th", html.escape(text)) for text in row)
-        for n, row in enumerate(_shown(rows))
-    ]
-    table = "".join(f"<tr>{line}</tr>" for line in lines)
+    table = ""
+    for n, row in enumerate(_shown(rows)):
+        cells = [cell("td" if n else "th", html.escape(text)) for text in row]
+        table += f"<tr>{''.join(cells)}</tr>"
     return f"<p><b>{html.escape(title)}</b></p><table>{table}</table>"
 
 

@@ -10,8 +10,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -20,6 +20,7 @@ from hookline.core.grammar import ANY, DEEP, Segment
 __all__ = ["Step", "exists", "find", "find_tensors", "join", "tensors_of", "walk"]
 
 Step = tuple[str, nn.Module]  # a module under a path
+Owned = tuple[str, nn.Module, str]  # and a parameter or buffer in it
 
 # Wrappers of torch whose name in a path may be left out: DDP, compile, FSDP1, checkpointing.
 _WRAPPERS = {"", "module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
@@ -45,36 +46,39 @@ def find(model: nn.Module, segments: Sequence[Segment]) -> list[Step]:
         if segment not in modules or modules[segment] is None:
             break
         module, depth = modules[segment], depth + 1
-    level = [(".".join(segments[:depth]), module)]  # pyright: ignore[reportArgumentType]
+    level: list[Step] = [(".".join(cast("Sequence[str]", segments[:depth])), module)]
     for segment in segments[depth:]:
         depth += 1
-        found: dict[Any, Step] = {}
+        last = depth == len(segments)
+        # Before other segments `**` may stand for nothing.
+        found: dict[Any, Step] = {} if last or segment is not DEEP else {s[1]: s for s in level}
         for path, module in level:
-            if segment is DEEP and depth < len(segments):  # then it may stand for nothing
-                found.setdefault(module, (path, module))
             _add_children(path, module, segment, found)
-        if segment is DEEP and depth == len(segments):
+        if segment is DEEP and last:
             found.pop(model, None)
         level = list(found.values())
     return level
 
 
 def _add_children(path: str, module: Any, segment: Segment, found: dict[Any, Step]) -> None:
-    """Add the children whose name matches, and for `**` all modules below them."""
-    deep = segment is DEEP
-    inner = None if deep else _wrapped(path, module, segment)
+    """Add the children whose name matches, and for `**` all modules below."""
+    prefix, modules = path and f"{path}.", module._modules
+    if segment is DEEP:
+        for name, child in modules.items():
+            if child is not None and child not in found:
+                found[child] = (prefix + name, child)
+                if child._modules:
+                    _add_children(prefix + name, child, DEEP, found)
+        return
+    inner = _wrapped(path, module, segment)
     if inner is not None:
         _add_children(*inner, segment, found)
-        return
-    prefix, named = path and f"{path}.", module._modules.items()
-    if isinstance(segment, str):
-        named = [(segment, module._modules[segment])] if segment in module._modules else []
-    every = deep or segment is ANY or isinstance(segment, str)
-    for name, child in named:
-        if child is not None and child not in found and (every or segment.fullmatch(name)):
-            found[child] = (prefix + name, child)
-            if deep and child._modules:
-                _add_children(prefix + name, child, segment, found)
+    elif not isinstance(segment, str):
+        for name, child in modules.items():
+            if child is not None and (segment is ANY or segment.fullmatch(name)):
+                found.setdefault(child, (prefix + name, child))
+    elif segment in modules and modules[segment] is not None:
+        found.setdefault(modules[segment], (prefix + segment, modules[segment]))
 
 
 def _wrapped(path: str, module: nn.Module, segment: Segment) -> Step | None:
@@ -82,7 +86,8 @@ def _wrapped(path: str, module: nn.Module, segment: Segment) -> Step | None:
 
     For wildcards an ordinary module that calls a child `module` is no wrapper.
     """
-    for name, inner in module._modules.items() if len(module._modules) == 1 else ():
+    if len(module._modules) == 1:
+        ((name, inner),) = module._modules.items()
         known = name != "module" or "DataParallel" in type(module).__name__
         known = known or isinstance(segment, str) or _WRAPPERS.issuperset(path.split("."))
         if name in _WRAPPERS and inner is not None and name != segment and known:
@@ -90,44 +95,43 @@ def _wrapped(path: str, module: nn.Module, segment: Segment) -> Step | None:
     return None
 
 
-def find_tensors(
-    model: nn.Module, segments: Sequence[Segment], gradients: bool
-) -> Iterator[tuple[str, nn.Module, str]]:
+def find_tensors(model: nn.Module, segments: Sequence[Segment], gradients: bool) -> list[Owned]:
     """The parameters and buffers whose path matches, each once, with their owners.
 
     Of gradients, wildcards do not mean buffers, which have none.
     """
-    last, seen = segments[-1] if segments else "", set[int]()
+    last = segments[-1] if segments else ""
     named = isinstance(last, str)
     fits = last.__eq__ if isinstance(last, str) else last.fullmatch
     below = find(model, segments) if last is DEEP else []  # `a.**` is any tensor in a or below
-    step: Step | None
-    for step in find(model, segments[:-1]) + below:
-        while step is not None:
-            path, module = step
-            found = [(name, tensor) for name, tensor in tensors_of(module).items() if fits(name)]
-            for name, tensor in found:
-                trainable = tensor.requires_grad or isinstance(tensor, nn.Parameter)
-                if id(tensor) not in seen and (named or trainable or not gradients):
-                    seen.add(id(tensor))
-                    yield path, module, name
-            step = None if named and found else _wrapped(path, module, last)
+    owners = find(model, segments[:-1]) + below
+    found: dict[int, Owned] = {}
+    for path, module in owners:
+        tensors = [(name, tensor) for name, tensor in tensors_of(module) if fits(name)]
+        inner = None if named and tensors else _wrapped(path, module, last)
+        owners += [inner] if inner else []  # to be looked at as well, in this loop
+        for name, tensor in tensors:
+            every = named or not gradients or tensor.requires_grad
+            if every or isinstance(tensor, nn.Parameter):
+                found.setdefault(id(tensor), (path, module, name))
+    return list(found.values())
 
 
 def exists(model: nn.Module, names: Sequence[str]) -> bool:
     """Whether a plain path is that of a module, parameter or buffer."""
-    name, found = names[-1], dict[Any, Step]()
-    for path, owner in find(model, names[:-1]):
-        _add_children(path, owner, name, found)
-        if found or name in owner._parameters or name in owner._buffers:
+    name, owners = names[-1], find(model, names[:-1])
+    for path, owner in owners:
+        if name in owner._modules or name in owner._parameters or name in owner._buffers:
             return True
+        inner = _wrapped(path, owner, name)
+        owners += [inner] if inner else []  # to be looked at as well, in this loop
     return False
 
 
-def tensors_of(module: nn.Module) -> dict[str, Tensor]:
+def tensors_of(module: nn.Module) -> list[tuple[str, Tensor]]:
     """The parameters and buffers of a module itself."""
     named = (*module._parameters.items(), *module._buffers.items())
-    return {name: tensor for name, tensor in named if tensor is not None}
+    return [(name, tensor) for name, tensor in named if tensor is not None]
 
 
 def join(path: str, name: str) -> str:
