@@ -249,7 +249,8 @@ def test_what_would_cut_off_fractions_is_refused(change, dtype):
 @pytest.mark.parametrize(
     "change",
     [hl.scale(1j), hl.add(torch.tensor([1j, 1j])), hl.replace(1j),
-     hl.replace(torch.tensor([1j, 1j])), hl.blend(torch.tensor([1j, 1j]), 0.5)],
+     hl.replace(torch.tensor([1j, 1j])), hl.blend(torch.tensor([1j, 1j]), 0.5),
+     hl.remove_direction(torch.tensor([1j, 1.0]))],
     ids=lambda change: type(change).__name__,
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore:Casting complex")
@@ -259,8 +260,20 @@ def test_imaginary_parts_are_never_dropped(change):
 
 
 def test_whole_numbers_that_do_not_fit_are_refused():
-    with pytest.raises(hl.ChangeError, match="uint8"):
-        changed(hl.replace(torch.tensor([300])), torch.ones(1, dtype=torch.uint8))
+    for change in (hl.replace(torch.tensor([300])), hl.replace(300), hl.add(torch.tensor([300]))):
+        with pytest.raises(hl.ChangeError, match="uint8"):
+            changed(change, torch.ones(1, dtype=torch.uint8))
+    assert changed(hl.add(torch.tensor([200])), torch.ones(1, dtype=torch.uint8)) == 201
+
+
+def test_a_number_is_put_in_with_all_its_digits():
+    for dtype, number in [
+        (torch.float64, 0.1),
+        (torch.complex128, 0.1 + 0.2j),
+        (torch.float16, 0.1),
+    ]:
+        result = changed(hl.replace(number), torch.zeros(2, dtype=dtype))
+        assert torch.equal(result, torch.full((2,), number, dtype=dtype))
 
 
 # -- chains and objects -------------------------------------------------------------------------
@@ -318,6 +331,25 @@ def test_a_change_of_ones_own_is_a_subclass():
     with hl.edit(model, "", square() | hl.scale(10.0)):
         assert model(torch.tensor([3.0])) == 90
         assert model(torch.tensor([3.0])) == 100
+
+
+def test_a_change_of_ones_own_is_held_to_the_same_rules():
+    class wrong(hl.Change):
+        def __init__(self, function):
+            self.function = function
+
+        def apply(self, value, call):
+            return self.function(value)
+
+    for function, told in [
+        (lambda v: None, "wrong was applied at ''. .*returned None"),
+        (lambda v: v[:1], r"\(3,\).*\(1,\)"),
+        (lambda v: v.to("meta"), "'cpu'.*'meta'"),
+        (lambda v: v.to(torch.complex64), "float32.*complex64"),
+    ]:
+        with pytest.raises(hl.ChangeError, match=told):
+            changed(wrong(function), torch.ones(3))
+    assert changed(wrong(lambda v: v.double() * 2), torch.ones(3)).dtype == torch.float32
 
 
 # -- noise --------------------------------------------------------------------------------------
