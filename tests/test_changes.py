@@ -564,6 +564,33 @@ def test_patch_takes_the_value_of_another_place_or_part_or_at_a_slice():
     assert not torch.equal(other, out)
 
 
+@pytest.mark.parametrize(
+    "at", [(slice(None), 2), (slice(None), slice(1, 3)), 0, (..., 1), hl.heads(1, of=2),
+           hl.last_token(torch.tensor([[1, 1, 0], [1, 1, 1]]))],
+)  # fmt: skip
+def test_patch_of_a_slice_takes_that_slice_of_a_record_of_the_whole_or_of_the_slice(at):
+    model = nn.Sequential(nn.Identity())
+    clean, corrupt = torch.randn(2, 3, 4), torch.randn(2, 3, 4)
+    index = at.index(clean) if hasattr(at, "index") and not isinstance(at, tuple) else at
+    expected = corrupt.clone()
+    expected[index] = clean[index]
+    for kept in (None, at):
+        with hl.capture(model, "0", at=kept) as record:
+            model(clean)
+        with hl.edit(model, "0", hl.patch(record), at=at):
+            assert torch.equal(model(corrupt), expected)
+
+
+def test_patch_of_a_slice_takes_a_mean_that_broadcasts():
+    model = nn.Identity()
+    x = torch.randn(2, 3, 4)
+    for mean in (lambda v: v.mean(0), lambda v: v.mean(0, keepdim=True)):
+        with hl.capture(model, "", at=(slice(None), 1), transform=mean) as record:
+            model(x)
+        with hl.edit(model, "", hl.patch(record), at=(slice(None), 1)):
+            assert torch.equal(model(x)[:, 1], x[:, 1].mean(0).expand(2, 4))
+
+
 def test_patch_works_across_models_and_precisions():
     model, x = small(), torch.randn(5, 3)
     other = copy.deepcopy(model).double()
@@ -701,6 +728,18 @@ def test_every_change_works_under_autocast(change):
         result.float().sum().backward() if result.requires_grad else None
     if isinstance(change, hl.scale):
         assert module.weight.grad.dtype == torch.float32
+
+
+def test_tensors_made_in_inference_mode_serve_in_training():
+    with torch.inference_mode():
+        v = torch.tensor([1.0, -2.0, 0.5])
+    for change in (
+        hl.add(v), hl.scale(v), hl.replace(v), hl.blend(v, v), hl.clamp(max=v),
+        hl.remove_direction(v),
+    ):  # fmt: skip
+        x, y = values(4, 3).requires_grad_(), values(4, 3).requires_grad_()
+        (changed(change, x) * y).sum().backward()
+        assert torch.equal(y.grad, changed(change, x.detach()))
 
 
 def test_tensors_of_another_device_are_moved():

@@ -307,7 +307,9 @@ def test_what_a_function_returns_for_a_nested_value_must_fit_part_by_part():
     with pytest.raises(hl.ChangeError, match=r"tuple\. \[1\]\[0\] was \(\(1, 1, 3\).*\(\(3,\)"):
         with hl.edit(model, "0", lambda v: (v[0], (v[1][0].flatten(), v[1][1]))):
             model(x)
-    with pytest.raises(hl.ChangeError, match=r"\[1\]\[0\] was .*, now None.*Keep its structure"):
+    with pytest.raises(
+        hl.ChangeError, match=r"\[1\]\[0\] was .*, now None.*Keep the value's structure"
+    ):
         with hl.edit(model, "0", lambda v: (v[0], v[1][0])):
             model(x)
     with hl.edit(model, "0", lambda v: (v[0] * 0, v[1])):

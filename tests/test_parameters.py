@@ -87,6 +87,10 @@ def test_what_is_not_there_is_an_error_with_the_closest_names():
         hl.get_module(model, "7")
     with pytest.raises(hl.PlaceNotFound, match=r"module, with '?0.weight'?, '?0.bias'?"):
         hl.get_parameter(model, "0")
+    with pytest.raises(hl.PlaceNotFound, match=r"module, with weight, bias\."):
+        hl.get_parameter(model[0], "")
+    with pytest.raises(hl.PlaceNotFound, match=r"module, with none\."):
+        hl.get_parameter(model, "")
 
 
 def test_get_module_and_get_parameter_take_one_path_of_their_kind():

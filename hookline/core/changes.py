@@ -22,6 +22,7 @@ from torch import Tensor
 from hookline.core.nested import Path, leaves, only_tensor, set_part, show_path
 from hookline.core.records import Record
 from hookline.core.sites import Call
+from hookline.core.slices import take
 from hookline.errors import ChangeError, NotCaptured
 
 __all__ = [
@@ -74,6 +75,8 @@ class Change:
         if not isinstance(own, Tensor):
             return own
         own = _cast(own, value.dtype).to(value.device)
+        # Autograd saves no tensor that was made in inference mode.
+        own = own.clone() if own.is_inference() and torch.is_grad_enabled() else own
         image = value.ndim >= 4 or (value.ndim == 3 and value.shape[-1] != own.numel())
         if own.ndim == 1 and image and value.shape[1] == len(own):
             own = own.view(-1, *[1] * (value.ndim - 2))
@@ -85,7 +88,7 @@ class Change:
 
     def _unfit(self, call: Call, found: str) -> ChangeError:
         asked = f"{getattr(self, 'name', type(self).__name__)} was applied at {str(call.place)!r}."
-        remedy = "Keep its structure, shape, dtype and device; hookline.hook checks nothing."
+        remedy = "Keep the value's structure, shape, dtype, device; hookline.hook checks nothing."
         return ChangeError(asked, found, remedy)
 
 
@@ -375,6 +378,8 @@ class patch(Change):
     ...     model(torch.zeros(2))
     tensor([1., 1.])
 
+    With `at=` in the edit, only that slice is put in; the record may hold it, or the whole value.
+
     Args:
         record: what another run had; that it holds the place is checked when the edit is entered.
         place: another place of the record to take the value from.
@@ -401,4 +406,7 @@ class patch(Change):
     def apply(self, value: Tensor, call: Call) -> Tensor:
         source = call.place if self.place is None else self.place
         own = only_tensor(self.record.of_call(source, call.index), f"The value at {source!r}")[1]
+        at = getattr(call._tap, "at", None)
+        if at is not None and own.numel() > value.numel():  # the record has more than the slice
+            own = take(own, at)
         return self._fit(own.detach(), value, call).clone()

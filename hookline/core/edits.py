@@ -46,9 +46,7 @@ class _EditTap(Tap):
 
     seen = 0
 
-    def __init__(
-        self, target: Target, ref: Any, changes: list[Change], at: Any, calls: Any
-    ) -> None:
+    def __init__(self, target: Target, ref: Any, changes: Any, at: Any, calls: Any) -> None:
         super().__init__(target, ref)
         self.changes, self.at, self.calls = changes, at, calls
 
@@ -105,8 +103,9 @@ class edit(Context[_EditTap]):
 
     At a parameter or buffer (`edit(model, "fc.weight", ...)`) its data is swapped in and back,
     bit for bit; the Parameter object stays. Optimiser steps taken inside are discarded with it.
-    A backward after the `with` is still right; after `.attach()` and `.remove()` it raises. (The
-    `with` saves tensors through hooks, which torch.func refuses: there, use `.attach()`.)
+    No gradient flows into the change's own tensors there. A backward after the `with` is still
+    right; after `.attach()` and `.remove()` it raises. (The `with` saves tensors through hooks,
+    which torch.func refuses: there, use `.attach()`.)
     At gradient places the change meets the gradient as it arrives; run the backward inside.
     """
 
@@ -154,8 +153,7 @@ class edit(Context[_EditTap]):
         for _, site in self._sites.values():
             site.counted = self._calls is not None or bool(site.outputs)
             site.values = []  # parameters are swapped now, not at each call
-        if values:
-            parameters.swap(values, self._undo, attached=self._attached)
+        parameters.swap(values, self._undo, attached=self._attached)
 
     def _stop(self) -> None:
         super()._stop()

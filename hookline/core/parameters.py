@@ -58,10 +58,10 @@ def _find(model: Any, wheres: Any, *ports: str, one: bool = False) -> list[Targe
     for target in targets.values():
         if target.port not in ports or target.parts:
             kind = " or ".join("module" if port == "output" else "parameter" for port in ports)
-            found = f"That is no {kind}."
-            if target.port == "output" and kind == "parameter":
-                names = (*target.module._parameters, *target.module._buffers)
-                found = f"It is a module, with {', '.join(f'{target.path}.{n}' for n in names)}."
+            own = (*target.module._parameters, *target.module._buffers)
+            names = ", ".join(f"{target.path}.{name}".lstrip(".") for name in own) or "none"
+            module = kind == "parameter" and target.port == "output"
+            found = f"It is a module, with {names}." if module else f"That is no {kind}."
             asked = f"A {kind} was asked for at {str(target.place)!r}."
             raise error(asked, found, f"Give the path of a {kind}, without port or part.")
     return list(targets.values())
@@ -123,10 +123,6 @@ _autograd: Any = cast(Any, torch._C)._autograd
 _set_versions: Any = getattr(_autograd, "_unsafe_set_version_counter", None)
 
 
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
-
-
 def _mark(tensor: Tensor, version: int | None = None) -> None:
     """Tell autograd and autocast, which know a parameter by its identity, that it is another."""
     torch.clear_autocast_cache()
@@ -150,10 +146,10 @@ class _DataSwap(_Swap):
     """
 
     def get(self) -> tuple[Tensor, int]:
-        return self.holder.data, _version(self.holder)
+        return self.holder.data, 0 if self.holder.is_inference() else self.holder._version
 
     def set(self, value: tuple[Tensor, int]) -> None:
-        self.last = _version(self.holder)
+        self.last = self.get()[1]
         self.holder.data, version = value
         _mark(self.holder, version)
 
@@ -182,7 +178,7 @@ def swap(taps: Iterable[Tap], undo: Undo, attached: bool) -> None:
             new = torch.empty_like(tensor).copy_(new)  # nobody else's memory
         made = _swapped[_storage(new)] = _DataSwap(tensor, "data")
         made.put((new, (next(_serials) % 2**20 + 2**20) << 10), undo)
-    if not attached:
+    if undo and not attached:
         saving = saved_tensors_hooks(_pack, _unpack)
         undo.append(partial(_leave, saving))
         saving.__enter__()
@@ -222,8 +218,7 @@ class _PutsBack(Anchored):
 
     def __init__(self, model: nn.Module, *where: Where) -> None:
         super().__init__(model)
-        self._wheres = where
-        self._undo = Undo()
+        self._wheres, self._undo = where, Undo()
 
     def _stop(self) -> None:
         self._undo.run()
@@ -324,8 +319,9 @@ class replace_module(_PutsBack):
                 raise PlaceError(asked, "The model itself has no parent.", "Name a part of it.")
             new = self._new if isinstance(self._new, nn.Module) else self._new(old)
             if not isinstance(new, nn.Module):
-                made = f"The function made a {type(new).__name__}."
-                raise ChangeError(asked, made, "Return a torch.nn.Module.")
+                raise ChangeError(
+                    asked, f"The function made a {type(new).__name__}.", "Return one."
+                )
             for table in tables:
                 for name in [name for name, child in table.items() if child is old]:
                     _Swap(table, name).put(new, self._undo)
