@@ -4,6 +4,7 @@ import copy
 import gc
 import math
 import struct
+import sys
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -690,6 +691,28 @@ def test_edits_may_be_removed_in_any_order(order):
         handles[n].remove()
     assert_same_state(model, before)
     assert model[0].weight.data_ptr() == pointer
+    assert_clean(model)
+
+
+def test_edits_of_the_same_weights_in_several_threads_leave_them_as_they_were():
+    model = mlp()
+    before, old = state_bits(model), model[1]
+
+    def work(n):
+        for _ in range(300):
+            with hl.edit(model, "0.weight", hl.scale(float(n))):
+                with hl.replace_module(model, "1", nn.ReLU()):
+                    pass
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(work, range(2, 6)))
+    finally:
+        sys.setswitchinterval(interval)
+    assert_same_state(model, before)
+    assert model[1] is old
     assert_clean(model)
 
 

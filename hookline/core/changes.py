@@ -155,10 +155,9 @@ class replace(Change):
     values: Tensor | float
 
     def apply(self, value: Tensor, call: Call) -> Tensor:
-        own = self.values
-        if not isinstance(own, Tensor):  # a Python number is as exact as can be
-            wide = {float: torch.float64, complex: torch.complex128}
-            own = torch.tensor(own, dtype=wide.get(type(own)))
+        # Python's own numbers have more digits than torch gives them.
+        wide: dict[type, torch.dtype] = {float: torch.float64, complex: torch.complex128}
+        own = torch.as_tensor(self.values, dtype=wide.get(type(self.values)))
         return self._fit(own, value, call).clone()
 
 

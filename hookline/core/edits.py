@@ -5,11 +5,11 @@
 
 from __future__ import annotations
 
-import operator
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from operator import index
 from typing import Any, SupportsIndex, cast
 
 from torch import Tensor, nn
@@ -73,9 +73,8 @@ class _EditTap(Tap):
             only_tensor(value, f"The value at {str(self.place)!r}")
 
     def gradient(self, grad: Tensor, index: int, path: Path) -> Tensor | None:
-        if index < 0:  # of a parameter or plain tensor: numbered by backward pass
-            index = self.seen
-        new = self.receive(grad.clone(), index, False, None)
+        # A negative index: of a parameter or plain tensor, numbered by backward pass.
+        new = self.receive(grad.clone(), self.seen if index < 0 else index, False, None)
         return None if new is KEEP else new
 
 
@@ -180,8 +179,7 @@ def _as_calls(calls: Calls) -> Sequence[int]:
             stop = sys.maxsize if calls.stop is None else calls.stop
             found = range(calls.start or 0, stop, 1 if calls.step is None else calls.step)
         elif not isinstance(calls, bool):
-            given = [calls] if isinstance(calls, SupportsIndex) else calls
-            found = sorted(operator.index(call) for call in given)
+            found = sorted(map(index, [calls] if isinstance(calls, SupportsIndex) else calls))
     if not found or found[0] < 0 or found[0] > found[-1]:
         asked, remedy = f"The calls {calls!r} were asked for.", "Give an int, a slice, or a set."
         raise ChangeError(asked, "Calls are whole numbers from 0 on.", remedy)

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, cast
@@ -84,15 +85,16 @@ class _Chain(list["_Swap"]):
 
 
 _chains: WeakValueDictionary[tuple[int, str], _Chain] = WeakValueDictionary()
+_lock = threading.RLock()  # two threads may swap the same thing
 
 
 class _Swap:
     """Something put in a slot of a dict, and what stood there before; undone in any order."""
 
+    chain = _Chain()  # until it is put
+
     def __init__(self, holder: Any, name: str) -> None:
         self.holder, self.name = holder, name
-        self.chain = _chains.setdefault((id(holder), name), _Chain())
-        self.old = self.get()
 
     def get(self) -> Any:
         return self.holder[self.name]
@@ -102,17 +104,21 @@ class _Swap:
 
     def put(self, new: Any, undo: Undo) -> None:
         undo.append(self.undo)
-        self.chain.append(self)
-        self.set(new)
+        with _lock:
+            self.old = self.get()
+            self.chain = _chains.setdefault((id(self.holder), self.name), _Chain())
+            self.chain.append(self)
+            self.set(new)
 
     def undo(self) -> None:
-        if self in self.chain:
-            above = self.chain[self.chain.index(self) + 1 :]
-            if above:  # something else was put over it since: that one puts the old one back
-                above[0].old = self.old
-            else:
-                self.set(self.old)
-            self.chain.remove(self)
+        with _lock:
+            if self in self.chain:
+                above = self.chain[self.chain.index(self) + 1 :]
+                if above:  # something else was put over it since: that one puts the old one back
+                    above[0].old = self.old
+                else:
+                    self.set(self.old)
+                self.chain.remove(self)
 
 
 # -- swapping a parameter's data ------------------------------------------------------------------
