@@ -408,6 +408,18 @@ def test_a_seed_leaves_the_state_of_torch_alone():
         assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.parametrize("change", [hl.noise(1.0, seed=1), hl.dropout(0.5, seed=1)])
+def test_a_seed_does_not_depend_on_the_default_device_or_dtype(change):
+    x = torch.ones(100)
+    expected = changed(change, x)
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"):
+            assert torch.equal(changed(change, x), expected)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_a_seed_gives_the_same_noise_under_every_name_and_for_every_precision():
     model = nn.Sequential(nn.Identity())
     model.add_module("alias", model[0])

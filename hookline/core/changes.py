@@ -113,7 +113,8 @@ def _draw(draw: Any, like: Tensor, seed: int | None, call: Call) -> Tensor:
     text = f"{seed}|{call.place}|{call.index}".encode()
     number = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
     # Drawn on the CPU and in one precision, so that it is the same everywhere.
-    drawn = torch.empty(like.shape, dtype=dtype if dtype.is_complex else torch.float32)
+    wide = dtype if dtype.is_complex else torch.float32
+    drawn = torch.empty(like.shape, dtype=wide, device="cpu")
     return draw(drawn, generator=torch.Generator().manual_seed(number)).to(like.device, dtype)
 
 

@@ -25,7 +25,6 @@ from hookline.errors import ChangeError
 
 __all__ = ["edit"]
 
-Calls = int | slice | Iterable[int]
 AnyChange = Change | Tensor | Callable[..., Any]
 
 
@@ -117,7 +116,7 @@ class edit(Context[_EditTap]):
         change: AnyChange | None = None,
         *,
         at: Any = None,
-        calls: Calls | None = None,
+        calls: int | slice | Iterable[int] | None = None,
     ) -> None:
         pairs = list(cast(Any, where).items()) if isinstance(where, Mapping) else [(where, change)]
         if isinstance(where, Mapping) and change is not None:
@@ -171,7 +170,7 @@ def _as_change(given: Any) -> Change:
     raise ChangeError(f"{given!r} was given as a change.", found, remedy)
 
 
-def _as_calls(calls: Calls) -> Sequence[int]:
+def _as_calls(calls: int | slice | Iterable[int]) -> Sequence[int]:
     """The calls that an edit is for, in order; an error if they make no sense."""
     found: Sequence[int] = ()
     with suppress(TypeError, ValueError):
