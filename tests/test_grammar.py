@@ -158,8 +158,8 @@ def test_the_port_of_a_pair_is_spelled_the_same_way():
 def test_an_operation_is_understood():
     pattern = parse("h.*.attn/matmul#1:inputs[query]")
     assert (pattern.operation, pattern.nth, pattern.port) == ("matmul", 1, "inputs")
-    (place,) = hl.select(tree(), "a.b/softmax")
-    assert (place, place.path, place.operation) == ("a.b/softmax", "a.b", "softmax")
+    (place,) = hl.select(tree(), "a.x/softmax")
+    assert (place, place.path, place.operation) == ("a.x/softmax", "a.x", "softmax")
 
 
 # -- what is malformed ----------------------------------------------------------------------------
