@@ -87,6 +87,16 @@ class ReadOnly(Mapping):
         return len(self._items)
 
 
+class Locked(ReadOnly):
+    """Can be written to, and refuses to be copied."""
+
+    def __setitem__(self, key, value):
+        self._items[key] = value
+
+    def __reduce_ex__(self, protocol):
+        raise TypeError("no copies")
+
+
 @dataclasses.dataclass
 class Plain:
     a: object
@@ -365,15 +375,18 @@ def test_a_rebuilt_default_dict_keeps_its_factory_and_grows_no_keys():
     assert list(value) == ["a"]
 
 
-def test_a_mapping_that_cannot_be_made_anew_is_kept_by_reference_and_not_edited():
-    value = ReadOnly({"a": X.clone()})
+@pytest.mark.parametrize("kind", [ReadOnly, Locked])
+def test_a_mapping_that_cannot_be_made_anew_is_kept_by_reference_and_not_edited(kind):
+    value = kind({"a": X.clone()})
+    tensor = value["a"]
     model = Giving(lambda: value)
     with hl.capture(model, "") as whole, hl.capture(model, "[a]") as part:
         assert model() is value
     assert whole[""] is value
+    assert value["a"] is tensor
     value["a"].fill_(9)
     assert torch.equal(part["[a]"], X)
-    with pytest.raises(hl.PlaceError, match=r"ReadOnly.*cannot be made anew"):
+    with pytest.raises(hl.PlaceError, match=rf"{kind.__name__}.*cannot be made anew"):
         with hl.edit(model, "[a]", hl.zero()):
             model()
     assert_clean(model)

@@ -48,7 +48,6 @@ _PLACE = re.compile(
     rf"(?::(?P<port>{_NAME}*))?(?P<parts>(?:{_PART})*)"
 )
 _BRACES = re.compile(r"\{([^{}]*)\}")  # an innermost pair
-_RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)")
 
 # What is wrong with a place or a path, by what is found in it; the first that fits is told.
 _REASONS = {
@@ -156,7 +155,7 @@ def _expand(text: str, path: str) -> Iterator[tuple[Segment, ...]]:
         yield tuple(_segment(name) for name in path.split(".")) if path else ()
         return
     before, after = path[: braces.start()], path[braces.end() :]
-    span = _RANGE.fullmatch(braces[1])
+    span = re.fullmatch(r"(-?\d+)\.\.(-?\d+)", braces[1])
     choices = braces[1].split(",") if span is None else _numbers(text, span[1], span[2])
     if not any("." in choice or "**" in choice for choice in choices):
         choices = [_OPEN + _OR.join(choices) + _CLOSE]

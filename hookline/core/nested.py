@@ -189,7 +189,7 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
 def _map(function: Callable[[Any], Any], value: Any, seen: dict[int, Any], level: int) -> Any:
     if id(value) in seen:
         return seen[id(value)][1]
-    inside = children(value) if level < _LEVELS else None
+    inside = None if type(value) is Tensor or level == _LEVELS else children(value)
     if inside is None:
         result = function(value)
     else:
@@ -213,7 +213,8 @@ def _duplicate(value: Any) -> Any:
     if not isinstance(value, tuple):
         with suppress(Exception):
             return copy.copy(value)
-        with suppress(Exception):  # it copies itself by a constructor with required arguments
+    if isinstance(value, dict):  # it copies itself by a constructor with required arguments
+        with suppress(Exception):
             duplicate = kind.__new__(kind)
             vars(duplicate).update(vars(value))
             return duplicate
