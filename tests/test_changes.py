@@ -242,7 +242,7 @@ def test_whole_numbers_stay_whole():
     ids=lambda change: type(change).__name__,
 )  # fmt: skip
 def test_what_would_cut_off_fractions_is_refused(change, dtype):
-    with pytest.raises(hl.ChangeError, match=str(dtype)):
+    with pytest.raises(hl.ChangeError, match=f"{dtype}".removeprefix("torch.")):
         changed(change, torch.ones(3, dtype=dtype))
 
 
@@ -344,7 +344,7 @@ def test_a_change_of_ones_own_is_held_to_the_same_rules():
     for function, told in [
         (lambda v: None, "wrong was applied at ''. .*returned None"),
         (lambda v: v[:1], r"\(3,\).*\(1,\)"),
-        (lambda v: v.to("meta"), "'cpu'.*'meta'"),
+        (lambda v: v.to("meta"), "on cpu.*on meta"),
         (lambda v: v.to(torch.complex64), "float32.*complex64"),
     ]:
         with pytest.raises(hl.ChangeError, match=told):

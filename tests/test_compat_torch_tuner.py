@@ -1148,7 +1148,7 @@ def test_a_wrong_shape_is_an_error_that_shows_both_sides(kind, wrong):
     handle = register(Hooks(model, 2), kind, **given)
     with pytest.raises(hl.ChangeError) as caught:
         train(model, batches(8))
-    assert f"{shape}" in caught.value.asked
+    assert f"{shape}" in caught.value.found
     assert f"{(8, features)}" in caught.value.found
     assert caught.value.remedy
     port = PORTS[kind]

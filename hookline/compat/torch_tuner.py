@@ -39,7 +39,7 @@ from torch.autograd import Variable
 
 from hookline.core import arguments
 from hookline.core.captures import capture
-from hookline.core.changes import Change, apply, replace, scale
+from hookline.core.changes import Change, replace, scale
 from hookline.core.edits import edit
 from hookline.core.gradients import NO_GRAD
 from hookline.core.hooks import Context, hook
@@ -595,9 +595,9 @@ class _Update(Change):
 
     def _changed(self, value: Tensor, values: Any, call: Call) -> Tensor:
         if values is not None:
-            value = apply(replace(_along_last(values, value)), value, call)
+            value = replace(_along_last(values, value)).meet(value, call)
         if self.noise is not None:
-            value = apply(scale(_along_last(self.noise, value)), value, call)
+            value = scale(_along_last(self.noise, value)).meet(value, call)
         return value
 
 

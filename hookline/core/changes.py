@@ -23,12 +23,16 @@ from hookline.core.nested import Path, leaves, only_tensor, set_part, show_path
 from hookline.core.records import Record
 from hookline.core.sites import Call
 from hookline.core.slices import take
+from hookline.core.tables import describe
 from hookline.errors import ChangeError, NotCaptured
 
 __all__ = [
     "Chain", "Change", "add", "blend", "clamp", "dropout", "noise", "patch", "remove_direction",
     "replace", "scale", "zero",
 ]  # fmt: skip
+
+
+_ALIKE = "Keep the value's structure, shape, dtype, device; hookline.hook checks nothing."
 
 
 class Change:
@@ -60,10 +64,13 @@ class Change:
         old, made = _kinds(value), _kinds(new)
         if old == made and (new is not None or value is None):
             return new
-        kind = None if new is None else f"a {type(new).__name__}"
-        found = f"It was given a {type(value).__name__} and returned {kind}."
+        if new is None:
+            remedy = "Return the new value; to look only, use hookline.hook."
+            raise self._unfit(call, "It returned None.", remedy)
+        found = f"It was given a {type(value).__name__} and returned a {type(new).__name__}."
         for path in [path for path in old | made if old.get(path) != made.get(path)][:8]:
-            found += f" {show_path(path) or 'It'} was {old.get(path)}, now {made.get(path)}."
+            was, now = _shown(value, path), _shown(new, path)
+            found += f" {show_path(path) or 'It'} was {was}, now {now}."
         raise self._unfit(call, found)
 
     def _fit(self, own: Any, value: Tensor, call: Call) -> Any:
@@ -86,14 +93,18 @@ class Change:
             shapes = f"{tuple(own.shape)} does not broadcast to the value's, {tuple(value.shape)}"
             raise self._unfit(call, f"A tensor of shape {shapes}.") from None
 
-    def _unfit(self, call: Call, found: str) -> ChangeError:
+    def _unfit(self, call: Call, found: str, remedy: str = _ALIKE) -> ChangeError:
         asked = f"{getattr(self, 'name', type(self).__name__)} was applied at {str(call.place)!r}."
-        remedy = "Keep the value's structure, shape, dtype, device; hookline.hook checks nothing."
         return ChangeError(asked, found, remedy)
 
 
-def _kinds(value: Any) -> dict[Path, Any]:
-    return {path: (tuple(t.shape), t.dtype, str(t.device)) for path, t in leaves(value)}
+def _kinds(value: Any) -> dict[Path, tuple[torch.Size, torch.dtype, torch.device]]:
+    return {path: (tensor.shape, tensor.dtype, tensor.device) for path, tensor in leaves(value)}
+
+
+def _shown(value: Any, path: Path) -> str:
+    tensor = dict(leaves(value)).get(path)
+    return "no tensor" if tensor is None else f"{describe(tensor)} on {tensor.device}"
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -19,7 +19,7 @@ from hookline.compat.nethook.invocations import Invocation
 from hookline.compat.nethook.names import get_module, module_names
 from hookline.compat.nethook.retention import Kept
 from hookline.compat.nethook.sequences import subsequence
-from hookline.core.changes import add, apply, blend
+from hookline.core.changes import add, blend
 from hookline.core.hooks import hook
 from hookline.core.nested import only_tensor, set_part
 from hookline.core.places import Place
@@ -333,9 +333,9 @@ def _mix(x: Any, call: Call, arguments: dict[str, Any]) -> Any:
     if ablation is not None or replacement is not None:
         amount = _match(1.0 if ablation is None else ablation, tensor)
         mixed = blend(_match(0.0 if replacement is None else replacement, tensor), amount)
-        changed = apply(mixed, changed, call)
+        changed = mixed.meet(changed, call)
     if offset is not None:
-        changed = apply(add(_match(offset, tensor)), changed, call)
+        changed = add(_match(offset, tensor)).meet(changed, call)
     return set_part(x, path, changed)
 
 
