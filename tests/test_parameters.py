@@ -326,6 +326,18 @@ def test_the_users_own_tensor_is_not_written_to_by_a_step_inside():
     assert not own.any()
 
 
+def test_a_function_that_keeps_its_argument_does_not_share_the_weight():
+    model, kept = mlp(), []
+
+    def clear(weight):
+        kept.append(weight)
+        return weight.zero_()
+
+    with hl.edit(model, "0.weight", clear):
+        kept[0].fill_(5)
+        assert not model[0].weight.any()
+
+
 def test_a_weight_made_from_another_parameter_does_not_tie_the_two():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))

@@ -25,8 +25,6 @@ from hookline.errors import ChangeError
 
 __all__ = ["edit"]
 
-AnyChange = Change | Tensor | Callable[..., Any]
-
 
 class _Function(Change):
     """A user's function as a change: it meets the whole value."""
@@ -112,8 +110,8 @@ class edit(Context[_EditTap]):
     def __init__(
         self,
         model: nn.Module | Tensor,
-        where: Where | Mapping[Any, AnyChange],
-        change: AnyChange | None = None,
+        where: Where | Mapping[Any, Any],
+        change: Change | Tensor | Callable[..., Any] | None = None,
         *,
         at: Any = None,
         calls: int | slice | Iterable[int] | None = None,
@@ -167,8 +165,7 @@ def _as_change(given: Any) -> Change:
     if callable(given) and not isinstance(given, type):
         return _Function(given)
     remedy = "Give one such as hookline.scale(2.0), a tensor, or a function of the value."
-    found = f"It is of type {type(given).__name__}."
-    raise ChangeError(f"{given!r} was given as a change.", found, remedy)
+    raise ChangeError(f"{given!r} was given as a change.", f"It is of {type(given)}.", remedy)
 
 
 def _as_calls(calls: int | slice | Iterable[int]) -> Sequence[int]:

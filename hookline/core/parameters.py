@@ -52,10 +52,9 @@ def get_parameter(model: nn.Module, path: str) -> Tensor:
 def _find(model: Any, wheres: Any, *ports: str, one: bool = False) -> list[Target]:
     """What stands at places, each once; an error for what has none of these ports."""
     targets = {t.key: t for r in resolve(model, wheres, hookable=False) for t in r.targets}
-    error = PlaceNotFound if one else PlaceError
     if one and len(targets) > 1:
         asked = f"What stands at {wheres[0]!r} was asked for."
-        raise error(asked, f"It matches {len(targets)} places.", "Name one of them.")
+        raise PlaceNotFound(asked, f"It matches {len(targets)} places.", "Name one of them.")
     for target in targets.values():
         if target.port not in ports or target.parts:
             kind = " or ".join("module" if port == "output" else "parameter" for port in ports)
@@ -64,7 +63,8 @@ def _find(model: Any, wheres: Any, *ports: str, one: bool = False) -> list[Targe
             module = kind == "parameter" and target.port == "output"
             found = f"It is a module, with {names}." if module else f"That is no {kind}."
             asked = f"A {kind} was asked for at {str(target.place)!r}."
-            raise error(asked, found, f"Give the path of a {kind}, without port or part.")
+            remedy = f"Give the path of a {kind}, without port or part."
+            raise (PlaceNotFound if one else PlaceError)(asked, found, remedy)
     return list(targets.values())
 
 
@@ -80,21 +80,17 @@ class Undo(list[Callable[[], None]]):
             self.pop()
 
 
-class _Chain(list["_Swap"]):
-    """The open swaps of one slot, in order."""
-
-
-_chains: WeakValueDictionary[tuple[int, str], _Chain] = WeakValueDictionary()
-_lock = threading.RLock()  # two threads may swap the same thing
+# The open swaps of each slot, in order, with a lock: two threads may swap the same thing. Each slot
+# has its own, as an interrupt may leave one locked for ever.
+_chains: dict[tuple[int, str], tuple[Any, list[_Swap]]] = {}
 
 
 class _Swap:
     """Something put in a slot of a dict, and what stood there before; undone in any order."""
 
-    chain = _Chain()  # until it is put
-
     def __init__(self, holder: Any, name: str) -> None:
-        self.holder, self.name = holder, name
+        self.holder, self.name, self.slot = holder, name, (id(holder), name)
+        self.lock, self.chain = threading.RLock(), list[_Swap]()
 
     def get(self) -> Any:
         return self.holder[self.name]
@@ -104,14 +100,17 @@ class _Swap:
 
     def put(self, new: Any, undo: Undo) -> None:
         undo.append(self.undo)
-        with _lock:
-            self.old = self.get()
-            self.chain = _chains.setdefault((id(self.holder), self.name), _Chain())
-            self.chain.append(self)
-            self.set(new)
+        while self not in self.chain:
+            entry = _chains.setdefault(self.slot, (threading.RLock(), []))
+            self.lock, self.chain = entry
+            with self.lock:
+                if _chains.get(self.slot) is entry:  # else another thread has just closed it
+                    self.old = self.get()
+                    self.chain.append(self)
+                    self.set(new)
 
     def undo(self) -> None:
-        with _lock:
+        with self.lock:
             if self in self.chain:
                 above = self.chain[self.chain.index(self) + 1 :]
                 if above:  # something else was put over it since: that one puts the old one back
@@ -119,6 +118,8 @@ class _Swap:
                 else:
                     self.set(self.old)
                 self.chain.remove(self)
+                if not self.chain:
+                    del _chains[self.slot]
 
 
 # -- swapping a parameter's data ------------------------------------------------------------------
@@ -211,8 +212,8 @@ def _pack(tensor: Tensor) -> tuple[Tensor, Any, int]:
 def _unpack(saved: tuple[Tensor, Any, int]) -> Tensor:
     tensor, counted, version = saved
     if counted._version != version:
-        found = f"a {tuple(tensor.shape)} tensor at version {counted._version}, not {version}"
-        raise RuntimeError(f"a saved variable has been modified by an inplace operation: {found}")
+        # The words are torch's own.
+        raise RuntimeError("a tensor saved for backward was modified by an inplace operation")
     return tensor
 
 
