@@ -13,13 +13,17 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import itertools
+import os
 import re
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when transformers is imported
 
 LIST = Path(__file__).with_name("architectures.txt")
 LENGTH = 12  # tokens in a sequence
@@ -31,6 +35,8 @@ MOST_PARAMETERS = 12_000_000
 
 PATCHES: dict[str, dict[str, Any]] = {
     "audio-spectrogram-transformer": {"max_length": 64, "num_mel_bins": 32},
+    "bamba": {"attn_layer_indices": [1]},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
     "autoformer": {"prediction_length": 8},
     "detr": {
         "use_timm_backbone": False,
@@ -60,6 +66,8 @@ def names() -> list[str]:
 
 # -- configs --------------------------------------------------------------------------------------
 
+GROUPED = r"(key_value|kv)_(heads|groups)"
+
 # The first rule whose pattern is found in a field's name says what becomes of its value; `n` is
 # that value. Values up to 4 stay, but for layers.
 RULES = [
@@ -70,7 +78,7 @@ RULES = [
     (r"layers?_to|layer_id|window_layers|vision_feature_layer|expert_layer", None),
     (r"type_vocab_size|chunk_size_feed|n_points|expand|_scale$|_length$|_seconds|_bits$", None),
     (r"(^|_)(layers?|blocks|depths?|n_layer|layer_num)$|_repeats", lambda n: min(n, 2)),
-    (r"(key_value|kv)_(heads|groups)", lambda n: 2),
+    (GROUPED, lambda n: 2),
     (r"heads?$|n_head", lambda n: HEADS),
     (r"head_dim|d_kv|head_size", lambda n: WIDTH // HEADS),
     (r"experts?_per|top_?k", lambda n: 2),
@@ -117,6 +125,8 @@ def shrink(kind: type, ratio: int = 0, layers: int = 2, **patches: Any) -> dict[
             small = _smaller(name, default, ratio, layers)
             if small != default:
                 changes[name] = small
+            if re.search(GROUPED, name) and default == getattr(kind, "num_attention_heads", 0):
+                changes[name] = HEADS  # not grouped
     return changes
 
 

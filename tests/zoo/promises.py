@@ -17,6 +17,7 @@ import hashlib
 import inspect
 import random
 import re
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -63,37 +64,50 @@ def check(model: nn.Module, step: Step) -> Findings:
     found = Findings(modules=len(list(model.modules())))
     gc.collect()
     gc.freeze()  # what is there already need not be looked through each time
+    try:
+        _check(model, step, found)
+    finally:
+        gc.unfreeze()
+    return found
+
+
+def _check(model: nn.Module, step: Step, found: Findings) -> None:
     subject = copy.deepcopy(model)
-    bare, _ = observe(subject, step)
-    before = surroundings(subject)
-    again, _ = observe(copy.deepcopy(model), step)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        bare, _ = observe(subject, step)
+        surroundings_before = surroundings(subject)
+        again, _ = observe(copy.deepcopy(model), step)
     found.unsteady = differences(bare, again)
+    usual = {str(warning.message) for warning in said}
     for kind, places, options in (
         ("outputs", OUTPUTS, {}),
         ("attached", EVERYTHING, {}),
         ("detached", EVERYTHING, {"detach": True}),
     ):
         subject = copy.deepcopy(model)
-        with hl.capture(subject, *places, **options) as record:
-            seen, output = observe(subject, step)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            with hl.capture(subject, *places, **options) as record:
+                seen, output = observe(subject, step)
         wrong = [name for name in differences(bare, seen) if name not in found.unsteady]
-        wrong += [f"{name} left" for name in differences(before, surroundings(subject))]
-        wrong += ["a hook on an output left" for t in tensors(output) if t._backward_hooks]
+        after = surroundings(subject)
+        wrong += [f"{name} left behind" for name in differences(surroundings_before, after)]
+        wrong += ["a hook on an output left behind" for t in tensors(output) if t._backward_hooks]
+        wrong += [f"warns: {w.message}" for w in said if str(w.message) not in usual]
         if kind != "outputs":
             wrong += read_all(record, found, kind)
         if kind == "attached":
             count(record, found)
         if kind == "detached":
             wrong += compare_with_hooks(record, model, step, found.unsteady)
-        found.wrong += [f"{kind}: {name}" for name in wrong]
         reference = weakref.ref(subject)
         del subject, output
         gc.collect()
         if reference() is not None:
-            found.wrong.append(f"{kind}: the record keeps the model alive")
-    gc.unfreeze()
+            wrong.append("the record keeps the model alive")
+        found.wrong += [f"{kind}: {name}" for name in wrong]
     explain_silence(found, model, step, bare)
-    return found
 
 
 # -- runs -----------------------------------------------------------------------------------------
@@ -282,7 +296,8 @@ def compare_with_hooks(
         module.register_forward_pre_hook(before, with_kwargs=True)
         module.register_forward_hook(after)
     seed()
-    step(hooked)
+    with warnings.catch_warnings(action="ignore"):
+        step(hooked)
 
     wrong: list[str] = []
     for place in record.places():
@@ -337,7 +352,8 @@ def explain_silence(
         module = subject.get_submodule(path)
         module.forward = counting(path, module.forward)
     seed()
-    step(subject)
+    with warnings.catch_warnings(action="ignore"):
+        step(subject)
     for path in list(found.silent):
         own = [name for name, _ in subject.get_submodule(path).named_parameters(recurse=False)]
         trained = any(bare.get(f"gradient {path}.{name}", "none") != "none" for name in own)
