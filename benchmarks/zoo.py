@@ -1,18 +1,17 @@
 """The promises over architectures that nobody here wrote, as a table.
 
-    python benchmarks/zoo.py              all of them, about half an hour: zoo.md and results/zoo.json
-    python benchmarks/zoo.py bert "U-Net" only these, printed
-    python benchmarks/zoo.py --find       try every model type of transformers; those that run
-                                          become tests/zoo/architectures.txt
+    python benchmarks/zoo.py                all of them, about half an hour: writes zoo.md
+    python benchmarks/zoo.py bert "U-Net"   only these rows of it anew
+    python benchmarks/zoo.py --find         try every model type of transformers; those that run
+                                            become tests/zoo/architectures.txt
 
 Each architecture has a process of its own with a time limit: a bad one stops no other. What is
-checked is in tests/zoo/promises.py; the tests check the same.
+checked is in tests/zoo/promises.py; the tests check the same. zoo.md is made of results/zoo.json.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import multiprocessing
 import os
@@ -41,6 +40,11 @@ WORKERS = 2
 SECONDS = 180
 
 
+KINDS: dict[str, Callable[[], list[str]]] = {
+    "Small models of many kinds": lambda: list(handwritten.MODELS),
+    "transformers, from shrunken configs with random weights": architectures.names,
+}
+
 # One architecture, in a process of its own.
 
 
@@ -52,8 +56,12 @@ def examine(name: str) -> dict[str, Any]:
     else:
         model, arguments = architectures.build(name)
         step = promises.forward_and_backward(arguments)
-    found = dataclasses.asdict(promises.check(model, step))
-    return found | {"class": type(model).__name__}
+    found = vars(promises.check(model, step))
+    silent: dict[str, Counter[str]] = {}
+    for path, reason in found["silent"].items():
+        kind = re.sub(r"(?<![^.])\d+(?![^.])", "*", path)
+        silent.setdefault(reason, Counter())[kind] += 1
+    return found | {"silent": silent}
 
 
 def try_out(name: str) -> dict[str, Any]:
@@ -110,13 +118,13 @@ def run_all(task: Callable[[str], dict[str, Any]], names: Iterable[str]) -> dict
 def find() -> None:
     from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
-    preload()
     results = run_all(try_out, sorted(MODEL_MAPPING_NAMES))
     good = [name for name, found in results.items() if "error" not in found]
     architectures.LIST.write_text("\n".join(good) + "\n")
     held = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    held.setdefault("architectures", {})
     held["left out"] = dict(Counter(why_not(f["error"]) for f in results.values() if "error" in f))
-    RESULTS.write_text(json.dumps(held, indent=1) + "\n")
+    save(held)
     print(f"{len(good)} of {len(results)} run; left out: {held['left out']}")
 
 
@@ -140,100 +148,96 @@ def preload() -> None:
 
 # The table.
 
+HEADING = [
+    "| architecture | modules | places fired | gradients refused | never called | exact |",
+    "|---|--:|--:|--:|---|---|",
+]
+BEFORE = """\
+# The zoo
+
+Written by `python benchmarks/zoo.py`. Each architecture is run bare twice, then with captures of
+every module's inputs, outputs and output gradients (attached, detached, and outputs alone), then
+with hooks written by hand. *Exact* means: outputs, parameter gradients, buffers and random states
+are those of the bare run, bit for bit; the record holds what the hooks by hand have seen; all that
+fired can be read, or reading gives the reason; no hook, attribute, warning or reference is left.
+
+{count} architectures, {modules:,} modules, {places:,} places that fired, with {values:,} values.
+**Rows that are not exact: {inexact}.** Rows where two bare runs differ: {unsteady}.
+
+A gradient is refused on reading, with one of these reasons:
+
+{refused}
+
+Never called: *not reached* (a part that this forward does not use), *weights used without it*,
+*its children are called one by one* (a Sequential that is iterated over), or *forward called
+directly*. A number in a path is written as `*`.
+"""
+
 
 def row(name: str, found: dict[str, Any]) -> str:
     if "error" in found:
         return f"| {name} | | | | | **{found['error'].splitlines()[0][:80]}** |"
-    kinds: dict[str, list[str]] = {}
-    for path, reason in found["silent"].items():
-        kinds.setdefault(reason, []).append(re.sub(r"(?<![^.])\d+(?![^.])", "*", path))
     silent = "; ".join(
-        f"{len(paths)} {reason} (`{'`, `'.join(shortened(paths))}`)"
-        for reason, paths in sorted(kinds.items())
+        f"{sum(kinds.values())} {reason} ({', '.join(shortened(kinds))})"
+        for reason, kinds in sorted(found["silent"].items())
     )
     exact = "yes" if not found["wrong"] else f"**no**: {'; '.join(found['wrong'])[:300]}"
     if found["unsteady"]:
-        exact += f" (two bare runs differ in {len(found['unsteady'])} values, left out)"
-    refused = sum(found["refused"].values())
-    return (
-        f"| {name} | {found['modules']} | {found['places']} | {refused or ''} | {silent} | {exact} |"
-    )
+        exact += f" (but {len(found['unsteady'])} values, in which two bare runs differ)"
+    refused = sum(found["refused"].values()) or ""
+    columns = (name, found["modules"], found["places"], refused, silent, exact)
+    return f"| {' | '.join(map(str, columns))} |"
 
 
-def shortened(paths: list[str]) -> list[str]:
-    kinds = list(dict.fromkeys(paths))
-    return kinds if len(kinds) <= 3 else [*kinds[:2], f"… {len(kinds) - 2} more"]
+def shortened(paths: Iterable[str]) -> list[str]:
+    quoted = [f"`{path}`" for path in paths]
+    return quoted if len(quoted) <= 3 else [*quoted[:2], f"{len(quoted) - 2} more"]
 
 
 def table(results: dict[str, Any], left_out: dict[str, int]) -> str:
-    good = {name: found for name, found in results.items() if "error" not in found}
-    refused: Counter[str] = Counter()
-    for found in good.values():
-        refused.update(found["refused"])
-    ours = [name for name in results if name in handwritten.MODELS]
-    theirs = [name for name in results if name not in handwritten.MODELS]
-    heading = [
-        "| architecture | modules | places fired | gradients refused | never called | exact |",
-        "|---|--:|--:|--:|---|---|",
-    ]
-    inexact = len(results) - sum(not found["wrong"] for found in good.values())
-    lines = [
-        "# The zoo",
-        "",
-        "Written by `python benchmarks/zoo.py`. Each architecture is run bare twice, then with",
-        "captures of every module's inputs, outputs and output gradients (attached, detached, and",
-        "outputs alone), then with hooks written by hand. *Exact* means: outputs, parameter",
-        "gradients, buffers and random states are those of the bare run, bit for bit; the record",
-        "holds what the hooks by hand have seen; all that fired can be read, or reading gives the",
-        "reason; no hook, attribute, warning or reference is left.",
-        "",
-        f"{len(results)} architectures, {sum(f['modules'] for f in good.values()):,} modules, "
-        f"{sum(f['places'] for f in good.values()):,} places that fired with "
-        f"{sum(f['values'] for f in good.values()):,} values. **{inexact} rows are not exact.**",
-        "",
-        "A gradient is refused on reading, with one of these reasons:",
-        "",
-        *(f"- {count:,} × {reason}" for reason, count in refused.most_common()),
-        "",
-        "Never called: *not reached* (a part that this forward does not use), *weights used",
-        "without it*, *its children are called one by one* (a Sequential that is iterated over), or",
-        "*forward called directly*. A number in a path is written as `*`.",
-        "",
-        "## Small models of many kinds",
-        "",
-        *heading,
-        *(row(name, results[name]) for name in ours),
-        "",
-        "## transformers, from shrunken configs with random weights",
-        "",
-        *heading,
-        *(row(name, results[name]) for name in theirs),
-    ]
+    good = [found for found in results.values() if "error" not in found]
+    refused = sum((Counter(found["refused"]) for found in good), Counter[str]())
+    text = BEFORE.format(
+        count=len(results),
+        **{key: sum(found[key] for found in good) for key in ("modules", "places", "values")},
+        inexact=len(results) - sum(not found["wrong"] for found in good),
+        unsteady=sum(bool(found["unsteady"]) for found in good),
+        refused="\n".join(f"- {n:,} × {reason}" for reason, n in refused.most_common()),
+    )
+    lines = [text]
+    for title, kind in KINDS.items():
+        names = [name for name in kind() if name in results]
+        if names:
+            rows = [row(name, results[name]) for name in names]
+            lines += [f"## {title}", "", *HEADING, *rows, ""]
     if left_out:
-        lines += ["", "Left out are model types of transformers that do not run so:", ""]
+        lines += ["Model types of transformers that are left out, since they do not run so:", ""]
         lines += [f"- {count} × {reason}" for reason, count in left_out.items()]
     return "\n".join(lines) + "\n"
+
+
+def save(held: dict[str, Any]) -> None:
+    """One architecture a line."""
+    rows = [f"{json.dumps(name)}: {json.dumps(f)}" for name, f in held["architectures"].items()]
+    text = f'{{"left out": {json.dumps(held.get("left out", {}))},\n"architectures": {{\n'
+    RESULTS.write_text(text + ",\n".join(rows) + "\n}}\n")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", help="architectures; all if none is named")
     parser.add_argument("--find", action="store_true", help="make the list of those that run")
-    parser.add_argument("--table", action="store_true", help="write zoo.md from results/zoo.json")
     options = parser.parse_args()
+    preload()
     if options.find:
         find()
         return
     held = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    if not options.table:
-        preload()
-        names = options.names or [*handwritten.MODELS, *architectures.names()]
-        results = run_all(examine, names)
-        if options.names:
-            print("\n".join(row(name, found) for name, found in results.items()))
-            return
-        held["architectures"] = results
-        RESULTS.write_text(json.dumps(held, indent=1) + "\n")
+    every = [name for kind in KINDS.values() for name in kind()]
+    known = held.get("architectures", {}) if options.names else {}
+    known |= run_all(examine, options.names or every)
+    held["architectures"] = {name: known[name] for name in every if name in known}
+    save(held)
     TABLE.write_text(table(held["architectures"], held.get("left out", {})))
     print(TABLE)
 

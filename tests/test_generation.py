@@ -114,7 +114,7 @@ def by_hand(model, run):
     return result, seen, order
 
 
-# -- every call is there, in order ------------------------------------------------------------------
+# -- every call is there, in order ----------------------------------------------------------------
 
 
 def test_a_capture_of_a_generation_holds_every_call_in_order(kind):
@@ -234,7 +234,7 @@ def test_a_generation_in_another_thread_is_seen_if_asked_for(decoder):
     assert len(record.calls(decoder.mlp)) == NEW
 
 
-# -- joined calls -----------------------------------------------------------------------------------
+# -- joined calls ---------------------------------------------------------------------------------
 
 
 def test_cat_joins_the_calls_along_the_sequence(kind):
@@ -282,7 +282,7 @@ def test_a_part_of_every_call_is_joined(decoder):
     assert torch.equal(part.cat(f"{name}[0]", 1), record.cat(f"{name}[0]", 1))
 
 
-# -- edits ------------------------------------------------------------------------------------------
+# -- edits ----------------------------------------------------------------------------------------
 
 
 def counting(change, wanted):
@@ -367,7 +367,7 @@ def test_a_patch_puts_in_what_each_call_of_another_generation_had(decoder):
     assert torch.equal(words[:, LENGTH:], expected[:, LENGTH:])
 
 
-# -- positions and heads ----------------------------------------------------------------------------
+# -- positions and heads --------------------------------------------------------------------------
 
 
 def padded(side):
@@ -492,7 +492,7 @@ def test_ablated_heads_are_those_of_a_hook_by_hand(kind, which, calls, wanted):
             assert torch.equal(value, other)
 
 
-# -- caches -----------------------------------------------------------------------------------------
+# -- caches ---------------------------------------------------------------------------------------
 
 
 def test_a_cache_in_a_captured_input_is_kept_by_reference(decoder):
@@ -605,7 +605,7 @@ STEPS = torch.randn(7, 2, 3, generator=torch.Generator().manual_seed(0))
 
 def test_every_step_of_a_loop_is_a_call():
     model = Loop()
-    _, seen, order = by_hand(model, lambda m: m(STEPS))
+    _, seen, _ = by_hand(model, lambda m: m(STEPS))
     with hl.capture(model, "cell", "out", "cell:inputs") as record:
         output = model(STEPS)
     assert torch.equal(record.stack("out"), output)

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from models import QueryKeyValue, Recursive
-from promises import Step, forward_and_backward, weighed
+from promises import Step, forward_and_backward
 from torch import Tensor, nn
 from torch.distributions import Categorical, Normal, kl_divergence
 from torch.nn import functional as F
@@ -55,8 +56,8 @@ class UNet(nn.Module):
         super().__init__()
         widths = (4, 8, 16)
         self.enter = nn.Conv2d(1, 4, 3, padding=1)
-        self.down = nn.ModuleList(self._block(a, b) for a, b in zip(widths, widths[1:]))
-        self.up = nn.ModuleList(self._block(b + a, a) for a, b in zip(widths, widths[1:]))
+        self.down = nn.ModuleList(self._block(a, b) for a, b in pairwise(widths))
+        self.up = nn.ModuleList(self._block(b + a, a) for a, b in pairwise(widths))
         self.leave = nn.Conv2d(4, 1, 1)
         self.time = nn.ModuleList(nn.Linear(time, b) for b in widths[1:]) if time else None
 
@@ -103,7 +104,7 @@ class Denoiser(nn.Module):
 
 
 def diffuse(model: nn.Module) -> Any:
-    """Train on one noisy batch, then sample: the network runs once with gradients, 4 times without."""
+    """Train on one noisy batch, then sample: one call with gradients, four without."""
     picture, noise = torch.rand(2, 1, 8, 8), torch.randn(2, 1, 8, 8)
     step = torch.tensor([0, 3])
     kept = model.kept[step][:, None, None, None]
@@ -298,7 +299,10 @@ class Attention(nn.Module):
         return self.out(self.dropout(self.encoder(x)))
 
 
-def _calling(make: Callable[[], nn.Module], **arguments: Any) -> Callable[[], tuple[nn.Module, Step]]:
+Making = Callable[[], tuple[nn.Module, Step]]
+
+
+def _calling(make: Callable[[], nn.Module], **arguments: Any) -> Making:
     return lambda: (make(), forward_and_backward(arguments))
 
 
@@ -309,7 +313,7 @@ def _numbers(*shape: int, high: int = 0) -> Tensor:
     return torch.randn(shape, generator=random)
 
 
-MODELS: dict[str, Callable[[], tuple[nn.Module, Step]]] = {
+MODELS: dict[str, Making] = {
     "residual CNN, in-place ReLUs": _calling(ResidualCNN, x=_numbers(4, 3, 8, 8)),
     "U-Net": _calling(UNet, x=_numbers(2, 1, 8, 8)),
     "diffusion UNet": lambda: (Denoiser(), diffuse),

@@ -21,6 +21,8 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -47,7 +49,7 @@ class Findings:
 
     modules: int
     places: int = 0  # that fired
-    values: int = 0  # at these places, over all calls
+    values: int = 0  # that can be read at these places, over all calls
     changed: int = 0  # places where an attached value was changed in place, and reading says so
     refused: Counter[str] = dataclasses.field(default_factory=Counter)  # gradients, by reason
     silent: dict[str, str] = dataclasses.field(default_factory=dict)  # modules never called
@@ -65,49 +67,27 @@ def check(model: nn.Module, step: Step) -> Findings:
     gc.collect()
     gc.freeze()  # what is there already need not be looked through each time
     try:
-        _check(model, step, found)
+        bare = run(model, step)
+        again = run(model, step)
+        found.unsteady = differences(bare.seen, again.seen)
+        for kind, places, options in (
+            ("outputs", OUTPUTS, {}),
+            ("attached", EVERYTHING, {}),
+            ("detached", EVERYTHING, {"detach": True}),
+        ):
+            captured = run(model, step, lambda m, p=places, o=options: hl.capture(m, *p, **o))
+            wrong = compare(bare, captured, found.unsteady)
+            if kind != "outputs":
+                wrong += read_all(captured.record, found, kind)
+            if kind == "attached":
+                count(captured.record, found)
+            if kind == "detached" and not any("output" in name for name in found.unsteady):
+                wrong += compare_with_hooks(captured.record, model, step)
+            found.wrong += [f"{kind}: {name}" for name in wrong]
+        explain_silence(found, model, step, bare.seen)
     finally:
         gc.unfreeze()
     return found
-
-
-def _check(model: nn.Module, step: Step, found: Findings) -> None:
-    subject = copy.deepcopy(model)
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        bare, _ = observe(subject, step)
-        surroundings_before = surroundings(subject)
-        again, _ = observe(copy.deepcopy(model), step)
-    found.unsteady = differences(bare, again)
-    usual = {str(warning.message) for warning in said}
-    for kind, places, options in (
-        ("outputs", OUTPUTS, {}),
-        ("attached", EVERYTHING, {}),
-        ("detached", EVERYTHING, {"detach": True}),
-    ):
-        subject = copy.deepcopy(model)
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            with hl.capture(subject, *places, **options) as record:
-                seen, output = observe(subject, step)
-        wrong = [name for name in differences(bare, seen) if name not in found.unsteady]
-        after = surroundings(subject)
-        wrong += [f"{name} left behind" for name in differences(surroundings_before, after)]
-        wrong += ["a hook on an output left behind" for t in tensors(output) if t._backward_hooks]
-        wrong += [f"warns: {w.message}" for w in said if str(w.message) not in usual]
-        if kind != "outputs":
-            wrong += read_all(record, found, kind)
-        if kind == "attached":
-            count(record, found)
-        if kind == "detached":
-            wrong += compare_with_hooks(record, model, step, found.unsteady)
-        reference = weakref.ref(subject)
-        del subject, output
-        gc.collect()
-        if reference() is not None:
-            wrong.append("the record keeps the model alive")
-        found.wrong += [f"{kind}: {name}" for name in wrong]
-    explain_silence(found, model, step, bare)
 
 
 # -- runs -----------------------------------------------------------------------------------------
@@ -140,18 +120,64 @@ def weighed(tensor: Tensor) -> Tensor:
     return (real.float() * torch.linspace(-1, 1, real.numel()).reshape(real.shape)).sum()
 
 
-def observe(model: nn.Module, step: Step) -> tuple[dict[str, str], Any]:
-    """What a run gives and leaves (outputs, gradients, buffers, random states …) as digests."""
-    seed()
-    output = step(model)
+@dataclasses.dataclass
+class Run:
+    """What a run gave and left behind."""
+
+    seen: dict[str, str]  # outputs, gradients, buffers, random states …, as digests
+    left: dict[str, str]  # hooks, attributes, contexts, modes
+    warned: list[str]
+    alive: bool  # whether something keeps the model
+    record: Any
+
+
+def run(model: nn.Module, step: Step, context: Callable[[nn.Module], Any] = nullcontext) -> Run:
+    """Run a copy of the model inside a context."""
+    subject = copy.deepcopy(model)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        seed()
+        with context(subject) as record:
+            output = step(subject)
+            seen = observe(subject, output)
+        left = surroundings(subject, output)
+    if record is subject:  # of a null context
+        record = None
+    reference = weakref.ref(subject)
+    del subject, output
+    gc.collect()
+    warned = [str(warning.message) for warning in said]
+    return Run(seen, left, warned, reference() is not None, record)
+
+
+def observe(model: nn.Module, output: Any) -> dict[str, str]:
+    """Outputs, parameters, gradients, buffers and random states, as digests."""
     seen = {f"output {n}": digest(t) for n, t in enumerate(tensors(output, opaque=True))}
     for name, parameter in model.named_parameters():
         seen[f"parameter {name}"] = digest(parameter)
         seen[f"gradient {name}"] = "none" if parameter.grad is None else digest(parameter.grad)
     seen |= {f"buffer {name}": digest(buffer) for name, buffer in model.named_buffers()}
     seen["random state"] = digest(torch.get_rng_state())
-    seen["numpy's random state"] = hashlib.sha1(repr(np.random.get_state()).encode()).hexdigest()
-    return seen, output
+    seen["numpy's random state"] = repr(np.random.get_state())
+    seen["Python's random state"] = repr(random.getstate())
+    return seen
+
+
+def surroundings(model: nn.Module, output: Any) -> dict[str, str]:
+    """Hooks, attributes, contexts and modes: those of the model itself, after a bare run."""
+    found = {
+        "contexts": repr(hl.attached(model)),
+        "modes": str(torch._C._len_torch_function_stack()),
+        "gradients on": str(torch.is_grad_enabled()),
+        "hooks on outputs": str(sum(len(t._backward_hooks or ()) for t in tensors(output))),
+    }
+    for path, module in model.named_modules():
+        found[f"attribute of {path!r}"] = " ".join(sorted(vars(module)))
+        for name in HOOK_DICTS:
+            found[f"{name} of {path!r}"] = str(len(module.__dict__[name]))
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        found[f"hook on {name}"] = str(len(tensor._backward_hooks or ()))
+    return found
 
 
 def seed() -> None:
@@ -163,11 +189,7 @@ def seed() -> None:
 
 def differences(one: dict[str, str], other: dict[str, str]) -> list[str]:
     """What two runs do not have in common."""
-    return [
-        name
-        for name in dict.fromkeys((*one, *other))
-        if one.get(name) != other.get(name)
-    ]
+    return [name for name in dict.fromkeys((*one, *other)) if one.get(name) != other.get(name)]
 
 
 def tensors(value: Any, opaque: bool = False, above: tuple[int, ...] = ()) -> Iterator[Tensor]:
@@ -203,18 +225,14 @@ def digest(tensor: Tensor) -> str:
 # -- after a capture ------------------------------------------------------------------------------
 
 
-def surroundings(model: nn.Module) -> dict[str, str]:
-    """What a model has of hooks, attributes, contexts and modes; its own, after a bare run."""
-    found = {"contexts": repr(hl.attached(model))}
-    found["modes"] = str(torch._C._len_torch_function_stack())
-    found["gradients on"] = str(torch.is_grad_enabled())
-    for path, module in model.named_modules():
-        found[f"attribute of {path!r}"] = " ".join(sorted(vars(module)))
-        for name in HOOK_DICTS:
-            found[f"{name} of {path!r}"] = str(len(module.__dict__[name]))
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        found[f"hook on {name}"] = str(len(tensor._backward_hooks or ()))
-    return found
+def compare(bare: Run, captured: Run, unsteady: list[str]) -> list[str]:
+    """What is not as it is without a capture."""
+    wrong = [name for name in differences(bare.seen, captured.seen) if name not in unsteady]
+    wrong += [f"{name} left behind" for name in differences(bare.left, captured.left)]
+    wrong += [f"warns: {text}" for text in captured.warned if text not in bare.warned]
+    if captured.alive and not bare.alive:
+        wrong.append("the record keeps the model alive")
+    return wrong
 
 
 def read_all(record: hl.Record, found: Findings, kind: str) -> list[str]:
@@ -224,7 +242,8 @@ def read_all(record: hl.Record, found: Findings, kind: str) -> list[str]:
     for place in record.places():
         gradient = place.port == "grad_output"
         try:
-            record.calls(place)
+            calls = record.calls(place)
+            found.values += len(calls) if kind == "detached" else 0
         except hl.GradientNotAvailable as error:
             if not gradient or not error.found:
                 wrong.append(f"{place}: {error}")
@@ -261,79 +280,75 @@ def reason_of(error: hl.GradientNotAvailable) -> str:
 def count(record: hl.Record, found: Findings) -> None:
     """How much a record holds, and which modules were never called."""
     found.places = len(record.places())
-    found.values = sum(len(tap.kept) or len(tap.grads) for tap in record._taps)
     found.silent = {
         place.path: reason for place, reason in record.unfired().items() if place.port == "output"
     }
 
 
-def compare_with_hooks(
-    record: hl.Record, model: nn.Module, step: Step, unsteady: list[str]
-) -> list[str]:
-    """Hooks written by hand must have seen what the record holds."""
-    if any(name.startswith("output") for name in unsteady):
-        return []
-    hooked = copy.deepcopy(model)
-    inputs: dict[str, list[list[str]]] = {}
-    outputs: dict[str, list[list[str]]] = {}
-    gradients: dict[str, list[list[str]]] = {}
-    paths = {module: path for path, module in hooked.named_modules()}
+class ByHand:
+    """What hooks written by hand see at every module, call by call, as digests."""
 
-    def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-        inputs.setdefault(paths[module], []).append(
-            sorted(digest(t) for t in tensors((args, kwargs)))
-        )
+    def __init__(self, model: nn.Module, step: Step) -> None:
+        self.inputs: dict[str, list[list[str]]] = {}
+        self.output: dict[str, list[list[str]]] = {}
+        self.grad_output: dict[str, list[list[str]]] = {}  # of outputs that are one tensor
+        hooked = copy.deepcopy(model)
+        for path, module in hooked.named_modules():
+            module.register_forward_pre_hook(partial(self.before, path), with_kwargs=True)
+            module.register_forward_hook(partial(self.after, path))
+        seed()
+        with warnings.catch_warnings(action="ignore"):
+            step(hooked)
 
-    def after(module: nn.Module, args: Any, output: Any) -> None:
-        outputs.setdefault(paths[module], []).append([digest(t) for t in tensors(output)])
+    def before(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        digests = sorted(digest(tensor) for tensor in tensors((args, kwargs)))
+        self.inputs.setdefault(path, []).append(digests)
+
+    def after(self, path: str, module: nn.Module, args: Any, output: Any) -> None:
+        self.output.setdefault(path, []).append([digest(tensor) for tensor in tensors(output)])
         arrived: list[str] = []
-        gradients.setdefault(paths[module], []).append(arrived)
+        self.grad_output.setdefault(path, []).append(arrived)
         if isinstance(output, Tensor) and output.requires_grad:
             _ = output.grad_fn  # register_hook may crash on a changed view otherwise
             output.register_hook(lambda grad: arrived.append(digest(grad)))
 
-    for module in hooked.modules():
-        module.register_forward_pre_hook(before, with_kwargs=True)
-        module.register_forward_hook(after)
-    seed()
-    with warnings.catch_warnings(action="ignore"):
-        step(hooked)
 
-    wrong: list[str] = []
-    for place in record.places():
-        by_hand = {"inputs": inputs, "output": outputs}.get(place.port)
-        if by_hand is not None:
-            kept = [[digest(t) for t in tensors(value)] for value in record.calls(place)]
-            expected = by_hand.get(place.path, [])
-            if place.port == "inputs":
-                kept = [sorted(values) for values in kept]
-                # Those of a recursive module are numbered as the calls end, not as they begin.
-                kept, expected = sorted(kept), sorted(expected)
-            if kept != expected:
-                wrong.append(f"{place} is not what hooks by hand have seen")
-            continue
+def compare_with_hooks(record: hl.Record, model: nn.Module, step: Step) -> list[str]:
+    """Hooks written by hand must have seen what the record holds."""
+    by_hand = ByHand(model, step)
+    wrong = [
+        f"{place} is not what hooks by hand have seen"
+        for place in record.places()
+        if not same_values(record, place, by_hand)
+    ]
+    held = {place.path for place in record.places() if place.port == "output"}
+    missed = sorted(set(by_hand.output) - held)
+    return wrong + [f"{path} was called, but is not in the record" for path in missed]
+
+
+def same_values(record: hl.Record, place: hl.Place, by_hand: ByHand) -> bool:
+    expected = getattr(by_hand, place.port)[place.path]
+    if place.port == "grad_output":
         try:
-            kept = [None if g is None else g for g in record.calls(place)]
+            kept = record.calls(place)
         except hl.GradientNotAvailable:
-            continue
-        expected = gradients.get(place.path, [])
-        if not any(expected):  # no plain tensor, or the hook was lost with an in-place operation
-            continue
-        flat = [grad for call in expected for grad in (call or [None])]
+            return True
+        # A hook on a view is lost, silently, if the view is changed in place later.
+        arrived = [grad for call in expected for grad in (call or [None])]
         found = [digest(grad) if isinstance(grad, Tensor) else None for grad in kept]
-        if len(found) != len(flat) or any(
-            a != b for a, b in zip(found, flat, strict=True) if b is not None
-        ):
-            wrong.append(f"{place} is not what hooks by hand have seen")
-    called = {path for path in outputs} - {""}
-    held = {place.path for place in record.places() if place.port == "output"} - {""}
-    wrong += [f"{path} was called, but is not in the record" for path in sorted(called - held)]
-    return wrong
+        return not any(expected) or (
+            len(found) == len(arrived)
+            and all(b in (None, a) for a, b in zip(found, arrived, strict=True))
+        )
+    kept = [[digest(tensor) for tensor in tensors(value)] for value in record.calls(place)]
+    if place.port == "inputs":
+        kept = [sorted(digests) for digests in kept]
+        # Those of a recursive module are numbered as the calls end, not as they begin.
+        kept, expected = sorted(kept), sorted(expected)
+    return kept == expected
 
 
-def explain_silence(
-    found: Findings, model: nn.Module, step: Step, bare: dict[str, str]
-) -> None:
+def explain_silence(found: Findings, model: nn.Module, step: Step, bare: dict[str, str]) -> None:
     """Why modules were never called: found out by counting the calls of their forwards."""
     if not found.silent:
         return
