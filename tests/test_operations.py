@@ -129,6 +129,19 @@ def test_inputs_by_position_and_by_name():
     assert list(record["0.attn/softmax:inputs"])[:2] == ["input", "dim"]
 
 
+def test_arguments_of_attention_have_their_names_however_they_were_passed():
+    class Calls(nn.Module):
+        def forward(self, x):
+            return F.scaled_dot_product_attention(x, x, x, None, 0.0, True)
+
+    model = Calls()
+    with hl.capture(model, "/scaled_dot_product_attention:inputs") as record:
+        model(torch.randn(1, 2, 3, 4))
+    given = record["/scaled_dot_product_attention:inputs"]
+    assert list(given) == ["query", "key", "value", "attn_mask", "dropout_p", "is_causal"]
+    assert given["is_causal"] is True
+
+
 def test_gradients_at_operations_are_those_that_retain_grad_gives():
     model, x = transformer(), batch()
     kept, out = watched(model, x)

@@ -626,3 +626,10 @@ def test_a_weight_used_without_its_module_is_told():
         with hl.capture(model, "lin"):
             model(X)
     assert_clean(model)
+
+
+@pytest.mark.parametrize("where", ["0.weight[0]", "0.weight:grad[0]", "*.weight[1]"])
+def test_a_part_of_a_parameter_is_refused(where):
+    model = nn.Sequential(nn.Linear(3, 3))
+    with pytest.raises(hl.PlaceError, match="a part never indexes a tensor"):
+        hl.select(model, where)

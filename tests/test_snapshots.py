@@ -528,3 +528,9 @@ def test_a_value_can_be_read_inside_its_transform_and_stays_as_it_was(transform,
     found = transform(inside(Giving(lambda x: x * 2)))(BASE)
     expected = transform(lambda x: (x * 2).detach() * x if detach else x * 2 * x)(BASE)
     assert torch.equal(found, expected)
+
+
+def test_quantised_tensors_can_be_compared():
+    one = torch.quantize_per_tensor(torch.eye(3), 0.1, 0, torch.qint8)
+    assert same_bits(one, one.clone())
+    assert not same_bits(one, torch.quantize_per_tensor(torch.ones(3, 3), 0.1, 0, torch.qint8))

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -43,6 +44,12 @@ def _names(module: Any) -> tuple[list[str], list[str]]:
         parameters = []
     named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     found = [p.name for p in named if p.kind is not p.KEYWORD_ONLY], [p.name for p in named]
+    if key is function:
+        # Some stand-ins lack the last parameters, which the first line of the docstring has.
+        line = re.match(r"\s*\w+\((.*?)\) ->", function.__doc__ or "", re.DOTALL)
+        told = re.findall(r"(?:\A|,)\s*(\w+)", line[1]) if line else []
+        if told[: len(found[0])] == found[0]:
+            found = told, told
     _signatures[key] = found
     return found
 

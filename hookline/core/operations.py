@@ -94,20 +94,34 @@ class _Mode(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.operations: list[Operation] = []  # in order of entering
-        self.names: set[str] = set()
-        self.waiting = True  # whether an operation never came, so that all names are of interest
+        self.operations: dict[int, list[Operation]] = {}  # by module, in order of entering
+        self.names: dict[str, int] = {}  # how many operations are for each name
+        self.waiting = 0  # operations that never came: then all names are of interest
         self.running: list[_Running] = []
 
-    def change(self, operations: list[Operation]) -> None:
-        """Serve other operations; with the first the mode begins, with the last it ends."""
-        if operations and not self.operations:
+    def add(self, operation: Operation) -> None:
+        """Serve one more operation; with the first the mode begins."""
+        if not self.operations:
             _push_mode(self)
-        elif self.operations and not operations:
+        self.operations.setdefault(id(operation.module), []).append(operation)
+        self.names[operation.name] = self.names.get(operation.name, 0) + 1
+        self.waiting += 1
+
+    def drop(self, operation: Operation, ident: int) -> None:
+        """Serve one operation less; with the last the mode ends."""
+        served = self.operations.get(ident, [])
+        if operation not in served:
+            return
+        served.remove(operation)
+        self.waiting -= not operation.count
+        self.names[operation.name] -= 1
+        if not self.names[operation.name]:
+            del self.names[operation.name]
+        if not served:
+            del self.operations[ident]
+        if not self.operations:
             self.running.clear()
             self.leave()
-        self.operations, self.waiting = operations, True
-        self.names = {operation.name for operation in operations}
 
     def leave(self) -> None:
         """Take the mode off the stack, also from under others that were entered since."""
@@ -126,15 +140,17 @@ class _Mode(TorchFunctionMode):
         if name not in self.names and not self.waiting:
             return func(*args, **kwargs)
         found = _innermost(sys._getframe(1))
-        asked = [o for o in self.operations if found and o.module is found[0]]
+        asked = self.operations.get(id(found[0])) if found else None
         if found is None or not asked:
             return func(*args, **kwargs)
         use = self.count(name, *found)
-        output = self.run(func, args, kwargs, [o for o in asked if o.meets(name, use)])
+        operations = [operation for operation in asked if operation.meets(name, use)]
+        new = [operation for operation in operations if not operation.count]
+        output = self.run(func, args, kwargs, operations)
         if self.waiting and leaves(output):
             for operation in asked:
                 operation.names[name] = None
-            self.waiting = not all(operation.count for operation in self.operations)
+            self.waiting -= sum(1 for operation in new if operation.count)
         return output
 
     def count(self, name: str, module: nn.Module, frame: FrameType) -> int:
@@ -186,7 +202,7 @@ class Operation(Site):
         if _thread.mode is None:
             _thread.mode = _Mode()
         self.mode = _thread.mode
-        self.mode.change([*self.mode.operations, self])
+        self.mode.add(self)
         self.anchor(module)
 
     def rest(self, module: nn.Module, args: Any) -> None:
@@ -200,11 +216,8 @@ class Operation(Site):
     def unregister(self, module: nn.Module) -> None:
         """Be called no longer."""
         super().unregister(module)
-        if not hasattr(self, "mode"):
-            return
-        left = [other for other in self.mode.operations if other is not self]
-        if len(left) < len(self.mode.operations):
-            self.mode.change(left)
+        if hasattr(self, "mode"):
+            self.mode.drop(self, id(module))
 
     def meets(self, name: str, use: int) -> bool:
         """Whether this is for the n-th use of an operation in a call of the module."""

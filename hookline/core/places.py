@@ -237,6 +237,12 @@ class _Query:
         for start, module, name in find_tensors(self.model, path, port == "grad"):
             if port and port not in TENSOR_PORTS:
                 raise _wrong_port(request, f"{name!r} is a parameter or buffer.")
+            if request.parts:
+                raise PlaceError(
+                    f"The place {request.asked} names a part of {name!r}:",
+                    "it is one tensor, and a part never indexes a tensor.",
+                    "Leave out the part; a slice is given with at=.",
+                )
             request.targets.append(Target(module, start, port or "value", request.parts, name))
 
     def _add_modules(self, request: Request, steps: Iterable[Step]) -> None:
