@@ -64,7 +64,8 @@ def fresh_compiler():
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
-    assert not compiling._State.users
+    assert not compiling._eager.users
+    assert not compiling._asking.users
     assert torch._dynamo.eval_frame._stance.stance == "default"
 
 
@@ -169,16 +170,62 @@ def test_what_is_kept_in_the_graph_has_a_gradient_and_leaves_results_as_they_are
     handle.remove()
 
 
-def test_a_capture_that_is_attached_after_the_first_compiled_call_says_why_it_has_nothing():
+@pytest.mark.parametrize("keep", ["last", "all"])
+def test_a_capture_that_is_attached_after_the_first_compiled_call_runs_eagerly(keep):
     model = model_with_inplace()
     run = torch.compile(model, backend="eager")
-    (x,) = batches(1)
+    x, y = batches(2)
     run(x)
-    handle = hl.capture(model, "0", keep="last").attach()
-    run(x)
-    with pytest.raises(hl.errors.NeverFired, match=r"torch\.compile had made before"):
-        _ = handle.record["0"]
+    handle = hl.capture(model, "0", keep=keep, detach=True).attach()
+    for batch in (x, y):
+        run(batch)
+        expected = nn.functional.linear(batch, model[0].weight, model[0].bias)
+        torch.testing.assert_close(handle.record.calls("0")[-1], expected)
     handle.remove()
+
+
+def test_another_model_of_the_same_class_does_not_lend_its_graph():
+    """Its graph has no hooks, and torch would take it for the hooked model as well."""
+    model, other = model_with_inplace(), model_with_inplace()
+    run, run_other = (torch.compile(m, backend="eager", fullgraph=True) for m in (model, other))
+    called = torch.compile(lambda m, x: m(x), backend="eager", fullgraph=True)
+    handle = hl.capture(model, "0", keep="last").attach()
+    for x in batches(4):
+        for go in (run, lambda x: called(model, x)):
+            run_other(x + 1), called(other, x + 1)
+            go(x)
+            expected = nn.functional.linear(x, model[0].weight, model[0].bias)
+            torch.testing.assert_close(handle.record["0"], expected)
+    handle.remove()
+    assert torch._dynamo.config.skip_nnmodule_hook_guards
+
+
+COMPILED_INSIDE = """
+import sys, warnings, torch
+from torch import nn
+import hookline as hl
+
+model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.randn(2, 4)
+assert "torch._dynamo" not in sys.modules
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    with hl.capture(model, "0") as record:
+        run = torch.compile(model, backend="eager")
+        run(x), run(x)
+assert len(record.calls("0")) == 2
+assert any("first used" in str(w.message) for w in caught), caught
+with hl.capture(model, "0") as record:
+    run(x)
+assert len(record.calls("0")) == 1
+"""
+
+
+def test_the_first_use_of_the_compiler_inside_a_with_is_told():
+    import subprocess
+    import sys
+
+    done = subprocess.run([sys.executable, "-c", COMPILED_INSIDE], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_an_eager_call_after_a_compiled_one_is_the_last_and_the_other_way_round():

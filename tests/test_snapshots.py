@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import dlpack
 
 import hookline as hl
-from hookline.core.snapshots import settle, snapshot
+from hookline.core.snapshots import same_bits, settle, snapshot
 
 BASE = torch.arange(6.0).reshape(2, 3) + 1
 
@@ -530,6 +530,7 @@ def test_a_value_can_be_read_inside_its_transform_and_stays_as_it_was(transform,
     assert torch.equal(found, expected)
 
 
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 def test_quantised_tensors_can_be_compared():
     one = torch.quantize_per_tensor(torch.eye(3), 0.1, 0, torch.qint8)
     assert same_bits(one, one.clone())

@@ -258,13 +258,14 @@ _PLAIN = Options(None, None, False, None, None, "all", False)
 class _Common:
     """What the taps of one capture have in common, kept once so that making them is cheap."""
 
-    __slots__ = ("closed", "context", "detach", "key", "options", "owner")
+    __slots__ = ("closed", "context", "detach", "in_graph", "key", "options", "owner")
 
     def __init__(self, context: weakref.ref[Any], options: Options, owner: int | None) -> None:
         self.context = context
         self.options = options
         self.owner = owner
         self.detach = options.detach
+        self.in_graph = False  # whether compiled graphs may keep values by themselves
         self.key = next(KEYS)
         self.closed = False
 
@@ -337,7 +338,7 @@ class _LastTap(_OutputTap):
 
     def after_output(self, module: nn.Module, args: Any, output: Any) -> None:
         # In a graph no version can be read and no copy-on-write made, but a copy costs little.
-        if torch.compiler.is_compiling() and type(output) is Tensor:
+        if torch.compiler.is_compiling() and self.common.in_graph and type(output) is Tensor:
             self.slot = output.detach().clone() if self.common.detach else output.clone()
             return
         self.slot = None
@@ -441,9 +442,12 @@ class capture(Context[CaptureTap]):
         self._mixed = self._find_mixed(requests)
         return requests
 
-    def _runs_compiled(self, attached: bool) -> bool:
+    def _runs_compiled(self) -> bool:
         plain = self._options.keep == "last" and self._mixed == set()
-        return plain and (attached or compiling.untouched())
+        in_graph = plain and compiling.loaded() and compiling.untouched()
+        for common in self._commons:
+            common.in_graph = in_graph
+        return in_graph
 
     def _find_mixed(self, requests: list[Request]) -> set[int] | None:
         """The modules of which more than the whole output is asked for; None if options are."""

@@ -1,48 +1,77 @@
-"""Compiled models: while something looks inside, they run eagerly.
+"""Compiled models: while something looks inside, they run eagerly, or their graphs ask for hooks.
 
-A graph that torch.compile has made runs no hooks that came later, and says nothing. The stance
-"force_eager" makes every compiled model of the process run as if it were not compiled.
+A graph that torch.compile has made runs no hooks that came later, and says nothing; it may even
+have been made for another model of the same class. The stance "force_eager" makes all compiled
+models of the process run as if they were not compiled. Where nothing was compiled so far, it is
+enough that graphs ask for a module's hooks from now on.
 
-- `suspend(user)`, `resume(user)`: run compiled models eagerly from now on; as before
-- `untouched()`: whether nothing was compiled so far, so that hooks will be in the first graph
+- `suspend(user, in_graph)`, `resume(user)`: see to it that hooks are called; as before
+- `loaded()`: whether there can be compiled models: importing the compiler is slow
+- `untouched()`: whether nothing was compiled so far
 """
 
 from __future__ import annotations
 
 import sys
 import threading
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 
-__all__ = ["resume", "suspend", "untouched"]
+__all__ = ["loaded", "resume", "suspend", "untouched"]
 
 
-class _State:
-    """Contexts that want eager runs may end in any order: the last one puts the stance back."""
+class _Setting:
+    """Something that is set as long as it has users, who may end in any order."""
 
-    lock = threading.RLock()  # a context may be collected, and end, while it is held
-    users: ClassVar[set[int]] = set()
-    stance: Any = None
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self.make = make
+        self.lock = threading.RLock()  # a user may be collected, and end, while it is held
+        self.users: set[int] = set()
+        self.undo: Any = None
+
+    def begin(self, user: object) -> None:
+        with self.lock:
+            self.users.add(id(user))
+            if len(self.users) == 1:
+                self.undo = self.make()
+
+    def end(self, user: object) -> None:
+        """One user less; after the last all is as before. May be called again."""
+        if self.undo is not None or self.users:
+            with self.lock:
+                self.users.discard(id(user))
+                if not self.users and self.undo is not None:
+                    self.undo.__exit__(None, None, None)
+                    self.undo = None
 
 
-def suspend(user: object) -> None:
-    """Run compiled models eagerly, if there can be any: importing the compiler is slow."""
-    if "torch._dynamo" in sys.modules and not torch.compiler.is_compiling():
-        with _State.lock:
-            _State.users.add(id(user))
-            if len(_State.users) == 1:
-                _State.stance = torch.compiler.set_stance("force_eager")
+def _ask_for_hooks() -> Any:
+    patch: Any = cast(Any, torch)._dynamo.config.patch(skip_nnmodule_hook_guards=False)
+    patch.__enter__()
+    return patch
+
+
+_eager = _Setting(lambda: torch.compiler.set_stance("force_eager"))
+_asking = _Setting(_ask_for_hooks)
+
+
+def suspend(user: object, in_graph: bool) -> None:
+    """See to it that hooks are called: all runs eagerly, or new graphs ask for hooks."""
+    if loaded() and not torch.compiler.is_compiling():
+        (_asking if in_graph else _eager).begin(user)
 
 
 def resume(user: object) -> None:
     """One user less; after the last, compiled models run as before. May be called again."""
-    if _State.stance is not None or _State.users:
-        with _State.lock:
-            _State.users.discard(id(user))
-            if not _State.users and _State.stance is not None:
-                _State.stance.__exit__(None, None, None)
-                _State.stance = None
+    _eager.end(user)
+    _asking.end(user)
+
+
+def loaded() -> bool:
+    """Whether there can be compiled models."""
+    return "torch._dynamo" in sys.modules
 
 
 def untouched() -> bool:

@@ -25,6 +25,7 @@ class Entering:
     _wheres: tuple[Any, ...] = ()
     _open = False
     _attached = False
+    _unseen = False  # whether the compiler was not there when this was entered
     _entered = True  # until the constructor is through: one that fails is not a forgotten one
 
     def __init__(self, model: nn.Module | Tensor) -> None:
@@ -47,7 +48,7 @@ class Entering:
     def _verify(self) -> None:
         """Called after the block if nothing was raised in it."""
 
-    def _runs_compiled(self, attached: bool) -> bool:
+    def _runs_compiled(self) -> bool:
         """Whether it works inside of compiled graphs."""
         return False
 
@@ -65,8 +66,8 @@ class Entering:
         self._attached = attached
         try:
             self._start(attached)
-            if not self._runs_compiled(attached):
-                compiling.suspend(self)
+            self._unseen = not compiling.loaded()
+            compiling.suspend(self, self._runs_compiled())
         except BaseException:
             self._leave()
             raise
@@ -76,6 +77,13 @@ class Entering:
             self._stop()
             compiling.resume(self)
             self._open = self._attached = False
+            if self._unseen and not compiling.untouched():
+                warnings.warn(
+                    f"{self!r} was open when torch.compile was first used: calls of compiled "
+                    f"models may be missing. Compile before, so that they run eagerly meanwhile.",
+                    HooklineWarning,
+                    stacklevel=3,
+                )
 
     def __enter__(self) -> Any:
         self._enter(attached=False)

@@ -11,7 +11,6 @@ A little long: it says why nothing happened at a place.
 from __future__ import annotations
 
 import inspect
-import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
@@ -266,17 +265,10 @@ def silence(tap: Tap, site: Site, model: Any, names: dict[int, str]) -> str:
                 "nn.MultiheadAttention uses the weights of its out_proj without ever calling it; "
                 "ask for the attention module's own output."
             )
-    if "torch._dynamo" in sys.modules:
-        compiled = (
-            ", or it ran in a graph that torch.compile had made before (attach before the first "
-            "compiled call, or use `with`, which runs it eagerly)"
-        )
-    else:
-        compiled = ""
     return (
         "its module was not called. Its forward may have been called directly, as in "
         "module.forward(x), which runs no hooks, or its weights used without it, or the code that "
-        f"calls it was not reached{compiled}."
+        "calls it was not reached."
     )
 
 
