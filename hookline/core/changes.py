@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
+from hookline.core.distributed import alike, beside
 from hookline.errors import ChangeError, NotCaptured
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ class Chain(Change):
 
 def apply(change: Change, value: Tensor, call: Call) -> Tensor:
     """Apply a ready change and check that the result fits: the same shape, dtype and device."""
-    result = change.apply(value, call)
+    result = alike(change.apply(value, call), value)
     if result.shape != value.shape:
         raise ChangeError(
             f"{change!r} was applied at {str(call.place)!r}.",
@@ -137,7 +138,7 @@ def fit(own: Tensor | float, value: Tensor, change: Change) -> Tensor | float:
             "Give one of the value's shape, or one that broadcasts to it, such as one number a "
             "channel.",
         )
-    return own
+    return beside(own, value)
 
 
 def _need_float(change: Change, value: Tensor, call: Call) -> None:
@@ -298,7 +299,7 @@ def seeded(seed: int, call: Call, value: Tensor, draw: Any) -> Tensor:
     generator = torch.Generator().manual_seed(number)
     dtype = value.dtype if value.is_complex() else torch.float32
     drawn: Tensor = draw(value.shape, generator=generator, dtype=dtype)
-    return drawn.to(device=value.device)
+    return beside(drawn.to(device=value.device), value)
 
 
 @dataclass(frozen=True, eq=False)
@@ -415,7 +416,7 @@ class remove_direction(Change):
                 "Give the dimension along which the direction lies.",
             )
         own = self.direction.to(value.device, torch.promote_types(value.dtype, torch.float32))
-        direction = (own / cast(Tensor, own.norm())).to(value.dtype)
+        direction = beside((own / cast(Tensor, own.norm())).to(value.dtype), value)
         moved = value.movedim(self.dim, -1)
         along = (moved * direction.conj()).sum(-1, keepdim=True)
         return (moved - along * direction).movedim(-1, self.dim)

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 
 from hookline.core import parameters
 from hookline.core.changes import Change, apply, describe, replace
+from hookline.core.distributed import copied, placements
 from hookline.core.hooks import Context, takes_call
 from hookline.core.nested import Path, leaves, only_tensor, set_part, show_path
 from hookline.core.places import Request, Target, Where, resolve
 from hookline.core.sites import KEEP, Call, Frame, Tap, add_place
-from hookline.core.slices import put
+from hookline.core.slices import check_at, put
 from hookline.errors import ChangeError
 
 __all__ = ["edit"]
@@ -62,7 +63,7 @@ class _EditTap(Tap):
     def gradient(self, grad: Tensor, index: int, path: Path) -> Tensor | None:
         if index < 0:  # of a parameter or plain tensor: numbered by backward pass
             index = self.seen
-        new = self.receive(grad.clone(), index, False, None)
+        new = self.receive(copied(grad), index, False, None)
         return None if new is KEEP else new
 
     def _changed(self, value: Any, call: Call) -> Any:
@@ -123,16 +124,22 @@ def _check_fit(change: Any, value: Any, new: Any, call: Call) -> None:
         )
     for path, old in before.items():
         tensor = after[path]
-        if (old.shape, old.dtype, old.device) != (tensor.shape, tensor.dtype, tensor.device):
+        if _likeness(old) != _likeness(tensor):
             raise ChangeError(
                 asked,
                 f"{show_path(path) or 'It'} was {_signature(old)}, now it is {_signature(tensor)}.",
-                "Return the same shape, dtype and device; hookline.hook checks nothing.",
+                "Return the same shape, dtype, device and placement; hookline.hook checks nothing.",
             )
 
 
+def _likeness(tensor: Tensor) -> Any:
+    return tensor.shape, tensor.dtype, tensor.device, placements(tensor)
+
+
 def _signature(tensor: Tensor) -> str:
-    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} on {tensor.device}"
+    spread = placements(tensor)
+    kind = str(tensor.dtype).removeprefix("torch.") + (f" {spread}" if spread else "")
+    return f"{tuple(tensor.shape)} {kind} on {tensor.device}"
 
 
 def _structure(value: Any, tensors: Iterable[Path]) -> str:
@@ -227,6 +234,7 @@ class edit(Context[_EditTap]):
         return found
 
     def _tap(self, target: Target, ref: weakref.ref[Any]) -> _EditTap:
+        check_at(self._at, target)
         calls = None if target.port == "value" else self._calls
         return _EditTap(target, ref, self._changes_at[target.key], self._at, calls)
 
@@ -242,7 +250,8 @@ class edit(Context[_EditTap]):
             site.counted = self._calls is not None or bool(site.outputs)
         if values:
             for _, site in self._sites.values():
-                site.values = []  # parameters are swapped now, not at each call
+                # Parameters are swapped now, not at each call.
+                site.values = [tap for tap in site.values if tap.target.port != "value"]
             parameters.swap(values, self._swaps)
 
     def _start(self, attached: bool) -> None:

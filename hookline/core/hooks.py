@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar, cast
 from torch import Tensor, nn
 from torch.utils import hooks as torch_hooks
 
-from hookline.core import gradients
+from hookline.core import distributed, gradients
 from hookline.core.contexts import Entering
 from hookline.core.places import Place, Request, Target, Where, resolve
 from hookline.core.sites import ACTIVE, KEEP, SERIALS, Call, Frame, Site, Tap, add_place
@@ -109,9 +109,16 @@ class Context(Entering, Generic[T]):
         self._sites.setdefault(target.ident, self._sites[id(module)])[1].add(tap)
         if target.port == "grad":
             gradients.watch_tensor(tap, target.tensor())
+            if distributed.is_gathered(target.module):
+                self._watch_gathered(tap, ref, owner)
             if self._attached and isinstance(self._model, Tensor):
                 # There is no module whose hooks could keep this alive: a hook of the tensor does.
                 self._handles.append(self._model.register_hook(_Keeper(self)))
+
+    def _watch_gathered(self, tap: Tap, ref: weakref.ref[Any], owner: int | None) -> None:
+        module = distributed.gatherer(self._model, tap.target.path, tap.target.module)
+        _, site = self._sites.setdefault(id(module), (module, Site(module, ref, owner)))
+        site.values = [*site.values, cast(Tap, distributed.Gathered(tap))]
 
     def _caller_of(self, target: Target) -> nn.Module:
         path = target.path
@@ -288,7 +295,7 @@ class _HookTap(Tap):
     def gradient(self, grad: Tensor, index: int, path: tuple[Any, ...]) -> Tensor | None:
         if index < 0:  # of a parameter or plain tensor: numbered by backward pass
             index = self.fired
-        new = self.receive(grad.clone(), index, False, None)
+        new = self.receive(distributed.copied(grad), index, False, None)
         return None if new is KEEP else new
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version, saved_tensors_hooks
 from torch.nn.parameter import is_lazy
 
+from hookline.core.distributed import is_gathered, placements, reshard
 from hookline.core.hooks import Anchored
 from hookline.core.places import Request, Target, Where, resolve
 from hookline.core.sites import Tap
@@ -147,6 +148,13 @@ def swap(taps: Iterable[Tap], swaps: list[Swap]) -> None:
                 "It has none yet: its module is a lazy one that never ran.",
                 "Run the model once before.",
             )
+        gathered = is_gathered(tap.target.module) and isinstance(tensor, nn.Parameter)
+        if gathered or placements(tensor) is not None:
+            raise NotHookable(
+                f"The value of {str(tap.place)!r} was to be changed.",
+                "It is kept in shards, one on each rank, which cannot be swapped.",
+                "Change it in place, under torch.no_grad(), within `hookline.preserve(model)`.",
+            )
         if id(tensor) in seen:  # shared under two names
             tap.fired += 1
             continue
@@ -258,6 +266,7 @@ class preserve(Anchored):
 
     def _start(self, attached: bool) -> None:
         wanted: dict[int, tuple[nn.Module, dict[str, Any], set[str]]] = {}
+        reshard(self._model)
         for request in resolve(self._model, self._wheres, hookable=False):
             for target in request.targets:
                 for owner, table, name in _slots_at(target):
@@ -272,6 +281,7 @@ class preserve(Anchored):
                     self._saved.append((tensor, tensor.data, copy, tensor.requires_grad))
 
     def _stop(self) -> None:
+        reshard(self._model)
         for tensor, data, copy, requires_grad in self._saved:
             if data.untyped_storage().nbytes() < copy.untyped_storage().nbytes():  # freed inside
                 data.untyped_storage().resize_(copy.untyped_storage().nbytes())

@@ -1,6 +1,6 @@
 """Small tables: what a record looks like as text and in a notebook.
 
-- `rows_of(place, values, checks)`: the rows for one place
+- `rows_of(place, values, checks, spread)`: the rows for one place
 - `as_text(title, rows)`, `as_html(title, rows)`: a table
 - `bytes_of(tensor)`, `show_bytes(n)`: a size, and a size for people
 """
@@ -8,12 +8,13 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from hookline.core.nested import children, leaves, show_path
+from hookline.core.distributed import local
+from hookline.core.nested import Path, children, leaves, show_path
 
 __all__ = ["as_html", "as_text", "bytes_of", "rows_of", "show_bytes"]
 
@@ -35,9 +36,9 @@ def show_bytes(count: float) -> str:
 
 
 def bytes_of(tensor: Tensor) -> int:
-    """The bytes of a tensor, also of one without a plain storage."""
+    """The bytes of a tensor, also of one without a plain storage; of a DTensor those held here."""
     try:
-        return tensor.nbytes
+        return local(tensor).nbytes
     except (RuntimeError, NotImplementedError):
         pass
     try:
@@ -53,7 +54,12 @@ def _shape(tensor: Tensor) -> str:
         return "nested"
 
 
-def rows_of(place: str, values: Sequence[Any], checks: Any) -> list[tuple[str, ...]]:
+def rows_of(
+    place: str,
+    values: Sequence[Any],
+    checks: Any,
+    spread: Callable[[Path, Tensor], tuple[Any, ...] | None],
+) -> list[tuple[str, ...]]:
     """One row for each tensor in the values of a place; shapes that vary are marked."""
     place = place or "''"  # the model itself
     found = list(leaves(values[0]))
@@ -70,8 +76,9 @@ def rows_of(place: str, values: Sequence[Any], checks: Any) -> list[tuple[str, .
         shape += "" if same else " varies"
         dtype = str(tensor.dtype).removeprefix("torch.")
         attached = isinstance(checks, int) or id(tensor) in (checks or ())
-        state = "attached" if attached else ""
-        rows.append((place + show_path(path), str(len(values)), shape, dtype, state))
+        notes = ["attached"] if attached else []
+        notes += [str(placement) for placement in spread(path, tensor) or ()]
+        rows.append((place + show_path(path), str(len(values)), shape, dtype, ", ".join(notes)))
     return rows
 
 

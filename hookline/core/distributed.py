@@ -1,0 +1,231 @@
+"""Values and models that are spread over ranks: DTensors, tensor parallelism, FSDP2.
+
+torch.distributed's parts are found only if the program has loaded them; nothing is imported here.
+
+- `local(tensor)`: what this rank holds of a tensor, waited for
+- `placements(tensor)`, `layouts(module, port)`, `spread`: how a tensor is spread over the ranks
+- `copied(tensor)`: a copy, made without the other ranks
+- `beside(own, value)`: a change's own tensor, to be computed with a value
+- `whole(tensor)`: a DTensor that every rank has whole
+- `alike(result, value)`: a changed value, spread as the value was
+- `Gathered`: watches the gradient of a parameter on what FSDP gathers for a forward
+- `gatherer(model, path)`, `is_gathered(module)`: who gathers the parameters of a module
+- `reshard(model)`: put the shards in their places
+- `recover(model)`, `recovers(model)`: after a forward that was ended early, if torch can
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+from torch import Tensor, nn
+
+from hookline.core import gradients
+from hookline.core.tree import child_of, walk
+
+if TYPE_CHECKING:
+    from hookline.core.sites import Frame, Tap
+
+__all__ = [
+    "Gathered", "alike", "beside", "copied", "gatherer", "has_plans", "is_gathered", "layouts",
+    "local", "placements", "recover", "recovers", "reshard", "spread", "whole",
+]  # fmt: skip
+
+
+NOT_GATHERED = (
+    "no gradient arrived; FSDP gathers the parameter for a forward, and its gradient flows there.",
+    "Run the forward and the backward inside the `with`.",
+)
+
+
+def _loaded(module: str, name: str) -> Any:
+    """A class of torch.distributed, if the program uses it; else what nothing is an instance of."""
+    return getattr(sys.modules.get(f"torch.distributed.{module}"), name, ())
+
+
+# -- tensors --------------------------------------------------------------------------------------
+
+
+def placements(tensor: Tensor) -> tuple[Any, ...] | None:
+    """How a DTensor is spread over its mesh; None for any other tensor."""
+    return (
+        cast(Any, tensor).placements if isinstance(tensor, _loaded("tensor", "DTensor")) else None
+    )
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor; what a collective still brings is waited for."""
+    if type(tensor) is Tensor:
+        return tensor
+    if placements(tensor) is not None:
+        tensor = cast(Any, tensor)._local_tensor
+    wait = getattr(tensor, "trigger_wait", None)
+    return tensor if wait is None else wait()
+
+
+def copied(tensor: Tensor) -> Tensor:
+    """A copy that no other rank takes part in: cloning a DTensor of partial sums would add them."""
+    if type(tensor) is Tensor or tensor.requires_grad or placements(tensor) is None:
+        return tensor.clone()
+    spread: Any = tensor
+    return _loaded("tensor", "DTensor").from_local(
+        local(tensor).clone(), spread.device_mesh, spread.placements,
+        run_check=False, shape=spread.shape, stride=spread.stride(),
+    )  # fmt: skip
+
+
+def beside(own: Tensor, value: Tensor) -> Tensor:
+    """A tensor that can be computed with a value: for a DTensor, one that all ranks have whole."""
+    if type(value) is Tensor or placements(value) is None or placements(own) is not None:
+        return own
+    kind, replicate = _loaded("tensor", "DTensor"), _loaded("tensor", "Replicate")
+    mesh = cast(Any, value).device_mesh
+    return kind.from_local(own, mesh, [replicate()] * mesh.ndim, run_check=False)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A DTensor that every rank has whole: one in shards may lose what is written to a slice."""
+    if type(tensor) is Tensor or placements(tensor) is None:
+        return tensor
+    spread: Any = tensor
+    replicate = _loaded("tensor", "Replicate")
+    return spread.redistribute(placements=[replicate()] * spread.device_mesh.ndim)
+
+
+def alike(result: Tensor, value: Tensor) -> Tensor:
+    """A changed value, spread over the ranks as the value was."""
+    wanted = None if type(value) is Tensor else placements(value)
+    if wanted is None or placements(result) == wanted:
+        return result
+    return cast(Any, beside(result, value)).redistribute(placements=wanted)
+
+
+# -- tensor parallelism ---------------------------------------------------------------------------
+
+
+def has_plans() -> bool:
+    """Whether the program may have parallelised modules."""
+    return "torch.distributed.tensor.parallel" in sys.modules
+
+
+def layouts(module: nn.Module, port: str) -> Sequence[tuple[Any, ...] | None]:
+    """How a plan of `parallelize_module` spreads what a module returns, or its first argument.
+
+    Its hooks turn DTensors into plain tensors that bear no mark; the plan is in their closures.
+    What stays a DTensor says itself how it is spread, and is not looked for.
+    """
+    if not has_plans():
+        return ()
+    before, after = _held(module._forward_pre_hooks), _held(module._forward_hooks)
+    if port in ("input", "grad_input"):
+        styles = [held for held in before if getattr(held, "use_local_output", False)]
+        return [_one(p) for held in styles[:1] for p in getattr(held, "desired_input_layouts", ())]
+    for held in after if port in ("output", "grad_output") else ():
+        if getattr(held, "use_local_output", False):  # PrepareModuleOutput
+            return [_one(p) for p in getattr(held, "desired_output_layouts", ())]
+        if isinstance(held, partial) and held.args[-1] is True:  # use_local_output of the others
+            given = [*held.args, *(arg for other in before for arg in getattr(other, "args", ()))]
+            return [cast("tuple[Any, ...]", arg) for arg in given if isinstance(arg, tuple)][:1]
+    return ()
+
+
+def _held(hooks: Any) -> list[Any]:
+    """What torch's own hooks for tensor parallelism hold in their closures."""
+    return [
+        cell.cell_contents
+        for hook in hooks.values()
+        if getattr(hook, "__module__", "").startswith("torch.distributed.tensor")
+        for cell in getattr(hook, "__closure__", None) or ()
+    ]
+
+
+def _one(placement: Any) -> tuple[Any, ...] | None:
+    return None if placement is None else (placement,)
+
+
+def spread(tensor: Tensor, planned: Sequence[tuple[Any, ...] | None], path: Sequence[Any]) -> Any:
+    """The placements of a tensor: its own, or those that a plan gives what stands at a path."""
+    position = path[0] if path and isinstance(path[0], int) else 0
+    found = placements(tensor)
+    if found is None and len(planned) > position and len(path) < 2:
+        found = planned[position]
+    if found is None:
+        return None
+    return tuple(type(p)(p.dim + tensor.ndim) if getattr(p, "dim", 0) < 0 else p for p in found)
+
+
+# -- FSDP2 ----------------------------------------------------------------------------------------
+
+
+def is_gathered(module: nn.Module) -> bool:
+    """Whether FSDP keeps the parameters of a module in shards, and gathers them for a forward."""
+    return getattr(module, "_is_fsdp_managed_module", False)
+
+
+def gatherer(model: nn.Module, path: str, module: nn.Module) -> nn.Module:
+    """The module at whose call FSDP gathers the parameters of the module at a path."""
+    kind = _loaded("fsdp", "FSDPModule")
+    found = model if isinstance(model, kind) else None
+    at, above = "", model
+    for name in path.split(".") if path else ():
+        step = child_of(above, at, name)
+        if step is None:
+            break
+        at, above = step
+        found = above if isinstance(above, kind) else found
+    return module if found is None else found
+
+
+class Gathered:
+    """Stands at the module that gathers a parameter, and watches what was gathered.
+
+    Autograd knows the gathered parameter only: a hook on the sharded one never fires.
+    """
+
+    def __init__(self, tap: Tap) -> None:
+        self.tap = tap
+        self.target = tap.target
+        self.seen = [weakref.ref(cast(Tensor, tap.target.tensor()))]
+        if not tap.reasons:
+            tap.explain(0, *NOT_GATHERED)
+
+    def receive(self, value: Tensor, index: int, recomputed: bool, frame: Frame | None) -> None:
+        """Watch the parameter that a call uses, unless it is watched already."""
+        if not any(ref() is value for ref in self.seen):
+            self.seen.append(weakref.ref(value))
+            gradients.watch_tensor(self.tap, value)
+
+
+def _fsdp_states(model: nn.Module) -> list[Any]:
+    kind = _loaded("fsdp", "FSDPModule")
+    return [cast(Any, m)._get_fsdp_state() for _, m in walk(model) if isinstance(m, kind)]
+
+
+def reshard(model: nn.Module) -> None:
+    """Free gathered parameters, so that the sharded ones stand in the modules."""
+    kind = _loaded("fsdp", "FSDPModule")
+    for _, module in walk(model):
+        if isinstance(module, kind):
+            cast(Any, module).reshard()
+
+
+def recovers(model: nn.Module) -> bool:
+    """Whether a forward of this model can be ended early without harm."""
+    return hasattr(_loaded("fsdp", "FSDPModule"), "reset_iter_state") or not _fsdp_states(model)
+
+
+def recover(model: nn.Module) -> None:
+    """After a forward that was ended early: FSDP would go on from there, with wrong gradients."""
+    for state in _fsdp_states(model):
+        root = state._state_ctx.iter_forward_root
+        if root is not None:
+            groups = [g for s in root._state_ctx.all_states for g in s._fsdp_param_groups]
+            # What was accumulated and not reduced yet stays, though a reset drops it.
+            kept = [(group, group._partial_reduce_output) for group in groups]
+            root._modules[0].reset_iter_state()
+            for group, partial_output in kept:
+                group._partial_reduce_output = partial_output
