@@ -222,9 +222,12 @@ def test_values_and_gradients_under_ddp_are_those_of_hooks_written_by_hand():
 @on_ranks
 def test_a_gradient_of_a_parameter_under_ddp_is_this_ranks_own():
     alone, model = whole(), ddp()
-    loss_of(alone(batch())).backward()
-    with hl.capture(model, "**:grad") as record:
+    with hl.capture(alone, "**:grad_input", "**:grad_output") as expected:
+        loss_of(alone(batch())).backward()
+    with hl.capture(model, "**:grad", "**:grad_input", "**:grad_output") as record:
         loss_of(model(batch())).backward()
+    for place in expected:
+        assert torch.equal(record[place], expected[place])
     for name, parameter in alone.named_parameters():
         found = record[f"{name}:grad"]
         assert torch.equal(found, parameter.grad)
@@ -301,10 +304,10 @@ def test_training_goes_on_under_ddp_after_a_forward_that_was_ended_early(how):
 # -- FSDP2 ----------------------------------------------------------------------------------------
 
 
-def fsdp(**options):
+def fsdp(model=None, **options):
     from torch.distributed.fsdp import fully_shard
 
-    model = whole()
+    model = whole() if model is None else model
     for block in (model[1], model[2]):
         fully_shard(block, **options)
     return fully_shard(model, **options)
@@ -345,10 +348,13 @@ def test_a_gradient_of_a_parameter_under_fsdp_is_this_ranks_own_and_whole(option
     alone, model = whole(), fsdp(**options)
     for step in range(3):  # .grad is not set to None: each backward still has its own share
         alone.zero_grad()
-        loss_of(alone(batch(step))).backward()
+        with hl.capture(alone, "**:grad_input", "**:grad_output") as expected:
+            loss_of(alone(batch(step))).backward()
         before = [None if p.grad is None else full(p.grad) for p in model.parameters()]
-        with hl.capture(model, "**:grad") as record:
+        with hl.capture(model, "**:grad", "**:grad_input", "**:grad_output") as record:
             loss_of(model(batch(step))).backward()
+        for place in expected:
+            assert torch.equal(record[place], expected[place])
         for (name, parameter), old in zip(alone.named_parameters(), before, strict=True):
             found = record[f"{name}:grad"]
             assert torch.equal(found, parameter.grad)
@@ -375,7 +381,7 @@ def test_a_gradient_under_fsdp_needs_the_forward_inside_the_with_and_says_so():
     y = model(batch())
     with hl.capture(model, "1.up.weight:grad") as record:
         loss_of(y).backward()
-    with pytest.raises(hl.GradientNotAvailable, match=r"FSDP gathers.*forward and the backward"):
+    with pytest.raises(hl.GradientNotAvailable, match=r"FSDP gathers.*the forward must run inside"):
         record["1.up.weight:grad"]
     y = model(batch())
     with pytest.raises(hl.NeverFired, match="FSDP gathers"):
@@ -393,6 +399,19 @@ def test_a_gradient_edited_under_fsdp_is_edited_before_it_is_reduced():
         loss_of(model(batch())).backward()
     for one, other in zip(model.parameters(), reference.parameters(), strict=True):
         assert torch.equal(full(one.grad), other.grad / 2)
+
+
+@on_ranks
+def test_a_parameter_without_a_gradient_is_no_error_under_fsdp_where_others_have_one():
+    model = whole()
+    model[1].spare = nn.Parameter(torch.ones(4))  # which no forward uses
+    model = fsdp(model)
+    with hl.edit(model, "**:grad", hl.scale(2.0)), hl.capture(model, "**:grad") as record:
+        loss_of(model(batch())).backward()
+    assert list(record.unfired()) == ["1.spare:grad"]
+    with pytest.raises(hl.NeverFired, match=r"'1.spare:grad': no gradient arrived"):
+        with hl.edit(model, "1.spare:grad", hl.zero()):
+            loss_of(model(batch())).backward()
 
 
 @on_ranks

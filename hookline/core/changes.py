@@ -86,6 +86,12 @@ class Chain(Change):
 
 def apply(change: Change, value: Tensor, call: Call) -> Tensor:
     """Apply a ready change and check that the result fits: the same shape, dtype and device."""
+    if value.is_quantized:
+        raise ChangeError(
+            f"{change!r} was applied at {str(call.place)!r}.",
+            "The value is quantised.",
+            "Give a function that dequantises it, changes it and quantises it again.",
+        )
     result = alike(change.apply(value, call), value)
     if result.shape != value.shape:
         raise ChangeError(

@@ -23,6 +23,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from hookline.core import gradients
 from hookline.core.tree import child_of, walk
@@ -37,8 +38,8 @@ __all__ = [
 
 
 NOT_GATHERED = (
-    "no gradient arrived; FSDP gathers the parameter for a forward, and its gradient flows there.",
-    "Run the forward and the backward inside the `with`.",
+    "no gradient arrived. FSDP gathers the parameter for a forward, and its gradient flows to what "
+    "was gathered: the forward must run inside the `with`, too."
 )
 
 
@@ -181,17 +182,20 @@ def gatherer(model: nn.Module, path: str, module: nn.Module) -> nn.Module:
 
 
 class Gathered:
-    """Stands at the module that gathers a parameter, and watches what was gathered.
+    """Stands at the module that gathers a parameter, and watches the gradient of what it gathers.
 
-    Autograd knows the gathered parameter only: a hook on the sharded one never fires.
+    Autograd knows the gathered parameter only: a hook on the sharded one never fires. A lazy
+    parameter, too, is there at the first call only.
     """
 
     def __init__(self, tap: Tap) -> None:
         self.tap = tap
         self.target = tap.target
-        self.seen = [weakref.ref(cast(Tensor, tap.target.tensor()))]
-        if not tap.reasons:
-            tap.explain(0, *NOT_GATHERED)
+        self.seen: list[weakref.ref[Tensor]] = []
+        tensor = tap.target.tensor()
+        if not is_lazy(tensor):
+            self.receive(cast(Tensor, tensor), 0, False, None)
+            tap.silent = NOT_GATHERED
 
     def receive(self, value: Tensor, index: int, recomputed: bool, frame: Frame | None) -> None:
         """Watch the parameter that a call uses, unless it is watched already."""

@@ -78,6 +78,23 @@ class _EditTap(Tap):
         return value
 
 
+class _Used:
+    """Looks whether calls use a swapped parameter; `torch.func.functional_call` brings others."""
+
+    own = others = 0
+
+    def __init__(self, tap: Tap) -> None:
+        self.tap = tap
+        self.target = tap.target
+        self.tensor = tap.target.tensor()
+
+    def receive(self, value: Any, index: int, recomputed: bool, frame: Frame | None) -> None:
+        if value is self.tensor:
+            self.own += 1
+        else:
+            self.others += 1
+
+
 def _among(index: int, calls: slice | Collection[int]) -> bool:
     if isinstance(calls, slice):
         start, stop, step = calls.start or 0, calls.stop, calls.step or 1
@@ -250,9 +267,17 @@ class edit(Context[_EditTap]):
             site.counted = self._calls is not None or bool(site.outputs)
         if values:
             for _, site in self._sites.values():
-                # Parameters are swapped now, not at each call.
-                site.values = [tap for tap in site.values if tap.target.port != "value"]
+                # Parameters are swapped now, and at each call only looked at.
+                site.values = [cast(Tap, _Used(t)) if t in values else t for t in site.values]
             parameters.swap(values, self._swaps)
+
+    def _verify(self) -> None:
+        for site in {id(site): site for _, site in self._sites.values()}.values():
+            for used in site.values:
+                if isinstance(used, _Used) and used.others and not used.own:
+                    used.tap.fired = 0
+                    used.tap.explain(0, "its module was called with another tensor in its stead.")
+        super()._verify()
 
     def _start(self, attached: bool) -> None:
         super()._start(attached)

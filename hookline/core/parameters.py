@@ -24,7 +24,7 @@ from hookline.core.hooks import Anchored
 from hookline.core.places import Request, Target, Where, resolve
 from hookline.core.sites import Tap
 from hookline.core.snapshots import same_bits
-from hookline.core.tree import walk
+from hookline.core.tree import tensors_of, walk
 from hookline.errors import ChangeError, NotHookable, PlaceError, PlaceNotFound
 
 __all__ = [
@@ -273,7 +273,8 @@ class preserve(Anchored):
                     wanted.setdefault(id(table), (owner, table, set()))[2].add(name)
         seen: set[int] = set()
         for owner, table, names in wanted.values():
-            self._tables.append((owner, table, dict(table), names))
+            if not isinstance(owner, torch.jit.ScriptModule):
+                self._tables.append((owner, table, dict(table), names))
             for tensor in (table[name] for name in names):
                 if tensor is not None and id(tensor) not in seen and not is_lazy(tensor):
                     seen.add(id(tensor))
@@ -312,10 +313,16 @@ def _slots_at(target: Target) -> list[tuple[nn.Module, dict[str, Any], str]]:
     return [
         (owner, table, name)
         for owner in owners
-        for table in (owner._parameters, owner._buffers)
+        for table in _tables_of(owner)
         for name in table
         if target.attribute in (None, name)
     ]
+
+
+def _tables_of(owner: nn.Module) -> tuple[dict[str, Any], ...]:
+    if isinstance(owner, torch.jit.ScriptModule):  # whose tables are no dicts, and never change
+        return (dict(tensors_of(owner)),)
+    return owner._parameters, owner._buffers
 
 
 def _geometry(tensor: Tensor) -> Any:

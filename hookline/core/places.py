@@ -305,7 +305,7 @@ def _matches(
                 found.append(Target(module, path, own, parts))
             elif literal:
                 raise NotHookable(f"The place {text!r} cannot be hooked:", *problem)
-            elif isinstance(module, torch.jit.ScriptModule):
+            elif isinstance(module, torch.jit.ScriptModule) or problem[1] == _EXPORTED:
                 request.refused[Place(path, own, parts)] = problem[0]
     named = bool(segments) and isinstance(segments[-1], str) and not (literal and found)
     if port in TENSOR_PORTS or (named and (port is None or not found)):
@@ -389,6 +389,7 @@ def _module_port(path: str, port: str | None) -> str:
 
 
 _hookable: dict[type, bool] = {}
+_EXPORTED = "Use torch.export.unflatten(exported_program), or the model before the export."
 
 
 def _problem(module: nn.Module) -> tuple[str, str] | None:
@@ -396,7 +397,8 @@ def _problem(module: nn.Module) -> tuple[str, str] | None:
     kind = type(module)
     if kind not in _hookable:
         script = issubclass(kind, torch.jit.ScriptModule)
-        _hookable[kind] = not script and kind.forward is not nn.Module.forward
+        guards = kind.__module__ == "torch.export._unlift" and kind.__name__ == "GuardsFn"
+        _hookable[kind] = not (script or guards or kind.forward is nn.Module.forward)
     if _hookable[kind]:
         return None
     if issubclass(kind, torch.jit.ScriptModule):
@@ -406,6 +408,13 @@ def _problem(module: nn.Module) -> tuple[str, str] | None:
         )
     if "forward" in module.__dict__:  # a forward given to the instance is called all the same
         return None
+    if kind.__name__ == "GuardsFn" or (
+        kind is nn.Module and all(_problem(child) for child in module.children())
+    ):
+        return (
+            "it is in an exported program, whose graph calls operations and never its modules.",
+            _EXPORTED,
+        )
     return (
         f"it is a {kind.__name__}, which has no forward of its own: nothing passes through it.",
         "Name its children, as in 'layers.*'.",
@@ -466,6 +475,9 @@ def _not_found(
                 f"{name!r} is parametrised: it is computed at each use.",
                 f"Name {full!r} for its value, or {' and '.join(originals)} for its parameters.",
             )
+        if callable(getattr(type(owner), name, None)):  # a quantised module packs its weight
+            call = f"hookline.get_module(model, {path!r}).{name}()"
+            return PlaceNotFound(asked, f"{name!r} is a method there.", f"Call {call}.")
         if name in (*modules, *dict(tensors_of(owner))):
             return PlaceNotFound(asked, f"{name!r} is registered there, but it is None.", remedy)
     return PlaceNotFound(asked, _closest(model, text), remedy)
