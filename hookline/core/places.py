@@ -397,7 +397,7 @@ def _problem(module: nn.Module) -> tuple[str, str] | None:
     kind = type(module)
     if kind not in _hookable:
         script = issubclass(kind, torch.jit.ScriptModule)
-        guards = kind.__module__ == "torch.export._unlift" and kind.__name__ == "GuardsFn"
+        guards = f"{kind.__module__}.{kind.__name__}" == "torch.export._unlift.GuardsFn"
         _hookable[kind] = not (script or guards or kind.forward is nn.Module.forward)
     if _hookable[kind]:
         return None
@@ -406,13 +406,12 @@ def _problem(module: nn.Module) -> tuple[str, str] | None:
             "it is a ScriptModule, which runs outside Python and takes no hooks.",
             "Use the model before torch.jit.script or torch.jit.trace.",
         )
-    if "forward" in module.__dict__:  # a forward given to the instance is called all the same
-        return None
-    if kind.__name__ == "GuardsFn" or (
-        kind is nn.Module and all(_problem(child) for child in module.children())
-    ):
+    guards = kind.forward is not nn.Module.forward
+    if "forward" in module.__dict__ and not guards:
+        return None  # a forward given to the instance is called all the same
+    if guards or (kind is nn.Module and all(_problem(child) for child in module.children())):
         return (
-            "it is in an exported program, whose graph calls operations and never its modules.",
+            "it is a bare Module, as an exported program has: its graph calls operations only.",
             _EXPORTED,
         )
     return (

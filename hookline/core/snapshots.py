@@ -55,7 +55,8 @@ gradient_snapshot = partial(snapshot, exported=False)
 
 def duplicate(tensor: Tensor) -> Tensor:
     """A detached copy; the tensor itself where torch cannot copy it."""
-    tensor = tensor.detach()
+    if tensor.requires_grad:  # else it stays as it is: detaching drops a forward-mode tangent
+        tensor = tensor.detach()
     try:
         return copied(tensor)
     except RuntimeError:  # some quantised tensors
