@@ -548,12 +548,29 @@ def test_stopping_under_fsdp_keeps_what_was_accumulated(hybrid):
     assert same(*results)
 
 
+@pytest.mark.parametrize(("part", "place"), [(1, "up"), (3, "")])
 @on_ranks
-def test_stopping_in_a_part_of_an_fsdp_model_lets_training_go_on():
+def test_stopping_in_a_part_of_an_fsdp_model_lets_training_go_on(part, place):
     model = fsdp()
-    with hl.capture(model[1], "up", stop=True):
+    with hl.capture(model[part], place, stop=True):
         model(batch())
     assert same(train(model), train(fsdp()))
+
+
+@on_ranks
+def test_preserving_a_part_whose_parameters_are_gathered_from_outside_is_refused():
+    model = fsdp()
+    with pytest.raises(hl.NotHookable, match=r"FSDP gathers them from outside.*the whole model"):
+        with hl.preserve(model[3]):
+            pass
+    for whole_model, where in ((model, "3"), (model[1], "")):  # the remedy, and one of its own
+        before = [here(p) for p in model.parameters()]
+        with hl.preserve(whole_model, where), torch.no_grad():
+            for parameter in hl.get_module(whole_model, where).parameters():
+                parameter.fill_(7)
+            model(batch())
+        model.reshard()
+        assert same([here(p) for p in model.parameters()], before)
 
 
 # -- tensor parallelism ---------------------------------------------------------------------------
@@ -808,6 +825,11 @@ def test_an_edit_of_a_plain_part_meets_what_this_rank_holds():
         expected = whole_model(tokens())
     with hl.edit(model, "up", hl.add(own)):
         torch.testing.assert_close(model(mine(tokens())) + 0, expected)
+    with hl.capture(model, "head:input", detach=True) as record:
+        model(mine(tokens()))
+    with pytest.raises(hl.ChangeError, match=r"plain tensor, the result is spread.*to_local"):
+        with hl.edit(model, "head", hl.replace(record["head:input"][..., :2])):
+            model(mine(tokens()))
     with pytest.raises(hl.ChangeError, match=r"\(8,\).*\(2, 6, 4\)"):
         with hl.edit(model, "up", hl.add(wide)):
             model(mine(tokens()))
@@ -967,11 +989,10 @@ def test_a_model_that_is_not_spread_has_no_placements():
 
 def test_stopping_is_refused_where_this_torch_cannot_recover(monkeypatch):
     class FSDPModule:
-        def _get_fsdp_state(self):
-            return self
+        pass
 
     class Sharded(FSDPModule, nn.Linear):
-        pass
+        _is_fsdp_managed_module = True
 
     loaded = type(sys)("torch.distributed.fsdp")
     loaded.FSDPModule = FSDPModule

@@ -175,7 +175,7 @@ class CaptureTap(Tap):
     def note_layouts(self) -> None:
         """Before the module is let go of: how a tensor-parallel plan spreads its values."""
         if self.options.at is None and self.options.transform is None:
-            found = layouts(cast(nn.Module, self.target.module), self.target.port)
+            found = layouts(self.target.module, self.target.port)
             if found:
                 self.layouts = found
 
@@ -496,7 +496,7 @@ class capture(Context[CaptureTap]):
                     missing.record = self._record
                     raise
         if stopped:
-            recover(self._model)
+            recover(trace)
         return True if stopped else None
 
     def _verify(self) -> None:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from hookline.core.distributed import alike, beside
+from hookline.core.distributed import alike, beside, placements
 from hookline.errors import ChangeError, NotCaptured
 
 if TYPE_CHECKING:
@@ -98,6 +98,12 @@ def apply(change: Change, value: Tensor, call: Call) -> Tensor:
             f"{change!r} was applied at {str(call.place)!r}.",
             f"The value has the shape {tuple(value.shape)}, the result {tuple(result.shape)}.",
             "Give the change tensors that broadcast to the value's shape.",
+        )
+    if type(result) is not Tensor and placements(result) != placements(value):
+        raise ChangeError(
+            f"{change!r} was applied at {str(call.place)!r}.",
+            f"The value is a plain tensor, the result is spread over ranks: {placements(result)}.",
+            "Give the change what this rank holds, as tensor.to_local() has it.",
         )
     if result.dtype != value.dtype:
         if not torch.can_cast(result.dtype, value.dtype):

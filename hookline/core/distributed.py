@@ -9,9 +9,9 @@ torch.distributed's parts are found only if the program has loaded them; nothing
 - `whole(tensor)`: a DTensor that every rank has whole
 - `alike(result, value)`: a changed value, spread as the value was
 - `Gathered`: watches the gradient of a parameter on what FSDP gathers for a forward
-- `gatherer(model, path)`, `is_gathered(module)`: who gathers the parameters of a module
+- `is_gathered(module)`, `gatherer(model, path)`: whether FSDP gathers parameters, and where
 - `reshard(model)`: put the shards in their places
-- `recover(model)`, `recovers(model)`: after a forward that was ended early, if torch can
+- `recover(trace)`, `recovers(model)`: after a forward that was ended early, if torch can
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import sys
 import weakref
 from collections.abc import Sequence
 from functools import partial
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
@@ -35,7 +36,6 @@ __all__ = [
     "Gathered", "alike", "beside", "copied", "gatherer", "has_plans", "is_gathered", "layouts",
     "local", "placements", "recover", "recovers", "reshard", "spread", "whole",
 ]  # fmt: skip
-
 
 NOT_GATHERED = (
     "no gradient arrived. FSDP gathers the parameter for a forward, and its gradient flows to what "
@@ -53,9 +53,8 @@ def _loaded(module: str, name: str) -> Any:
 
 def placements(tensor: Tensor) -> tuple[Any, ...] | None:
     """How a DTensor is spread over its mesh; None for any other tensor."""
-    return (
-        cast(Any, tensor).placements if isinstance(tensor, _loaded("tensor", "DTensor")) else None
-    )
+    kind = _loaded("tensor", "DTensor")
+    return cast(Any, tensor).placements if isinstance(tensor, kind) else None
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -72,10 +71,10 @@ def copied(tensor: Tensor) -> Tensor:
     """A copy that no other rank takes part in: cloning a DTensor of partial sums would add them."""
     if type(tensor) is Tensor or tensor.requires_grad or placements(tensor) is None:
         return tensor.clone()
-    spread: Any = tensor
+    given: Any = tensor
     return _loaded("tensor", "DTensor").from_local(
-        local(tensor).clone(), spread.device_mesh, spread.placements,
-        run_check=False, shape=spread.shape, stride=spread.stride(),
+        local(tensor).clone(), given.device_mesh, given.placements,
+        run_check=False, shape=given.shape, stride=given.stride(),
     )  # fmt: skip
 
 
@@ -92,9 +91,9 @@ def whole(tensor: Tensor) -> Tensor:
     """A DTensor that every rank has whole: one in shards may lose what is written to a slice."""
     if type(tensor) is Tensor or placements(tensor) is None:
         return tensor
-    spread: Any = tensor
+    given: Any = tensor
     replicate = _loaded("tensor", "Replicate")
-    return spread.redistribute(placements=[replicate()] * spread.device_mesh.ndim)
+    return given.redistribute(placements=[replicate()] * given.device_mesh.ndim)
 
 
 def alike(result: Tensor, value: Tensor) -> Tensor:
@@ -167,8 +166,8 @@ def is_gathered(module: nn.Module) -> bool:
     return getattr(module, "_is_fsdp_managed_module", False)
 
 
-def gatherer(model: nn.Module, path: str, module: nn.Module) -> nn.Module:
-    """The module at whose call FSDP gathers the parameters of the module at a path."""
+def gatherer(model: nn.Module, path: str) -> nn.Module | None:
+    """The module in a model at whose call FSDP gathers the parameters of the module at a path."""
     kind = _loaded("fsdp", "FSDPModule")
     found = model if isinstance(model, kind) else None
     at, above = "", model
@@ -178,7 +177,7 @@ def gatherer(model: nn.Module, path: str, module: nn.Module) -> nn.Module:
             break
         at, above = step
         found = above if isinstance(above, kind) else found
-    return module if found is None else found
+    return found
 
 
 class Gathered:
@@ -192,9 +191,9 @@ class Gathered:
         self.tap = tap
         self.target = tap.target
         self.seen: list[weakref.ref[Tensor]] = []
-        tensor = tap.target.tensor()
+        tensor = cast(Tensor, tap.target.tensor())
         if not is_lazy(tensor):
-            self.receive(cast(Tensor, tensor), 0, False, None)
+            self.receive(tensor, 0, False, None)
             tap.silent = NOT_GATHERED
 
     def receive(self, value: Tensor, index: int, recomputed: bool, frame: Frame | None) -> None:
@@ -204,32 +203,37 @@ class Gathered:
             gradients.watch_tensor(self.tap, value)
 
 
-def _fsdp_states(model: nn.Module) -> list[Any]:
-    kind = _loaded("fsdp", "FSDPModule")
-    return [cast(Any, m)._get_fsdp_state() for _, m in walk(model) if isinstance(m, kind)]
-
-
 def reshard(model: nn.Module) -> None:
     """Free gathered parameters, so that the sharded ones stand in the modules."""
     kind = _loaded("fsdp", "FSDPModule")
-    for _, module in walk(model):
+    for _, module in walk(model) if kind else ():
         if isinstance(module, kind):
             cast(Any, module).reshard()
 
 
 def recovers(model: nn.Module) -> bool:
     """Whether a forward of this model can be ended early without harm."""
-    return hasattr(_loaded("fsdp", "FSDPModule"), "reset_iter_state") or not _fsdp_states(model)
+    kind = _loaded("fsdp", "FSDPModule")
+    known = not kind or hasattr(kind, "reset_iter_state")
+    return known or not any(is_gathered(module) for _, module in walk(model))
 
 
-def recover(model: nn.Module) -> None:
-    """After a forward that was ended early: FSDP would go on from there, with wrong gradients."""
-    for state in _fsdp_states(model):
-        root = state._state_ctx.iter_forward_root
-        if root is not None:
+def recover(trace: TracebackType | None) -> None:
+    """After a forward that was ended early: FSDP would go on from there, with wrong gradients.
+
+    The modules that were running, also those around the model, are in the traceback.
+    """
+    kind = _loaded("fsdp", "FSDPModule")
+    while kind and trace is not None:
+        module = trace.tb_frame.f_locals.get("self")
+        trace = trace.tb_next
+        if not isinstance(module, kind):
+            continue
+        root = cast(Any, module)._get_fsdp_state()._state_ctx.iter_forward_root
+        if root is not None:  # else it is done already
             groups = [g for s in root._state_ctx.all_states for g in s._fsdp_param_groups]
             # What was accumulated and not reduced yet stays, though a reset drops it.
             kept = [(group, group._partial_reduce_output) for group in groups]
             root._modules[0].reset_iter_state()
-            for group, partial_output in kept:
-                group._partial_reduce_output = partial_output
+            for group, output in kept:
+                group._partial_reduce_output = output

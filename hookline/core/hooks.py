@@ -4,6 +4,8 @@
 - `attached(model)`: all that is live on a model
 - `Context`: what `hook`, `capture` and `edit` have in common: places, sites, firing
 - `Anchored`: a context without places that the model keeps alive
+
+A few lines past the usual length, for the reasons that it gives where nothing happened.
 """
 
 from __future__ import annotations
@@ -110,7 +112,7 @@ class Context(Entering, Generic[T]):
             self._sites[id(module)] = (module, Site(module, ref, owner))
         self._sites.setdefault(target.ident, self._sites[id(module)])[1].add(tap)
         if target.port == "grad":
-            if distributed.is_gathered(target.module) or is_lazy(target.tensor()):
+            if distributed.is_gathered(target.module) or is_lazy(cast(Tensor, target.tensor())):
                 self._watch_later(tap, ref, owner)
             else:
                 gradients.watch_tensor(tap, target.tensor())
@@ -119,7 +121,7 @@ class Context(Entering, Generic[T]):
                 self._handles.append(self._model.register_hook(_Keeper(self)))
 
     def _watch_later(self, tap: Tap, ref: weakref.ref[Any], owner: int | None) -> None:
-        module = distributed.gatherer(self._model, tap.target.path, tap.target.module)
+        module = distributed.gatherer(self._model, tap.target.path) or tap.target.module
         _, site = self._sites.setdefault(id(module), (module, Site(module, ref, owner)))
         site.values = [*site.values, cast(Tap, distributed.Gathered(tap))]
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version, saved_tensors_hooks
 from torch.nn.parameter import is_lazy
 
-from hookline.core.distributed import is_gathered, placements, reshard
+from hookline.core.distributed import gatherer, is_gathered, placements, reshard
 from hookline.core.hooks import Anchored
 from hookline.core.places import Request, Target, Where, resolve
 from hookline.core.sites import Tap
@@ -269,6 +269,12 @@ class preserve(Anchored):
         reshard(self._model)
         for request in resolve(self._model, self._wheres, hookable=False):
             for target in request.targets:
+                if is_gathered(target.module) and gatherer(self._model, target.path) is None:
+                    raise NotHookable(
+                        f"The parameters at {str(target.place)!r} were to be preserved.",
+                        "FSDP gathers them from outside of the model that was given.",
+                        "Give the whole model, and name the places in it.",
+                    )
                 for owner, table, name in _slots_at(target):
                     wanted.setdefault(id(table), (owner, table, set()))[2].add(name)
         seen: set[int] = set()

@@ -105,6 +105,11 @@ class Record:
         """The value at a place, or with `record[place, n]` that of its n-th call."""
         where, call = _split(key)
         tap, parts = self._find(where)
+        index, kept = self._pick(tap, call)
+        return self._read(tap, kept, parts, index)
+
+    def _pick(self, tap: CaptureTap, call: int | None) -> tuple[int, Kept | None]:
+        """What is kept of one call, or of the only one."""
         kept = self._kept(tap)
         if call is None:
             if len(kept) > 1:
@@ -122,7 +127,7 @@ class Record:
                 f"There are {len(kept)} calls, from 0.",
                 "record.calls(place) gives all of them.",
             )
-        return self._read(tap, kept[call][1], parts, kept[call][0])
+        return kept[call]
 
     def calls(self, where: Any) -> list[Any]:
         """The values at a place, always a list: one a call; for gradients one a call and pass."""
@@ -164,7 +169,7 @@ class Record:
         tensors of a model that is not spread.
         """
         tap, parts = self._find(where)
-        kept = self._kept(tap)[call][1]
+        kept = self._pick(tap, call)[1]
         if kept is None:
             return None
         path, tensor = only_tensor(get_part(kept[0], parts), f"The value at {where!r}")
