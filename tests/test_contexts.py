@@ -1079,39 +1079,6 @@ def test_an_edit_of_some_calls_is_repeated_in_their_recomputation(reentrant, cal
     assert_clean(model)
 
 
-REGIONS = {"one call a region": lambda m, run: lambda x: run(m, torch.tanh(run(m, x)))}
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("region", REGIONS.values(), ids=REGIONS.keys())
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda m: hl.edit(m, "", hl.noise(0.5, seed=1) | hl.scale(2.0)),
-        lambda m: hl.edit(m, ":input", hl.noise(0.5, seed=1)),
-        lambda m: hl.edit(m, "", lambda value, call: value * (call.index + 2)),
-        lambda m: hl.edit(m, "", lambda value: value.sin(), calls=1),
-    ],
-    ids=["noise", "noise at the input", "call", "calls"],
-)
-def test_what_an_edit_makes_of_a_call_is_repeated_in_its_recomputation(make, region, reentrant):
-    """Or refused with the reason: never another gradient without a word."""
-    model = nn.Linear(3, 3)
-
-    def gradient(run):
-        x = X.clone().requires_grad_()
-        with make(model):
-            region(model, run)(x).square().sum().backward()
-        return x.grad
-
-    expected = gradient(lambda function, x: function(x))
-    found = expected
-    with contextlib.suppress(hl.HooklineError):
-        found = gradient(lambda function, x: checkpoint(function, x, use_reentrant=reentrant))
-    torch.testing.assert_close(found, expected)
-    assert_clean(model)
-
-
 class InBackward(torch.autograd.Function):
     """Calls a function during the backward."""
 

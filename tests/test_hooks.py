@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import assert_clean
-from models import Recursive, small
+from models import Giving, Recursive, small
 from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.utils.checkpoint import checkpoint
@@ -58,6 +58,16 @@ def test_a_second_required_parameter_gets_the_call():
     assert [call.place for call in calls] == ["2", "2"]
     assert all(call.module is model[2] and call.recomputed is False for call in calls)
     assert "2" in repr(calls[0])
+
+
+def test_the_call_tells_how_many_arguments_were_passed_by_position():
+    model, seen = Giving(lambda x, y=None: x), []
+    with hl.hook(model, ":inputs", lambda value, call: seen.append((list(value), call.positional))):
+        with hl.edit(model, ":input", lambda value, call: value * call.positional):
+            given = [model(X), model(X, X), model(X, y=X), model(x=X)]
+    assert [count for _, count in seen] == [1, 2, 1, 0]
+    assert torch.equal(given[1], 2 * X)
+    assert not given[3].any()
 
 
 def test_a_method_with_a_second_required_parameter_gets_the_call():

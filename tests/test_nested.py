@@ -87,6 +87,16 @@ class ReadOnly(Mapping):
         return len(self._items)
 
 
+class Locked(ReadOnly):
+    """Can be written to, and refuses to be copied."""
+
+    def __setitem__(self, key, value):
+        self._items[key] = value
+
+    def __reduce_ex__(self, protocol):
+        raise TypeError("no copies")
+
+
 @dataclasses.dataclass
 class Plain:
     a: object
@@ -365,15 +375,18 @@ def test_a_rebuilt_default_dict_keeps_its_factory_and_grows_no_keys():
     assert list(value) == ["a"]
 
 
-def test_a_mapping_that_cannot_be_made_anew_is_kept_by_reference_and_not_edited():
-    value = ReadOnly({"a": X.clone()})
+@pytest.mark.parametrize("kind", [ReadOnly, Locked])
+def test_a_mapping_that_cannot_be_made_anew_is_kept_by_reference_and_not_edited(kind):
+    value = kind({"a": X.clone()})
+    tensor = value["a"]
     model = Giving(lambda: value)
     with hl.capture(model, "") as whole, hl.capture(model, "[a]") as part:
         assert model() is value
     assert whole[""] is value
+    assert value["a"] is tensor
     value["a"].fill_(9)
     assert torch.equal(part["[a]"], X)
-    with pytest.raises(hl.PlaceError, match=r"ReadOnly.*cannot be made anew"):
+    with pytest.raises(hl.PlaceError, match=rf"{kind.__name__}.*cannot be made anew"):
         with hl.edit(model, "[a]", hl.zero()):
             model()
     assert_clean(model)
@@ -512,6 +525,19 @@ def test_an_attribute_of_an_opaque_object_is_edited_on_a_copy_of_it():
     assert torch.equal(out.layers[0], torch.zeros(3))
     assert torch.equal(cache.keys, X)
     assert torch.equal(cache.layers[0], X * 2)
+
+
+def test_an_attribute_of_a_container_is_read_and_an_edit_of_it_is_refused():
+    value = Row(X.clone(), 1)
+    value.note = X * 2
+    model = Giving(lambda: value)
+    with hl.capture(model, "[note]") as record:
+        model()
+    assert torch.equal(record["[note]"], X * 2)
+    with pytest.raises(hl.PlaceError, match=r"\[note\] of a Row.*cannot be made anew"):
+        with hl.edit(model, "[note]", hl.zero()):
+            model()
+    assert_clean(model)
 
 
 def test_an_attribute_that_cannot_be_set_is_refused_with_its_place():

@@ -4,6 +4,7 @@ import copy
 import gc
 import math
 import struct
+import sys
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -87,6 +88,10 @@ def test_what_is_not_there_is_an_error_with_the_closest_names():
         hl.get_module(model, "7")
     with pytest.raises(hl.PlaceNotFound, match=r"module, with '?0.weight'?, '?0.bias'?"):
         hl.get_parameter(model, "0")
+    with pytest.raises(hl.PlaceNotFound, match=r"module, with weight, bias\."):
+        hl.get_parameter(model[0], "")
+    with pytest.raises(hl.PlaceNotFound, match=r"module, with none\."):
+        hl.get_parameter(model, "")
 
 
 def test_get_module_and_get_parameter_take_one_path_of_their_kind():
@@ -319,6 +324,18 @@ def test_the_users_own_tensor_is_not_written_to_by_a_step_inside():
         model(X).sum().backward()
         optimiser.step()
     assert not own.any()
+
+
+def test_a_function_that_keeps_its_argument_does_not_share_the_weight():
+    model, kept = mlp(), []
+
+    def clear(weight):
+        kept.append(weight)
+        return weight.zero_()
+
+    with hl.edit(model, "0.weight", clear):
+        kept[0].fill_(5)
+        assert not model[0].weight.any()
 
 
 def test_a_weight_made_from_another_parameter_does_not_tie_the_two():
@@ -689,6 +706,28 @@ def test_edits_may_be_removed_in_any_order(order):
     assert_clean(model)
 
 
+def test_edits_of_the_same_weights_in_several_threads_leave_them_as_they_were():
+    model = mlp()
+    before, old = state_bits(model), model[1]
+
+    def work(n):
+        for _ in range(300):
+            with hl.edit(model, "0.weight", hl.scale(float(n))):
+                with hl.replace_module(model, "1", nn.ReLU()):
+                    pass
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(work, range(2, 6)))
+    finally:
+        sys.setswitchinterval(interval)
+    assert_same_state(model, before)
+    assert model[1] is old
+    assert_clean(model)
+
+
 def test_a_graph_of_the_outer_edit_survives_an_inner_one():
     model = nn.Linear(3, 3, bias=False)
     x = X.clone().requires_grad_()
@@ -881,6 +920,75 @@ def test_preserve_puts_back_shapes_and_strides():
     assert model[2].weight.shape == (2, 4)
     assert model[2].weight.is_contiguous()
     assert_same_state(model, before)
+
+
+def test_preserve_puts_back_a_dtype_that_was_read_into_the_same_memory():
+    model = mlp()
+    before = state_bits(model)
+    with hl.preserve(model):
+        model[0].weight.requires_grad_(False)
+        model[0].weight.data = model[0].weight.data.view(torch.int32)
+    assert model[0].weight.dtype == torch.float32
+    assert model[0].weight.requires_grad
+    assert_same_state(model, before)
+
+
+def test_preserve_fills_memory_that_was_freed_inside():
+    model = mlp()
+    before = state_bits(model)
+    with hl.preserve(model):
+        model[0].weight.untyped_storage().resize_(0)
+    assert_same_state(model, before)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:torch.quantize_per_tensor")
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.eye(3).to_sparse(),
+        lambda: torch.eye(3).to_sparse_csr(),
+        lambda: torch.quantize_per_tensor(torch.eye(3), 0.5, 0, torch.qint8),
+    ],
+    ids=["sparse", "sparse rows", "quantised"],
+)
+def test_preserve_takes_buffers_of_any_layout(make):
+    model = mlp()
+    model.register_buffer("other", make())
+    before, other = model.other.to_dense() if model.other.is_sparse else None, model.other
+    with hl.preserve(model), torch.no_grad():
+        model[0].weight.zero_()
+        if model.other.is_sparse:
+            model.other.mul_(7)
+        model.other = torch.ones(1)
+    assert model.other is other
+    assert before is None or torch.equal(model.other.to_dense(), before)
+    assert model[0].weight.any()
+
+
+def test_a_sparse_buffer_can_be_edited():
+    model = mlp()
+    model.register_buffer("links", torch.eye(3).to_sparse())
+    with hl.edit(model, "links", lambda links: links * 2):
+        assert torch.equal(model.links.to_dense(), 2 * torch.eye(3))
+    assert torch.equal(model.links.to_dense(), torch.eye(3))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_preserve_takes_a_scripted_model():
+    model = torch.jit.script(mlp())
+    before = state_bits(model)
+    with hl.preserve(model), torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(3)
+    assert_same_state(model, before)
+
+
+def test_preserve_refuses_what_it_would_not_put_back():
+    model = mlp()
+    for where in ("0.weight:grad", "0:input", "0[0]"):
+        with pytest.raises(hl.PlaceError, match="no module or parameter"):
+            with hl.preserve(model, where):
+                pass
 
 
 def test_preserve_keeps_sharing():

@@ -235,12 +235,14 @@ def test_a_module_port_at_a_parameter_and_the_other_way_round_are_told():
         hl.select(model, (nn.Linear, ":grad"))
     with pytest.raises(hl.PlaceNotFound, match="No parameter or buffer matches '0:grad'"):
         hl.select(model, "0:grad")
+    with pytest.raises(hl.PlaceNotFound, match="Closest: '0'"):
+        hl.select(model, "0:grad")
 
 
 def test_a_parameter_that_is_none_is_told_from_one_that_does_not_exist():
     net = Net()
     for path in ("conv.bias", "nothing", "conv.bias:grad"):
-        with pytest.raises(hl.PlaceNotFound, match="is registered there, but it is None"):
+        with pytest.raises(hl.PlaceNotFound, match="is there, but it is None"):
             hl.select(net, path)
 
 
@@ -501,14 +503,22 @@ def test_a_type_or_predicate_without_a_match_is_told_with_the_types_there_are():
         hl.select(net, nn.Conv2d)
     with pytest.raises(hl.PlaceNotFound, match=r"'nothing\$'"):
         hl.select(net, re.compile("nothing$"))
-    with pytest.raises(hl.PlaceError, match=r"a type, but not of modules.*nn.Conv2d"):
+    with pytest.raises(hl.PlaceNotFound, match=r"matches Tensor. The model has"):
         hl.select(net, torch.Tensor)
 
 
+def test_a_type_that_modules_have_besides_is_a_place():
+    class Marked:
+        pass
+
+    class Layer(nn.Linear, Marked):
+        pass
+
+    assert hl.select(nn.Sequential(nn.Linear(1, 1), Layer(1, 1)), Marked) == ["1"]
+
+
 def test_a_module_of_another_model_is_refused():
-    with pytest.raises(
-        hl.PlaceNotFound, match=r"The given Linear is not a part of the model.*plain list"
-    ):
+    with pytest.raises(hl.PlaceNotFound, match=r"Nothing matches the given Linear.*plain list"):
         hl.select(small(), nn.Linear(1, 1))
 
 

@@ -1151,3 +1151,32 @@ def test_the_table_says_of_each_tensor_whether_it_is_attached():
     rows = [line.split() for line in repr(record).splitlines()]
     attached = {row[0]: row[-1] == "attached" for row in rows if row[0].startswith("''")}
     assert attached == {"''[0][data]": True, "''[0][batch_sizes]": False, "''[1]": True}
+
+
+class Half(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("x", torch.full((1,), 7.0))
+
+    def forward(self, value):
+        return value + self.x
+
+
+class Mixed(nn.Module):
+    """`**.x` is a module here and a buffer there."""
+
+    def __init__(self):
+        super().__init__()
+        self.x, self.other = nn.Linear(2, 2), Half()
+
+    def forward(self, value):
+        return self.other(self.x(value))
+
+
+@pytest.mark.parametrize("where", ["**.x", "{x,other.x}", "{other.x,x}"])
+def test_a_glob_that_matches_modules_and_buffers_gives_each_its_own_value(where):
+    model, x = Mixed(), torch.ones(1, 2)
+    with hl.capture(model, where) as record:
+        model(x)
+    assert torch.equal(record["other.x"], torch.tensor([7.0]))
+    assert torch.equal(record["x"], model.x(x))

@@ -5,69 +5,74 @@
 - `bind(module, args, kwargs)`: all arguments by name
 """
 
+# Values of any structure have no types.
+# pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false
+
 from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
-from torch import nn
+from torch import nn, overrides
 
-from hookline.core.nested import Part, get_part, set_part
+from hookline.core.nested import get_part, set_part
 from hookline.core.places import Target
 from hookline.errors import ChangeError
 
 __all__ = ["bind", "read", "write"]
 
-_signatures: dict[Any, tuple[tuple[str, ...], tuple[str, ...]]] = {}  # by a type's forward
+_signatures: dict[Any, tuple[list[str], list[str]]] = {}  # by a type's forward
 
 
-def _names(module: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The parameters of a module's forward: those taken by position, and all that have names."""
-    own = "forward" in module.__dict__
-    forward = module.__dict__["forward"] if own else type(module).forward
-    if not own and forward in _signatures:
-        return _signatures[forward]
+def _names(module: Any) -> tuple[list[str], list[str]]:
+    """The parameters of a module's forward, or of a torch function: those taken by position, and
+    all that have names.
+    """
+    key = function = module
+    if isinstance(module, nn.Module):
+        key = None if "forward" in module.__dict__ else type(module).forward
+        function = module.forward
+    if key is not None and key in _signatures:
+        return _signatures[key]
     try:
-        parameters = list(inspect.signature(module.forward).parameters.values())
+        # torch's own functions have no signature but that of their stand-in for overriding.
+        stand_in = overrides.get_testing_overrides().get(function) if key is function else None
+        parameters = [*inspect.signature(stand_in or function).parameters.values()]
     except (TypeError, ValueError):
         parameters = []
     named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    positional = tuple(p.name for p in named if p.kind is not p.KEYWORD_ONLY)
-    found = positional, tuple(p.name for p in named)
-    if not own:
-        _signatures[forward] = found
+    found = [p.name for p in named if p.kind is not p.KEYWORD_ONLY], [p.name for p in named]
+    _signatures[key] = found
     return found
 
 
-def bind(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Part, Any]:
+def bind(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int | str, Any]:
     """All arguments by name, as they were passed; what `*args` takes is keyed by position.
 
     >>> bind(nn.Linear(1, 1), (7,), {})
     {'input': 7}
     """
-    keys = _keys(module, args, kwargs)
-    return {**dict(zip(keys, args, strict=True)), **kwargs}
+    return {**dict(zip(_keys(module, args, kwargs), args, strict=True)), **kwargs}
 
 
-def _keys(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Part]:
+def _keys(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int | str]:
     names, _ = _names(module)
     return [names[n] if n < len(names) and names[n] not in kwargs else n for n in range(len(args))]
 
 
-def _first(module: nn.Module, kwargs: dict[str, Any]) -> str:
+def _first(module: Any, kwargs: dict[str, Any]) -> str:
     """The name of the first argument of a call without positional ones."""
-    _, names = _names(module)
-    first = names[0] if names else next(iter(kwargs), None)
+    first = next(iter((*_names(module)[1], *kwargs)), None)
     if first in kwargs:
         return first
-    missing = "without arguments" if not kwargs else f"without its first argument, {first!r}"
-    raise LookupError(f"the module was called {missing}")
+    missing = f"its first argument, {first!r}" if kwargs else "arguments"
+    raise LookupError(f"the module was called without {missing}")
 
 
-def read(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], target: Target) -> Any:
+def read(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], target: Target) -> Any:
     """The value at an input port; LookupError if the call has none."""
-    if target.port in ("inputs", "grad_inputs"):
+    if target.port.endswith("inputs"):
         value: Any = bind(module, args, kwargs)
     else:
         value = args[0] if args else kwargs[_first(module, kwargs)]
@@ -75,24 +80,22 @@ def read(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], targe
 
 
 def write(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], target: Target, new: Any
+    module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], target: Target, new: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a call with something else at an input port, passed as they were."""
     parts = target.parts
-    if target.port in ("inputs", "grad_inputs"):
-        keys = _keys(module, args, kwargs)
-        bound = set_part(bind(module, args, kwargs), parts, new)
-        missing = [key for key in keys if not isinstance(bound, Mapping) or key not in bound]
-        if missing:
-            raise ChangeError(
-                f"The arguments of a {type(module).__name__} were to be replaced.",
-                f"What was given in their place has no {missing[0]!r}.",
-                "Return a dict with all arguments by name.",
-            )
-        bound = cast("Mapping[Part, Any]", bound)
-        rest = {str(key): value for key, value in bound.items() if key not in keys}
-        return tuple(bound[key] for key in keys), rest
-    if args:
-        return (set_part(args[0], parts, new), *args[1:]), kwargs
-    name = _first(module, kwargs)
-    return args, {**kwargs, name: set_part(kwargs[name], parts, new)}
+    if not target.port.endswith("inputs"):
+        if args:
+            return (set_part(args[0], parts, new), *args[1:]), kwargs
+        name = _first(module, kwargs)
+        return args, {**kwargs, name: set_part(kwargs[name], parts, new)}
+    keys = _keys(module, args, kwargs)
+    bound: Any = set_part(bind(module, args, kwargs), parts, new)
+    if not isinstance(bound, Mapping) or not bound.keys() >= set(keys):
+        raise ChangeError(
+            f"The arguments of a {type(module).__name__} were to be replaced.",
+            f"What was given in their place lacks one of {keys}, or is no dict.",
+            "Return a dict with all arguments by name.",
+        )
+    rest = {name: value for name, value in bound.items() if name not in keys}
+    return tuple(bound[key] for key in keys), rest

@@ -17,12 +17,14 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
+from hookline.core import compiling
 from hookline.core.distributed import layouts, local, recover, recovers
 from hookline.core.hooks import Context
 from hookline.core.nested import Path, map_leaves, set_part
 from hookline.core.places import Request, Target, Where
+from hookline.core.recomputation import in_backward
 from hookline.core.records import Kept, Record
-from hookline.core.sites import ACTIVE, KEEP, KEYS, Frame, Site, Tap, add_place, in_backward
+from hookline.core.sites import ACTIVE, KEEP, KEYS, Frame, Site, Tap, add_place
 from hookline.core.slices import check_at, take
 from hookline.core.snapshots import LAZY, duplicate, gradient_snapshot, settle, snapshot
 from hookline.errors import NeverFired, NotCaptured
@@ -175,7 +177,7 @@ class CaptureTap(Tap):
     def note_layouts(self) -> None:
         """Before the module is let go of: how a tensor-parallel plan spreads its values."""
         if self.options.at is None and self.options.transform is None:
-            found = layouts(self.target.module, self.target.port)
+            found = layouts(self.target)
             if found:
                 self.layouts = found
 
@@ -330,6 +332,29 @@ class _OutputTap(CaptureTap, Site):
         return None
 
 
+class _LastTap(_OutputTap):
+    """The same for the last call only, in a way that torch.compile takes into its graphs."""
+
+    slot: Tensor | None = None  # the value of the last compiled call, if no other came since
+
+    @property
+    def kept(self) -> list[Kept]:
+        return self._kept if self.slot is None else [(self.slot, None)]
+
+    @kept.setter
+    def kept(self, kept: list[Kept]) -> None:
+        self._kept = kept
+
+    def after_output(self, module: nn.Module, args: Any, output: Any) -> None:
+        # In a graph no version can be read and no copy-on-write made, but a copy costs little.
+        if torch.compiler.is_compiling() and type(output) is Tensor:
+            self.slot = output.detach().clone() if self.common.detach else output.clone()
+            return
+        self.slot = None
+        super().after_output(module, args, output)
+        del self._kept[:-1]
+
+
 class capture(Context[CaptureTap]):
     """Keep the values at places while a `with` block runs.
 
@@ -347,7 +372,8 @@ class capture(Context[CaptureTap]):
         at: an index such as `np.s_[:, -1]`, or a function of the value; only the slice is kept.
         transform: a function of the value (after `at`); what it returns is kept.
         detach: keep snapshots of values that require grad, too.
-        device, dtype: where and how to keep tensors (floating-point ones, for dtype).
+        device: where to keep tensors.
+        dtype: how to keep floating-point tensors.
         stop: end the forward, and the rest of the `with` block, once every place has fired.
         keep: "all" calls, the "first" or the "last".
         threads: "own" sees the calls of the thread or task that entered; "all" sees every call.
@@ -426,16 +452,20 @@ class capture(Context[CaptureTap]):
         self._mixed = self._find_mixed(requests)
         return requests
 
+    def _runs_compiled(self, attached: bool) -> bool:
+        plain = self._options.keep == "last" and self._mixed == set()
+        return plain and (attached or compiling.untouched())
+
     def _find_mixed(self, requests: list[Request]) -> set[int] | None:
         """The modules of which more than the whole output is asked for; None if options are."""
         options = self._options
-        if options.derives or options.stop or options.keep != "all":
+        if options.derives or options.stop or options.keep == "first":
             return None
         return {
             target.ident
             for request in requests
-            if request.targets[0].port != "output" or request.targets[0].parts
             for target in request.targets
+            if target.port != "output" or target.parts or target.operation
         }
 
     def _place_all(self, targets: list[Target], ref: weakref.ref[Any], owner: int | None) -> None:
@@ -446,9 +476,10 @@ class capture(Context[CaptureTap]):
         common = _Common(ref, self._options, owner)
         self._commons.append(common)
         taps, key = self._taps, common.key
+        kind = _LastTap if self._options.keep == "last" else _OutputTap
         for target in targets:
             if target.key not in taps:
-                tap = taps[target.key] = _OutputTap(target, common)
+                tap = taps[target.key] = kind(target, common)
                 tap.module._forward_hooks[key] = tap.after_output  # pyright: ignore
                 if self._attached:
                     tap.keeper = self
@@ -487,14 +518,11 @@ class capture(Context[CaptureTap]):
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool | None:
         stopped = isinstance(error, _Stop) and error.serial == self._serial
-        if self._open:
-            self._leave()
-            if error is None:
-                try:
-                    self._verify()
-                except NeverFired as missing:
-                    missing.record = self._record
-                    raise
+        try:
+            super().__exit__(kind, error, trace)
+        except NeverFired as missing:
+            missing.record = self._record
+            raise
         if stopped:
             recover(trace)
         return True if stopped else None
@@ -515,7 +543,7 @@ class capture(Context[CaptureTap]):
         for common in self._commons:
             common.closed = True
         for tap in self._taps.values() if self._commons else ():
-            if type(tap) is _OutputTap and tap.module is not None:
+            if isinstance(tap, _OutputTap) and tap.module is not None:
                 tap.module._forward_hooks.pop(tap.common.key, None)
                 tap.keeper = None
         super()._stop()

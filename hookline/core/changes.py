@@ -14,34 +14,28 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hookline.core.distributed import alike, beside, placements
+from hookline.core.nested import Path, leaves, only_tensor, set_part, show_path
+from hookline.core.records import Record
+from hookline.core.sites import Call
+from hookline.core.slices import take
+from hookline.core.tables import describe
 from hookline.errors import ChangeError, NotCaptured
 
-if TYPE_CHECKING:
-    from hookline.core.records import Record
-    from hookline.core.sites import Call
-
 __all__ = [
-    "Chain",
-    "Change",
-    "add",
-    "apply",
-    "blend",
-    "clamp",
-    "describe",
-    "dropout",
-    "noise",
-    "patch",
-    "remove_direction",
-    "replace",
-    "scale",
-    "zero",
-]
+    "Chain", "Change", "add", "blend", "clamp", "dropout", "noise", "patch", "remove_direction",
+    "replace", "scale", "zero",
+]  # fmt: skip
+
+
+_ALIKE = (
+    "Keep the value's structure, shape, dtype, device, placement; hookline.hook checks nothing."
+)
 
 
 class Change:
@@ -57,11 +51,89 @@ class Change:
     def __or__(self, other: Change) -> Chain:
         if not isinstance(other, Change):
             return NotImplemented
-        return Chain((*_steps(self), *_steps(other)))
+        both = [c.changes if isinstance(c, Chain) else (c,) for c in (self, other)]
+        return Chain((*both[0], *both[1]))
+
+    def meet(self, value: Any, call: Call) -> Any:
+        """The value with its only tensor changed; an error if the result does not fit."""
+        path, old = (), value
+        if not isinstance(value, Tensor):
+            path, old = only_tensor(value, f"The value at {str(call.place)!r}")
+        if old.is_quantized:
+            remedy = "Give a function that dequantises it, changes it and quantises it again."
+            raise self._unfit(call, "The value is quantised.", remedy)
+        new = alike(_cast(self.apply(old, call), old.dtype), old)
+        return set_part(value, path, self._fitting(old, new, call))
+
+    def _fitting(self, value: Any, new: Any, call: Call) -> Any:
+        """What was made of a value, if it is like the value in all that others rely on."""
+        old, made = _kinds(value), _kinds(new)
+        if old == made and (new is not None or value is None):
+            return new
+        if new is None:
+            remedy = "Return the new value; to look only, use hookline.hook."
+            raise self._unfit(call, "It returned None.", remedy)
+        found = f"It was given a {type(value).__name__} and returned a {type(new).__name__}."
+        for path in [path for path in old | made if old.get(path) != made.get(path)][:8]:
+            was, now = _shown(value, path), _shown(new, path)
+            found += f" {show_path(path) or 'It'} was {was}, now {now}."
+        raise self._unfit(call, found)
+
+    def _fit(self, own: Any, value: Tensor, call: Call) -> Any:
+        """A change's own tensor, brought to the value's device, floating dtype and shape.
+
+        A 1-D tensor is per channel: it lies along dimension 1 of values with four or more
+        dimensions, else along the last one, or along the only one of the two that has its length.
+        """
+        if not isinstance(own, Tensor):
+            return own
+        own = _cast(own, value.dtype).to(value.device)
+        # Autograd saves no tensor that was made in inference mode.
+        own = own.clone() if own.is_inference() and torch.is_grad_enabled() else own
+        image = value.ndim >= 4 or (value.ndim == 3 and value.shape[-1] != own.numel())
+        if own.ndim == 1 and image and value.shape[1] == len(own):
+            own = own.view(-1, *[1] * (value.ndim - 2))
+        try:
+            return beside(own, value).expand(value.shape)
+        except RuntimeError:
+            shapes = f"{tuple(own.shape)} does not broadcast to the value's, {tuple(value.shape)}"
+            raise self._unfit(call, f"A tensor of shape {shapes}.") from None
+
+    def _unfit(self, call: Call, found: str, remedy: str = _ALIKE) -> ChangeError:
+        asked = f"{getattr(self, 'name', type(self).__name__)} was applied at {str(call.place)!r}."
+        return ChangeError(asked, found, remedy)
 
 
-def _steps(change: Change) -> tuple[Change, ...]:
-    return change.changes if isinstance(change, Chain) else (change,)
+def _kinds(value: Any) -> dict[Path, Any]:
+    return {path: (t.shape, t.dtype, t.device, placements(t)) for path, t in leaves(value)}
+
+
+def _shown(value: Any, path: Path) -> str:
+    tensor = dict(leaves(value)).get(path)
+    return "no tensor" if tensor is None else f"{describe(tensor)} on {tensor.device}"
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor in another dtype, or as it is if something would be cut off."""
+    if getattr(tensor, "dtype", dtype) == dtype or not torch.can_cast(tensor.dtype, dtype):
+        return tensor
+    cast = tensor.to(dtype)
+    exact = torch.can_cast(torch.float32, dtype) or torch.equal(cast.to(tensor.dtype), tensor)
+    return cast if exact else tensor
+
+
+def _draw(draw: Any, like: Tensor, seed: int | None, call: Call) -> Tensor:
+    """Random numbers; with a seed they depend on (seed, place, call) alone."""
+    dtype = torch.result_type(like, 0.5)
+    if seed is None:
+        return draw(torch.empty_like(like, dtype=dtype))
+    text = f"{seed}|{call.place}|{call.index}".encode()
+    number = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+    # Drawn on the CPU and in one precision, so that it is the same everywhere.
+    wide = dtype if dtype.is_complex else torch.float32
+    drawn = torch.empty(like.shape, dtype=wide, device="cpu")
+    draw(drawn, generator=torch.Generator().manual_seed(number))
+    return beside(drawn.to(like.device, dtype), like)
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,90 +148,12 @@ class Chain(Change):
 
     def apply(self, value: Tensor, call: Call) -> Tensor:
         for change in self.changes:
-            value = apply(change, value, call)
+            value = change.meet(value, call)
         return value
 
     def check(self, place: Any) -> None:
         for change in self.changes:
             change.check(place)
-
-
-def apply(change: Change, value: Tensor, call: Call) -> Tensor:
-    """Apply a ready change and check that the result fits: the same shape, dtype and device."""
-    if value.is_quantized:
-        raise ChangeError(
-            f"{change!r} was applied at {str(call.place)!r}.",
-            "The value is quantised.",
-            "Give a function that dequantises it, changes it and quantises it again.",
-        )
-    result = alike(change.apply(value, call), value)
-    if result.shape != value.shape:
-        raise ChangeError(
-            f"{change!r} was applied at {str(call.place)!r}.",
-            f"The value has the shape {tuple(value.shape)}, the result {tuple(result.shape)}.",
-            "Give the change tensors that broadcast to the value's shape.",
-        )
-    if type(result) is not Tensor and placements(result) != placements(value):
-        raise ChangeError(
-            f"{change!r} was applied at {str(call.place)!r}.",
-            f"The value is a plain tensor, the result is spread over ranks: {placements(result)}.",
-            "Give the change what this rank holds, as tensor.to_local() has it.",
-        )
-    if result.dtype != value.dtype:
-        if not torch.can_cast(result.dtype, value.dtype):
-            raise _dtypes_differ(change, value, result, call)
-        result = result.to(value.dtype)
-    return result
-
-
-def _dtypes_differ(change: Change, value: Tensor, other: Tensor, call: Call | None) -> ChangeError:
-    at = "" if call is None else f" at {str(call.place)!r}"
-    return ChangeError(
-        f"{type(change).__name__} was applied{at}.",
-        f"The value is of dtype {value.dtype}, and {other.dtype} would be cut off.",
-        "Edit a value of that kind, or give a function that says how to convert.",
-    )
-
-
-def fit(own: Tensor | float, value: Tensor, change: Change) -> Tensor | float:
-    """A change's own tensor, brought to the value's device and floating dtype, to broadcast.
-
-    A 1-D tensor is per channel: it lies along dimension 1 of values with four or more dimensions,
-    else along the last one, or along the only one of the two that has its length.
-    """
-    if not isinstance(own, Tensor):
-        return own
-    if own.dtype != value.dtype and (value.is_floating_point() or value.is_complex()):
-        if not torch.can_cast(own.dtype, value.dtype):
-            raise _dtypes_differ(change, value, own, None)
-        own = own.to(value.dtype)
-    own = own.to(value.device)
-    if own.ndim == 1 and value.ndim >= 3:
-        length = own.shape[0]
-        last, channel = value.shape[-1] == length, value.shape[1] == length
-        if channel and (value.ndim >= 4 or not last):
-            own = own.view(1, length, *[1] * (value.ndim - 2))
-    try:
-        shape = cast("torch.Size", torch.broadcast_shapes(own.shape, value.shape))
-    except RuntimeError:
-        shape = None
-    if shape != value.shape:
-        raise ChangeError(
-            f"{type(change).__name__} was given a tensor of shape {tuple(own.shape)}.",
-            f"The value has the shape {tuple(value.shape)}, to which it does not broadcast.",
-            "Give one of the value's shape, or one that broadcasts to it, such as one number a "
-            "channel.",
-        )
-    return beside(own, value)
-
-
-def _need_float(change: Change, value: Tensor, call: Call) -> None:
-    if not (value.is_floating_point() or value.is_complex()):
-        raise ChangeError(
-            f"{change!r} was applied at {str(call.place)!r}.",
-            f"The value is of dtype {value.dtype}.",
-            "This change is for floating-point values.",
-        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,17 +174,10 @@ class replace(Change):
     values: Tensor | float
 
     def apply(self, value: Tensor, call: Call) -> Tensor:
-        own = fit(self.values, value, self)
-        if not isinstance(own, Tensor):
-            own = torch.tensor(own, device=value.device)
-        fitted = own.to(value.dtype) if torch.can_cast(own.dtype, value.dtype) else None
-        if fitted is None or not (
-            value.dtype.is_floating_point
-            or value.is_complex()
-            or torch.equal(fitted.to(own.dtype), own)
-        ):
-            raise _dtypes_differ(self, value, own, call)
-        return fitted.expand(value.shape).clone()
+        # Python's own numbers have more digits than torch gives them.
+        wide: dict[type, torch.dtype] = {float: torch.float64, complex: torch.complex128}
+        own = torch.as_tensor(self.values, dtype=wide.get(type(self.values)))
+        return self._fit(own, value, call).clone()
 
 
 @dataclass(frozen=True, eq=False)
@@ -207,7 +194,7 @@ class add(Change):
     values: Tensor | float
 
     def apply(self, value: Tensor, call: Call) -> Tensor:
-        return value + fit(self.values, value, self)
+        return value + self._fit(self.values, value, call)
 
 
 @dataclass(frozen=True, eq=False)
@@ -224,7 +211,7 @@ class scale(Change):
     factor: Tensor | float
 
     def apply(self, value: Tensor, call: Call) -> Tensor:
-        return value * fit(self.factor, value, self)
+        return value * self._fit(self.factor, value, call)
 
 
 @dataclass(frozen=True, eq=False)
@@ -258,17 +245,14 @@ class clamp(Change):
 
     def __post_init__(self) -> None:
         if self.min is None and self.max is None:
-            raise ChangeError(
-                "clamp() was given no bound.", "It would change nothing.", "Give min or max."
-            )
+            raise ChangeError("clamp has no bound.", "It would change nothing.", "Give min or max.")
 
     def apply(self, value: Tensor, call: Call) -> Tensor:
         if value.is_complex():
-            raise _dtypes_differ(self, value.real, value, call)
-        result = value
-        if self.min is not None:
-            result = result.clamp(min=fit(self.min, value, self))
-        return result if self.max is None else result.clamp(max=fit(self.max, value, self))
+            raise self._unfit(call, f"The value is {value.dtype}: it has no bounds.")
+        low, high = self._fit(self.min, value, call), self._fit(self.max, value, call)
+        value = value if low is None else value.clamp(min=low)
+        return value if high is None else value.clamp(max=high)
 
 
 @dataclass(frozen=True, eq=False)
@@ -295,23 +279,8 @@ class noise(Change):
     seed: int | None = None
 
     def apply(self, value: Tensor, call: Call) -> Tensor:
-        _need_float(self, value, call)
-        if self.seed is None:
-            drawn = torch.randn_like(value)
-        else:
-            drawn = seeded(self.seed, call, value, torch.randn).to(value.dtype)
-        drawn = drawn * self.std
+        drawn = _draw(Tensor.normal_, value, self.seed, call) * self.std
         return value * (1 + drawn) if self.relative else value + drawn
-
-
-def seeded(seed: int, call: Call, value: Tensor, draw: Any) -> Tensor:
-    """Random numbers that depend on (seed, place, call) alone, drawn on the CPU."""
-    text = f"{seed}|{call.place}|{call.index}".encode()
-    number = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
-    generator = torch.Generator().manual_seed(number)
-    dtype = value.dtype if value.is_complex() else torch.float32
-    drawn: Tensor = draw(value.shape, generator=generator, dtype=dtype)
-    return beside(drawn.to(device=value.device), value)
 
 
 @dataclass(frozen=True, eq=False)
@@ -339,32 +308,20 @@ class dropout(Change):
 
     def __post_init__(self) -> None:
         if not 0 <= self.p <= 1:
-            raise ChangeError(
-                f"dropout was given p={self.p}.", "It is a probability.", "Give 0 <= p <= 1."
-            )
+            raise ChangeError(f"dropout has p={self.p}.", "It is a probability.", "Give 0 to 1.")
 
     def apply(self, value: Tensor, call: Call) -> Tensor:
-        _need_float(self, value, call)
         training = call.module.training if self.training is None else self.training
         if not training or self.p == 0:
             return value
-        if self.p == 1:
-            return torch.zeros_like(value)
-        mask = value
+        shape = tuple(value.shape)
         if self.channels:
             if value.ndim < 2:
-                raise ChangeError(
-                    f"dropout(channels=True) was applied at {str(call.place)!r}.",
-                    f"The value has the shape {tuple(value.shape)}, without a channel dimension.",
-                    "Use it on values with batch and channel dimensions.",
-                )
-            mask = value[(slice(None), slice(None), *[slice(1)] * (value.ndim - 2))]
-        mask = mask.real if mask.is_complex() else mask  # drawn in float32: bfloat16 is too coarse
-        if self.seed is None:
-            drawn = torch.rand_like(mask, dtype=torch.float32)
-        else:
-            drawn = seeded(self.seed, call, mask, torch.rand)
-        return value * ((drawn >= self.p) / (1 - self.p)).to(value.dtype)
+                raise self._unfit(call, f"The value has the shape {shape}: no channels.")
+            shape = (*shape[:2], *[1] * (value.ndim - 2))
+        like = value.new_empty(shape, dtype=torch.float32)  # bfloat16 would be too coarse
+        kept = _draw(Tensor.uniform_, like, self.seed, call) >= self.p
+        return torch.where(kept, value / (1 - self.p or 1), 0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -387,9 +344,8 @@ class blend(Change):
     amount: Tensor | float = 1.0
 
     def apply(self, value: Tensor, call: Call) -> Tensor:
-        _need_float(self, value, call)
-        amount = fit(self.amount, value, self)
-        return value * (1 - amount) + fit(self.value, value, self) * amount
+        amount = self._fit(self.amount, value, call)
+        return value * (1 - amount) + self._fit(self.value, value, call) * amount
 
 
 @dataclass(frozen=True, eq=False)
@@ -412,26 +368,20 @@ class remove_direction(Change):
 
     def __post_init__(self) -> None:
         if self.direction.ndim != 1 or not float(self.direction.detach().abs().sum()) > 0:
-            raise ChangeError(
-                f"remove_direction was given a tensor of shape {tuple(self.direction.shape)}.",
-                "A direction is a vector that is not zero.",
-                "Give a 1-D tensor.",
-            )
+            found = f"It has the shape {tuple(self.direction.shape)}, or is zero."
+            raise ChangeError("remove_direction was given no direction.", found, "Give a vector.")
 
     def apply(self, value: Tensor, call: Call) -> Tensor:
-        _need_float(self, value, call)
-        if not -value.ndim <= self.dim < value.ndim or value.shape[self.dim] != len(self.direction):
-            raise ChangeError(
-                f"remove_direction was applied at {str(call.place)!r} along dim={self.dim}.",
-                f"The value has the shape {tuple(value.shape)}, the direction the length "
-                f"{len(self.direction)}.",
-                "Give the dimension along which the direction lies.",
-            )
-        own = self.direction.to(value.device, torch.promote_types(value.dtype, torch.float32))
-        direction = beside((own / cast(Tensor, own.norm())).to(value.dtype), value)
+        length, dims = len(self.direction), range(-value.ndim, value.ndim)
+        if self.dim not in dims or value.shape[self.dim] != length:
+            found = f"The value has the shape {tuple(value.shape)}, the direction length {length}"
+            raise self._unfit(call, f"{found}, along dim={self.dim}.")
+        wide = torch.promote_types(self.direction.dtype, torch.float32)
+        direction = self.direction.to(value.device, wide)
+        direction = beside(direction / direction.abs().square().sum().sqrt(), value)
         moved = value.movedim(self.dim, -1)
         along = (moved * direction.conj()).sum(-1, keepdim=True)
-        return (moved - along * direction).movedim(-1, self.dim)
+        return (along * -direction + moved).movedim(-1, self.dim)  # torch has no `-` for bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -446,6 +396,8 @@ class patch(Change):
     ...     model(torch.zeros(2))
     tensor([1., 1.])
 
+    With `at=` in the edit, only that slice is put in; the record may hold it, or the whole value.
+
     Args:
         record: what another run had; that it holds the place is checked when the edit is entered.
         place: another place of the record to take the value from.
@@ -456,11 +408,8 @@ class patch(Change):
 
     def __post_init__(self) -> None:
         if not hasattr(self.record, "of_call"):
-            raise ChangeError(
-                f"patch was given a {type(self.record).__name__}.",
-                "It takes a record.",
-                "Give what `with capture(...) as record` gives, or the `.record` of a capture.",
-            )
+            found = f"It was given a {type(self.record).__name__}."
+            raise ChangeError("patch takes a record.", found, "A capture has one as `.record`.")
 
     def check(self, place: Any) -> None:
         source = place if self.place is None else self.place
@@ -473,14 +422,9 @@ class patch(Change):
             )
 
     def apply(self, value: Tensor, call: Call) -> Tensor:
-        from hookline.core.nested import only_tensor
-
         source = call.place if self.place is None else self.place
-        other = self.record.of_call(source, call.index)
-        own = fit(only_tensor(other, f"The value at {source!r}")[1].detach(), value, self)
-        return replace(own).apply(value, call)
-
-
-def describe(change: Any) -> str:
-    """A change as an error shows it."""
-    return repr(change) if isinstance(change, Change) else getattr(change, "__name__", repr(change))
+        own = only_tensor(self.record.of_call(source, call.index), f"The value at {source!r}")[1]
+        at = getattr(call._tap, "at", None)
+        if at is not None and own.numel() > value.numel():  # the record has more than the slice
+            own = take(own, at)
+        return self._fit(own.detach(), value, call).clone()

@@ -12,6 +12,7 @@ from typing import Any, Self
 
 from torch import Tensor, nn
 
+from hookline.core import compiling
 from hookline.errors import HooklineWarning
 
 __all__ = ["Entering"]
@@ -46,6 +47,10 @@ class Entering:
     def _verify(self) -> None:
         """Called after the block if nothing was raised in it."""
 
+    def _runs_compiled(self, attached: bool) -> bool:
+        """Whether it works inside of compiled graphs."""
+        return False
+
     def _result(self) -> Any:
         return self
 
@@ -60,6 +65,8 @@ class Entering:
         self._attached = attached
         try:
             self._start(attached)
+            if not self._runs_compiled(attached):
+                compiling.suspend(self)
         except BaseException:
             self._leave()
             raise
@@ -67,6 +74,7 @@ class Entering:
     def _leave(self) -> None:
         if self._open:
             self._stop()
+            compiling.resume(self)
             self._open = self._attached = False
 
     def __enter__(self) -> Any:
@@ -83,6 +91,11 @@ class Entering:
             self._leave()
             if error is None:
                 self._verify()
+            elif type(error).__module__ == "torch._dynamo.exc":
+                error.add_note(
+                    "hookline: the model was compiled inside the `with`. Compile it before, and it "
+                    "runs eagerly in here; or leave out fullgraph=True."
+                )
         return None
 
     def attach(self) -> Self:

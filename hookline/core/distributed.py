@@ -3,7 +3,7 @@
 torch.distributed's parts are found only if the program has loaded them; nothing is imported here.
 
 - `local(tensor)`: what this rank holds of a tensor, waited for
-- `placements(tensor)`, `layouts(module, port)`, `spread`: how a tensor is spread over the ranks
+- `placements(tensor)`, `layouts(target)`, `spread`: how a tensor is spread over the ranks
 - `copied(tensor)`: a copy, made without the other ranks
 - `beside(own, value)`: a change's own tensor, to be computed with a value
 - `whole(tensor)`: a DTensor that every rank has whole
@@ -27,9 +27,10 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from hookline.core import gradients
-from hookline.core.tree import child_of, walk
+from hookline.core.tree import walk
 
 if TYPE_CHECKING:
+    from hookline.core.places import Target
     from hookline.core.sites import Frame, Tap
 
 __all__ = [
@@ -112,14 +113,15 @@ def has_plans() -> bool:
     return "torch.distributed.tensor.parallel" in sys.modules
 
 
-def layouts(module: nn.Module, port: str) -> Sequence[tuple[Any, ...] | None]:
+def layouts(target: Target) -> Sequence[tuple[Any, ...] | None]:
     """How a plan of `parallelize_module` spreads what a module returns, or its first argument.
 
     Its hooks turn DTensors into plain tensors that bear no mark; the plan is in their closures.
     What stays a DTensor says itself how it is spread, and is not looked for.
     """
-    if not has_plans():
+    if not has_plans() or target.operation is not None:
         return ()
+    module, port = target.module, target.port
     before, after = _held(module._forward_pre_hooks), _held(module._forward_hooks)
     if port in ("input", "grad_input"):
         styles = [held for held in before if getattr(held, "use_local_output", False)]
@@ -169,15 +171,9 @@ def is_gathered(module: nn.Module) -> bool:
 def gatherer(model: nn.Module, path: str) -> nn.Module | None:
     """The module in a model at whose call FSDP gathers the parameters of the module at a path."""
     kind = _loaded("fsdp", "FSDPModule")
-    found = model if isinstance(model, kind) else None
-    at, above = "", model
-    for name in path.split(".") if path else ():
-        step = child_of(above, at, name)
-        if step is None:
-            break
-        at, above = step
-        found = above if isinstance(above, kind) else found
-    return found
+    names = path.split(".") if path else []
+    above = (model.get_submodule(".".join(names[:n])) for n in range(len(names), -1, -1))
+    return next((module for module in above if isinstance(module, kind)), None)
 
 
 class Gathered:

@@ -5,12 +5,14 @@
 - `Context`: what `hook`, `capture` and `edit` have in common: places, sites, firing
 - `Anchored`: a context without places that the model keeps alive
 
-A few lines past the usual length, for the reasons that it gives where nothing happened.
+A little long: it says why nothing happened at a place.
 """
 
 from __future__ import annotations
 
 import inspect
+import sys
+import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from types import MappingProxyType
@@ -23,10 +25,11 @@ from torch.utils import hooks as torch_hooks
 
 from hookline.core import distributed, gradients
 from hookline.core.contexts import Entering
+from hookline.core.operations import Operation, not_called, refuse
 from hookline.core.places import Place, Request, Target, Where, resolve
 from hookline.core.sites import ACTIVE, KEEP, SERIALS, Call, Frame, Site, Tap, add_place
 from hookline.core.tree import walk
-from hookline.errors import NeverFired, NotHookable, PlaceError
+from hookline.errors import ChangeError, HooklineWarning, NeverFired, NotHookable, PlaceError
 
 __all__ = [
     "Anchored", "Attached", "Context", "attached", "first_names", "hook", "named_place", "silence",
@@ -51,7 +54,7 @@ class Context(Entering, Generic[T]):
     _names: dict[int, str] | None = None
     _requests: list[Request] = _NOTHING
     _taps: dict[Any, T] = _NOTHING
-    _sites: dict[int, tuple[nn.Module, Site]] = _NOTHING
+    _sites: dict[Any, tuple[nn.Module, Site]] = _NOTHING
     _handles: list[Any] = _NOTHING
     _many = 64
 
@@ -81,6 +84,8 @@ class Context(Entering, Generic[T]):
                 "Nothing would happen.",
                 "Name places after the model, such as '**' for every module.",
             )
+        if attached:
+            refuse(target for request in self._requests for target in request.targets)
         self._serial = next(SERIALS)
         owner = self._serial if self._owned and not attached else None
         ref: weakref.ref[Any] = weakref.ref(self)
@@ -100,7 +105,7 @@ class Context(Entering, Generic[T]):
                 self._place(target, ref, owner)
 
     def _site_of(self, tap: Tap) -> Site:
-        return tap if isinstance(tap, Site) else self._sites[tap.target.ident][1]
+        return tap if isinstance(tap, Site) else self._sites[_home(tap.target)][1]
 
     def _place(self, target: Target, ref: weakref.ref[Context[Any]], owner: int | None) -> None:
         """Make what serves a target."""
@@ -108,6 +113,12 @@ class Context(Entering, Generic[T]):
         module = target.module
         if target.port == "value":
             module = self._caller_of(target)
+        if target.operation is not None:
+            home = _home(target)
+            if home not in self._sites:
+                self._sites[home] = (module, Operation(module, ref, owner, target))
+            self._sites[home][1].add(tap)
+            return
         if id(module) not in self._sites:
             self._sites[id(module)] = (module, Site(module, ref, owner))
         self._sites.setdefault(target.ident, self._sites[id(module)])[1].add(tap)
@@ -181,7 +192,29 @@ class Context(Entering, Generic[T]):
         """Whether a tap has done what was asked of it."""
         return tap.fired > 0
 
+    def _awaited(self) -> ChangeError | None:
+        """The error if checkpointed calls that were changed will run again, after the end."""
+        for module, site in self._sites.values():
+            if site.changed and site.regions is not None and site.regions.awaiting():
+                name = first_names(self._model).get(id(module), "")
+                return ChangeError(
+                    f"{self._verb} changed a call of {name!r} inside a checkpointed region.",
+                    "The backward will recompute that call, and would do so without the change.",
+                    "Run the backward before this ends, or the forward under torch.no_grad().",
+                )
+        return None
+
+    def remove(self) -> None:
+        """Stop acting and leave nothing behind. Never raises, and may be called twice."""
+        awaited = self._awaited() if self._open else None
+        super().remove()
+        if awaited is not None:
+            warnings.warn(str(awaited), HooklineWarning, stacklevel=2)
+
     def _verify(self) -> None:
+        awaited = self._awaited()
+        if awaited is not None:
+            raise awaited
         for tap in self._taps.values():
             if tap.replaces and any(arm.lost for arm in tap.guards):
                 tap.lost()
@@ -200,7 +233,9 @@ class Context(Entering, Generic[T]):
             f"Nothing happened at {str(self.place_of(target))!r}"
             f"{others if count > 1 and not request.literal else ''}:",
             self.reason(tap),
-            "A capture of '**' shows what is called, in record.places() and record.unfired().",
+            "A capture of '**' shows what is called, in record.places() and record.unfired()."
+            if target.operation is None
+            else f"List them with hookline.select(model, '{target.path}/*', inputs=batch).",
         )
 
     def reason(self, tap: Tap) -> str:
@@ -208,6 +243,11 @@ class Context(Entering, Generic[T]):
         if self._names is None:
             self._names = first_names(self._model)
         return silence(tap, self._site_of(tap), self._model, self._names)
+
+
+def _home(target: Target) -> Any:
+    """What the site of a target is kept under."""
+    return target.ident if target.operation is None else (target.ident, target.operation)
 
 
 def silence(tap: Tap, site: Site, model: Any, names: dict[int, str]) -> str:
@@ -222,6 +262,8 @@ def silence(tap: Tap, site: Site, model: Any, names: dict[int, str]) -> str:
             f"its module was called {site.foreign} times, but from another thread or task than the "
             f"one that entered this; threads='all' takes those calls too."
         )
+    if isinstance(site, Operation) and not site.count:
+        return not_called(target.operation or "", site.names)
     if target.port == "grad":
         return tap.silent or (
             "no gradient arrived. No backward ran inside the `with`, the loss does not depend on "
@@ -245,10 +287,17 @@ def silence(tap: Tap, site: Site, model: Any, names: dict[int, str]) -> str:
                 "nn.MultiheadAttention uses the weights of its out_proj without ever calling it; "
                 "ask for the attention module's own output."
             )
+    if "torch._dynamo" in sys.modules:
+        compiled = (
+            ", or it ran in a graph that torch.compile had made before (attach before the first "
+            "compiled call, or use `with`, which runs it eagerly)"
+        )
+    else:
+        compiled = ""
     return (
         "its module was not called. Its forward may have been called directly, as in "
         "module.forward(x), which runs no hooks, or its weights used without it, or the code that "
-        "calls it was not reached."
+        f"calls it was not reached{compiled}."
     )
 
 
@@ -259,8 +308,7 @@ def first_names(model: nn.Module | Tensor | None) -> dict[int, str]:
 
 def named_place(target: Target, names: dict[int, str]) -> Place:
     """The place of a target under the first name of its module."""
-    path = names.get(target.ident, target.path)
-    return Place(target.named(path), target.port, target.parts)
+    return target.place_at(names.get(target.ident, target.path))
 
 
 # -- hook -----------------------------------------------------------------------------------------
@@ -285,16 +333,18 @@ def takes_call(function: Callable[..., Any]) -> bool:
 
 
 class _HookTap(Tap):
-    def __init__(self, target: Target, context: Any, function: Callable[..., Any]) -> None:
+    def __init__(
+        self, target: Target, context: Any, function: Callable[..., Any], wants_call: bool
+    ) -> None:
         super().__init__(target, context)
         self.function = function
-        self.wants_call = takes_call(function)
+        self.wants_call = wants_call
 
     def receive(self, value: Any, index: int, recomputed: bool, frame: Frame | None) -> Any:
         self.fired += 1
         try:
             if self.wants_call:
-                new = self.function(value, Call(self, index, recomputed))
+                new = self.function(value, Call(self, index, recomputed, frame))
             else:
                 new = self.function(value)
         except BaseException as error:
@@ -341,9 +391,10 @@ class hook(Context[_HookTap]):
     ) -> None:
         super().__init__(model, (where,))
         self._function = function
+        self._wants_call = takes_call(function)
 
     def _tap(self, target: Target, ref: weakref.ref[Context[Any]]) -> _HookTap:
-        return _HookTap(target, ref, self._function)
+        return _HookTap(target, ref, self._function, self._wants_call)
 
 
 # -- attached -------------------------------------------------------------------------------------

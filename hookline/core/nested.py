@@ -21,8 +21,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import re
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
@@ -33,14 +34,14 @@ from torch.distributions import Distribution
 from hookline.errors import PlaceError, SeveralTensors
 
 __all__ = [
-    "Part", "Path", "children", "get_part", "leaves", "map_leaves", "only_tensor", "set_part",
-    "show_path",
+    "Path", "children", "get_part", "leaves", "map_leaves", "only_tensor", "set_part", "show_path",
 ]  # fmt: skip
 
 Part = int | str
 Path = tuple[Part, ...]
 
 _ATOMS = (Tensor, type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype)
+_LEVELS = 200  # what is nested deeper than this is opaque
 
 
 def show_path(path: Path) -> str:
@@ -49,14 +50,13 @@ def show_path(path: Path) -> str:
     >>> show_path((1, "mask", "0"))
     "[1][mask]['0']"
     """
-    return "".join(f"[{_show_part(part)}]" for part in path)
+    return "".join([f"[{_show_part(part)}]" for part in path])
 
 
 def _show_part(part: Part) -> str:
-    if isinstance(part, int) or (part and not re.search(r"""[\[\]'"\\]|^-?[0-9]+$""", part)):
-        return str(part)
-    escaped = part.replace("\\", "\\\\").replace("'", "\\'")
-    return f"'{escaped}'"
+    if isinstance(part, str) and re.search(r"""[\[\]'"\\]|^(-?[0-9]+)?$""", part):
+        return "'" + re.sub(r"['\\]", r"\\\g<0>", part) + "'"
+    return str(part)
 
 
 def children(value: Any) -> list[tuple[Part, Any]] | None:
@@ -67,50 +67,39 @@ def children(value: Any) -> list[tuple[Part, Any]] | None:
     >>> children("text") is None
     True
     """
+    kind: Any = type(value)
+    if kind is tuple or kind is list:
+        return list(enumerate(value))
     try:
-        return None if isinstance(value, _ATOMS) else _children(value)
+        if isinstance(value, _ATOMS):
+            return None
+        if isinstance(value, (dict, Mapping)):
+            return [(k if type(k) in (int, str) else str(k), value[k]) for k in value]
+        if isinstance(value, (list, tuple, deque)):
+            return list(zip(getattr(kind, "_fields", range(len(value))), value, strict=True))
+        if isinstance(value, (Distribution, SimpleNamespace)):
+            return list(vars(value).items())
+        # A dataclass, or one of the attrs library, without importing it.
+        fields = getattr(kind, "__attrs_attrs__", None) or dataclasses.fields(kind)
+        return [(f.name, getattr(value, f.name)) for f in fields if hasattr(value, f.name)]
     except Exception:  # noqa: BLE001 - an object that cannot be walked is opaque
         return None
 
 
-def _children(value: Any) -> list[tuple[Part, Any]] | None:
-    if isinstance(value, Mapping):
-        return [(k if type(k) in (int, str) else str(k), value[k]) for k in value]
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return [(name, getattr(value, name)) for name in value._fields]  # pyright: ignore
-    if isinstance(value, (list, tuple, deque)):
-        return list(enumerate(value))
-    if isinstance(value, (Distribution, SimpleNamespace)):
-        return list(vars(value).items())
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = [field.name for field in dataclasses.fields(value)]
-        return [(name, getattr(value, name)) for name in names if hasattr(value, name)]
-    attrs = getattr(type(value), "__attrs_attrs__", None)  # the attrs library, without importing it
-    return None if attrs is None else [(a.name, getattr(value, a.name)) for a in attrs]
-
-
-def leaves(value: Any) -> Iterator[tuple[Path, Tensor]]:
+def leaves(value: Any, path: Path = (), above: tuple[int, ...] = ()) -> list[tuple[Path, Tensor]]:
     """Every tensor in a structure with its path, in order. A structure that holds itself is safe.
 
     >>> [path for path, _ in leaves((torch.zeros(1), {"h": [torch.zeros(2), None]}))]
     [(0,), (1, 'h', 0)]
     """
     if issubclass(type(value), Tensor):  # isinstance would ask a proxy for its class
-        yield (), value
-    else:
-        yield from _leaves(value, (), ())
-
-
-def _leaves(value: Any, path: Path, above: tuple[int, ...]) -> Iterator[tuple[Path, Tensor]]:
-    inside = children(value)
-    if inside is None or id(value) in above:
-        return
-    above = (*above, id(value))
-    for part, item in inside:
-        if issubclass(type(item), Tensor):
-            yield (*path, part), item
-        else:
-            yield from _leaves(item, (*path, part), above)
+        return [(path, value)]
+    if id(value) in above or len(above) == _LEVELS:
+        return []
+    found: list[tuple[Path, Tensor]] = []
+    for part, item in children(value) or ():
+        found += leaves(item, (*path, part), (*above, id(value)))
+    return found
 
 
 def only_tensor(value: Any, what: str = "The value") -> tuple[Path, Tensor]:
@@ -119,7 +108,7 @@ def only_tensor(value: Any, what: str = "The value") -> tuple[Path, Tensor]:
     >>> only_tensor((None, torch.zeros(2)))
     ((1,), tensor([0., 0.]))
     """
-    found = list(leaves(value))
+    found = leaves(value)
     if len(found) == 1:
         return found[0]
     parts = ", ".join(f"{show_path(path)} {tuple(tensor.shape)}" for path, tensor in found[:12])
@@ -137,41 +126,31 @@ def get_part(value: Any, path: Path) -> Any:
     2
     """
     for depth, part in enumerate(path):
-        inside, position = _locate(value, part, path[:depth])
-        value = getattr(value, str(part)) if position is None else inside[position][1]
+        value, _, _ = _locate(value, part, path[:depth])
     return value
 
 
-def _locate(value: Any, part: Part, before: Path) -> tuple[list[tuple[Part, Any]], int | None]:
-    """The children of a value and the position of a part among them; None for an attribute."""
-    where = show_path(before) or "the value"
-    if isinstance(value, Tensor):
-        raise LookupError(
-            f"{where} is a tensor of shape {tuple(value.shape)}, and a part never indexes a tensor"
-        )
+def _locate(value: Any, part: Part, before: Path = ()) -> tuple[Any, Part, list[tuple[Part, Any]]]:
+    """What stands at a part, the part's own name, and what can be set in the value."""
     inside = children(value) or []
-    names = [name for name, _ in inside]
-    if part in names:
-        return inside, names.index(part)
-    if isinstance(part, int):
-        if -len(inside) <= part < len(inside):
-            return inside, part % len(inside)
-    elif _has_attribute(value, part):
-        # The attributes of torch.return_types are its items.
-        item = getattr(value, part)
-        same = [n for n, (_, other) in enumerate(inside) if other is item]
-        return inside, same[0] if same and isinstance(value, tuple) else None
-    there = ", ".join(show_path((name,)) for name in names) or "no parts"
-    kind = type(value).__name__
-    raise LookupError(f"{where} is a {kind}, which has {there}, not {show_path((part,))}")
-
-
-def _has_attribute(value: Any, name: str) -> bool:
-    try:
-        getattr(value, name)
-    except Exception:  # noqa: BLE001 - a property may raise anything
-        return False
-    return not callable(getattr(type(value), name, None))  # methods are nobody's parts
+    kind: Any = type(value)
+    if hasattr(kind, "n_sequence_fields") and part in kind.__match_args__:  # torch.return_types
+        part = kind.__match_args__.index(part)
+    named = dict(inside)
+    if part in named:
+        return named[part], part, inside
+    if isinstance(part, int) and -len(inside) <= part < len(inside):
+        name, item = inside[part]
+        return item, name, inside
+    it = show_path(before) or "the value"
+    if isinstance(value, Tensor):
+        shape = tuple(value.shape)
+        raise LookupError(f"{it} is a tensor of shape {shape}, and a part never indexes a tensor")
+    if isinstance(part, str) and not callable(getattr(kind, part, None)):  # methods are no parts
+        with suppress(Exception):  # a property may raise anything
+            return getattr(value, part), part, [] if inside else [(part, None)]
+    there = ", ".join(show_path((name,)) for name, _ in inside) or "no parts"
+    raise LookupError(f"{it} is a {kind.__name__}, which has {there}, not {show_path((part,))}")
 
 
 def set_part(value: Any, path: Path, new: Any) -> Any:
@@ -182,21 +161,17 @@ def set_part(value: Any, path: Path, new: Any) -> Any:
     """
     if not path:
         return new
-    inside, position = _locate(value, path[0], ())
-    old = getattr(value, str(path[0])) if position is None else inside[position][1]
+    old, name, inside = _locate(value, path[0])
     changed = set_part(old, path[1:], new)
-    try:
-        if position is None:
-            return _with_attributes(copy.copy(value), {str(path[0]): changed})
-        items = [item for _, item in inside]
-        items[position] = changed
-        return _rebuild(value, inside, items)
-    except Exception as error:
+    items = [changed if part == name else item for part, item in inside]
+    made = _fill(value, _duplicate(value), inside, items) if inside else value
+    if made is value:
         raise PlaceError(
             f"{show_path(path[:1])} of a {type(value).__name__} was to be replaced.",
-            f"Such an object cannot be made anew: {error}.",
+            "Such an object cannot be made anew with something else there.",
             "Edit the whole value with a function, or another place.",
-        ) from error
+        )
+    return made
 
 
 def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
@@ -208,85 +183,62 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
     >>> map_leaves(lambda leaf: leaf + 1, {"a": [1, 2]})
     {'a': [2, 3]}
     """
-    return _map(function, value, {})
+    return _map(function, value, {}, 0)
 
 
-def _map(function: Callable[[Any], Any], value: Any, seen: dict[int, tuple[Any, Any]]) -> Any:
+def _map(function: Callable[[Any], Any], value: Any, seen: dict[int, Any], level: int) -> Any:
     if id(value) in seen:
         return seen[id(value)][1]
-    inside = children(value)
+    inside = None if type(value) is Tensor or level == _LEVELS else children(value)
     if inside is None:
         result = function(value)
-        seen[id(value)] = (value, result)
-        return result
-    # A structure may hold itself: then the new one must be there before its content.
-    result = value
-    if type(value) in (list, dict):
-        result = type(value)()
-    elif not isinstance(value, (tuple, list, Mapping, deque)):
-        try:
-            result = copy.copy(value)
-        except Exception:  # noqa: BLE001 - kept as it is
-            result = value
-    seen[id(value)] = (value, result)
-    items = [_map(function, item, seen) for _, item in inside]
-    if type(value) is list:
-        result.extend(items)
-    elif type(value) is dict:
-        result.update(zip(value, items, strict=True))
-    elif result is not value:
-        names = [str(part) for part, _ in inside]
-        _with_attributes(result, dict(zip(names, items, strict=True)))
     else:
-        try:
-            result = _rebuild(value, inside, items)
-        except Exception:  # noqa: BLE001 - kept as it is
-            result = value
-        seen[id(value)] = (value, result)
+        # A structure may hold itself: then the new one must be there before its content.
+        duplicate = _duplicate(value)
+        seen[id(value)] = (value, duplicate)
+        items = [_map(function, item, seen, level + 1) for _, item in inside]
+        result = _fill(value, duplicate, inside, items)
+    seen[id(value)] = (value, result)
     return result
 
 
-def _rebuild(value: Any, inside: list[tuple[Part, Any]], items: list[Any]) -> Any:
-    """A container of the same type and keys with other content."""
+def _duplicate(value: Any) -> Any:
+    """A copy of a container, to be filled anew; itself if it is made with its content or never.
+
+    Not by the constructor: it may have other arguments, and a Distribution would validate them.
+    """
     kind: Any = type(value)
-    if kind in (tuple, list) or hasattr(kind, "n_sequence_fields"):  # torch.return_types
-        return kind(items)
-    if isinstance(value, tuple):  # not the constructor: it may take other arguments
-        return _with_attributes(tuple.__new__(kind, items), dict(getattr(value, "__dict__", {})))
-    if isinstance(value, list):
-        duplicate = copy.copy(value)
-        duplicate[:] = items
-        return duplicate
-    if isinstance(value, deque):
-        return kind(items, value.maxlen)
-    if isinstance(value, Mapping):
-        return _mapping(value, dict(zip(value, items, strict=True)))
-    return _with_attributes(
-        copy.copy(value), {str(p): i for (p, _), i in zip(inside, items, strict=True)}
-    )
-
-
-def _mapping(value: Any, content: dict[Any, Any]) -> Any:
-    kind: Any = type(value)
-    if kind in (dict, MappingProxyType):
-        return kind(content)
-    try:
-        duplicate = copy.copy(value)
-    except TypeError:  # a constructor with required arguments
-        duplicate = kind.__new__(kind)
-        vars(duplicate).update(vars(value))
-    for key, item in content.items():
-        if isinstance(value, OrderedDict) and kind.__setitem__ is OrderedDict.__setitem__:
-            OrderedDict.__setitem__(duplicate, key, item)
-        else:
-            duplicate[key] = item
-        if dataclasses.is_dataclass(value) and isinstance(key, str) and hasattr(value, key):
-            object.__setattr__(duplicate, key, item)
-    return duplicate
-
-
-def _with_attributes(value: Any, changes: Mapping[str, Any]) -> Any:
-    # Not the constructor: it may have other arguments, and a Distribution would validate them.
-    for name, item in changes.items():
-        object.__setattr__(value, name, item)
+    if kind in (list, dict, MappingProxyType):
+        return value.copy()
+    if not isinstance(value, tuple):
+        with suppress(Exception):
+            return copy.copy(value)
+    if isinstance(value, dict):  # it copies itself by a constructor with required arguments
+        with suppress(Exception):
+            duplicate = kind.__new__(kind)
+            vars(duplicate).update(vars(value))
+            return duplicate
     return value
+
+
+def _fill(value: Any, duplicate: Any, inside: list[tuple[Part, Any]], items: list[Any]) -> Any:
+    """A container of the same type with other content; itself if that cannot be made."""
+    kind: Any = type(value)
+    try:
+        if isinstance(value, tuple):
+            plain = kind is tuple or hasattr(kind, "n_sequence_fields")  # torch.return_types
+            duplicate = kind(items) if plain else tuple.__new__(kind, items)
+            getattr(duplicate, "__dict__", {}).update(getattr(value, "__dict__", {}))
+        elif duplicate is not value:
+            listed = isinstance(value, (list, deque))
+            has_items = listed or isinstance(value, (dict, Mapping))
+            is_field = hasattr(kind, "__dataclass_fields__")  # of a dict, too: in transformers
+            keys = value if has_items and not listed else [part for part, _ in inside]
+            for key, item in zip(keys, items, strict=True):
+                if has_items:
+                    duplicate[key] = item
+                if not has_items or (is_field and hasattr(value, str(key))):
+                    object.__setattr__(duplicate, str(key), item)
+        return kind(duplicate) if kind is MappingProxyType else duplicate
+    except Exception:  # noqa: BLE001
+        return value

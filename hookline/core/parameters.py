@@ -3,40 +3,33 @@
 - `get_module(model, path)`, `get_parameter(model, path)`: what stands at a path
 - `preserve(model, *where)`: parameters and buffers are afterwards what they were before
 - `replace_module(model, where, new)`: another module in the place of one
-- `swap`, `swap_back`, `Saving`: how `edit` changes a parameter's data and undoes it
-
-A little long: the ways to put something back belong together.
+- `swap(taps, undo)`: how `edit` changes the data of parameters; `Undo` puts it back
 """
 
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, cast
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version, saved_tensors_hooks
-from torch.nn.parameter import is_lazy
 
 from hookline.core.distributed import gatherer, is_gathered, placements, reshard
 from hookline.core.hooks import Anchored
-from hookline.core.places import Request, Target, Where, resolve
+from hookline.core.places import Target, Where, resolve
 from hookline.core.sites import Tap
 from hookline.core.snapshots import same_bits
-from hookline.core.tree import tensors_of, walk
+from hookline.core.tree import walk
 from hookline.errors import ChangeError, NotHookable, PlaceError, PlaceNotFound
 
-__all__ = [
-    "Saving",
-    "Swap",
-    "get_module",
-    "get_parameter",
-    "preserve",
-    "replace_module",
-    "swap",
-    "swap_back",
-]
+__all__ = ["Undo", "get_module", "get_parameter", "preserve", "replace_module", "swap"]
+
+Maker = Callable[[nn.Module], nn.Module]
 
 
 def get_module(model: nn.Module, path: str) -> nn.Module:
@@ -45,7 +38,7 @@ def get_module(model: nn.Module, path: str) -> nn.Module:
     >>> get_module(nn.Sequential(nn.ReLU()), "0")
     ReLU()
     """
-    return _one(model, path, "module").module
+    return _find(model, (path,), "output", one=True)[0].module
 
 
 def get_parameter(model: nn.Module, path: str) -> Tensor:
@@ -54,191 +47,197 @@ def get_parameter(model: nn.Module, path: str) -> Tensor:
     >>> get_parameter(nn.Sequential(nn.Linear(2, 3)), "0.weight").shape
     torch.Size([3, 2])
     """
-    found = _one(model, path, "parameter").tensor()
-    assert found is not None
-    return found
+    return cast(Tensor, _find(model, (path,), "value", one=True)[0].tensor())
 
 
-def _one(model: nn.Module, path: str, kind: str) -> Target:
-    targets = [t for r in resolve(model, (path,), hookable=False) for t in r.targets]
-    target = targets[0]
-    is_module = target.attribute is None
-    plain = target.port == ("output" if is_module else "value") and not target.parts
-    if len(targets) == 1 and plain and is_module == (kind == "module"):
-        return target
-    found = f"It matches {len(targets)} places."
-    if len(targets) == 1 and is_module and kind == "parameter":
-        names = [
-            f"{target.path}.{n}" for n in (*target.module._parameters, *target.module._buffers)
-        ]
-        found = f"It is a module, with {', '.join(names) or 'none of its own'}."
-    elif len(targets) == 1:
-        found = "It is not one."
-    raise PlaceNotFound(
-        f"The {kind} {path!r} was asked for.", found, f"Give the path of one {kind}, without port."
-    )
+def _find(model: Any, wheres: Any, *ports: str, one: bool = False) -> list[Target]:
+    """What stands at places, each once; an error for what has none of these ports."""
+    targets = {t.key: t for r in resolve(model, wheres, hookable=False) for t in r.targets}
+    if one and len(targets) > 1:
+        asked = f"What stands at {wheres[0]!r} was asked for."
+        raise PlaceNotFound(asked, f"It matches {len(targets)} places.", "Name one of them.")
+    for target in targets.values():
+        if target.port not in ports or target.parts:
+            kind = " or ".join("module" if port == "output" else "parameter" for port in ports)
+            own = (*target.module._parameters, *target.module._buffers)
+            names = ", ".join(f"{target.path}.{name}".lstrip(".") for name in own) or "none"
+            module = kind == "parameter" and target.port == "output"
+            found = f"It is a module, with {names}." if module else f"That is no {kind}."
+            asked = f"A {kind} was asked for at {str(target.place)!r}."
+            remedy = f"Give the path of a {kind}, without port or part."
+            raise (PlaceNotFound if one else PlaceError)(asked, found, remedy)
+    return list(targets.values())
+
+
+# -- putting things back --------------------------------------------------------------------------
+
+
+class Undo(list[Callable[[], None]]):
+    """How to put back what was changed, the last first; may be interrupted and run again."""
+
+    def run(self) -> None:
+        while self:
+            self[-1]()
+            self.pop()
+
+
+# The open swaps of each slot, in order, with a lock: two threads may swap the same thing. Each slot
+# has its own, as an interrupt may leave one locked for ever.
+_chains: dict[tuple[int, str], tuple[Any, list[_Swap]]] = {}
+
+
+class _Swap:
+    """Something put in a slot of a dict, and what stood there before; undone in any order."""
+
+    def __init__(self, holder: Any, name: str) -> None:
+        self.holder, self.name, self.slot = holder, name, (id(holder), name)
+        self.lock, self.chain = threading.RLock(), list[_Swap]()
+
+    def get(self) -> Any:
+        return self.holder[self.name]
+
+    def set(self, value: Any) -> None:
+        self.holder[self.name] = value
+
+    def put(self, new: Any, undo: Undo) -> None:
+        undo.append(self.undo)
+        while self not in self.chain:
+            entry = _chains.setdefault(self.slot, (threading.RLock(), []))
+            self.lock, self.chain = entry
+            with self.lock:
+                if _chains.get(self.slot) is entry:  # else another thread has just closed it
+                    self.old = self.get()
+                    self.chain.append(self)
+                    self.set(new)
+
+    def undo(self) -> None:
+        with self.lock:
+            if self in self.chain:
+                above = self.chain[self.chain.index(self) + 1 :]
+                if above:  # something else was put over it since: that one puts the old one back
+                    above[0].old = self.old
+                else:
+                    self.set(self.old)
+                self.chain.remove(self)
+                if not self.chain:
+                    del _chains[self.slot]
 
 
 # -- swapping a parameter's data ------------------------------------------------------------------
 
 
-_Versions = Callable[[tuple[Tensor, ...], tuple[int, ...]], None]
+_autograd: Any = cast(Any, torch._C)._autograd
 # Private, so detected: without it a graph that was made before an edit raises after it.
-_set_versions: _Versions | None = getattr(
-    cast(Any, torch._C)._autograd, "_unsafe_set_version_counter", None
-)  # fmt: skip
+_set_versions: Any = getattr(_autograd, "_unsafe_set_version_counter", None)
 
 
-class Swap:
-    """A parameter whose data an edit has swapped."""
-
-    __slots__ = ("ended", "old", "storage", "tensor", "version")
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-        self.old = tensor.data
-        self.storage = 0
-        self.version = _version(tensor)
-        self.ended: int | None = None  # the version just before the data was swapped back
-
-    def put(self, new: Tensor) -> None:
-        """Swap the data in. Convolutions and norms save a parameter itself for the backward, not
-        its data: a graph that was made before must fail meanwhile, and one that is made meanwhile
-        must fail afterwards, hence a version that counting never reaches.
-        """
-        self.tensor.data = new
-        self.storage = self.tensor.untyped_storage()._cdata
-        _touch(self.tensor)
-        if _set_versions is not None and not self.tensor.is_inference():
-            _set_versions((self.tensor,), ((next(_swaps) % 2**20 + 2**20) << 10,))
-
-    def end(self) -> None:
-        """Swap the data back, and the version: a graph that was made before is right again."""
-        self.ended = _version(self.tensor)
-        self.tensor.data = self.old
-        if _set_versions is not None and not self.tensor.is_inference():
-            _set_versions((self.tensor,), (self.version,))
-        else:
-            _touch(self.tensor)
-        torch.clear_autocast_cache()
-
-
-_swaps = itertools.count()
-_chains: dict[int, list[Swap]] = {}  # the open swaps of each parameter, by id, in order
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
-
-
-def _touch(tensor: Tensor) -> None:
+def _mark(tensor: Tensor, version: int | None = None) -> None:
+    """Tell autograd and autocast, which know a parameter by its identity, that it is another."""
+    torch.clear_autocast_cache()
     if not tensor.is_inference():
-        increment_version(tensor)
-    torch.clear_autocast_cache()  # it holds casts of parameters by their identity
+        if version is None or _set_versions is None:
+            increment_version(tensor)
+        else:
+            _set_versions((tensor,), (version,))
 
 
-def swap(taps: Iterable[Tap], swaps: list[Swap]) -> None:
-    """Change the data of the parameters at taps; what was swapped is added to `swaps`."""
-    seen: set[int] = set()
-    for tap in taps:
-        tensor = tap.target.tensor()
-        if tensor is None or is_lazy(tensor):
-            raise NotHookable(
-                f"The value of {str(tap.place)!r} was to be changed.",
-                "It has none yet: its module is a lazy one that never ran.",
-                "Run the model once before.",
-            )
-        gathered = is_gathered(tap.target.module) and isinstance(tensor, nn.Parameter)
-        if gathered or placements(tensor) is not None:
-            raise NotHookable(
-                f"The value of {str(tap.place)!r} was to be changed.",
-                "It is kept in shards, one on each rank, which cannot be swapped.",
-                "Change it in place, under torch.no_grad(), within `hookline.preserve(model)`.",
-            )
-        if id(tensor) in seen:  # shared under two names
-            tap.fired += 1
-            continue
-        seen.add(id(tensor))
-        with torch.no_grad(), torch.inference_mode(tensor.is_inference()):
-            given = tensor.detach().clone()
-            new = tap.receive(given, 0, False, None)
-            if new is not given:  # nobody else's memory
-                new = torch.empty_like(given).copy_(new)
-        made = Swap(tensor)
-        swaps.append(made)
-        _chains.setdefault(id(tensor), []).append(made)
-        made.put(new.detach())
+_serials = itertools.count()
+_swapped: WeakValueDictionary[int, _DataSwap] = WeakValueDictionary()  # by the new data's storage
 
 
-def swap_back(swaps: list[Swap]) -> None:
-    """Put the data back, also where another edit was laid over it since."""
-    while swaps:
-        made = swaps[-1]
-        chain = _chains.get(id(made.tensor), [])
-        if made in chain:
-            position = chain.index(made)
-            if position == len(chain) - 1:
-                made.end()
-            else:
-                chain[position + 1].old = made.old
-                chain[position + 1].version = made.version
-            del chain[position]
-        if not chain:
-            _chains.pop(id(made.tensor), None)
-        swaps.pop()
+class _DataSwap(_Swap):
+    """Other data put in a parameter.
 
-
-class Saving(saved_tensors_hooks):
-    """Keeps a graph that is made with swapped data right after the data is swapped back.
-
-    Autograd saves a leaf as it is, so that the data swapped back would be used; an alias of the
-    data is saved instead. Saving through hooks turns torch's check for in-place changes off, so
-    the check is made here.
+    Convolutions and norms save a parameter itself for the backward, not its data: a graph that
+    was made before must fail meanwhile, and one that is made meanwhile must fail afterwards, hence
+    a version that counting never reaches. With the data, the version comes back.
     """
 
-    def __init__(self) -> None:
-        super().__init__(self.pack, self.unpack)
+    def get(self) -> tuple[Tensor, int]:
+        return self.holder.data, 0 if self.holder.is_inference() else self.holder._version
 
-    def leave(self) -> None:
-        """Leave; in another thread, or in another order, the hooks that stay are harmless."""
-        top = getattr(cast(Any, torch._C)._autograd, "_top_saved_tensors_default_hooks", None)
-        if top is None or (top(True) or (None,))[0] is self.pack_hook:
-            self.__exit__()
+    def set(self, value: tuple[Tensor, int]) -> None:
+        self.last = self.get()[1]
+        self.holder.data, version = value
+        _mark(self.holder, version)
 
-    @staticmethod
-    def pack(tensor: Tensor) -> tuple[Tensor, int, Swap | None]:
-        """What autograd saves for a tensor."""
-        made = None
-        try:
-            storage = tensor.untyped_storage()._cdata
-            made = next((c[-1] for c in _chains.values() if c[-1].storage == storage), None)
-        except (NotImplementedError, RuntimeError):  # tensors without a storage
-            pass
-        if made is None:
-            return tensor.detach(), _version(tensor), None
-        return tensor.data, _version(made.tensor), made
-
-    @staticmethod
-    def unpack(saved: tuple[Tensor, int, Swap | None]) -> Tensor:
-        """The saved tensor; torch's own error if it was changed in place since."""
-        tensor, version, made = saved
-        if made is None:
-            current = _version(tensor)
-        else:
-            current = _version(made.tensor) if made.ended is None else made.ended
-        if current != version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an "
-                f"inplace operation: a {tuple(tensor.shape)} tensor is at version {current}; "
-                f"expected version {version} instead."
-            )
-        return tensor
+    @property
+    def _version(self) -> int:
+        """Of the new data: the parameter's while it is in it, then the last one."""
+        return self.holder._version if self in self.chain else self.last
 
 
-# -- preserving -----------------------------------------------------------------------------------
+def _storage(tensor: Tensor) -> int:
+    try:
+        return tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):  # a sparse one, say
+        return -id(tensor)
 
 
-class preserve(Anchored):
+def swap(taps: Iterable[Tap], undo: Undo, attached: bool) -> None:
+    """Change the data of the parameters at taps."""
+    for tap in taps:
+        tensor = tap.target.tensor()
+        asked = f"The value of {str(tap.place)!r} was to be changed."
+        if tensor is None or nn.parameter.is_lazy(tensor):
+            raise NotHookable(asked, "It has none yet: it is lazy.", "Run the model once before.")
+        gathered = is_gathered(tap.target.module) and isinstance(tensor, nn.Parameter)
+        if gathered or placements(tensor) is not None:
+            found = "It is kept in shards, one on each rank, which cannot be swapped."
+            remedy = "Change it in place, under torch.no_grad(), within hookline.preserve(model)."
+            raise NotHookable(asked, found, remedy)
+        with torch.no_grad(), torch.inference_mode(tensor.is_inference()):
+            new = tap.receive(tensor.detach().clone(), 0, False, None)
+            new = torch.empty_like(tensor).copy_(new)  # nobody else's memory
+        made = _swapped[_storage(new)] = _DataSwap(tensor, "data")
+        made.put((new, (next(_serials) % 2**20 + 2**20) << 10), undo)
+    if undo and not attached:
+        saving = saved_tensors_hooks(_pack, _unpack)
+        undo.append(partial(_leave, saving))
+        saving.__enter__()
+
+
+# What is saved for the backward while data is swapped. Autograd saves a leaf as it is, so that the
+# data swapped back would be used by a graph that was made meanwhile; an alias of the new data is
+# saved instead. Saving through hooks turns torch's check for in-place changes off: it is made here.
+
+
+def _leave(saving: saved_tensors_hooks) -> None:
+    """Leave; in another thread, or in another order, the hooks that stay are harmless."""
+    top = getattr(_autograd, "_top_saved_tensors_default_hooks", None)
+    if top is None or (top(True) or (None,))[0] is saving.pack_hook:
+        saving.__exit__()
+
+
+def _pack(tensor: Tensor) -> tuple[Tensor, Any, int]:
+    alias = tensor.detach()
+    counted = _swapped.get(_storage(tensor), alias)
+    return alias, counted, counted._version
+
+
+def _unpack(saved: tuple[Tensor, Any, int]) -> Tensor:
+    tensor, counted, version = saved
+    if counted._version != version:
+        # The words are torch's own.
+        raise RuntimeError("a tensor saved for backward was modified by an inplace operation")
+    return tensor
+
+
+# -- verbs ----------------------------------------------------------------------------------------
+
+
+class _PutsBack(Anchored):
+    """A verb that changes the model step by step, and puts it back."""
+
+    def __init__(self, model: nn.Module, *where: Where) -> None:
+        super().__init__(model)
+        self._wheres, self._undo = where, Undo()
+
+    def _stop(self) -> None:
+        self._undo.run()
+
+
+class preserve(_PutsBack):
     """Parameters and buffers are afterwards, bit for bit, what they were before.
 
     >>> model = nn.Linear(2, 2)
@@ -258,87 +257,60 @@ class preserve(Anchored):
 
     _verb = "preserve"
 
-    def __init__(self, model: nn.Module, *where: Where) -> None:
-        super().__init__(model)
-        self._wheres = where or ("",)
-        self._tables: list[tuple[nn.Module, dict[str, Any], dict[str, Any], set[str]]] = []
-        self._saved: list[tuple[Tensor, Tensor, Tensor, bool]] = []
-
     def _start(self, attached: bool) -> None:
-        wanted: dict[int, tuple[nn.Module, dict[str, Any], set[str]]] = {}
+        tensors: dict[int, Any] = {}
         reshard(self._model)
-        for request in resolve(self._model, self._wheres, hookable=False):
-            for target in request.targets:
-                if is_gathered(target.module) and gatherer(self._model, target.path) is None:
-                    raise NotHookable(
-                        f"The parameters at {str(target.place)!r} were to be preserved.",
-                        "FSDP gathers them from outside of the model that was given.",
-                        "Give the whole model, and name the places in it.",
-                    )
-                for owner, table, name in _slots_at(target):
-                    wanted.setdefault(id(table), (owner, table, set()))[2].add(name)
-        seen: set[int] = set()
-        for owner, table, names in wanted.values():
-            if not isinstance(owner, torch.jit.ScriptModule):
-                self._tables.append((owner, table, dict(table), names))
-            for tensor in (table[name] for name in names):
-                if tensor is not None and id(tensor) not in seen and not is_lazy(tensor):
-                    seen.add(id(tensor))
-                    copy = tensor.detach().clone()
-                    self._saved.append((tensor, tensor.data, copy, tensor.requires_grad))
-
-    def _stop(self) -> None:
-        reshard(self._model)
-        for tensor, data, copy, requires_grad in self._saved:
-            if data.untyped_storage().nbytes() < copy.untyped_storage().nbytes():  # freed inside
-                data.untyped_storage().resize_(copy.untyped_storage().nbytes())
-            if not same_bits(data, copy):
-                with torch.no_grad(), torch.inference_mode(tensor.is_inference()):
-                    data.copy_(copy)
-                _touch(tensor)
-            if tensor.data.data_ptr() != data.data_ptr() or _geometry(tensor) != _geometry(data):
-                tensor.data = data
-                _touch(tensor)
-            if tensor.is_leaf and tensor.requires_grad != requires_grad:
-                tensor.requires_grad_(requires_grad)
-        for owner, table, before, names in self._tables:
-            for name in names:
-                for other in (owner.__dict__, owner._parameters, owner._buffers):
-                    if other is not table:
-                        other.pop(name, None)  # what shadows the tensor that is put back
-            if any(table.get(name) is not before[name] for name in names) or names - set(table):
-                now = {**table, **{name: before[name] for name in names}}
-                table.clear()  # in the old order: optimisers go by it
-                table.update({name: now.pop(name) for name in before if name in now} | now)
-        self._saved, self._tables = [], []
+        for target in _find(self._model, self._wheres or ("",), "output", "value"):
+            if is_gathered(target.module) and gatherer(self._model, target.path) is None:
+                raise NotHookable(
+                    f"The parameters at {str(target.place)!r} were to be preserved.",
+                    "FSDP gathers them from outside of the model that was given.",
+                    "Give the whole model, and name the places in it.",
+                )
+            only = target.attribute
+            for owner in [target.module] if only else [module for _, module in walk(target.module)]:
+                for table in (owner._parameters, owner._buffers):
+                    before = dict(table)
+                    for name in before if only is None else {only} & before.keys():
+                        tensors[id(before[name])] = before[name]
+                        self._undo.append(partial(_register, owner, table, before, name))
+        for tensor in tensors.values():
+            if tensor is not None and not nn.parameter.is_lazy(tensor):
+                old = tensor.data, tensor.detach().clone(), tensor.requires_grad
+                self._undo.append(partial(_restore, tensor, *old))
+        self._undo.append(partial(reshard, self._model))
 
 
-def _slots_at(target: Target) -> list[tuple[nn.Module, dict[str, Any], str]]:
-    """The tables of parameters and buffers at a target, with the names in them."""
-    owners = [target.module] if target.attribute else [m for _, m in walk(target.module)]
-    return [
-        (owner, table, name)
-        for owner in owners
-        for table in _tables_of(owner)
-        for name in table
-        if target.attribute in (None, name)
-    ]
+def _register(owner: nn.Module, table: dict[str, Any], before: dict[str, Any], name: str) -> None:
+    """Put a tensor back where it was registered, in the old order: optimisers go by it."""
+    for other in (owner.__dict__, owner._parameters, owner._buffers):
+        if other is not table and name in other:
+            del other[name]  # it would shadow what is put back
+    table[name] = before[name]
+    if list(table.keys()) != list(before):
+        for key in [key for key in before | table if key in table]:
+            table[key] = table.pop(key)
 
 
-def _tables_of(owner: nn.Module) -> tuple[dict[str, Any], ...]:
-    if isinstance(owner, torch.jit.ScriptModule):  # whose tables are no dicts, and never change
-        return (dict(tensors_of(owner)),)
-    return owner._parameters, owner._buffers
+def _restore(tensor: Tensor, data: Tensor, copy: Tensor, requires_grad: bool) -> None:
+    """Make a tensor what it was: the same memory, bits and `requires_grad`."""
+    plain = data.layout is torch.strided and not data.is_quantized  # else bits cannot be compared
+    if plain and data.untyped_storage().nbytes() < copy.untyped_storage().nbytes():  # freed inside
+        data.untyped_storage().resize_(copy.untyped_storage().nbytes())
+    if not (plain and _geometry(tensor) == _geometry(data) and same_bits(data, copy)):
+        with torch.no_grad(), torch.inference_mode(tensor.is_inference()):
+            data.copy_(copy)
+        tensor.data = data
+        _mark(tensor)
+    if tensor.is_leaf and tensor.requires_grad != requires_grad:
+        tensor.requires_grad_(requires_grad)
 
 
 def _geometry(tensor: Tensor) -> Any:
-    return tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset()
+    return tensor.dtype, tensor.size(), tensor.stride(), tensor.data_ptr()
 
 
-# -- replacing modules ----------------------------------------------------------------------------
-
-
-class replace_module(Anchored):
+class replace_module(_PutsBack):
     """Another module in the place of one, wherever the old one is used.
 
     >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
@@ -356,77 +328,21 @@ class replace_module(Anchored):
 
     _verb = "replace_module"
 
-    def __init__(
-        self, model: nn.Module, where: Where, new: nn.Module | Callable[[nn.Module], nn.Module]
-    ) -> None:
-        super().__init__(model)
-        self._wheres = (where,)
+    def __init__(self, model: nn.Module, where: Where, new: nn.Module | Maker) -> None:
+        super().__init__(model, where)
         self._new = new
-        self._slots: list[_Slot] = []
 
     def _start(self, attached: bool) -> None:
-        parents = [module for _, module in walk(self._model)]
-        for target in _module_targets(resolve(self._model, self._wheres, hookable=False)):
-            old = target.module
+        tables = [module._modules for _, module in walk(self._model)]
+        for target in _find(self._model, self._wheres, "output"):
+            old, asked = target.module, f"A module was to be put at {str(target.place)!r}."
+            if old is self._model:
+                raise PlaceError(asked, "The model itself has no parent.", "Name a part of it.")
             new = self._new if isinstance(self._new, nn.Module) else self._new(old)
             if not isinstance(new, nn.Module):
                 raise ChangeError(
-                    f"A module was to be put at {str(target.place)!r}.",
-                    f"The function made a {type(new).__name__}.",
-                    "Return a torch.nn.Module.",
+                    asked, f"The function made a {type(new).__name__}.", "Return one."
                 )
-            for parent in parents:
-                for name in [n for n, child in parent._modules.items() if child is old]:
-                    slot = _Slot(parent._modules, name, old)
-                    self._slots.append(slot)
-                    _open_slots.append(slot)
-                    parent._modules[name] = new
-
-    def _stop(self) -> None:
-        while self._slots:
-            self._slots[-1].restore()
-            self._slots.pop()
-
-
-class _Slot:
-    """Where a module was replaced, and what stood there."""
-
-    __slots__ = ("modules", "name", "old")
-
-    def __init__(self, modules: dict[str, Any], name: str, old: nn.Module) -> None:
-        self.modules, self.name, self.old = modules, name, old
-
-    def restore(self) -> None:
-        if self not in _open_slots:
-            return
-        position = _open_slots.index(self)
-        for later in _open_slots[position + 1 :]:  # replaced again since: that one puts it back
-            if later.modules is self.modules and later.name == self.name:
-                later.old = self.old
-                break
-        else:
-            self.modules[self.name] = self.old
-        del _open_slots[position]
-
-
-_open_slots: list[_Slot] = []  # in order of entering
-
-
-def _module_targets(requests: list[Request]) -> list[Target]:
-    found: dict[int, Target] = {}
-    for request in requests:
-        for target in request.targets:
-            if target.attribute is not None or target.port != "output" or target.parts:
-                raise PlaceError(
-                    f"A module was to be replaced at {str(target.place)!r}.",
-                    "That is no module.",
-                    "Give the path of a module, without port or part.",
-                )
-            if not target.path:
-                raise PlaceError(
-                    "The model itself was to be replaced.",
-                    "It has no parent that holds it.",
-                    "Name one of its modules.",
-                )
-            found[id(target.module)] = target
-    return list(found.values())
+            for table in tables:
+                for name in [name for name, child in table.items() if child is old]:
+                    _Swap(table, name).put(new, self._undo)

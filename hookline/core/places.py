@@ -4,46 +4,30 @@
 - `select(model, *where)`: the places that match, in model order
 - `Target`: a place found in a model, with the module that it belongs to
 - `resolve(model, wheres)`: what was asked for, as targets
-
-A little long, for its errors: they say what is close, and why something cannot be had.
 """
+
+# What is asked for may be of any type.
+# pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false
 
 from __future__ import annotations
 
 import difflib
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from typing import Any, TypeAlias, cast
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor, jit, nn
 
-from hookline.core.grammar import (
-    MODULE_PORTS,
-    TENSOR_PORTS,
-    Pattern,
-    Segment,
-    escape,
-    literal_readings,
-    parse,
-    parse_port,
-)
+from hookline.core.grammar import TENSOR_PORTS, Pattern, escape, literal_readings, parse, parse_port
 from hookline.core.nested import Path, show_path
-from hookline.core.tree import all_names, child_of, find, find_tensors, tensors_of, walk
-from hookline.errors import NotHookable, PlaceError, PlaceNotFound
+from hookline.core.tree import Step, exists, find, find_tensors, join, tensors_of, walk
+from hookline.errors import HooklineError, NotHookable, PlaceError, PlaceNotFound
 
 __all__ = ["Place", "Request", "Target", "Where", "resolve", "select"]
 
-Where: TypeAlias = (
-    str
-    | nn.Module
-    | type[nn.Module]
-    | re.Pattern[str]
-    | Callable[[str, nn.Module], bool]
-    | tuple[Any, str]
-    | Iterable[Any]
-)
+_LIST = "List what there is with hookline.select(model, '**', '**:value')."
+Predicate = Callable[[str, nn.Module], bool]
+Where: TypeAlias = str | nn.Module | type[nn.Module] | re.Pattern[str] | Predicate | Iterable[Any]
 
 
 class Place(str):
@@ -54,25 +38,29 @@ class Place(str):
     (True, 'lstm', 'output', (1, 0))
     """
 
-    __slots__ = ("parts", "path", "port")
+    __slots__ = ("operation", "parts", "path", "port")
     path: str
     port: str
     parts: Path
+    operation: str | None  # such as "softmax" or "matmul#1"
 
-    def __new__(cls, path: str, port: str = "output", parts: Path = ()) -> Place:
+    def __new__(
+        cls, path: str, port: str = "output", parts: Path = (), operation: str | None = None
+    ) -> Place:
+        within = "" if operation is None else f"/{operation}"
         shown = "" if port in ("output", "value") else f":{port}"
-        self = super().__new__(cls, escape(path) + shown + show_path(parts))
-        self.path, self.port, self.parts = path, port, parts
+        self = super().__new__(cls, escape(path) + within + shown + show_path(parts))
+        self.path, self.port, self.parts, self.operation = path, port, parts, operation
         return self
 
-    def __getnewargs__(self) -> tuple[str, str, Path]:  # pyright: ignore
-        return self.path, self.port, self.parts
+    def __getnewargs__(self) -> tuple[str, str, Path, str | None]:  # pyright: ignore
+        return self.path, self.port, self.parts, self.operation
 
 
 class Target:
     """A place found in a model. `attribute` is set for a parameter or buffer of `module`."""
 
-    __slots__ = ("attribute", "ident", "key", "module", "parts", "path", "port")
+    __slots__ = ("attribute", "ident", "key", "module", "operation", "parts", "path", "port")
 
     def __init__(
         self,
@@ -81,47 +69,50 @@ class Target:
         port: str = "output",
         parts: Path = (),
         attribute: str | None = None,
+        operation: str | None = None,
     ) -> None:
-        self.module = module
-        self.path = path
-        self.port = port
-        self.parts = parts
-        self.attribute = attribute
-        self.ident = id(module)
+        self.module, self.path, self.port, self.parts = module, path, port, parts
+        self.attribute, self.operation = attribute, operation
+        self.ident = shared = id(module)
+        if attribute is not None:
+            shared = id(self.tensor())
         # The same for two targets at the same place of the same module, or of the same tensor.
-        shared = id(module if attribute is None else self.tensor())
-        self.key = (shared, attribute is None, port, parts)
+        self.key = (shared, operation or attribute is None, port, parts)
 
     def meets(self, other: Target) -> bool:
         """Whether two targets are at the same port of the same module."""
-        return self.ident == other.ident and self.port == other.port
+        return self.key[:3] == other.key[:3]
 
     @property
     def place(self) -> Place:
-        return Place(self.named(self.path), self.port, self.parts)
+        return self.place_at(self.path)
+
+    def place_at(self, path: str) -> Place:
+        """The place, if the module's path is `path`."""
+        return Place(self.named(path), self.port, self.parts, self.operation)
 
     def named(self, path: str) -> str:
         """The path of the module, or of the tensor in it, if the module's path is `path`."""
-        if not self.attribute:  # a module, or a plain tensor
-            return path
-        return f"{path}.{self.attribute}" if path else self.attribute
+        return join(path, self.attribute or "")
 
     def tensor(self) -> Tensor | None:
         """The parameter or buffer at this target, as it is now."""
         return getattr(self.module, cast(str, self.attribute), None)
 
 
-@dataclass(slots=True)
 class Request:
     """One thing that was asked for: literal places must all fire, of others one must."""
 
-    asked: str
-    literal: bool
-    targets: list[Target] = field(default_factory=list[Target])
-    refused: dict[Place, str] = field(default_factory=dict[Place, str])
+    __slots__ = ("asked", "literal", "operation", "parts", "port", "refused", "targets")
+
+    def __init__(self, asked: str, literal: bool, port: str | None, parts: Path) -> None:
+        self.asked, self.literal, self.port, self.parts = asked, literal, port, parts
+        self.operation: str | None = None
+        self.targets: list[Target] = []
+        self.refused: dict[Place, str] = {}  # what a wildcard matches and cannot be hooked, and why
 
 
-def select(model: nn.Module | Tensor, *where: Where) -> list[Place]:
+def select(model: nn.Module | Tensor, *where: Where, inputs: Any = None) -> list[Place]:
     """The places of a model that match, each once, in model order. Without `where`: all modules.
 
     >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 1))
@@ -135,358 +126,237 @@ def select(model: nn.Module | Tensor, *where: Where) -> list[Place]:
         where: places, modules, module types, regular expressions (searched in the path),
             predicates `(name, module) -> bool`, pairs of any of them and a port such as
             `(nn.Conv2d, ":grad_output")`, and lists of any of them.
+        inputs: a batch (a tensor, a tuple of arguments, or a dict of them by name). With it,
+            operations inside forwards are listed, too, as in `"h.0.attn/*"`: the model runs once,
+            without gradients, and what comes back shows shapes, dtypes and the source line.
     """
+    if inputs is not None and isinstance(model, nn.Module):
+        from hookline.core import operations
+
+        return operations.survey(model, where, inputs)
+    targets = [t for request in resolve(model, where or ("**",)) for t in request.targets]
     if isinstance(model, Tensor):
-        return [target.place for request in resolve(model, where) for target in request.targets]
+        return [target.place for target in targets]
     names = {id(module): (n, path) for n, (path, module) in enumerate(walk(model))}
-    found: dict[Place, int] = {}
-    for request in resolve(model, where or ("**",)):
-        for target in request.targets:
-            order, path = names[id(target.module)]
-            found.setdefault(Place(target.named(path), target.port, target.parts), order)
-    return sorted(found, key=found.__getitem__)
+    targets.sort(key=lambda target: names[target.ident])
+    return list(dict.fromkeys(t.place_at(names[t.ident][1]) for t in targets))
 
 
 def resolve(
-    model: nn.Module | Tensor, wheres: Iterable[Where], hookable: bool = True
+    model: Any, wheres: Iterable[Where], hookable: bool = True, wild: bool = False
 ) -> list[Request]:
     """What was asked for, as targets; an error in three parts for what is not there.
 
-    With `hookable=False` also modules at which no hook can fire, such as containers.
+    With `hookable=False` also modules at which no hook can fire, such as containers; with `wild`
+    also wildcards for operations.
     """
-    requests: list[Request] = []
-    paths: dict[int, str] = {}
+    query = _Query(model, hookable, wild)
     for where in wheres:
-        if isinstance(model, Tensor):
-            places = cast("list[Any]", where) if isinstance(where, (list, tuple)) else [where]
-            requests += [_of_tensor(model, place) for place in places]
-        else:
-            _resolve(_Query(model, hookable, paths), where, None, (), requests)
-    return requests
+        query.add(where)
+    return query.requests
 
 
-@dataclass(slots=True)
 class _Query:
-    """Of which model something is asked, and how."""
+    """What is asked of a model, and what was found so far."""
 
-    model: nn.Module
-    hookable: bool
-    paths: dict[int, str]  # of all modules, once they were needed
+    def __init__(self, model: Any, hookable: bool, wild: bool) -> None:
+        self.model, self.hookable, self.wild = model, hookable, wild
+        self.requests: list[Request] = []
+        self.walked: dict[int, Step] = {}  # all modules by id, once they were needed
 
-    def problem(self, module: nn.Module) -> tuple[str, str] | None:
-        return _problem(module) if self.hookable else None
+    def add(self, where: Any, port: str | None = None, parts: Path = ()) -> None:
+        """Resolve one more thing that was asked for."""
+        if isinstance(self.model, Tensor) and not isinstance(where, (list, tuple)):
+            self.requests.append(_of_tensor(self.model, where))
+        elif isinstance(where, str):
+            self.requests.append(self._of_text(where, port, parts))
+        elif callable(where) or isinstance(where, re.Pattern):
+            self.requests.append(self._of_modules(where, port, parts))
+        elif isinstance(where, tuple) and _is_pair(where):
+            self.add(where[0], *parse_port(where[1]))
+        elif isinstance(where, Iterable):
+            for item in where:
+                self.add(item, port, parts)
+        else:
+            raise PlaceError(
+                f"{where!r} is no place:",
+                f"it is of type {type(where).__name__}.",
+                "Give a string, a module, a type, a re.Pattern, a predicate (name, module) -> "
+                "bool, a pair of one of them and a port, or a list of them.",
+            )
 
-    def path_of(self, module: nn.Module) -> str | None:
-        if not self.paths:
-            self.paths.update({id(other): path for path, other in walk(self.model)})
-        return self.paths.get(id(module))
+    # -- text -----------------------------------------------------------------------------------
 
+    def _of_text(self, text: str, port: str | None, parts: Path) -> Request:
+        literal = None
+        for reading in () if isinstance(text, Place) else literal_readings(text):
+            if literal is None and exists(self.model, cast("tuple[str, ...]", reading.paths[0])):
+                literal = self._of_pattern(text, reading, port, parts)
+        try:
+            request = self._of_pattern(text, parse(text), port, parts)
+        except HooklineError:
+            if literal is None:
+                raise
+            return literal
+        if literal and {t.key for t in literal.targets} != {t.key for t in request.targets}:
+            raise _ambiguous(text, literal.targets[0], request.targets[0])
+        return literal or request
 
-def _resolve(
-    query: _Query, where: Any, port: str | None, parts: Path, requests: list[Request]
-) -> None:
-    if isinstance(where, str):
-        requests.append(_of_text(query, where, port, parts))
-    elif isinstance(where, nn.Module):
-        requests.append(_of_module(query, where, port, parts))
-    elif isinstance(where, (type, re.Pattern)) or callable(where):
-        requests.append(_of_predicate(query, where, port, parts))
-    elif isinstance(where, tuple) and _is_pair(cast("tuple[Any, ...]", where)):
-        inner, spelled = cast("tuple[Any, str]", where)
-        _resolve(query, inner, *parse_port(spelled), requests)
-    elif isinstance(where, Iterable):
-        for item in cast("Iterable[Any]", where):
-            _resolve(query, item, port, parts, requests)
-    else:
-        raise PlaceError(
-            f"{where!r} is no place:",
-            f"it is of type {type(where).__name__}.",
-            "Give a string, a module, a module type, a re.Pattern, a predicate (name, module) -> "
-            "bool, a pair of one of them and a port, or a list of them.",
-        )
+    def _of_pattern(self, text: str, pattern: Pattern, port: str | None, parts: Path) -> Request:
+        request = Request(repr(text), pattern.literal, pattern.port or port, pattern.parts + parts)
+        if pattern.port and port:
+            raise _wrong_port(request, f"it was given in a pair with {port!r}.")
+        if pattern.operation is not None:
+            nth = "" if pattern.nth is None else f"#{pattern.nth}"
+            request.operation = pattern.operation + nth
+            if request.port in TENSOR_PORTS:
+                raise _wrong_port(request, "it belongs to parameters and buffers.")
+            if not self.wild and ("*" in request.operation or "{" in request.operation):
+                raise PlaceError(
+                    f"The place {text!r} holds a wildcard for operations:",
+                    "which ones there are is known when the model has run.",
+                    "List them with hookline.select(model, place, inputs=batch), and name some.",
+                )
+        for path in pattern.paths:
+            if pattern.operation is None:
+                self._add_path(request, path)
+            else:
+                self._add_modules(request, find(self.model, path))
+        if not request.targets:
+            raise self._not_found(request, text, pattern.paths[0])
+        return request
+
+    def _add_path(self, request: Request, path: tuple[Any, ...]) -> None:
+        """Add the modules at a path, and if the port or the last name can mean them, tensors."""
+        port = request.port
+        if port not in TENSOR_PORTS:
+            self._add_modules(request, find(self.model, path))
+            named = path and isinstance(path[-1], str)
+            if not named or (request.targets and (port or request.literal)):
+                return
+        for start, module, name in find_tensors(self.model, path, port == "grad"):
+            if port and port not in TENSOR_PORTS:
+                raise _wrong_port(request, f"{name!r} is a parameter or buffer.")
+            request.targets.append(Target(module, start, port or "value", request.parts, name))
+
+    def _add_modules(self, request: Request, steps: Iterable[Step]) -> None:
+        port, parts, targets = request.port or "output", request.parts, request.targets
+        for path, module in steps:
+            problem = None if type(module) in _fine or not self.hookable else _problem(module)
+            if problem is None:
+                targets.append(Target(module, path, port, parts, None, request.operation))
+            elif request.literal:
+                raise NotHookable(f"A hook at {request.asked} was asked for:", *problem)
+            elif isinstance(module, jit.ScriptModule) or problem[1] == _EXPORTED:
+                request.refused[Place(path, port, parts)] = problem[0]
+
+    def _not_found(self, request: Request, text: str, names: tuple[Any, ...]) -> PlaceNotFound:
+        found = next((f"{str(place)!r}: {why}" for place, why in request.refused.items()), "")
+        *above, name = names or ("",)
+        for _, owner in find(self.model, above) if request.literal else ():
+            if nn.utils.parametrize.is_parametrized(owner, name):
+                ((full, module),) = find(self.model, (*above, "parametrizations", name))
+                originals = [f"'{full}.{n}'" for n, _ in tensors_of(module)]
+                found = f"{name!r} is parametrised: it is computed at each use."
+                remedy = f"Name {full!r}, or {' and '.join(originals)} for its parameters."
+                return _nothing(request, found, remedy)
+            if callable(getattr(type(owner), name, None)):  # a quantised module packs its weight
+                call = f"hookline.get_module(model, {'.'.join(above)!r}).{name}()"
+                return _nothing(request, f"{name!r} is a method there.", f"Call {call}.")
+            if getattr(owner, name, 0) is None:
+                found = f"{name!r} is there, but it is None."
+        return _nothing(request, found or _closest(self.model, text))
+
+    # -- modules --------------------------------------------------------------------------------
+
+    def _of_modules(self, where: Any, port: str | None, parts: Path) -> Request:
+        """A module, a module type, a regular expression or a predicate."""
+        literal = isinstance(where, nn.Module)
+        shown = f"the given {type(where).__name__}" if literal else getattr(where, "__name__", None)
+        request = Request(shown or repr(getattr(where, "pattern", where)), literal, port, parts)
+        if port in TENSOR_PORTS:
+            raise _wrong_port(request, "it belongs to parameters and buffers.")
+        if not self.walked:
+            self.walked = {id(step[1]): step for step in walk(self.model)}
+        steps: Iterable[Step] = self.walked.values()
+        if literal:
+            steps = [self.walked[id(where)]] if id(where) in self.walked else []
+        elif isinstance(where, re.Pattern):
+            steps = [step for step in steps if step[0] and where.search(step[0])]
+        elif isinstance(where, type):
+            steps = [step for step in steps if isinstance(step[1], where)]
+        else:
+            steps = [step for step in steps if where(*step)]
+        self._add_modules(request, steps)
+        if not request.targets:
+            kinds = ", ".join(sorted({type(module).__name__ for _, module in self.walked.values()}))
+            found = f"The model has {kinds}; what is in a plain list or dict is not registered."
+            raise _nothing(request, found)
+        return request
 
 
 def _is_pair(where: tuple[Any, ...]) -> bool:
     return len(where) == 2 and isinstance(where[1], str) and where[1][:1] in (":", "[")
 
 
-def _describe(where: Any, port: str | None, parts: Path) -> str:
-    if isinstance(where, nn.Module):
-        shown = f"the module {type(where).__name__}"
-    elif isinstance(where, type):
-        shown = where.__name__
-    else:
-        shown = repr(cast(Any, where).pattern) if isinstance(where, re.Pattern) else repr(where)
-    return shown if port is None and not parts else f"({shown}, ':{port}{show_path(parts)}')"
-
-
-# -- text ---------------------------------------------------------------------------------------
-
-
-def _of_text(query: _Query, text: str, port: str | None, parts: Path) -> Request:
-    literal = None
-    for pattern in () if isinstance(text, Place) else literal_readings(text):
-        if _exists(query.model, pattern.segments):
-            literal = Request(repr(text), True)
-            literal.targets = _matches(query, text, pattern, port, parts, literal)
-            break
-    try:
-        patterns = parse(text)
-    except PlaceError:
-        if literal is None:
-            raise
-        return literal
-    request = Request(repr(text), patterns[0].literal)
-    missing: PlaceNotFound | None = None
-    for pattern in patterns:
-        try:
-            request.targets += _matches(query, text, pattern, port, parts, request)
-        except PlaceNotFound as error:
-            missing = missing or error
-        except NotHookable:
-            if literal is None:
-                raise
-    if literal is not None:
-        if request.targets and {t.key for t in literal.targets} != {t.key for t in request.targets}:
-            raise _ambiguous(text, literal.targets[0], request.targets[0])
-        return literal
-    if request.targets:
-        return request
-    raise missing or PlaceNotFound(
-        f"Nothing matches {text!r}:",
-        next(iter(request.refused.values()), _closest(query.model, text)),
-        "List the modules with hookline.select(model, '**').",
-    )
-
-
-def _exists(model: nn.Module, segments: tuple[Segment, ...]) -> bool:
-    """Whether a plain path is that of a module, parameter or buffer."""
-    for _, owner in find(model, segments[:-1]):
-        name = cast(str, segments[-1])
-        if (
-            child_of(owner, "", name) is not None
-            or name in owner._parameters
-            or name in owner._buffers
-        ):
-            return True
-    return False
-
-
-def _matches(
-    query: _Query, text: str, pattern: Pattern, port: str | None, parts: Path, request: Request
-) -> list[Target]:
-    model = query.model
-    segments, literal = pattern.segments, pattern.literal
-    if pattern.operation is not None:
-        if not find(model, segments):
-            return []
-        raise NotHookable(
-            f"The place {text!r} asks for the operation {pattern.operation!r}:",
-            "operations inside a forward are not available yet.",
-            "Ask for the module's input or output, "
-            f"or write {escape(text)!r} if that is the name of a module.",
-        )
-    if pattern.port and port:
-        raise PlaceError(
-            f"The place {text!r} was given in a pair with the port {port!r}.",
-            f"It has the port {pattern.port!r} already.",
-            "Give one of them.",
-        )
-    port, parts = pattern.port or port, (*pattern.parts, *parts)
-    found: list[Target] = []
-    if port not in TENSOR_PORTS:
-        own = port or "output"
-        for path, module in find(model, segments):
-            if type(module) in _hookable and _hookable[type(module)]:
-                found.append(Target(module, path, own, parts))
-                continue
-            problem = query.problem(module)
-            if problem is None:
-                found.append(Target(module, path, own, parts))
-            elif literal:
-                raise NotHookable(f"The place {text!r} cannot be hooked:", *problem)
-            elif isinstance(module, torch.jit.ScriptModule) or problem[1] == _EXPORTED:
-                request.refused[Place(path, own, parts)] = problem[0]
-    named = bool(segments) and isinstance(segments[-1], str) and not (literal and found)
-    if port in TENSOR_PORTS or (named and (port is None or not found)):
-        for path, module, name in find_tensors(model, segments, port == "grad"):
-            if port in MODULE_PORTS:
-                raise PlaceError(
-                    f"The place {text!r} asks for the port {port!r}:",
-                    f"{name!r} is a parameter or buffer.",
-                    f"It has the ports {' and '.join(TENSOR_PORTS)}.",
-                )
-            found.append(Target(module, path, port or "value", parts, name))
-    if not found and literal:
-        raise _not_found(model, text, cast("tuple[str, ...]", segments), port)
-    return found
-
-
-# -- modules, types, expressions, predicates -----------------------------------------------------
-
-
-def _of_module(query: _Query, module: nn.Module, port: str | None, parts: Path) -> Request:
-    path = "" if module is query.model else query.path_of(module)
-    if path is None:
-        raise PlaceNotFound(
-            f"The given {type(module).__name__} is not a part of the model.",
-            "It is none of the modules that model.named_modules() lists (a module in a plain list "
-            "or dict is not registered).",
-            "Give a module of this model, or put it into an nn.ModuleList or nn.ModuleDict.",
-        )
-    problem = query.problem(module)
-    if problem is not None:
-        raise NotHookable(f"The module {path!r} cannot be hooked:", *problem)
-    target = Target(module, path, _module_port(path, port), parts)
-    return Request(_describe(module, port, parts), True, [target])
-
-
-def _of_predicate(query: _Query, where: Any, port: str | None, parts: Path) -> Request:
-    model = query.model
-    if isinstance(where, type):
-        if not issubclass(where, nn.Module):
-            raise PlaceError(
-                f"{where.__name__} is no place:",
-                "it is a type, but not of modules.",
-                "Give a subclass of torch.nn.Module, such as nn.Conv2d.",
-            )
-        kind = where
-
-        def matches(path: str, module: nn.Module) -> bool:
-            return isinstance(module, kind)
-    elif isinstance(where, re.Pattern):
-        expression = cast("re.Pattern[str]", where)
-
-        def matches(path: str, module: nn.Module) -> bool:
-            return bool(path) and expression.search(path) is not None
-    else:
-
-        def matches(path: str, module: nn.Module) -> bool:
-            return bool(where(path, module))
-
-    request = Request(_describe(where, port, parts), False)
-    for path, module in walk(model):
-        if matches(path, module) and query.problem(module) is None:
-            request.targets.append(Target(module, path, _module_port(path, port), parts))
-    if not request.targets:
-        kinds = sorted({type(module).__name__ for _, module in walk(model)})
-        raise PlaceNotFound(
-            f"No module with a forward of its own matches {request.asked}.",
-            f"The model has modules of the types {', '.join(kinds)}.",
-            "List them with hookline.select(model, '**').",
-        )
-    return request
-
-
-def _module_port(path: str, port: str | None) -> str:
-    if port in TENSOR_PORTS:
-        raise PlaceError(
-            f"The port {port!r} was asked for at the module {path!r}:",
-            "it belongs to parameters and buffers.",
-            f"Name one, as in '**.weight:{port}'; a module has {', '.join(MODULE_PORTS)}.",
-        )
-    return port or "output"
-
-
-_hookable: dict[type, bool] = {}
 _EXPORTED = "Use torch.export.unflatten(exported_program), or the model before the export."
+_fine: set[type[nn.Module]] = set()  # types at whose modules hooks can fire, as far as seen
 
 
 def _problem(module: nn.Module) -> tuple[str, str] | None:
     """Why no hook on a module can ever fire, and what to do; None if one can."""
     kind = type(module)
-    if kind not in _hookable:
-        script = issubclass(kind, torch.jit.ScriptModule)
-        guards = f"{kind.__module__}.{kind.__name__}" == "torch.export._unlift.GuardsFn"
-        _hookable[kind] = not (script or guards or kind.forward is nn.Module.forward)
-    if _hookable[kind]:
-        return None
-    if issubclass(kind, torch.jit.ScriptModule):
-        return (
-            "it is a ScriptModule, which runs outside Python and takes no hooks.",
-            "Use the model before torch.jit.script or torch.jit.trace.",
-        )
-    guards = kind.forward is not nn.Module.forward
-    if "forward" in module.__dict__ and not guards:
-        return None  # a forward given to the instance is called all the same
+    if isinstance(module, jit.ScriptModule):
+        reason = "it is a ScriptModule, which runs outside Python and takes no hooks."
+        return reason, "Use the model before torch.jit.script or torch.jit.trace."
+    guards = f"{kind.__module__}.{kind.__name__}" == "torch.export._unlift.GuardsFn"
+    if kind.forward is not nn.Module.forward and not guards:
+        _fine.add(kind)
+    if kind in _fine or ("forward" in module.__dict__ and not guards):
+        return None  # a forward given to the instance is called, too
     if guards or (kind is nn.Module and all(_problem(child) for child in module.children())):
-        return (
-            "it is a bare Module, as an exported program has: its graph calls operations only.",
-            _EXPORTED,
-        )
-    return (
-        f"it is a {kind.__name__}, which has no forward of its own: nothing passes through it.",
-        "Name its children, as in 'layers.*'.",
-    )
-
-
-# -- plain tensors --------------------------------------------------------------------------------
-
-
-class Lone(nn.Module):
-    """Stands in for the model where a plain tensor was given."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        super().__init__()
-        self._buffers[""] = tensor
+        reason = "it is a bare Module, as an exported program has: its graph calls operations only."
+        return reason, _EXPORTED
+    reason = f"it is a {kind.__name__}, which has no forward of its own: nothing passes through."
+    return reason, "Name its children, as in 'layers.*'."
 
 
 def _of_tensor(tensor: Tensor, where: Any) -> Request:
     if where != ":grad":
-        raise PlaceError(
-            f"{where!r} was asked of a plain tensor:",
-            "a tensor has one place.",
-            "Write ':grad' for its gradient.",
-        )
-    return Request("':grad'", True, [Target(Lone(tensor), "", "grad", (), "")])
+        raise PlaceError(f"{where!r} was asked for:", "a tensor has one place.", "Write ':grad'.")
+    request, owner = Request("':grad'", True, "grad", ()), nn.Module()
+    owner._buffers[""] = tensor
+    request.targets.append(Target(owner, "", "grad", (), ""))
+    return request
 
 
 # -- errors ---------------------------------------------------------------------------------------
 
 
+def _nothing(request: Request, found: str, remedy: str = _LIST) -> PlaceNotFound:
+    what = "No parameter or buffer" if request.port in TENSOR_PORTS else "Nothing"
+    return PlaceNotFound(f"{what} matches {request.asked}.", found, remedy)
+
+
+def _wrong_port(request: Request, found: str) -> PlaceError:
+    return PlaceError(
+        f"The place {request.asked} asks for the port {request.port!r}:",
+        found,
+        "Give one: modules have such as fc:input, parameters fc.weight:value and fc.weight:grad.",
+    )
+
+
 def _closest(model: nn.Module, text: str) -> str:
-    path = re.split(r"[:\[]", text)[0]
-    close = difflib.get_close_matches(path, all_names(model), n=3, cutoff=0.5)
-    if close:
-        return f"Closest: {', '.join(repr(escape(name)) for name in close)}."
-    top = [escape(name) for name in model._modules][:8]
-    return f"The model's own children: {', '.join(map(repr, top)) or 'none'}."
-
-
-def _not_found(
-    model: nn.Module, text: str, segments: tuple[str, ...], port: str | None
-) -> PlaceNotFound:
-    wanted = "parameter or buffer" if port in TENSOR_PORTS else "module, parameter or buffer"
-    asked = f"No {wanted} matches {text!r}."
-    remedy = "List the modules with hookline.select(model, '**')."
-    if port in TENSOR_PORTS:
-        remedy = f"List them with hookline.select(model, '**:{port}')."
-    owners = list(find(model, segments[:-1])) if segments else []
-    if owners:
-        (path, owner), name = owners[0], segments[-1]
-        modules: dict[str, Any] = dict(owner._modules.items())
-        parametrizations = modules.get("parametrizations") or dict[str, Any]()
-        if name in parametrizations:
-            full = ".".join(filter(None, (path, "parametrizations", name)))
-            originals = [f"'{full}.{n}'" for n in parametrizations[name]._parameters]
-            return PlaceNotFound(
-                asked,
-                f"{name!r} is parametrised: it is computed at each use.",
-                f"Name {full!r} for its value, or {' and '.join(originals)} for its parameters.",
-            )
-        if callable(getattr(type(owner), name, None)):  # a quantised module packs its weight
-            call = f"hookline.get_module(model, {path!r}).{name}()"
-            return PlaceNotFound(asked, f"{name!r} is a method there.", f"Call {call}.")
-        if name in (*modules, *dict(tensors_of(owner))):
-            return PlaceNotFound(asked, f"{name!r} is registered there, but it is None.", remedy)
-    return PlaceNotFound(asked, _closest(model, text), remedy)
+    names = [join(path, name) for path, m in walk(model) for name in ("", *dict(tensors_of(m)))]
+    close = difflib.get_close_matches(re.split(r"[:\[]", text)[0], names, n=3, cutoff=0.5)
+    shown = [repr(escape(name)) for name in close or [*dict(model._modules.items())][:8]]
+    return f"{'Closest' if close else 'Its own children'}: {', '.join(shown) or 'none'}."
 
 
 def _ambiguous(text: str, literal: Target, pattern: Target) -> PlaceError:
     # Braces around the path keep the grammar's reading, and are in no name.
-    path = re.match(r"[^/:\[\]#]*", text)
-    size = len(path[0]) if path else 0
-    other = repr("{" + text[:size] + "}" + text[size:]) if size else f"(model, {text!r})"
+    path, rest = re.findall(r"(?s)([^/:\[\]#]*)(.*)", text)[0]
+    other = repr("{" + path + "}" + rest) if path else f"(model, {text!r})"
     return PlaceError(
         f"The place {text!r} has two readings:",
         f"the module named {literal.named(literal.path)!r}, and {pattern.place!r} by the grammar.",

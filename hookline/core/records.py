@@ -76,7 +76,7 @@ class Record:
         self._source = None if source is None else weakref.ref(source)
         model = None if source is None else source._model
         self._model = weakref.ref(model) if isinstance(model, nn.Module) else None
-        self._sites: dict[int, Site] = {}  # for the reasons of what never fired
+        self._sites: dict[Any, Site] = {}  # for the reasons of what never fired
 
     def _seal(self) -> None:
         """The capture has ended: let go of it and of the model."""
@@ -90,7 +90,7 @@ class Record:
                 if tap.guards:
                     tap.lost()
                 if not tap.grads:
-                    site = self._sites[tap.target.ident] = source._site_of(tap)
+                    site = self._sites[tap.target.key] = source._site_of(tap)
                     site.module = None
             if planned:
                 tap.note_layouts()
@@ -358,7 +358,7 @@ class Record:
         if source is not None:
             return source.reason(tap)
         model = None if self._model is None else self._model()
-        site = self._sites.get(tap.target.ident)
+        site = self._sites.get(tap.target.key)
         return silence(tap, site or _NO_SITE, model, first_names(model))
 
     def _kept(self, tap: CaptureTap) -> Sequence[tuple[int, Kept | None]]:

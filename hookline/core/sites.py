@@ -24,12 +24,12 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
-import torch
 from torch import Tensor, nn
 
 from hookline.core import arguments, gradients
 from hookline.core.nested import Path, get_part, set_part
 from hookline.core.places import Place, Target
+from hookline.core.recomputation import Regions, in_backward
 from hookline.errors import PlaceError
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from hookline.core.hooks import Context
 
 __all__ = [
-    "ACTIVE", "KEEP", "KEYS", "SERIALS", "Call", "Frame", "Site", "Tap", "add_place", "in_backward",
+    "ACTIVE", "KEEP", "KEYS", "SERIALS", "Call", "Frame", "Site", "Tap", "add_place",
 ]  # fmt: skip
 
 KEEP = object()  # what a tap returns to leave a value as it is
@@ -47,20 +47,25 @@ ACTIVE: ContextVar[frozenset[int]] = ContextVar("hookline_active", default=froze
 # brings keys of another process along, hence the random start.
 KEYS = itertools.count(-1 - int.from_bytes(os.urandom(6)), -1)
 SERIALS = itertools.count(1)
-in_backward: Callable[[], int] = torch._C._current_graph_task_id
 _RECENT = 64  # calls whose gradients may still come
 
 
 class Call:
-    """Which execution of which module a value belongs to; given to functions that ask for it."""
+    """Which execution of which module a value belongs to; given to functions that ask for it.
 
-    __slots__ = ("_tap", "index", "module", "recomputed")
+    At an input, `positional` says how many of the arguments were passed by position.
+    """
 
-    def __init__(self, tap: Tap, index: int, recomputed: bool = False) -> None:
+    __slots__ = ("_tap", "index", "module", "positional", "recomputed")
+
+    def __init__(
+        self, tap: Tap, index: int, recomputed: bool = False, frame: Frame | None = None
+    ) -> None:
         self._tap = tap
         self.module = tap.target.module
         self.index = index
         self.recomputed = recomputed
+        self.positional = 0 if frame is None else frame.positional
 
     @property
     def place(self) -> Place:
@@ -111,8 +116,9 @@ class Tap:
         """A value that was asked for cannot be given for this call; say why on read or at exit."""
         if not self.reasons:
             self.reasons = {}
-        if not self.replaces or not self.reasons:  # an edit needs one, a record one for each call
-            cast("dict[Any, Any]", self.reasons)[index, path] = (reason, remedy)
+        cast("dict[Any, Any]", self.reasons)[index, path] = (reason, remedy)
+        if self.replaces and len(self.reasons) > _RECENT:  # an edit may be attached for ever
+            del cast("dict[Any, Any]", self.reasons)[next(iter(self.reasons))]
 
     def missing(self, index: int, problem: str) -> None:
         """The call has not the value that the place names: told at exit, or at once by an edit."""
@@ -163,6 +169,7 @@ class Frame:
     """
 
     pending: Sequence[tuple[Any, Any]] = ()  # inputs kept until the call is complete
+    positional = 0  # how many arguments were passed by position
     # For gradients, all at the start of the call: the autograd sequence number, the tensors that
     # the call was given, the edges of the inputs that are asked for, and an edit's gates there.
     sequence = 0
@@ -201,7 +208,9 @@ class Site:
     count = 0  # completed calls
     foreign = 0  # calls from other threads and tasks
     outside = False  # whether a call was seen outside a backward
+    changed = False  # whether a value was replaced
     again = (-1, 0)  # the last backward that recomputed calls, and how many
+    regions: Regions | None = None  # where more is done than to look at values
     inputs: Sequence[Tap] = ()
     values: Sequence[Tap] = ()
     outputs: Sequence[Tap] = ()
@@ -225,16 +234,23 @@ class Site:
         if kind is not None:
             setattr(self, kind, [*getattr(self, kind), tap])
 
+    def prepare(self) -> None:
+        """All taps were added: find out what must be known of each call."""
+        if self.owner is None:
+            self.lock = threading.RLock()  # its own: an interrupt may leave it locked for ever
+        gradient = self.grad_outputs or self.grad_inputs
+        self.paired = bool(self.inputs or gradient or self.counted)
+        taps = *self.inputs, *self.outputs
+        if self.counted or gradient or any(tap.replaces for tap in taps):
+            self.regions = Regions()
+
     def register(self, module: nn.Module) -> None:
         """Put the hooks on a module.
 
         Straight into the module's hook dicts, which is what `register_forward_hook` does after
         making a handle, and a third of the cost of entering and leaving.
         """
-        if self.owner is None:
-            self.lock = threading.RLock()  # its own: an interrupt may leave it locked for ever
-        gradient = self.grad_outputs or self.grad_inputs
-        self.paired = bool(self.inputs or gradient or self.counted)
+        self.prepare()
         before = self.paired or self.values
         after = self.paired or self.outputs
         if before:
@@ -244,7 +260,11 @@ class Site:
             module._forward_hooks_with_kwargs[self.key] = True
             module._forward_hooks[self.key] = self.after
         if not (before or after):
-            module._forward_pre_hooks[self.key] = self.rest
+            self.anchor(module)
+
+    def anchor(self, module: nn.Module) -> None:
+        """Put a hook on a module that does nothing: by it the model keeps a context alive."""
+        module._forward_pre_hooks[self.key] = self.rest
 
     def unregister(self, module: nn.Module) -> None:
         """Take the hooks off a module; fine if they are off already."""
@@ -255,7 +275,7 @@ class Site:
         module._forward_pre_hooks_with_kwargs.pop(self.key, None)
 
     def rest(self, module: nn.Module, args: Any) -> None:
-        """A hook that does nothing: by it the model keeps an attached context alive."""
+        """A hook that does nothing, but that a copied module sheds it."""
         if self.module is None:
             self.unregister(module)
 
@@ -269,8 +289,9 @@ class Site:
     def recomputes(self) -> int | None:
         """The number of the call that is being recomputed in a backward; None if this is a new one.
 
-        Checkpointing runs a module again inside the backward, the last call first. A module that
-        never ran outside the backward (in a custom one, say) is not being recomputed.
+        Checkpointing runs a module again inside the backward. A module that never ran outside the
+        backward (in a custom one, say) is not being recomputed. Where the region is not known, the
+        last call is taken to come first.
         """
         task = in_backward()
         if task == -1:
@@ -278,6 +299,9 @@ class Site:
             return None
         if not self.outside:
             return None
+        known = None if self.regions is None else self.regions.again()
+        if known is not None:
+            return known
         self.again = (task, self.again[1] + 1 if self.again[0] == task else 0)
         return max(self.count - 1 - self.again[1], 0)
 
@@ -293,10 +317,15 @@ class Site:
         if not paired:
             self._offer_values()
             return None
+        return self.begin(module, args, kwargs, sys._getframe(1))
+
+    def begin(self, module: Any, args: Any, kwargs: Any, caller: types.FrameType) -> Any:
+        """A call begins; the new arguments, if they were changed."""
         call = self.recomputes()
         running = self._running()
         index = self.count + len(running) if call is None else call
-        frame = Frame(index, call is not None, sys._getframe(1))
+        frame = Frame(index, call is not None, caller)
+        frame.positional = len(args)
         running.append(frame)
         for tap in self.values:
             tap.receive(tap.target.tensor(), index, frame.recomputed, None)
@@ -314,6 +343,7 @@ class Site:
             if new is not None:
                 args, kwargs = new
                 changed = True
+        self.changed |= changed
         return (args, kwargs) if changed else None
 
     def _offer_values(self) -> None:
@@ -372,14 +402,18 @@ class Site:
             return None
         if module is not self.module or (self.owner is not None and self.owner not in ACTIVE.get()):
             return self.stranger(module)
+        return self.end(rest[-1], sys._getframe(1))
+
+    def end(self, output: Any, caller: types.FrameType) -> Any:
+        """A call ends; the new output, if it was changed."""
         frame = None
         if self.paired:
-            frame = self._completed(sys._getframe(1))
+            frame = self._completed(caller)
             if frame is None:  # the context was entered while the module was running
                 return None
         # Where every thread is seen, the numbers stay distinct, and the inputs and outputs of one
         # call together. A user's function is never called under the lock.
-        output = original = rest[-1]
+        original = output
         if self.owner is not None:
             index, recomputed = self._number(frame, output)
         else:
@@ -393,7 +427,10 @@ class Site:
         for tap in self.grad_inputs:
             if not recomputed or tap.refused(index):
                 gradients.watch_inputs(tap, output, index, cast(Frame, frame))
-        return None if output is original else output
+        if output is original:
+            return None
+        self.changed = True
+        return output
 
     def _number(self, frame: Frame | None, output: Any) -> tuple[int, bool]:
         """Number a complete call, and keep what captures want of it."""
@@ -401,6 +438,8 @@ class Site:
         index = self.count if call is None else call
         if call is None:
             self.count += 1
+        if self.regions is not None:
+            self.regions.note(index)
         if frame is not None:
             for tap, stored in frame.pending:
                 tap.commit(stored)

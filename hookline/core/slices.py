@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -21,61 +20,10 @@ from hookline.core.nested import only_tensor, set_part
 from hookline.core.places import Target
 from hookline.errors import ChangeError
 
-__all__ = ["Heads", "LastToken", "check_at", "heads", "last_token", "put", "take"]
+__all__ = ["check_at", "heads", "last_token", "put", "take"]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Heads:
-    """The columns of some attention heads; made by `heads`."""
-
-    which: tuple[int, ...]
-    of: int
-
-    def index(self, value: Tensor) -> Any:
-        """The index of the heads' columns in the last dimension."""
-        width = value.shape[-1] if value.ndim else 0
-        if not width or width % self.of:
-            raise ChangeError(
-                f"heads{self.which} of {self.of} were asked for.",
-                f"The value has the shape {tuple(value.shape)}: its last dimension is no multiple "
-                f"of the number of heads.",
-                "Give the model's number of heads as of=.",
-            )
-        size = width // self.of
-        first = [head % self.of * size for head in self.which]
-        if len(first) == 1:
-            return (..., slice(first[0], first[0] + size))
-        return (..., torch.tensor([start + i for start in first for i in range(size)]))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LastToken:
-    """The last position of each sequence that is not padding; made by `last_token`."""
-
-    mask: Tensor
-
-    def index(self, value: Tensor) -> Any:
-        """The index of each row's last position where the mask is set."""
-        mask = self.mask.to(value.device)
-        if mask.ndim != 2 or value.ndim < 2 or mask.shape != value.shape[:2]:
-            raise ChangeError(
-                f"last_token was given a mask of shape {tuple(mask.shape)}.",
-                f"The value has the shape {tuple(value.shape)}.",
-                "The mask needs the value's first two dimensions, batch and position.",
-            )
-        set_ = mask.bool()
-        if not set_.any(1).all():
-            raise ChangeError(
-                "last_token was asked for the last position of each sequence.",
-                "The mask is empty for some sequence.",
-                "Leave such sequences out of the batch.",
-            )
-        positions = torch.arange(mask.shape[1], device=value.device)
-        last = (set_ * positions).argmax(1)
-        return torch.arange(mask.shape[0], device=value.device), last
-
-
-def heads(*which: int, of: int) -> Heads:
+class heads:
     """The columns of some attention heads, for `at=`.
 
     >>> take(torch.arange(6), heads(1, of=3))
@@ -85,16 +33,30 @@ def heads(*which: int, of: int) -> Heads:
         which: the heads, from 0.
         of: how many heads the last dimension is split into.
     """
-    if of < 1 or not which or not all(-of <= head < of for head in which):
-        raise ChangeError(
-            f"heads{which} of {of} were asked for.",
-            f"There are {of}, and they count from 0.",
-            "Give one or more of them, and the model's number of heads as of=.",
-        )
-    return Heads(which, of)
+
+    def __init__(self, *which: int, of: int) -> None:
+        self.which, self.of = which, of
+
+    def index(self, value: Tensor) -> Any:
+        """The index of the heads' columns in the last dimension."""
+        which, of, width = self.which, self.of, value.shape[-1] if value.ndim else 0
+        if not which or not all(-of <= head < of for head in which) or not width or width % of:
+            raise ChangeError(
+                f"{self!r} was asked for.",
+                f"The value has the shape {tuple(value.shape)}; heads count from 0.",
+                "Give some of the model's heads, and their number, a divisor of the width, as of=.",
+            )
+        size = width // of
+        starts = [head % of * size for head in which]
+        if len(starts) == 1:
+            return (..., slice(starts[0], starts[0] + size))
+        return (..., torch.tensor([start + n for start in starts for n in range(size)]))
+
+    def __repr__(self) -> str:
+        return f"heads({', '.join(map(str, self.which))}, of={self.of})"
 
 
-def last_token(mask: Tensor) -> LastToken:
+class last_token:
     """The last position of each sequence that is not padding, for `at=`.
 
     >>> take(torch.tensor([[1, 2, 3], [4, 5, 6]]), last_token(torch.tensor([[1, 1, 0], [1, 1, 1]])))
@@ -103,15 +65,31 @@ def last_token(mask: Tensor) -> LastToken:
     Args:
         mask: batch × position, nonzero where there is a token; padding on either side.
     """
-    return LastToken(mask)
+
+    def __init__(self, mask: Tensor) -> None:
+        self.mask = mask
+
+    def index(self, value: Tensor) -> Any:
+        """The index of each row's last position where the mask is set."""
+        mask = self.mask.to(value.device) != 0
+        fits = mask.ndim == 2 and mask.shape == value.shape[:2]
+        if not fits or not mask.any(1).all():
+            shape = f"The value has the shape {tuple(value.shape)}."
+            raise ChangeError(
+                f"last_token was given a mask of shape {tuple(mask.shape)}.",
+                "The mask is empty for some sequence." if fits else shape,
+                "It needs the value's first two dimensions, and a token in each sequence.",
+            )
+        batch, positions = (torch.arange(size, device=value.device) for size in mask.shape)
+        return batch, (mask * positions).argmax(1)
 
 
 def check_at(at: Any, target: Target) -> None:
     """Refuse heads of a value that is only this rank's part: they are counted over the whole."""
-    for planned in layouts(target.module, target.port) if isinstance(at, Heads) else ():
+    for planned in layouts(target) if isinstance(at, heads) else ():
         if any(getattr(placement, "dim", 0) not in (0, 1) for placement in planned or ()):
             raise ChangeError(
-                f"heads{at.which} of {at.of} were asked for at {str(target.place)!r}.",
+                f"{at!r} was asked for at {str(target.place)!r}.",
                 f"The value there is only this rank's part of it: {planned}.",
                 "Give an index into that part, such as np.s_[..., :64].",
             )
@@ -149,8 +127,7 @@ def put(value: Any, at: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _index(tensor: Tensor, at: Any) -> Any:
-    if isinstance(at, (Heads, LastToken)):
-        at = at.index(tensor)
+    at = at.index(tensor) if isinstance(at, (heads, last_token)) else at
     if type(tensor) is Tensor:
         return at
     steps = cast("tuple[Any, ...]", at) if isinstance(at, tuple) else (at,)

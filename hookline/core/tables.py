@@ -13,45 +13,52 @@ from typing import Any
 
 from torch import Tensor
 
-from hookline.core.distributed import local
+from hookline.core.distributed import local, placements
 from hookline.core.nested import Path, children, leaves, show_path
 
-__all__ = ["as_html", "as_text", "bytes_of", "rows_of", "show_bytes"]
+__all__ = ["as_html", "as_text", "bytes_of", "describe", "rows_of", "show_bytes"]
 
 _MOST = 60  # rows shown
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 
-def show_bytes(count: float) -> str:
+def show_bytes(count: int) -> str:
     """A size for people.
 
     >>> show_bytes(48), show_bytes(3_500_000)
     ('48 B', '3.5 MB')
     """
-    for unit in ("B", "KB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} TB"
+    power = min((len(str(count)) - 1) // 3, 4)
+    return f"{count / 1000**power:.{min(power, 1)}f} {('B', 'KB', 'MB', 'GB', 'TB')[power]}"
 
 
 def bytes_of(tensor: Tensor) -> int:
     """The bytes of a tensor, also of one without a plain storage; of a DTensor those held here."""
     try:
-        return local(tensor).nbytes
-    except (RuntimeError, NotImplementedError):
-        pass
-    try:
-        return tensor._values().nbytes + tensor._indices().nbytes  # a sparse tensor
-    except (RuntimeError, NotImplementedError):
+        tensor = local(tensor)
+        pieces = (tensor._values(), tensor._indices()) if tensor.is_sparse else (tensor,)
+        return sum(piece.nbytes for piece in pieces)
+    except RuntimeError:
         return 0
 
 
 def _shape(tensor: Tensor) -> str:
     try:
         return str(tuple(tensor.shape))
-    except (RuntimeError, NotImplementedError):
+    except RuntimeError:
         return "nested"
+
+
+def describe(tensor: Tensor) -> str:
+    """The shape and dtype of a tensor, and how it is spread over ranks, if it is.
+
+    >>> import torch
+    >>> describe(torch.zeros(2, 3))
+    '(2, 3) float32'
+    """
+    spread = placements(tensor)
+    kind = f"{_shape(tensor)} {str(tensor.dtype).removeprefix('torch.')}"
+    return f"{kind} {spread}" if spread else kind
 
 
 def rows_of(
@@ -61,24 +68,20 @@ def rows_of(
     spread: Callable[[Path, Tensor], tuple[Any, ...] | None],
 ) -> list[tuple[str, ...]]:
     """One row for each tensor in the values of a place; shapes that vary are marked."""
-    place = place or "''"  # the model itself
-    found = list(leaves(values[0]))
-    if not found:
-        kind = type(values[0]).__name__
-        plain = children(values[0]) is not None or issubclass(type(values[0]), _PLAIN)
-        note = "" if plain else "kept by reference"
-        return [(place, str(len(values)), kind, "-", note)]
+    first, others = values[0], [dict(leaves(value)) for value in values[1:]]
+    place, count = place or "''", str(len(values))  # '' is the model itself
     rows: list[tuple[str, ...]] = []
-    others = [dict(leaves(value)) for value in values[1:]]
-    for path, tensor in found:
+    for path, tensor in leaves(first):
         shape = _shape(tensor)
-        same = all(path in other and _shape(other[path]) == shape for other in others)
-        shape += "" if same else " varies"
-        dtype = str(tensor.dtype).removeprefix("torch.")
+        if any(path not in other or _shape(other[path]) != shape for other in others):
+            shape += " varies"
         attached = isinstance(checks, int) or id(tensor) in (checks or ())
-        notes = ["attached"] if attached else []
-        notes += [str(placement) for placement in spread(path, tensor) or ()]
-        rows.append((place + show_path(path), str(len(values)), shape, dtype, ", ".join(notes)))
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        notes = ["attached"] * attached + [str(p) for p in spread(path, tensor) or ()]
+        rows.append((place + show_path(path), count, shape, dtype, ", ".join(notes)))
+    if not rows:
+        plain = children(first) is not None or issubclass(type(first), _PLAIN)
+        rows.append((place, count, type(first).__name__, "-", "" if plain else "kept by reference"))
     return rows
 
 
@@ -90,24 +93,24 @@ def as_text(title: str, rows: Sequence[Sequence[str]]) -> str:
       a  b
       1  2
     """
-    shown = list(rows[: _MOST + 1])
-    widths = [max(len(row[n]) for row in shown) for n in range(len(shown[0]))]
-    lines = [title]
-    for row in shown:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-        lines.append(("  " + "  ".join(cells)).rstrip())
-    if len(rows) > len(shown):
-        lines.append(f"  … and {len(rows) - len(shown)} more")
-    return "\n".join(lines)
+    rows = _shown(rows)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    form = "  " + "  ".join(f"{{:{width}}}" for width in widths)
+    return "\n".join([title, *(form.format(*row).rstrip() for row in rows)])
 
 
 def as_html(title: str, rows: Sequence[Sequence[str]]) -> str:
     """The same as a small HTML table; names are escaped."""
-    head, *body = rows[: _MOST + 1]
-    cells = "".join(f"<th style='text-align:left'>{html.escape(cell)}</th>" for cell in head)
-    lines = [f"<tr>{cells}</tr>"]
-    for row in body:
-        cells = "".join(f"<td style='text-align:left'>{html.escape(cell)}</td>" for cell in row)
-        lines.append(f"<tr>{cells}</tr>")
-    more = f"<p>… and {len(rows) - _MOST - 1} more</p>" if len(rows) > _MOST + 1 else ""
-    return f"<p><b>{html.escape(title)}</b></p><table>{''.join(lines)}</table>{more}"
+    cell = "<{0} style='text-align:left'>{1}</{0}>".format
+    table = ""
+    for n, row in enumerate(_shown(rows)):
+        cells = [cell("td" if n else "th", html.escape(text)) for text in row]
+        table += f"<tr>{''.join(cells)}</tr>"
+    return f"<p><b>{html.escape(title)}</b></p><table>{table}</table>"
+
+
+def _shown(rows: Sequence[Sequence[str]]) -> list[Sequence[str]]:
+    """The head and the first rows, and a last one that counts the others."""
+    left = len(rows) - 1 - _MOST
+    last = (f"… and {left} more", *[""] * (len(rows[0]) - 1))
+    return [*rows[: _MOST + 1], last] if left > 0 else list(rows)

@@ -3,199 +3,137 @@
 - `walk(model)`: every module once, under its first name
 - `find(model, segments)`: the modules whose path matches
 - `find_tensors(model, segments, gradients)`: the parameters and buffers whose path matches
-- `child_of(module, path, name)`: one child by name, through wrappers whose name may be left out
-- `tensors_of(module)`, `all_names(model)`: what there is
+- `exists(model, names)`: whether a plain path is that of a module, parameter or buffer
+- `tensors_of(module)`: the parameters and buffers of a module itself
+- `join(path, name)`: the path of what has that name in a module with that path
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
-from typing import cast
+from collections.abc import Sequence
+from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 
 from hookline.core.grammar import ANY, DEEP, Segment
 
-__all__ = ["all_names", "child_of", "find", "find_tensors", "tensors_of", "walk"]
+__all__ = ["Step", "exists", "find", "find_tensors", "join", "tensors_of", "walk"]
+
+Step = tuple[str, nn.Module]  # a module under a path
+Owned = tuple[str, nn.Module, str]  # and a parameter or buffer in it
 
 # Wrappers of torch whose name in a path may be left out: DDP, compile, FSDP1, checkpointing.
-_WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+_WRAPPERS = {"", "module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 
 
-def walk(model: nn.Module, path: str = "") -> list[tuple[str, nn.Module]]:
+def walk(model: nn.Module) -> list[Step]:
     """Every module once with its first name, the model itself first, as `named_modules` has them.
 
     >>> [name for name, _ in walk(nn.Sequential(nn.ReLU()))]
     ['', '0']
     """
-    found = [(path, model)]
-    seen = {model}
-    stack = [(f"{path}." if path else "", iter(model._modules.items()))]
-    while stack:
-        prefix, children = stack[-1]
-        for name, child in children:
-            if child is None or child in seen:
-                continue
-            seen.add(child)
-            path = prefix + name
-            found.append((path, child))
-            if child._modules:
-                stack.append((path + ".", iter(child._modules.items())))
-                break
-        else:
-            stack.pop()
-    return found
-
-
-def find(model: nn.Module, segments: tuple[Segment, ...]) -> list[tuple[str, nn.Module]]:
-    """The modules whose path matches, each once. Only what can match is looked at."""
-    path, module = "", model
-    for n, segment in enumerate(segments):
-        if not isinstance(segment, str):
-            return _find_more(path, module, segments[n:])
-        step = child_of(module, path, segment)
-        if step is None:
-            return []
-        path, module = step
-    return [(path, module)]
-
-
-def _is_wrapper(module: nn.Module, path: str, name: str) -> bool:
-    """Whether wildcards pass through a child as if it were not there.
-
-    An ordinary module may have a child called `module`, too.
-    """
-    if name not in _WRAPPERS or len(module._modules) != 1:
-        return False
-    outermost = not path or set(path.split(".")) <= _WRAPPERS
-    return name != "module" or outermost or "DataParallel" in type(module).__name__
-
-
-def _find_more(
-    path: str, module: nn.Module, segments: tuple[Segment, ...]
-) -> list[tuple[str, nn.Module]]:
-    if segments == (DEEP,):
-        return walk(module, path)[1:]
-    children = module._modules
-    if segments == (ANY,) and len(children) > 1:
-        prefix = f"{path}." if path else ""
-        return list(
-            {
-                id(child): (prefix + name, child)
-                for name, child in reversed(children.items())
-                if child is not None
-            }.values()
-        )[::-1]
-    found: dict[int, tuple[str, nn.Module]] = {}
-    seen: set[tuple[int, int]] = set()
-    stack = [(path, module, 0)]
-    while stack:
-        path, module, n = stack.pop()
-        if n == len(segments):
-            found.setdefault(id(module), (path, module))
-            continue
-        if (id(module), n) in seen:
-            continue
-        seen.add((id(module), n))
-        segment = segments[n]
-        if isinstance(segment, str):
-            step = child_of(module, path, segment)
-            if step is not None:
-                stack.append((*step, n + 1))
-            continue
-        prefix = f"{path}." if path else ""
-        last = n + 1 == len(segments)
-        for name, child in reversed(module._modules.items()):
-            if child is None:
-                continue
-            if segment is not DEEP and _is_wrapper(module, path, name):
-                stack.append((prefix + name, child, n))  # as if the wrapper were not there
-            elif segment is DEEP:
-                stack.append((prefix + name, child, n))
-                if last:
-                    stack.append((prefix + name, child, n + 1))
-            elif cast("re.Pattern[str]", segment).fullmatch(name):
-                stack.append((prefix + name, child, n + 1))
-        if segment is DEEP and not last:
-            stack.append((path, module, n + 1))
+    found: dict[Any, Step] = {model: ("", model)}
+    _add_children("", model, DEEP, found)
     return list(found.values())
 
 
-def child_of(module: nn.Module, path: str, name: str) -> tuple[str, nn.Module] | None:
-    """One child by name with its path; through a wrapper whose name was left out."""
-    modules = module._modules
-    child = modules.get(name) if type(modules) is dict else dict(modules.items()).get(name)
-    if child is not None:
-        return (f"{path}.{name}" if path else name), child
-    if len(modules) == 1:
-        ((wrapper, inner),) = modules.items()
-        if wrapper in _WRAPPERS and inner is not None:
-            return child_of(inner, f"{path}.{wrapper}" if path else wrapper, name)
+def find(model: nn.Module, segments: Sequence[Segment]) -> list[Step]:
+    """The modules whose path matches, each once. Only what can match is looked at."""
+    module: Any = model
+    depth = 0
+    for segment in segments:  # as far as it is a plain path, and most often it is one
+        modules = module._modules
+        if segment not in modules or modules[segment] is None:
+            break
+        module, depth = modules[segment], depth + 1
+    level: list[Step] = [(".".join(cast("Sequence[str]", segments[:depth])), module)]
+    for segment in segments[depth:]:
+        depth += 1
+        last = depth == len(segments)
+        # Before other segments `**` may stand for nothing.
+        found: dict[Any, Step] = {} if last or segment is not DEEP else {s[1]: s for s in level}
+        for path, module in level:
+            _add_children(path, module, segment, found)
+        if segment is DEEP and last:
+            found.pop(model, None)
+        level = list(found.values())
+    return level
+
+
+def _add_children(path: str, module: Any, segment: Segment, found: dict[Any, Step]) -> None:
+    """Add the children whose name matches, and for `**` all modules below."""
+    prefix, modules = path and f"{path}.", module._modules
+    if segment is DEEP:
+        for name, child in modules.items():
+            if child is not None and child not in found:
+                found[child] = (prefix + name, child)
+                if child._modules:
+                    _add_children(prefix + name, child, DEEP, found)
+        return
+    inner = _wrapped(path, module, segment)
+    if inner is not None:
+        _add_children(*inner, segment, found)
+    elif not isinstance(segment, str):
+        for name, child in modules.items():
+            if child is not None and (segment is ANY or segment.fullmatch(name)):
+                found.setdefault(child, (prefix + name, child))
+    elif segment in modules and modules[segment] is not None:
+        found.setdefault(modules[segment], (prefix + segment, modules[segment]))
+
+
+def _wrapped(path: str, module: nn.Module, segment: Segment) -> Step | None:
+    """The module to look in, if this one is a wrapper whose name was left out.
+
+    For wildcards an ordinary module that calls a child `module` is no wrapper.
+    """
+    if len(module._modules) == 1:
+        ((name, inner),) = module._modules.items()
+        known = name != "module" or "DataParallel" in type(module).__name__
+        known = known or isinstance(segment, str) or _WRAPPERS.issuperset(path.split("."))
+        if name in _WRAPPERS and inner is not None and name != segment and known:
+            return join(path, name), inner
     return None
 
 
-def find_tensors(
-    model: nn.Module, segments: tuple[Segment, ...], gradients: bool
-) -> Iterator[tuple[str, nn.Module, str]]:
-    """The parameters and buffers whose path matches, each once, with their owners."""
-    if not segments:
-        return
-    last = segments[-1]
-    if last is DEEP:  # `a.**` is any tensor in a or below
-        last = ANY
-        owners = [
-            (p, m) for path, module in find(model, segments[:-1]) for p, m in walk(module, path)
-        ]
-    else:
-        owners = find(model, segments[:-1])
-    seen: set[int] = set()
-    for start, owner in owners:
-        for path, module in _unwrapped(start, owner):
-            found = False
-            for name, tensor in tensors_of(module):
-                matches = name == last if isinstance(last, str) else last.fullmatch(name)  # pyright: ignore
-                if tensor is None or not matches or id(tensor) in seen:
-                    continue
-                if (
-                    gradients
-                    and not isinstance(last, (str, nn.Parameter))
-                    and not tensor.requires_grad
-                    and not isinstance(tensor, nn.Parameter)
-                ):
-                    continue  # buffers have none: a wildcard does not mean them
-                found = True
-                seen.add(id(tensor))
-                yield path, module, name
-            if found and isinstance(last, str):
-                break
+def find_tensors(model: nn.Module, segments: Sequence[Segment], gradients: bool) -> list[Owned]:
+    """The parameters and buffers whose path matches, each once, with their owners.
+
+    Of gradients, wildcards do not mean buffers, which have none.
+    """
+    last = segments[-1] if segments else ""
+    named = isinstance(last, str)
+    fits = last.__eq__ if isinstance(last, str) else last.fullmatch
+    below = find(model, segments) if last is DEEP else []  # `a.**` is any tensor in a or below
+    owners = find(model, segments[:-1]) + below
+    found: dict[int, Owned] = {}
+    for path, module in owners:
+        tensors = [(name, tensor) for name, tensor in tensors_of(module) if fits(name)]
+        inner = None if named and tensors else _wrapped(path, module, last)
+        owners += [inner] if inner else []  # to be looked at as well, in this loop
+        for name, tensor in tensors:
+            every = named or not gradients or tensor.requires_grad
+            if every or isinstance(tensor, nn.Parameter):
+                found.setdefault(id(tensor), (path, module, name))
+    return list(found.values())
 
 
-def tensors_of(module: nn.Module) -> list[tuple[str, Tensor | None]]:
-    """The parameters and buffers of a module itself; the tables of a ScriptModule are no dicts."""
-    if isinstance(module, torch.jit.ScriptModule):
-        named = module.named_parameters(recurse=False), module.named_buffers(recurse=False)
-        return [pair for pairs in named for pair in pairs]
-    return [*module._parameters.items(), *module._buffers.items()]
+def exists(model: nn.Module, names: Sequence[str]) -> bool:
+    """Whether a plain path is that of a module, parameter or buffer."""
+    name, owners = names[-1], find(model, names[:-1])
+    for path, owner in owners:
+        if name in owner._modules or name in owner._parameters or name in owner._buffers:
+            return True
+        inner = _wrapped(path, owner, name)
+        owners += [inner] if inner else []  # to be looked at as well, in this loop
+    return False
 
 
-def _unwrapped(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """A module, and what it wraps, if it is a wrapper whose name may be left out."""
-    yield path, module
-    while len(module._modules) == 1:
-        ((name, inner),) = module._modules.items()
-        if name not in _WRAPPERS or inner is None:
-            return
-        path, module = (f"{path}.{name}" if path else name), inner
-        yield path, module
+def tensors_of(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """The parameters and buffers of a module itself."""
+    named = (*module._parameters.items(), *module._buffers.items())
+    return [(name, tensor) for name, tensor in named if tensor is not None]
 
 
-def all_names(model: nn.Module) -> list[str]:
-    """The paths of all modules, parameters and buffers."""
-    names: list[str] = []
-    for path, module in walk(model):
-        prefix = path + "." if path else ""
-        names.append(path)
-        names += [prefix + name for name, tensor in tensors_of(module) if tensor is not None]
-    return names[1:]
+def join(path: str, name: str) -> str:
+    """The path of what has that name, if any, in a module with that path."""
+    return f"{path}.{name}" if path and name else path or name

@@ -1,0 +1,1 @@
+"""Old names, on hookline: change one import."""

@@ -1,0 +1,53 @@
+"""nethook, as in baukit and in its older forms, on hookline.
+
+    from hookline.compat import nethook
+
+- `Trace`, `TraceDict`: retain, edit and stop at one layer, or at several
+- `StopForward`: what ends a forward early
+- `Traced`: one layer of a TraceDict, with its `input` and `output`
+- `InstrumentedModel`: a wrapper that retains and edits layers for as long as it is open
+- `Callbacks`: call a function with the value of each layer, and with its gradient
+- `get_module`, `get_parameter`, `module_names`, `parameter_names`, `replace_module`,
+  `set_requires_grad`: modules and parameters by their dotted names
+- `subsequence`: a part of a Sequential
+- `recursive_copy`: clone or detach the tensors in a structure
+- `invoke_with_optional_args`: call a function with those arguments that it takes
+
+Names are taken literally: a `*` in one is no wildcard. What hookline adds: a wrong name leaves no
+hook behind and is told with the closest names, a value that was changed in place after it was
+retained is not handed out, and a layer that is called again before its value was read is warned of.
+"""
+
+from hookline.compat.nethook.callbacks import Callbacks
+from hookline.compat.nethook.instruments import InstrumentedModel
+from hookline.compat.nethook.invocations import invoke_with_optional_args
+from hookline.compat.nethook.layers import Traced
+from hookline.compat.nethook.names import (
+    get_module,
+    get_parameter,
+    module_names,
+    parameter_names,
+    replace_module,
+    set_requires_grad,
+)
+from hookline.compat.nethook.retention import recursive_copy
+from hookline.compat.nethook.sequences import subsequence
+from hookline.compat.nethook.traces import StopForward, Trace, TraceDict
+
+__all__ = [
+    "Callbacks",
+    "InstrumentedModel",
+    "StopForward",
+    "Trace",
+    "TraceDict",
+    "Traced",
+    "get_module",
+    "get_parameter",
+    "invoke_with_optional_args",
+    "module_names",
+    "parameter_names",
+    "recursive_copy",
+    "replace_module",
+    "set_requires_grad",
+    "subsequence",
+]

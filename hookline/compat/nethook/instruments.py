@@ -1,0 +1,347 @@
+"""A wrapper that retains and edits layers of a model for as long as it is open.
+
+- `InstrumentedModel(model)`: retain_layer, edit_layer, and their likes
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import Any, Self, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from hookline.compat.nethook.invocations import Invocation
+from hookline.compat.nethook.names import get_module, module_names
+from hookline.compat.nethook.retention import Kept
+from hookline.compat.nethook.sequences import subsequence
+from hookline.core.changes import add, blend
+from hookline.core.hooks import hook
+from hookline.core.nested import only_tensor, set_part
+from hookline.core.places import Place
+from hookline.core.sites import Call
+from hookline.errors import ChangeError, HooklineWarning, NotCaptured, PlaceError
+
+__all__ = ["InstrumentedModel"]
+
+Layer: TypeAlias = str | tuple[str, str]  # a name, or a name and an alias
+_PART = {"layer", "first_layer", "last_layer"}
+_MIXED = {"ablation", "replacement", "offset"}  # the arguments of the default rule
+
+
+class InstrumentedModel(nn.Module):
+    """A model with layers that are retained and edited at each run, until it is closed.
+
+    >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
+    >>> with InstrumentedModel(model) as inst:
+    ...     inst.retain_layer(("1", "relu"))
+    ...     inst.edit_layer("1", ablation=0.5)
+    ...     _ = inst(torch.zeros(5, 2))
+    ...     inst.retained_layer("relu").shape
+    torch.Size([5, 3])
+
+    A layer is a dotted name, or a pair of a name and an alias under which it is known here. What
+    is retained is the output before the edits. Of a Sequential a part can be run:
+    `inst(x, layer="1")`, `inst(h, first_layer="1")`, `inst(x, last_layer="1")`.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self._layers: dict[str, _Layer] = {}  # by name
+        self._names: dict[str, str] = {}  # by alias
+        self._retained: OrderedDict[str, Kept] = OrderedDict()  # by alias
+        self._warned = False
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the model, or the part of a Sequential from one layer to another."""
+        if isinstance(self.model, nn.Sequential) and kwargs.keys() & _PART:
+            return self._part(**kwargs)(*inputs)
+        return self.model(*inputs, **kwargs)
+
+    def _part(
+        self,
+        layer: str | int | None = None,
+        first_layer: str | int | None = None,
+        last_layer: str | int | None = None,
+    ) -> nn.Sequential:
+        first, last, single = (
+            None if name is None else str(name) for name in (first_layer, last_layer, layer)
+        )
+        return subsequence(self.model, first, last, single_layer=single, share_weights=True)
+
+    def layer_names(self) -> list[str]:
+        """The names of all layers of the model."""
+        return module_names(self.model)
+
+    # -- retaining ------------------------------------------------------------------------------
+
+    def retain_layer(self, layername: Layer, detach: bool = True) -> None:
+        """Retain the output of a layer at each run; see `retain_layers`."""
+        self.retain_layers([layername], detach=detach)
+
+    def retain_layers(self, layernames: Iterable[Layer], detach: bool = True) -> None:
+        """Retain the outputs of layers at each run, before edits; all of them, or none.
+
+        Args:
+            layernames: names, or pairs of a name and an alias.
+            detach: keep snapshots; otherwise tensors that require grad are kept attached.
+        """
+        pairs = [_pair(layer) for layer in layernames]
+        self._hook(pairs)
+        for name, alias in pairs:
+            if alias not in self._retained:
+                kept = self._retained[alias] = Kept()
+                self._layers[name].retained[alias] = (kept, detach)
+
+    def stop_retaining_layers(self, layernames: Iterable[Layer]) -> None:
+        """Retain these layers no longer, and forget their values."""
+        pairs = [_pair(layer) for layer in layernames]
+        for name, alias in pairs:
+            get_module(self.model, self._names.get(alias, name))  # an error if there is none
+        for _, alias in pairs:
+            if self._retained.pop(alias, None) is not None:
+                del self._layers[self._names[alias]].retained[alias]
+            self._release(alias)
+
+    def retained_layer(self, aka: str | None = None, clear: bool = False) -> Any:
+        """What a layer returned in the last run; None if it did not run since it was cleared.
+
+        Args:
+            aka: the alias or name of the layer; the first one that is retained, if left out.
+            clear: forget the value.
+        """
+        if aka is None:
+            aka = next(iter(self._retained), None)
+        if aka is None or aka not in self._retained:
+            held = ", ".join(map(repr, self._retained)) or "none"
+            raise NotCaptured(
+                f"The retained layer {aka!r} was asked for." if aka else "A layer was asked for.",
+                f"Retained are: {held}.",
+                "Call retain_layer(name) before the run; close() forgets all.",
+            )
+        kept = self._retained[aka]
+        value = kept.read(f"retained layer {aka!r}")
+        if clear:
+            kept.clear()
+        return value
+
+    def retained_features(self, clear: bool = False) -> OrderedDict[str, Any]:
+        """What all retained layers returned in the last run, by alias or name."""
+        return OrderedDict((aka, self.retained_layer(aka, clear)) for aka in self._retained)
+
+    # -- editing --------------------------------------------------------------------------------
+
+    def edit_layer(
+        self,
+        layername: Layer,
+        rule: Callable[..., Any] | Any = None,
+        replacement: Any = None,
+        *,
+        ablation: Any = None,
+        offset: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        """Change the output of a layer at each run: `x * (1 - a) + r * a + o`, or by a rule.
+
+        >>> inst = InstrumentedModel(nn.Sequential(nn.Identity()))
+        >>> inst.edit_layer("0", ablation=[0.0, 0.5], replacement=10.0)
+        >>> inst(torch.ones(1, 2))
+        tensor([[1.0000, 5.5000]])
+        >>> inst.close()
+
+        Args:
+            layername: a name, or a pair of a name and an alias.
+            rule: a function of the output, the InstrumentedModel, and by name of `name` and all
+                other arguments given here, as far as it takes them; what it returns stands in
+                the output's place. Anything else is taken for the ablation.
+            replacement: what is mixed in: zeros, if left out. Given without an ablation, it
+                replaces the output altogether.
+            ablation: how much of it, from 0 to 1.
+            offset: what is added.
+            kwargs: arguments of the rule.
+
+        Numbers, lists, arrays and tensors are taken; one with fewer dimensions than the output
+        lies along its dimensions from the second on, such as one number a channel. Further calls
+        for the same layer add to the arguments, and set the rule anew.
+        """
+        if rule is not None and not callable(rule):
+            if ablation is not None:
+                raise ChangeError(
+                    f"The layer {layername!r} was to be edited.",
+                    "Two ablations were given, one of them in the place of the rule.",
+                    "Give one.",
+                )
+            rule, ablation = None, rule
+        given = {"ablation": ablation, "replacement": replacement, "offset": offset}
+        given = {key: value for key, value in given.items() if value is not None} | kwargs
+        name, alias = _pair(layername)
+        before = self._layers[name].edits.get(alias) if name in self._layers else None
+        arguments = {**(before[1] if before else {}), **given}
+        if rule is None and (kwargs or not arguments.keys() & _MIXED):
+            raise ChangeError(
+                f"The layer {layername!r} was to be edited, without a rule.",
+                f"{', '.join(kwargs) or 'No argument'} was given.",
+                "Give an ablation, a replacement, an offset, or a rule that takes other arguments.",
+            )
+        invocation = None if rule is None else Invocation(rule)
+        self._hook([(name, alias)])
+        self._layers[name].edits[alias] = (invocation, arguments)
+
+    def remove_edits(
+        self,
+        layername: Layer | None = None,
+        remove_offset: bool = True,
+        remove_replacement: bool = True,
+    ) -> None:
+        """Edit a layer, or any layer, no longer; or only without its offset or replacement."""
+        gone = {"offset"} if remove_offset else set[str]()
+        gone |= {"ablation", "replacement"} if remove_replacement else set()
+        for alias in list(self._names) if layername is None else [_pair(layername)[1]]:
+            edits = self._layers[self._names[alias]].edits if alias in self._names else {}
+            if alias not in edits:
+                continue
+            rule, arguments = edits.pop(alias)
+            left = {key: value for key, value in arguments.items() if key not in gone}
+            if gone < _MIXED and (rule is not None or left.keys() & _MIXED):
+                edits[alias] = (rule, arguments if rule is not None else left)
+            self._release(alias)
+
+    # -- hooks ----------------------------------------------------------------------------------
+
+    def _hook(self, pairs: list[tuple[str, str]]) -> None:
+        """Have hooks at layers: all of them, or none."""
+        names = dict(self._names)
+        for name, alias in pairs:
+            if names.setdefault(alias, name) != name:
+                raise PlaceError(
+                    f"The layer {name!r} was to be known as {alias!r}.",
+                    f"That is the layer {names[alias]!r} already.",
+                    "Choose another alias.",
+                )
+        made: dict[str, _Layer] = {}
+        try:
+            for name, _ in pairs:
+                if name not in self._layers and name not in made:
+                    get_module(self.model, name)  # raises if there is none, or a parameter
+                    made[name] = _Layer(self, name)
+        except BaseException:
+            for layer in made.values():
+                layer.context.remove()
+            raise
+        self._layers |= made
+        self._names = names
+
+    def _release(self, alias: str) -> None:
+        """Take a hook away where neither a value nor an edit needs it."""
+        if alias not in self._names:
+            return
+        name = self._names[alias]
+        layer = self._layers[name]
+        if alias not in layer.retained and alias not in layer.edits:
+            del self._names[alias]
+        if not layer.retained and not layer.edits:
+            self._layers.pop(name).context.remove()
+
+    def _warn(self, layer: str) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"Of the layer {layer!r} only the last call is retained: it was called again "
+                f"before the value was read. Read it after each call, or use hookline.capture, "
+                f"which keeps all calls.",
+                HooklineWarning,
+                stacklevel=3,
+            )
+
+    def close(self) -> None:
+        """Take all hooks away, and forget what was retained. May be called twice."""
+        for layer in self._layers.values():
+            layer.context.remove()
+        self._layers, self._names = {}, {}
+        self._retained.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The hooks are on the modules of this one: a copy begins without.
+        empty: dict[str, Any] = {"_layers": {}, "_names": {}, "_retained": OrderedDict()}
+        return {**self.__dict__, **empty}
+
+
+def _pair(layer: Layer) -> tuple[str, str]:
+    """A layer's name and its alias."""
+    return (layer, layer) if isinstance(layer, str) else (layer[0], layer[1])
+
+
+_Retained: TypeAlias = dict[str, tuple[Kept, bool]]  # by alias; and whether to detach
+_Edits: TypeAlias = dict[str, tuple[Invocation | None, dict[str, Any]]]  # by alias
+
+
+class _Layer:
+    """What is done at one layer: values are retained first, then edited."""
+
+    def __init__(self, owner: InstrumentedModel, name: str) -> None:
+        self.retained: _Retained = {}
+        self.edits: _Edits = {}
+        self.context = hook(owner.model, Place(name), _Act(owner, self.retained, self.edits))
+        self.context.__enter__()
+
+
+class _Act:
+    """The function at a layer. It holds its owner weakly, which can so be collected."""
+
+    def __init__(self, owner: InstrumentedModel, retained: _Retained, edits: _Edits) -> None:
+        self.owner = weakref.ref(owner)
+        self.retained = retained
+        self.edits = edits
+
+    def __call__(self, value: Any, call: Call) -> Any:
+        owner = self.owner()
+        if owner is None:
+            return None
+        for alias, (kept, detach) in () if call.recomputed else list(self.retained.items()):
+            if kept.keep(value, detach=detach):
+                owner._warn(alias)
+        for alias, (rule, arguments) in list(self.edits.items()):
+            if rule is None:
+                value = _mix(value, call, arguments)
+            else:
+                new = rule(value, owner, **{"name": alias, **arguments})
+                value = value if new is None else new
+        return value
+
+
+def _mix(x: Any, call: Call, arguments: dict[str, Any]) -> Any:
+    """The default rule: `x * (1 - a) + r * a + o`."""
+    ablation, replacement, offset = map(arguments.get, ("ablation", "replacement", "offset"))
+    path, tensor = only_tensor(x, f"The value at {str(call.place)!r}")
+    changed = tensor
+    if ablation is not None or replacement is not None:
+        amount = _match(1.0 if ablation is None else ablation, tensor)
+        mixed = blend(_match(0.0 if replacement is None else replacement, tensor), amount)
+        changed = mixed.meet(changed, call)
+    if offset is not None:
+        changed = add(_match(offset, tensor)).meet(changed, call)
+    return set_part(x, path, changed)
+
+
+def _match(value: Any, x: Tensor) -> Tensor:
+    """A number, list, array or tensor with the dtype, device and dimensions of an output."""
+    own = torch.as_tensor(value, dtype=x.dtype, device=x.device)
+    if own.ndim < x.ndim:
+        own = own.reshape(1, *own.shape, *[1] * (x.ndim - own.ndim - 1))
+    return own

@@ -1,0 +1,109 @@
+"""Modules and parameters by their dotted names.
+
+- `get_module(model, name)`, `get_parameter(model, name)`: what has a name
+- `module_names(model)`, `parameter_names(model)`: all names
+- `replace_module(model, name, new_module)`: put another module there, for good
+- `set_requires_grad(requires_grad, *models)`: freeze or thaw
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from hookline.core import parameters
+from hookline.core.places import Place, resolve
+from hookline.core.tree import walk
+from hookline.errors import PlaceError
+
+__all__ = [
+    "get_module",
+    "get_parameter",
+    "module_names",
+    "parameter_names",
+    "replace_module",
+    "set_requires_grad",
+]
+
+
+def get_module(model: nn.Module, name: str) -> nn.Module:
+    """The module with this name; a LookupError that shows the closest names if there is none.
+
+    >>> get_module(nn.Sequential(nn.Linear(2, 3), nn.ReLU()), "1")
+    ReLU()
+
+    The empty name is the model itself. A second name of a shared module is found, too.
+    """
+    return parameters.get_module(model, Place(name))
+
+
+def get_parameter(model: nn.Module, name: str) -> Tensor:
+    """The parameter (or buffer) with this name, itself; a LookupError if there is none.
+
+    >>> import torch
+    >>> model = nn.Sequential(nn.Linear(2, 1))
+    >>> with torch.no_grad():
+    ...     get_parameter(model, "0.weight")[...] = 7
+    >>> model[0].weight.tolist()
+    [[7.0, 7.0]]
+    """
+    return parameters.get_parameter(model, Place(name))
+
+
+def module_names(model: nn.Module) -> list[str]:
+    """The names of all modules, the empty one of the model itself first.
+
+    >>> module_names(nn.Sequential(nn.Linear(2, 3), nn.ReLU()))
+    ['', '0', '1']
+    """
+    return [name for name, _ in walk(model)]
+
+
+def parameter_names(model: nn.Module) -> list[str]:
+    """The names of all parameters.
+
+    >>> parameter_names(nn.Sequential(nn.Linear(2, 3), nn.ReLU()))
+    ['0.weight', '0.bias']
+    """
+    return [name for name, _ in model.named_parameters()]
+
+
+def replace_module(model: nn.Module, name: str, new_module: nn.Module | None) -> None:
+    """Put another module where the named one is, for good, and under this name only.
+
+    >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
+    >>> replace_module(model, "1", nn.Tanh())
+    >>> model[1]
+    Tanh()
+
+    `hookline.replace_module` is a context that puts the old one back.
+    """
+    (request,) = resolve(model, (Place(name),), hookable=False)
+    (target,) = request.targets
+    owner, _, last = target.path.rpartition(".")
+    if target.attribute is not None or not last:
+        found = "It is a parameter or buffer." if last else "That is the model itself."
+        raise PlaceError(
+            f"The module {name!r} was to be replaced.",
+            found,
+            "Name a module inside the model; module_names(model) lists them.",
+        )
+    setattr(model.get_submodule(owner), last, new_module)
+
+
+def set_requires_grad(requires_grad: bool, *models: nn.Module | Tensor) -> None:
+    """Say whether all parameters of the models, and the given tensors, require grad.
+
+    >>> model = nn.Linear(2, 3)
+    >>> set_requires_grad(False, model)
+    >>> model.weight.requires_grad
+    False
+    """
+    for model in models:
+        if not isinstance(model, (nn.Module, Tensor)):
+            raise TypeError(
+                f"set_requires_grad was given a {type(model).__name__}. Only modules and tensors "
+                f"can require grad. Give the flag first, then modules, parameters or tensors."
+            )
+    for model in models:
+        for tensor in [model] if isinstance(model, Tensor) else model.parameters():
+            tensor.requires_grad = requires_grad

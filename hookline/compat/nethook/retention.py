@@ -1,0 +1,148 @@
+"""Values of layers that are kept: how they are copied, and checked when they are read.
+
+- `recursive_copy(x, clone, detach, retain_grad)`: the old name
+- `Kept`: the last value of one layer, safe against later changes
+- `with_gradient(value)`: a value whose tensors will have a `.grad`, and what the model goes on with
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from hookline.core.nested import map_leaves
+from hookline.core.snapshots import snapshot
+from hookline.errors import ValueChanged
+
+__all__ = ["Kept", "recursive_copy", "with_gradient"]
+
+
+def recursive_copy(
+    x: Any,
+    clone: bool | None = None,
+    detach: bool | None = None,
+    retain_grad: bool | None = None,
+) -> Any:
+    """The same structure with its tensors cloned or detached; without an option, `x` itself.
+
+    >>> import torch
+    >>> state = {"h": [torch.ones(2)], "step": 3}
+    >>> copied = recursive_copy(state, clone=True)
+    >>> _ = state["h"][0].zero_()
+    >>> copied
+    {'h': [tensor([1., 1.])], 'step': 3}
+
+    Args:
+        x: a tensor, or tuples, lists, dicts, dataclasses … of tensors; all else in it is kept.
+        clone: copy the tensors; those without gradient share memory until one side is written to.
+        detach: take the tensors out of the autograd graph.
+        retain_grad: mark the tensors of `x` themselves, so that they have a `.grad` after a
+            backward.
+    """
+    if not (clone or detach or retain_grad):
+        return x
+
+    def copy(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if retain_grad and (leaf.is_floating_point() or leaf.is_complex()):
+            if not leaf.requires_grad:
+                leaf.requires_grad_()
+            leaf.retain_grad()
+        if clone and (detach or not leaf.requires_grad):
+            return snapshot(leaf)
+        leaf = leaf.detach() if detach else leaf
+        return leaf.clone() if clone else leaf
+
+    return map_leaves(copy, x)
+
+
+def with_gradient(value: Any) -> tuple[Any, Any]:
+    """A value whose tensors will have a `.grad`, and a copy of it for the model to go on with.
+
+    The copy lets in-place operations follow. The tensors are nodes of their own, so that a layer
+    that returns its input reports its own gradient, and the input is not marked.
+
+    >>> import torch
+    >>> kept, passed = with_gradient(torch.ones(2))
+    >>> (passed * 3).sum().backward()
+    >>> kept.grad
+    tensor([3., 3.])
+    """
+
+    def mark(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
+            return leaf
+        own = leaf.view_as(leaf)
+        if not own.requires_grad:
+            own = own.detach().requires_grad_()
+        own.retain_grad()
+        return own
+
+    kept = map_leaves(mark, value)
+    return kept, recursive_copy(kept, clone=True)
+
+
+class Kept:
+    """The last value of one layer.
+
+    Tensors that require grad are kept as they are, and reading raises `ValueChanged` if one was
+    changed in place since; all others are snapshots.
+    """
+
+    __slots__ = ("_value", "_versions", "filled", "unread")
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget the value."""
+        self._value: Any = None
+        self._versions: list[tuple[Tensor, int]] = []
+        self.filled = False
+        self.unread = False
+
+    def put(self, value: Any) -> bool:
+        """Keep a value as it is; whether one that nobody had read was overwritten."""
+        lost = self.unread
+        self._value, self._versions = value, []
+        self.filled = self.unread = True
+        return lost
+
+    def keep(
+        self,
+        value: Any,
+        clone: bool = False,
+        detach: bool = False,
+        freeze: Callable[[Tensor], Tensor] = snapshot,
+    ) -> bool:
+        """Keep a value safely; whether one that nobody had read was overwritten."""
+        versions: list[tuple[Tensor, int]] = []
+
+        def keep_leaf(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            if detach or not leaf.requires_grad or leaf.is_inference():
+                return freeze(leaf)
+            if clone:
+                return leaf.clone()
+            versions.append((leaf, leaf._version))
+            return leaf
+
+        lost = self.put(keep_leaf(value) if type(value) is Tensor else map_leaves(keep_leaf, value))
+        self._versions = versions
+        return lost
+
+    def read(self, what: str) -> Any:
+        """The value, if it is what it was."""
+        for tensor, version in self._versions:
+            if tensor._version != version:
+                raise ValueChanged(
+                    f"The {what} was asked for.",
+                    f"It was changed in place {tensor._version - version} times since.",
+                    "Retain it with clone=True or detach=True, or read it before the change.",
+                )
+        self.unread = False
+        return self._value

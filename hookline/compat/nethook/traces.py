@@ -1,0 +1,332 @@
+"""Retain, edit and stop at layers.
+
+- `Trace(module, layer, …)`: at one layer, with `.input` and `.output`
+- `TraceDict(module, layers, …)`: at several; a dict of `Traced`
+- `StopForward`: what ends a forward early
+"""
+
+from __future__ import annotations
+
+import difflib
+import sys
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from types import TracebackType
+from typing import Any, Self, TypeAlias, TypeVar, cast
+
+from torch import nn
+
+from hookline.compat.nethook.invocations import Invocation
+from hookline.compat.nethook.layers import Options, Traced
+from hookline.compat.nethook.names import get_module
+from hookline.core.hooks import hook
+from hookline.core.places import Place
+from hookline.core.sites import Call
+from hookline.errors import HooklineWarning, PlaceError, PlaceNotFound
+
+__all__ = ["StopForward", "Trace", "TraceDict"]
+
+T = TypeVar("T")
+PerLayer: TypeAlias = T | Mapping[str, T]
+
+
+class StopForward(BaseException):
+    """Ends a forward early; a trace with `stop=True` raises it, and catches it at the end.
+
+    Not an Exception, so that a model's own `except Exception` lets it by. `trace` is the trace
+    that raised it, as an opaque object; one without is caught by any trace with `stop=True`.
+    """
+
+    def __init__(self, trace: object = None) -> None:
+        super().__init__("the traced layer has run, and the forward ends here")
+        self.trace = trace
+
+
+class _Layers:
+    """What the hooks of a trace do. It does not know the trace, which can so be collected."""
+
+    def __init__(self) -> None:
+        self.inputs: dict[int, list[Traced]] = {}  # by the id of the module
+        self.outputs: dict[int, list[Traced]] = {}
+        self.warned = False
+
+    def before(self, value: dict[Any, Any], call: Call) -> None:
+        """The hook at the arguments."""
+        for traced in self.inputs.get(id(call.module), ()):
+            if traced.take_input(value, call):
+                self.warn(traced)
+
+    def after(self, value: Any, call: Call) -> Any:
+        """The hook at the output: edit, retain, stop."""
+        stops = False
+        for traced in self.outputs.get(id(call.module), ()):
+            value, lost = traced.take_output(value, call)
+            stops = stops or traced.stop
+            if lost:
+                self.warn(traced)
+        if stops and not call.recomputed:
+            raise StopForward(self)
+        return value
+
+    def warn(self, traced: Traced) -> None:
+        if not self.warned:
+            self.warned = True
+            warnings.warn(
+                f"Of {traced.name} only the last call is retained: it was called again before "
+                f"the value was read. Read it after each call, retain nothing where only an edit "
+                f"is wanted (retain_output=False), or use hookline.capture, which keeps all calls.",
+                HooklineWarning,
+                stacklevel=3,
+            )
+
+
+class _Tracing:
+    """The hooks of a trace: they act from its making to `close()`, or until it is collected."""
+
+    def __init__(self, module: nn.Module, traced: Iterable[Traced]) -> None:
+        self._module = module
+        self._traced = list(traced)
+        self._layers = _Layers()
+        self._contexts: list[hook] = []
+        self.open()
+
+    def open(self) -> None:
+        """Act, afresh; all hooks or none. Nothing happens if it is open already."""
+        if self._contexts:
+            return
+        layers = self._layers = _Layers()
+        for traced in self._traced:
+            traced.clear()
+        inputs = [t for t in self._traced if t.options.retain_input]
+        outputs = [t for t in self._traced if t.options.at_output]
+        try:
+            self._hook(inputs, "inputs", layers.before, layers.inputs)
+            self._hook(outputs, "output", layers.after, layers.outputs)
+        except BaseException as error:
+            self.close()
+            if isinstance(error, PlaceError):  # a parameter is no layer, whatever is asked of it
+                for traced in self._traced:
+                    get_module(self._module, traced.layer or "")
+            raise
+
+    def _hook(
+        self,
+        layers: list[Traced],
+        port: str,
+        function: Callable[..., Any],
+        found: dict[int, list[Traced]],
+    ) -> None:
+        if not layers:
+            return
+        context = hook(self._module, [Place(t.layer or "", port) for t in layers], function)
+        self._contexts.append(context)
+        context.__enter__()
+        # One request for each place, in their order; a shared module has several names.
+        for traced, request in zip(layers, context._requests, strict=True):
+            (target,) = request.targets
+            if target.attribute is not None:
+                get_module(self._module, traced.layer or "")  # raises: it is a parameter
+            found.setdefault(target.ident, []).append(traced)
+
+    def close(self) -> None:
+        """Leave no hook behind; may be called twice."""
+        while self._contexts:
+            self._contexts.pop().remove()
+
+    def stopped(self, error: BaseException | None) -> bool:
+        """Whether an exception is the stop of this trace, or of none."""
+        stops = any(traced.stop for traced in self._traced)
+        return stops and isinstance(error, StopForward) and error.trace in (None, self._layers)
+
+    def __del__(self) -> None:
+        if self._contexts and not sys.is_finalizing():
+            self.close()
+            names = ", ".join(traced.name for traced in self._traced[:3])
+            warnings.warn(
+                f"A trace of {names} was dropped before it was closed: it acts no longer. Use it "
+                f"in a `with` statement, or keep it and call close().",
+                HooklineWarning,
+                stacklevel=2,
+            )
+
+
+class Trace:
+    """Retain what one layer is given and returns, and change it, while a `with` block runs.
+
+    >>> import torch
+    >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
+    >>> with Trace(net, "1", retain_input=True, stop=True) as ret:
+    ...     _ = net(torch.zeros(5, 2))
+    >>> ret.output.shape, torch.equal(ret.output, ret.input.relu())
+    (torch.Size([5, 3]), True)
+
+    Args:
+        module: any module; without `layer`, the one to trace.
+        layer: the name of a module in it, taken literally.
+        retain_output: keep the output, after `edit_output`, as `.output`.
+        retain_input: keep the arguments, as they were before the call, as `.input`.
+        clone: keep copies of tensors that require grad, attached; all others are snapshots anyway.
+        detach: keep snapshots of tensors that require grad, too.
+        retain_grad: after a backward, `.output.grad` is the gradient; the rest of the model gets a
+            copy, so that in-place operations may follow. It goes before `clone` and `detach`.
+        edit_output: a function of (output), of (output, layer), or of either by name. What it
+            returns stands in the output's place; None leaves the output as it is.
+        stop: end the forward, and the `with` block, after the layer.
+
+    It acts from its making to the end of the `with` block, or to `close()`. Of several calls the
+    last one is retained, with one warning if a value was lost that nobody had read.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        layer: str | None = None,
+        retain_output: bool = True,
+        retain_input: bool = False,
+        clone: bool = False,
+        detach: bool = False,
+        retain_grad: bool = False,
+        edit_output: Callable[..., Any] | None = None,
+        stop: bool = False,
+    ) -> None:
+        edit = None if edit_output is None else Invocation(edit_output)
+        options = Options(retain_output, retain_input, clone, detach, retain_grad, edit, stop)
+        self.layer = layer
+        self.stop = stop
+        self._traced = Traced(layer, options)
+        self._tracing = _Tracing(module, [self._traced])
+
+    @property
+    def output(self) -> Any:
+        """What the layer returned in the last call, after `edit_output`."""
+        return self._traced.output
+
+    @property
+    def input(self) -> Any:
+        """What the layer was given in the last call: the argument, or a tuple of several.
+
+        Those passed by position, as torch's own hooks have them; if there were none, those passed
+        by keyword.
+        """
+        return self._traced.input
+
+    def close(self) -> None:
+        """End the trace; what was retained stays. May be called twice."""
+        self._tracing.close()
+
+    def __enter__(self) -> Self:
+        self._tracing.open()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
+        self.close()
+        return self._tracing.stopped(error)
+
+    def __repr__(self) -> str:
+        return repr(self._traced).replace("Traced", "Trace", 1)
+
+
+class TraceDict(OrderedDict[str, Traced]):
+    """Retain and change the values of several layers while a `with` block runs.
+
+    >>> import torch
+    >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
+    >>> with TraceDict(net, ["0", "2"], retain_input={"2": True}) as ret:
+    ...     _ = net(torch.zeros(5, 2))
+    >>> [(layer, tuple(ret[layer].output.shape)) for layer in ret]
+    [('0', (5, 3)), ('2', (5, 1))]
+    >>> torch.equal(ret["2"].input, ret["0"].output.relu())
+    True
+
+    Args:
+        module: any module.
+        layers: the names of modules in it; each counts once.
+        retain_output, retain_input, clone, detach, retain_grad, edit_output: as in `Trace`, for
+            all layers, or as a dict from layers to values; layers that are not in it have the
+            default.
+        stop: end the forward after the last of `layers`, even if others of them come later; or a
+            dict that says after which.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        layers: Iterable[str],
+        retain_output: PerLayer[bool] = True,
+        retain_input: PerLayer[bool] = False,
+        clone: PerLayer[bool] = False,
+        detach: PerLayer[bool] = False,
+        retain_grad: PerLayer[bool] = False,
+        edit_output: PerLayer[Callable[..., Any] | None] = None,
+        stop: PerLayer[bool] = False,
+    ) -> None:
+        super().__init__()
+        if isinstance(layers, str):
+            raise TypeError(
+                f"TraceDict was asked for layers={layers!r}. That is one string, not several "
+                f"names. Write [{layers!r}], or use Trace."
+            )
+        self.stop = stop
+        names = dict.fromkeys(layers)
+        if stop is True and names:
+            stop = {next(reversed(names)): True}
+        edits: Any = edit_output
+        if isinstance(edits, Mapping):
+            functions = cast("Mapping[str, Any]", edits).items()
+            edits = {name: None if fn is None else Invocation(fn) for name, fn in functions}
+        elif edits is not None:
+            edits = Invocation(edits)  # one for all: reading a signature takes time
+        given = (retain_output, retain_input, clone, detach, retain_grad, edits, stop)
+        for option, value in zip(Options._fields, given, strict=True):
+            for name in cast("Mapping[str, Any]", value) if isinstance(value, Mapping) else ():
+                if name not in names:
+                    raise _not_traced(option, name, list(names))
+        for name in names:
+            self[name] = Traced(name, _of_layer(given, name))
+        self._tracing = _Tracing(module, self.values())
+
+    def close(self) -> None:
+        """End the trace; what was retained stays. May be called twice."""
+        self._tracing.close()
+
+    def __enter__(self) -> Self:
+        self._tracing.open()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
+        self.close()
+        return self._tracing.stopped(error)
+
+
+_DEFAULTS = Options()
+
+
+def _of_layer(given: tuple[Any, ...], layer: str) -> Options:
+    """The options of one layer, where some were given as a dict."""
+    values = [
+        cast("Mapping[str, Any]", value).get(layer, default)
+        if isinstance(value, Mapping)
+        else value
+        for value, default in zip(given, _DEFAULTS, strict=True)
+    ]
+    return Options._make(values)
+
+
+def _not_traced(option: str, name: str, names: list[str]) -> PlaceNotFound:
+    close = difflib.get_close_matches(name, names, n=3, cutoff=0.4) or names[:8]
+    return PlaceNotFound(
+        f"{option} was given for the layer {name!r}.",
+        f"It is not traced. Closest: {', '.join(map(repr, close)) or 'none: no layer is'}.",
+        "Name it in layers, too.",
+    )

@@ -1,0 +1,103 @@
+"""Which call is being recomputed: activation checkpointing runs a module again in the backward.
+
+- `Regions`: the calls of one site inside checkpointed regions, and which of them comes again
+
+A region is known by an object of torch's that lives as long as its graph: the frame of a
+non-reentrant checkpoint, or the `ctx` of a reentrant one (or of any other autograd function that
+calls modules in its forward and again in its backward). It is found on the Python stack.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, cast
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.utils import checkpoint
+
+__all__ = ["Regions", "in_backward"]
+
+in_backward: Callable[[], int] = torch._C._current_graph_task_id
+_autograd = cast(Any, torch._C)._autograd
+_saving: Callable[[bool], Any] = getattr(
+    _autograd, "_top_saved_tensors_default_hooks", lambda ignored: None
+)
+
+
+class Regions:
+    """The calls of one site inside checkpointed regions, and which of them comes again."""
+
+    def __init__(self) -> None:
+        self._calls: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()
+        # Of each region that was recomputed: in which backward, and how many calls of it.
+        self._again: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()
+
+    def note(self, index: int) -> None:
+        """A call was numbered: remember it for the regions in which it ran."""
+        if torch.is_grad_enabled() and _saving(True) is None:
+            return  # neither kind of checkpointing
+        for region in [region for region, recomputing in _running() if not recomputing]:
+            self._calls.setdefault(region, []).append(index)
+
+    def again(self) -> int | None:
+        """In a backward: the number of the call that runs again; None if no region is known."""
+        task = in_backward()
+        for region, recomputing in reversed(_running()):
+            if recomputing and region in self._calls:
+                last, count = self._again.get(region, (-1, 0))
+                count = count if last == task else 0
+                self._again[region] = task, count + 1
+                calls = self._calls[region]
+                return calls[count] if count < len(calls) else None
+        return None
+
+    def awaiting(self) -> bool:
+        """Whether a region that may still be recomputed has not been so far."""
+        # torch ends a recomputation early: the site's module may not have come again.
+        done = {id(region) for region in self._calls if getattr(region, "is_recomputed", None)}
+        return any(region not in self._again and id(region) not in done for region in self._calls)
+
+
+def _running() -> list[tuple[Any, bool]]:
+    """The regions that run now, the outermost first, and whether they are being recomputed."""
+    found: list[tuple[Any, bool]] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_varnames[:1] == ("ctx",):
+            ctx = frame.f_locals.get("ctx")
+            if isinstance(ctx, torch._C._FunctionBase):
+                found.append((ctx, code.co_name == "backward"))
+        elif code.co_filename == checkpoint.__file__:
+            if code.co_name == "unpack_hook":
+                found.append((frame.f_locals["frame"], True))
+            elif "gen" in frame.f_locals:  # suspended while the region runs
+                inside = frame.f_locals["gen"].gi_frame.f_locals
+                if "new_frame" in inside:  # else gradients are off: nothing will run again
+                    found.append((inside["new_frame"], False))
+        frame = frame.f_back
+    found.reverse()
+    if _saving(True) is not None:  # checkpoints made of hooks on modules stand on no stack
+        known = [region for region, _ in found]
+        found += [(region, False) for region in _saved() if region not in known]
+    return found
+
+
+def _saved() -> list[Any]:
+    """The regions whose saved-tensor hooks are in force, the outermost first."""
+    top = _saving(True)
+    if top is None:
+        return []
+    _autograd._pop_saved_tensors_default_hooks()  # only the top can be seen
+    try:
+        found = _saved()
+    finally:
+        _autograd._push_saved_tensors_default_hooks(*top)
+    pack = top[0]
+    names = getattr(getattr(pack, "__code__", None), "co_freevars", ())
+    if names == ("frame",) and pack.__module__ == checkpoint.__name__:
+        found.append(pack.__closure__[0].cell_contents)
+    return found

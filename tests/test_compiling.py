@@ -1,0 +1,245 @@
+"""Compiled models: captures and edits are right every time, in the graph or out of it."""
+
+import threading
+
+import pytest
+import torch
+import torch._dynamo
+from helpers import assert_clean
+from torch import nn
+
+import hookline as hl
+from hookline.core import compiling
+
+# torch's own, while it loads inductor
+pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning"), pytest.mark.timeout(400)]
+BACKENDS = ["eager", pytest.param("inductor", marks=pytest.mark.slow)]
+backends = pytest.mark.parametrize("backend", BACKENDS)
+fullgraphs = pytest.mark.parametrize("fullgraph", [False, True], ids=["breaks", "fullgraph"])
+
+
+class First(nn.Linear):
+    """With a forward of its own: torch does not compile its own layers by themselves."""
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight, self.bias)
+
+
+class Inplace(nn.Sequential):
+    def forward(self, x):
+        for module in self:
+            x = module(x)
+        return x
+
+
+def model_with_inplace():
+    torch.manual_seed(0)
+    return Inplace(First(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 2))
+
+
+def whole(model, **options):
+    return torch.compile(model, **options)
+
+
+def in_place(model, **options):
+    model.compile(**options)
+    return model
+
+
+def child(model, **options):
+    model[0].compile(**options)
+    return model
+
+
+def function(model, **options):
+    return torch.compile(lambda x: model(x) * 2, **options)
+
+
+WAYS = {"whole": whole, "in place": in_place, "child": child, "function": function}
+ways = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+    assert not compiling._State.users
+    assert torch._dynamo.eval_frame._stance.stance == "default"
+
+
+def batches(count):
+    torch.manual_seed(1)
+    return [torch.randn(3, 4) for _ in range(count)]
+
+
+@backends
+@fullgraphs
+@ways
+@pytest.mark.parametrize("first", [True, False], ids=["hooked first", "bare first"])
+def test_alternating_with_and_without_a_capture_is_right_every_time(way, first, fullgraph, backend):
+    model = model_with_inplace()
+    run = way(model, backend=backend, fullgraph=fullgraph)
+    for n, x in enumerate(batches(8)):
+        if (n % 2 == 0) == first:
+            with hl.capture(model, "0", "1:input", "2", detach=True) as record:
+                run(x)
+            expected = nn.functional.linear(x, model[0].weight, model[0].bias)
+            torch.testing.assert_close(record["0"], expected)
+            torch.testing.assert_close(record["1:input"], expected)
+            torch.testing.assert_close(record["2"], model[2](expected.relu()), check_stride=False)
+        else:
+            run(x)
+        assert_clean(model)
+
+
+@backends
+@fullgraphs
+@ways
+def test_edits_and_gradients_of_a_compiled_model(way, fullgraph, backend):
+    model = model_with_inplace()
+    run = way(model, backend=backend, fullgraph=fullgraph)
+    factor = 2 if way is function else 1
+    (x,) = batches(1)
+    bare = run(x)
+    with hl.edit(model, "0", hl.zero()):
+        edited = run(x)
+    torch.testing.assert_close(edited, model[2].bias.expand(3, 2) * factor)
+    torch.testing.assert_close(run(x), bare)
+    with hl.edit(model, "2.weight", hl.zero()):
+        torch.testing.assert_close(run(x), model[2].bias.expand(3, 2) * factor)
+    torch.testing.assert_close(run(x), bare)
+    with hl.replace_module(model, "2", nn.Identity()):
+        assert run(x).shape == (3, 4)
+    torch.testing.assert_close(run(x), bare)
+    with hl.capture(model, "2:grad_output", "2.weight:grad") as record:
+        run(x).sum().backward()
+    torch.testing.assert_close(record["2:grad_output"], torch.full((3, 2), float(factor)))
+    assert_clean(model)
+
+
+class Counting:
+    """A backend that counts the graphs it is given."""
+
+    def __init__(self):
+        self.graphs = []
+
+    def __call__(self, graph, inputs):
+        self.graphs.append(graph)
+        return graph.forward
+
+
+@ways
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("attached", [True, False], ids=["attached", "with"])
+def test_the_last_call_stays_in_the_graph_if_captured_before_the_first_compiled_call(way, attached):
+    model, count = model_with_inplace(), Counting()
+    run = way(model, backend=count, fullgraph=True)
+    context = hl.capture(model, "0", keep="last")
+    record = context.attach().record if attached else context.__enter__()
+    for x in batches(12):
+        run(x)
+        expected = nn.functional.linear(x, model[0].weight, model[0].bias)
+        torch.testing.assert_close(record["0"], expected)  # though the ReLU is in place
+        assert record["0"].requires_grad
+    assert 1 <= len(count.graphs) <= 2
+    context.remove() if attached else context.__exit__(None, None, None)
+    last = record["0"]
+    for x in batches(4):
+        torch.testing.assert_close(run(x), (2 if way is function else 1) * model(x))
+    assert record["0"] is last
+    with hl.capture(model, "0", keep="last", detach=True) as again:
+        for x in batches(3):
+            run(x)
+    torch.testing.assert_close(again["0"], nn.functional.linear(x, model[0].weight, model[0].bias))
+    assert_clean(model)
+
+
+def test_what_is_kept_in_the_graph_has_a_gradient_and_leaves_results_as_they_are():
+    model, other = model_with_inplace(), model_with_inplace()
+    run = torch.compile(model, backend="aot_eager", fullgraph=True)
+    (x,) = batches(1)
+    handle = hl.capture(model, "0", keep="last").attach()
+    out = run(x)
+    (out.sum() + handle.record["0"].square().sum()).backward()
+    hidden = nn.functional.linear(x, other[0].weight, other[0].bias)
+    (other(x).sum() + hidden.square().sum()).backward()
+    torch.testing.assert_close(model[0].weight.grad, other[0].weight.grad)
+    torch.testing.assert_close(out, other(x))
+    handle.remove()
+
+
+def test_a_capture_that_is_attached_after_the_first_compiled_call_says_why_it_has_nothing():
+    model = model_with_inplace()
+    run = torch.compile(model, backend="eager")
+    (x,) = batches(1)
+    run(x)
+    handle = hl.capture(model, "0", keep="last").attach()
+    run(x)
+    with pytest.raises(hl.errors.NeverFired, match=r"torch\.compile had made before"):
+        _ = handle.record["0"]
+    handle.remove()
+
+
+def test_an_eager_call_after_a_compiled_one_is_the_last_and_the_other_way_round():
+    model = model_with_inplace()
+    run = torch.compile(model, backend="eager", fullgraph=True)
+    x, y = batches(2)
+    handle = hl.capture(model, "2", keep="last").attach()
+    for _ in range(2):
+        run(x)
+        torch.testing.assert_close(handle.record["2"], model_with_inplace()(x))
+        model(y)
+        torch.testing.assert_close(handle.record["2"], model_with_inplace()(y))
+    handle.remove()
+
+
+def test_contexts_that_end_in_another_order_leave_the_stance_as_it_was():
+    model = model_with_inplace()
+    stance = torch._dynamo.eval_frame._stance
+    one = hl.edit(model, "0", hl.scale(2.0)).attach()
+    two = hl.edit(model, "2", hl.scale(2.0)).attach()
+    assert torch._dynamo.eval_frame._stance.stance == "force_eager"
+    one.remove()
+    assert torch._dynamo.eval_frame._stance.stance == "force_eager"
+    two.remove()
+    assert torch._dynamo.eval_frame._stance == stance
+
+
+def test_the_users_own_stance_is_put_back():
+    model = model_with_inplace()
+    with torch.compiler.set_stance("eager_on_recompile"):
+        with hl.capture(model, "0"):
+            model(torch.zeros(1, 4))
+        assert torch._dynamo.eval_frame._stance.stance == "eager_on_recompile"
+
+
+def test_a_failed_entering_leaves_the_stance_as_it_was():
+    model = model_with_inplace()
+    with pytest.raises(hl.errors.PlaceNotFound):
+        hl.capture(model, "nowhere").attach()
+    with pytest.raises(RuntimeError, match="mine"), hl.capture(model, "0"):
+        raise RuntimeError("mine")
+
+
+@fullgraphs
+def test_a_model_that_is_compiled_inside_the_with(fullgraph):
+    """It works, since the context is older than the graph: eagerly, as all that is compiled."""
+    model = model_with_inplace()
+    with hl.capture(model, "0", detach=True) as record:
+        run = torch.compile(model, backend="eager", fullgraph=fullgraph)
+        outs = [run(x) for x in batches(2)]
+    assert len(record.calls("0")) == len(outs) == 2
+
+
+def test_other_threads_run_eagerly_too_and_right():
+    model, other = model_with_inplace(), model_with_inplace()
+    run = torch.compile(other, backend="eager")
+    found = []
+    with hl.capture(model, "2") as record:
+        thread = threading.Thread(target=lambda: found.append(run(batches(1)[0])))
+        thread.start()
+        thread.join()
+        model(batches(1)[0])
+    torch.testing.assert_close(found[0], model(batches(1)[0]))
+    assert len(record.calls("2")) == 1

@@ -1,0 +1,534 @@
+"""Torch calls inside a forward: `path/operation[#n]`, against forwards that keep them by hand."""
+
+import asyncio
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import assert_clean
+from torch import nn
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils.checkpoint import checkpoint
+
+import hookline as hl
+
+
+class Attention(nn.Module):
+    """Keeps its own intermediate values when told to: the oracle."""
+
+    def __init__(self, width=8, heads=2):
+        super().__init__()
+        self.heads = heads
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
+        self.seen = None
+
+    def keep(self, name, value):
+        if self.seen is not None:
+            self.seen.setdefault(name, []).append(value)
+            if value.requires_grad:
+                value.retain_grad()
+        return value
+
+    def forward(self, x):
+        q, k, v = (self.split(layer(x)) for layer in (self.q, self.k, self.v))
+        scores = self.keep("div", self.keep("matmul#0", q @ k.transpose(-1, -2)) / 2.0)
+        pattern = self.keep("softmax", mix(scores))
+        return self.o(self.keep("matmul#1", pattern @ v).transpose(1, 2).flatten(2))
+
+    def split(self, x):
+        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+
+
+def mix(scores):
+    """Not a method: still a part of the forward that calls it."""
+    return F.softmax(scores, dim=-1)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attn = Attention()
+        self.mlp = nn.Sequential(nn.Linear(8, 8), nn.GELU())
+
+    def forward(self, x):
+        x = x + self.attn(x)
+        return x + self.mlp(x)
+
+
+def transformer():
+    torch.manual_seed(0)
+    return nn.Sequential(Block(), Block())
+
+
+def batch():
+    torch.manual_seed(1)
+    return torch.randn(2, 5, 8)
+
+
+def watched(model, x):
+    """What the attentions themselves keep, by place, and the output."""
+    for n in (0, 1):
+        model[n].attn.seen = {}
+    out = model(x)
+    kept = {f"{n}.attn/{name}": v for n in (0, 1) for name, v in model[n].attn.seen.items()}
+    for n in (0, 1):
+        model[n].attn.seen = None
+    return kept, out
+
+
+@pytest.fixture(autouse=True)
+def no_mode_is_left():
+    yield
+    assert _get_current_function_mode_stack() == []
+
+
+def test_every_use_of_an_operation_is_what_the_forward_itself_sees():
+    model, x = transformer(), batch()
+    kept, expected = watched(model, x)
+    with hl.capture(model, *kept) as record:
+        out = model(x)
+    assert torch.equal(out, expected)
+    for place, values in kept.items():
+        assert torch.equal(record[place], values[0])
+    assert_clean(model)
+
+
+def test_without_a_number_every_use_is_there_in_order():
+    model, x = transformer(), batch()
+    kept, _ = watched(model, x)
+    with hl.capture(model, "*.attn/matmul") as record:
+        model(x), model(x)
+    for n in (0, 1):
+        found = record.calls(f"{n}.attn/matmul")
+        expected = [kept[f"{n}.attn/matmul#{use}"][0] for use in (0, 1)] * 2
+        assert len(found) == 4
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def test_a_numbered_use_counts_anew_in_each_call():
+    model, x = transformer(), batch()
+    with hl.capture(model, "0.attn/matmul#1") as record:
+        for step in range(3):
+            model(x + step)
+    assert len(record.calls("0.attn/matmul#1")) == 3
+    for step, value in enumerate(record.calls("0.attn/matmul#1")):
+        assert torch.equal(value, watched(model, x + step)[0]["0.attn/matmul#1"][0])
+
+
+def test_inputs_by_position_and_by_name():
+    model, x = transformer(), batch()
+    kept, _ = watched(model, x)
+    places = ["0.attn/softmax:input", "0.attn/softmax:inputs[dim]", "0.attn/matmul#1:inputs[other]"]
+    with hl.capture(model, *places, "0.attn/softmax:inputs") as record:
+        model(x)
+    assert torch.equal(record["0.attn/softmax:input"], kept["0.attn/div"][0])
+    assert record["0.attn/softmax:inputs[dim]"] == -1
+    value = model[0].attn.split(model[0].attn.v(x))
+    assert torch.equal(record["0.attn/matmul#1:inputs[other]"], value)
+    assert list(record["0.attn/softmax:inputs"])[:2] == ["input", "dim"]
+
+
+def test_gradients_at_operations_are_those_that_retain_grad_gives():
+    model, x = transformer(), batch()
+    kept, out = watched(model, x)
+    out.square().sum().backward()
+    with hl.capture(model, *(f"{place}:grad_output" for place in kept)) as record:
+        model(x).square().sum().backward()
+    for place, values in kept.items():
+        torch.testing.assert_close(record[f"{place}:grad_output"], values[0].grad)
+    with hl.capture(model, "0.attn/softmax:grad_input", "0.attn/matmul#1:grad_inputs") as record:
+        model(x).square().sum().backward()
+    torch.testing.assert_close(record["0.attn/softmax:grad_input"], kept["0.attn/div"][0].grad)
+    torch.testing.assert_close(
+        record["0.attn/matmul#1:grad_inputs"]["input"], kept["0.attn/softmax"][0].grad
+    )
+
+
+def reference(model, x, change):
+    """The forward of the model with a change of the first block's pattern, written out."""
+    attn = model[0].attn
+    q, k, v = (attn.split(layer(x)) for layer in (attn.q, attn.k, attn.v))
+    pattern = change(F.softmax(q @ k.transpose(-1, -2) / 2.0, dim=-1))
+    x = x + attn.o((pattern @ v).transpose(1, 2).flatten(2))
+    return model[1](x + model[0].mlp(x))
+
+
+@pytest.mark.parametrize(
+    ("change", "plain"),
+    [
+        (hl.zero(), torch.zeros_like),
+        (hl.scale(0.5), lambda p: p * 0.5),
+        (lambda p: p.flip(-1), lambda p: p.flip(-1)),
+    ],
+)
+def test_an_edit_of_an_operation_is_the_forward_written_out(change, plain):
+    model, x = transformer(), batch()
+    with hl.edit(model, "0.attn/softmax", change):
+        out = model(x)
+    torch.testing.assert_close(out, reference(model, x, plain))
+    torch.testing.assert_close(model(x), reference(model, x, lambda p: p))
+    assert_clean(model)
+
+
+def test_one_head_of_a_pattern_is_edited_with_at():
+    model, x = transformer(), batch()
+    with hl.edit(model, "0.attn/softmax", hl.zero(), at=(slice(None), 1)):
+        out = model(x)
+
+    def ablate(pattern):
+        pattern = pattern.clone()
+        pattern[:, 1] = 0
+        return pattern
+
+    torch.testing.assert_close(out, reference(model, x, ablate))
+
+
+def test_an_edit_of_an_operations_input_and_of_its_gradient():
+    model, x = transformer(), batch()
+    with (
+        hl.edit(model, "0.attn/softmax:input", hl.zero()),
+        hl.capture(model, "0.attn/softmax") as r,
+    ):
+        model(x)
+    torch.testing.assert_close(r["0.attn/softmax"], torch.full((2, 2, 5, 5), 0.2))
+    with hl.edit(model, "0.attn/softmax:grad_output", hl.zero()):
+        model(x).sum().backward()
+    assert model[0].attn.q.weight.grad.abs().sum() == 0
+    assert model[0].attn.v.weight.grad.abs().sum() > 0
+    with hl.edit(model, "1.attn/softmax:grad_input", hl.zero()):
+        model.zero_grad()
+        model(x).sum().backward()
+    assert model[1].attn.q.weight.grad.abs().sum() == 0
+    assert model[0].attn.q.weight.grad.abs().sum() > 0
+
+
+def test_a_capture_inside_an_edit_sees_the_edited_value_and_one_outside_the_original():
+    model, x = transformer(), batch()
+    place = "0.attn/softmax"
+    for port, order in (("", "output"), (":input", "input")):
+        with (
+            hl.capture(model, place + port) as outside,
+            hl.edit(model, place + port, hl.scale(3.0)),
+            hl.capture(model, place + port) as inside,
+        ):
+            model(x)
+        torch.testing.assert_close(inside[place + port], outside[place + port] * 3), order
+
+
+def test_calls_restricts_an_edit_to_some_uses():
+    model, x = transformer(), batch()
+    with hl.edit(model, "0/add", hl.zero(), calls=1):
+        out = model[0](x)
+    assert out.abs().sum() == 0
+    with hl.edit(model, "0/add#0", hl.zero()):
+        out = model[0](x)
+    torch.testing.assert_close(out, model[0].mlp(torch.zeros_like(x)))
+
+
+def test_only_the_modules_own_forward_is_looked_at_not_its_childrens_nor_hooks():
+    model, x = transformer(), batch()
+
+    class Wrapped(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = model
+
+        def forward(self, x):
+            return torch.softmax(self.inner(x), -1)
+
+    wrapped = Wrapped()
+    handle = wrapped.register_forward_hook(lambda m, i, o: torch.softmax(o, -1) * 0 + o)
+    with hl.capture(wrapped, "/softmax") as record:
+        wrapped(x)
+    handle.remove()
+    assert len(record.calls("/softmax")) == 1
+    assert torch.equal(record["/softmax"], torch.softmax(model(x), -1))
+
+
+OPERATORS = {
+    "matmul": lambda x: x @ x, "div": lambda x: x / 2, "add": lambda x: 1 + x,
+    "sub": lambda x: x - 1, "rsub": lambda x: 1 - x, "mul": lambda x: x * x,
+    "pow": lambda x: x**2, "neg": lambda x: -x, "getitem": lambda x: x[0], "T": lambda x: x.T,
+    "floor_divide": lambda x: x // 2, "remainder": lambda x: x % 2, "gt": lambda x: x > 0,
+    "relu": F.relu, "softmax": lambda x: x.softmax(-1), "cat": lambda x: torch.cat([x]),
+    "einsum": lambda x: torch.einsum("ij->ji", x), "layer_norm": lambda x: F.layer_norm(x, (3,)),
+    "zeros": lambda x: torch.zeros(3), "add_": lambda x: x.clone().add_(1), "bitwise_and":
+    lambda x: (x > 0) & (x < 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_operators_have_torchs_names(name):
+    class Calls(nn.Module):
+        def forward(self, x):
+            return OPERATORS[name](x)
+
+    model, x = Calls(), torch.rand(3, 3) + 0.5
+    with hl.capture(model, f"/{name}") as record:
+        expected = model(x)
+    assert torch.equal(record[f"/{name}"], expected)
+
+
+def test_a_name_that_is_not_called_is_an_error_that_lists_those_that_are():
+    model, x = transformer(), batch()
+    with (
+        pytest.raises(hl.errors.NeverFired, match=r"'bmm'.*matmul, div, softmax") as error,
+        hl.capture(model, "0.attn/bmm"),
+    ):
+        model(x)
+    assert "inputs=batch" in str(error.value)
+    with (
+        pytest.raises(hl.errors.NeverFired, match=r"never called 'matmul#2'"),
+        hl.edit(model, "0.attn/matmul#2", hl.zero()),
+    ):
+        model(x)
+    with pytest.raises(hl.errors.PlaceNotFound, match="matmul, div, softmax"):
+        hl.select(model, "0.attn/bmm", inputs=x)
+
+
+def test_what_an_operation_cannot_have_is_refused():
+    model = transformer()
+    with pytest.raises(hl.errors.NotHookable, match="`with`"):
+        hl.capture(model, "0.attn/softmax").attach()
+    with pytest.raises(hl.errors.PlaceError, match="inputs=batch"):
+        hl.capture(model, "0.attn/*").__enter__()
+    with pytest.raises(hl.errors.PlaceError, match="parameters and buffers"):
+        hl.capture(model, "0.attn/softmax:grad").__enter__()
+    with pytest.raises(hl.errors.PlaceNotFound):
+        hl.capture(model, "nowhere/softmax").__enter__()
+    assert_clean(model)
+
+
+def test_select_lists_operations_in_order_with_shapes_and_source():
+    model, x = transformer(), batch()
+    state = torch.get_rng_state()
+    found = hl.select(model, "0.attn/{matmul,softmax,div}", inputs=x)
+    assert found == ["0.attn/matmul#0", "0.attn/div", "0.attn/softmax", "0.attn/matmul#1"]
+    assert torch.equal(torch.get_rng_state(), state)
+    shown = repr(found)
+    assert "(2, 2, 5, 5) float32" in shown
+    assert "return F.softmax(scores, dim=-1)" in shown
+    assert "test_operations.py" in shown
+    with hl.capture(model, *found) as record:
+        model(x)
+    assert len(record.places()) == 4
+    assert "<table" in found._repr_html_()
+
+
+def test_select_takes_arguments_by_position_and_by_name_and_leaves_buffers():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(3)
+
+        def forward(self, a, *, b):
+            return self.norm(F.dropout(a * b))
+
+    model, x = Two(), torch.randn(4, 3)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    assert hl.select(model, "/*", inputs={"a": x, "b": x}) == ["/mul", "/dropout"]
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_forward_that_raises_inside_another_mode_leaves_no_mode():
+    class Raises(nn.Module):
+        def forward(self, x):
+            with torch.device("meta"):
+                torch.relu(torch.zeros(2))
+                raise ValueError("mine")
+
+    model = Raises()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="mine"), hl.capture(model, "/relu"):
+            model(torch.zeros(2))
+        assert _get_current_function_mode_stack() == []
+        assert torch.zeros(1).device.type == "cpu"
+
+
+class Doubling(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def test_other_modes_entered_before_and_after_stay_in_their_order():
+    model, x = transformer(), batch()
+    outer, inner = Doubling(), Doubling()
+    with outer:
+        context = hl.capture(model, "0.attn/softmax")
+        record = context.__enter__()
+        with inner:
+            model(x)
+            context.__exit__(None, None, None)  # not the last one entered
+            assert _get_current_function_mode_stack() == [outer, inner]
+    assert record["0.attn/softmax"].shape == (2, 2, 5, 5)
+
+
+def test_contexts_may_end_in_any_order():
+    model, x = transformer(), batch()
+    one, two = hl.capture(model, "0.attn/softmax"), hl.edit(model, "0.attn/softmax", hl.zero())
+    record = one.__enter__()
+    two.__enter__()
+    model(x)
+    one.__exit__(None, None, None)
+    out = model(x)
+    two.__exit__(None, None, None)
+    torch.testing.assert_close(out, reference(model, x, torch.zeros_like))
+    assert len(record.calls("0.attn/softmax")) == 1
+
+
+def test_autocast_inference_and_no_grad():
+    model, x = transformer(), batch()
+    with torch.autocast("cpu", torch.bfloat16), hl.capture(model, "0.attn/matmul#0") as record:
+        expected = model(x)
+    assert record["0.attn/matmul#0"].dtype is torch.bfloat16
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(expected, model(x))
+    with torch.inference_mode(), hl.capture(model, "0.attn/softmax") as record:
+        model(x)
+    assert not record["0.attn/softmax"].requires_grad
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_counts_each_use_once_and_repeats_edits(reentrant):
+    model, x = transformer(), batch()
+
+    def gradient(run):
+        model.zero_grad()
+        with (
+            hl.edit(model, "*.attn/softmax", hl.noise(0.1, seed=3)),
+            hl.capture(model, "*.attn/softmax", detach=True) as record,
+        ):
+            run(x.clone().requires_grad_()).square().sum().backward()
+        return record, [p.grad.clone() for p in model.parameters()]
+
+    bare, expected = gradient(model)
+    record, found = gradient(lambda x: checkpoint(model, x, use_reentrant=reentrant))
+    for place in ("0.attn/softmax", "1.attn/softmax"):
+        assert torch.equal(record[place], bare[place])
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("mode", [None, True, False], ids=["plain", "reentrant", "non-reentrant"])
+def test_autograd_grad_and_backward_of_tensors_see_the_edit(mode):
+    model, x = transformer(), batch().requires_grad_()
+    (expected,) = torch.autograd.grad(reference(model, x, lambda p: p * 2).sum(), x)
+
+    def run(x):
+        return model(x) if mode is None else checkpoint(model, x, use_reentrant=mode)
+
+    with hl.edit(model, "0.attn/softmax", hl.scale(2.0)):
+        if mode is not True:  # which torch refuses
+            (grad,) = torch.autograd.grad(run(x).sum(), x)
+            torch.testing.assert_close(grad, expected)
+        torch.autograd.backward(run(x).sum())
+    torch.testing.assert_close(x.grad, expected)
+
+
+def test_a_context_with_operations_only_is_listed_as_live():
+    model = transformer()
+    with hl.capture(model, "0.attn/softmax"):
+        assert len(hl.attached(model)) == 1
+        model(batch())
+    assert hl.attached(model) == []
+    assert_clean(model)
+
+
+def test_early_stop_at_an_operation():
+    model, x = transformer(), batch()
+    with hl.capture(model, "0.attn/softmax", stop=True) as record:
+        model(x)
+        raise AssertionError("not reached")
+    torch.testing.assert_close(record["0.attn/softmax"], watched(model, x)[0]["0.attn/softmax"][0])
+
+
+def test_a_recursive_module_counts_uses_of_each_call():
+    class Tree(nn.Module):
+        def forward(self, x, depth=2):
+            x = torch.relu(x - depth)
+            if depth:
+                x = self(x, depth - 1)
+            return torch.relu(x + depth)
+
+    model, x = Tree(), torch.arange(6.0)
+    with hl.capture(model, "/relu#0", "/relu#1", "/relu") as record:
+        model(x)
+    assert len(record.calls("/relu#0")) == len(record.calls("/relu#1")) == 3
+    assert len(record.calls("/relu")) == 6
+    assert torch.equal(record["/relu#0", 0], torch.relu(x - 2))
+    assert torch.equal(record["/relu#1", 2], record["/relu", 5])
+
+
+def test_another_threads_calls_are_not_seen():
+    model, x = transformer(), batch()
+    with hl.capture(model, "0.attn/softmax") as record:
+        thread = threading.Thread(target=model, args=(x,))
+        thread.start()
+        thread.join()
+        model(x)
+    assert len(record.calls("0.attn/softmax")) == 1
+
+
+def test_another_tasks_calls_are_not_seen():
+    model, x = transformer(), batch()
+
+    async def looks(started, done):
+        with hl.capture(model, "0.attn/softmax") as record:
+            model(x)
+            started.set()
+            await done.wait()
+        return record
+
+    async def runs(started, done):
+        await started.wait()
+        model(x), model(x)
+        done.set()
+
+    async def both():
+        started, done = asyncio.Event(), asyncio.Event()
+        return (await asyncio.gather(looks(started, done), runs(started, done)))[0]
+
+    assert len(asyncio.run(both()).calls("0.attn/softmax")) == 1
+
+
+def test_a_decorated_forward_and_one_given_to_the_instance_are_seen():
+    class Decorated(nn.Module):
+        @torch.no_grad()
+        def forward(self, x):
+            return torch.relu(x)
+
+    given = nn.Linear(2, 2)
+    given.forward = lambda x: torch.relu(x) + 1
+    for model in (Decorated(), given):
+        with hl.capture(model, "/relu") as record:
+            model(torch.ones(2))
+        assert torch.equal(record["/relu"], torch.ones(2))
+
+
+def test_nothing_is_kept_alive_after_the_with():
+    import gc
+    import weakref
+
+    model, x = transformer(), batch().requires_grad_()
+    with hl.capture(model, "0.attn/softmax") as record:
+        model(x)
+    ref = weakref.ref(record["0.attn/softmax"])
+    del record
+    gc.collect()
+    assert ref() is None
+
+
+def test_places_of_operations_are_printed_parsed_and_pickled():
+    import pickle
+
+    place = hl.Place("h.0.attn", "inputs", ("query",), "scaled_dot_product_attention#1")
+    assert place == "h.0.attn/scaled_dot_product_attention#1:inputs[query]"
+    assert pickle.loads(pickle.dumps(place)).operation == place.operation
+    model, x = transformer(), batch()
+    with hl.capture(model, "0.attn/softmax:inputs[input]") as record:
+        model(x)
+    (place,) = record.places()
+    assert (place.path, place.operation, place.port) == ("0.attn", "softmax", "inputs")
+    assert torch.equal(record[place], record["0.attn/softmax:inputs[input]"])
+    assert torch.equal(record[str(place)], record[place])
