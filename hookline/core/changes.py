@@ -33,9 +33,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-_ALIKE = (
-    "Keep the value's structure, shape, dtype, device, placement; hookline.hook checks nothing."
-)
+_LIKE = "Keep the value's structure, shape, dtype, device, placement; hookline.hook checks nothing."
 
 
 class Change:
@@ -99,7 +97,7 @@ class Change:
             shapes = f"{tuple(own.shape)} does not broadcast to the value's, {tuple(value.shape)}"
             raise self._unfit(call, f"A tensor of shape {shapes}.") from None
 
-    def _unfit(self, call: Call, found: str, remedy: str = _ALIKE) -> ChangeError:
+    def _unfit(self, call: Call, found: str, remedy: str = _LIKE) -> ChangeError:
         asked = f"{getattr(self, 'name', type(self).__name__)} was applied at {str(call.place)!r}."
         return ChangeError(asked, found, remedy)
 
