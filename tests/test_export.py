@@ -284,6 +284,8 @@ def test_what_a_script_module_uses_at_a_call_cannot_be_seen_and_the_remedy_works
         with pytest.raises(hl.NotHookable, match=r"calls cannot be seen.*hookline\.get_parameter"):
             verb.__enter__()
     assert torch.equal(hl.get_parameter(model, place), net().head.weight)
+    with pytest.raises(hl.PlaceNotFound, match=r"head\.weight, .*head\.bias"):
+        hl.get_parameter(model, place.removesuffix(".weight"))
     assert_clean_script(model)
 
 

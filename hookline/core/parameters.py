@@ -24,7 +24,7 @@ from hookline.core.hooks import Anchored
 from hookline.core.places import Target, Where, resolve
 from hookline.core.sites import Tap
 from hookline.core.snapshots import same_bits
-from hookline.core.tree import walk
+from hookline.core.tree import join, tensors_of, walk
 from hookline.errors import ChangeError, NotHookable, PlaceError, PlaceNotFound
 
 __all__ = ["Undo", "get_module", "get_parameter", "preserve", "replace_module", "swap"]
@@ -59,10 +59,9 @@ def _find(model: Any, wheres: Any, *ports: str, one: bool = False) -> list[Targe
     for target in targets.values():
         if target.port not in ports or target.parts:
             kind = " or ".join("module" if port == "output" else "parameter" for port in ports)
-            own = (*target.module._parameters, *target.module._buffers)
-            names = ", ".join(f"{target.path}.{name}".lstrip(".") for name in own) or "none"
+            names = ", ".join(join(target.path, name) for name, _ in tensors_of(target.module))
             module = kind == "parameter" and target.port == "output"
-            found = f"It is a module, with {names}." if module else f"That is no {kind}."
+            found = f"It is a module, with {names or 'none'}." if module else f"That is no {kind}."
             asked = f"A {kind} was asked for at {str(target.place)!r}."
             remedy = f"Give the path of a {kind}, without port or part."
             raise (PlaceNotFound if one else PlaceError)(asked, found, remedy)
