@@ -87,8 +87,13 @@ def test_the_counter_of_lines_counts_code_only():
 
 def test_only_the_sites_and_the_fast_tap_touch_hook_dicts():
     touching = {name for name, source in SOURCES.items() if names_used(source) & HOOK_DICTS}
-    assert touching <= {"core/sites.py", "core/captures.py", "core/hooks.py"}
+    reading = {"core/distributed.py"}
+    assert touching <= {"core/sites.py", "core/captures.py", "core/hooks.py", *reading}
     assert "core/sites.py" in touching
+    for name in reading:
+        for node in ast.walk(ast.parse(SOURCES[name])):
+            assert not isinstance(node, ast.Subscript) or node.ctx.__class__ is ast.Load, name
+            assert not isinstance(node, ast.Attribute) or node.attr not in ("pop", "update"), name
 
 
 def test_only_the_fast_tap_and_its_capture_touch_hook_dicts_in_captures():
@@ -218,7 +223,7 @@ def test_a_file_begins_with_a_docstring_and_is_short_or_says_why(name):
 def test_the_core_does_not_grow():
     # The aim is about 1,800 lines. This number only ever goes down.
     total = sum(lines_of_code(path.read_text()) for path in CORE)
-    assert total < 3_900, total
+    assert total < 3_800, total
 
 
 def test_no_file_is_named_like_a_public_function_or_a_drawer():

@@ -18,13 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from hookline.core import compiling
+from hookline.core.distributed import layouts, local, recover, recovers
 from hookline.core.hooks import Context
 from hookline.core.nested import Path, map_leaves, set_part
 from hookline.core.places import Request, Target, Where
 from hookline.core.recomputation import in_backward
 from hookline.core.records import Kept, Record
 from hookline.core.sites import ACTIVE, KEEP, KEYS, Frame, Site, Tap, add_place
-from hookline.core.slices import take
+from hookline.core.slices import check_at, take
 from hookline.core.snapshots import LAZY, duplicate, gradient_snapshot, settle, snapshot
 from hookline.errors import NeverFired, NotCaptured
 
@@ -86,6 +87,7 @@ class Options:
                 return copy.copy(leaf) if hasattr(kind, "__array_interface__") else leaf
             if self.detach or not leaf.requires_grad or leaf.is_inference():
                 return freeze(leaf)
+            local(leaf)  # what a collective still brings is waited for
             # Fused optimisers change parameters without a new version: a twin shows it.
             twin = duplicate(leaf) if isinstance(leaf, nn.Parameter) else None
             checks[id(leaf)] = (leaf._version, twin)
@@ -128,6 +130,7 @@ class CaptureTap(Tap):
     freeze = staticmethod(snapshot)
     shared: Set[tuple[int, Path]] = frozenset()  # gradients that come in shares, to be derived from
     waiting = True  # for stop=True: until it has fired
+    layouts: Sequence[Any] = ()  # how a tensor-parallel plan spreads the value
     # Of gradients: the structure of the value by call, and what arrived by call and backward pass.
     shapes: Mapping[int, tuple[Any, list[list[Path]]]] = MappingProxyType({})
     grads: Mapping[tuple[int, int], dict[Path, Kept]] = MappingProxyType({})
@@ -170,6 +173,13 @@ class CaptureTap(Tap):
             self.kept.append(kept)
         elif self.options.keep == "last" and not late:
             self.kept[0] = kept
+
+    def note_layouts(self) -> None:
+        """Before the module is let go of: how a tensor-parallel plan spreads its values."""
+        if self.options.at is None and self.options.transform is None:
+            found = layouts(self.target)
+            if found:
+                self.layouts = found
 
     def wants_late(self) -> bool:
         """Whether the input of a call that raised is of use."""
@@ -430,6 +440,7 @@ class capture(Context[CaptureTap]):
         return super().attach()
 
     def _tap(self, target: Target, ref: weakref.ref[Context[Any]]) -> CaptureTap:
+        check_at(self._options.at, target)
         tap = CaptureTap(target, ref, self._options)
         # Others may hold the address of parameters, buffers and the model's own arguments.
         if target.port == "value" or (target.module is self._model and "input" in target.port):
@@ -485,6 +496,11 @@ class capture(Context[CaptureTap]):
                 "stop=True was asked for at a gradient place. Gradients come after the forward. "
                 "Leave out stop, or the gradient places."
             )
+        if self._options.stop and not recovers(self._model):
+            raise ValueError(
+                "stop=True was asked for at a model that FSDP shards. This torch cannot go on "
+                "after a forward that ended early. Leave out stop."
+            )
         self._record = Record(list(self._taps.values()), self)
 
     def _result(self) -> Record:
@@ -511,6 +527,8 @@ class capture(Context[CaptureTap]):
         except NeverFired as missing:
             missing.record = self._record
             raise
+        if stopped:
+            recover(trace)
         return True if stopped else None
 
     def _verify(self) -> None:

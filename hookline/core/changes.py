@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hookline.core.distributed import alike, beside, placements
 from hookline.core.nested import Path, leaves, only_tensor, set_part, show_path
 from hookline.core.records import Record
 from hookline.core.sites import Call
@@ -32,7 +33,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-_ALIKE = "Keep the value's structure, shape, dtype, device; hookline.hook checks nothing."
+_LIKE = "Keep the value's structure, shape, dtype, device, placement; hookline.hook checks nothing."
 
 
 class Change:
@@ -56,7 +57,10 @@ class Change:
         path, old = (), value
         if not isinstance(value, Tensor):
             path, old = only_tensor(value, f"The value at {str(call.place)!r}")
-        new = _cast(self.apply(old, call), old.dtype)
+        if old.is_quantized:
+            remedy = "Give a function that dequantises it, changes it and quantises it again."
+            raise self._unfit(call, "The value is quantised.", remedy)
+        new = alike(_cast(self.apply(old, call), old.dtype), old)
         return set_part(value, path, self._fitting(old, new, call))
 
     def _fitting(self, value: Any, new: Any, call: Call) -> Any:
@@ -88,18 +92,18 @@ class Change:
         if own.ndim == 1 and image and value.shape[1] == len(own):
             own = own.view(-1, *[1] * (value.ndim - 2))
         try:
-            return own.expand(value.shape)
+            return beside(own, value).expand(value.shape)
         except RuntimeError:
             shapes = f"{tuple(own.shape)} does not broadcast to the value's, {tuple(value.shape)}"
             raise self._unfit(call, f"A tensor of shape {shapes}.") from None
 
-    def _unfit(self, call: Call, found: str, remedy: str = _ALIKE) -> ChangeError:
+    def _unfit(self, call: Call, found: str, remedy: str = _LIKE) -> ChangeError:
         asked = f"{getattr(self, 'name', type(self).__name__)} was applied at {str(call.place)!r}."
         return ChangeError(asked, found, remedy)
 
 
-def _kinds(value: Any) -> dict[Path, tuple[torch.Size, torch.dtype, torch.device]]:
-    return {path: (tensor.shape, tensor.dtype, tensor.device) for path, tensor in leaves(value)}
+def _kinds(value: Any) -> dict[Path, Any]:
+    return {path: (t.shape, t.dtype, t.device, placements(t)) for path, t in leaves(value)}
 
 
 def _shown(value: Any, path: Path) -> str:
@@ -126,7 +130,8 @@ def _draw(draw: Any, like: Tensor, seed: int | None, call: Call) -> Tensor:
     # Drawn on the CPU and in one precision, so that it is the same everywhere.
     wide = dtype if dtype.is_complex else torch.float32
     drawn = torch.empty(like.shape, dtype=wide, device="cpu")
-    return draw(drawn, generator=torch.Generator().manual_seed(number)).to(like.device, dtype)
+    draw(drawn, generator=torch.Generator().manual_seed(number))
+    return beside(drawn.to(like.device, dtype), like)
 
 
 @dataclass(frozen=True, eq=False)
@@ -371,7 +376,7 @@ class remove_direction(Change):
             raise self._unfit(call, f"{found}, along dim={self.dim}.")
         wide = torch.promote_types(self.direction.dtype, torch.float32)
         direction = self.direction.to(value.device, wide)
-        direction = direction / direction.abs().square().sum().sqrt()
+        direction = beside(direction / direction.abs().square().sum().sqrt(), value)
         moved = value.movedim(self.dim, -1)
         along = (moved * direction.conj()).sum(-1, keepdim=True)
         return (along * -direction + moved).movedim(-1, self.dim)  # torch has no `-` for bool

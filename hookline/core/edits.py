@@ -16,11 +16,12 @@ from torch import Tensor, nn
 
 from hookline.core import parameters
 from hookline.core.changes import Change, replace
+from hookline.core.distributed import copied
 from hookline.core.hooks import Context, takes_call
 from hookline.core.nested import Path, only_tensor
 from hookline.core.places import Request, Target, Where, resolve
 from hookline.core.sites import KEEP, Call, Frame, Tap, add_place
-from hookline.core.slices import put
+from hookline.core.slices import check_at, put
 from hookline.errors import ChangeError
 
 __all__ = ["edit"]
@@ -71,8 +72,24 @@ class _EditTap(Tap):
 
     def gradient(self, grad: Tensor, index: int, path: Path) -> Tensor | None:
         # A negative index: of a parameter or plain tensor, numbered by backward pass.
-        new = self.receive(grad.clone(), self.seen if index < 0 else index, False, None)
+        new = self.receive(copied(grad), self.seen if index < 0 else index, False, None)
         return None if new is KEEP else new
+
+
+class _Used:
+    """Looks whether calls use a swapped parameter; `torch.func.functional_call` brings others."""
+
+    def __init__(self, tap: Tap) -> None:
+        self.tap, self.target, self.tensor = tap, tap.target, tap.target.tensor()
+        self.seen: set[bool] = set()
+
+    def receive(self, value: Any, index: int, recomputed: bool, frame: Frame | None) -> None:
+        self.seen.add(value is self.tensor)
+
+    @property
+    def missed(self) -> bool:
+        """Whether all calls used others, put there for the time being."""
+        return self.seen == {False} and self.target.tensor() is self.tensor
 
 
 class edit(Context[_EditTap]):
@@ -138,6 +155,7 @@ class edit(Context[_EditTap]):
         return found
 
     def _tap(self, target: Target, ref: Any) -> _EditTap:
+        check_at(self._at, target)
         calls = None if target.port == "value" else self._calls
         return _EditTap(target, ref, self._changes_at[target.key], self._at, calls)
 
@@ -147,10 +165,18 @@ class edit(Context[_EditTap]):
             asked = "Some calls of a parameter or buffer were to be changed."
             raise ChangeError(asked, "It has none.", "Leave out calls=, or name its module.")
         for _, site in self._sites.values():
-            site.counted = self._calls is not None or bool(site.outputs)
-            if site.values:  # parameters are swapped now, not at each call
-                site.values, site.counted, site.changed = [], True, True
+            # Parameters are swapped now, and at each call only looked at.
+            site.changed = any(tap.target.port == "value" for tap in site.values)
+            site.counted = self._calls is not None or bool(site.outputs) or site.changed
+            site.values = [cast(Tap, _Used(t)) if t in values else t for t in site.values]
         parameters.swap(values, self._undo, attached=self._attached)
+
+    def _verify(self) -> None:
+        for used in [used for _, site in self._sites.values() for used in site.values]:
+            if isinstance(used, _Used) and used.missed:
+                used.tap.fired = 0
+                used.tap.explain(0, "its module was called with another tensor in its stead.")
+        super()._verify()
 
     def _stop(self) -> None:
         super()._stop()

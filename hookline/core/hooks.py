@@ -17,16 +17,18 @@ from collections.abc import Callable, Iterable
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar, cast
 
+import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils import hooks as torch_hooks
 
-from hookline.core import gradients
+from hookline.core import distributed, gradients
 from hookline.core.contexts import Entering
 from hookline.core.operations import Operation, not_called, refuse
 from hookline.core.places import Place, Request, Target, Where, resolve
 from hookline.core.sites import ACTIVE, KEEP, SERIALS, Call, Frame, Site, Tap, add_place
 from hookline.core.tree import walk
-from hookline.errors import ChangeError, HooklineWarning, NeverFired, PlaceError
+from hookline.errors import ChangeError, HooklineWarning, NeverFired, NotHookable, PlaceError
 
 __all__ = [
     "Anchored", "Attached", "Context", "attached", "first_names", "hook", "named_place", "silence",
@@ -108,8 +110,8 @@ class Context(Entering, Generic[T]):
         """Make what serves a target."""
         tap = self._taps[target.key] = self._tap(target, ref)
         module = target.module
-        if target.port == "value" and type(module).forward is nn.Module.forward:
-            module = self._caller_of(target)  # a ParameterList is never called
+        if target.port == "value":
+            module = self._caller_of(target)
         if target.operation is not None:
             home = _home(target)
             if home not in self._sites:
@@ -120,14 +122,33 @@ class Context(Entering, Generic[T]):
             self._sites[id(module)] = (module, Site(module, ref, owner))
         self._sites.setdefault(target.ident, self._sites[id(module)])[1].add(tap)
         if target.port == "grad":
-            gradients.watch_tensor(tap, target.tensor())
+            if distributed.is_gathered(target.module) or is_lazy(cast(Tensor, target.tensor())):
+                self._watch_later(tap, ref, owner)
+            else:
+                gradients.watch_tensor(tap, target.tensor())
             if self._attached and isinstance(self._model, Tensor):
                 # There is no module whose hooks could keep this alive: a hook of the tensor does.
                 self._handles.append(self._model.register_hook(_Keeper(self)))
 
+    def _watch_later(self, tap: Tap, ref: weakref.ref[Any], owner: int | None) -> None:
+        module = distributed.gatherer(self._model, tap.target.path) or tap.target.module
+        _, site = self._sites.setdefault(id(module), (module, Site(module, ref, owner)))
+        site.values = [*site.values, cast(Tap, distributed.Gathered(tap))]
+
     def _caller_of(self, target: Target) -> nn.Module:
-        path = target.path
-        while path:
+        """The module whose calls show a parameter: its own, or the next above that is called."""
+        module, path = target.module, target.path
+        if isinstance(module, torch.jit.ScriptModule):
+            if self._verb == "edit":  # which swaps it now, not at a call
+                return module
+            raise NotHookable(
+                f"The value of {str(target.place)!r} was asked for at each call:",
+                "it is in a ScriptModule, whose calls cannot be seen.",
+                f"Read it with hookline.get_parameter(model, {str(target.place)!r}).",
+            )
+        if type(module).forward is not nn.Module.forward:
+            return module
+        while path:  # a ParameterList is never called
             path = path.rpartition(".")[0]
             module = self._model.get_submodule(path)
             if type(module).forward is not nn.Module.forward:
@@ -243,7 +264,7 @@ def silence(tap: Tap, site: Site, model: Any, names: dict[int, str]) -> str:
     if isinstance(site, Operation) and not site.count:
         return not_called(target.operation or "", site.names)
     if target.port == "grad":
-        return (
+        return tap.silent or (
             "no gradient arrived. No backward ran inside the `with`, the loss does not depend on "
             "it, or only others were asked for (torch.autograd.grad, inputs=)."
         )
@@ -332,7 +353,7 @@ class _HookTap(Tap):
     def gradient(self, grad: Tensor, index: int, path: tuple[Any, ...]) -> Tensor | None:
         if index < 0:  # of a parameter or plain tensor: numbered by backward pass
             index = self.fired
-        new = self.receive(grad.clone(), index, False, None)
+        new = self.receive(distributed.copied(grad), index, False, None)
         return None if new is KEEP else new
 
 

@@ -19,11 +19,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version, saved_tensors_hooks
 
+from hookline.core.distributed import gatherer, is_gathered, placements, reshard
 from hookline.core.hooks import Anchored
 from hookline.core.places import Target, Where, resolve
 from hookline.core.sites import Tap
 from hookline.core.snapshots import same_bits
-from hookline.core.tree import walk
+from hookline.core.tree import join, tensors_of, walk
 from hookline.errors import ChangeError, NotHookable, PlaceError, PlaceNotFound
 
 __all__ = ["Undo", "get_module", "get_parameter", "preserve", "replace_module", "swap"]
@@ -58,10 +59,9 @@ def _find(model: Any, wheres: Any, *ports: str, one: bool = False) -> list[Targe
     for target in targets.values():
         if target.port not in ports or target.parts:
             kind = " or ".join("module" if port == "output" else "parameter" for port in ports)
-            own = (*target.module._parameters, *target.module._buffers)
-            names = ", ".join(f"{target.path}.{name}".lstrip(".") for name in own) or "none"
+            names = ", ".join(join(target.path, name) for name, _ in tensors_of(target.module))
             module = kind == "parameter" and target.port == "output"
-            found = f"It is a module, with {names}." if module else f"That is no {kind}."
+            found = f"It is a module, with {names or 'none'}." if module else f"That is no {kind}."
             asked = f"A {kind} was asked for at {str(target.place)!r}."
             remedy = f"Give the path of a {kind}, without port or part."
             raise (PlaceNotFound if one else PlaceError)(asked, found, remedy)
@@ -177,9 +177,14 @@ def swap(taps: Iterable[Tap], undo: Undo, attached: bool) -> None:
     """Change the data of the parameters at taps."""
     for tap in taps:
         tensor = tap.target.tensor()
+        asked = f"The value of {str(tap.place)!r} was to be changed."
         if tensor is None or nn.parameter.is_lazy(tensor):
-            asked = f"The value of {str(tap.place)!r} was to be changed."
             raise NotHookable(asked, "It has none yet: it is lazy.", "Run the model once before.")
+        gathered = is_gathered(tap.target.module) and isinstance(tensor, nn.Parameter)
+        if gathered or placements(tensor) is not None:
+            found = "It is kept in shards, one on each rank, which cannot be swapped."
+            remedy = "Change it in place, under torch.no_grad(), within hookline.preserve(model)."
+            raise NotHookable(asked, found, remedy)
         with torch.no_grad(), torch.inference_mode(tensor.is_inference()):
             new = tap.receive(tensor.detach().clone(), 0, False, None)
             new = torch.empty_like(tensor).copy_(new)  # nobody else's memory
@@ -253,7 +258,14 @@ class preserve(_PutsBack):
 
     def _start(self, attached: bool) -> None:
         tensors: dict[int, Any] = {}
+        reshard(self._model)
         for target in _find(self._model, self._wheres or ("",), "output", "value"):
+            if is_gathered(target.module) and gatherer(self._model, target.path) is None:
+                raise NotHookable(
+                    f"The parameters at {str(target.place)!r} were to be preserved.",
+                    "FSDP gathers them from outside of the model that was given.",
+                    "Give the whole model, and name the places in it.",
+                )
             only = target.attribute
             for owner in [target.module] if only else [module for _, module in walk(target.module)]:
                 for table in (owner._parameters, owner._buffers):
@@ -265,6 +277,7 @@ class preserve(_PutsBack):
             if tensor is not None and not nn.parameter.is_lazy(tensor):
                 old = tensor.data, tensor.detach().clone(), tensor.requires_grad
                 self._undo.append(partial(_restore, tensor, *old))
+        self._undo.append(partial(reshard, self._model))
 
 
 def _register(owner: nn.Module, table: dict[str, Any], before: dict[str, Any], name: str) -> None:

@@ -253,7 +253,7 @@ class _Query:
                 targets.append(Target(module, path, port, parts, None, request.operation))
             elif request.literal:
                 raise NotHookable(f"A hook at {request.asked} was asked for:", *problem)
-            elif isinstance(module, jit.ScriptModule):
+            elif isinstance(module, jit.ScriptModule) or problem[1] == _EXPORTED:
                 request.refused[Place(path, port, parts)] = problem[0]
 
     def _not_found(self, request: Request, text: str, names: tuple[Any, ...]) -> PlaceNotFound:
@@ -266,6 +266,9 @@ class _Query:
                 found = f"{name!r} is parametrised: it is computed at each use."
                 remedy = f"Name {full!r}, or {' and '.join(originals)} for its parameters."
                 return _nothing(request, found, remedy)
+            if callable(getattr(type(owner), name, None)):  # a quantised module packs its weight
+                call = f"hookline.get_module(model, {'.'.join(above)!r}).{name}()"
+                return _nothing(request, f"{name!r} is a method there.", f"Call {call}.")
             if getattr(owner, name, 0) is None:
                 found = f"{name!r} is there, but it is None."
         return _nothing(request, found or _closest(self.model, text))
@@ -302,6 +305,7 @@ def _is_pair(where: tuple[Any, ...]) -> bool:
     return len(where) == 2 and isinstance(where[1], str) and where[1][:1] in (":", "[")
 
 
+_EXPORTED = "Use torch.export.unflatten(exported_program), or the model before the export."
 _fine: set[type[nn.Module]] = set()  # types at whose modules hooks can fire, as far as seen
 
 
@@ -311,10 +315,14 @@ def _problem(module: nn.Module) -> tuple[str, str] | None:
     if isinstance(module, jit.ScriptModule):
         reason = "it is a ScriptModule, which runs outside Python and takes no hooks."
         return reason, "Use the model before torch.jit.script or torch.jit.trace."
-    if kind.forward is not nn.Module.forward:
+    guards = f"{kind.__module__}.{kind.__name__}" == "torch.export._unlift.GuardsFn"
+    if kind.forward is not nn.Module.forward and not guards:
         _fine.add(kind)
-    if kind in _fine or "forward" in module.__dict__:  # one given to the instance is called, too
-        return None
+    if kind in _fine or ("forward" in module.__dict__ and not guards):
+        return None  # a forward given to the instance is called, too
+    if guards or (kind is nn.Module and all(_problem(child) for child in module.children())):
+        reason = "it is a bare Module, as an exported program has: its graph calls operations only."
+        return reason, _EXPORTED
     reason = f"it is a {kind.__name__}, which has no forward of its own: nothing passes through."
     return reason, "Name its children, as in 'layers.*'."
 

@@ -11,13 +11,14 @@ import difflib
 import operator
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, SupportsIndex, cast
 
 import torch
 from torch import Tensor, nn
 
-from hookline.core import tables
+from hookline.core import distributed, tables
 from hookline.core.grammar import parse_port
 from hookline.core.hooks import first_names, named_place, silence
 from hookline.core.nested import Path, get_part, leaves, map_leaves, only_tensor, show_path
@@ -83,6 +84,7 @@ class Record:
         if source is None:
             return
         self._source = None
+        planned = distributed.has_plans()
         for tap in self._taps:
             if not tap.kept:
                 if tap.guards:
@@ -90,6 +92,8 @@ class Record:
                 if not tap.grads:
                     site = self._sites[tap.target.key] = source._site_of(tap)
                     site.module = None
+            if planned:
+                tap.note_layouts()
             tap.target.module = tap.module = _GONE
         for request in source._requests:
             if request.refused:
@@ -101,6 +105,11 @@ class Record:
         """The value at a place, or with `record[place, n]` that of its n-th call."""
         where, call = _split(key)
         tap, parts = self._find(where)
+        index, kept = self._pick(tap, call)
+        return self._read(tap, kept, parts, index)
+
+    def _pick(self, tap: CaptureTap, call: int | None) -> tuple[int, Kept | None]:
+        """What is kept of one call, or of the only one."""
         kept = self._kept(tap)
         if call is None:
             if len(kept) > 1:
@@ -118,7 +127,7 @@ class Record:
                 f"There are {len(kept)} calls, from 0.",
                 "record.calls(place) gives all of them.",
             )
-        return self._read(tap, kept[call][1], parts, kept[call][0])
+        return kept[call]
 
     def calls(self, where: Any) -> list[Any]:
         """The values at a place, always a list: one a call; for gradients one a call and pass."""
@@ -151,6 +160,25 @@ class Record:
     def stack(self, where: Any, dim: int = 0) -> Tensor:
         """The tensors of all calls at a place, stacked along a new dimension."""
         return torch.stack(self._tensors(where), dim)
+
+    def placement(self, where: Any, call: int = 0) -> tuple[Any, ...] | None:
+        """How the only tensor at a place is spread over ranks: a placement for each mesh dimension.
+
+        Those of a DTensor, or those that the plan of `parallelize_module` gives what a module
+        returns: a plain tensor that is only this rank's part. None if neither is known, as for all
+        tensors of a model that is not spread.
+        """
+        tap, parts = self._find(where)
+        kept = self._pick(tap, call)[1]
+        if kept is None:
+            return None
+        path, tensor = only_tensor(get_part(kept[0], parts), f"The value at {where!r}")
+        return self._spread(tap, (*parts, *path), tensor)
+
+    def _spread(self, tap: CaptureTap, path: Path, tensor: Tensor) -> tuple[Any, ...] | None:
+        if self._source is not None:
+            tap.note_layouts()
+        return distributed.spread(tensor, tap.layouts, (*tap.target.parts, *path))
 
     def _tensors(self, where: Any) -> list[Tensor]:
         return [only_tensor(value, f"The value at {where!r}")[1] for value in self.calls(where)]
@@ -241,7 +269,8 @@ class Record:
             if not entries:
                 rows.append((str(place), "0", "-", "-", "never fired"))
             else:
-                rows += tables.rows_of(place, [entry[0] for entry in entries], entries[0][1])
+                values = [entry[0] for entry in entries]
+                rows += tables.rows_of(place, values, entries[0][1], partial(self._spread, tap))
         size = tables.show_bytes(self.nbytes)
         title = f"Record of {len(self.places())} places, {count} values, {size}"
         return title, rows
@@ -398,17 +427,17 @@ def _unreadable(tensor: Tensor, version: int | None, twin: Tensor | None) -> tup
             "Return it from the transformed function, or capture outside.",
         )
     if version is not None:
+        plain = tensor.layout is torch.strided and not tensor.is_meta and tensor.numel()
+        if plain and not tensor.untyped_storage().nbytes():  # before it is compared with a twin
+            return (
+                "It was kept attached, and its memory was freed since.",
+                "Capture with detach=True to keep a copy.",
+            )
         changes = tensor._version - version
         if changes or (twin is not None and not same_bits(tensor.detach(), twin)):
             return (
                 f"It was kept attached, and was changed in place {changes or 'some'} times since.",
                 "Capture with detach=True to keep it as it was, or read it before the change.",
-            )
-        plain = tensor.layout is torch.strided and not tensor.is_meta and tensor.numel()
-        if plain and not tensor.untyped_storage().nbytes():
-            return (
-                "It was kept attached, and its memory was freed since.",
-                "Capture with detach=True to keep a copy.",
             )
     return None
 

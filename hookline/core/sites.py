@@ -85,6 +85,7 @@ class Tap:
     # Why a call gave nothing, by call and path; and hooks that may have been lost.
     reasons: Mapping[tuple[int, Path], tuple[str, str]] = MappingProxyType({})
     guards: Sequence[Any] = ()
+    silent = ""  # what to say if nothing happened, where more is known than usual
 
     def __init__(self, target: Target, context: weakref.ref[Context[Any]]) -> None:
         self.target = target

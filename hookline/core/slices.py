@@ -2,6 +2,7 @@
 
 - `take(value, at)`: the slice
 - `put(value, at, change)`: the same value with the slice changed
+- `check_at(at, target)`: whether a slice makes sense at a place
 - `heads(*which, of=n)`: the columns of some attention heads
 - `last_token(mask)`: the last position of each sequence that is not padding
 """
@@ -9,15 +10,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from hookline.core.distributed import alike, beside, layouts, whole
 from hookline.core.nested import only_tensor, set_part
+from hookline.core.places import Target
 from hookline.errors import ChangeError
 
-__all__ = ["heads", "last_token", "put", "take"]
+__all__ = ["check_at", "heads", "last_token", "put", "take"]
 
 
 class heads:
@@ -81,6 +84,17 @@ class last_token:
         return batch, (mask * positions).argmax(1)
 
 
+def check_at(at: Any, target: Target) -> None:
+    """Refuse heads of a value that is only this rank's part: they are counted over the whole."""
+    for planned in layouts(target) if isinstance(at, heads) else ():
+        if any(getattr(placement, "dim", 0) not in (0, 1) for placement in planned or ()):
+            raise ChangeError(
+                f"{at!r} was asked for at {str(target.place)!r}.",
+                f"The value there is only this rank's part of it: {planned}.",
+                "Give an index into that part, such as np.s_[..., :64].",
+            )
+
+
 def take(value: Any, at: Any) -> Any:
     """The slice of the only tensor in a value, or what a function makes of the value.
 
@@ -106,11 +120,15 @@ def put(value: Any, at: Any, change: Callable[[Tensor], Tensor]) -> Any:
             "Give an index such as np.s_[:, -1], hookline.heads(...) or hookline.last_token(...).",
         )
     path, tensor = only_tensor(value)
-    index = _index(tensor, at)
-    changed = tensor.clone()
-    changed[index] = change(tensor[index].clone())
-    return set_part(value, path, changed)
+    changed = whole(tensor).clone()
+    index = _index(changed, at)
+    changed[index] = change(changed[index].clone())
+    return set_part(value, path, alike(changed, tensor))
 
 
 def _index(tensor: Tensor, at: Any) -> Any:
-    return at.index(tensor) if isinstance(at, (heads, last_token)) else at
+    at = at.index(tensor) if isinstance(at, (heads, last_token)) else at
+    if type(tensor) is Tensor:
+        return at
+    steps = cast("tuple[Any, ...]", at) if isinstance(at, tuple) else (at,)
+    return tuple(beside(step, tensor) if isinstance(step, Tensor) else step for step in steps)

@@ -17,6 +17,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from hookline.core.distributed import copied, local
+
 __all__ = ["LAZY", "duplicate", "gradient_snapshot", "same_bits", "settle", "snapshot"]
 
 # Private, so detected; checked on torch 2.13. Without them every snapshot is a clone.
@@ -53,9 +55,10 @@ gradient_snapshot = partial(snapshot, exported=False)
 
 def duplicate(tensor: Tensor) -> Tensor:
     """A detached copy; the tensor itself where torch cannot copy it."""
-    tensor = tensor.detach()
+    if tensor.requires_grad:  # else it stays as it is: detaching drops a forward-mode tangent
+        tensor = tensor.detach()
     try:
-        return tensor.clone()
+        return copied(tensor)
     except RuntimeError:  # some quantised tensors
         return tensor
 
@@ -85,7 +88,7 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
         return one.is_meta and other.is_meta
     if one.is_quantized:  # to view one as bytes crashes the process
         return torch.equal(one, other)
-    try:
-        return torch.equal(*(t.reshape(-1).view(torch.uint8) for t in (one, other)))
+    try:  # of a DTensor what is here: to compare all of it, every rank would have to take part
+        return torch.equal(*(local(t).reshape(-1).view(torch.uint8) for t in (one, other)))
     except RuntimeError:  # no view as bytes: sparse, freed
         return False

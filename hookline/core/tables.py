@@ -1,6 +1,6 @@
 """Small tables: what a record looks like as text and in a notebook.
 
-- `rows_of(place, values, checks)`: the rows for one place
+- `rows_of(place, values, checks, spread)`: the rows for one place
 - `as_text(title, rows)`, `as_html(title, rows)`: a table
 - `bytes_of(tensor)`, `show_bytes(n)`: a size, and a size for people
 """
@@ -8,12 +8,13 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from hookline.core.nested import children, leaves, show_path
+from hookline.core.distributed import local, placements
+from hookline.core.nested import Path, children, leaves, show_path
 
 __all__ = ["as_html", "as_text", "bytes_of", "describe", "rows_of", "show_bytes"]
 
@@ -32,8 +33,9 @@ def show_bytes(count: int) -> str:
 
 
 def bytes_of(tensor: Tensor) -> int:
-    """The bytes of a tensor, also of one without a plain storage."""
+    """The bytes of a tensor, also of one without a plain storage; of a DTensor those held here."""
     try:
+        tensor = local(tensor)
         pieces = (tensor._values(), tensor._indices()) if tensor.is_sparse else (tensor,)
         return sum(piece.nbytes for piece in pieces)
     except RuntimeError:
@@ -48,16 +50,23 @@ def _shape(tensor: Tensor) -> str:
 
 
 def describe(tensor: Tensor) -> str:
-    """The shape and dtype of a tensor.
+    """The shape and dtype of a tensor, and how it is spread over ranks, if it is.
 
     >>> import torch
     >>> describe(torch.zeros(2, 3))
     '(2, 3) float32'
     """
-    return f"{_shape(tensor)} {str(tensor.dtype).removeprefix('torch.')}"
+    spread = placements(tensor)
+    kind = f"{_shape(tensor)} {str(tensor.dtype).removeprefix('torch.')}"
+    return f"{kind} {spread}" if spread else kind
 
 
-def rows_of(place: str, values: Sequence[Any], checks: Any) -> list[tuple[str, ...]]:
+def rows_of(
+    place: str,
+    values: Sequence[Any],
+    checks: Any,
+    spread: Callable[[Path, Tensor], tuple[Any, ...] | None],
+) -> list[tuple[str, ...]]:
     """One row for each tensor in the values of a place; shapes that vary are marked."""
     first, others = values[0], [dict(leaves(value)) for value in values[1:]]
     place, count = place or "''", str(len(values))  # '' is the model itself
@@ -68,7 +77,8 @@ def rows_of(place: str, values: Sequence[Any], checks: Any) -> list[tuple[str, .
             shape += " varies"
         attached = isinstance(checks, int) or id(tensor) in (checks or ())
         dtype = str(tensor.dtype).removeprefix("torch.")
-        rows.append((place + show_path(path), count, shape, dtype, "attached" if attached else ""))
+        notes = ["attached"] * attached + [str(p) for p in spread(path, tensor) or ()]
+        rows.append((place + show_path(path), count, shape, dtype, ", ".join(notes)))
     if not rows:
         plain = children(first) is not None or issubclass(type(first), _PLAIN)
         rows.append((place, count, type(first).__name__, "-", "" if plain else "kept by reference"))
