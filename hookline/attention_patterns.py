@@ -25,7 +25,7 @@ from hookline.core.operations import Operation
 from hookline.core.places import Place, Request, Target, Where, select
 from hookline.core.records import Record
 from hookline.core.sites import Frame
-from hookline.core.snapshots import settle
+from hookline.core.snapshots import settle, snapshot
 from hookline.core.tree import walk
 from hookline.errors import NeverFired, NotCaptured, NotHookable, PlaceError, SeveralCalls
 
@@ -84,7 +84,7 @@ def _of_layer(need_weights: bool = True, **inputs: Any) -> Tensor:
 def _compute(operation: str, kept: Any, dtype: torch.dtype | None) -> Tensor:
     """The pattern of a call, in float32 at least, then in the dtype of the query or another."""
     if operation == _SOFTMAX:
-        return kept if dtype is None else kept.to(dtype)
+        return snapshot(kept) if dtype in (None, kept.dtype) else kept.to(dtype)
 
     def widen(value: Any) -> Any:
         if not isinstance(value, Tensor) or not value.is_floating_point():
