@@ -5,6 +5,8 @@ the pattern afterwards: queries, keys, mask and scale are kept, and the kernel s
 
 - `attention`: keep what the patterns follow from, while a `with` block runs
 - `Patterns`: the patterns by place and call, computed when they are read
+
+A little long: what is kept of a call and what is computed from it stand together.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from hookline.core.operations import Operation
 from hookline.core.places import Place, Request, Target, Where, select
 from hookline.core.records import Record
 from hookline.core.sites import Frame
-from hookline.core.snapshots import settle, snapshot
+from hookline.core.snapshots import duplicate, settle, snapshot
 from hookline.core.tree import walk
 from hookline.errors import NeverFired, NotCaptured, NotHookable, PlaceError, SeveralCalls
 
@@ -34,6 +36,7 @@ __all__ = ["Patterns", "attention"]
 _SDPA, _MHA, _SOFTMAX = "scaled_dot_product_attention", "multi_head_attention_forward", "softmax"
 # Where a module calls several of them, the first is its attention.
 _PORTS = {_SDPA: ("inputs",), _MHA: ("inputs",), _SOFTMAX: ("output", "inputs")}
+_NAMES = {5: "is_causal"}  # given by position: torch has no signature of the kernel that names it
 # Not needed for a pattern; of the last two, something smaller stands in.
 _UNNEEDED = {_SDPA: {"value"}, _MHA: {"out_proj_weight", "out_proj_bias"}}
 
@@ -74,7 +77,7 @@ def _of_layer(need_weights: bool = True, **inputs: Any) -> Tensor:
         "out_proj_weight": query.new_zeros(1, query.shape[-1]), "out_proj_bias": None,
         "training": False, "need_weights": True, "average_attn_weights": False,
     }  # fmt: skip
-    pattern = F.multi_head_attention_forward(**inputs)[1]
+    pattern = cast(Tensor, F.multi_head_attention_forward(**inputs)[1])
     if not need_weights and not query.isnan().any() and not key.isnan().any():
         # It ran a kernel, which gives zeros where nothing may be attended to.
         pattern = pattern.masked_fill(pattern.isnan().all(-1, keepdim=True), 0.0)
@@ -102,19 +105,21 @@ def _compute(operation: str, kept: Any, dtype: torch.dtype | None) -> Tensor:
     return pattern.to(dtype or query.dtype)
 
 
-def _shape_of(operation: str, kept: Any) -> tuple[int, ...]:
+def _shape_of(operation: str, kept: Any) -> str:
     """The shape of a pattern, without computing it."""
     if operation == _SOFTMAX:
-        return tuple(kept.shape)
+        return str(tuple(kept.shape))
     query, key = kept["query"], kept["key"]
+    if query.is_nested:
+        return "nested"
     if operation == _SDPA:
-        others = query.shape[:-2] if kept.get("enable_gqa") else key.shape[:-2]
-        batch = torch.broadcast_shapes(query.shape[:-2], others)
-        return (*batch, query.shape[-2], key.shape[-2])
+        heads = [query, query if kept.get("enable_gqa") else key]
+        batch: tuple[int, ...] = torch.broadcast_shapes(*(one.shape[:-2] for one in heads))
+        return str((*batch, query.shape[-2], key.shape[-2]))
     static = kept.get("static_k")
     keys = key.shape[0] if static is None else static.shape[1]
     keys += (kept.get("bias_k") is not None) + bool(kept.get("add_zero_attn"))
-    return (*query.shape[1:-1], kept["num_heads"], query.shape[0], keys)
+    return str((*query.shape[1:-1], kept["num_heads"], query.shape[0], keys))
 
 
 def _remarks_on(operation: str, kept: Any) -> str:
@@ -204,7 +209,7 @@ class Patterns:
         count = 0
         for place, (operation, kept) in self._found().items():
             shapes = [_shape_of(operation, one) for one in kept]
-            shape = f"{shapes[0]} varies" if len(set(shapes)) > 1 else str(shapes[0])
+            shape = f"{shapes[0]} varies" if len(set(shapes)) > 1 else shapes[0]
             tensor = kept[0] if operation == _SOFTMAX else kept[0]["query"]
             dtype = str(self._dtype or tensor.dtype).removeprefix("torch.")
             remarks = " | ".join(dict.fromkeys(_remarks_on(operation, one) for one in kept))
@@ -285,8 +290,8 @@ class _Tap(CaptureTap):
         if operation == _SOFTMAX:
             value = self._of_softmax(value)
         else:
-            unneeded = _UNNEEDED[operation]
-            value = {name: one for name, one in value.items() if name not in unneeded}
+            value = {_NAMES.get(name, name): one for name, one in value.items()}
+            value = {name: value[name] for name in value if name not in _UNNEEDED[operation]}
             mask = value.get("attn_mask")
             if hasattr(mask, "_materialize"):  # torch.nn.attention.bias, which holds no numbers
                 value["attn_mask"] = mask._materialize(value["query"].device)
@@ -379,11 +384,10 @@ class attention(capture):
         return targets
 
     def _tap(self, target: Target, ref: weakref.ref[Any]) -> CaptureTap:
-        plain = super()._tap(target, ref)
         tap = _Tap(target, ref, self._options)
         tap.named = target.key in self._by_name
-        if "freeze" in vars(plain):
-            tap.freeze = plain.freeze
+        if target.module is self._model:
+            tap.freeze = duplicate  # pyright: ignore - others may hold the address of arguments
         return tap
 
     def _prepared(self) -> None:
@@ -433,15 +437,19 @@ class attention(capture):
         looks.sort(key=lambda step: not called.get(id(step[1])))
         shown = [
             f"{path!r} ({type(module).__name__}, which "
-            + (f"called {', '.join(names)})" if (names := called.get(id(module))) else "was not seen)")
+            + (
+                f"called {', '.join(names)})"
+                if (names := called.get(id(module)))
+                else "was not seen)"
+            )
             for path, module in looks[:3]
         ]
         path = looks[0][0] if looks else "path"
         softmax = any("softmax" in called.get(id(module), ()) for _, module in looks)
         return NeverFired(
             f"Attention patterns at {request.asked} were asked for.",
-            f"None of its {len(asked)} modules called {_SDPA}, {_MHA}, or a softmax over the last "
-            f"of four dimensions. What looks like attention: {'; '.join(shown) or 'nothing'}.",
+            f"No module there called {_SDPA}, {_MHA}, or a softmax over the last of four "
+            f"dimensions. What looks like attention: {'; '.join(shown) or 'nothing'}.",
             f"If what softmax gives is the pattern, name it: '{path}/softmax'."
             if softmax
             else f"List what a module calls with hookline.select(model, '{path}/*', inputs=batch), "

@@ -6,6 +6,7 @@ Models of transformers are compared with their own attentions in the eager imple
 import copy
 import gc
 import threading
+import warnings
 import weakref
 
 import pytest
@@ -303,7 +304,7 @@ def test_calls_are_numbered_and_reading_one_of_several_asks_for_its_number():
     assert len(list(patterns.items())) == 4
     with pytest.raises(hl.SeveralCalls, match=r"There are 2 of them.*patterns\['0.attn', n\]"):
         patterns["0.attn"]
-    with pytest.raises(hl.NotCaptured, match="Call 2|call 2 at '0.attn'.*There are 2 calls"):
+    with pytest.raises(hl.NotCaptured, match=r"call 2 at '0.attn'.*There are 2 calls"):
         patterns["0.attn", 2]
 
 
@@ -371,7 +372,7 @@ def test_places_are_read_by_module_and_by_other_names_and_when_the_model_is_gone
     assert "two" in patterns
     assert "fc" not in patterns
     assert "nowhere" not in patterns
-    with pytest.raises(hl.NotCaptured, match="'fc' was asked for.*patterns at 'one'.*table"):
+    with pytest.raises(hl.NotCaptured, match=r"'fc' was asked for.*patterns at 'one'.*table"):
         patterns["fc"]
     with pytest.raises(hl.PlaceNotFound, match="nowhere"):
         patterns["nowhere"]
@@ -599,8 +600,8 @@ def test_a_model_without_attention_is_an_error_that_says_what_looks_like_it():
         model[0]["attn"](batch())
     text = str(error.value)
     assert "'0.attn' were asked for" in text
-    assert "None of its 1 modules called scaled_dot_product_attention" in text
-    assert "'0.attn' (Odd, which called matmul, exp, sum, div)" in text
+    assert "No module there called scaled_dot_product_attention" in text
+    assert "'0.attn' (Odd, which called mT, matmul, exp, sum, div)" in text
     assert "'1.attn' (Attention, which was not seen)" in text
     assert "select(model, '0.attn/*', inputs=batch)" in text
     assert_clean(model)
@@ -609,7 +610,7 @@ def test_a_model_without_attention_is_an_error_that_says_what_looks_like_it():
 def test_a_named_module_without_a_pattern_is_an_error_though_others_have_one():
     model = transformer()
     with (
-        pytest.raises(hl.NeverFired, match="Attention patterns at '1.mlp' were asked for"),
+        pytest.raises(hl.NeverFired, match=r"Attention patterns at '1.mlp' were asked for"),
         hl.attention(model, ["*.attn", "1.mlp"]),
     ):
         model(batch())
@@ -637,7 +638,7 @@ def test_what_can_have_no_pattern_is_refused_at_once():
     assert_clean(model)
 
 
-def test_calls_of_another_thread_are_the_reason_given():
+def test_calls_of_another_thread_are_not_seen_and_are_the_reason_given():
     model, x = transformer(), batch()
 
     def run():
@@ -645,6 +646,11 @@ def test_calls_of_another_thread_are_the_reason_given():
         thread.start()
         thread.join()
 
+    with (
+        pytest.raises(hl.NeverFired, match="from another thread or task"),
+        hl.attention(model),
+    ):
+        run()
     with hl.attention(model) as patterns:
         run()
         model(x)
@@ -653,9 +659,12 @@ def test_calls_of_another_thread_are_the_reason_given():
 
 def test_nested_tensors_are_refused_on_reading():
     model = Kernel()
-    q = torch.nested.nested_tensor([torch.randn(2, 3, 4), torch.randn(2, 5, 4)])
-    with hl.attention(model) as patterns:
+    with warnings.catch_warnings(), hl.attention(model) as patterns:
+        warnings.simplefilter("ignore")  # torch says that they may change
+        parts = [torch.randn(3, 2, 4), torch.randn(5, 2, 4)]
+        q = torch.nested.nested_tensor(parts, layout=torch.jagged).transpose(1, 2)
         model(q, q, q)
+    assert "nested" in repr(patterns)
     with pytest.raises(hl.NotCaptured, match=r"nested tensors.*padded"):
         patterns[""]
 
@@ -699,7 +708,7 @@ def fast_and_eager(name):
     # Fresh weights are so small that every pattern would be nearly even.
     for one in (fast, eager):
         for parameter in one.parameters():
-            parameter.data.mul_(8.0 if parameter.ndim > 1 else 1.0)
+            parameter.data.mul_(15.0 if parameter.ndim > 1 else 1.0)
     return fast, eager
 
 
@@ -738,7 +747,7 @@ def test_patterns_equal_the_attentions_of_the_eager_implementation(name, padded)
     for place, found, truth in zip(patterns, patterns.items(), expected, strict=True):
         torch.testing.assert_close(found[1], truth, rtol=1e-4, atol=1e-5)
         assert torch.equal(written[place], truth)
-    assert_clean(fast, eager)
+    assert_clean(fast)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
