@@ -23,6 +23,7 @@ from torch.nn import functional as F
 
 from hookline.core import tables
 from hookline.core.captures import CaptureTap, capture
+from hookline.core.grammar import escape
 from hookline.core.operations import Operation
 from hookline.core.places import Place, Request, Target, Where, select
 from hookline.core.records import Record
@@ -413,48 +414,40 @@ class attention(capture):
 
     def _nothing(self, request: Request) -> NeverFired:
         """The error for modules without a pattern: what looks like attention, and what it calls."""
-        called: dict[int, Mapping[str, None]] = {
-            id(module): site.names
-            for module, site in self._sites.values()
-            if isinstance(site, Operation)
-        }
-        foreign = sum(site.foreign for _, site in self._sites.values())
-        if foreign:
-            reason = self.reason(next(t for t in self._taps.values() if self._site_of(t).foreign))
-            return NeverFired(
-                f"Attention patterns at {request.asked} were asked for.",
-                reason,
-                "Run the model where the `with` is.",
-            )
-        asked = {target.ident for target in request.targets}
-        looks = [
-            (path, module)
-            for path, module in walk(self._model)
-            if (request.literal and id(module) in asked)
-            or "attention" in type(module).__name__.lower()
-            or path.rpartition(".")[2].lower() in ("attn", "attention")
-        ]
+        asked = f"Attention patterns at {request.asked} were asked for."
+        for tap in self._taps.values():
+            if self._site_of(tap).foreign:  # a task's: calls of other threads are never seen
+                return NeverFired(asked, self.reason(tap), "Run the model where the `with` is.")
+        sites = [(id(module), cast(Operation, site)) for module, site in self._sites.values()]
+        called: dict[int, Mapping[str, None]] = {ident: site.names for ident, site in sites}
+        named = {target.ident for target in request.targets if request.literal}
+        looks = [step for step in walk(self._model) if id(step[1]) in named or _looks(*step)]
         looks.sort(key=lambda step: not called.get(id(step[1])))
-        shown = [
-            f"{path!r} ({type(module).__name__}, which "
-            + (
-                f"called {', '.join(names)})"
-                if (names := called.get(id(module)))
-                else "was not seen)"
+        shown: list[str] = []
+        for path, module in looks[:3]:
+            names = ", ".join(called.get(id(module), ()))
+            did = f"called {names}" if names else "was not called in this thread"
+            shown.append(f"{path!r} ({type(module).__name__}, which {did})")
+        path = escape(looks[0][0]) if looks else "path"
+        if any("softmax" in called.get(id(module), ()) for _, module in looks):
+            remedy = f"If what softmax gives is the pattern, name it: '{path}/softmax'."
+        else:
+            remedy = (
+                f"List what a module calls with hookline.select(model, '{path}/*', inputs=batch), "
+                f"and capture what is the pattern; or use an implementation that calls {_SDPA}."
             )
-            for path, module in looks[:3]
-        ]
-        path = looks[0][0] if looks else "path"
-        softmax = any("softmax" in called.get(id(module), ()) for _, module in looks)
         return NeverFired(
-            f"Attention patterns at {request.asked} were asked for.",
+            asked,
             f"No module there called {_SDPA}, {_MHA}, or a softmax over the last of four "
             f"dimensions. What looks like attention: {'; '.join(shown) or 'nothing'}.",
-            f"If what softmax gives is the pattern, name it: '{path}/softmax'."
-            if softmax
-            else f"List what a module calls with hookline.select(model, '{path}/*', inputs=batch), "
-            f"and capture what is the pattern; or use an implementation that calls {_SDPA}.",
+            remedy,
         )
+
+
+def _looks(path: str, module: nn.Module) -> bool:
+    """Whether a module looks like attention, by its names."""
+    name = path.rpartition(".")[2].lower()
+    return "attention" in type(module).__name__.lower() or name in ("attn", "attention")
 
 
 def _may_attend(module: nn.Module) -> bool:

@@ -3,6 +3,7 @@
 Models of transformers are compared with their own attentions in the eager implementation.
 """
 
+import asyncio
 import copy
 import gc
 import threading
@@ -602,7 +603,7 @@ def test_a_model_without_attention_is_an_error_that_says_what_looks_like_it():
     assert "'0.attn' were asked for" in text
     assert "No module there called scaled_dot_product_attention" in text
     assert "'0.attn' (Odd, which called mT, matmul, exp, sum, div)" in text
-    assert "'1.attn' (Attention, which was not seen)" in text
+    assert "'1.attn' (Attention, which was not called in this thread)" in text
     assert "select(model, '0.attn/*', inputs=batch)" in text
     assert_clean(model)
 
@@ -647,7 +648,7 @@ def test_calls_of_another_thread_are_not_seen_and_are_the_reason_given():
         thread.join()
 
     with (
-        pytest.raises(hl.NeverFired, match="from another thread or task"),
+        pytest.raises(hl.NeverFired, match="not called in this thread"),
         hl.attention(model),
     ):
         run()
@@ -655,6 +656,27 @@ def test_calls_of_another_thread_are_not_seen_and_are_the_reason_given():
         run()
         model(x)
     assert [len(patterns.calls(place)) for place in patterns] == [1, 1]
+
+
+def test_calls_of_another_task_are_not_seen_and_are_the_reason_given():
+    model, x = transformer(), batch()
+
+    async def look(entered, done):
+        with hl.attention(model):
+            entered.set()
+            await done.wait()
+
+    async def run(entered, done):
+        await entered.wait()
+        model(x)
+        done.set()
+
+    async def both():
+        entered, done = asyncio.Event(), asyncio.Event()
+        await asyncio.gather(look(entered, done), run(entered, done))
+
+    with pytest.raises(hl.NeverFired, match="another thread or task"):
+        asyncio.run(both())
 
 
 def test_nested_tensors_are_refused_on_reading():
