@@ -9,12 +9,14 @@ Every value inside a model has an address, its place (`"layer1.0.conv2"`, `"fc:i
   `dropout`, `blend`, `remove_direction`, `patch`, or a function
 - `hook`: call a function with every value; the primitive
 - `preserve`, `replace_module`, `get_module`, `get_parameter`: parameters and modules
+- `attention`: the attention patterns of models that never compute them
 - `attached`: all that is live on a model
 - `heads`, `last_token`: slices for `at=`
 
 All of them act inside `with`, or from `.attach()` to `.remove()`, and leave nothing behind.
 """
 
+from hookline.attention_patterns import attention
 from hookline.core.captures import capture
 from hookline.core.changes import (
     Chain,
@@ -72,6 +74,7 @@ __all__ = [
     "ValueChanged",
     "add",
     "attached",
+    "attention",
     "blend",
     "capture",
     "clamp",

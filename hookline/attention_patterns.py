@@ -1,0 +1,457 @@
+"""Attention patterns of models that never compute them: `attention(model, where)`.
+
+Fast kernels give the result of attention without its pattern. What went in is enough to compute
+the pattern afterwards: queries, keys, mask and scale are kept, and the kernel stays as it is.
+
+- `attention`: keep what the patterns follow from, while a `with` block runs
+- `Patterns`: the patterns by place and call, computed when they are read
+
+A little long: what is kept of a call and what is computed from it stand together.
+"""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections.abc import Iterator, Mapping, Set
+from contextlib import nullcontext
+from typing import Any, SupportsIndex, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hookline.core import tables
+from hookline.core.captures import CaptureTap, capture
+from hookline.core.grammar import escape
+from hookline.core.operations import Operation
+from hookline.core.places import Place, Request, Target, Where, select
+from hookline.core.records import Record
+from hookline.core.sites import Frame
+from hookline.core.snapshots import duplicate, settle, snapshot
+from hookline.core.tree import walk
+from hookline.errors import NeverFired, NotCaptured, NotHookable, PlaceError, SeveralCalls
+
+__all__ = ["Patterns", "attention"]
+
+_SDPA, _MHA, _SOFTMAX = "scaled_dot_product_attention", "multi_head_attention_forward", "softmax"
+# Where a module calls several of them, the first is its attention.
+_PORTS = {_SDPA: ("inputs",), _MHA: ("inputs",), _SOFTMAX: ("output", "inputs")}
+_NAMES = {5: "is_causal"}  # given by position: torch has no signature of the kernel that names it
+# Not needed for a pattern; of the last two, something smaller stands in.
+_UNNEEDED = {_SDPA: {"value"}, _MHA: {"out_proj_weight", "out_proj_bias"}}
+
+
+# -- the arithmetic -------------------------------------------------------------------------------
+
+
+def _of_kernel(
+    query: Tensor,
+    key: Tensor,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    **_: Any,
+) -> Tensor:
+    """The pattern inside a call of scaled_dot_product_attention."""
+    if enable_gqa:
+        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
+    scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if is_causal:  # query n sees the keys up to n, also where there are more keys than queries
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        scores = scores.masked_fill(~attn_mask, -torch.inf)
+    elif attn_mask is not None:
+        scores = scores + attn_mask
+    nothing = (scores == -torch.inf).all(-1, keepdim=True)
+    return scores.softmax(-1).masked_fill(nothing, 0.0)  # zeros are what the kernels give there
+
+
+def _of_layer(need_weights: bool = True, **inputs: Any) -> Tensor:
+    """The pattern inside a call of multi_head_attention_forward, which nn.MultiheadAttention makes.
+
+    Torch's own arithmetic for `need_weights=True`, with a small output projection.
+    """
+    query, key = inputs["query"], inputs["key"]
+    inputs |= {
+        "out_proj_weight": query.new_zeros(1, query.shape[-1]), "out_proj_bias": None,
+        "training": False, "need_weights": True, "average_attn_weights": False,
+    }  # fmt: skip
+    pattern = cast(Tensor, F.multi_head_attention_forward(**inputs)[1])
+    if not need_weights and not query.isnan().any() and not key.isnan().any():
+        # It ran a kernel, which gives zeros where nothing may be attended to.
+        pattern = pattern.masked_fill(pattern.isnan().all(-1, keepdim=True), 0.0)
+    return pattern
+
+
+def _compute(operation: str, kept: Any, dtype: torch.dtype | None) -> Tensor:
+    """The pattern of a call, in float32 at least, then in the dtype of the query or another."""
+    if operation == _SOFTMAX:
+        return snapshot(kept) if dtype in (None, kept.dtype) else kept.to(dtype)
+
+    def widen(value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            return value
+        return value.to(torch.promote_types(value.dtype, torch.float32))
+
+    query: Tensor = kept["query"]
+    inputs = {name: widen(value) for name, value in kept.items()}
+    device = query.device.type
+    cast_off = nullcontext()
+    if torch.amp.is_autocast_available(device):
+        cast_off = torch.autocast(device, enabled=False)
+    with torch.no_grad(), cast_off:
+        pattern = (_of_kernel if operation == _SDPA else _of_layer)(**inputs)
+    return pattern.to(dtype or query.dtype)
+
+
+def _shape_of(operation: str, kept: Any) -> str:
+    """The shape of a pattern, without computing it."""
+    if operation == _SOFTMAX:
+        return str(tuple(kept.shape))
+    query, key = kept["query"], kept["key"]
+    if query.is_nested:
+        return "nested"
+    if operation == _SDPA:
+        heads = [query, query if kept.get("enable_gqa") else key]
+        batch: tuple[int, ...] = torch.broadcast_shapes(*(one.shape[:-2] for one in heads))
+        return str((*batch, query.shape[-2], key.shape[-2]))
+    static = kept.get("static_k")
+    keys = key.shape[0] if static is None else static.shape[1]
+    keys += (kept.get("bias_k") is not None) + bool(kept.get("add_zero_attn"))
+    return str((*query.shape[1:-1], kept["num_heads"], query.shape[0], keys))
+
+
+def _remarks_on(operation: str, kept: Any) -> str:
+    """What is to be known of a pattern."""
+    if operation == _SOFTMAX:
+        return ""
+    dropout = kept.get("dropout_p") if kept.get("training", True) else 0
+    said = {"causal": kept.get("is_causal"), f"before dropout {dropout}": dropout}
+    return ", ".join(remark for remark, true in said.items() if true)
+
+
+# -- reading --------------------------------------------------------------------------------------
+
+
+class Patterns:
+    """Attention patterns by place and call. They are computed when they are read.
+
+    The places are those of the modules, or if operations were asked for, of these. Patterns are
+    detached tensors of their own: (batch, heads, queries, keys).
+    """
+
+    def __init__(
+        self, record: Record, model: nn.Module, named: Set[str], dtype: torch.dtype | None
+    ) -> None:
+        self._record = record
+        self._model = weakref.ref(model)
+        self._named = named  # the places of the record that were asked for by their operation
+        self._dtype = dtype
+
+    def __getitem__(self, key: Any) -> Tensor:
+        """The pattern at a place, or with `patterns[place, n]` that of its n-th call."""
+        where, call = key, None
+        if isinstance(key, tuple) and len(cast("tuple[Any, ...]", key)) == 2:
+            where, last = cast("tuple[Any, Any]", key)
+            call = operator.index(last) if isinstance(last, SupportsIndex) else None
+        place, operation, kept = self._find(where)
+        name, count = str(place), len(kept)
+        if call is None and count > 1:
+            raise SeveralCalls(
+                f"The attention pattern at {name!r} was asked for.",
+                f"There are {count} of them, one a call.",
+                f"Read patterns[{name!r}, n], or patterns.calls({name!r}).",
+            )
+        if call is not None and not -count <= call < count:
+            raise NotCaptured(
+                f"The attention pattern of call {call} at {name!r} was asked for.",
+                f"There are {count} calls, from 0.",
+                "patterns.calls(place) gives all of them.",
+            )
+        return self._compute(place, operation, kept[call or 0])
+
+    def calls(self, where: Any) -> list[Tensor]:
+        """The patterns at a place, always a list: one a call."""
+        place, operation, kept = self._find(where)
+        return [self._compute(place, operation, one) for one in kept]
+
+    def places(self) -> list[Place]:
+        """The places that have patterns, in model order."""
+        return list(self._found())
+
+    def items(self) -> Iterator[tuple[Place, Tensor]]:
+        """Every place with its pattern, once for each call."""
+        for place, (operation, kept) in self._found().items():
+            for one in kept:
+                yield place, self._compute(place, operation, one)
+
+    def __contains__(self, where: Any) -> bool:
+        try:
+            return bool(self._find(where))
+        except LookupError:
+            return False
+
+    def __iter__(self) -> Iterator[Place]:
+        return iter(self.places())
+
+    def __len__(self) -> int:
+        return len(self._found())
+
+    def __repr__(self) -> str:
+        return tables.as_text(*self._table())
+
+    def _repr_html_(self) -> str:
+        return tables.as_html(*self._table())
+
+    def _table(self) -> tuple[str, list[tuple[str, ...]]]:
+        rows: list[tuple[str, ...]] = [("place", "calls", "shape", "dtype", "from", "")]
+        count = 0
+        for place, (operation, kept) in self._found().items():
+            shapes = [_shape_of(operation, one) for one in kept]
+            shape = f"{shapes[0]} varies" if len(set(shapes)) > 1 else shapes[0]
+            tensor = kept[0] if operation == _SOFTMAX else kept[0]["query"]
+            dtype = str(self._dtype or tensor.dtype).removeprefix("torch.")
+            remarks = " | ".join(dict.fromkeys(_remarks_on(operation, one) for one in kept))
+            rows.append((str(place) or "''", str(len(kept)), shape, dtype, operation, remarks))
+            count += len(kept)
+        return f"Attention patterns of {len(rows) - 1} places, {count} calls", rows
+
+    def _found(self) -> dict[Place, tuple[str, list[Any]]]:
+        """The operation that gives the patterns of a place, and what was kept of its calls."""
+        found: dict[Place, tuple[str, list[Any]]] = {}
+        for place in self._record.places():
+            operation = cast(str, place.operation).partition("#")[0]
+            if place.port not in _PORTS[operation][:1]:
+                continue
+            kept = self._record.calls(place)
+            if operation == _SOFTMAX:
+                inputs = Place(place.path, "inputs", (), place.operation)
+                fits = zip(kept, self._record.calls(inputs), strict=False)
+                kept = [value for value, last in fits if last and value is not None]
+            if kept:
+                spelled = place.operation if place in self._named else None
+                found.setdefault(Place(place.path, operation=spelled), (operation, kept))
+        return found
+
+    def _find(self, where: Any) -> tuple[Place, str, list[Any]]:
+        found, model = self._found(), self._model()
+        fitting = [place for place in found if place == where]
+        if not fitting and model is not None:
+            asked = select(model, where)
+            fitting = [
+                place
+                for place in found
+                for other in asked
+                if place.path == other.path and other.operation in (None, place.operation)
+            ]
+        if len(fitting) == 1:
+            return fitting[0], *found[fitting[0]]
+        shown = where if isinstance(where, str) else type(where).__name__
+        held = ", ".join(repr(str(place)) for place in fitting or found) or "none"
+        several = f"It matches several: {held}." if fitting else f"There are patterns at {held}."
+        raise NotCaptured(
+            f"The attention pattern at {shown!r} was asked for.",
+            several,
+            "Read one place at a time." if fitting else "print(patterns) shows them as a table.",
+        )
+
+    def _compute(self, place: Place, operation: str, kept: Any) -> Tensor:
+        if operation != _SOFTMAX and kept["query"].is_nested:
+            raise NotCaptured(
+                f"The attention pattern at {str(place)!r} was asked for.",
+                "It was called with nested tensors, whose sequences have patterns of many shapes.",
+                "Run the model on padded sequences with a mask, or on one sequence at a time.",
+            )
+        return _compute(operation, kept, self._dtype)
+
+
+# -- keeping --------------------------------------------------------------------------------------
+
+
+class _Every:
+    """The predicate for every module, the model itself included."""
+
+    def __call__(self, name: str, module: nn.Module) -> bool:
+        return True
+
+    def __repr__(self) -> str:
+        return "every module"
+
+
+class _Tap(CaptureTap):
+    """Keeps of an operation what its pattern follows from."""
+
+    freeze = staticmethod(settle)
+    named = False  # whether it was asked for by the name of the operation
+
+    def receive(self, value: Any, index: int, recomputed: bool, frame: Frame | None) -> Any:
+        operation = cast(str, self.target.operation).partition("#")[0]
+        if operation == _SOFTMAX:
+            value = self._of_softmax(value)
+        else:
+            value = {_NAMES.get(name, name): one for name, one in value.items()}
+            value = {name: value[name] for name in value if name not in _UNNEEDED[operation]}
+            mask = value.get("attn_mask")
+            if hasattr(mask, "_materialize"):  # torch.nn.attention.bias, which holds no numbers
+                value["attn_mask"] = mask._materialize(value["query"].device)
+        return super().receive(value, index, recomputed, frame)
+
+    def _of_softmax(self, value: Any) -> Any:
+        """A softmax is over all sorts of things: of attention if over the last of 4 dimensions."""
+        if self.target.port == "output":
+            return value if self.named or value.ndim == 4 else None
+        return self.named or value.get("dim") in (-1, 3)
+
+
+class attention(capture):
+    """Attention patterns of modules that call `scaled_dot_product_attention`, while a block runs.
+
+    >>> class Attention(nn.Module):
+    ...     def forward(self, q, k, v):
+    ...         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    >>> model, x = Attention(), torch.zeros(1, 2, 3, 4)
+    >>> with attention(model) as patterns:
+    ...     _ = model(x, x, x)
+    >>> patterns[""][0, 0, 1]
+    tensor([0.5000, 0.5000, 0.0000])
+
+    Args:
+        model: any module.
+        where: modules, in any way that `select` takes; without it all, the model itself included.
+            `"h.0.attn/softmax"` names the operation.
+        dtype: of the patterns; without it that of the queries. They are computed in float32.
+
+    The model runs its fast kernels and gives, bit for bit, what it gives without this. Queries,
+    keys and masks are kept as snapshots, detached; reading `patterns[place]`, `patterns[place, n]`
+    or `patterns.calls(place)` computes (batch, heads, queries, keys). A pattern is what comes
+    before dropout, and zero in the rows of queries that may attend to nothing.
+
+    `nn.MultiheadAttention` is understood too (it leaves its fast path in evaluation, as under any
+    hook), and attention written out, if its forward calls a softmax over the last of four
+    dimensions: then the pattern is what the softmax gave. Modules that call none of these are
+    left out; if all are, that is an error.
+    """
+
+    _verb = "attention"
+
+    def __init__(
+        self, model: nn.Module, where: Where | None = None, *, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__(model, _Every() if where is None else where, detach=True)
+        self._dtype = dtype
+        self._patterns: Patterns | None = None
+
+    def _resolve(self) -> list[Request]:
+        requests = super()._resolve()
+        self._by_name: set[Any] = set()
+        for request in requests:
+            modules = request.targets
+            request.targets = [new for old in modules for new in self._operations(request, old)]
+            if modules and not request.targets:
+                kinds = ", ".join(sorted({type(target.module).__name__ for target in modules}))
+                raise NotHookable(
+                    f"Attention patterns at {request.asked} were asked for.",
+                    f"What is there are torch's own layers, which have none: {kinds}.",
+                    "Name the modules whose forward computes attention.",
+                )
+        self._mixed = self._find_mixed(requests)
+        return requests
+
+    def _operations(self, request: Request, target: Target) -> list[Target]:
+        """The targets for the operations that may give a module's patterns."""
+        if target.attribute is not None or target.port != "output" or target.parts:
+            raise PlaceError(
+                f"An attention pattern at {str(target.place)!r} was asked for.",
+                "It belongs to a module as a whole, or to one of its operations.",
+                f"Write {target.path!r}, or {target.path + '/' + _SDPA!r}.",
+            )
+        module, path, named = target.module, target.path, target.operation
+        if named is not None and named.partition("#")[0] not in _PORTS:
+            raise PlaceError(
+                f"An attention pattern at {str(target.place)!r} was asked for.",
+                f"Patterns come from {', '.join(_PORTS)}.",
+                f"Use hookline.capture(model, {str(target.place)!r}) if the value there is one.",
+            )
+        if named is None and not request.literal and not _may_attend(module):
+            return []
+        targets = [
+            Target(module, path, port, (), None, operation)
+            for operation in ([named] if named else _PORTS)
+            for port in _PORTS[operation.partition("#")[0]]
+        ]
+        self._by_name |= {new.key for new in targets} if named else set()
+        return targets
+
+    def _tap(self, target: Target, ref: weakref.ref[Any]) -> CaptureTap:
+        tap = _Tap(target, ref, self._options)
+        tap.named = target.key in self._by_name
+        if target.module is self._model:
+            tap.freeze = duplicate  # pyright: ignore - others may hold the address of arguments
+        return tap
+
+    def _prepared(self) -> None:
+        super()._prepared()
+        named = {self.place_of(t.target) for t in self._taps.values() if cast(_Tap, t).named}
+        self._patterns = Patterns(self.record, self._model, named, self._dtype)
+
+    def _result(self) -> Any:
+        return self._patterns
+
+    # -- nothing there --------------------------------------------------------------------------
+
+    def _verify(self) -> None:
+        found = cast(Patterns, self._patterns).places()
+        for request in self._requests:
+            asked = {(self.place_of(t).path, t.operation) for t in request.targets}
+            if not any(
+                (place.path, place.operation or operation) in asked
+                for place in found
+                for operation in _PORTS
+            ):
+                raise self._nothing(request)
+
+    def _nothing(self, request: Request) -> NeverFired:
+        """The error for modules without a pattern: what looks like attention, and what it calls."""
+        asked = f"Attention patterns at {request.asked} were asked for."
+        for tap in self._taps.values():
+            if self._site_of(tap).foreign:  # a task's: calls of other threads are never seen
+                return NeverFired(asked, self.reason(tap), "Run the model where the `with` is.")
+        sites = [(id(module), cast(Operation, site)) for module, site in self._sites.values()]
+        called: dict[int, Mapping[str, None]] = {ident: site.names for ident, site in sites}
+        named = {target.ident for target in request.targets if request.literal}
+        looks = [step for step in walk(self._model) if id(step[1]) in named or _looks(*step)]
+        looks.sort(key=lambda step: not called.get(id(step[1])))
+        shown: list[str] = []
+        for path, module in looks[:3]:
+            names = ", ".join(called.get(id(module), ()))
+            did = f"called {names}" if names else "was not called in this thread"
+            shown.append(f"{path!r} ({type(module).__name__}, which {did})")
+        path = escape(looks[0][0]) if looks else "path"
+        if any("softmax" in called.get(id(module), ()) for _, module in looks):
+            remedy = f"If what softmax gives is the pattern, name it: '{path}/softmax'."
+        else:
+            remedy = (
+                f"List what a module calls with hookline.select(model, '{path}/*', inputs=batch), "
+                f"and capture what is the pattern; or use an implementation that calls {_SDPA}."
+            )
+        return NeverFired(
+            asked,
+            f"No module there called {_SDPA}, {_MHA}, or a softmax over the last of four "
+            f"dimensions. What looks like attention: {'; '.join(shown) or 'nothing'}.",
+            remedy,
+        )
+
+
+def _looks(path: str, module: nn.Module) -> bool:
+    """Whether a module looks like attention, by its names."""
+    name = path.rpartition(".")[2].lower()
+    return "attention" in type(module).__name__.lower() or name in ("attn", "attention")
+
+
+def _may_attend(module: nn.Module) -> bool:
+    """Whether a module of a wildcard is looked at: torch's other layers call no attention."""
+    kind = type(module)
+    ours = kind.__module__.startswith("torch.nn.") and "forward" not in module.__dict__
+    return not ours or kind in (nn.MultiheadAttention, nn.Softmax)
