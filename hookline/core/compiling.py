@@ -31,20 +31,35 @@ class _Setting:
         self.users: set[int] = set()
         self.undo: Any = None
 
+    def acquire(self) -> threading.RLock:
+        """Take the lock, or a new one: an interrupt at a bad moment leaves it locked for ever."""
+        if not self.lock.acquire(timeout=1):
+            self.lock = threading.RLock()
+            self.lock.acquire()
+        return self.lock
+
     def begin(self, user: object) -> None:
-        with self.lock:
+        """One user more; with the first it is set."""
+        lock = self.acquire()
+        try:
             self.users.add(id(user))
             if len(self.users) == 1:
                 self.undo = self.make()
+        finally:
+            lock.release()
 
     def end(self, user: object) -> None:
         """One user less; after the last all is as before. May be called again."""
-        if self.undo is not None or self.users:
-            with self.lock:
-                self.users.discard(id(user))
-                if not self.users and self.undo is not None:
-                    self.undo.__exit__(None, None, None)
-                    self.undo = None
+        if self.undo is None and not self.users:
+            return
+        lock = self.acquire()
+        try:
+            self.users.discard(id(user))
+            if not self.users and self.undo is not None:
+                self.undo.__exit__(None, None, None)
+                self.undo = None
+        finally:
+            lock.release()
 
 
 def _ask_for_hooks() -> Any:
