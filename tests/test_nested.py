@@ -8,7 +8,7 @@ from types import MappingProxyType, SimpleNamespace
 import pytest
 import torch
 from helpers import assert_clean, steps
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from models import Giving
 from torch import Tensor, nn
@@ -677,6 +677,7 @@ def test_every_leaf_is_at_its_path_and_can_be_replaced_there(value):
         assert same(set_part(changed, path, tensor), value)
 
 
+@example({-1: torch.zeros(2)})
 @given(structures)
 @settings(max_examples=75, deadline=None)
 def test_any_structure_goes_through_a_capture_unchanged(value):

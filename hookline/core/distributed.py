@@ -153,7 +153,7 @@ def spread(tensor: Tensor, planned: Sequence[tuple[Any, ...] | None], path: Sequ
     """The placements of a tensor: its own, or those that a plan gives what stands at a path."""
     position = path[0] if path and isinstance(path[0], int) else 0
     found = placements(tensor)
-    if found is None and len(planned) > position and len(path) < 2:
+    if found is None and 0 <= position < len(planned) and len(path) < 2:
         found = planned[position]
     if found is None:
         return None
