@@ -188,7 +188,7 @@ def row(name: str, found: dict[str, Any]) -> str:
     )
     exact = "yes" if not found["wrong"] else f"**no**: {'; '.join(found['wrong'])[:300]}"
     if found["unsteady"]:
-        exact += f" (but {len(found['unsteady'])} values, in which two bare runs differ)"
+        exact += f" (but in {', '.join(found['unsteady'][:3])} two bare runs differ, too)"
     refused = sum(found["refused"].values()) or ""
     columns = (name, found["modules"], found["places"], refused, silent, exact)
     return f"| {' | '.join(map(str, columns))} |"

@@ -30,7 +30,14 @@ from hookline.core.records import Record
 from hookline.core.sites import Frame
 from hookline.core.snapshots import duplicate, settle, snapshot
 from hookline.core.tree import walk
-from hookline.errors import NeverFired, NotCaptured, NotHookable, PlaceError, SeveralCalls
+from hookline.errors import (
+    HooklineError,
+    NeverFired,
+    NotCaptured,
+    NotHookable,
+    PlaceError,
+    SeveralCalls,
+)
 
 __all__ = ["Patterns", "attention"]
 
@@ -190,7 +197,7 @@ class Patterns:
     def __contains__(self, where: Any) -> bool:
         try:
             return bool(self._find(where))
-        except LookupError:
+        except HooklineError:
             return False
 
     def __iter__(self) -> Iterator[Place]:
@@ -328,10 +335,10 @@ class attention(capture):
     or `patterns.calls(place)` computes (batch, heads, queries, keys). A pattern is what comes
     before dropout, and zero in the rows of queries that may attend to nothing.
 
-    `nn.MultiheadAttention` is understood too (it leaves its fast path in evaluation, as under any
-    hook), and attention written out, if its forward calls a softmax over the last of four
-    dimensions: then the pattern is what the softmax gave. Modules that call none of these are
-    left out; if all are, that is an error.
+    `nn.MultiheadAttention` is understood too (in evaluation without gradients it leaves its fast
+    path meanwhile, which may change the last bits), and attention written out, if its forward calls
+    a softmax over the last of four dimensions: then the pattern is what the softmax gave. Modules
+    that call none of these are left out; if all are, that is an error.
     """
 
     _verb = "attention"

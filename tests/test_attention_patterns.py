@@ -373,6 +373,7 @@ def test_places_are_read_by_module_and_by_other_names_and_when_the_model_is_gone
     assert "two" in patterns
     assert "fc" not in patterns
     assert "nowhere" not in patterns
+    assert "not[a:place" not in patterns
     with pytest.raises(hl.NotCaptured, match=r"'fc' was asked for.*patterns at 'one'.*table"):
         patterns["fc"]
     with pytest.raises(hl.PlaceNotFound, match="nowhere"):

@@ -1,5 +1,6 @@
 """Compiled models: captures and edits are right every time, in the graph or out of it."""
 
+import gc
 import threading
 
 import pytest
@@ -61,6 +62,7 @@ ways = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
 
 @pytest.fixture(autouse=True)
 def fresh_compiler():
+    gc.collect()  # contexts that other tests left to the collector
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()

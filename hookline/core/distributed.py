@@ -139,7 +139,7 @@ def _held(hooks: Any) -> list[Any]:
     """What torch's own hooks for tensor parallelism hold in their closures."""
     return [
         cell.cell_contents
-        for hook in hooks.values()
+        for hook in list(hooks.values())  # others may come and go meanwhile
         if getattr(hook, "__module__", "").startswith("torch.distributed.tensor")
         for cell in getattr(hook, "__closure__", None) or ()
     ]

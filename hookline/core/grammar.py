@@ -106,6 +106,8 @@ def parse(text: str) -> Pattern:
         closest = f". Closest: {close[0]!r}" if close else ""
         raise _malformed(text, f"it names the port {port!r}, which does not exist{closest}")
     operation = form["operation"] and form["operation"].translate(_SHOWN)
+    if operation and not re.fullmatch(r"[\w*{},]+", operation):
+        raise _malformed(text, "an operation is the name of a torch function")
     nth = int(form["nth"]) if form["nth"] else None
     parts = tuple(_part(spelled) for spelled in re.findall(_PART, form["parts"]))
     literal = "*" not in path and "{" not in path
