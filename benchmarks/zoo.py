@@ -1,6 +1,6 @@
 """The promises over architectures that nobody here wrote, as a table.
 
-    python benchmarks/zoo.py                all of them, about half an hour: writes zoo.md
+    python benchmarks/zoo.py                all of them, about 15 minutes: writes zoo.md
     python benchmarks/zoo.py bert "U-Net"   only these rows of it anew
     python benchmarks/zoo.py --find         try every model type of transformers; those that run
                                             become tests/zoo/architectures.txt
