@@ -32,8 +32,9 @@ from hookline.core.changes import (
     scale,
     zero,
 )
+from hookline.core.contexts import attached
 from hookline.core.edits import edit
-from hookline.core.hooks import attached, hook
+from hookline.core.hooks import hook
 from hookline.core.parameters import get_module, get_parameter, preserve, replace_module
 from hookline.core.places import Place, select
 from hookline.core.records import Record

@@ -1,11 +1,7 @@
 """The primitive on which the other verbs stand: call a function with every value at a place.
 
 - `hook(model, where, function)`: call a function with every value at a place
-- `attached(model)`: all that is live on a model
 - `Context`: what `hook`, `capture` and `edit` have in common: places, sites, firing
-- `Anchored`: a context without places that the model keeps alive
-
-A little long: it says why nothing happened at a place.
 """
 
 from __future__ import annotations
@@ -30,10 +26,7 @@ from hookline.core.sites import ACTIVE, KEEP, SERIALS, Call, Frame, Site, Tap, a
 from hookline.core.tree import walk
 from hookline.errors import ChangeError, HooklineWarning, NeverFired, NotHookable, PlaceError
 
-__all__ = [
-    "Anchored", "Attached", "Context", "attached", "first_names", "hook", "named_place", "silence",
-    "takes_call",
-]  # fmt: skip
+__all__ = ["Context", "first_names", "hook", "named_place", "silence", "takes_call"]
 
 T = TypeVar("T", bound="Tap")
 _NOTHING = cast(Any, MappingProxyType({}))
@@ -389,9 +382,6 @@ class hook(Context[_HookTap]):
         return _HookTap(target, ref, self._function, self._wants_call)
 
 
-# -- attached -------------------------------------------------------------------------------------
-
-
 @torch_hooks.unserializable_hook
 class _Keeper:
     """A hook on a tensor that does nothing but keep a context alive."""
@@ -400,55 +390,3 @@ class _Keeper:
         self.context = context
 
     def __call__(self, grad: Any) -> None: ...
-
-
-class Anchored(Entering):
-    """A context without taps: a hook that does nothing ties it to the model."""
-
-    _anchor: Site | None = None
-    _serial = 0
-
-    def _enter(self, attached: bool) -> None:
-        super()._enter(attached)
-        self._serial = next(SERIALS)
-        self._anchor = Site(self._model, weakref.ref(self), None)
-        if attached:
-            self._anchor.keeper = self
-        self._anchor.register(self._model)
-
-    def _leave(self) -> None:
-        if self._anchor is not None:
-            self._anchor.unregister(self._model)
-            self._anchor = None
-        super()._leave()
-
-
-class Attached(list[Any]):
-    """What is live on a model, in order of entering; `remove()` ends all of it."""
-
-    def remove(self, value: Any = None) -> None:
-        """End one of the contexts, or all, last first."""
-        for context in reversed(self) if value is None else (value,):
-            context.remove()
-
-
-def attached(model: nn.Module) -> Attached:
-    """All that is live on a model: open `with` blocks and attachments, in order of entering.
-
-    >>> model = nn.Sequential(nn.Linear(2, 3))
-    >>> handle = hook(model, "0", print).attach()
-    >>> attached(model)
-    [<hookline hook at '0', attached>]
-    >>> attached(model).remove()
-    >>> attached(model)
-    []
-    """
-    found: dict[int, Any] = {}
-    for _, module in cast("list[tuple[str, Any]]", walk(model)):
-        for function in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
-            site = getattr(function, "__self__", None)
-            if isinstance(site, Site) and site.context is not None:
-                context = site.context()
-                if context is not None:
-                    found[context._serial] = context
-    return Attached(found[serial] for serial in sorted(found))

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version, saved_tensors_hooks
 
+from hookline.core.contexts import Anchored
 from hookline.core.distributed import gatherer, is_gathered, placements, reshard
-from hookline.core.hooks import Anchored
 from hookline.core.places import Target, Where, resolve
 from hookline.core.sites import Tap
 from hookline.core.snapshots import same_bits
