@@ -1180,3 +1180,25 @@ def test_a_glob_that_matches_modules_and_buffers_gives_each_its_own_value(where)
         model(x)
     assert torch.equal(record["other.x"], torch.tensor([7.0]))
     assert torch.equal(record["x"], model.x(x))
+
+
+class Bare(nn.Module):
+    """Holds its layers in bare modules, as some models do, one of them empty."""
+
+    def __init__(self):
+        super().__init__()
+        self.down, self.empty = nn.Module(), nn.Module()
+        self.down.block = nn.ModuleList([nn.Linear(2, 2)])
+
+    def forward(self, x):
+        return self.down.block[0](x)
+
+
+def test_bare_modules_that_hold_others_are_containers_and_empty_ones_have_a_reason():
+    model = Bare()
+    with hl.capture(model, "**") as record:
+        model(torch.ones(1, 2))
+    assert record.places() == ["down.block.0"]
+    assert list(record.unfired()) == ["empty"]
+    with pytest.raises(hl.NeverFired, match="bare Module"):
+        _ = record["empty"]

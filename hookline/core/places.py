@@ -320,7 +320,7 @@ def _problem(module: nn.Module) -> tuple[str, str] | None:
         _fine.add(kind)
     if kind in _fine or ("forward" in module.__dict__ and not guards):
         return None  # a forward given to the instance is called, too
-    if guards or (kind is nn.Module and all(_problem(child) for child in module.children())):
+    if guards or (kind is nn.Module and all(type(m) is nn.Module for m in module.modules())):
         reason = "it is a bare Module, as an exported program has: its graph calls operations only."
         return reason, _EXPORTED
     reason = f"it is a {kind.__name__}, which has no forward of its own: nothing passes through."

@@ -302,6 +302,10 @@ class Record:
             self._by_name = {tap.target.place: tap for tap in reversed(self._taps)}
         if isinstance(where, str) and where in self._by_name:
             return self._by_name[where], ()
+        if isinstance(where, str) and where in self._refused:
+            asked = f"The value at {str(where)!r} was asked for:"
+            remedy = "record.unfired() lists all places without values."
+            raise NeverFired(asked, self._refused[cast(Place, where)], remedy)
         if isinstance(where, nn.Module):
             found = self._holding(Target(where, ""))
             if found is not None:
