@@ -19,7 +19,8 @@ from torch.utils.data import Dataset
 
 from hookline.core.tables import as_html, as_text, show_bytes
 from hookline.errors import StoreError
-from hookline.store_files import Index, Series, corrupt, ranks_of, read_json
+from hookline.store_description import read_description
+from hookline.store_files import Index, Series, ranks_of
 from hookline.store_recovery import recover
 from hookline.store_rows import StoredRows, StoredSamples, positions_of
 from hookline.store_writing import StoreWriter, Sync
@@ -101,17 +102,10 @@ class Store:
                 "There is no store.json in it." if folder.is_dir() else "There is no such folder.",
                 "Name the folder that Store.create was given.",
             )
-        content = read_json(folder / "store.json")
-        metadata = content.get("metadata")
-        if (
-            content.get("format") != "hookline.store"
-            or content.get("version") != 1
-            or not isinstance(metadata, dict)
-        ):
-            raise corrupt(folder / "store.json", "It describes no store of this version")
+        metadata = read_description(folder)
         indexes = [recover(folder, rank) for rank in ranks_of(folder)]
         _agree(folder, [index for index in indexes if index.series])
-        return Store(folder, metadata, indexes)  # pyright: ignore[reportUnknownArgumentType]
+        return Store(folder, metadata, indexes)
 
     def places(self) -> list[str]:
         """The places that are stored, in the order of the first append."""

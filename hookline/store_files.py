@@ -19,12 +19,14 @@ import json
 import math
 import os
 import re
+import stat
 import struct
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, BinaryIO, NoReturn, cast
 
 import numpy as np
 import torch
@@ -199,10 +201,17 @@ def _parse(text: bytes, path: Path) -> dict[str, Any]:
     return cast("dict[str, Any]", content)
 
 
+def _regular(path: Path) -> BinaryIO:
+    """Open a file, and nothing that would wait for ever, as a pipe does."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError("it is no regular file")
+    return path.open("rb")
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file of bounded size."""
     try:
-        with path.open("rb") as file:
+        with _regular(path) as file:
             text = file.read(_LARGEST_JSON + 1)
     except OSError as error:
         raise corrupt(path, f"It cannot be opened ({error})") from error
@@ -242,7 +251,14 @@ def sync_folder(folder: Path) -> None:
 def write_index(folder: Path, index: Index, sync: bool) -> None:
     """Commit: what the index says is there."""
     content = {"format": "hookline.store.index", "version": _VERSION, **asdict(index)}
+    content["crc32"] = _checksum(content)
     write_json(index_path(folder, index.rank), content, sync)
+
+
+def _checksum(content: dict[str, Any]) -> int:
+    """Of all fields but itself: a changed index must not make recovery cut what is sound."""
+    others = {key: value for key, value in content.items() if key != "crc32"}
+    return zlib.crc32(json.dumps(others, sort_keys=True).encode())
 
 
 def _count(value: Any, least: int = 0) -> bool:
@@ -255,6 +271,8 @@ def read_index(folder: Path, rank: int) -> Index:
     content = read_json(path)
     if content.get("format") != "hookline.store.index" or content.get("version") != _VERSION:
         raise corrupt(path, "It is no index of a store of this version")
+    if content.get("crc32") != _checksum(content):
+        raise corrupt(path, "Its checksum does not fit")
     if type(content.get("rank")) is not int or content["rank"] != rank:
         raise corrupt(path, f"It belongs to rank {content.get('rank')!r}")
     samples, following, entries = (content.get(k) for k in ("samples", "next_shard", "series"))
@@ -332,7 +350,7 @@ def header_of(series: Series, rows: int) -> bytes:
 def read_header(path: Path, series: Series) -> tuple[int, int]:
     """The rows that a shard's header states, and the size of the file; all of it checked."""
     try:
-        with path.open("rb") as file:
+        with _regular(path) as file:
             size = os.fstat(file.fileno()).st_size
             text = file.read(HEADER)
     except OSError as error:

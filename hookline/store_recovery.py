@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import struct
 import time
 import warnings
 from contextlib import suppress
@@ -16,6 +17,7 @@ from hookline.errors import HooklineWarning, StoreError
 from hookline.store_files import (
     HEADER,
     Index,
+    Series,
     corrupt,
     header_of,
     locked,
@@ -63,17 +65,31 @@ def _tails(folder: Path, index: Index) -> dict[Path, int]:
             path = shard_path(folder, index.rank, number)
             rows, size = read_header(path, series)
             committed = series.rows_in(position)
-            if rows < committed:
+            last = position == len(series.shards) - 1
+            if rows < committed or (rows > committed and not last):
                 raise corrupt(path, f"It has {rows} rows where the index promises {committed}")
             end = HEADER + committed * series.row_bytes
             if size != end or rows != committed:
                 tails[path] = size - end
+            if last and series.part.endswith("offsets"):
+                _check_end(path, index, series, committed)
     for number in shard_numbers(folder, index.rank):
         if number >= index.next_shard:
             path = shard_path(folder, index.rank, number)
             with suppress(FileNotFoundError):
                 tails[path] = path.stat().st_size
     return tails
+
+
+def _check_end(path: Path, index: Index, ends: Series, committed: int) -> None:
+    """The last sample must end where the rows end, before anything is cut by these numbers."""
+    part = "ids" if ends.part == "id offsets" else "rows"
+    rows = sum(s.rows for s in index.series if (s.place, s.part) == (ends.place, part))
+    with path.open("rb") as file:
+        file.seek(HEADER + (committed - 1) * 8)
+        (end,) = struct.unpack("<q", file.read(8))
+    if end != rows:
+        raise corrupt(path, f"Its last sample ends at row {end} of {rows}")
 
 
 def _cut(folder: Path, index: Index) -> Index:

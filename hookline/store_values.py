@@ -2,6 +2,7 @@
 
 - `rows_of(place, value, varies)`: the rows of a tensor or of a list of tensors
 - `ids_of(ids)`: the rows of integers or strings
+- `compare_series(old, new)`: every append brings the same places
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ import torch
 from torch import Tensor
 
 from hookline.errors import StoreError
+from hookline.store_files import Series
 
-__all__ = ["ids_of", "rows_of"]
+__all__ = ["compare_series", "ids_of", "rows_of"]
 
 
 def _plain(place: str, value: Any) -> Tensor:
@@ -73,3 +75,19 @@ def ids_of(ids: Any) -> tuple[Tensor, list[int] | None]:
         f"They begin with {str(listed[:3])[:100]}.",
         "Give integers of 64 bits, or strings, one for each sample.",
     )
+
+
+def compare_series(old: list[Series], new: list[Series]) -> None:
+    """An error if an append does not bring what the first one brought."""
+
+    def told(series: list[Series]) -> list[str]:
+        return [f"{s.place or 'ids'} {s.part} {s.shape} {s.dtype}" for s in series]
+
+    if told(old) != told(new):
+        missing = [one for one in told(old) if one not in told(new)]
+        added = [one for one in told(new) if one not in told(old)]
+        raise StoreError(
+            "Cannot append these values.",
+            f"The store has {missing or 'the others'}; given were {added or 'none of these'}.",
+            "Give the places, dtypes, shapes and ids that the first append had.",
+        )

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -23,6 +22,7 @@ import torch
 from torch import Tensor
 
 from hookline.errors import StoreError
+from hookline.store_description import describe, settle
 from hookline.store_files import (
     HEADER,
     Index,
@@ -31,22 +31,20 @@ from hookline.store_files import (
     index_path,
     kind_of,
     locked,
+    read_header,
     read_index,
-    read_json,
     shard_numbers,
     shard_path,
     sync_folder,
     write_index,
-    write_json,
 )
 from hookline.store_recovery import recover
-from hookline.store_values import ids_of, rows_of
+from hookline.store_values import compare_series, ids_of, rows_of
 
 __all__ = ["StoreWriter", "Sync"]
 
 Sync = Literal["commit", "shard", "never"]
 _PAGE = 4096  # a header within one page is written whole or not at all, also by a killed process
-_FORMAT = {"format": "hookline.store", "version": 1}
 _Block = tuple[Series, Tensor]  # a series as it would begin, and the rows to put behind it
 
 
@@ -122,43 +120,12 @@ class StoreWriter:
                 "This rank has written there before.",
                 "Continue it with resume=True, or choose another folder.",
             )
-        self._describe(metadata)
+        describe(self.folder, metadata, self.rank)
         if there:
             self._index = recover(self.folder, self.rank, held=True)
         else:
             self._index = Index(self.rank)
             write_index(self.folder, self._index, self._sync != "never")
-
-    def _describe(self, metadata: Mapping[str, Any] | None) -> None:
-        """Write store.json, or see that the one there says the same."""
-        path = self.folder / "store.json"
-        try:
-            wanted = json.loads(json.dumps(dict(metadata or {}), allow_nan=False))
-        except (TypeError, ValueError, RecursionError) as error:
-            raise StoreError(
-                "Cannot keep the metadata of a store.",
-                f"It is no JSON ({error}).",
-                "Use dicts with string keys, lists, strings, numbers, booleans and None.",
-            ) from error
-        if not path.exists():
-            first = path.with_name(f"store.json.{self.rank}.first")
-            write_json(first, {**_FORMAT, "places": None, "metadata": wanted}, False)
-            try:
-                os.link(first, path)  # unlike a rename, never replaces that of another rank
-            except FileExistsError:
-                pass
-            except OSError:  # a file system without links
-                first.replace(path)
-            first.unlink(missing_ok=True)
-        content = read_json(path)
-        if content.get("format") != _FORMAT["format"] or (
-            metadata is not None and content.get("metadata") != wanted
-        ):
-            raise StoreError(
-                f"Cannot write to the store in {str(self.folder)!r} with other metadata.",
-                f"There: {str(content.get('metadata'))[:200]}. Given: {str(wanted)[:200]}.",
-                "Leave metadata out, or choose another folder.",
-            )
 
     def append(
         self,
@@ -191,7 +158,7 @@ class StoreWriter:
             if self._unclean:
                 self._take_back(self._index)
             if not self._index.series:
-                self._settle(new.series)
+                settle(self.folder, new.series, self._sync == "commit")
             touched: dict[int, tuple[Series, int]] = {}
             for series, (_, rows) in zip(new.series, blocks, strict=True):
                 touched |= self._write_rows(new, series, rows)
@@ -261,36 +228,25 @@ class StoreWriter:
             for number in shard_numbers(self.folder, self.rank):
                 if number >= self._index.next_shard:
                     shard_path(self.folder, self.rank, number).unlink()
-            for series in self._index.series:
-                for number in series.shards[-1:]:
-                    if number in self._files:
-                        rows = series.rows_in(len(series.shards) - 1)
-                        _write(self._files[number], header_of(series, rows).ljust(_PAGE), 0)
-                        os.ftruncate(self._files[number], HEADER + rows * series.row_bytes)
-            self._unclean = False
+            done = [self._cut(series) for series in self._index.series]
+            self._unclean = not all(done)
 
-    def _settle(self, series: list[Series]) -> None:
-        """Say in store.json which places there are; ranks must agree."""
-        path = self.folder / "store.json"
-        varying = {one.place for one in series if one.part == "offsets"}
-        places = {
-            one.place: {
-                "dtype": one.dtype,
-                "shape": list(one.shape),
-                "varying": one.place in varying,
-            }
-            for one in series
-            if one.part == "rows"
-        }
-        content = read_json(path)
-        if content.get("places") is None:
-            write_json(path, {**content, "places": places}, self._sync == "commit")
-        elif content["places"] != places:
-            raise StoreError(
-                f"Cannot append to {str(self.folder)!r}.",
-                f"Another rank has {str(content['places'])[:300]}; this one {str(places)[:300]}.",
-                "Let all ranks write the same places, dtypes and shapes.",
-            )
+    def _cut(self, series: Series) -> bool:
+        """Cut the last shard of a series to what is committed.
+
+        A header that cannot be put back keeps its rows: the file stays sound by itself.
+        """
+        number = series.shards[-1] if series.shards else -1
+        if number not in self._files:
+            return True
+        rows = series.rows_in(len(series.shards) - 1)
+        path = shard_path(self.folder, self.rank, number)
+        with contextlib.suppress(OSError):
+            if read_header(path, series)[0] != rows:
+                _write(self._files[number], header_of(series, rows).ljust(_PAGE), 0)
+            os.ftruncate(self._files[number], HEADER + rows * series.row_bytes)
+            return True
+        return False
 
     def _blocks(
         self, values: Mapping[str, Tensor | Sequence[Tensor]], ids: Any
@@ -300,7 +256,7 @@ class StoreWriter:
         blocks: list[_Block] = []
         counts: dict[str, int] = {}
         for place, value in values.items():
-            varies = (place, "offsets") in old if old else not isinstance(value, Tensor)
+            varies = (place, "offsets") in old if old else isinstance(value, (list, tuple))
             rows, lengths = rows_of(place, value, varies)
             counts[place] = len(rows) if lengths is None else len(lengths)
             blocks.append((self._series(place, "rows", rows), rows))
@@ -319,8 +275,9 @@ class StoreWriter:
                 "Give every place, and the ids, the same number of samples, in the first size.",
             )
         if old:
-            blocks.sort(key=lambda block: _position(old, block[0]))
-            _compare(list(old.values()), [series for series, _ in blocks])
+            order = [*old, *((one.place, one.part) for one, _ in blocks)]
+            blocks.sort(key=lambda block: order.index((block[0].place, block[0].part)))
+            compare_series(list(old.values()), [series for series, _ in blocks])
         return blocks, next(iter(counts.values()))
 
     def _series(self, place: str, part: str, rows: Tensor) -> Series:
@@ -407,23 +364,3 @@ def _failed(what: str, error: OSError) -> StoreError:
         "All that was committed before is still there. See to the disk, its space and "
         "permissions, then go on, later with resume=True.",
     )
-
-
-def _position(old: dict[tuple[str, str], Series], series: Series) -> int:
-    keys = list(old)
-    key = series.place, series.part
-    return keys.index(key) if key in old else len(keys)
-
-
-def _compare(old: list[Series], new: list[Series]) -> None:
-    def told(series: list[Series]) -> list[str]:
-        return [f"{s.place or 'ids'} {s.part} {s.shape} {s.dtype}" for s in series]
-
-    if told(old) != told(new):
-        missing = [one for one in told(old) if one not in told(new)]
-        added = [one for one in told(new) if one not in told(old)]
-        raise StoreError(
-            "Cannot append these values.",
-            f"The store has {missing or 'the others'}; given were {added or 'none of these'}.",
-            "Give the places, dtypes, shapes and ids that the first append had.",
-        )
