@@ -115,8 +115,9 @@ class Store:
     def ids(self) -> list[Any] | None:
         """The id of each sample, None if the store was written without."""
         if isinstance(self._ids, StoredSamples):
-            return [bytes(one.tolist()).decode(errors="replace") for one in self._ids]
-        return None if self._ids is None else self._ids[:].tolist()
+            words = (one.numpy().tobytes() for one in self._ids)
+            return [word.decode(errors="replace") for word in words]
+        return None if self._ids is None else list(self._ids[:].numpy().tolist())
 
     def __len__(self) -> int:
         return self._samples

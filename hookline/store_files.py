@@ -3,10 +3,9 @@
 - `Kind`, `KINDS`, `kind_of(dtype)`: the dtypes of safetensors, torch and numpy
 - `Series`: the rows of one place, of its offsets or of the sample ids, over the shards of a rank
 - `Index`: what one rank has committed; `read_index`, `write_index`
-- `shard_path`, `index_path`, `lock_path`: names are made of numbers, never of places
+- `shard_path`, `index_path`: names are made of numbers, never of places
 - `header_of(series, rows)`, `read_header(path, series)`: the first 64 KB of a shard
 - `read_json(path)`, `write_json(path, content, sync)`: JSON that is bounded, and replaced whole
-- `locked(path)`: the lock that a living writer holds
 
 A shard is a safetensors file with one tensor, so that the tensor can grow at the end of the file:
 safetensors allows no holes and no overlaps. Its header takes 64 KB from the start and is written
@@ -22,8 +21,6 @@ import re
 import stat
 import struct
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, cast
@@ -32,11 +29,6 @@ import numpy as np
 import torch
 
 from hookline.errors import StoreError
-
-try:
-    import fcntl
-except ImportError:  # Windows: one writer for each rank is then the caller's business
-    fcntl = None
 
 __all__ = [
     "HEADER",
@@ -48,8 +40,6 @@ __all__ = [
     "header_of",
     "index_path",
     "kind_of",
-    "lock_path",
-    "locked",
     "ranks_of",
     "read_header",
     "read_index",
@@ -149,11 +139,6 @@ def shard_path(folder: Path, rank: int, number: int) -> Path:
 def index_path(folder: Path, rank: int) -> Path:
     """The file that says what a rank has committed."""
     return folder / f"rank{rank:05d}.index.json"
-
-
-def lock_path(folder: Path, rank: int) -> Path:
-    """The empty file that a living writer keeps locked."""
-    return folder / f"rank{rank:05d}.lock"
 
 
 def ranks_of(folder: Path) -> list[int]:
@@ -306,7 +291,15 @@ def _read_series(entry: Any, path: Path) -> Series:
     )
     if not sound:
         raise corrupt(path, f"The series of {place!r} in it makes no sense")
-    series = Series(place, part, dtype, tuple(shape), shard_rows, rows, shards)
+    series = Series(
+        place,
+        part,
+        dtype,
+        tuple(cast("list[int]", shape)),
+        shard_rows,
+        rows,
+        cast("list[int]", shards),
+    )
     if len(series.shards) != -(-rows // shard_rows):
         raise corrupt(path, f"{rows} rows of {place!r} do not fit its list of shards")
     if part.endswith("offsets") and (dtype, series.shape) != ("I64", ()):
@@ -378,23 +371,3 @@ def read_header(path: Path, series: Series) -> tuple[int, int]:
     if size < HEADER + end:
         raise corrupt(path, f"It has {size} bytes where its header promises {HEADER + end}")
     return shape[0], size
-
-
-@contextmanager
-def locked(folder: Path, rank: int) -> Iterator[bool]:
-    """Hold the lock of a rank; gives False if a living process has it, or the folder is sealed."""
-    try:
-        number = os.open(lock_path(folder, rank), os.O_RDWR | os.O_CREAT, 0o666)
-    except OSError:
-        yield False
-        return
-    try:
-        if fcntl is not None:
-            try:
-                fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                yield False
-                return
-        yield True
-    finally:
-        os.close(number)

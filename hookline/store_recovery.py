@@ -20,12 +20,12 @@ from hookline.store_files import (
     Series,
     corrupt,
     header_of,
-    locked,
     read_header,
     read_index,
     shard_numbers,
     shard_path,
 )
+from hookline.store_locks import locked
 
 __all__ = ["recover"]
 

@@ -22,7 +22,7 @@ __all__ = ["compare_series", "ids_of", "rows_of"]
 
 def _plain(place: str, value: Any) -> Tensor:
     if isinstance(value, np.ndarray):
-        value = torch.from_numpy(value)  # pyright: ignore[reportUnknownMemberType]
+        value = torch.from_numpy(value)
     if not isinstance(value, Tensor) or value.layout != torch.strided or value.is_meta:
         raise StoreError(
             f"Cannot store {place!r}.",
@@ -60,7 +60,7 @@ def rows_of(place: str, value: Any, varies: bool) -> tuple[Tensor, list[int] | N
 
 def ids_of(ids: Any) -> tuple[Tensor, list[int] | None]:
     """The ids as rows: integers as they are, strings as bytes with their lengths."""
-    listed: list[Any] = ids.tolist() if isinstance(ids, (Tensor, np.ndarray)) else list(ids)
+    listed = cast("list[Any]", list(ids.tolist() if isinstance(ids, (Tensor, np.ndarray)) else ids))
     try:
         if all(isinstance(one, str) for one in listed):
             words = [one.encode() for one in listed]

@@ -15,7 +15,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -30,7 +30,6 @@ from hookline.store_files import (
     header_of,
     index_path,
     kind_of,
-    locked,
     read_header,
     read_index,
     shard_numbers,
@@ -38,6 +37,7 @@ from hookline.store_files import (
     sync_folder,
     write_index,
 )
+from hookline.store_locks import locked
 from hookline.store_recovery import recover
 from hookline.store_values import compare_series, ids_of, rows_of
 
@@ -184,7 +184,9 @@ class StoreWriter:
     ) -> dict[int, tuple[Series, int]]:
         """Write rows behind those of a series, into new shards where needed."""
         touched: dict[int, tuple[Series, int]] = {}
-        data = memoryview(rows.flatten().view(torch.uint8).numpy())
+        if not len(rows):  # samples may all be empty; torch views no such tensor as bytes
+            return touched
+        data = memoryview(cast("bytes", rows.flatten().view(torch.uint8).numpy()))
         done, size = 0, series.row_bytes
         while done < len(rows):
             position, inside = divmod(series.rows, series.shard_rows)

@@ -44,7 +44,9 @@ def same(a, b):
     """Same shape, dtype and bits."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    return torch.equal(*(t.contiguous().flatten().view(torch.uint8) for t in (a, b)))
+    return a.numel() == 0 or torch.equal(
+        *(t.contiguous().flatten().view(torch.uint8) for t in (a, b))
+    )
 
 
 def sample(k):
@@ -209,7 +211,10 @@ def test_a_varying_place_takes_a_padded_tensor_too(tmp_path):
     with Store.create(tmp_path) as writer:
         writer.append({"v": [torch.ones(1, 2), torch.ones(3, 2)]})
         writer.append({"v": torch.zeros(2, 4, 2)})
-    assert Store.open(tmp_path)["v"].lengths().tolist() == [1, 3, 4, 4]
+        writer.append({"v": torch.zeros(1, 0, 2)})
+    stored = Store.open(tmp_path)["v"]
+    assert stored.lengths().tolist() == [1, 3, 4, 4, 0]
+    assert stored[-1].shape == (0, 2)
 
 
 def test_batches_go_through_all_samples_in_order(counted):
