@@ -164,6 +164,8 @@ class StoredRows:
         return np.empty((rows, *self._row), self._kind.numpy)
 
     def _tensor(self, array: NDArray[Any]) -> Tensor:
+        if not array.size:  # numpy's strides of nothing are none that torch can view
+            return torch.empty(array.shape, dtype=self._kind.torch)
         tensor = torch.from_numpy(array)
         if self._kind.name == "BOOL":
             return tensor != 0  # a byte that is neither 0 nor 1 is no boolean

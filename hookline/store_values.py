@@ -60,7 +60,8 @@ def rows_of(place: str, value: Any, varies: bool) -> tuple[Tensor, list[int] | N
 
 def ids_of(ids: Any) -> tuple[Tensor, list[int] | None]:
     """The ids as rows: integers as they are, strings as bytes with their lengths."""
-    listed = cast("list[Any]", list(ids.tolist() if isinstance(ids, (Tensor, np.ndarray)) else ids))
+    plain: Any = cast("Any", ids).tolist() if isinstance(ids, (Tensor, np.ndarray)) else ids
+    listed: list[Any] = list(plain)
     try:
         if all(isinstance(one, str) for one in listed):
             words = [one.encode() for one in listed]
