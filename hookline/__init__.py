@@ -10,6 +10,7 @@ Every value inside a model has an address, its place (`"layer1.0.conv2"`, `"fc:i
 - `hook`: call a function with every value; the primitive
 - `preserve`, `replace_module`, `get_module`, `get_parameter`: parameters and modules
 - `attention`: the attention patterns of models that never compute them
+- `Store`: values on disk, as safetensors: `Store.create` writes, `Store.open` reads
 - `attached`: all that is live on a model
 - `heads`, `last_token`: slices for `at=`
 
@@ -52,8 +53,10 @@ from hookline.errors import (
     PlaceNotFound,
     SeveralCalls,
     SeveralTensors,
+    StoreError,
     ValueChanged,
 )
+from hookline.store import Store
 
 __all__ = [
     "Call",
@@ -72,6 +75,8 @@ __all__ = [
     "Record",
     "SeveralCalls",
     "SeveralTensors",
+    "Store",
+    "StoreError",
     "ValueChanged",
     "add",
     "attached",

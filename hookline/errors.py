@@ -10,7 +10,8 @@
     ├── SeveralTensors (TypeError)         one tensor was asked for, and there are several
     ├── ValueChanged (RuntimeError)        an attached value was changed in place since
     ├── GradientNotAvailable (RuntimeError) no gradient can be given for that place
-    └── ChangeError (ValueError)           a change does not fit the value it meets
+    ├── ChangeError (ValueError)           a change does not fit the value it meets
+    └── StoreError (ValueError)            a store cannot be written or read as asked
 
     HooklineWarning (UserWarning)
 
@@ -36,6 +37,7 @@ __all__ = [
     "PlaceNotFound",
     "SeveralCalls",
     "SeveralTensors",
+    "StoreError",
     "ValueChanged",
 ]
 
@@ -103,6 +105,10 @@ class GradientNotAvailable(HooklineError, RuntimeError):
 
 class ChangeError(HooklineError, ValueError):
     """A change does not fit the value that it meets."""
+
+
+class StoreError(HooklineError, ValueError):
+    """A store cannot be written or read as asked, or its files are not sound."""
 
 
 class HooklineWarning(UserWarning):

@@ -23,6 +23,7 @@ BUILTINS = {
     "ValueChanged": RuntimeError,
     "GradientNotAvailable": RuntimeError,
     "ChangeError": ValueError,
+    "StoreError": ValueError,
 }
 
 
@@ -112,6 +113,7 @@ def raised():
         hl.ValueChanged: lambda: record["0", 0],
         hl.GradientNotAvailable: lambda: gradients["0:grad_output"],
         hl.ChangeError: change,
+        hl.StoreError: lambda: hl.Store.open("no such folder"),
     }
 
 

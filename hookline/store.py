@@ -1,0 +1,260 @@
+"""A store: captured values on disk, in a folder that any reader of safetensors can open.
+
+- `Store`: `Store.create(folder)` writes, `Store.open(folder)` reads
+- `StoreInfo`: what is in a store, as a table
+- `StoreDataset`: a store for a DataLoader
+
+The format, the promises for crashes and the syncing are told in docs/store.md.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.utils.data import Dataset
+
+from hookline.core.tables import as_html, as_text, show_bytes
+from hookline.errors import StoreError
+from hookline.store_description import read_description
+from hookline.store_files import Index, Series, ranks_of
+from hookline.store_recovery import recover
+from hookline.store_rows import StoredRows, StoredSamples, positions_of
+from hookline.store_writing import StoreWriter, Sync
+
+__all__ = ["Store", "StoreDataset", "StoreInfo"]
+
+
+class Store:
+    """Captured values on disk: rows of several places for numbered samples.
+
+    >>> import tempfile, torch
+    >>> folder = tempfile.mkdtemp() + "/acts"
+    >>> with Store.create(folder, metadata={"model": "demo"}) as writer:
+    ...     writer.append({"h.3": torch.arange(6.0).reshape(3, 2)}, ids=["a", "b", "c"])
+    >>> store = Store.open(folder)
+    >>> store["h.3"][1:], store.ids[2]
+    (tensor([[2., 3.], [4., 5.]]), 'c')
+
+    `store[place]` reads, `len(store)` counts samples, `store.places()`, `store.ids`,
+    `store.metadata` and `store.info()` say what is there. Samples stand in the order of ranks,
+    and of appends within a rank. Reading copies rows out of mapped files; a store that is open
+    does not see what is appended later.
+    """
+
+    def __init__(self, folder: Path, metadata: dict[str, Any], indexes: list[Index]) -> None:
+        self.folder, self.metadata = folder, metadata
+        self._indexes = indexes
+        self._columns: dict[str, StoredRows | StoredSamples] = {}
+        self._ids: StoredRows | StoredSamples | None = None
+        filled = [index for index in indexes if index.series]
+        for place, part in dict.fromkeys((s.place, s.part) for i in filled for s in i.series):
+            if part == "rows":
+                self._columns[place] = _column(folder, filled, place, "rows", "offsets")
+            elif part == "ids":
+                self._ids = _column(folder, filled, "", "ids", "id offsets")
+        self._samples = sum(index.samples for index in indexes)
+
+    @staticmethod
+    def create(
+        folder: str | os.PathLike[str],
+        *,
+        metadata: Mapping[str, Any] | None = None,
+        rank: int | None = None,
+        shard_bytes: int = 1 << 30,
+        sync: Sync = "shard",
+        resume: bool = False,
+    ) -> StoreWriter:
+        """A writer, for `with`. Each of its appends is committed when it returns.
+
+        Args:
+            folder: Made if it is not there.
+            metadata: Anything that JSON can hold.
+            rank: Which of several writers this is; each has files of its own. Left out, it is
+                that of the launcher (the variable RANK), or 0.
+            shard_bytes: The size at which a shard is full.
+            sync: When rows are forced onto the disk: at each "commit", when a "shard" is full and
+                at the end, or "never". A killed process loses nothing committed with any of them;
+                a power cut may lose what was not yet forced.
+            resume: Go on where this rank stopped, instead of refusing.
+        """
+        if rank is None:
+            rank = int(os.environ.get("RANK", "0"))
+        return StoreWriter(
+            Path(folder),
+            metadata=metadata,
+            rank=rank,
+            shard_bytes=shard_bytes,
+            sync=sync,
+            resume=resume,
+        )
+
+    @staticmethod
+    def open(folder: str | os.PathLike[str]) -> Store:
+        """Open a store for reading; what a killed writer left behind is dropped, with a warning."""
+        folder = Path(folder).absolute()
+        if not (folder / "store.json").is_file():
+            raise StoreError(
+                f"Cannot open {str(folder)!r} as a store.",
+                "There is no store.json in it." if folder.is_dir() else "There is no such folder.",
+                "Name the folder that Store.create was given.",
+            )
+        metadata = read_description(folder)
+        indexes = [recover(folder, rank) for rank in ranks_of(folder)]
+        _agree(folder, [index for index in indexes if index.series])
+        return Store(folder, metadata, indexes)
+
+    def places(self) -> list[str]:
+        """The places that are stored, in the order of the first append."""
+        return list(self._columns)
+
+    @property
+    def ids(self) -> list[Any] | None:
+        """The id of each sample, None if the store was written without."""
+        if isinstance(self._ids, StoredSamples):
+            words = (one.numpy().tobytes() for one in self._ids)
+            return [word.decode(errors="replace") for word in words]
+        return None if self._ids is None else list(self._ids[:].numpy().tolist())
+
+    def __len__(self) -> int:
+        return self._samples
+
+    def __contains__(self, place: object) -> bool:
+        return place in self._columns
+
+    def __getitem__(self, place: str) -> Any:
+        """The rows of a place: `StoredRows`, or `StoredSamples` where lengths vary."""
+        try:
+            return self._columns[place]
+        except (KeyError, TypeError):
+            raise StoreError(
+                f"The store has no place {place!r}.",
+                f"It has {str(self.places())[:300]}.",
+                "Ask for one of these; samples are read as store[place][position].",
+            ) from None
+
+    def batches(
+        self, size: int, *, places: Sequence[str] | None = None
+    ) -> Iterator[dict[str, Any]]:
+        """The samples in order, `size` at a time, as a dict of tensors (lists where they vary)."""
+        if size < 1:
+            raise StoreError(f"Cannot give batches of {size}.", "", "Ask for 1 or more.")
+        columns = {place: self[place] for place in places or self.places()}
+        for start in range(0, len(self), size):
+            yield {place: rows[start : start + size] for place, rows in columns.items()}
+
+    def as_dataset(self, places: Sequence[str] | None = None) -> StoreDataset:
+        """A torch Dataset over the samples: each a dict of place to tensor.
+
+        It can be sent to the workers of a DataLoader, which map the files for themselves.
+        """
+        return StoreDataset(self, tuple(places or self.places()))
+
+    def info(self) -> StoreInfo:
+        """What is in the store."""
+        rows = [("place", "samples", "row", "dtype", "size")]
+        for place, column in self._columns.items():
+            values = column.rows if isinstance(column, StoredSamples) else column
+            row = str(tuple(values.shape[1:]))
+            if isinstance(column, StoredSamples):
+                row += f" × {len(values)}, varying"
+            dtype = str(values.dtype).removeprefix("torch.")
+            rows.append((place or "''", str(len(self)), row, dtype, show_bytes(values.nbytes)))
+        return StoreInfo(
+            str(self.folder),
+            len(self),
+            tuple(self.places()),
+            tuple(index.rank for index in self._indexes),
+            sum(len(series.shards) for index in self._indexes for series in index.series),
+            sum(column.nbytes for column in self._columns.values()),
+            tuple(rows),
+        )
+
+    def __repr__(self) -> str:
+        return repr(self.info())
+
+    def _repr_html_(self) -> str:
+        return self.info()._repr_html_()
+
+
+@dataclass(frozen=True, repr=False)
+class StoreInfo:
+    """What is in a store; its repr is a table."""
+
+    folder: str
+    samples: int
+    places: tuple[str, ...]
+    ranks: tuple[int, ...]
+    shards: int
+    nbytes: int
+    table: tuple[tuple[str, ...], ...]
+
+    @property
+    def title(self) -> str:
+        """The line above the table."""
+        ranks = "" if len(self.ranks) == 1 else f", {len(self.ranks)} ranks"
+        size = f"{show_bytes(self.nbytes)} in {self.shards} shards{ranks}"
+        return f"Store {Path(self.folder).name!r}: {self.samples} samples, {size}"
+
+    def __repr__(self) -> str:
+        return as_text(self.title, self.table)
+
+    def _repr_html_(self) -> str:
+        return as_html(self.title, self.table)
+
+
+class StoreDataset(Dataset[dict[str, Any]]):
+    """The samples of a store for a DataLoader; made by `Store.as_dataset`."""
+
+    def __init__(self, store: Store, places: tuple[str, ...]) -> None:
+        self._columns = {place: store[place] for place in places}
+        self._total = len(store)
+
+    def __len__(self) -> int:
+        return self._total
+
+    def __getitem__(self, position: int) -> dict[str, Any]:
+        return {place: column[position] for place, column in self._columns.items()}
+
+    def __getitems__(self, positions: Sequence[int]) -> list[dict[str, Any]]:
+        """A batch at once: one read for each place instead of one for each sample."""
+        chosen = positions_of(positions, self._total, "the dataset")
+        columns = [(place, column[chosen]) for place, column in self._columns.items()]
+        return [{place: rows[n] for place, rows in columns} for n in range(len(chosen))]
+
+
+def _column(
+    folder: Path, indexes: list[Index], place: str, part: str, ends: str
+) -> StoredRows | StoredSamples:
+    def series(wanted: str) -> list[tuple[Index, Series]]:
+        return [
+            (index, one)
+            for index in indexes
+            for one in index.series
+            if (one.place, one.part) == (place, wanted)
+        ]
+
+    rows, offsets = series(part), series(ends)
+    if not offsets:
+        return StoredRows(folder, rows)
+    ranks = [(index.samples, one.rows) for index, one in rows]
+    return StoredSamples(StoredRows(folder, rows), StoredRows(folder, offsets), ranks)
+
+
+def _agree(folder: Path, indexes: list[Index]) -> None:
+    """All ranks must hold the same places, in the same form."""
+
+    def form(index: Index) -> set[tuple[str, str, str, tuple[int, ...]]]:
+        return {(one.place, one.part, one.dtype, one.shape) for one in index.series}
+
+    for index in indexes[1:]:
+        if form(index) != form(indexes[0]):
+            difference = sorted(form(index) ^ form(indexes[0]))
+            raise StoreError(
+                f"Cannot open {str(folder)!r} as one store.",
+                f"Ranks {indexes[0].rank} and {index.rank} differ: {str(difference)[:300]}.",
+                "Move the files of one of them into a folder of their own.",
+            )

@@ -1,0 +1,373 @@
+"""The files of a store: what is in them, how they are written whole, how they are distrusted.
+
+- `Kind`, `KINDS`, `kind_of(dtype)`: the dtypes of safetensors, torch and numpy
+- `Series`: the rows of one place, of its offsets or of the sample ids, over the shards of a rank
+- `Index`: what one rank has committed; `read_index`, `write_index`
+- `shard_path`, `index_path`: names are made of numbers, never of places
+- `header_of(series, rows)`, `read_header(path, series)`: the first 64 KB of a shard
+- `read_json(path)`, `write_json(path, content, sync)`: JSON that is bounded, and replaced whole
+
+A shard is a safetensors file with one tensor, so that the tensor can grow at the end of the file:
+safetensors allows no holes and no overlaps. Its header takes 64 KB from the start and is written
+again after each append; what it says fits in one page, so that no reader finds half of it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import stat
+import struct
+import zlib
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn, cast
+
+import numpy as np
+import torch
+
+from hookline.errors import StoreError
+
+__all__ = [
+    "HEADER",
+    "KINDS",
+    "Index",
+    "Kind",
+    "Series",
+    "corrupt",
+    "header_of",
+    "index_path",
+    "kind_of",
+    "ranks_of",
+    "read_header",
+    "read_index",
+    "read_json",
+    "shard_numbers",
+    "shard_path",
+    "sync_folder",
+    "write_index",
+    "write_json",
+]
+
+HEADER = 65536  # bytes that a shard reserves in front of its data
+_LARGEST_JSON = 16 << 20
+_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One dtype: its name in safetensors, in torch, and the numpy dtype that carries its bytes."""
+
+    name: str
+    torch: torch.dtype
+    numpy: np.dtype[Any]
+
+
+def _kinds() -> dict[str, Kind]:
+    names = {
+        "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16",
+        "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8",
+        "BOOL": "bool", "U16": "uint16", "U32": "uint32", "U64": "uint64",
+        "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "C64": "complex64",
+    }  # fmt: skip
+    carriers = {"BF16": "uint16", "F8_E4M3": "uint8", "F8_E5M2": "uint8", "BOOL": "uint8"}
+    return {
+        name: Kind(name, getattr(torch, word), np.dtype(carriers.get(name, word)))
+        for name, word in names.items()
+    }
+
+
+KINDS = _kinds()
+_BY_TORCH = {kind.torch: kind for kind in KINDS.values()}
+
+
+def kind_of(dtype: torch.dtype) -> Kind | None:
+    """The kind of a torch dtype, None if safetensors has none.
+
+    >>> kind_of(torch.bfloat16).name
+    'BF16'
+    """
+    return _BY_TORCH.get(dtype)
+
+
+@dataclass
+class Series:
+    """The rows of one tensor that goes on from shard to shard; each shard but the last is full."""
+
+    place: str  # "" for the ids of the samples
+    part: str  # "rows", "offsets" (where each sample ends), "ids" or "id offsets"
+    dtype: str
+    shape: tuple[int, ...]  # of one row
+    shard_rows: int
+    rows: int = 0
+    shards: list[int] = field(default_factory=list[int])
+
+    @property
+    def kind(self) -> Kind:
+        return KINDS[self.dtype]
+
+    @property
+    def row_bytes(self) -> int:
+        return math.prod(self.shape) * self.kind.numpy.itemsize
+
+    def rows_in(self, position: int) -> int:
+        """The committed rows in the shard at that position of the series."""
+        return min(self.shard_rows, self.rows - position * self.shard_rows)
+
+
+@dataclass
+class Index:
+    """What one rank has committed."""
+
+    rank: int
+    samples: int = 0
+    next_shard: int = 0
+    series: list[Series] = field(default_factory=list[Series])
+
+
+def shard_path(folder: Path, rank: int, number: int) -> Path:
+    """The file of a shard.
+
+    >>> shard_path(Path("acts"), 0, 12).name
+    'rank00000-00012.safetensors'
+    """
+    return folder / f"rank{rank:05d}-{number:05d}.safetensors"
+
+
+def index_path(folder: Path, rank: int) -> Path:
+    """The file that says what a rank has committed."""
+    return folder / f"rank{rank:05d}.index.json"
+
+
+def ranks_of(folder: Path) -> list[int]:
+    """The ranks that have an index in the folder."""
+    found = (re.fullmatch(r"rank(\d{5,9})\.index\.json", path.name) for path in folder.iterdir())
+    return sorted(int(match[1]) for match in found if match)
+
+
+def shard_numbers(folder: Path, rank: int) -> list[int]:
+    """The numbers of all shards of a rank that lie in the folder, committed or not."""
+    form = re.compile(rf"rank{rank:05d}-(\d{{5,9}})\.safetensors")
+    found = (form.fullmatch(path.name) for path in folder.iterdir())
+    return sorted(int(match[1]) for match in found if match)
+
+
+def corrupt(path: Path, found: str) -> StoreError:
+    """The error for a file that is not what a writer of ours left there."""
+    return StoreError(
+        f"Cannot read {str(path)!r} as a part of a store.",
+        f"{found[:300]}.",
+        "The file was truncated, changed, or comes from elsewhere: restore it from a copy.",
+    )
+
+
+def _not_json(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is no JSON")
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) != len(pairs):
+        raise ValueError("a key stands there twice")
+    return content
+
+
+def _parse(text: bytes, path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(
+            text.decode("utf-8"), parse_constant=_not_json, object_pairs_hook=_once
+        )
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise corrupt(path, f"It holds no sound JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise corrupt(path, "Its JSON is not an object")
+    return cast("dict[str, Any]", content)
+
+
+def _regular(path: Path) -> BinaryIO:
+    """Open a file, and nothing that would wait for ever, as a pipe does."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError("it is no regular file")
+    return path.open("rb")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file of bounded size."""
+    try:
+        with _regular(path) as file:
+            text = file.read(_LARGEST_JSON + 1)
+    except OSError as error:
+        raise corrupt(path, f"It cannot be opened ({error})") from error
+    if len(text) > _LARGEST_JSON:
+        raise corrupt(path, f"It is larger than {_LARGEST_JSON >> 20} MB")
+    return _parse(text, path)
+
+
+def write_json(path: Path, content: object, sync: bool) -> None:
+    """Replace a JSON file as a whole: a reader, or a crash, finds the old one or the new one."""
+    text = json.dumps(content, indent=None, separators=(",", ":"), allow_nan=False)
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        with partial.open("wb") as file:
+            file.write(text.encode() + b"\n")
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    if sync:
+        sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder last, where the system can."""
+    if os.name == "posix":
+        number = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(number)
+        finally:
+            os.close(number)
+
+
+def write_index(folder: Path, index: Index, sync: bool) -> None:
+    """Commit: what the index says is there."""
+    content = {"format": "hookline.store.index", "version": _VERSION, **asdict(index)}
+    content["crc32"] = _checksum(content)
+    write_json(index_path(folder, index.rank), content, sync)
+
+
+def _checksum(content: dict[str, Any]) -> int:
+    """Of all fields but itself: a changed index must not make recovery cut what is sound."""
+    others = {key: value for key, value in content.items() if key != "crc32"}
+    return zlib.crc32(json.dumps(others, sort_keys=True).encode())
+
+
+def _count(value: Any, least: int = 0) -> bool:
+    return type(value) is int and least <= value < 1 << 62
+
+
+def read_index(folder: Path, rank: int) -> Index:
+    """The index of a rank; every field is checked, nothing is allocated by what it claims."""
+    path = index_path(folder, rank)
+    content = read_json(path)
+    if content.get("format") != "hookline.store.index" or content.get("version") != _VERSION:
+        raise corrupt(path, "It is no index of a store of this version")
+    if content.get("crc32") != _checksum(content):
+        raise corrupt(path, "Its checksum does not fit")
+    if type(content.get("rank")) is not int or content["rank"] != rank:
+        raise corrupt(path, f"It belongs to rank {content.get('rank')!r}")
+    samples, following, entries = (content.get(k) for k in ("samples", "next_shard", "series"))
+    if not (_count(samples) and _count(following) and isinstance(entries, list)):
+        raise corrupt(path, "A count in it is missing or makes no sense")
+    series = [_read_series(entry, path) for entry in cast("list[Any]", entries)]
+    index = Index(rank, cast("int", samples), cast("int", following), series)
+    _check_index(index, path)
+    return index
+
+
+def _read_series(entry: Any, path: Path) -> Series:
+    keys = ("place", "part", "dtype", "shape", "shard_rows", "rows", "shards")
+    if not isinstance(entry, dict) or set(cast("dict[str, Any]", entry)) != set(keys):
+        raise corrupt(path, "A series in it has missing or unknown fields")
+    place, part, dtype, shape, shard_rows, rows, shards = (
+        cast("dict[str, Any]", entry)[key] for key in keys
+    )
+    sound = (
+        isinstance(place, str)
+        and isinstance(dtype, str)
+        and part in ("rows", "offsets", "ids", "id offsets")
+        and dtype in KINDS
+        and isinstance(shape, list)
+        and len(cast("list[Any]", shape)) <= 32
+        and all(_count(size, 1) for size in cast("list[Any]", shape))
+        and _count(shard_rows, 1)
+        and _count(rows)
+        and isinstance(shards, list)
+        and all(_count(number) for number in cast("list[Any]", shards))
+    )
+    if not sound:
+        raise corrupt(path, f"The series of {place!r} in it makes no sense")
+    series = Series(
+        place,
+        part,
+        dtype,
+        tuple(cast("list[int]", shape)),
+        shard_rows,
+        rows,
+        cast("list[int]", shards),
+    )
+    if len(series.shards) != -(-rows // shard_rows):
+        raise corrupt(path, f"{rows} rows of {place!r} do not fit its list of shards")
+    if part.endswith("offsets") and (dtype, series.shape) != ("I64", ()):
+        raise corrupt(path, f"The offsets of {place!r} are not integers")
+    return series
+
+
+def _check_index(index: Index, path: Path) -> None:
+    named = [(one.place, one.part) for one in index.series]
+    numbers = [number for one in index.series for number in one.shards]
+    if len(set(named)) != len(named) or len(set(numbers)) != len(numbers):
+        raise corrupt(path, "Two series in it are the same, or share a shard")
+    if any(number >= index.next_shard for number in numbers):
+        raise corrupt(path, "It lists a shard that was never begun")
+    for one in index.series:
+        ends = "id offsets" if one.part == "ids" else "offsets"
+        varies = one.part in ("rows", "ids") and (one.place, ends) in named
+        if not varies and one.rows != index.samples:
+            raise corrupt(path, f"{one.place!r} has {one.rows} rows for {index.samples} samples")
+        rows = "ids" if one.part == "id offsets" else "rows"
+        if one.part.endswith("offsets") and (one.place, rows) not in named:
+            raise corrupt(path, f"{one.place!r} has offsets and no rows")
+    if index.samples and not any(one.part == "rows" for one in index.series):
+        raise corrupt(path, "It counts samples and has no places")
+
+
+def header_of(series: Series, rows: int) -> bytes:
+    """The header of a shard with that many rows, without the blanks that fill 64 KB."""
+    name = series.place if series.part == "rows" else f"{series.place}#{series.part}"
+    content = {
+        name: {
+            "dtype": series.dtype,
+            "shape": [rows, *series.shape],
+            "data_offsets": [0, rows * series.row_bytes],
+        }
+    }
+    text = json.dumps(content, separators=(",", ":")).encode()
+    return struct.pack("<Q", HEADER - 8) + text
+
+
+def read_header(path: Path, series: Series) -> tuple[int, int]:
+    """The rows that a shard's header states, and the size of the file; all of it checked."""
+    try:
+        with _regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            text = file.read(HEADER)
+    except OSError as error:
+        raise corrupt(path, f"It cannot be opened ({error})") from error
+    if len(text) < HEADER:
+        raise corrupt(path, f"It has {size} bytes, fewer than a header")
+    length = struct.unpack("<Q", text[:8])[0]
+    if length != HEADER - 8:
+        raise corrupt(path, f"It states a header of {length} bytes, not {HEADER - 8}")
+    content = _parse(text[8:], path)
+    content.pop("__metadata__", None)
+    name = series.place if series.part == "rows" else f"{series.place}#{series.part}"
+    entry = content.get(name)
+    if set(content) != {name} or not isinstance(entry, dict):
+        raise corrupt(path, f"It does not hold just one tensor {name!r}")
+    entry = cast("dict[str, Any]", entry)
+    shape = entry.get("shape")
+    shape = cast("list[Any]", shape) if isinstance(shape, list) else []
+    if not (shape and _count(shape[0]) and shape[0] <= series.shard_rows):
+        raise corrupt(path, f"Its shape {str(shape)[:80]} makes no sense")
+    end = shape[0] * series.row_bytes
+    expected = {"dtype": series.dtype, "shape": [shape[0], *series.shape], "data_offsets": [0, end]}
+    if entry != expected:
+        raise corrupt(path, f"Its tensor is {str(entry)[:120]}, not {expected}")
+    if size < HEADER + end:
+        raise corrupt(path, f"It has {size} bytes where its header promises {HEADER + end}")
+    return shape[0], size

@@ -1,0 +1,122 @@
+"""What a killed writer left is cut off: a store is what its indexes say.
+
+- `recover(folder, rank, held)`: the index of a rank, its shards checked and cut to it
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import time
+import warnings
+from contextlib import suppress
+from pathlib import Path
+
+from hookline.core.tables import show_bytes
+from hookline.errors import HooklineWarning, StoreError
+from hookline.store_files import (
+    HEADER,
+    Index,
+    Series,
+    corrupt,
+    header_of,
+    read_header,
+    read_index,
+    shard_numbers,
+    shard_path,
+)
+from hookline.store_locks import locked
+
+__all__ = ["recover"]
+
+
+def recover(folder: Path, rank: int, *, held: bool = False) -> Index:
+    """The index of a rank. What lies behind it in the shards is dropped, with a warning.
+
+    If a living writer holds the lock, or the folder may not be written to, nothing is touched:
+    readers stop at what the index says in any case. `held` says that the caller has the lock.
+    """
+    if held:
+        return _cut(folder, read_index(folder, rank))
+    for attempt in range(5):
+        try:
+            index = read_index(folder, rank)
+            if not _tails(folder, index):
+                return index
+            break
+        except StoreError:  # a living writer may just be at a header: look again
+            if attempt == 4:
+                raise
+            with locked(folder, rank) as free:
+                if free:
+                    raise
+            time.sleep(0.01)
+    with locked(folder, rank) as free:
+        if free:
+            return _cut(folder, read_index(folder, rank))
+        return read_index(folder, rank)
+
+
+def _tails(folder: Path, index: Index) -> dict[Path, int]:
+    """The shards with bytes that no index speaks of, and how many; errors for those that lack."""
+    tails: dict[Path, int] = {}
+    for series in index.series:
+        for position, number in enumerate(series.shards):
+            path = shard_path(folder, index.rank, number)
+            rows, size = read_header(path, series)
+            committed = series.rows_in(position)
+            last = position == len(series.shards) - 1
+            if rows < committed or (rows > committed and not last):
+                raise corrupt(path, f"It has {rows} rows where the index promises {committed}")
+            end = HEADER + committed * series.row_bytes
+            if size != end or rows != committed:
+                tails[path] = size - end
+            if last and series.part.endswith("offsets"):
+                _check_end(path, index, series, committed)
+    for number in shard_numbers(folder, index.rank):
+        if number >= index.next_shard:
+            path = shard_path(folder, index.rank, number)
+            with suppress(FileNotFoundError):
+                tails[path] = path.stat().st_size
+    return tails
+
+
+def _check_end(path: Path, index: Index, ends: Series, committed: int) -> None:
+    """The last sample must end where the rows end, before anything is cut by these numbers."""
+    part = "ids" if ends.part == "id offsets" else "rows"
+    rows = sum(s.rows for s in index.series if (s.place, s.part) == (ends.place, part))
+    with path.open("rb") as file:
+        file.seek(HEADER + (committed - 1) * 8)
+        (end,) = struct.unpack("<q", file.read(8))
+    if end != rows:
+        raise corrupt(path, f"Its last sample ends at row {end} of {rows}")
+
+
+def _cut(folder: Path, index: Index) -> Index:
+    tails = _tails(folder, index)
+    if not tails:
+        return index
+    listed = {
+        shard_path(folder, index.rank, number): (series, series.rows_in(position))
+        for series in index.series
+        for position, number in enumerate(series.shards)
+    }
+    try:
+        for path in tails:
+            if path not in listed:
+                path.unlink()
+                continue
+            series, rows = listed[path]
+            with path.open("r+b", buffering=0) as file:
+                file.write(header_of(series, rows).ljust(4096))
+                os.ftruncate(file.fileno(), HEADER + rows * series.row_bytes)
+    except OSError:  # read-only: readers stop at the index anyway
+        return index
+    warnings.warn(
+        f"A writer of rank {index.rank} stopped in the middle of an append to {str(folder)!r}: "
+        f"dropped {show_bytes(sum(tails.values()))} in {len(tails)} shards that were never "
+        f"committed. The {index.samples} samples that were are all there.",
+        HooklineWarning,
+        stacklevel=4,
+    )
+    return index

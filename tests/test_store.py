@@ -1,0 +1,778 @@
+"""Stores: what is appended is read back bit for bit, and nothing done to the files can crash us."""
+
+import errno
+import json
+import os
+import pickle
+import shutil
+import struct
+import subprocess
+import sys
+import tracemalloc
+import warnings
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from torch.utils.data import DataLoader
+
+import hookline as hl
+from hookline import Store, StoreError, store_files, store_writing
+
+HEADER = 65536
+ROOT = Path(__file__).parents[1]
+DTYPES = [
+    torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int8, torch.int16,
+    torch.int32, torch.int64, torch.uint8, torch.bool, torch.float8_e4m3fn, torch.complex64,
+]  # fmt: skip
+
+
+def random_bits(shape, dtype):
+    """Any bit pattern: NaNs with payloads too."""
+    if dtype == torch.bool:
+        return torch.rand(shape) > 0.5
+    size = torch.empty((), dtype=dtype).element_size()
+    return torch.randint(0, 256, (*shape, size), dtype=torch.uint8).view(dtype).squeeze(-1)
+
+
+def same(a, b):
+    """Same shape, dtype and bits."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return a.numel() == 0 or torch.equal(
+        *(t.contiguous().flatten().view(torch.uint8) for t in (a, b))
+    )
+
+
+def sample(k):
+    """What sample k of a counted store is: a row, and k % 4 rows of varying length."""
+    return torch.full((3,), float(k)), torch.full((k % 4, 2), k, dtype=torch.int32)
+
+
+def append_counted(writer, count=3):
+    numbers = range(writer.samples, writer.samples + count)
+    rows, varying = zip(*map(sample, numbers), strict=True)
+    values = {"h.3": torch.stack(rows), "h/../v": list(varying)}
+    writer.append(values, ids=[f"s{k}" for k in numbers])
+
+
+def check_counted(folder, samples):
+    """A counted store holds just these samples, and safetensors reads every file of it."""
+    store = Store.open(folder)
+    assert len(store) == samples
+    for k in range(samples):
+        row, varying = sample(k)
+        assert same(store["h.3"][k], row)
+        assert same(store["h/../v"][k], varying)
+    if samples:
+        assert store.ids == [f"s{k}" for k in range(samples)]
+    check_files(folder)
+    return store
+
+
+def check_files(folder):
+    for path in Path(folder).glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            for name in file.keys():
+                file.get_tensor(name)
+
+
+def rewrite_index(folder, change, rank=0):
+    """Change an index as someone would who knows about its checksum."""
+    path = Path(folder) / f"rank{rank:05d}.index.json"
+    content = json.loads(path.read_text())
+    change(content)
+    content.pop("crc32", None)
+    content["crc32"] = zlib.crc32(json.dumps(content, sort_keys=True).encode())
+    path.write_text(json.dumps(content))
+
+
+@pytest.fixture
+def counted(tmp_path):
+    folder = tmp_path / "acts"
+    with Store.create(folder, metadata={"model": "m"}, shard_bytes=100, sync="never") as writer:
+        for _ in range(7):
+            append_counted(writer)
+    return folder
+
+
+def shard_of(folder, place, part="rows"):
+    index = json.loads((folder / "rank00000.index.json").read_text())
+    series = next(s for s in index["series"] if (s["place"], s["part"]) == (place, part))
+    return folder / f"rank00000-{series['shards'][-1]:05d}.safetensors"
+
+
+# Round trips
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_what_is_appended_is_read_back(data, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("store")
+    names = data.draw(st.lists(st.text(max_size=12), min_size=1, max_size=3, unique=True))
+    names = [n for n in names if n != "__metadata__" and n.isprintable()] or ["x"]
+    forms = {
+        name: (
+            data.draw(st.sampled_from(DTYPES)),
+            tuple(data.draw(st.lists(st.integers(1, 4), max_size=2))),
+            data.draw(st.booleans()),
+        )
+        for name in names
+    }
+    kept = {name: [] for name in names}
+    ids = []
+    size = data.draw(st.integers(16, 300))
+    with Store.create(folder, shard_bytes=size, sync="never") as writer:
+        for n in data.draw(st.lists(st.integers(0, 5), max_size=6)):
+            values = {}
+            for name, (dtype, shape, varies) in forms.items():
+                lengths = data.draw(st.lists(st.integers(0, 3), min_size=n, max_size=n))
+                rows = [random_bits((k, *shape) if varies else shape, dtype) for k in lengths]
+                if n:
+                    values[name] = rows if varies else torch.stack(rows)
+                    kept[name] += rows
+            if n:
+                ids += range(len(ids), len(ids) + n)
+                writer.append(values, ids=ids[-n:])
+                check_files(folder)
+    store = Store.open(folder)
+    assert len(store) == len(ids)
+    if ids:
+        assert store.places() == names
+        assert store.ids == ids
+    for name in names if ids else []:
+        assert len(store[name]) == len(ids)
+        assert all(same(a, b) for a, b in zip(store[name], kept[name], strict=True))
+        some = data.draw(st.slices(len(ids)))
+        assert all(same(a, b) for a, b in zip(store[name][some], kept[name][some], strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_are_indexed_as_a_tensor_is(dtype, tmp_path):
+    rows = random_bits((23, 4, 2), dtype)
+    with Store.create(tmp_path, shard_bytes=64) as writer:
+        for piece in rows.split(5):
+            writer.append({"x": piece})
+    stored = Store.open(tmp_path)["x"]
+    assert (stored.shape, stored.dtype) == (rows.shape, dtype)
+    mask = torch.arange(23) % 3 == 0
+    for key in (
+        0, -1, 22, slice(None), slice(3, 19), slice(19, 3), slice(1, 20, 4), [1, 7, -2], [],
+        mask, mask.tolist(), mask.numpy(), torch.tensor([[0, 22], [5, 5]]), np.int64(3),
+        torch.tensor(4), (slice(2, 9), 1), (3, slice(None), 0), ([1, 2], slice(1, 3)), (),
+    ):  # fmt: skip
+        expected = rows[key] if not isinstance(key, list) or key else rows[:0]
+        assert same(stored[key], expected), key
+    for key in (slice(20, 2, -3), slice(None, None, -1), slice(2, 20, -3)):  # torch has no such
+        expected = rows[list(range(23))[key]]
+        assert same(stored[key], expected), key
+    for key in (23, -24, [0, 23], torch.tensor([-24])):
+        with pytest.raises(IndexError, match="There are 23"):
+            stored[key]
+    for key in ([0.5], "a", [True, False]):
+        with pytest.raises(StoreError):
+            stored[key]
+
+
+def test_numpy_gets_its_own_dtypes_and_bf16_as_float32(tmp_path):
+    x, y = torch.randn(4, 2), torch.randn(4, 2).bfloat16()
+    with Store.create(tmp_path) as writer:
+        writer.append({"x": x, "y": y, "v": [x[:k] for k in (1, 0, 3, 2)]})
+    store = Store.open(tmp_path)
+    np.testing.assert_array_equal(store["x"].to_numpy(), x.numpy())
+    np.testing.assert_array_equal(store["y"].to_numpy(), y.float().numpy())
+    assert [len(one) for one in store["v"].to_numpy()] == [1, 0, 3, 2]
+    assert store["v"].lengths().tolist() == [1, 0, 3, 2]
+
+
+def test_what_is_read_is_a_copy(counted):
+    store = Store.open(counted)
+    store["h.3"][4].zero_()
+    store["h.3"][3:6].zero_()
+    check_counted(counted, 21)
+    assert same(store["h.3"][4], sample(4)[0])
+
+
+def test_appended_tensors_may_be_strided_attached_or_numpy(tmp_path):
+    x = torch.randn(4, 6, requires_grad=True)
+    with Store.create(tmp_path) as writer:
+        writer.append({"t": x.T, "n": x.detach().numpy().T, "c": x.T.to(torch.complex64).conj()})
+    store = Store.open(tmp_path)
+    assert same(store["t"][:], x.detach().T)
+    assert same(store["n"][:], x.detach().T)
+
+
+def test_a_varying_place_takes_a_padded_tensor_too(tmp_path):
+    with Store.create(tmp_path) as writer:
+        writer.append({"v": [torch.ones(1, 2), torch.ones(3, 2)]})
+        writer.append({"v": torch.zeros(2, 4, 2)})
+        writer.append({"v": torch.zeros(1, 0, 2)})
+    stored = Store.open(tmp_path)["v"]
+    assert stored.lengths().tolist() == [1, 3, 4, 4, 0]
+    assert stored[-1].shape == (0, 2)
+
+
+def test_batches_go_through_all_samples_in_order(counted):
+    batches = list(Store.open(counted).batches(8))
+    assert [len(batch["h.3"]) for batch in batches] == [8, 8, 5]
+    assert torch.cat([batch["h.3"] for batch in batches])[:, 0].tolist() == list(range(21))
+    assert len([one for batch in batches for one in batch["h/../v"]]) == 21
+
+
+def test_a_store_prints_as_a_table(counted):
+    store = Store.open(counted)
+    lines = repr(store).splitlines()
+    assert lines[0].startswith("Store 'acts': 21 samples, ")
+    assert lines[1].split() == ["place", "samples", "row", "dtype", "size"]
+    assert lines[2].split() == ["h.3", "21", "(3,)", "float32", "252", "B"]
+    assert "varying" in lines[3]
+    assert "<table>" in store._repr_html_()
+    assert store.info().samples == 21
+    assert store.metadata == {"model": "m"}
+
+
+def test_names_of_places_never_become_paths(tmp_path):
+    with Store.create(tmp_path / "acts") as writer:
+        writer.append({"../../up": torch.ones(1), "/etc/x": torch.ones(1), "a\0b": torch.ones(1)})
+    names = {path.name for path in (tmp_path / "acts").iterdir()}
+    shards = {f"rank00000-{n:05d}.safetensors" for n in range(3)}
+    assert names == {"store.json", "rank00000.index.json", "rank00000.lock", *shards}
+    assert [path.name for path in tmp_path.iterdir()] == ["acts"]
+    assert Store.open(tmp_path / "acts").places() == ["../../up", "/etc/x", "a\0b"]
+
+
+# Workers and ranks
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_the_workers_of_a_loader_read_it(counted, method):
+    dataset = Store.open(counted).as_dataset(["h.3"])
+    dataset[0]  # mapped here already
+    loader = DataLoader(dataset, batch_size=4, num_workers=2, multiprocessing_context=method)
+    rows = torch.cat([batch["h.3"] for batch in loader])
+    assert rows[:, 0].tolist() == list(range(21))
+
+
+def test_a_store_is_pickled_without_its_data(tmp_path):
+    with Store.create(tmp_path) as writer:
+        writer.append({"x": torch.randn(100_000)})
+    store = Store.open(tmp_path)
+    before = store["x"][:]
+    text = pickle.dumps(store.as_dataset())
+    assert len(text) < 5_000
+    assert same(pickle.loads(text)[7]["x"], before[7])
+
+
+def test_ranks_write_side_by_side_and_are_read_as_one(tmp_path, monkeypatch):
+    writers = [Store.create(tmp_path, rank=rank, shard_bytes=50) for rank in (0, 2)]
+    monkeypatch.setenv("RANK", "1")
+    writers.insert(1, Store.create(tmp_path, shard_bytes=30))
+    kept = [], [], []
+    for step in range(9):
+        rank = step % 3 if step < 6 else 2
+        rows = [torch.full((k, 2), step, dtype=torch.int16) for k in (step % 3, 2)]
+        writers[rank].append({"x": torch.tensor([step, step]), "v": rows}, ids=[step, -step])
+        kept[rank].append((step, rows))
+    for writer in writers:
+        writer.close()
+    store = Store.open(tmp_path)
+    order = [one for rank in kept for one in rank]
+    assert store["x"][:].tolist() == [step for step, _ in order for _ in range(2)]
+    assert store.ids == [i for step, _ in order for i in (step, -step)]
+    expected = [row for _, rows in order for row in rows]
+    assert all(same(a, b) for a, b in zip(store["v"], expected, strict=True))
+    assert store["v"].lengths().tolist() == [len(row) for row in expected]
+    assert store.info().ranks == (0, 1, 2)
+
+
+def test_ranks_that_disagree_are_told_at_the_first_append(tmp_path):
+    with Store.create(tmp_path, rank=0) as writer:
+        writer.append({"x": torch.ones(2, 3)})
+    with Store.create(tmp_path, rank=1) as writer:
+        with pytest.raises(StoreError, match="Another rank"):
+            writer.append({"x": torch.ones(2, 4)})
+        writer.append({"x": torch.ones(2, 3)})
+    assert len(Store.open(tmp_path)) == 4
+
+
+# What is refused
+
+
+def test_what_does_not_fit_is_refused_and_changes_nothing(counted):
+    with Store.create(counted, resume=True) as writer:
+        row, varying = torch.ones(1, 3), [torch.ones(1, 2, dtype=torch.int32)]
+        for values, ids in [
+            ({"h.3": row}, ["a"]),
+            ({"h.3": row, "h/../v": varying}, None),
+            ({"h.3": row, "h/../v": varying}, ["a", "b"]),
+            ({"h.3": row, "h/../v": varying}, [1]),
+            ({"h.3": row, "h/../v": varying}, [1.5]),
+            ({"h.3": row.double(), "h/../v": varying}, ["a"]),
+            ({"h.3": row[:, :2], "h/../v": varying}, ["a"]),
+            ({"h.3": [row], "h/../v": varying}, ["a"]),
+            ({"h.3": row, "h/../v": varying, "more": row}, ["a"]),
+            ({"h.3": row, "h/../v": [*varying, torch.ones(1, 3, dtype=torch.int32)]}, ["a", "b"]),
+            ({"h.3": row.to("meta"), "h/../v": varying}, ["a"]),
+            ({"h.3": row.to_sparse(), "h/../v": varying}, ["a"]),
+            ({"h.3": "text", "h/../v": varying}, ["a"]),
+            ({}, None),
+        ]:
+            with pytest.raises(StoreError):
+                writer.append(values, ids=ids)
+        append_counted(writer)
+    check_counted(counted, 24)
+    with pytest.raises(StoreError, match="closed"):
+        append_counted(writer)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"x": torch.ones(())},
+        {"x": torch.ones(2, 0)},
+        {"x": torch.ones(1, dtype=torch.complex128)},
+        {"__metadata__": torch.ones(1)},
+        {"\ud800": torch.ones(1)},
+        {"x" * 5000: torch.ones(1)},
+    ],
+)
+def test_what_safetensors_cannot_hold_is_refused(values, tmp_path):
+    with Store.create(tmp_path) as writer, pytest.raises(StoreError):
+        writer.append(values)
+    assert len(Store.open(tmp_path)) == 0
+
+
+def test_a_store_is_not_begun_twice_and_not_written_by_two(counted):
+    with pytest.raises(StoreError, match="resume=True"):
+        Store.create(counted)
+    with Store.create(counted, resume=True):
+        with pytest.raises(StoreError, match="Another writer"):
+            Store.create(counted, resume=True)
+    with pytest.raises(StoreError, match="other metadata"):
+        Store.create(counted, resume=True, metadata={"model": "n"})
+    with pytest.raises(StoreError, match="no JSON"):
+        Store.create(counted / "new", metadata={"model": object()})
+    (counted / "rank00000.index.json").unlink()
+    with pytest.raises(StoreError, match="no index"):
+        Store.create(counted, resume=True)
+
+
+def test_an_unknown_place_is_told_with_those_that_exist(counted):
+    store = Store.open(counted)
+    with pytest.raises(StoreError, match=r"no place 'h\.4'.*h\.3"):
+        store["h.4"]
+    assert "h.3" in store
+    assert "h.4" not in store
+
+
+# Crashes and full disks
+
+
+class Killed(BaseException):
+    pass
+
+
+def breaking(monkeypatch, after, error, half):
+    """Let the n-th write to a shard fail, after half of its bytes if asked; gives a counter."""
+    calls = [0]
+
+    def pwrite(file, data, place, real=os.pwrite):
+        calls[0] += 1
+        if calls[0] == after and half:
+            return real(file, data[: len(data) // 2 or 1], place)
+        if calls[0] >= after + half:
+            raise error
+        return real(file, data, place)
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    return calls
+
+
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("after", range(1, 12))
+def test_a_crash_at_any_write_loses_the_uncommitted_tail_only(counted, monkeypatch, after, half):
+    writer = Store.create(counted, resume=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(store_writing.StoreWriter, "_take_back", lambda *_: None)
+        breaking(patch, after, Killed(), half)
+        with pytest.raises(Killed):
+            append_counted(writer, count=9)
+    writer._held.close()  # as the end of a process does
+    if after > 1 or half:  # otherwise nothing was written yet
+        with pytest.warns(hl.HooklineWarning, match=r"dropped .* The 21 samples"):
+            Store.open(counted)
+    check_counted(counted, 21)  # and no second warning
+    with Store.create(counted, resume=True) as writer:
+        append_counted(writer)
+    check_counted(counted, 24)
+
+
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("after", range(1, 12))
+def test_a_full_disk_is_an_error_that_leaves_the_store_as_it_was(counted, monkeypatch, after, half):
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with Store.create(counted, resume=True) as writer:
+        with monkeypatch.context() as patch:
+            calls = breaking(patch, after, full, half)
+            with pytest.raises(StoreError, match="No space left on device"):
+                append_counted(writer, count=9)
+            assert calls[0] >= after
+        check_counted(counted, 21)
+        append_counted(writer, count=9)
+    check_counted(counted, 30)
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space"), KeyboardInterrupt()])
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_what_fails_at_the_commit_happened_or_did_not(counted, monkeypatch, error, moment):
+    def write_index(*arguments, real=store_files.write_index):
+        if moment == "after":
+            real(*arguments)
+        raise error
+
+    with Store.create(counted, resume=True) as writer:
+        with monkeypatch.context() as patch:
+            patch.setattr(store_writing, "write_index", write_index)
+            with pytest.raises((StoreError, KeyboardInterrupt)):
+                append_counted(writer)
+        there = 21 if moment == "before" else 24
+        assert writer.samples == there
+        check_counted(counted, there)
+        append_counted(writer)
+    check_counted(counted, there + 3)
+
+
+def test_a_limit_on_the_size_of_files_leaves_a_valid_store(tmp_path):
+    program = (
+        "import resource, sys, torch, hookline as hl\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
+        "writer = hl.Store.create(sys.argv[1])\n"
+        "try:\n"
+        "    while True: writer.append({'x': torch.arange(1000) + writer.samples})\n"
+        "except hl.StoreError as error: print(writer.samples, error)\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program, tmp_path],
+        capture_output=True, text=True, check=True, cwd=ROOT,
+    )  # fmt: skip
+    samples, _, text = result.stdout.partition(" ")
+    assert "File too large" in text
+    store = Store.open(tmp_path)
+    assert len(store) == int(samples) == (100_000 - HEADER) // 8000 * 1000
+    assert store["x"][:].tolist() == list(range(int(samples)))
+    check_files(tmp_path)
+
+
+def test_a_read_only_folder_can_be_read_and_not_written(counted, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(StoreError, match="may not be written to"):
+        Store.create(counted, resume=True)
+    shard = shard_of(counted, "h.3")
+    with shard.open("ab") as file:
+        file.write(b"tail")
+
+    def sealed(path, flags, *mode, real=os.open):
+        if flags & (os.O_RDWR | os.O_WRONLY | os.O_CREAT):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        return real(path, flags, *mode)
+
+    monkeypatch.setattr(os, "open", sealed)
+    assert len(Store.open(counted)) == 21
+    assert shard.read_bytes().endswith(b"tail")
+
+
+def test_reading_beside_a_living_writer_touches_nothing(counted):
+    with Store.create(counted, resume=True) as writer:
+        append_counted(writer)
+        shard = shard_of(counted, "h.3")
+        with shard.open("ab") as file:
+            file.write(b"an append that is under way")
+        assert len(Store.open(counted)) == 24
+        assert shard.read_bytes().endswith(b"under way")
+
+
+KILLER = """
+import json, os, random, signal, sys, time, warnings
+sys.path[:0] = ["tests", "."]
+import torch
+torch.set_num_threads(1)
+from test_store import Store, append_counted, check_counted
+folder, rounds, seed = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+dice = random.Random(seed)
+dropped = total = 0
+for turn in range(rounds):
+    here = f"{folder}/{turn // 10}"  # ten writers in a row go on with the same store
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        writer = Store.create(here, resume=True, shard_bytes=400, sync="never")
+        while True:
+            append_counted(writer, 1 + writer.samples % 3)
+            os.write(write, writer.samples.to_bytes(4, "little"))
+    os.close(write)
+    told = os.read(read, 4)
+    time.sleep(dice.random() * 0.02)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    while piece := os.read(read, 1 << 16):
+        told += piece
+    os.close(read)
+    said = int.from_bytes(told[-4:], "little")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        store = Store.open(here)
+    dropped += len(caught)
+    assert said <= len(store) <= said + 3, (turn, said, len(store))
+    check_counted(here, len(store))
+    total += 1
+print(json.dumps({"rounds": total, "dropped": dropped}))
+"""
+
+
+def kill_writers(folder, rounds, seed):
+    result = subprocess.run(
+        [sys.executable, "-c", KILLER, str(folder), str(rounds), str(seed)],
+        capture_output=True, text=True, cwd=ROOT,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    told = json.loads(result.stdout)
+    assert told["rounds"] == rounds
+    return told["dropped"]
+
+
+def test_a_killed_writer_loses_nothing_committed(tmp_path):
+    assert kill_writers(tmp_path, rounds=60, seed=0) > 0  # some were in the middle of an append
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_many_killed_writers_lose_nothing_committed(tmp_path):
+    assert kill_writers(tmp_path, rounds=600, seed=1) > 0
+
+
+# Files that are not sound
+
+
+def read_all(folder):
+    """Read everything; gives False if the store was refused."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", hl.HooklineWarning)
+        try:
+            store = Store.open(folder)
+            repr(store), store._repr_html_(), store.ids
+            for place in store.places():
+                list(store[place])
+        except StoreError as error:
+            parts = error.asked, error.found, error.remedy
+        else:
+            return True
+    assert all(parts)
+    return False
+
+
+@settings(
+    max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(data=st.data())
+def test_flipped_bits_and_cut_files_are_refused_or_harmless(counted, data):
+    work = counted.parent / "work"
+    shutil.rmtree(work, ignore_errors=True)
+    shutil.copytree(counted, work)
+    path = work / data.draw(st.sampled_from(sorted(p.name for p in counted.iterdir())))
+    content = bytearray(path.read_bytes())
+    for _ in range(data.draw(st.integers(1, 3)) if content else 0):
+        near = st.integers(0, min(len(content), 200) - 1)  # where headers speak
+        at = data.draw(near | st.integers(0, len(content) - 1))
+        content[at] ^= 1 << data.draw(st.integers(0, 7))
+    cut = data.draw(st.none() | st.integers(0, len(content)))
+    path.write_bytes(content[:cut])
+    sound = read_all(work)
+    if (
+        path.suffix == ".json"
+        and path.name.startswith("rank")
+        and content[:cut].strip() != (counted / path.name).read_bytes().strip()
+    ):
+        assert not sound  # an index has a checksum
+
+
+def test_a_cut_shard_is_refused(counted):
+    for path in sorted(counted.glob("*.safetensors")):
+        whole = path.read_bytes()
+        for size in (0, 7, 100, HEADER - 1, len(whole) - 1):
+            path.write_bytes(whole[:size])
+            with pytest.raises(StoreError, match="truncated"):
+                Store.open(counted)
+        path.write_bytes(whole)
+    check_counted(counted, 21)
+
+
+def entry(shape, end, dtype="F32", start=0, name="h.3"):
+    return {name: {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}}
+
+
+HOSTILE = {
+    "a header of 2**63 bytes": struct.pack("<Q", 1 << 63),
+    "a header of 0 bytes": struct.pack("<Q", 0),
+    "not JSON": b"\xff" * 50,
+    "nested without end": b"[" * 60_000,
+    "objects without end": b'{"a":' * 12_000,
+    "a number without end": b'{"h.3":' + b"9" * 60_000 + b"}",
+    "a list": b"[]",
+    "a huge shape": entry([1 << 60, 3], (1 << 60) * 12),
+    "an overflowing shape": entry([1 << 61, 1 << 61], 12),
+    "more rows than bytes": entry([8, 3], 96),
+    "a negative shape": entry([-1, 3], -12),
+    "a shape of floats": entry([1.5, 3], 18),
+    "no shape": entry([], 4),
+    "an overlap": entry([1, 3], 12) | entry([1, 3], 12, name="b"),
+    "a start in the middle": entry([1, 3], 16, start=4),
+    "an end before the start": entry([1, 3], -12),
+    "another dtype": entry([1, 3], 12, dtype="I32"),
+    "an unknown dtype": entry([1, 3], 12, dtype="Q7"),
+    "a dtype that is a list": entry([1, 3], 12, dtype=[]),
+    "another name": entry([1, 3], 12, name="../../etc/passwd"),
+    "no entry": {},
+    "an entry that is a number": {"h.3": 3},
+    "NaN": b'{"h.3": NaN}',
+    "a key twice": b'{"h.3":1,"h.3":2}',
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_header_is_refused_without_allocating_what_it_claims(counted, name):
+    header = HOSTILE[name]
+    path = shard_of(counted, "h.3")
+    if isinstance(header, dict):
+        header = json.dumps(header).encode()
+    if "bytes" in name and "rows" not in name:
+        new = header
+    else:
+        new = struct.pack("<Q", HEADER - 8) + header.ljust(HEADER - 8)
+    path.write_bytes(new + path.read_bytes()[len(new) :])
+    tracemalloc.start()
+    assert not read_all(counted)
+    assert tracemalloc.get_traced_memory()[1] < 20_000_000
+    tracemalloc.stop()
+
+
+def change(series=0, **fields):
+    return lambda index: index["series"][series].update(fields)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        change(rows=1 << 61),
+        change(rows=-1),
+        change(rows=20),
+        change(rows=True),
+        change(shape=[1 << 61, 1 << 61]),
+        change(shape=[0]),
+        change(shape="abc"),
+        change(shape=[1] * 1000),
+        change(shard_rows=0),
+        change(shard_rows=7),
+        change(shards=[0]),
+        change(shards=["../../x"] * 3),
+        change(shards=[99999999999] * 3),
+        change(dtype="F64"),
+        change(dtype=["F32"]),
+        change(dtype="os.system"),
+        change(place="../.."),
+        change(place=7),
+        change(part="secret"),
+        change(1, part="rows", place="w"),
+        change(2, dtype="F64"),
+        change(more=1),
+        lambda index: index.update(samples=1 << 61),
+        lambda index: index.update(samples=22),
+        lambda index: index.update(rank=1),
+        lambda index: index.update(series=[]),
+        lambda index: index.update(series={}),
+        lambda index: index.update(series=[3]),
+        lambda index: index.update(next_shard=1),
+        lambda index: index.update(version=2),
+        lambda index: index["series"].pop(1),
+        lambda index: index["series"].append(index["series"][0]),
+        lambda index: index.clear(),
+    ],
+)
+def test_a_hostile_index_is_refused_and_nothing_is_cut_by_it(counted, spoil):
+    before = {path.name: path.read_bytes() for path in counted.glob("*.safetensors")}
+    rewrite_index(counted, spoil)
+    assert not read_all(counted)
+    assert before == {path.name: path.read_bytes() for path in counted.glob("*.safetensors")}
+
+
+@pytest.mark.parametrize("ends", [[5, 3], [-1, 3], [1 << 62, 3], [3, 4]])
+def test_hostile_offsets_are_refused(tmp_path, ends):
+    with Store.create(tmp_path) as writer:
+        writer.append({"v": [torch.ones(1), torch.ones(2)]})
+    path = shard_of(tmp_path, "v", "offsets")
+    path.write_bytes(path.read_bytes()[:HEADER] + struct.pack("<qq", *ends))
+    assert not read_all(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b"{}",
+        b"[1]",
+        b"[" * 10**6,
+        b'{"a":' * 10**5,
+        b"\xff\xfe",
+        b"9" * 10**6,
+        b" " * (17 << 20),
+    ],
+    ids=lambda text: str(text[:5]),
+)
+@pytest.mark.parametrize("name", ["store.json", "rank00000.index.json"])
+def test_json_bombs_and_foreign_json_are_refused(counted, name, text):
+    (counted / name).write_bytes(text)
+    assert not read_all(counted)
+
+
+def test_what_is_no_file_is_refused(counted):
+    path = shard_of(counted, "h.3")
+    path.unlink()
+    with pytest.raises(StoreError, match="cannot be opened"):
+        Store.open(counted)
+    os.mkfifo(path)
+    with pytest.raises(StoreError, match="no regular file"):
+        Store.open(counted)
+    with pytest.raises(StoreError, match=r"no store\.json"):
+        Store.open(counted.parent)
+    with pytest.raises(StoreError, match="no such folder"):
+        Store.open(counted / "nowhere")
+
+
+def test_a_byte_that_is_no_boolean_is_read_as_one(tmp_path):
+    with Store.create(tmp_path) as writer:
+        writer.append({"b": torch.tensor([True, False])})
+    path = shard_of(tmp_path, "b")
+    path.write_bytes(path.read_bytes()[:HEADER] + b"\x07\x00")
+    read = Store.open(tmp_path)["b"][:]
+    assert read.tolist() == [True, False]
+    assert read.view(torch.uint8).tolist() == [1, 0]
+
+
+@pytest.mark.parametrize(("sync", "least"), [("commit", 9), ("shard", 3), ("never", 0)])
+def test_the_policy_says_what_is_synced(tmp_path, monkeypatch, sync, least):
+    synced = []
+    monkeypatch.setattr(os, "fsync", synced.append)
+    with Store.create(tmp_path, sync=sync) as writer:
+        begun = len(synced)
+        for _ in range(3):
+            append_counted(writer)
+        within = len(synced) - begun
+    assert len(synced) >= least
+    assert (within > 0) == (sync == "commit")  # no shard was full
+    assert bool(synced) == (sync != "never")
+    with pytest.raises(StoreError, match="sync='sometimes'"):
+        Store.create(tmp_path / "b", sync="sometimes")
