@@ -7,6 +7,7 @@ Every value inside a model has an address, its place (`"layer1.0.conv2"`, `"fc:i
 - `capture`: keep values while a block runs → `Record`
 - `edit`: change values while a block runs, by `replace`, `add`, `scale`, `noise`, `zero`, `clamp`,
   `dropout`, `blend`, `remove_direction`, `patch`, or a function
+- `Recipe`: edits that can be saved, joined and put on any model
 - `hook`: call a function with every value; the primitive
 - `preserve`, `replace_module`, `get_module`, `get_parameter`: parameters and modules
 - `attention`: the attention patterns of models that never compute them
@@ -49,10 +50,13 @@ from hookline.errors import (
     NotHookable,
     PlaceError,
     PlaceNotFound,
+    RecipeError,
     SeveralCalls,
     SeveralTensors,
+    StatisticsError,
     ValueChanged,
 )
+from hookline.recipes import Recipe
 
 __all__ = [
     "Call",
@@ -68,9 +72,12 @@ __all__ = [
     "Place",
     "PlaceError",
     "PlaceNotFound",
+    "Recipe",
+    "RecipeError",
     "Record",
     "SeveralCalls",
     "SeveralTensors",
+    "StatisticsError",
     "ValueChanged",
     "add",
     "attached",

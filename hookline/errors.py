@@ -10,7 +10,9 @@
     ├── SeveralTensors (TypeError)         one tensor was asked for, and there are several
     ├── ValueChanged (RuntimeError)        an attached value was changed in place since
     ├── GradientNotAvailable (RuntimeError) no gradient can be given for that place
-    └── ChangeError (ValueError)           a change does not fit the value it meets
+    ├── ChangeError (ValueError)           a change does not fit the value it meets
+    ├── RecipeError (ValueError)           a recipe does not fit, or cannot be saved or read
+    └── StatisticsError (ValueError)       a statistic cannot take a value, a mask or a file
 
     HooklineWarning (UserWarning)
 
@@ -34,8 +36,10 @@ __all__ = [
     "NotHookable",
     "PlaceError",
     "PlaceNotFound",
+    "RecipeError",
     "SeveralCalls",
     "SeveralTensors",
+    "StatisticsError",
     "ValueChanged",
 ]
 
@@ -103,6 +107,14 @@ class GradientNotAvailable(HooklineError, RuntimeError):
 
 class ChangeError(HooklineError, ValueError):
     """A change does not fit the value that it meets."""
+
+
+class RecipeError(HooklineError, ValueError):
+    """A recipe does not fit a model, cannot be saved, or its file is not one."""
+
+
+class StatisticsError(HooklineError, ValueError):
+    """A statistic cannot take a value or a mask, be merged with another, or be read."""
 
 
 class HooklineWarning(UserWarning):

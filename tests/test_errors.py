@@ -23,6 +23,8 @@ BUILTINS = {
     "ValueChanged": RuntimeError,
     "GradientNotAvailable": RuntimeError,
     "ChangeError": ValueError,
+    "RecipeError": ValueError,
+    "StatisticsError": ValueError,
 }
 
 
