@@ -8,6 +8,8 @@ Every value inside a model has an address, its place (`"layer1.0.conv2"`, `"fc:i
 - `edit`: change values while a block runs, by `replace`, `add`, `scale`, `noise`, `zero`, `clamp`,
   `dropout`, `blend`, `remove_direction`, `patch`, or a function
 - `Recipe`: edits that can be saved, joined and put on any model
+- `measure`: `Mean`, `Variance`, `Covariance`, `Histogram`, `TopK`, `Norm`, `Sparsity` of values
+  over a whole data set → `Measurements`
 - `hook`: call a function with every value; the primitive
 - `preserve`, `replace_module`, `get_module`, `get_parameter`: parameters and modules
 - `attention`: the attention patterns of models that never compute them
@@ -56,17 +58,33 @@ from hookline.errors import (
     StatisticsError,
     ValueChanged,
 )
+from hookline.measuring import Measurements, measure
 from hookline.recipes import Recipe
+from hookline.statistics import (
+    Covariance,
+    Histogram,
+    Mean,
+    Norm,
+    Sparsity,
+    Statistic,
+    TopK,
+    Variance,
+)
 
 __all__ = [
     "Call",
     "Chain",
     "Change",
     "ChangeError",
+    "Covariance",
     "GradientNotAvailable",
+    "Histogram",
     "HooklineError",
     "HooklineWarning",
+    "Mean",
+    "Measurements",
     "NeverFired",
+    "Norm",
     "NotCaptured",
     "NotHookable",
     "Place",
@@ -77,8 +95,12 @@ __all__ = [
     "Record",
     "SeveralCalls",
     "SeveralTensors",
+    "Sparsity",
+    "Statistic",
     "StatisticsError",
+    "TopK",
     "ValueChanged",
+    "Variance",
     "add",
     "attached",
     "attention",
@@ -92,6 +114,7 @@ __all__ = [
     "heads",
     "hook",
     "last_token",
+    "measure",
     "noise",
     "patch",
     "preserve",

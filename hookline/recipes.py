@@ -76,7 +76,7 @@ class Recipe:
         calls: int | slice | Iterable[int] | None = None,
     ) -> None:
         self._entries: tuple[_Entry, ...] = ()
-        if calls is not None and not isinstance(calls, (int, slice)):
+        if isinstance(calls, Iterable):
             calls = list(calls)  # it may be an iterator
         for number, pair in enumerate(cast("Iterable[Any]", entries), 1):
             if not isinstance(pair, (tuple, list)) or len(cast("Any", pair)) != 2:

@@ -97,7 +97,7 @@ class Writer:
             found = f"The place is a module object, a {type(where).__name__} of one model."
             self._refuse(found, "Name it; hookline.select(model, module) gives its place.")
         found = f"The place is a {type(where).__name__}, whose code cannot be saved."
-        self._refuse(found, "Give a string, a module type, a re.Pattern, or a list of them.")
+        return self._refuse(found, "Give a string, a module type, a re.Pattern, or a list of them.")
 
     def change(self, change: Any) -> Any:
         """A ready change, a chain of them, or a function by its import path."""
@@ -131,12 +131,12 @@ class Writer:
         if "<" in name:
             inside = "a lambda" if name.endswith("<lambda>") else "made inside a function"
             self._refuse(f"{what} {shown} is {inside}: it cannot be imported.", remedy)
+        says = getattr(thing, "__module__", None) or "torch"
         # Torch's own functions do not all say where they are.
-        homes = [home for home in (getattr(thing, "__module__", None), "torch") if home]
-        for home in homes:
-            if home != "__main__" and _lookup(sys.modules.get(home), name) is thing:
-                return f"{home}:{name}"
-        self._refuse(f"{what} {shown} is not found under that name in {homes[0]}.", remedy)
+        for home, own in ((says, name), ("torch", getattr(thing, "__name__", name))):
+            if home != "__main__" and _lookup(sys.modules.get(home), own) is thing:
+                return f"{home}:{own}"
+        return self._refuse(f"{what} {shown} is not found where it says that it is.", remedy)
 
     def index(self, at: Any) -> Any:
         """What `at=` takes: an index, heads or last_token."""
@@ -160,7 +160,9 @@ class Writer:
         if isinstance(at, SupportsIndex):
             return index(at)
         found = f"Its at= is a {type(at).__name__}."
-        self._refuse(found, "Give an index such as np.s_[:, -1], heads(...) or last_token(...).")
+        return self._refuse(
+            found, "Give an index such as np.s_[:, -1], heads(...) or last_token(...)."
+        )
 
     def calls(self, calls: Any) -> Any:
         """What `calls=` takes: a number, a slice, or several numbers."""
@@ -204,7 +206,7 @@ class Reader:
             for tag, read in known.items():
                 if tag in value:
                     return read(cast("dict[str, Any]", value))
-        self.refuse(f"{_short(value)} is nothing that is known.")
+        return self.refuse(f"{_short(value)} is nothing that is known.")
 
     def _tensor(self, value: dict[str, Any]) -> Tensor:
         self.dict_of(value, {"tensor", "complex"} if "complex" in value else {"tensor"})
