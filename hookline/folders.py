@@ -30,7 +30,7 @@ def write(
 
     The JSON holds a digest of the tensors' file, so that two that do not belong together are seen.
     """
-    from safetensors.torch import save_file
+    from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
 
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -56,7 +56,7 @@ def read(
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """What `write` wrote, as it stands there: nothing in it was looked at. Never unpickles."""
     from safetensors import SafetensorError
-    from safetensors.torch import load_file
+    from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariableType]
 
     path = Path(folder) / f"{kind}.json"
 

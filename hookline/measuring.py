@@ -191,7 +191,6 @@ class _Measuring(Entering):
     def __init__(
         self, model: nn.Module, where: Where, statistics: Statistics, mask: Any, at: Any
     ) -> None:
-        super().__init__(model)
         self._kinds, self._mask, self._at = _named(statistics), mask, at
         self._wheres = (list(where) if hasattr(where, "__next__") else where,)  # pyright: ignore
         self.found = Measurements()
@@ -199,6 +198,7 @@ class _Measuring(Entering):
         self.batch_mask: Any = None
         self._hooks: list[hook] = []
         self._silent: dict[str, None] = {}
+        super().__init__(model)
 
     def _start(self, attached: bool) -> None:
         self.found, self._hooks = Measurements(), []
@@ -342,14 +342,14 @@ def measure(
             )
         return _Measuring(model, where, statistics, mask, at)
     of_batch = mask if callable(mask) and not isinstance(mask, Tensor) else None
-    measuring = _Measuring(model, where, statistics, None if of_batch else mask, at)
+    where = list(where) if hasattr(where, "__next__") else where  # pyright: ignore
     if any("grad" in place.port for place in select(model, where)):
-        measuring._entered = True
         raise StatisticsError(
             "measure was given data and gradient places.",
             "Over data only the forward runs, so that none would arrive.",
             "Use `with hookline.measure(...) as found:` and run the backward inside.",
         )
+    measuring = _Measuring(model, where, statistics, None if of_batch else mask, at)
     with measuring as found:
         try:
             for batch in data:

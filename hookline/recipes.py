@@ -196,7 +196,8 @@ def _show(value: Any) -> str:
         ends = "[]" if isinstance(value, list) else "()"
         return ends[0] + ", ".join(map(_show, cast("list[Any]", value))) + ends[1]
     if isinstance(value, slice):
-        steps = [value.start, value.stop, *([] if value.step is None else [value.step])]
+        own = cast("Any", value)
+        steps: list[Any] = [own.start, own.stop, *([] if own.step is None else [own.step])]
         return ":".join("" if step is None else str(step) for step in steps)
     if value is Ellipsis:
         return "..."

@@ -101,7 +101,7 @@ class Writer:
 
     def change(self, change: Any) -> Any:
         """A ready change, a chain of them, or a function by its import path."""
-        kind = type(change)
+        kind: Any = type(change)
         if kind is Chain:
             return {"chain": [self.change(part) for part in change.changes]}
         if kind in _READY.values():
@@ -147,7 +147,8 @@ class Writer:
         if at is Ellipsis:
             return {"ellipsis": True}
         if isinstance(at, slice):
-            return {"slice": [self.index(step) for step in (at.start, at.stop, at.step)]}
+            own = cast("Any", at)
+            return {"slice": [self.index(step) for step in (own.start, own.stop, own.step)]}
         if isinstance(at, heads):
             return {"heads": [index(head) for head in at.which], "of": index(at.of)}
         if isinstance(at, last_token):

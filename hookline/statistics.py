@@ -442,8 +442,8 @@ class Histogram(Statistic):
         if found is None:
             step = max(1, _CHUNK // max(1, values.shape[1]))
             ends: list[tuple[float, float]] = []
-            for part, counted in zip(values.split(step), kept.split(step), strict=True):
-                part = _wide(part[counted])
+            for start in range(0, len(values), step):
+                part = _wide(values[start : start + step][kept[start : start + step]])
                 part = part[part.isfinite()]
                 if part.numel():
                     ends.append((float(part.min()), float(part.max())))
@@ -455,9 +455,7 @@ class Histogram(Statistic):
         self.state["range"] = torch.tensor(found, dtype=torch.float64, device="cpu")
 
     def _edges(self) -> Tensor:
-        low, high = self.state.get(
-            "range", torch.tensor([0.0, 1.0], dtype=torch.float64, device="cpu")
-        ).tolist()
+        low, high = map(float, self.state["range"]) if "range" in self.state else (0.0, 1.0)
         return torch.linspace(low, high, self.bins + 1, dtype=torch.float64, device="cpu")
 
     def _of(self, rows: _Rows) -> State:
@@ -555,7 +553,7 @@ class TopK(Statistic):
         # Stable sorts by one key after the other; the last one counts most.
         order = torch.arange(len(ids), device="cpu")[:, None].expand_as(ids)
         for key in (*positions.unbind(2)[::-1], ids, -values):
-            order = order.gather(0, key.gather(0, order).argsort(0, stable=True))
+            order = order.gather(0, torch.sort(key.gather(0, order), dim=0, stable=True)[1])
         order = order[: self.k]
         return {
             "values": values.gather(0, order),
@@ -612,7 +610,7 @@ class Norm(Statistic):
 
     def _of(self, rows: _Rows) -> State:
         finite = rows.finite.all(1)
-        lengths = torch.linalg.vector_norm(rows.values[finite], self.order, dim=1)[:, None]
+        lengths: Tensor = torch.linalg.vector_norm(rows.values[finite], self.order, dim=1)[:, None]
         counts = {"skipped": (rows.kept[:, 0] & ~finite).sum()[None]}
         least = lengths.amin(0) if len(lengths) else lengths.new_full((1,), torch.inf)
         most = lengths.amax(0) if len(lengths) else lengths.new_full((1,), -torch.inf)
@@ -713,6 +711,8 @@ def _misfit(made: Statistic, tensors: State) -> str:
     """What is wrong with a state, compared with one that was made of a single zero a channel."""
     width = tensors.get("channels", torch.tensor(-1.0))
     channels = int(width) if width.ndim == 0 and width.dtype == torch.int64 else -1
+    if isinstance(made, Norm) and channels > 0:
+        channels = 1  # they are used up
     if not 0 < channels <= max(tensor.numel() for tensor in tensors.values()):
         if set(tensors) == {"samples"}:  # only empty batches were seen
             return ""
@@ -725,10 +725,11 @@ def _misfit(made: Statistic, tensors: State) -> str:
         own = tensors.get(key)
         if own is None and key == "range":
             continue  # nothing but NaN was seen
-        loose = isinstance(made, TopK) and key in ("values", "ids", "positions")  # up to k rows
+        most = made.k if isinstance(made, TopK) and key in ("values", "ids", "positions") else 0
+        loose = most > 0  # up to k rows
         if own is None or own.dtype != expected.dtype or own.ndim != expected.ndim:
             return f"The state's {key!r} is missing, or of another kind."
-        if own.shape[loose:] != expected.shape[loose:] or (loose and len(own) > options["k"]):
+        if own.shape[loose:] != expected.shape[loose:] or (loose and len(own) > most):
             return f"The state's {key!r} has the shape {tuple(own.shape)}."
     unknown = sorted(set(tensors) - set(like))
     return f"The state has {', '.join(unknown)[:60]}." if unknown else ""
