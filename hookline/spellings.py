@@ -101,7 +101,7 @@ class Writer:
 
     def change(self, change: Any) -> Any:
         """A ready change, a chain of them, or a function by its import path."""
-        kind: Any = type(change)
+        kind = cast("type[Any]", type(change))
         if kind is Chain:
             return {"chain": [self.change(part) for part in change.changes]}
         if kind in _READY.values():
@@ -129,8 +129,8 @@ class Writer:
         if not isinstance(name, str):
             self._refuse(f"{what} is an object {shown}: it has no name to import.", remedy)
         if "<" in name:
-            inside = "a lambda" if name.endswith("<lambda>") else "made inside a function"
-            self._refuse(f"{what} {shown} is {inside}: it cannot be imported.", remedy)
+            shown = "a lambda" if name.endswith("<lambda>") else f"{name}, made inside a function"
+            self._refuse(f"{what} is {shown}: it cannot be imported.", remedy)
         says = getattr(thing, "__module__", None) or "torch"
         # Torch's own functions do not all say where they are.
         for home, own in ((says, name), ("torch", getattr(thing, "__name__", name))):

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, cast
 
 import torch
 from torch import Tensor
@@ -597,7 +597,7 @@ class Norm(Statistic):
 
     Args:
         dim: the dimension along which the vectors lie.
-        order: 2 for the Euclidean length, 1 for the sum of magnitudes, `float("inf")` excepted.
+        order: 2 for the Euclidean length, 1 for the sum of magnitudes.
     """
 
     order: float = 2.0
@@ -610,7 +610,9 @@ class Norm(Statistic):
 
     def _of(self, rows: _Rows) -> State:
         finite = rows.finite.all(1)
-        lengths: Tensor = torch.linalg.vector_norm(rows.values[finite], self.order, dim=1)[:, None]
+        lengths = cast("Tensor", torch.linalg.vector_norm(rows.values[finite], self.order, dim=1))[
+            :, None
+        ]
         counts = {"skipped": (rows.kept[:, 0] & ~finite).sum()[None]}
         least = lengths.amin(0) if len(lengths) else lengths.new_full((1,), torch.inf)
         most = lengths.amax(0) if len(lengths) else lengths.new_full((1,), -torch.inf)
@@ -719,7 +721,7 @@ def _misfit(made: Statistic, tensors: State) -> str:
         return "The state does not say how many channels it has."
     where = tensors.get("positions", torch.zeros(0, 0, 0))
     zeros = torch.zeros(1, *[1] * where.shape[-1], *([] if made.dim is None else [channels]))
-    options = made._options() | {"dim": None if made.dim is None else -1}
+    options: dict[str, Any] = made._options() | {"dim": None if made.dim is None else -1}
     like = type(made)(**options).update(zeros).state
     for key, expected in like.items():
         own = tensors.get(key)
