@@ -7,6 +7,9 @@ Every value inside a model has an address, its place (`"layer1.0.conv2"`, `"fc:i
 - `capture`: keep values while a block runs → `Record`
 - `edit`: change values while a block runs, by `replace`, `add`, `scale`, `noise`, `zero`, `clamp`,
   `dropout`, `blend`, `remove_direction`, `patch`, or a function
+- `Recipe`: edits that can be saved, joined and put on any model
+- `measure`: `Mean`, `Variance`, `Covariance`, `Histogram`, `TopK`, `Norm`, `Sparsity` of values
+  over a whole data set → `Measurements`
 - `hook`: call a function with every value; the primitive
 - `preserve`, `replace_module`, `get_module`, `get_parameter`: parameters and modules
 - `attention`: the attention patterns of models that never compute them
@@ -51,10 +54,24 @@ from hookline.errors import (
     NotHookable,
     PlaceError,
     PlaceNotFound,
+    RecipeError,
     SeveralCalls,
     SeveralTensors,
+    StatisticsError,
     StoreError,
     ValueChanged,
+)
+from hookline.measuring import Measurements, measure
+from hookline.recipes import Recipe
+from hookline.statistics import (
+    Covariance,
+    Histogram,
+    Mean,
+    Norm,
+    Sparsity,
+    Statistic,
+    TopK,
+    Variance,
 )
 from hookline.store import Store
 
@@ -63,21 +80,33 @@ __all__ = [
     "Chain",
     "Change",
     "ChangeError",
+    "Covariance",
     "GradientNotAvailable",
+    "Histogram",
     "HooklineError",
     "HooklineWarning",
+    "Mean",
+    "Measurements",
     "NeverFired",
+    "Norm",
     "NotCaptured",
     "NotHookable",
     "Place",
     "PlaceError",
     "PlaceNotFound",
+    "Recipe",
+    "RecipeError",
     "Record",
     "SeveralCalls",
     "SeveralTensors",
+    "Sparsity",
+    "Statistic",
+    "StatisticsError",
     "Store",
     "StoreError",
+    "TopK",
     "ValueChanged",
+    "Variance",
     "add",
     "attached",
     "attention",
@@ -91,6 +120,7 @@ __all__ = [
     "heads",
     "hook",
     "last_token",
+    "measure",
     "noise",
     "patch",
     "preserve",

@@ -11,7 +11,9 @@
     ├── ValueChanged (RuntimeError)        an attached value was changed in place since
     ├── GradientNotAvailable (RuntimeError) no gradient can be given for that place
     ├── ChangeError (ValueError)           a change does not fit the value it meets
-    └── StoreError (ValueError)            a store cannot be written or read as asked
+    ├── StoreError (ValueError)            a store cannot be written or read as asked
+    ├── RecipeError (ValueError)           a recipe does not fit, or cannot be saved or read
+    └── StatisticsError (ValueError)       a statistic cannot take a value, a mask or a file
 
     HooklineWarning (UserWarning)
 
@@ -35,8 +37,10 @@ __all__ = [
     "NotHookable",
     "PlaceError",
     "PlaceNotFound",
+    "RecipeError",
     "SeveralCalls",
     "SeveralTensors",
+    "StatisticsError",
     "StoreError",
     "ValueChanged",
 ]
@@ -109,6 +113,14 @@ class ChangeError(HooklineError, ValueError):
 
 class StoreError(HooklineError, ValueError):
     """A store cannot be written or read as asked, or its files are not sound."""
+
+
+class RecipeError(HooklineError, ValueError):
+    """A recipe does not fit a model, cannot be saved, or its file is not one."""
+
+
+class StatisticsError(HooklineError, ValueError):
+    """A statistic cannot take a value or a mask, be merged with another, or be read."""
 
 
 class HooklineWarning(UserWarning):

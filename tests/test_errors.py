@@ -24,6 +24,8 @@ BUILTINS = {
     "GradientNotAvailable": RuntimeError,
     "ChangeError": ValueError,
     "StoreError": ValueError,
+    "RecipeError": ValueError,
+    "StatisticsError": ValueError,
 }
 
 
@@ -114,6 +116,8 @@ def raised():
         hl.GradientNotAvailable: lambda: gradients["0:grad_output"],
         hl.ChangeError: change,
         hl.StoreError: lambda: hl.Store.open("no such folder"),
+        hl.RecipeError: lambda: hl.Recipe([("0", lambda value: value)]).save("nowhere"),
+        hl.StatisticsError: lambda: hl.Mean(dim=5).update(x),
     }
 
 

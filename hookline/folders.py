@@ -1,0 +1,101 @@
+"""A folder with a JSON file and, beside it, the tensors that it speaks of.
+
+- `write(folder, kind, content, tensors)`: both files, each written whole or not at all
+- `read(folder, kind, error)`: what was written, or an error that says what is wrong with it
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn, cast
+
+from torch import Tensor
+
+from hookline.errors import HooklineError
+
+__all__ = ["read", "write"]
+
+_VERSION = 1
+_MOST = 256 * 2**20  # bytes of JSON
+_WRITE = "Give a folder that was written by .save(folder)."
+
+
+def write(
+    folder: str | Path, kind: str, content: dict[str, Any], tensors: Mapping[str, Tensor]
+) -> Path:
+    """Write `kind.json` and `kind.safetensors` into a folder, which is made; the JSON comes last.
+
+    The JSON holds a digest of the tensors' file, so that two that do not belong together are seen.
+    """
+    from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
+
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    digest, path = None, folder / f"{kind}.safetensors"
+    if tensors:
+        # One tensor a storage: safetensors refuses tensors that share memory.
+        plain = {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
+        part = path.with_suffix(".part")
+        save_file(plain, part)
+        digest = _digest(part)
+        part.replace(path)
+    head = {"format": f"hookline {kind}", "version": _VERSION, "tensors": digest}
+    part = folder / f"{kind}.json.part"
+    part.write_text(json.dumps(head | content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    part.replace(folder / f"{kind}.json")
+    if not tensors:
+        path.unlink(missing_ok=True)
+    return folder
+
+
+def read(
+    folder: str | Path, kind: str, error: type[HooklineError]
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """What `write` wrote, as it stands there: nothing in it was looked at. Never unpickles."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariableType]
+
+    path = Path(folder) / f"{kind}.json"
+
+    def refuse(found: str, remedy: str = _WRITE) -> NoReturn:
+        raise error(f"A {kind} was to be read from {str(folder)!r}.", found, remedy) from None
+
+    if not path.is_file():
+        refuse(f"There is no file {path.name} in it.")
+    if path.stat().st_size > _MOST:
+        refuse(f"{path.name} has {path.stat().st_size} bytes, more than any {kind} needs.")
+    try:
+        content: Any = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as problem:
+        refuse(f"{path.name} is no JSON: {problem}.")
+    if not isinstance(content, dict) or content.get("format") != f"hookline {kind}":
+        refuse(f"{path.name} does not say that it is a hookline {kind}.")
+    content = cast("dict[str, Any]", content)
+    if content.get("version") != _VERSION:
+        version = f"It has the version {content.get('version')!r}; this hookline reads {_VERSION}."
+        refuse(version, "Use the hookline that wrote it.")
+    digest = content.get("tensors")
+    if digest is None:
+        return content, {}
+    path = path.with_suffix(".safetensors")
+    if not path.is_file():
+        refuse(f"Its tensors are missing: there is no file {path.name}.")
+    if _digest(path) != digest:
+        refuse(f"{path.name} is not the file that was written with {kind}.json.", "Save it again.")
+    try:
+        return content, load_file(path)
+    except (SafetensorError, KeyError, ValueError, RuntimeError) as problem:
+        refuse(f"{path.name} is no safetensors file: {problem}.")
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    """Called for NaN and Infinity, which Python's JSON takes and no other does."""
+    raise ValueError(f"{name} is not JSON")
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,370 @@
+"""Statistics of the values at places, over a whole data set, in one pass.
+
+- `measure(model, where, statistics=[...], data=loader)`: run the model and measure
+- `Measurements`: what was found, by place; merged, saved and shown as a table
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, cast, overload
+
+import torch
+from torch import Tensor, nn
+
+from hookline import folders
+from hookline.core.contexts import Entering
+from hookline.core.hooks import hook
+from hookline.core.nested import only_tensor
+from hookline.core.operations import call as run
+from hookline.core.places import Place, Where, select
+from hookline.core.sites import Call
+from hookline.core.slices import take
+from hookline.core.tables import as_html, as_text
+from hookline.errors import HooklineWarning, NotCaptured, NotHookable, StatisticsError
+from hookline.statistics import Statistic, statistic_from
+
+__all__ = ["Measurements", "measure"]
+
+Statistics = Sequence[Statistic] | Mapping[str, Statistic]
+FromBatch = Callable[[Any], Any]
+
+
+class Measurements(Mapping[str, Mapping[str, Any]]):
+    """What was measured: place → name of a statistic → its result, as it is now.
+
+    >>> from hookline import Mean, Sparsity
+    >>> model = nn.Sequential(nn.Identity(), nn.ReLU())
+    >>> with measure(model, "*", statistics=[Mean(dim=None), Sparsity(dim=None)]) as found:
+    ...     _ = model(torch.tensor([[-1.0, 1.0], [3.0, 5.0]]))
+    >>> found["1"]["sparsity"]
+    tensor(0.2500, dtype=torch.float64)
+    >>> found
+    Measurements at 2 places
+      place  calls  mean  sparsity
+      0      1      2     0
+      1      1      2.25  0.25
+
+    `found.statistics[place][name]` is the statistic itself, with its count and state.
+    """
+
+    def __init__(self) -> None:
+        self.statistics: dict[str, dict[str, Statistic]] = {}
+        self.calls: dict[str, int] = {}
+
+    def __getitem__(self, place: str) -> dict[str, Any]:
+        if place not in self.statistics:
+            held = ", ".join(map(repr, list(self.statistics)[:6]))
+            raise NotCaptured(
+                f"What was measured at {place!r} was asked for.",
+                f"There is something at {held or 'no place'}.",
+                "Measure that place, or write it as it is listed.",
+            )
+        return {name: one.result for name, one in self.statistics[place].items()}
+
+    def __contains__(self, place: object) -> bool:
+        return place in self.statistics
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """What was measured at a place, or the default."""
+        return default if key not in self.statistics else self[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.statistics)
+
+    def __len__(self) -> int:
+        return len(self.statistics)
+
+    def merge(self, other: Measurements) -> Measurements:
+        """Take in what another run measured, place by place; the other stays as it is."""
+        for place, theirs in other.statistics.items():
+            own = self.statistics.setdefault(
+                place, {name: one.fresh() for name, one in theirs.items()}
+            )
+            if own.keys() != theirs.keys():
+                raise StatisticsError(
+                    f"Measurements at {place!r} were to be merged.",
+                    f"One has {', '.join(own)}, the other {', '.join(theirs)}.",
+                    "Measure the same statistics in both runs.",
+                )
+            for name, one in theirs.items():
+                own[name].merge(one)
+            self.calls[place] = self.calls.get(place, 0) + other.calls[place]
+        return self
+
+    def save(self, folder: str | Path) -> Path:
+        """Write `measurements.json` and `measurements.safetensors` into a folder."""
+        content: list[Any] = []
+        tensors: dict[str, Tensor] = {}
+        for place, named in self.statistics.items():
+            row: dict[str, Any] = {"place": str(place), "calls": self.calls[place]}
+            row["statistics"] = {name: one.spelled() for name, one in named.items()}
+            for name, one in named.items():
+                for key, tensor in one.state.items():
+                    tensors[f"{len(content)}/{name}/{key}"] = tensor
+            content.append(row)
+        return folders.write(folder, "measurements", {"places": content}, tensors)
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Measurements:
+        """Read what `save` wrote."""
+        content, tensors = folders.read(folder, "measurements", StatisticsError)
+        made, source = cls(), f"{folder}"
+        try:
+            for number, row in enumerate(content["places"]):
+                place, calls, named = row["place"], row["calls"], row["statistics"]
+                if type(place) is not str or type(calls) is not int:
+                    raise TypeError("a place is text, and its calls are counted")
+                own: dict[str, Statistic] = {}
+                for name, spelled in named.items():
+                    start = f"{number}/{name}/"
+                    state = {k[len(start) :]: t for k, t in tensors.items() if k.startswith(start)}
+                    own[name] = statistic_from(dict(spelled), state, source)
+                made.statistics[place], made.calls[place] = own, calls
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            if isinstance(error, StatisticsError):
+                raise
+            raise StatisticsError(
+                f"Measurements were to be read from {source!r}.",
+                f"They are not spelled as such: {error!r:.80}.",
+                "Give a folder that was written by .save(folder).",
+            ) from None
+        return made
+
+    def __repr__(self) -> str:
+        title, rows = self._table()
+        return as_text(title, rows) if len(rows) > 1 else title
+
+    def _repr_html_(self) -> str:
+        return as_html(*self._table())
+
+    def _table(self) -> tuple[str, list[tuple[str, ...]]]:
+        names = list(dict.fromkeys(name for named in self.statistics.values() for name in named))
+        rows: list[tuple[str, ...]] = [("place", "calls", *names)]
+        for place, named in self.statistics.items():
+            cells = [_show(named[name]) if name in named else "" for name in names]
+            rows.append((str(place) or "''", str(self.calls[place]), *cells))
+        return f"Measurements at {len(self)} place{'s' * (len(self) != 1)}", rows
+
+
+def _show(one: Statistic) -> str:
+    """The result in a few words: a number, or the least and greatest over the channels."""
+    result = one.result
+    first = result if isinstance(result, Tensor) else cast(Tensor, result[0])
+    label = "" if isinstance(result, Tensor) else f"{type(result)._fields[0]} "
+    if first.numel() == 1:
+        return f"{label}{first.item():.4g}"
+    good = first[~first.isnan()]
+    ends = f"{good.min().item():.4g} … {good.max().item():.4g} " if good.numel() else ""
+    return f"{label}{ends}{tuple(first.shape)}"
+
+
+def _named(statistics: Any) -> dict[str, Statistic]:
+    if isinstance(statistics, Mapping):
+        named = dict(cast("Mapping[str, Statistic]", statistics))
+    else:
+        given = [statistics] if isinstance(statistics, Statistic) else list(statistics)
+        named = {type(one).__name__.lower(): one for one in given}
+        if len(named) < len(given):
+            raise StatisticsError(
+                f"{len(given)} statistics were given.",
+                "Two of them are of one kind, and so of one name.",
+                "Name them: statistics={'top': TopK(), 'bottom': TopK(largest=False)}.",
+            )
+    for one in named.values():
+        if not isinstance(one, Statistic) or type(one) is Statistic:
+            asked = f"{one!r} was given as a statistic."
+            raise StatisticsError(asked, "It is none.", "Give such as hookline.Mean().")
+    if not named:
+        raise StatisticsError("No statistics were given.", "", "Give such as [hookline.Mean()].")
+    return named
+
+
+class _Measuring(Entering):
+    """Measures what passes through places, inside a `with` or from attach to remove."""
+
+    _verb = "measure"
+
+    def __init__(
+        self, model: nn.Module, where: Where, statistics: Statistics, mask: Any, at: Any
+    ) -> None:
+        self._kinds, self._mask, self._at = _named(statistics), mask, at
+        self._wheres = (list(where) if hasattr(where, "__next__") else where,)  # pyright: ignore
+        self.found = Measurements()
+        self.ids: Any = None
+        self.batch_mask: Any = None
+        self._hooks: list[hook] = []
+        self._silent: dict[str, None] = {}
+        super().__init__(model)
+
+    def _start(self, attached: bool) -> None:
+        self.found, self._hooks = Measurements(), []
+        self.batch_mask = None
+        places = select(self._model, *self._wheres)
+        self._silent = dict.fromkeys(places)
+        parts = [hook(self._model, places, self._take)]
+        if isinstance(self._mask, str):
+            parts.append(hook(self._model, ":inputs", self._read_mask))
+        with suppress(NotHookable):  # then only the end shows what did not happen
+            select(self._model, "")
+            # Last, so that the places of the model's own output have been seen when it is called.
+            parts.append(hook(self._model, "", self._one_batch))
+        for part in parts:
+            part._entered = True  # should an earlier one fail
+        for part in parts:
+            part._enter(attached)
+            self._hooks.append(part)
+
+    def _stop(self) -> None:
+        for part in reversed(self._hooks):
+            part._leave()
+
+    def _result(self) -> Measurements:
+        return self.found
+
+    def _verify(self) -> None:
+        self.warn_of_silent()
+
+    def _take(self, value: Any, call: Call) -> None:
+        if call.recomputed:  # it has been measured already
+            return
+        place = call.place
+        if self._at is not None:
+            value = take(value, self._at)
+        _, tensor = only_tensor(value, f"The value at {str(place)!r}")
+        if place not in self.found.statistics:
+            self.found.statistics[place] = {k: one.fresh() for k, one in self._kinds.items()}
+            self.found.calls[place] = 0
+            self._silent.pop(place, None)
+        mask = self._mask if isinstance(self._mask, Tensor) else self.batch_mask
+        for one in self.found.statistics[place].values():
+            one.update(tensor, mask, self.ids)
+        self.found.calls[place] += 1
+
+    def _read_mask(self, inputs: Any) -> None:
+        if not isinstance(inputs, Mapping) or self._mask not in inputs:
+            names = ", ".join(map(str, cast("Any", inputs) if isinstance(inputs, Mapping) else ()))
+            raise StatisticsError(
+                f"The mask was to be the model's argument {self._mask!r}.",
+                f"The call has {names or 'no arguments by name'}.",
+                "Name one of these, or give mask= a tensor or a function of the batch.",
+            )
+        self.batch_mask = cast("Mapping[str, Any]", inputs)[self._mask]
+
+    def _one_batch(self, value: Any, call: Call) -> None:
+        # Gradients come only after the forward; at the end they are looked at, too.
+        if not call.recomputed and call.index == 0:
+            self.warn_of_silent(gradients=False)
+
+    def warn_of_silent(self, gradients: bool = True) -> None:
+        """Warn, once, of the places at which nothing happened so far."""
+        silent = [p for p in self._silent if gradients or "grad" not in cast(Place, p).port]
+        for place in silent:
+            del self._silent[place]
+        if silent:
+            shown = ", ".join(map(repr, silent[:6])) + ", …" * (len(silent) > 6)
+            warnings.warn(
+                f"Nothing happened at {shown} in the first batch: what is measured lacks "
+                f"{'it' if len(silent) == 1 else 'them'} so far. hookline.capture says why.",
+                HooklineWarning,
+                stacklevel=2,
+            )
+
+
+@overload
+def measure(
+    model: nn.Module,
+    where: Where,
+    *,
+    statistics: Statistics,
+    data: Iterable[Any],
+    mask: Tensor | str | FromBatch | None = None,
+    at: Any = None,
+    ids: FromBatch | None = None,
+) -> Measurements: ...
+
+
+@overload
+def measure(
+    model: nn.Module,
+    where: Where,
+    *,
+    statistics: Statistics,
+    data: None = None,
+    mask: Tensor | str | None = None,
+    at: Any = None,
+) -> _Measuring: ...
+
+
+def measure(
+    model: nn.Module,
+    where: Where,
+    *,
+    statistics: Statistics,
+    data: Iterable[Any] | None = None,
+    mask: Tensor | str | FromBatch | None = None,
+    at: Any = None,
+    ids: FromBatch | None = None,
+) -> Measurements | _Measuring:
+    """Measure the values at places, in constant memory: over `data` at once, or inside a `with`.
+
+    >>> from hookline import Mean
+    >>> model = nn.Sequential(nn.Identity(), nn.ReLU())
+    >>> batches = [torch.tensor([[-1.0, 1.0]]), torch.tensor([[3.0, 5.0]])]
+    >>> measure(model, "1", statistics=[Mean()], data=batches)["1"]["mean"]
+    tensor([1.5000, 3.0000], dtype=torch.float64)
+
+    Args:
+        model: any module. It runs in the mode in which it is, without gradients.
+        where: places, or anything else that `select` takes.
+        statistics: `Mean()`, `TopK(k=5)` and so on, or a dict of them by name. They are not
+            changed: each place has its own.
+        data: batches, as a loader gives them: a tensor is the model's argument, a tuple or list
+            are its arguments, a dict its arguments by name. Without it, this is a context whose
+            `with` gives the `Measurements`; run the model, and backwards, inside.
+        mask: where values count, nonzero for tokens and zero for padding: the name of an argument
+            of the model such as `"attention_mask"`, a tensor, or a function of the batch.
+        at: measure only this slice of each value, or what a function makes of it.
+        ids: a function of the batch that gives a whole number for each sample, for `TopK`.
+
+    A place at which nothing happened in the first batch is warned of then; there is no error at
+    the end. If a later batch fails, the exception has what was measured until then as `measured`.
+    """
+    if data is None:
+        if ids is not None or (callable(mask) and not isinstance(mask, Tensor)):
+            raise StatisticsError(
+                "measure was given a function of the batch, and no data.",
+                "Inside a `with` it sees no batches.",
+                "Give data=, or mask= the name of an argument of the model.",
+            )
+        return _Measuring(model, where, statistics, mask, at)
+    of_batch = mask if callable(mask) and not isinstance(mask, Tensor) else None
+    where = list(where) if hasattr(where, "__next__") else where  # pyright: ignore
+    if any("grad" in place.port for place in select(model, where)):
+        raise StatisticsError(
+            "measure was given data and gradient places.",
+            "Over data only the forward runs, so that none would arrive.",
+            "Use `with hookline.measure(...) as found:` and run the backward inside.",
+        )
+    measuring = _Measuring(model, where, statistics, None if of_batch else mask, at)
+    with measuring as found:
+        try:
+            for batch in data:
+                measuring.ids = None if ids is None else ids(batch)
+                measuring.batch_mask = None if of_batch is None else of_batch(batch)
+                with torch.no_grad():
+                    run(model, batch)
+                measuring.warn_of_silent()
+        except BaseException as error:
+            if isinstance(error, TypeError):
+                error.add_note(
+                    "hookline: a batch that is a tuple or list is given to the model as its "
+                    "arguments; if it holds labels too, pass (x for x, y in loader)."
+                )
+            with suppress(AttributeError, TypeError):
+                cast("Any", error).measured = found
+            raise
+    return found

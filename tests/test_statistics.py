@@ -1,0 +1,593 @@
+"""Statistics: numpy on the whole data is the oracle, however the data was split."""
+
+import dataclasses
+import json
+import warnings
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from helpers import assert_clean, assert_same_state, state_bits
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import small
+from torch import nn
+
+import hookline as hl
+from hookline import statistics
+
+KINDS = {
+    "mean": hl.Mean(),
+    "variance": hl.Variance(),
+    "population variance": hl.Variance(correction=0),
+    "covariance": hl.Covariance(),
+    "histogram": hl.Histogram(bins=7, range=(-1.0, 1.0)),
+    "top": hl.TopK(k=3),
+    "bottom": hl.TopK(k=3, largest=False),
+    "norm": hl.Norm(),
+    "sparsity": hl.Sparsity(threshold=0.25),
+}
+OVERALL = {
+    "mean": hl.Mean(dim=None),
+    "variance": hl.Variance(dim=None),
+    "histogram": hl.Histogram(dim=None, bins=5, range=(-2.0, 0.5)),
+    "top": hl.TopK(dim=None, k=4),
+    "sparsity": hl.Sparsity(dim=None),
+}
+
+
+def leaves(result):
+    return list(result) if isinstance(result, tuple) else [result]
+
+
+def assert_close(result, expected, **more):
+    for own, other in zip(leaves(result), leaves(expected), strict=True):
+        other = torch.as_tensor(np.asarray(other))
+        torch.testing.assert_close(own, other, rtol=1e-11, atol=1e-11, equal_nan=True, **more)
+
+
+def top_of(values, ids, positions, k, largest):
+    """The best of a list of (value, id, position) triples, by sorting them all."""
+    rows = [
+        (value if not largest else -value, i, tuple(p))
+        for value, i, p in zip(values, ids, positions, strict=True)
+        if not np.isnan(value)
+    ]
+    rows = sorted(rows)[:k]
+    return (
+        [r[0] if not largest else -r[0] for r in rows],
+        [r[1] for r in rows],
+        [r[2] for r in rows],
+    )
+
+
+def oracle(kind, x, kept):
+    """The result by numpy: x is samples × positions × channels, kept is samples × positions."""
+    if kind.dim is None:
+        where = np.argwhere(np.broadcast_to(kept[..., None], x.shape))
+        columns = [(x[tuple(where.T)], where[:, 0], where[:, 1:])]
+    else:
+        where = np.argwhere(kept)
+        columns = [(c, where[:, 0], where[:, 1:]) for c in x[kept].T]
+    rows = np.stack([c[0] for c in columns], 1)
+
+    def shaped(parts):
+        return parts[0] if kind.dim is None else np.stack(parts, -1)
+
+    match kind:
+        case hl.Variance():
+            return rows.var(0, ddof=kind.correction).reshape(() if kind.dim is None else -1)
+        case hl.Mean():
+            return rows.mean(0).reshape(() if kind.dim is None else -1)
+        case hl.Covariance():
+            return np.cov(rows.T, ddof=kind.correction)
+        case hl.Sparsity():
+            return (abs(rows) <= kind.threshold).mean(0).reshape(() if kind.dim is None else -1)
+        case hl.Norm():
+            n = np.linalg.norm(rows, axis=1)
+            return n.mean(), n.std(ddof=1), n.min(), n.max()
+        case hl.Histogram():
+            edges = np.linspace(*kind.range, kind.bins + 1)
+            counts = shaped([np.histogram(c[0], edges)[0] for c in columns]).T
+            low, high = kind.range
+            below = shaped([np.asarray((c[0] < low).sum()) for c in columns])
+            return counts, edges, below, shaped([np.asarray((c[0] > high).sum()) for c in columns])
+        case hl.TopK():
+            tops = [top_of(*c, kind.k, kind.largest) for c in columns]
+            values, ids, positions = ([np.asarray(t[n]) for t in tops] for n in range(3))
+            if kind.dim is None:
+                return values[0], ids[0], positions[0]
+            return np.stack(values, 1), np.stack(ids, 1), np.stack(positions, 1)
+
+
+@st.composite
+def batches(draw):
+    """Samples × positions × channels with many equal values, a mask, and how it is split."""
+    samples, positions = draw(st.integers(2, 9)), draw(st.integers(1, 5))
+    channels = draw(st.integers(2, 4))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    x = rng.normal(size=(samples, positions, channels)) * draw(st.sampled_from([0.1, 1, 100]))
+    if draw(st.booleans()):
+        x = np.round(x)
+    kept = rng.random((samples, positions)) < draw(st.sampled_from([0.7, 1.0]))
+    kept.reshape(-1)[:] |= np.arange(samples * positions) < 2
+    kept[:2, 0] = True  # enough for a variance
+    kept = np.where(kept.sum() < 4, True, kept)
+    cuts = draw(st.lists(st.integers(0, samples), max_size=4))
+    return x, kept, [0, *sorted(cuts), samples]
+
+
+@pytest.mark.parametrize("chunk", [1, 2**20])
+@pytest.mark.parametrize("kind", [*KINDS.values(), *OVERALL.values()], ids=repr)
+@settings(max_examples=12, deadline=None)
+@given(batches())
+def test_batches_and_merges_give_what_numpy_gives_on_the_whole(kind, chunk, made):
+    x, kept, cuts = made
+    ids = np.arange(len(x))
+    before, statistics._CHUNK = statistics._CHUNK, chunk
+    try:
+        parts = []
+        one = kind.fresh()
+        for start, stop in pairwise(cuts):
+            batch = [torch.from_numpy(part[start:stop]) for part in (x, kept, ids)]
+            one.update(*batch)
+            parts.append(kind.fresh().update(*batch))
+        merged = kind.fresh()
+        for part in reversed(parts):
+            merged.merge(part)
+    finally:
+        statistics._CHUNK = before
+    expected = oracle(kind, x, kept)
+    if isinstance(kind, hl.TopK) and len(expected[0]) == 0:
+        return
+    assert_close(one.result, expected, check_dtype=False)
+    assert_close(merged.result, expected, check_dtype=False)
+    numbers = kept.sum() * (x.shape[2] if kind.dim is None else 1)
+    assert (one.count == numbers).all()
+    assert (merged.count == numbers).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int64, torch.uint8, bool])
+def test_other_dtypes_are_measured_in_float64(dtype):
+    dtype = torch.bool if dtype is bool else dtype
+    x = (torch.randn(6, 4, 3).abs() * 20).to(dtype)
+    wide = x.to(torch.float64).numpy()
+    kept = np.ones((6, 4), dtype=bool)
+    for kind in KINDS.values():
+        own = kind.fresh().update(x).result
+        assert_close(own, oracle(kind, wide, kept), check_dtype=False)
+
+
+def test_sums_stay_exact_far_from_zero_and_over_many_batches():
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(20_000, 2)) + 1e8
+    variance, covariance = hl.Variance(), hl.Covariance()
+    for part in torch.from_numpy(x).split(7):
+        variance.update(part)
+        covariance.update(part)
+    assert np.allclose(variance.result, x.var(0, ddof=1), rtol=1e-9)
+    assert np.allclose(covariance.result, np.cov(x.T), rtol=1e-7, atol=1e-9)
+    assert np.allclose(variance.mean, x.mean(0), rtol=1e-13)
+    counted = hl.Mean().update(torch.full((2**24 + 1, 1), 1.0))  # float32 ends at 2**24
+    assert counted.count.item() == 2**24 + 1
+
+
+def test_channels_may_lie_along_any_dimension():
+    x = torch.randn(4, 3, 5, 6)
+    images = x.movedim(1, -1).reshape(-1, 3).double().numpy()
+    assert_close(hl.Mean(dim=1).update(x).result, images.mean(0))
+    assert_close(hl.Covariance(dim=1).update(x).result, np.cov(images.T))
+    values, ids, positions = hl.TopK(dim=1, k=2).update(x).result
+    for (k, c), value in np.ndenumerate(values.numpy()):
+        assert x[ids[k, c], c, positions[k, c, 0], positions[k, c, 1]] == value
+    assert_close(hl.Mean(dim=0).update(x).result, x.double().mean((1, 2, 3)))
+    tops = hl.TopK(dim=None, k=1).update(x).result
+    assert x[(tops.ids[0], *tops.positions[0])] == x.max()
+
+
+def test_a_mask_lies_over_the_first_dimensions_without_the_channels():
+    x = torch.randn(2, 3, 4)
+    kept = torch.tensor([[1, 0, 1, 1], [0, 0, 1, 0]])
+    expected = x.movedim(1, -1)[kept.bool()].double().mean(0)
+    assert_close(hl.Mean(dim=1).update(x, kept).result, expected)
+    assert_close(hl.Mean().update(x, torch.tensor([1, 0])).result, x[0].double().mean(0))
+    assert_close(hl.Mean(dim=None).update(x, torch.tensor([[0], [1]])).result, x[1].double().mean())
+    for wrong in (torch.ones(2, 2), torch.ones(2, 3, 4, 1), torch.ones(5)):
+        with pytest.raises(hl.StatisticsError, match="mask has the shape"):
+            hl.Mean().update(x, wrong)
+
+
+def test_nan_and_infinity_are_left_out_and_counted():
+    x = torch.tensor([[1.0, torch.nan], [3.0, 5.0], [torch.inf, 7.0]])
+    for kind, expected in (
+        (hl.Mean(), [2.0, 6.0]),
+        (hl.Variance(), [2.0, 2.0]),
+        (hl.Sparsity(threshold=1.0), [0.5, 0.0]),
+    ):
+        own = kind.update(x)
+        assert own.result.tolist() == expected
+        assert own.skipped.tolist() == [1, 1]
+    for kind in (hl.Norm(), hl.Covariance()):
+        own = kind.update(x)
+        assert (own.count.item(), own.skipped.item()) == (1, 2)
+    assert hl.Norm().update(x).result.mean.item() == pytest.approx(34**0.5)
+    bins = hl.Histogram(bins=2, range=(0.0, 6.0)).update(x)
+    assert bins.result.above.tolist() == [1, 1]
+    assert bins.skipped.tolist() == [0, 1]
+    tops = hl.TopK(k=5).update(x)
+    assert tops.result.values[0].tolist() == [torch.inf, 7.0]
+    assert tops.result.ids.tolist() == [[2, 2], [1, 1], [0, -1]]
+    assert tops.result.values[2].isnan().tolist() == [False, True]
+
+
+@pytest.mark.parametrize("kind", [*KINDS.values(), *OVERALL.values()], ids=repr)
+def test_empty_and_all_masked_batches_change_nothing(kind):
+    x = torch.randn(3, 4, 2)
+    bare = kind.fresh().update(x, ids=[5, 6, 7])
+    empty = kind.fresh()
+    assert repr(empty.result)  # nothing was seen, and it can be read
+    empty.update(x[:0]).update(x[:, :0]).update(x, torch.zeros(3, 4), ids=[1, 2, 3])
+    assert repr(empty.result)
+    empty.update(x, ids=[5, 6, 7]).update(x[:0])
+    assert_close(empty.result, bare.result)
+    assert (empty.count == bare.count).all()
+
+
+def test_a_histogram_finds_its_range_in_the_first_batch_and_counts_what_is_beyond():
+    first, second = torch.tensor([-1.0, 3.0, torch.nan]), torch.tensor([-2.0, 0.0, 9.0, 3.0])
+    histogram = hl.Histogram(dim=None, bins=4).update(first).update(second)
+    counts, edges, below, above = histogram.result
+    assert edges.tolist() == [-1.0, 0.0, 1.0, 2.0, 3.0]
+    assert counts.tolist() == [1, 1, 0, 2]
+    assert (below.item(), above.item()) == (1, 1)
+    with pytest.raises(hl.StatisticsError, match=r"ranges differ.*range=\(low, high\)"):
+        histogram.merge(hl.Histogram(dim=None, bins=4).update(second))
+    assert histogram.result.counts.tolist() == [1, 1, 0, 2]
+    one = hl.Histogram(dim=None, bins=2).update(torch.full((3,), 5.0)).result
+    assert one.edges.tolist() == [4.5, 5.0, 5.5]
+
+
+def test_samples_are_counted_where_no_ids_are_given():
+    tops = hl.TopK(k=1)
+    for batch in ([[1.0], [2.0]], [[0.0]], [[3.0], [1.0]]):
+        tops.update(torch.tensor(batch))
+    assert tops.result.ids.tolist() == [[3]]
+
+
+def test_what_does_not_fit_is_an_error_and_leaves_the_state_alone():
+    x = torch.randn(3, 2)
+    mean = hl.Mean().update(x)
+    for wrong, found in (
+        (torch.randn(3, 5), "5 channels"),
+        (torch.tensor(1.0), "no dimension -1"),
+        (torch.ones(2, 2, dtype=torch.complex64), "complex64"),
+    ):
+        with pytest.raises(hl.StatisticsError, match=found):
+            mean.update(wrong)
+    for ids in ([1, 2], [0.5, 1, 2], [-1, 0, 1]):
+        with pytest.raises(hl.StatisticsError, match="ids"):
+            hl.TopK().update(x, ids=ids)
+    with pytest.raises(hl.StatisticsError, match="merged with"):
+        mean.merge(hl.Variance().update(x))
+    with pytest.raises(hl.StatisticsError, match="channels"):
+        mean.merge(hl.Mean().update(torch.randn(3, 5)))
+    with pytest.raises(hl.StatisticsError, match="numbers of dimensions"):
+        hl.TopK().update(x).update(x[None])
+    assert_close(mean.result, x.double().mean(0))
+    for make in (
+        lambda: hl.TopK(k=0),
+        lambda: hl.Histogram(bins=0),
+        lambda: hl.Histogram(range=(1.0, 0.0)),
+        lambda: hl.Norm(order=0),
+        lambda: hl.Norm(dim=None),
+        lambda: hl.Covariance(dim=None),
+    ):
+        with pytest.raises(hl.StatisticsError):
+            make()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        mean.dim = 1
+
+
+@pytest.mark.parametrize("kind", [*KINDS.values(), *OVERALL.values()], ids=repr)
+def test_a_statistic_comes_back_from_a_folder_and_goes_on(kind, tmp_path):
+    x = torch.randn(6, 4, 2)
+    whole = kind.fresh().update(x)
+    kind.fresh().update(x[:3]).save(tmp_path)
+    back = type(kind).load(tmp_path)
+    assert repr(back) == repr(kind)
+    assert_close(back.update(x[3:]).result, whole.result)
+    kind.save(tmp_path / "empty")
+    assert not type(kind).load(tmp_path / "empty").state
+
+
+def test_foreign_files_are_errors(tmp_path):
+    hl.TopK(k=2).update(torch.randn(4, 3)).save(tmp_path)
+    with pytest.raises(hl.StatisticsError, match="There is a TopK"):
+        hl.Mean.load(tmp_path)
+    path = tmp_path / "statistic.json"
+    content = json.loads(path.read_text())
+    for change in (
+        {"statistic": "Recipe"},
+        {"statistic": "Mean", "options": {"dim": -1}},
+        {"options": {"k": 0}},
+        {"options": {"k": "2"}},
+        {"options": {"wrong": 1}},
+        {"options": {"dim": "a"}},
+        {"options": {"k": 1}},
+        {"options": []},
+        {"statistic": "Histogram", "options": {"range": [1, 2, 3]}},
+        {"tensors": "0"},
+        {"version": 3},
+    ):
+        path.write_text(json.dumps(content | change))
+        with pytest.raises(hl.StatisticsError) as caught:
+            hl.Statistic.load(tmp_path)
+        assert caught.value.remedy
+    path.write_text(json.dumps(content))
+    assert isinstance(hl.Statistic.load(tmp_path), hl.TopK)
+
+
+def test_the_value_is_only_read_and_the_default_device_does_not_matter():
+    x = torch.randn(4, 3, requires_grad=True)
+    kept = x.detach().clone()
+    torch.set_default_device("meta")
+    try:
+        results = [kind.fresh().update(x).result for kind in KINDS.values()]
+        merged = [kind.fresh().update(x).merge(kind.fresh().update(x)) for kind in KINDS.values()]
+    finally:
+        torch.set_default_device(None)
+    for result in results:
+        assert not any(part.requires_grad or part.is_meta for part in leaves(result))
+    assert all(one.count.sum() > 0 for one in merged)
+    assert torch.equal(x, kept)
+
+
+# -- measure --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return small()
+
+
+def by_hand(model, path, data):
+    """The outputs of a module, by a hook of torch's own."""
+    kept = []
+    handle = model.get_submodule(path).register_forward_hook(
+        lambda m, a, o: kept.append(o.detach())
+    )
+    with torch.no_grad():
+        for batch in data:
+            model(batch)
+    handle.remove()
+    return torch.cat(kept).double()
+
+
+def test_measure_over_data_gives_what_a_hand_written_hook_gives(model):
+    data = list(torch.randn(20, 3).split(6))
+    found = hl.measure(model, nn.Linear, statistics=[hl.Mean(), hl.Covariance()], data=data)
+    assert list(found) == ["0", "2"]
+    for path in found:
+        whole = by_hand(model, path, data)
+        assert_close(found[path]["mean"], whole.mean(0))
+        assert_close(found[path]["covariance"], whole.T.cov())
+    assert found.calls == {"0": 4, "2": 4}
+    assert_clean(model)
+
+
+def test_measuring_changes_nothing(model):
+    model.train()
+    model[1].eval()
+    before, x = state_bits(model), torch.randn(4, 3)
+    state = torch.get_rng_state()
+    modes = [m.training for m in model.modules()]
+    bare = model(x)
+    bare.sum().backward()
+    grads = [p.grad.clone() for p in model.parameters()]
+    hl.measure(model, "**", statistics=list(KINDS.values())[:2], data=[x])
+    with hl.measure(model, "**", statistics=[hl.Norm(), hl.TopK()]):
+        model.zero_grad()
+        again = model(x)
+        again.sum().backward()
+    assert torch.equal(again, bare)
+    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), grads, strict=True))
+    assert [m.training for m in model.modules()] == modes
+    assert torch.equal(torch.get_rng_state(), state)
+    assert_same_state(model, before)
+    assert_clean(model)
+
+
+class Padded(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(3, 2)
+
+    def forward(self, x, attention_mask=None):
+        return self.lin(x)
+
+
+@pytest.mark.parametrize("how", ["name", "function", "positional", "context"])
+def test_a_mask_is_an_argument_of_the_model_or_a_function_of_the_batch(how):
+    torch.manual_seed(0)
+    model = Padded()
+    xs = [torch.randn(2, 4, 3), torch.randn(1, 5, 3)]
+    masks = [torch.tensor([[1, 1, 0, 0], [1, 1, 1, 0]]), torch.tensor([[0, 1, 1, 1, 1]])]
+    data = [{"x": x, "attention_mask": m} for x, m in zip(xs, masks, strict=True)]
+    kind = {"statistics": [hl.Mean()], "mask": "attention_mask"}
+    if how == "function":
+        kind["mask"] = lambda batch: batch["attention_mask"]
+    if how == "positional":
+        data = [tuple(batch.values()) for batch in data]
+    if how == "context":
+        with hl.measure(model, "lin", **kind) as found:
+            for batch in data:
+                model(**batch)
+    else:
+        found = hl.measure(model, "lin", data=data, **kind)
+    rows = torch.cat([model.lin(x)[m.bool()] for x, m in zip(xs, masks, strict=True)])
+    assert_close(found["lin"]["mean"], rows.detach().double().mean(0))
+    assert found.statistics["lin"]["mean"].count.tolist() == [9, 9]
+    with pytest.raises(hl.StatisticsError, match=r"'padding'.*x, attention_mask"):
+        hl.measure(model, "lin", statistics=[hl.Mean()], mask="padding", data=data)
+    assert_clean(model)
+
+
+def test_top_samples_have_the_ids_of_the_batch(model):
+    data = [(torch.randn(3, 3), [7, 3, 11]), (torch.randn(2, 3), [5, 20])]
+    ids = iter([d[1] for d in data])
+    found = hl.measure(
+        model, "2", statistics=[hl.TopK(k=2)], data=[d[0] for d in data], ids=lambda b: next(ids)
+    )
+    names = torch.tensor([7, 3, 11, 5, 20])
+    order = by_hand(model, "2", [d[0] for d in data]).argsort(0, descending=True)
+    assert torch.equal(found["2"]["topk"].ids, names[order[:2]])
+
+
+def test_a_slice_of_each_value_is_measured(model):
+    x = torch.randn(5, 3)
+    found = hl.measure(model, "0", statistics=[hl.Mean()], at=np.s_[:, 1:3], data=[x])
+    assert_close(found["0"]["mean"], model[0](x)[:, 1:3].detach().double().mean(0))
+
+
+def test_gradients_are_measured_inside_a_with(model):
+    x = torch.randn(5, 3)
+    with hl.capture(model, "0:grad_output") as record:
+        model(x).square().sum().backward()
+    with hl.measure(model, "0:grad_output", statistics=[hl.Mean()]) as found:
+        model(x).square().sum().backward()
+    assert_close(found["0:grad_output"]["mean"], record["0:grad_output"].double().mean(0))
+    with pytest.raises(hl.StatisticsError, match="gradient places"):
+        hl.measure(model, "0:grad_output", statistics=[hl.Mean()], data=[x])
+
+
+class Halves(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.late = False
+
+    def forward(self, x):
+        return self.b(self.a(x)) if self.late else self.a(x)
+
+
+def test_a_place_that_did_not_fire_is_warned_of_after_the_first_batch_and_nothing_is_lost():
+    model, seen = Halves(), []
+
+    def data():
+        yield torch.randn(2, 3)
+        seen.append(len(caught))
+        model.late = True
+        yield torch.randn(2, 3)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = hl.measure(model, ["a", "b"], statistics=[hl.Mean()], data=data())
+    assert seen == [1]
+    assert [w.category for w in caught] == [hl.HooklineWarning]
+    assert "'b'" in str(caught[0].message)
+    assert found.calls == {"a": 2, "b": 1}
+    model.late = False
+    with pytest.warns(hl.HooklineWarning, match="'b'"):
+        with hl.measure(model, ["a", "b"], statistics=[hl.Mean()]) as found:
+            model(torch.randn(2, 3))
+    assert list(found) == ["a"]
+    with pytest.warns(hl.HooklineWarning, match="'a', 'b'"):
+        with hl.measure(model, ["a", "b"], statistics=[hl.Mean()]) as found:
+            pass
+    with pytest.raises(hl.NotCaptured, match="no place"):
+        found["a"]
+    assert found.get("a") is None
+
+
+@pytest.mark.parametrize("error", [ValueError("disk"), KeyboardInterrupt()])
+def test_what_was_measured_before_a_failure_is_in_the_exception(model, error):
+    x = torch.randn(2, 3)
+
+    def data():
+        yield x
+        raise error
+
+    with pytest.raises(type(error)) as caught:
+        hl.measure(model, "0", statistics=[hl.Mean()], data=data())
+    assert_close(caught.value.measured["0"]["mean"], model[0](x).detach().double().mean(0))
+    assert_clean(model)
+    with pytest.raises(TypeError) as caught:
+        hl.measure(model, "0", statistics=[hl.Mean()], data=[(x, x)])
+    assert any("labels" in note for note in caught.value.__notes__)
+
+
+def test_recomputed_calls_count_once(model):
+    from torch.utils.checkpoint import checkpoint
+
+    x = torch.randn(2, 3, requires_grad=True)
+    with hl.measure(model, "0", statistics=[hl.Mean()]) as found:
+        checkpoint(model, x, use_reentrant=False).sum().backward()
+    assert found.calls == {"0": 1}
+
+
+def test_measurements_merge_save_and_show_themselves(model, tmp_path):
+    x = torch.randn(8, 3)
+    named = {"top": hl.TopK(k=2), "bottom": hl.TopK(k=2, largest=False), "spread": hl.Variance()}
+    whole = hl.measure(model, "*", statistics=named, data=[x], ids=lambda b: range(8))
+    parts = [
+        hl.measure(model, "*", statistics=named, data=[x[s]], ids=lambda b, s=s: range(8)[s])
+        for s in (np.s_[:3], np.s_[3:])
+    ]
+    parts[1].save(tmp_path)
+    merged = hl.Measurements().merge(parts[0]).merge(hl.Measurements.load(tmp_path))
+    for place, named in whole.items():
+        for name, result in named.items():
+            assert_close(merged[place][name], result)
+    assert repr(whole).splitlines()[1].split() == ["place", "calls", "top", "bottom", "spread"]
+    assert "<table>" in whole._repr_html_()
+    assert repr(hl.Measurements()) == "Measurements at 0 places"
+    other = hl.measure(model, "0", statistics=[hl.Mean()], data=[x])
+    with pytest.raises(hl.StatisticsError, match="top, bottom, spread"):
+        merged.merge(other)
+
+
+def test_foreign_measurements_are_errors(model, tmp_path):
+    hl.measure(model, "0", statistics=[hl.Mean()], data=[torch.randn(2, 3)]).save(tmp_path)
+    path = tmp_path / "measurements.json"
+    content = json.loads(path.read_text())
+    row = content["places"][0]
+    for places in (None, 5, [5], [{}], [row | {"calls": "a"}], [row | {"statistics": []}],
+                   [row | {"statistics": {"mean": 5}}], [row | {"place": 5}]):  # fmt: skip
+        path.write_text(json.dumps(content | {"places": places}))
+        with pytest.raises(hl.StatisticsError):
+            hl.Measurements.load(tmp_path)
+    with pytest.raises(hl.StatisticsError, match="no file"):
+        hl.Measurements.load(tmp_path / "nowhere")
+
+
+def test_what_is_no_statistic_is_refused_and_nothing_is_left(model):
+    x = torch.randn(2, 3)
+    for given_, found in (
+        ([], "No statistics"),
+        ([hl.TopK(), hl.TopK(k=3)], "of one name"),
+        (["mean"], "none"),
+        ([hl.Mean], "none"),
+    ):
+        with pytest.raises(hl.StatisticsError, match=found):
+            hl.measure(model, "0", statistics=given_, data=[x])
+    with pytest.raises(hl.PlaceNotFound):
+        hl.measure(model, "9", statistics=[hl.Mean()], data=[x])
+    with pytest.raises(hl.StatisticsError, match="no data"):
+        hl.measure(model, "0", statistics=[hl.Mean()], ids=len)
+    lstm = nn.LSTM(3, 2)
+    with pytest.raises(hl.SeveralTensors):
+        hl.measure(lstm, "", statistics=[hl.Mean()], data=[x])
+    assert_clean(model, lstm)
+
+
+def test_measuring_can_be_attached_and_removed(model):
+    handle = hl.measure(model, "0", statistics=[hl.Mean()]).attach()
+    model(torch.randn(2, 3))
+    handle.remove()
+    model(torch.randn(2, 3))
+    assert handle.found.calls == {"0": 1}
+    assert_clean(model)
+    with pytest.warns(hl.HooklineWarning, match="never entered"):
+        hl.measure(model, "0", statistics=[hl.Mean()])
