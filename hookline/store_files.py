@@ -21,7 +21,7 @@ import re
 import stat
 import struct
 import zlib
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, cast
 
@@ -33,6 +33,7 @@ from hookline.errors import StoreError
 __all__ = [
     "HEADER",
     "KINDS",
+    "PAGE",
     "Index",
     "Kind",
     "Series",
@@ -52,6 +53,7 @@ __all__ = [
 ]
 
 HEADER = 65536  # bytes that a shard reserves in front of its data
+PAGE = 4096  # what lies in one page is written whole or not at all, also by a killed process
 _LARGEST_JSON = 16 << 20
 _VERSION = 1
 
@@ -207,11 +209,14 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def write_json(path: Path, content: object, sync: bool) -> None:
     """Replace a JSON file as a whole: a reader, or a crash, finds the old one or the new one."""
-    text = json.dumps(content, indent=None, separators=(",", ":"), allow_nan=False)
+    _replace(path, json.dumps(content, allow_nan=False).encode() + b"\n", sync)
+
+
+def _replace(path: Path, text: bytes, sync: bool) -> None:
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
         with partial.open("wb") as file:
-            file.write(text.encode() + b"\n")
+            file.write(text)
             if sync:
                 file.flush()
                 os.fsync(file.fileno())
@@ -235,9 +240,24 @@ def sync_folder(folder: Path) -> None:
 
 def write_index(folder: Path, index: Index, sync: bool) -> None:
     """Commit: what the index says is there."""
-    content = {"format": "hookline.store.index", "version": _VERSION, **asdict(index)}
-    content["crc32"] = _checksum(content)
-    write_json(index_path(folder, index.rank), content, sync)
+    series = [vars(one) for one in index.series]
+    content = {"format": "hookline.store.index", "version": _VERSION, **vars(index)}
+    path = index_path(folder, index.rank)
+    body = json.dumps({**content, "series": series}, sort_keys=True)
+    text = f'{body[:-1]}, "crc32": {zlib.crc32(body.encode())}}}'.encode().ljust(PAGE - 1) + b"\n"
+    # To replace a file makes some file systems flush it at once, a millisecond each time. An index
+    # that fits in a page is written over instead: like a header, as a whole or not at all.
+    if len(text) != PAGE or not path.exists() or path.stat().st_size != PAGE:
+        _replace(path, text, sync)
+        return
+    file = os.open(path, os.O_WRONLY | getattr(os, "O_BINARY", 0))
+    try:
+        if os.pwrite(file, text, 0) != PAGE:
+            raise OSError("the system wrote a part of the index only")
+        if sync:
+            os.fsync(file)
+    finally:
+        os.close(file)
 
 
 def _checksum(content: dict[str, Any]) -> int:

@@ -16,6 +16,7 @@ from hookline.core.tables import show_bytes
 from hookline.errors import HooklineWarning, StoreError
 from hookline.store_files import (
     HEADER,
+    PAGE,
     Index,
     Series,
     corrupt,
@@ -108,7 +109,7 @@ def _cut(folder: Path, index: Index) -> Index:
                 continue
             series, rows = listed[path]
             with path.open("r+b", buffering=0) as file:
-                file.write(header_of(series, rows).ljust(4096))
+                file.write(header_of(series, rows).ljust(PAGE))
                 os.ftruncate(file.fileno(), HEADER + rows * series.row_bytes)
     except OSError:  # read-only: readers stop at the index anyway
         return index

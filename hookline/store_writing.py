@@ -3,14 +3,13 @@
 - `StoreWriter`: what `Store.create` gives
 
 An append writes its rows behind what is committed, then the headers of the shards, then the index,
-which replaces the old one as a whole: only then do the rows exist. What fails before that is
+as a whole: only then do the rows exist. What fails before that is
 taken back; what a killed process left is cut off by whoever opens the store next.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -25,6 +24,7 @@ from hookline.errors import StoreError
 from hookline.store_description import describe, settle
 from hookline.store_files import (
     HEADER,
+    PAGE,
     Index,
     Series,
     header_of,
@@ -44,7 +44,6 @@ from hookline.store_values import compare_series, ids_of, rows_of
 __all__ = ["StoreWriter", "Sync"]
 
 Sync = Literal["commit", "shard", "never"]
-_PAGE = 4096  # a header within one page is written whole or not at all, also by a killed process
 _Block = tuple[Series, Tensor]  # a series as it would begin, and the rows to put behind it
 
 
@@ -148,8 +147,8 @@ class StoreWriter:
         blocks, samples = self._blocks(values, ids)
         if not samples:
             return
-        new = copy.deepcopy(self._index)
-        new.samples += samples
+        series = [replace(one, shards=[*one.shards]) for one in self._index.series]
+        new = replace(self._index, samples=self._index.samples + samples, series=series)
         if not new.series:
             new.series = [replace(series) for series, _ in blocks]
             for series in new.series:
@@ -163,7 +162,7 @@ class StoreWriter:
             for series, (_, rows) in zip(new.series, blocks, strict=True):
                 touched |= self._write_rows(new, series, rows)
             for number, (series, position) in touched.items():
-                header = header_of(series, series.rows_in(position)).ljust(_PAGE)
+                header = header_of(series, series.rows_in(position)).ljust(PAGE)
                 _write(self._files[number], header, 0)
                 full = series.rows_in(position) == series.shard_rows
                 if self._sync == "commit" or (full and self._sync == "shard"):
@@ -245,7 +244,7 @@ class StoreWriter:
         path = shard_path(self.folder, self.rank, number)
         with contextlib.suppress(OSError):
             if read_header(path, series)[0] != rows:
-                _write(self._files[number], header_of(series, rows).ljust(_PAGE), 0)
+                _write(self._files[number], header_of(series, rows).ljust(PAGE), 0)
             os.ftruncate(self._files[number], HEADER + rows * series.row_bytes)
             return True
         return False
@@ -296,7 +295,7 @@ class StoreWriter:
         series.shard_rows = max(1, self._shard_bytes // series.row_bytes)
         try:
             place.encode()
-            fits = len(header_of(series, 1 << 62)) <= _PAGE and place != "__metadata__"
+            fits = len(header_of(series, 1 << 62)) <= PAGE and place != "__metadata__"
         except UnicodeEncodeError:
             fits = False
         if not fits:
