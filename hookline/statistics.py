@@ -21,7 +21,7 @@ A long file, for its examples: seven small classes that are read together.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple, Self, cast
 
@@ -100,7 +100,7 @@ class Statistic:
         if mask is not None:
             kept = self._fitting(mask.to(value.device), shape)
         kept = kept.reshape(-1)
-        names = self._names(shape, ids)
+        names = self._names(shape, ids if isinstance(self, TopK) else None)
         if "channels" in self.state and int(self.state["channels"]) != rows.shape[1]:
             had = int(self.state["channels"])
             raise self._unfit(
@@ -521,7 +521,7 @@ class TopK(Statistic):
     largest: bool = True
 
     def __post_init__(self) -> None:
-        if type(self.k) is not int or self.k < 1:
+        if type(self.k) is not int or not 1 <= self.k < 2**31:
             raise StatisticsError(
                 f"TopK has k={self.k!r}.", "It keeps k values.", "Give 1 or more."
             )
@@ -696,9 +696,16 @@ def statistic_from(spelled: dict[str, Any], tensors: State, source: str) -> Stat
         if given.get("range") is not None:
             given["range"] = tuple(map(float, given["range"]))
         made = kind(**given)
-        if not isinstance(made.dim, int | None):
-            raise TypeError(f"dim is {made.dim!r}")
-    except (TypeError, ValueError) as error:
+        for option in fields(made):
+            own, usual = getattr(made, option.name), type(option.default)
+            kinds = {float: (float, int), int: int}.get(usual, object)
+            if option.name not in ("dim", "range", "state") and (
+                not isinstance(own, kinds) or isinstance(own, bool) != (usual is bool)
+            ):
+                raise TypeError(f"{option.name} is {own!r:.60}")
+        if isinstance(made.dim, bool) or not isinstance(made.dim, int | None):
+            raise TypeError(f"dim is {made.dim!r:.60}")
+    except (TypeError, ValueError, OverflowError) as error:
         raise StatisticsError(asked, f"The options do not fit: {error}.", remedy) from None
     if not tensors:
         return made
@@ -715,7 +722,10 @@ def _misfit(made: Statistic, tensors: State) -> str:
     channels = int(width) if width.ndim == 0 and width.dtype == torch.int64 else -1
     if isinstance(made, Norm) and channels > 0:
         channels = 1  # they are used up
-    if not 0 < channels <= max(tensor.numel() for tensor in tensors.values()):
+    # Before anything is made of that size: whether the file holds as much as it claims.
+    each = made.bins if isinstance(made, Histogram) else 1
+    claimed = channels * (channels if isinstance(made, Covariance) else each)
+    if not 0 < claimed <= max(tensor.numel() for tensor in tensors.values()) or channels < 0:
         if set(tensors) == {"samples"}:  # only empty batches were seen
             return ""
         return "The state does not say how many channels it has."
