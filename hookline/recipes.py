@@ -144,7 +144,7 @@ class Recipe:
                 reader.refuse("it is nested too deeply.")
             except RecipeError:
                 raise
-            except (HooklineError, TypeError, ValueError, RuntimeError) as error:
+            except (HooklineError, TypeError, ValueError, RuntimeError, OverflowError) as error:
                 reader.refuse(str(error))
         return recipe
 

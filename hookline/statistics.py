@@ -20,8 +20,9 @@ A long file, for its examples: seven small classes that are read together.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple, Self, cast
 
@@ -45,8 +46,9 @@ class _Rows(NamedTuple):
 
     values: Tensor
     kept: Tensor
-    ids: Tensor
-    positions: Tensor
+    start: int  # the number of the first row in the batch
+    names: Tensor  # the ids of all samples of the batch
+    shape: tuple[int, ...]  # of the batch, without channels
 
     @property
     def finite(self) -> Tensor:
@@ -100,7 +102,7 @@ class Statistic:
         if mask is not None:
             kept = self._fitting(mask.to(value.device), shape)
         kept = kept.reshape(-1)
-        names = self._names(shape, ids)
+        names = self._names(shape, ids if isinstance(self, TopK) else None)
         if "channels" in self.state and int(self.state["channels"]) != rows.shape[1]:
             had = int(self.state["channels"])
             raise self._unfit(
@@ -110,16 +112,12 @@ class Statistic:
             )
         if len(rows):
             self._prepare(rows, kept)
-        per_sample = max(1, len(rows) // max(1, len(names)))
         state = dict(self.state)
         step = max(1, _CHUNK // max(1, rows.shape[1]))
         for start in range(0, len(rows), step):
             part = _wide(rows[start : start + step])
             counted = kept[start : start + step].to(part.device)[:, None]
-            where = torch.arange(start, start + len(part), device="cpu")
-            batch = _Rows(
-                part, counted, names[where // per_sample], _positions(where % per_sample, shape)
-            )
+            batch = _Rows(part, counted, start, names, shape)
             made = {key: tensor.cpu() for key, tensor in self._of(batch).items()}
             state = self._joined(
                 state, made | {"channels": torch.tensor(rows.shape[1], device="cpu")}
@@ -267,6 +265,11 @@ def _positions(inside: Tensor, shape: tuple[int, ...]) -> Tensor:
 def _moments(values: Tensor, kept: Tensor) -> State:
     """Count, mean and sum of squared differences of each column, over what is kept."""
     count = kept.sum(0)
+    if bool(kept.all()):  # the usual case, in fewer passes
+        mean = values.mean(0) if len(values) else values.new_zeros(values.shape[1])
+        apart = values - mean
+        squares = apart.square().sum(0) - apart.sum(0).square() / count.clamp(min=1)
+        return {"count": count, "mean": mean, "squares": squares.clamp(min=0)}
     mean = torch.where(kept, values, 0.0).sum(0) / count.clamp(min=1)
     apart = torch.where(kept, values - mean, 0.0)
     # What rounding left in the mean is taken out of the squares.
@@ -521,7 +524,7 @@ class TopK(Statistic):
     largest: bool = True
 
     def __post_init__(self) -> None:
-        if type(self.k) is not int or self.k < 1:
+        if type(self.k) is not int or not 1 <= self.k < 2**31:
             raise StatisticsError(
                 f"TopK has k={self.k!r}.", "It keeps k values.", "Give 1 or more."
             )
@@ -531,14 +534,24 @@ class TopK(Statistic):
         some = values > -torch.inf  # nor NaN
         kept = rows.kept & some
         values = torch.where(kept, values, -torch.inf)
-        order = rows.ids.argsort(stable=True)  # rows of one id are in the order of positions
+        counted = kept.sum(0)
+        if len(values) > 2 * self.k:  # only the rows that have a top value of some channel
+            least = torch.topk(values, self.k, dim=0)[0][-1]
+            which = (kept & (values >= least)).any(1).nonzero()[:, 0]
+            values, kept = values[which], kept.expand_as(some)[which]
+            which = which.cpu() + rows.start
+        else:
+            which = torch.arange(rows.start, rows.start + len(values), device="cpu")
+        per_sample = max(1, math.prod(rows.shape[1:]))
+        names, inside = rows.names[which // per_sample], _positions(which % per_sample, rows.shape)
+        order = torch.sort(names, stable=True)[1]  # rows of one id are in the order of positions
         values, present = values[order.to(values.device)], kept[order.to(values.device)]
         values, place = torch.sort(values, dim=0, descending=True, stable=True)
         values, place = values[: self.k].cpu(), place[: self.k]
         present = present.gather(0, place).cpu()
         place = order[place.cpu()]
-        ids, positions = rows.ids[place], rows.positions[place]
-        counts = {"count": kept.sum(0), "skipped": (rows.kept & ~some).sum(0)}
+        ids, positions = names[place], inside[place]
+        counts = {"count": counted, "skipped": (rows.kept & ~some).sum(0)}
         ids = torch.where(present, ids, -1)
         positions = torch.where(present[..., None], positions, -1)
         return {"values": values, "ids": ids, "positions": positions, **counts}
@@ -696,9 +709,16 @@ def statistic_from(spelled: dict[str, Any], tensors: State, source: str) -> Stat
         if given.get("range") is not None:
             given["range"] = tuple(map(float, given["range"]))
         made = kind(**given)
-        if not isinstance(made.dim, int | None):
-            raise TypeError(f"dim is {made.dim!r}")
-    except (TypeError, ValueError) as error:
+        for option in fields(made):
+            own, usual = getattr(made, option.name), cast("Any", option.default)
+            number = (float, int) if isinstance(usual, float) else int
+            if option.name not in ("dim", "range", "state") and (
+                not isinstance(own, number) or isinstance(own, bool) != isinstance(usual, bool)
+            ):
+                raise TypeError(f"{option.name} is {own!r:.60}")
+        if isinstance(made.dim, bool) or not isinstance(made.dim, int | None):
+            raise TypeError(f"dim is {made.dim!r:.60}")
+    except (TypeError, ValueError, OverflowError) as error:
         raise StatisticsError(asked, f"The options do not fit: {error}.", remedy) from None
     if not tensors:
         return made
@@ -715,7 +735,10 @@ def _misfit(made: Statistic, tensors: State) -> str:
     channels = int(width) if width.ndim == 0 and width.dtype == torch.int64 else -1
     if isinstance(made, Norm) and channels > 0:
         channels = 1  # they are used up
-    if not 0 < channels <= max(tensor.numel() for tensor in tensors.values()):
+    # Before anything is made of that size: whether the file holds as much as it claims.
+    each = made.bins if isinstance(made, Histogram) else 1
+    claimed = channels * (channels if isinstance(made, Covariance) else each)
+    if not 0 < claimed <= max(tensor.numel() for tensor in tensors.values()) or channels < 0:
         if set(tensors) == {"samples"}:  # only empty batches were seen
             return ""
         return "The state does not say how many channels it has."

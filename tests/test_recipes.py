@@ -311,6 +311,7 @@ HOSTILE = {
     "functions were not allowed": lambda c: c["entries"][0].update(
         change={"function": "os:system"}
     ),
+    "too large": lambda c: c["entries"][1]["change"].update(factor={"complex": [10**400, 0]}),
     "Calls are whole": lambda c: c["entries"][0].update(calls=["a"]),
     "just at, calls": lambda c: c["entries"][0].pop("at"),
     "just at, calls ": lambda c: c["entries"].insert(0, 5),

@@ -315,6 +315,12 @@ def test_foreign_files_are_errors(tmp_path):
         {"options": {"wrong": 1}},
         {"options": {"dim": "a"}},
         {"options": {"k": 1}},
+        {"options": {"k": 2, "largest": 1}},
+        {"options": {"k": 10**40}},
+        {"options": {"dim": True}},
+        {"statistic": "Histogram", "options": {"bins": 2**20}},
+        {"statistic": "Histogram", "options": {"range": [0, 10**400]}},
+        {"statistic": "Variance", "options": {"correction": "1"}},
         {"options": []},
         {"statistic": "Histogram", "options": {"range": [1, 2, 3]}},
         {"tensors": "0"},
@@ -341,6 +347,33 @@ def test_the_value_is_only_read_and_the_default_device_does_not_matter():
         assert not any(part.requires_grad or part.is_meta for part in leaves(result))
     assert all(one.count.sum() > 0 for one in merged)
     assert torch.equal(x, kept)
+
+
+def test_a_file_that_claims_much_is_refused_before_anything_of_that_size_is_made(tmp_path):
+    for kind in (hl.Covariance(), hl.Histogram(bins=2**20), hl.Mean(), hl.TopK()):
+        state = kind.fresh().update(torch.zeros(1, 1)).state
+        huge = state | {"channels": torch.tensor(10**12)}
+        with pytest.raises(hl.StatisticsError, match="how many channels"):
+            statistics.statistic_from(kind.spelled(), huge, "x")
+    whole = hl.Variance().update(torch.randn(3, 2)).state
+    for wrong, found in (
+        (whole | {"mean": whole["mean"].float()}, "'mean' is missing, or of another kind"),
+        (whole | {"mean": whole["mean"][:1]}, r"'mean' has the shape \(1,\)"),
+        (whole | {"more": whole["mean"]}, "has more"),
+        ({k: v for k, v in whole.items() if k != "channels"}, "how many channels"),
+        ({k: v for k, v in whole.items() if k != "squares"}, "'squares' is missing"),
+    ):
+        with pytest.raises(hl.StatisticsError, match=found):
+            statistics.statistic_from(hl.Variance().spelled(), wrong, "x")
+
+
+def test_a_state_made_in_inference_mode_goes_on_outside(tmp_path):
+    x = torch.randn(4, 3)
+    for kind in KINDS.values():
+        with torch.inference_mode():
+            one = kind.fresh().update(x[:2])
+        one.update(x[2:]).save(tmp_path)
+        assert_close(type(kind).load(tmp_path).result, kind.fresh().update(x).result)
 
 
 # -- measure --------------------------------------------------------------------------------------
@@ -516,6 +549,24 @@ def test_what_was_measured_before_a_failure_is_in_the_exception(model, error):
     with pytest.raises(TypeError) as caught:
         hl.measure(model, "0", statistics=[hl.Mean()], data=[(x, x)])
     assert any("labels" in note for note in caught.value.__notes__)
+
+
+def test_operations_inside_a_forward_are_measured():
+    class Attending(nn.Module):
+        def forward(self, x):
+            return (x @ x.mT).softmax(-1) @ x
+
+    model, x = nn.Sequential(Attending()), torch.randn(2, 3, 4)
+    found = hl.measure(model, "0/softmax", statistics=[hl.Mean(dim=None)], data=[x])
+    assert_close(found["0/softmax"]["mean"], (x @ x.mT).softmax(-1).double().mean())
+
+
+def test_a_name_of_a_shared_module_is_its_first_name():
+    layer = nn.Linear(3, 3)
+    model = nn.ModuleDict({"a": layer, "b": layer})
+    with hl.measure(model, "b", statistics=[hl.Mean()]) as found:
+        model["b"](torch.randn(2, 3))
+    assert list(found) == ["a"]
 
 
 def test_recomputed_calls_count_once(model):
