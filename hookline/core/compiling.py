@@ -45,6 +45,7 @@ class _Setting:
             self.users.add(id(user))
             if len(self.users) == 1:
                 self.undo = self.make()
+                self.undo.__enter__()
         finally:
             lock.release()
 
@@ -62,14 +63,22 @@ class _Setting:
             lock.release()
 
 
-def _ask_for_hooks() -> Any:
-    patch: Any = cast(Any, torch)._dynamo.config.patch(skip_nnmodule_hook_guards=False)
-    patch.__enter__()
-    return patch
+class _Asking:
+    """Graphs ask for a module's hooks. Unlike torch's own patch it may be undone again."""
+
+    def __init__(self) -> None:
+        self.config: Any = cast(Any, torch)._dynamo.config
+        self.before: bool = self.config.skip_nnmodule_hook_guards
+
+    def __enter__(self) -> None:
+        self.config.skip_nnmodule_hook_guards = False
+
+    def __exit__(self, *error: object) -> None:
+        self.config.skip_nnmodule_hook_guards = self.before
 
 
 _eager = _Setting(lambda: torch.compiler.set_stance("force_eager"))
-_asking = _Setting(_ask_for_hooks)
+_asking = _Setting(_Asking)
 
 
 def suspend(user: object, in_graph: bool) -> None:
