@@ -22,20 +22,7 @@ All of them act inside `with`, or from `.attach()` to `.remove()`, and leave not
 
 from hookline.attention_patterns import attention
 from hookline.core.captures import capture
-from hookline.core.changes import (
-    Chain,
-    Change,
-    add,
-    blend,
-    clamp,
-    dropout,
-    noise,
-    patch,
-    remove_direction,
-    replace,
-    scale,
-    zero,
-)
+from hookline.core.changes import Chain, Change, replace
 from hookline.core.contexts import attached
 from hookline.core.edits import edit
 from hookline.core.hooks import hook
@@ -62,6 +49,17 @@ from hookline.errors import (
     ValueChanged,
 )
 from hookline.measuring import Measurements, measure
+from hookline.ready_changes import (
+    add,
+    blend,
+    clamp,
+    dropout,
+    noise,
+    patch,
+    remove_direction,
+    scale,
+    zero,
+)
 from hookline.recipes import Recipe
 from hookline.statistics import (
     Covariance,

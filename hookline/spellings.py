@@ -21,17 +21,27 @@ from typing import Any, NoReturn, SupportsIndex, cast
 import torch
 from torch import Tensor, nn
 
-from hookline.core import changes
-from hookline.core.changes import Chain, Change
+from hookline.core.changes import Chain, Change, replace
 from hookline.core.slices import heads, last_token
 from hookline.errors import RecipeError
+from hookline.ready_changes import (
+    add,
+    blend,
+    clamp,
+    dropout,
+    noise,
+    patch,
+    remove_direction,
+    scale,
+    zero,
+)
 
 __all__ = ["Reader", "Writer"]
 
-_NAMES = (
-    "add", "blend", "clamp", "dropout", "noise", "remove_direction", "replace", "scale", "zero",
-)  # fmt: skip
-_READY: dict[str, Any] = {name: getattr(changes, name) for name in _NAMES}
+_READY: dict[str, Any] = {
+    change.__name__: change
+    for change in (add, blend, clamp, dropout, noise, remove_direction, replace, scale, zero)
+}
 _TAKES: dict[str, tuple[type, ...]] = {
     "Tensor": (Tensor,), "float": (float, int, complex, bool), "int": (int,), "bool": (bool,),
     "None": (type(None),),
@@ -113,7 +123,7 @@ class Writer:
                     self._refuse(found, f"Give a {field.type}.")
                 spelled[field.name] = self.number(value)
             return spelled
-        if kind is changes.patch:
+        if kind is patch:
             remedy = "Take the tensor that you want, record[place], and save replace(tensor)."
             self._refuse("It holds a record, which belongs to one run.", remedy)
         if isinstance(change, Change):

@@ -39,7 +39,7 @@ from torch.autograd import Variable
 
 from hookline.core import arguments
 from hookline.core.captures import capture
-from hookline.core.changes import Change, replace, scale
+from hookline.core.changes import Change, replace
 from hookline.core.edits import edit
 from hookline.core.gradients import NO_GRAD
 from hookline.core.hooks import Context, hook
@@ -48,6 +48,7 @@ from hookline.core.parameters import get_module, preserve
 from hookline.core.places import Place, Target, Where, select
 from hookline.core.sites import Call, Tap, in_backward
 from hookline.errors import ChangeError, HooklineWarning, NotCaptured, PlaceError, PlaceNotFound
+from hookline.ready_changes import scale
 
 __all__ = ["Handle", "Hooks"]
 

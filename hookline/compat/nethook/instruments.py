@@ -19,12 +19,12 @@ from hookline.compat.nethook.invocations import Invocation
 from hookline.compat.nethook.names import get_module, module_names
 from hookline.compat.nethook.retention import Kept
 from hookline.compat.nethook.sequences import subsequence
-from hookline.core.changes import add, blend
 from hookline.core.hooks import hook
 from hookline.core.nested import only_tensor, set_part
 from hookline.core.places import Place
 from hookline.core.sites import Call
 from hookline.errors import ChangeError, HooklineWarning, NotCaptured, PlaceError
+from hookline.ready_changes import add, blend
 
 __all__ = ["InstrumentedModel"]
 
