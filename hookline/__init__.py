@@ -29,8 +29,8 @@ from hookline.core.hooks import hook
 from hookline.core.parameters import get_module, get_parameter, preserve, replace_module
 from hookline.core.places import Place, select
 from hookline.core.records import Record
-from hookline.core.sites import Call
 from hookline.core.slices import heads, last_token
+from hookline.core.taps import Call
 from hookline.errors import (
     ChangeError,
     GradientNotAvailable,

@@ -22,13 +22,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hookline.core import tables
-from hookline.core.captures import CaptureTap, capture
+from hookline.core.captures import capture
 from hookline.core.grammar import escape
+from hookline.core.keeping import CaptureTap
 from hookline.core.operations import Operation
 from hookline.core.places import Place, Request, Target, Where, select
 from hookline.core.records import Record
-from hookline.core.sites import Frame
 from hookline.core.snapshots import duplicate, settle, snapshot
+from hookline.core.taps import Frame
 from hookline.core.tree import walk
 from hookline.errors import (
     HooklineError,
@@ -395,7 +396,7 @@ class attention(capture):
         tap = _Tap(target, ref, self._options)
         tap.named = target.key in self._by_name
         if target.module is self._model:
-            tap.freeze = duplicate  # pyright: ignore - others may hold the address of arguments
+            tap.freeze = duplicate  # others may hold the address of arguments
         return tap
 
     def _prepared(self) -> None:

@@ -21,9 +21,9 @@ from hookline.core.hooks import hook
 from hookline.core.nested import only_tensor
 from hookline.core.operations import call as run
 from hookline.core.places import Place, Where, select
-from hookline.core.sites import Call
 from hookline.core.slices import take
 from hookline.core.tables import as_html, as_text
+from hookline.core.taps import Call
 from hookline.errors import HooklineWarning, NotCaptured, NotHookable, StatisticsError
 from hookline.statistics import Statistic, statistic_from
 

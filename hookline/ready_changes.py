@@ -19,8 +19,8 @@ from hookline.core.changes import Change
 from hookline.core.distributed import beside
 from hookline.core.nested import only_tensor
 from hookline.core.records import Record
-from hookline.core.sites import Call
 from hookline.core.slices import take
+from hookline.core.taps import Call
 from hookline.errors import ChangeError, NotCaptured
 
 __all__ = [

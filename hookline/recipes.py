@@ -18,8 +18,8 @@ from hookline.core.changes import Chain, Change, replace
 from hookline.core.contexts import Entering
 from hookline.core.edits import _as_calls, _as_change, _EditTap, edit
 from hookline.core.places import Target, Where
-from hookline.core.sites import Frame
 from hookline.core.tables import as_html, as_text, describe
+from hookline.core.taps import Frame
 from hookline.errors import HooklineError, RecipeError
 from hookline.spellings import Reader, Writer
 
@@ -36,8 +36,8 @@ class _Entry:
     calls: Any = None
 
     def row(self) -> tuple[str, str, str, str]:
-        blank = ("" if v is None else _show(v) for v in (self.at, self.calls))
-        return (_show(self.where), _show(self.change), *blank)  # pyright: ignore
+        at, calls = ("" if v is None else _show(v) for v in (self.at, self.calls))
+        return _show(self.where), _show(self.change), at, calls
 
     def __str__(self) -> str:
         return f"{_show(self.where)} ← {_show(self.change)}"

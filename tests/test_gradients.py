@@ -21,7 +21,7 @@ from torch import nn
 from torch.autograd import Function
 
 import hookline as hl
-from hookline.core import gradients
+from hookline.core import arms
 
 
 @pytest.fixture(autouse=True)
@@ -1240,7 +1240,7 @@ def test_handles_do_not_pile_up_over_many_calls():
 @pytest.mark.parametrize("before", [0, 1])
 def test_a_hook_that_is_put_on_a_tensor_directly_is_like_a_registered_one(before):
     results = []
-    for put in (gradients.put_hook, torch.Tensor.register_hook):
+    for put in (arms.put_hook, torch.Tensor.register_hook):
         leaf = torch.ones(2, requires_grad=True)
         y, seen = leaf * 3, []
         for _ in range(before):

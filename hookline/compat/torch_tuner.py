@@ -46,7 +46,8 @@ from hookline.core.hooks import Context, hook
 from hookline.core.nested import Part, Path, children, leaves, set_part, show_path
 from hookline.core.parameters import get_module, preserve
 from hookline.core.places import Place, Target, Where, select
-from hookline.core.sites import Call, Tap, in_backward
+from hookline.core.recomputation import in_backward
+from hookline.core.taps import Call, Tap
 from hookline.errors import ChangeError, HooklineWarning, NotCaptured, PlaceError, PlaceNotFound
 from hookline.ready_changes import scale
 

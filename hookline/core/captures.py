@@ -1,40 +1,30 @@
 """Look at values: `capture(model, *where)` keeps them in a `Record`.
 
 - `capture`: keep the values at places while a `with` block runs
-- `CaptureTap`: what is kept at one target
-
-A little long: what is kept, and how, stands together.
 """
 
 from __future__ import annotations
 
-import copy
 import weakref
-from collections.abc import Callable, Mapping, Sequence, Set
-from types import MappingProxyType
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
 from hookline.core import compiling
-from hookline.core.distributed import layouts, local, recover, recovers
+from hookline.core.distributed import recover, recovers
 from hookline.core.hooks import Context
-from hookline.core.nested import Path, map_leaves, set_part
+from hookline.core.keeping import PLAIN, CaptureTap, Keep, Kept, Options
 from hookline.core.places import Request, Target, Where
 from hookline.core.recomputation import in_backward
-from hookline.core.records import Kept, Record
-from hookline.core.sites import ACTIVE, KEEP, KEYS, Frame, Site, Tap, add_place
-from hookline.core.slices import check_at, take
-from hookline.core.snapshots import LAZY, duplicate, gradient_snapshot, settle, snapshot
+from hookline.core.records import Record
+from hookline.core.sites import ACTIVE, KEYS, Site
+from hookline.core.slices import check_at
+from hookline.core.snapshots import LAZY, duplicate, snapshot
 from hookline.errors import NeverFired, NotCaptured
 
-__all__ = ["CaptureTap", "capture"]
-
-Keep = Literal["all", "first", "last"]
-
-_WHOLE: tuple[Any, list[list[Path]]] = (None, [[()]])  # the structure of a plain tensor
-_RECENT = 4  # calls whose gradients may still come, where not all are kept
+__all__ = ["capture"]
 
 
 class _Stop(BaseException):
@@ -43,226 +33,6 @@ class _Stop(BaseException):
     def __init__(self, serial: int) -> None:
         super().__init__("hookline has what was asked for and ends the forward here")
         self.serial = serial
-
-
-class Options:
-    """How values are kept."""
-
-    __slots__ = ("at", "derives", "detach", "device", "dtype", "keep", "stop", "transform")
-
-    def __init__(
-        self,
-        at: Any,
-        transform: Callable[[Any], Any] | None,
-        detach: bool,
-        device: torch.device | str | None,
-        dtype: torch.dtype | None,
-        keep: Keep,
-        stop: bool,
-    ) -> None:
-        self.at = at
-        self.transform = transform
-        self.detach = detach
-        self.device = device
-        self.dtype = dtype
-        self.keep: Keep = keep
-        self.stop = stop
-        self.derives = not (at is transform is device is dtype is None)
-
-    def keeps(self, value: Any, freeze: Callable[[Tensor], Tensor] = snapshot) -> Kept:
-        """What to keep of a value: attached if it requires grad, else a snapshot."""
-        if self.derives:
-            return self._nested(self._derived(value), settle)
-        if type(value) is Tensor and (self.detach or not value.requires_grad):
-            return freeze(value), None
-        return self._nested(value, freeze)
-
-    def _nested(self, value: Any, freeze: Callable[[Tensor], Tensor]) -> Kept:
-        checks: dict[int, tuple[int, Tensor | None]] = {}
-
-        def keep_leaf(leaf: Any) -> Any:
-            if not issubclass(type(leaf), Tensor):  # isinstance would ask a proxy for its class
-                # Opaque objects are kept by reference, but arrays may alias a tensor.
-                kind = cast(Any, type(leaf))
-                return copy.copy(leaf) if hasattr(kind, "__array_interface__") else leaf
-            if self.detach or not leaf.requires_grad or leaf.is_inference():
-                return freeze(leaf)
-            local(leaf)  # what a collective still brings is waited for
-            # Fused optimisers change parameters without a new version: a twin shows it.
-            twin = duplicate(leaf) if isinstance(leaf, nn.Parameter) else None
-            checks[id(leaf)] = (leaf._version, twin)
-            return leaf
-
-        return map_leaves(keep_leaf, value), checks or None
-
-    def _derived(self, value: Any) -> Any:
-        """What is made of a value by at, transform, device and dtype; of its memory only that."""
-
-        def start(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor) or (leaf.requires_grad and not self.detach):
-                return leaf
-            return snapshot(leaf) if self.transform is not None else leaf.detach()
-
-        def finish(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor):
-                return leaf
-            dtype = self.dtype
-            if dtype is not None and not (leaf.is_floating_point() or leaf.is_complex()):
-                dtype = None
-            if dtype is not None and leaf.is_complex() and not dtype.is_complex:
-                dtype = None  # a real dtype would cut off the imaginary part
-            moved = leaf.to(device=self.device, dtype=dtype)
-            return moved.clone() if moved.requires_grad and moved._is_view() else moved
-
-        value = map_leaves(start, value)
-        if self.at is not None:
-            value = take(value, self.at)
-        if self.transform is not None:
-            value = self.transform(value)
-        return map_leaves(finish, value)
-
-
-class CaptureTap(Tap):
-    """Keeps the values at a target: one entry a call, or for gradients one a call and pass."""
-
-    replaces = False
-    module: nn.Module | None = None
-    freeze = staticmethod(snapshot)
-    shared: Set[tuple[int, Path]] = frozenset()  # gradients that come in shares, to be derived from
-    waiting = True  # for stop=True: until it has fired
-    layouts: Sequence[Any] = ()  # how a tensor-parallel plan spreads the value
-    # Of gradients: the structure of the value by call, and what arrived by call and backward pass.
-    shapes: Mapping[int, tuple[Any, list[list[Path]]]] = MappingProxyType({})
-    grads: Mapping[tuple[int, int], dict[Path, Kept]] = MappingProxyType({})
-
-    def __init__(
-        self, target: Target, context: weakref.ref[Context[Any]], options: Options
-    ) -> None:
-        self.target = target
-        self.context = context
-        self.options = options
-        self.kept: list[Kept] = []
-
-    def receive(self, value: Any, index: int, recomputed: bool, frame: Frame | None) -> Any:
-        if recomputed:
-            return KEEP
-        options = self.options
-        if options.keep == "first" and self.fired:
-            self.fired += 1
-            return KEEP
-        try:
-            kept = options.keeps(value, self.freeze)
-        except Exception as error:
-            add_place(error, self)
-            raise
-        if frame is not None:  # an input: numbered when the call is complete
-            frame.pending = (*frame.pending, (self, kept))
-        else:
-            self.commit(kept)
-        if options.stop and self.waiting:
-            self.waiting = False
-            context = cast("capture | None", self.context())
-            if context is not None:
-                context.arrived()
-        return KEEP
-
-    def commit(self, kept: Kept, late: bool = False) -> None:
-        """Keep a value. Late ones are inputs of calls that never completed."""
-        self.fired += 1
-        if self.options.keep == "all" or not self.kept:
-            self.kept.append(kept)
-        elif self.options.keep == "last" and not late:
-            self.kept[0] = kept
-
-    def note_layouts(self) -> None:
-        """Before the module is let go of: how a tensor-parallel plan spreads its values."""
-        if self.options.at is None and self.options.transform is None:
-            found = layouts(self.target)
-            if found:
-                self.layouts = found
-
-    def wants_late(self) -> bool:
-        """Whether the input of a call that raised is of use."""
-        return self.options.keep == "all" or not self.kept
-
-    # -- gradients ------------------------------------------------------------------------------
-
-    def several(self, index: int, path: Path) -> None:
-        if self.options.derives:
-            self.shared = {*self.shared, (index, path)}
-
-    def expect(self, value: Any, index: int, tensors: Sequence[tuple[Tensor, list[Path]]]) -> None:
-        if not self.shapes:
-            self.shapes = {}
-        if isinstance(value, Tensor):
-            shape = _WHOLE
-        else:
-            shape = map_leaves(lambda leaf: None, value), [paths for _, paths in tensors]
-        _store(self.shapes, index, shape, self.options.keep)
-
-    def explain(self, index: int, reason: str, remedy: str = "", path: Path = ()) -> None:
-        if not self.reasons:
-            self.reasons = {}
-        _store(self.reasons, (index, path), (reason, remedy), self.options.keep)
-
-    def gradient(self, grad: Tensor, index: int, path: Path) -> Tensor | None:
-        key = (index, in_backward())
-        parts = self.grads.get(key)
-        if parts is None:
-            if self.grads and self.options.keep == "first":
-                return None
-            if not self.grads or self.options.keep == "last":
-                self.grads = {}
-            parts = cast("dict[Any, Any]", self.grads)[key] = {}
-            self.fired += 1
-        if path in parts and self.target.port.startswith("grad_input"):
-            grad = parts[path][0] + grad  # the shares of an input come one by one
-        # Shares are summed as they are; what is derived of them is derived on gathering.
-        options = _PLAIN if (index, path) in self.shared else self.options
-        try:
-            parts[path] = options.keeps(grad, gradient_snapshot)
-        except Exception as error:
-            add_place(error, self)
-            raise
-        return None
-
-    def gathered(self) -> list[tuple[int, Kept | None]]:
-        """The gradients with their calls, in order of calls, then of backward passes; None for a
-        call without any.
-        """
-        self.lost()
-        found: list[tuple[int, Kept | None]] = []
-        for call in sorted({index for index, _ in self.grads} | set(self.shapes)):
-            passes = [self.grads[key] for key in sorted(self.grads) if key[0] == call]
-            found += [(call, self._gather(call, parts)) for parts in passes] or [(call, None)]
-        keep = self.options.keep
-        return found[:1] if keep == "first" else found[-1:] if keep == "last" else found
-
-    def _gather(self, call: int, parts: dict[Path, Kept]) -> Kept:
-        shape, groups = self.shapes.get(call, (None, [[()]]))
-        for path in [path for path in parts if (call, path) in self.shared]:
-            parts = {**parts, path: self.options.keeps(parts[path][0])}
-        if () in parts:
-            return parts[()]
-        checks: dict[int, Any] = {}
-        for paths in groups:
-            for path in paths if paths[0] in parts else ():
-                value, check = parts[paths[0]]
-                shape = set_part(shape, path, value)
-                checks |= check if isinstance(check, dict) else {}
-        return shape, checks or None
-
-
-def _store(entries: Any, key: Any, entry: Any, keep: Keep) -> None:
-    """Remember something of a call; of the recent calls only, where not all are kept."""
-    if keep == "first" and len(entries) >= _RECENT:
-        return
-    entries[key] = entry
-    if keep == "last" and len(entries) > _RECENT:
-        del entries[next(iter(entries))]
-
-
-_PLAIN = Options(None, None, False, None, None, "all", False)
 
 
 class _Common:
@@ -323,7 +93,7 @@ class _OutputTap(CaptureTap, Site):
                 and output.is_cpu
                 and not output.is_quantized
                 and output.untyped_storage().resizable()
-                and output._use_count() == 1  # pyright: ignore
+                and output._use_count() == 1  # pyright: ignore - not in torch's stubs
             ):
                 self.kept.append((output._lazy_clone(), None))
                 return None
@@ -388,7 +158,7 @@ class capture(Context[CaptureTap]):
 
     _verb = "capture"
     _record: Record | None = None
-    _commons: list[_Common] = []  # noqa: RUF012 - of a handle in a copied model
+    _commons: Sequence[_Common] = ()
 
     def __init__(
         self,
@@ -431,7 +201,7 @@ class capture(Context[CaptureTap]):
 
     def attach(self) -> capture:
         """Capture from now on, until `remove()`; `record` holds what came so far."""
-        if getattr(self, "_options", _PLAIN).stop:
+        if getattr(self, "_options", PLAIN).stop:
             self._entered = True
             raise ValueError(
                 "stop=True was asked for together with attach(). Every forward would end early. "
@@ -444,12 +214,12 @@ class capture(Context[CaptureTap]):
         tap = CaptureTap(target, ref, self._options)
         # Others may hold the address of parameters, buffers and the model's own arguments.
         if target.port == "value" or (target.module is self._model and "input" in target.port):
-            tap.freeze = duplicate  # pyright: ignore
+            tap.freeze = duplicate
         return tap
 
     def _resolve(self) -> list[Request]:
         requests = super()._resolve()
-        self._commons = []
+        self._commons = ()
         self._mixed = self._find_mixed(requests)
         return requests
 
@@ -478,13 +248,13 @@ class capture(Context[CaptureTap]):
             super()._place_all(targets, ref, owner)
             return
         common = _Common(ref, self._options, owner)
-        self._commons.append(common)
+        self._commons = (*self._commons, common)
         taps, key = self._taps, common.key
         kind = _LastTap if self._options.keep == "last" else _OutputTap
         for target in targets:
             if target.key not in taps:
                 tap = taps[target.key] = kind(target, common)
-                tap.module._forward_hooks[key] = tap.after_output  # pyright: ignore
+                target.module._forward_hooks[key] = tap.after_output
                 if self._attached:
                     tap.keeper = self
 

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from hookline.core.distributed import alike, beside, placements
 from hookline.core.nested import Path, leaves, only_tensor, set_part, show_path
-from hookline.core.sites import Call
 from hookline.core.tables import describe
+from hookline.core.taps import Call
 from hookline.errors import ChangeError
 
 __all__ = ["Chain", "Change", "replace"]

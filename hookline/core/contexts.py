@@ -16,7 +16,8 @@ from typing import Any, Self, cast
 from torch import Tensor, nn
 
 from hookline.core import compiling
-from hookline.core.sites import SERIALS, Site
+from hookline.core.sites import Site
+from hookline.core.taps import SERIALS
 from hookline.core.tree import walk
 from hookline.errors import HooklineWarning
 

@@ -31,7 +31,7 @@ from hookline.core.tree import walk
 
 if TYPE_CHECKING:
     from hookline.core.places import Target
-    from hookline.core.sites import Frame, Tap
+    from hookline.core.taps import Frame, Tap
 
 __all__ = [
     "Gathered", "alike", "beside", "copied", "gatherer", "has_plans", "is_gathered", "layouts",

@@ -20,8 +20,8 @@ from hookline.core.distributed import copied
 from hookline.core.hooks import Context, takes_call
 from hookline.core.nested import Path, only_tensor
 from hookline.core.places import Request, Target, Where, resolve
-from hookline.core.sites import KEEP, Call, Frame, Tap, add_place
 from hookline.core.slices import check_at, put
+from hookline.core.taps import KEEP, Call, Frame, Tap, add_place
 from hookline.errors import ChangeError
 
 __all__ = ["edit"]

@@ -9,34 +9,30 @@ nested values. Instead, around a module's call:
 
 A capture replaces no value: it hooks the output tensors, and the nodes inside the module that
 lead to the inputs. An edit puts a *gate*, an identity, at its place. What cannot be told apart
-from other gradients is explained, never guessed. A little long: the two directions go together.
+from other gradients is explained, never guessed.
 """
 
 from __future__ import annotations
 
-import itertools
 import sys
-import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import cache
-from types import FrameType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
-from torch.utils import hooks as torch_hooks
 
 from hookline.core import arguments
+from hookline.core.arms import Arm, Shares, handles, put_hook
 from hookline.core.nested import Path, leaves, set_part
 from hookline.errors import GradientNotAvailable
 
 if TYPE_CHECKING:
-    from hookline.core.sites import Frame, Tap
+    from hookline.core.taps import Frame, Tap
 
 __all__ = [
-    "is_over", "note_given", "note_inputs", "sequence", "watch_inputs", "watch_outputs",
+    "note_given", "note_inputs", "sequence", "watch_inputs", "watch_outputs",
     "watch_tensor",
 ]  # fmt: skip
 
@@ -79,129 +75,11 @@ def _sequence() -> int:
 # The number that the next autograd node of this thread will get.
 sequence: Callable[[], int] = getattr(torch.autograd, "_get_sequence_nr", _sequence)
 _alias: Any = torch.ops.aten.alias
-_keys = itertools.count(-1, -1)  # of hooks on tensors; torch's own count up from 0
 _MARK = "hookline"  # in the metadata of a gate's node: the serial of the call that it is for
-
-
-def is_over(running: FrameType) -> bool:
-    """Whether a Python frame has ended: then, and only then, Python lets it be cleared."""
-    try:
-        running.clear()
-    except RuntimeError:
-        return False
-    return True
 
 
 def _made_since(node: Any, start: int) -> bool:
     return node is not None and node._sequence_nr() >= start
-
-
-def _handles(tap: Tap) -> list[Any]:
-    """Where to keep the handle of a hook, in one step with its making."""
-    context = tap.context()
-    return [] if context is None else context.handles()
-
-
-class _Handle:
-    """Removes a hook that `put_hook` has put on a tensor."""
-
-    __slots__ = ("hooks_dict_ref", "key")
-
-    def __init__(self, hooks: Any, key: int) -> None:
-        self.hooks_dict_ref = weakref.ref(hooks)
-        self.key = key
-
-    def remove(self) -> None:
-        hooks = self.hooks_dict_ref()
-        if hooks is not None:
-            hooks.pop(self.key, None)
-
-
-def put_hook(tensor: Tensor, function: Callable[[Tensor], Tensor | None]) -> Any:
-    """What `Tensor.register_hook` does, with a lighter handle: a quarter of the time."""
-    # register_hook may crash the process on a view that was changed in place, unless grad_fn was
-    # read before: https://github.com/pytorch/pytorch/issues/196459
-    node: Any = tensor.grad_fn
-    if type(tensor) is not Tensor or not hasattr(node, "_register_hook_dict"):
-        return cast(Any, tensor).register_hook(function)
-    hooks = tensor._backward_hooks
-    if hooks is None:
-        hooks = tensor._backward_hooks = OrderedDict()
-        node._register_hook_dict(tensor)
-    key = next(_keys)
-    hooks[key] = function
-    return _Handle(hooks, key)
-
-
-class _Arm:
-    """A hook on a tensor or node. It holds its tap weakly: the tap's record may hold the graph."""
-
-    muted = False
-    fired = False
-    dtype: torch.dtype | None = None  # to cast to: autocast's casts are looked through
-    aliases: Sequence[tuple[Tensor, int]] = ()  # show whether memory was changed in place
-    base: tuple[Any, Any] = ((), 0)  # the stride and the offset of a view's base
-
-    def __init__(self, tap: Tap, index: int, path: Path) -> None:
-        self.tap = tap.ref
-        self.index = index
-        self.path = path
-
-    def watch(self, tap: Tap, tensor: Tensor) -> None:
-        _handles(tap).append(put_hook(tensor, self.at_tensor))
-
-    def watch_gate(self, tap: Tap, node: Any) -> None:
-        _handles(tap).append(node.register_hook(self.at_gate))
-
-    def guard(self, *tensors: Tensor) -> None:
-        self.aliases = [(tensor.detach(), tensor._version) for tensor in tensors]
-
-    @property
-    def changed(self) -> bool:
-        for alias, version in self.aliases:  # noqa: SIM110 - a hot path
-            if alias._version != version:
-                return True
-        return False
-
-    @property
-    def lost(self) -> bool:
-        return not self.fired and self.changed
-
-    def deliver(self, grad: Tensor | None) -> Tensor | None:
-        tap = self.tap()
-        if grad is None or tap is None or self.muted:
-            return None
-        if self.dtype is not None:
-            grad = grad.to(self.dtype)
-        self.fired = True
-        return tap.gradient(grad, self.index, self.path)
-
-    @torch_hooks.unserializable_hook
-    def at_tensor(self, grad: Tensor | None) -> Tensor | None:
-        """The hook on a tensor."""
-        return None if self.aliases and self.changed else self.deliver(grad)
-
-    def at_gate(self, grad_inputs: tuple[Tensor | None, ...], _: Any) -> Any:
-        """The hook on a gate's node: what has passed the gate."""
-        new = self.at_tensor(grad_inputs[0])
-        return None if new is None else (new,)
-
-    @torch_hooks.unserializable_hook
-    def at_base(self, grad: Tensor | None) -> None:
-        """The hook on a view's base, as it is after the call.
-
-        The view's own node is exact, but out of the graph if the view was changed in place since.
-        The base's node stays: what flows into it is then the gradient, in the base's shape.
-        """
-        if grad is None or not self.changed:
-            return
-        view = self.aliases[0][0]
-        stride, offset = self.base
-        if grad.stride() != stride:
-            held = torch.empty_strided(grad.size(), stride, dtype=grad.dtype, device=grad.device)
-            grad = held.copy_(grad)
-        offset = view.storage_offset() - offset + grad.storage_offset()
-        self.deliver(grad.as_strided(view.size(), view.stride(), offset))
 
 
 # -- parameters, buffers, plain tensors -----------------------------------------------------------
@@ -212,7 +90,7 @@ def watch_tensor(tap: Tap, tensor: Tensor | None) -> None:
     if tensor is None or not tensor.requires_grad:
         tap.explain(0, *NOT_ASKED)
         return
-    arm = _Arm(tap, -1, ())
+    arm = Arm(tap, -1, ())
     if tensor._is_view():
         arm.guard(tensor)
         tap.guard(arm)
@@ -274,7 +152,7 @@ def _watch_output(
     tap: Tap, tensor: Tensor, index: int, path: Path, reused: bool, frame: Frame
 ) -> Tensor:
     node, base = tensor.grad_fn, tensor._base
-    arm = _Arm(tap, index, path)
+    arm = Arm(tap, index, path)
     if _is_gate(node, frame):  # of an edit that was entered before
         arm.watch_gate(tap, node)
         return tensor
@@ -301,7 +179,7 @@ def _watch_output(
         plain = base_fresh and base.dtype == tensor.dtype and not overlaps
         if plain and not shared and not tap.replaces:
             arm.base = base.stride(), base.storage_offset()
-            _handles(tap).append(put_hook(base, arm.at_base))
+            handles(tap).append(put_hook(base, arm.at_base))
         else:
             tap.guard(arm)
     arm.watch(tap, tensor)
@@ -316,7 +194,7 @@ def _alone() -> int:
     return sys.getrefcount(base)
 
 
-def _gate_output(tap: Tap, arm: _Arm, tensor: Tensor, own: bool, frame: Frame) -> Tensor:
+def _gate_output(tap: Tap, arm: Arm, tensor: Tensor, own: bool, frame: Frame) -> Tensor:
     """An identity in an output's place; hooks on its node run in the order of entering.
 
     A copy if the module made the memory itself, since a view would be lost with a later in-place
@@ -329,10 +207,10 @@ def _gate_output(tap: Tap, arm: _Arm, tensor: Tensor, own: bool, frame: Frame) -
         tap.guard(arm)
     for hook in tuple((tensor._backward_hooks or {}).values()):
         earlier = getattr(hook, "__self__", None)  # captures that were entered before
-        if isinstance(earlier, _Arm) and not earlier.muted:
+        if isinstance(earlier, Arm) and not earlier.muted:
             owner = earlier.tap()
             if owner is not None and not owner.replaces and owner.target.meets(tap.target):
-                moved = _Arm(owner, earlier.index, earlier.path)
+                moved = Arm(owner, earlier.index, earlier.path)
                 moved.watch_gate(owner, node)
                 earlier.muted = True
     arm.watch_gate(tap, node)
@@ -421,7 +299,7 @@ def watch_inputs(tap: Tap, output: Any, index: int, frame: Frame) -> None:
     tensors = _tensors(output)
     views = _views_of_older(tensors, frame)
     for node, _ in [edge for edge in wanted if _is_gate(edge[0], frame)]:
-        arm = _Arm(tap, index, wanted.pop((node, _)))
+        arm = Arm(tap, index, wanted.pop((node, _)))
         if views:
             arm.guard(*views)
             tap.guard(arm)
@@ -443,7 +321,7 @@ def _watch_paths(
     for edge in wanted.keys() & {(tensor.grad_fn, tensor.output_nr) for tensor in tensors}:
         tap.explain(index, *PASSED_ON, path=wanted.pop(edge))
     stops = {(node, output_nr) for _, node, output_nr, _ in frame.given}
-    grouped: dict[Any, list[tuple[int, _Arm]]] = {}
+    grouped: dict[Any, list[tuple[int, Arm]]] = {}
     starts = [tensor.grad_fn for tensor in tensors]
     reached: set[Path] = set()
     # Autocast keeps the casts of leaves for all modules that use them: they are looked through.
@@ -456,7 +334,7 @@ def _watch_paths(
         if path in reached:
             tap.several(index, path)
         reached.add(path)
-        arm = _Arm(tap, index, path)
+        arm = Arm(tap, index, path)
         if casts:
             arm.dtype = dtypes[path]
         if views:
@@ -467,7 +345,7 @@ def _watch_paths(
         if _is_gate(node, frame):
             arms[0][1].watch_gate(tap, node)
         else:
-            _handles(tap).append(node.register_hook(_Shares(arms).at_node))
+            handles(tap).append(node.register_hook(Shares(arms).at_node))
     moved = any(t._is_view() and t.grad_fn is not node for t, node, _, _ in frame.given)
     for path in wanted.values():
         if path not in reached and (moved or not path):  # else None says that none flows
@@ -514,16 +392,3 @@ def _leading(
             elif follows._sequence_nr() >= start and follows.next_functions:  # leaves lead nowhere
                 stack.append(follows)
     return found
-
-
-class _Shares:
-    """The hook on a node inside a module: what it passes on to the module's inputs."""
-
-    __slots__ = ("arms",)
-
-    def __init__(self, arms: list[tuple[int, _Arm]]) -> None:
-        self.arms = arms
-
-    def at_node(self, grad_inputs: tuple[Tensor | None, ...], _: Any) -> None:
-        for position, arm in self.arms:
-            arm.at_tensor(grad_inputs[position])

@@ -22,7 +22,8 @@ from hookline.core import distributed, gradients
 from hookline.core.contexts import Entering
 from hookline.core.operations import Operation, not_called, refuse
 from hookline.core.places import Place, Request, Target, Where, resolve
-from hookline.core.sites import ACTIVE, KEEP, SERIALS, Call, Frame, Site, Tap, add_place
+from hookline.core.sites import ACTIVE, Site
+from hookline.core.taps import KEEP, SERIALS, Call, Frame, Tap, add_place
 from hookline.core.tree import walk
 from hookline.errors import ChangeError, HooklineWarning, NeverFired, NotHookable, PlaceError
 

@@ -240,5 +240,5 @@ def _fill(value: Any, duplicate: Any, inside: list[tuple[Part, Any]], items: lis
                 if not has_items or (is_field and hasattr(value, str(key))):
                     object.__setattr__(duplicate, str(key), item)
         return kind(duplicate) if kind is MappingProxyType else duplicate
-    except Exception:  # noqa: BLE001
+    except Exception:  # noqa: BLE001 - whatever its class raises, it is kept as it is
         return value

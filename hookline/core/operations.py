@@ -23,15 +23,15 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode
-from torch.overrides import _push_mode as _push_any  # pyright: ignore
 
-from hookline.core import gradients, tables
+from hookline.core import tables
 from hookline.core.grammar import parse
 from hookline.core.nested import leaves
 from hookline.core.places import Place, Target, Where, resolve
 from hookline.core.recomputation import in_backward
 from hookline.core.sites import ACTIVE, Site
 from hookline.core.snapshots import same_bits
+from hookline.core.taps import is_over
 from hookline.errors import NotHookable, PlaceNotFound
 
 __all__ = ["Listing", "Operation", "call", "not_called", "refuse", "survey"]
@@ -47,7 +47,7 @@ _OPERATORS = {
     "and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor",
 }  # fmt: skip
 _names: dict[Any, str] = {}
-_push_mode: Callable[[Any], None] = cast(Any, _push_any)
+_push_mode: Callable[[Any], None] = cast(Any, torch.overrides)._push_mode
 _stack: Callable[[], list[Any]] = _get_current_function_mode_stack
 
 
@@ -156,7 +156,7 @@ class _Mode(TorchFunctionMode):
     def count(self, name: str, module: nn.Module, frame: FrameType) -> int:
         """How many operations of a name came before in this call of the module."""
         while self.running and self.running[-1].frame is not frame:
-            if not gradients.is_over(self.running[-1].frame):
+            if not is_over(self.running[-1].frame):
                 break
             self.running.pop()
         if not self.running or self.running[-1].frame is not frame:

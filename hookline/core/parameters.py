@@ -22,8 +22,8 @@ from torch.autograd.graph import increment_version, saved_tensors_hooks
 from hookline.core.contexts import Anchored
 from hookline.core.distributed import gatherer, is_gathered, placements, reshard
 from hookline.core.places import Target, Where, resolve
-from hookline.core.sites import Tap
 from hookline.core.snapshots import same_bits
+from hookline.core.taps import Tap
 from hookline.core.tree import join, tensors_of, walk
 from hookline.errors import ChangeError, NotHookable, PlaceError, PlaceNotFound
 

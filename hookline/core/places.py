@@ -53,7 +53,7 @@ class Place(str):
         self.path, self.port, self.parts, self.operation = path, port, parts, operation
         return self
 
-    def __getnewargs__(self) -> tuple[str, str, Path, str | None]:  # pyright: ignore
+    def __getnewargs__(self) -> tuple[Any, ...]:
         return self.path, self.port, self.parts, self.operation
 
 

@@ -36,13 +36,10 @@ from hookline.errors import (
 )
 
 if TYPE_CHECKING:
-    from hookline.core.captures import CaptureTap, capture
+    from hookline.core.captures import capture
+    from hookline.core.keeping import CaptureTap, Kept
 
-__all__ = ["Kept", "Record"]
-
-# What is kept of a value: the value and what to check on reading. None: nothing (a snapshot). An
-# int: the version of the tensor that it is. A dict: versions, and twins of parameters, by id.
-Kept = tuple[Any, "int | dict[int, tuple[int, Tensor | None]] | None"]
+__all__ = ["Record"]
 
 _GONE = cast(nn.Module, None)  # a record does not keep modules alive
 _NO_SITE = Site(None, None, None)

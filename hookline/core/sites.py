@@ -1,13 +1,10 @@
 """Where hooks are registered: what a context does at one module.
 
 - `Site`: a context's hooks on one module, at most one forward and one pre-forward hook
-- `Tap`: what a context does with the values at one target; the verbs are its subclasses
-- `Frame`: what is known of one running call
-- `Call`: which execution of which module a value belongs to
 
 Only this file registers hooks on modules, and the fast tap in `captures.py` for whole outputs.
 Hooks are local, appended, forward and pre-forward. Gradients are reached from there, through
-tensors and autograd nodes (`gradients.py`). A little long: what a hook does must stand together.
+tensors and autograd nodes (`gradients.py`).
 """
 
 from __future__ import annotations
@@ -18,173 +15,27 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from functools import cached_property
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
-from torch import Tensor, nn
+from torch import nn
 
 from hookline.core import arguments, gradients
-from hookline.core.nested import Path, get_part, set_part
-from hookline.core.places import Place, Target
+from hookline.core.nested import get_part, set_part
 from hookline.core.recomputation import Regions, in_backward
-from hookline.errors import PlaceError
+from hookline.core.taps import KEEP, Frame, Tap, is_over, now
 
 if TYPE_CHECKING:
     from hookline.core.contexts import Entering
-    from hookline.core.hooks import Context
 
-__all__ = [
-    "ACTIVE", "KEEP", "KEYS", "SERIALS", "Call", "Frame", "Site", "Tap", "add_place",
-]  # fmt: skip
+__all__ = ["ACTIVE", "KEYS", "Site"]
 
-KEEP = object()  # what a tap returns to leave a value as it is
 ACTIVE: ContextVar[frozenset[int]] = ContextVar("hookline_active", default=frozenset())
 
 # Of our entries in hook dicts. torch's own count up from 0; a model that was saved while hooked
 # brings keys of another process along, hence the random start.
 KEYS = itertools.count(-1 - int.from_bytes(os.urandom(6)), -1)
-SERIALS = itertools.count(1)
-_RECENT = 64  # calls whose gradients may still come
-
-
-class Call:
-    """Which execution of which module a value belongs to; given to functions that ask for it.
-
-    At an input, `positional` says how many of the arguments were passed by position.
-    """
-
-    __slots__ = ("_tap", "index", "module", "positional", "recomputed")
-
-    def __init__(
-        self, tap: Tap, index: int, recomputed: bool = False, frame: Frame | None = None
-    ) -> None:
-        self._tap = tap
-        self.module = tap.target.module
-        self.index = index
-        self.recomputed = recomputed
-        self.positional = 0 if frame is None else frame.positional
-
-    @property
-    def place(self) -> Place:
-        """The place of the value, under the module's first name."""
-        return self._tap.place
-
-    def __repr__(self) -> str:
-        again = ", recomputed" if self.recomputed else ""
-        return f"Call({str(self.place)!r}, {self.index}{again})"
-
-
-class Tap:
-    """What a context does with the values at one target. Subclasses are the verbs."""
-
-    replaces = True  # whether values may be replaced: false for captures
-    fired: int = 0
-    # Why a call gave nothing, by call and path; and hooks that may have been lost.
-    reasons: Mapping[tuple[int, Path], tuple[str, str]] = MappingProxyType({})
-    guards: Sequence[Any] = ()
-    silent = ""  # what to say if nothing happened, where more is known than usual
-
-    def __init__(self, target: Target, context: weakref.ref[Context[Any]]) -> None:
-        self.target = target
-        self.context = context
-
-    @cached_property
-    def ref(self) -> weakref.ref[Tap]:
-        """What hooks on tensors hold of this."""
-        return weakref.ref(self)
-
-    @property
-    def place(self) -> Place:
-        context = self.context()
-        return self.target.place if context is None else context.place_of(self.target)
-
-    def receive(self, value: Any, index: int, recomputed: bool, frame: Frame | None) -> Any:
-        """Take a value; return KEEP or what shall stand in its place."""
-        raise AssertionError("a tap receives")
-
-    def gradient(self, grad: Tensor, index: int, path: tuple[Any, ...]) -> Tensor | None:
-        """Take a gradient, or one tensor of it; return what shall stand in its place, or None."""
-        raise AssertionError("a tap receives gradients")
-
-    def expect(self, value: Any, index: int, tensors: Sequence[tuple[Tensor, list[Path]]]) -> None:
-        """A call has taken place whose gradients will come, for these tensors of this value."""
-
-    def explain(self, index: int, reason: str, remedy: str = "", path: Path = ()) -> None:
-        """A value that was asked for cannot be given for this call; say why on read or at exit."""
-        if not self.reasons:
-            self.reasons = {}
-        cast("dict[Any, Any]", self.reasons)[index, path] = (reason, remedy)
-        if self.replaces and len(self.reasons) > _RECENT:  # an edit may be attached for ever
-            del cast("dict[Any, Any]", self.reasons)[next(iter(self.reasons))]
-
-    def missing(self, index: int, problem: str) -> None:
-        """The call has not the value that the place names: told at exit, or at once by an edit."""
-        if self.replaces:
-            raise PlaceError(
-                f"The place {str(self.place)!r} does not fit the value there:",
-                problem,
-                "Capture the whole value and look at record[place] to see its parts.",
-            )
-        self.explain(index, problem)
-
-    watch_outputs = gradients.watch_outputs
-
-    def refused(self, index: int) -> bool:
-        """Whether a call gave nothing. A recomputed call is watched only then."""
-        return any(n == index for n, _ in self.reasons)
-
-    def several(self, index: int, path: Path) -> None:
-        """The gradient at a path will come in several shares."""
-
-    def guard(self, arm: Any) -> None:
-        """Remember a hook that is lost if the memory of its tensor is changed in place."""
-        self.guards = [*(old for old in self.guards if not old.fired), arm][-_RECENT:]
-
-    def lost(self) -> None:
-        """Explain the gradients that did not come for such a change."""
-        for arm in self.guards:
-            if arm.lost:
-                self.explain(arm.index, *gradients.VIEW_CHANGED, path=arm.path)
-        self.guards = ()
-
-
-class _Now(threading.local):
-    """The call whose hooks run now, in each thread."""
-
-    frame = 0
-    serial = 0
-
-
-_now = _Now()
-
-
-class Frame:
-    """What is known of one running call of one module.
-
-    `running` is the Python frame of torch's that calls both hooks of a call: a call that raises
-    has a first hook, but no second, and a recursive one has several of each.
-    """
-
-    pending: Sequence[tuple[Any, Any]] = ()  # inputs kept until the call is complete
-    positional = 0  # how many arguments were passed by position
-    # For gradients, all at the start of the call: the autograd sequence number, the tensors that
-    # the call was given, the edges of the inputs that are asked for, and an edit's gates there.
-    sequence = 0
-    given: Sequence[Any] = ()
-    edges: Sequence[Any] = ()
-    gates: Sequence[tuple[Tensor, int]] = ()
-
-    def __init__(self, index: int, recomputed: bool, running: types.FrameType) -> None:
-        self.index = index
-        self.recomputed = recomputed
-        self.running: types.FrameType | None = running
-        # The same for all contexts that see this call: their hooks run one after the other.
-        if _now.frame != id(running):
-            _now.frame, _now.serial = id(running), next(SERIALS)
-        self.serial = _now.serial
 
 
 _KINDS = {
@@ -362,13 +213,13 @@ class Site:
             self.frames = {}
         running = self.frames.setdefault(threading.get_ident(), [])
         if running:
-            over = [f for f in running if f.running is None or gradients.is_over(f.running)]
+            over = [f for f in running if f.running is None or is_over(f.running)]
             self._abandon(over)
             running[:] = [frame for frame in running if frame not in over]
         return running
 
     def _completed(self, caller: types.FrameType) -> Frame | None:
-        _now.frame = 0
+        now.frame = 0
         running = (self.frames or {}).get(threading.get_ident(), [])
         while running:
             frame = running.pop()
@@ -487,8 +338,3 @@ def _at_part(tap: Tap, output: Any, index: int, offer: Callable[..., Any], *more
     if new is KEEP or new is value:
         return output
     return set_part(output, parts, new) if parts else new
-
-
-def add_place(error: BaseException, tap: Tap) -> None:
-    """Tell in a note of the user's exception at which place it was raised."""
-    error.add_note(f"hookline: raised at the place {str(tap.place)!r}")

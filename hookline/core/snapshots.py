@@ -42,7 +42,7 @@ def snapshot(tensor: Tensor, exported: bool = True) -> Tensor:
             if tensor.untyped_storage().resizable():
                 if tensor.requires_grad:
                     return tensor.detach()._lazy_clone()
-                if not exported or tensor._use_count() == 1:  # pyright: ignore
+                if not exported or tensor._use_count() == 1:  # pyright: ignore - not in stubs
                     return tensor._lazy_clone()
         except (NotImplementedError, RuntimeError):  # no storage: sparse, nested, vmap
             pass

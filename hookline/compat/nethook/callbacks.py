@@ -17,7 +17,7 @@ from hookline.compat.nethook.invocations import Invocation
 from hookline.compat.nethook.names import get_module
 from hookline.core.hooks import hook
 from hookline.core.places import Place
-from hookline.core.sites import Call
+from hookline.core.taps import Call
 
 __all__ = ["Callbacks"]
 

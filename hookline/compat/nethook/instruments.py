@@ -22,7 +22,7 @@ from hookline.compat.nethook.sequences import subsequence
 from hookline.core.hooks import hook
 from hookline.core.nested import only_tensor, set_part
 from hookline.core.places import Place
-from hookline.core.sites import Call
+from hookline.core.taps import Call
 from hookline.errors import ChangeError, HooklineWarning, NotCaptured, PlaceError
 from hookline.ready_changes import add, blend
 

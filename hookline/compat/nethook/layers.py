@@ -13,8 +13,8 @@ import torch
 
 from hookline.compat.nethook.invocations import Invocation
 from hookline.compat.nethook.retention import Kept, with_gradient
-from hookline.core.sites import Call
 from hookline.core.snapshots import duplicate, snapshot
+from hookline.core.taps import Call
 from hookline.errors import NotCaptured
 
 __all__ = ["NotRetained", "Options", "Traced"]

@@ -22,7 +22,7 @@ from hookline.compat.nethook.layers import Options, Traced
 from hookline.compat.nethook.names import get_module
 from hookline.core.hooks import hook
 from hookline.core.places import Place
-from hookline.core.sites import Call
+from hookline.core.taps import Call
 from hookline.errors import HooklineWarning, PlaceError, PlaceNotFound
 
 __all__ = ["StopForward", "Trace", "TraceDict"]

@@ -1,0 +1,185 @@
+"""What a context does with the values at one target, call by call.
+
+- `Tap`: what is done with the values at one target; the verbs are its subclasses
+- `Frame`: what is known of one running call
+- `is_over(running)`: whether a Python frame has ended
+- `Call`: which execution of which module a value belongs to
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import types
+import weakref
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, cast
+
+from torch import Tensor
+
+from hookline.core import gradients
+from hookline.core.nested import Path
+from hookline.core.places import Place, Target
+from hookline.errors import PlaceError
+
+if TYPE_CHECKING:
+    from hookline.core.hooks import Context
+
+__all__ = ["KEEP", "SERIALS", "Call", "Frame", "Tap", "add_place", "is_over", "now"]
+
+KEEP = object()  # what a tap returns to leave a value as it is
+SERIALS = itertools.count(1)
+_RECENT = 64  # calls whose gradients may still come
+
+
+class Call:
+    """Which execution of which module a value belongs to; given to functions that ask for it.
+
+    At an input, `positional` says how many of the arguments were passed by position.
+    """
+
+    __slots__ = ("_tap", "index", "module", "positional", "recomputed")
+
+    def __init__(
+        self, tap: Tap, index: int, recomputed: bool = False, frame: Frame | None = None
+    ) -> None:
+        self._tap = tap
+        self.module = tap.target.module
+        self.index = index
+        self.recomputed = recomputed
+        self.positional = 0 if frame is None else frame.positional
+
+    @property
+    def place(self) -> Place:
+        """The place of the value, under the module's first name."""
+        return self._tap.place
+
+    def __repr__(self) -> str:
+        again = ", recomputed" if self.recomputed else ""
+        return f"Call({str(self.place)!r}, {self.index}{again})"
+
+
+class Tap:
+    """What a context does with the values at one target. Subclasses are the verbs."""
+
+    replaces = True  # whether values may be replaced: false for captures
+    fired: int = 0
+    # Why a call gave nothing, by call and path; and hooks that may have been lost.
+    reasons: Mapping[tuple[int, Path], tuple[str, str]] = MappingProxyType({})
+    guards: Sequence[Any] = ()
+    silent = ""  # what to say if nothing happened, where more is known than usual
+
+    def __init__(self, target: Target, context: weakref.ref[Context[Any]]) -> None:
+        self.target = target
+        self.context = context
+
+    @cached_property
+    def ref(self) -> weakref.ref[Tap]:
+        """What hooks on tensors hold of this."""
+        return weakref.ref(self)
+
+    @property
+    def place(self) -> Place:
+        context = self.context()
+        return self.target.place if context is None else context.place_of(self.target)
+
+    def receive(self, value: Any, index: int, recomputed: bool, frame: Frame | None) -> Any:
+        """Take a value; return KEEP or what shall stand in its place."""
+        raise AssertionError("a tap receives")
+
+    def gradient(self, grad: Tensor, index: int, path: tuple[Any, ...]) -> Tensor | None:
+        """Take a gradient, or one tensor of it; return what shall stand in its place, or None."""
+        raise AssertionError("a tap receives gradients")
+
+    def expect(self, value: Any, index: int, tensors: Sequence[tuple[Tensor, list[Path]]]) -> None:
+        """A call has taken place whose gradients will come, for these tensors of this value."""
+
+    def explain(self, index: int, reason: str, remedy: str = "", path: Path = ()) -> None:
+        """A value that was asked for cannot be given for this call; say why on read or at exit."""
+        if not self.reasons:
+            self.reasons = {}
+        cast("dict[Any, Any]", self.reasons)[index, path] = (reason, remedy)
+        if self.replaces and len(self.reasons) > _RECENT:  # an edit may be attached for ever
+            del cast("dict[Any, Any]", self.reasons)[next(iter(self.reasons))]
+
+    def missing(self, index: int, problem: str) -> None:
+        """The call has not the value that the place names: told at exit, or at once by an edit."""
+        if self.replaces:
+            raise PlaceError(
+                f"The place {str(self.place)!r} does not fit the value there:",
+                problem,
+                "Capture the whole value and look at record[place] to see its parts.",
+            )
+        self.explain(index, problem)
+
+    watch_outputs = gradients.watch_outputs
+
+    def refused(self, index: int) -> bool:
+        """Whether a call gave nothing. A recomputed call is watched only then."""
+        return any(n == index for n, _ in self.reasons)
+
+    def several(self, index: int, path: Path) -> None:
+        """The gradient at a path will come in several shares."""
+
+    def guard(self, arm: Any) -> None:
+        """Remember a hook that is lost if the memory of its tensor is changed in place."""
+        self.guards = [*(old for old in self.guards if not old.fired), arm][-_RECENT:]
+
+    def lost(self) -> None:
+        """Explain the gradients that did not come for such a change."""
+        for arm in self.guards:
+            if arm.lost:
+                self.explain(arm.index, *gradients.VIEW_CHANGED, path=arm.path)
+        self.guards = ()
+
+
+class _Now(threading.local):
+    """The call whose hooks run now, in each thread."""
+
+    frame = 0
+    serial = 0
+
+
+now = _Now()
+
+
+class Frame:
+    """What is known of one running call of one module.
+
+    `running` is the Python frame of torch's that calls both hooks of a call: a call that raises
+    has a first hook, but no second, and a recursive one has several of each.
+    """
+
+    pending: Sequence[tuple[Any, Any]] = ()  # inputs kept until the call is complete
+    positional = 0  # how many arguments were passed by position
+    # For gradients, all at the start of the call: the autograd sequence number, the tensors that
+    # the call was given, the edges of the inputs that are asked for, and an edit's gates there.
+    sequence = 0
+    given: Sequence[Any] = ()
+    edges: Sequence[Any] = ()
+    gates: Sequence[tuple[Tensor, int]] = ()
+
+    def __init__(self, index: int, recomputed: bool, running: types.FrameType) -> None:
+        self.index = index
+        self.recomputed = recomputed
+        self.running: types.FrameType | None = running
+        # The same for all contexts that see this call: their hooks run one after the other.
+        if now.frame != id(running):
+            now.frame, now.serial = id(running), next(SERIALS)
+        self.serial = now.serial
+
+
+def is_over(running: types.FrameType) -> bool:
+    """Whether a Python frame has ended: then, and only then, Python lets it be cleared."""
+    try:
+        running.clear()
+    except RuntimeError:
+        return False
+    return True
+
+
+def add_place(error: BaseException, tap: Tap) -> None:
+    """Tell in a note of the user's exception at which place it was raised."""
+    error.add_note(f"hookline: raised at the place {str(tap.place)!r}")
