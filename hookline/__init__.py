@@ -14,6 +14,7 @@ Every value inside a model has an address, its place (`"layer1.0.conv2"`, `"fc:i
 - `preserve`, `replace_module`, `get_module`, `get_parameter`: parameters and modules
 - `attention`: the attention patterns of models that never compute them
 - `Store`: values on disk, as safetensors: `Store.create` writes, `Store.open` reads
+- `save_record`, `load_record`: what a capture has kept, on disk
 - `attached`: all that is live on a model
 - `heads`, `last_token`: slices for `at=`
 
@@ -42,6 +43,7 @@ from hookline.errors import (
     PlaceError,
     PlaceNotFound,
     RecipeError,
+    RecordError,
     SeveralCalls,
     SeveralTensors,
     StatisticsError,
@@ -61,6 +63,7 @@ from hookline.ready_changes import (
     zero,
 )
 from hookline.recipes import Recipe
+from hookline.saved_records import load_record, save_record
 from hookline.statistics import (
     Covariance,
     Histogram,
@@ -95,6 +98,7 @@ __all__ = [
     "Recipe",
     "RecipeError",
     "Record",
+    "RecordError",
     "SeveralCalls",
     "SeveralTensors",
     "Sparsity",
@@ -118,6 +122,7 @@ __all__ = [
     "heads",
     "hook",
     "last_token",
+    "load_record",
     "measure",
     "noise",
     "patch",
@@ -125,6 +130,7 @@ __all__ = [
     "remove_direction",
     "replace",
     "replace_module",
+    "save_record",
     "scale",
     "select",
     "zero",

@@ -11,6 +11,7 @@
     ├── ValueChanged (RuntimeError)        an attached value was changed in place since
     ├── GradientNotAvailable (RuntimeError) no gradient can be given for that place
     ├── ChangeError (ValueError)           a change does not fit the value it meets
+    ├── RecordError (ValueError)           a record cannot be saved, or its file is not one
     ├── StoreError (ValueError)            a store cannot be written or read as asked
     ├── RecipeError (ValueError)           a recipe does not fit, or cannot be saved or read
     └── StatisticsError (ValueError)       a statistic cannot take a value, a mask or a file
@@ -38,6 +39,7 @@ __all__ = [
     "PlaceError",
     "PlaceNotFound",
     "RecipeError",
+    "RecordError",
     "SeveralCalls",
     "SeveralTensors",
     "StatisticsError",
@@ -109,6 +111,10 @@ class GradientNotAvailable(HooklineError, RuntimeError):
 
 class ChangeError(HooklineError, ValueError):
     """A change does not fit the value that it meets."""
+
+
+class RecordError(HooklineError, ValueError):
+    """A record cannot be saved, or its file is not one."""
 
 
 class StoreError(HooklineError, ValueError):

@@ -1,0 +1,185 @@
+"""Records on disk: what a capture has kept, as JSON with safetensors beside it.
+
+- `save_record(record, folder)`: write a record
+- `load_record(folder)`: read it again, without the model
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn, cast
+
+import torch
+from torch import Tensor, nn
+
+from hookline import folders
+from hookline.core.distributed import local
+from hookline.core.keeping import PLAIN, CaptureTap, Kept
+from hookline.core.nested import children
+from hookline.core.places import Place, Target
+from hookline.core.records import Record
+from hookline.errors import RecordError
+
+__all__ = ["load_record", "save_record"]
+
+_KIND = "record"
+_NOWHERE = nn.Module()  # in the stead of every module
+_PORTS = {"output", "input", "inputs", "grad_output", "grad_input", "grad_inputs", "value", "grad"}
+_DTYPES = {
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.int64,
+    torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
+}  # fmt: skip
+
+
+def save_record(record: Record, folder: str | Path) -> Path:
+    """Write a record into a folder: `record.json` and `record.safetensors`.
+
+    >>> import tempfile, hookline as hl
+    >>> model = nn.Sequential(nn.Flatten())
+    >>> with hl.capture(model, "0") as record:
+    ...     _ = model(torch.ones(2, 3, 1))
+    >>> print(load_record(save_record(record, tempfile.mkdtemp())))
+    Record of 1 places, 1 values, 24 B
+      place  calls  shape   dtype
+      0      1      (2, 3)  float32
+
+    Values are written detached, from whichever device; of a DTensor this rank's part. Tuples, lists
+    and dicts stay what they are; named tuples, dataclasses and the like are read again as dicts,
+    and an object that holds no tensors is kept as its repr. A value that changed since it was
+    captured is refused, as it is on reading.
+    """
+    tensors: dict[str, Tensor] = {}
+    places: list[dict[str, Any]] = []
+    for place in record.places():
+        calls = [_spell(value, tensors, place) for value in record.calls(place)]
+        places.append({**_address(place), "calls": calls})
+    missing = [{**_address(place), "why": why} for place, why in record.unfired().items()]
+    return folders.write(folder, _KIND, {"places": places, "unfired": missing}, tensors)
+
+
+def load_record(folder: str | Path) -> Record:
+    """Read what `save_record` wrote, as a record without a model. Nothing in it is run."""
+    content, tensors = folders.read(folder, _KIND, RecordError)
+    try:
+        taps = [_tap(entry, tensors) for entry in _list(content.get("places"))]
+        taps += [_tap(entry, tensors) for entry in _list(content.get("unfired"))]
+    except RecursionError:
+        problem = "it is nested too deeply"
+    except _Malformed as error:
+        problem = str(error)
+    else:
+        return Record(taps, None)
+    raise RecordError(
+        f"A record was to be read from {str(folder)!r}.",
+        f"record.json is not as a record is written: {problem}.",
+        "Give a folder that hookline.save_record wrote.",
+    )
+
+
+class _Malformed(Exception):
+    """What stands in the file is not what was written."""
+
+
+class _SavedTap(CaptureTap):
+    """What was kept at one place, without the module and its capture."""
+
+    def gathered(self) -> list[tuple[int, Kept | None]]:
+        return list(enumerate(self.kept))
+
+
+# -- writing --------------------------------------------------------------------------------------
+
+
+def _address(place: Place) -> dict[str, Any]:
+    address: dict[str, Any] = {"path": place.path, "port": place.port}
+    if place.parts:
+        address["parts"] = list(place.parts)
+    if place.operation is not None:
+        address["operation"] = place.operation
+    return address
+
+
+def _spell(value: Any, tensors: dict[str, Tensor], place: Place) -> Any:
+    if isinstance(value, Tensor):
+        tensor = local(value.detach())
+        if tensor.layout is not torch.strided or tensor.dtype not in _DTYPES or tensor.is_meta:
+            raise RecordError(
+                f"The value at {str(place)!r} was to be saved.",
+                f"It holds a {tensor.dtype} tensor of layout {tensor.layout} on {tensor.device}, "
+                f"which safetensors cannot hold.",
+                "Capture it with transform=, as a plain tensor.",
+            )
+        tensors[str(len(tensors))] = tensor
+        return {"tensor": str(len(tensors) - 1)}
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else {"float": str(value)}
+    inside = children(value)
+    if inside is None:
+        return {"opaque": repr(value)[:200]}
+    items = [[part, _spell(item, tensors, place)] for part, item in inside]
+    if type(value) in (tuple, list):
+        return {type(value).__name__: [item for _, item in items]}
+    named = any(isinstance(part, str) for part, _ in items) or isinstance(value, Mapping)
+    return {"dict": items} if named else {"tuple": [item for _, item in items]}
+
+
+# -- reading --------------------------------------------------------------------------------------
+
+
+def _list(found: Any) -> list[Any]:
+    if not isinstance(found, list):
+        _refuse("a list is missing")
+    return cast("list[Any]", found)
+
+
+def _refuse(problem: str) -> NoReturn:
+    raise _Malformed(problem)
+
+
+def _tap(entry: Any, tensors: dict[str, Tensor]) -> CaptureTap:
+    if not isinstance(entry, dict):
+        _refuse("an entry is no object")
+    entry = cast("dict[str, Any]", entry)
+    path, port, operation = entry.get("path"), entry.get("port"), entry.get("operation")
+    parts = _list(entry.get("parts", []))
+    plain = isinstance(path, str) and isinstance(operation, (str, type(None)))
+    if not plain or port not in _PORTS or any(type(part) not in (int, str) for part in parts):
+        _refuse("an entry is no place")
+    target = Target(_NOWHERE, cast(str, path), cast(str, port), tuple(parts), None, operation)
+    tap = _SavedTap(target, cast(Any, lambda: None), PLAIN)  # its capture is over
+    if "why" in entry:
+        tap.reasons = {(0, ()): (str(entry["why"]), "")}
+    for value in _list(entry.get("calls", [])):
+        absent = value is None and port.startswith("grad")
+        tap.kept.append(cast(Any, None) if absent else (_read(value, tensors), None))
+    return tap
+
+
+def _read(found: Any, tensors: dict[str, Tensor]) -> Any:
+    if found is None or isinstance(found, (bool, int, float, str)):
+        return found
+    spelled = cast("dict[str, Any]", found if isinstance(found, dict) else {})
+    ((kind, inside),) = spelled.items() if len(spelled) == 1 else [("", None)]
+    if kind == "tensor" and isinstance(inside, str) and inside in tensors:
+        return tensors[inside]
+    if kind == "float" and inside in ("nan", "inf", "-inf"):
+        return float(inside)
+    if kind == "opaque" and isinstance(inside, str):
+        return inside
+    if kind in ("list", "tuple"):
+        items = [_read(item, tensors) for item in _list(inside)]
+        return items if kind == "list" else tuple(items)
+    if kind == "dict":
+        return dict(_pair(item, tensors) for item in _list(inside))
+    _refuse(f"{str(cast(Any, found))[:60]!r} is no value")
+
+
+def _pair(item: Any, tensors: dict[str, Tensor]) -> tuple[Any, Any]:
+    pair = _list(item)
+    if len(pair) != 2 or type(pair[0]) not in (int, str):
+        _refuse("a dict holds something that is no pair")
+    return pair[0], _read(pair[1], tensors)

@@ -1,0 +1,173 @@
+"""Records on disk, against the record that was saved."""
+
+import json
+from collections import namedtuple
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+
+import hookline as hl
+
+Pair = namedtuple("Pair", "first second")
+
+
+@dataclass
+class Answer:
+    hidden: torch.Tensor
+    note: str
+
+
+class Nested(nn.Module):
+    def forward(self, x):
+        parts = [x + 1, {"mask": x > 0, 3: None}]
+        return parts, Pair(x, x.half()), Answer(x * 2, "a note"), float("inf"), object()
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(3, 4)
+        self.nested = Nested()
+        self.never = nn.ReLU()
+
+    def forward(self, x):
+        y = self.fc(x)
+        self.nested(y)
+        return self.fc(y[:, :3])
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return Model()
+
+
+def test_a_record_is_read_again_as_it_was(model, tmp_path):
+    with hl.capture(model, "**", "fc:inputs", "fc.weight", detach=True) as record:
+        model(torch.randn(2, 3))
+    again = hl.load_record(hl.save_record(record, tmp_path))
+    assert again.places() == record.places()
+    for place in ("fc", "fc:inputs", "fc.weight"):
+        for mine, theirs in zip(again.calls(place), record.calls(place), strict=True):
+            mine, theirs = (v["input"] if isinstance(v, dict) else v for v in (mine, theirs))
+            assert torch.equal(mine, theirs), place
+    parts, pair, answer, number, other = again["nested"]
+    expected = record["nested"]
+    assert torch.equal(parts[0], expected[0][0])
+    assert parts[1][3] is None
+    assert torch.equal(parts[1]["mask"], expected[0][1]["mask"])
+    assert pair["second"].dtype == torch.float16
+    assert torch.equal(pair["first"], expected[1].first)
+    assert torch.equal(answer["hidden"], expected[2].hidden)
+    assert answer["note"] == "a note"
+    assert number == float("inf")
+    assert other.startswith("<object")
+    assert torch.equal(again["nested[2][hidden]"], answer["hidden"])
+    assert again.unfired() == record.unfired()
+    assert "not called" in again.unfired()["never"]
+    assert repr(again).splitlines()[0] == repr(record).splitlines()[0]
+
+
+def test_calls_and_gradients_stay_in_order(model, tmp_path):
+    with hl.capture(model, "fc", "fc:grad_output") as record:
+        model(torch.randn(2, 3)).sum().backward()
+    again = hl.load_record(hl.save_record(record, tmp_path))
+    for n in range(2):
+        assert torch.equal(again["fc", n], record["fc", n])
+        assert torch.equal(again["fc:grad_output", n], record["fc:grad_output", n])
+    assert not again["fc", 0].requires_grad
+    with pytest.raises(hl.SeveralCalls):
+        again["fc"]
+    with pytest.raises(hl.NotCaptured, match="Closest: 'fc'"):
+        again["fd"]
+
+
+def test_a_call_without_a_gradient_is_still_without_one(model, tmp_path):
+    with hl.capture(model, "fc:grad_output") as record:
+        model(torch.randn(2, 3))
+        model(torch.randn(2, 3)).sum().backward()
+    assert record.calls("fc:grad_output")[0] is None
+    again = hl.load_record(hl.save_record(record, tmp_path))
+    assert [v is None for v in again.calls("fc:grad_output")] == [True, True, False, False]
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float64, torch.int8, torch.bool, torch.complex64]
+)
+def test_dtypes_stay_what_they_are(dtype, tmp_path):
+    model = nn.Sequential(nn.Identity())
+    x = torch.tensor([[1.0, 0.0]]).to(dtype)
+    with hl.capture(model, "0") as record:
+        model(x)
+    again = hl.load_record(hl.save_record(record, tmp_path))["0"]
+    assert again.dtype == dtype
+    assert torch.equal(again, x)
+
+
+def test_what_safetensors_cannot_hold_is_refused_before_anything_is_written(tmp_path):
+    model = nn.Sequential(nn.Identity())
+    with hl.capture(model, "0") as record:
+        model(torch.eye(2).to_sparse())
+    with pytest.raises(hl.RecordError, match=r"'0'.*sparse.*transform="):
+        hl.save_record(record, tmp_path / "r")
+    assert not (tmp_path / "r").exists()
+
+
+def test_a_value_that_changed_since_is_refused(model, tmp_path):
+    with hl.capture(model, "fc") as record:
+        model(torch.randn(2, 3))
+    with torch.no_grad():
+        record["fc", 0].zero_()
+    with pytest.raises(hl.ValueChanged):
+        hl.save_record(record, tmp_path / "r")
+
+
+def _mutations():
+    tensor = {"tensor": "0"}
+    yield "no list", {"places": 3}
+    yield "no object", {"places": [3]}
+    yield "no path", {"places": [{"port": "output", "calls": []}]}
+    yield "no port", {"places": [{"path": "0", "port": "__class__", "calls": []}]}
+    yield "bad part", {"places": [{"path": "0", "port": "output", "parts": [[]], "calls": []}]}
+    yield "unknown tensor", {"places": [{"path": "0", "port": "output", "calls": [{"tensor": 9}]}]}
+    yield "two keys", {"places": [{"path": "0", "port": "output", "calls": [{**tensor, "x": 1}]}]}
+    yield "no pair", {"places": [{"path": "0", "port": "output", "calls": [{"dict": [[1]]}]}]}
+    yield "bad key", {"places": [{"path": "0", "port": "output", "calls": [{"dict": [[[], 1]]}]}]}
+    yield "bad float", {"places": [{"path": "0", "port": "output", "calls": [{"float": "1e9"}]}]}
+
+
+MUTATIONS = list(_mutations())
+
+
+@pytest.mark.parametrize("content", [c for _, c in MUTATIONS], ids=[n for n, _ in MUTATIONS])
+def test_a_file_that_is_no_record_is_refused(content, tmp_path):
+    model = nn.Sequential(nn.Identity())
+    with hl.capture(model, "0") as record:
+        model(torch.ones(1))
+    hl.save_record(record, tmp_path)
+    path = tmp_path / "record.json"
+    written = json.loads(path.read_text())
+    path.write_text(json.dumps(written | {"unfired": []} | content))
+    with pytest.raises(hl.RecordError, match="not as a record is written"):
+        hl.load_record(tmp_path)
+
+
+def test_deep_nesting_is_refused(tmp_path):
+    model = nn.Sequential(nn.Identity())
+    with hl.capture(model, "0") as record:
+        model(torch.ones(1))
+    hl.save_record(record, tmp_path)
+    path = tmp_path / "record.json"
+    written = json.loads(path.read_text())
+    deep = '{"list": [' * 900 + "]}" * 900
+    written["places"][0]["calls"] = ["HERE"]
+    path.write_text(json.dumps(written).replace('"HERE"', deep))
+    with pytest.raises(hl.RecordError):
+        hl.load_record(tmp_path)
+
+
+def test_a_folder_without_a_record_is_refused(tmp_path):
+    with pytest.raises(hl.RecordError, match=r"There is no file record\.json"):
+        hl.load_record(tmp_path)
