@@ -1,0 +1,24 @@
+"""`hookline …` and `python -m hookline …`."""
+
+import sys
+
+__all__ = ["main"]
+
+
+def main() -> None:
+    """Run the command line; say what to install where it is not there."""
+    try:
+        from hookline.cli.commands import hookline
+    except ModuleNotFoundError as error:
+        if error.name not in ("click", "rich"):
+            raise
+        sys.stderr.write(
+            f"Error: the command line was asked for.\n  It needs {error.name}, which is not "
+            f"installed.\n  Install it with: pip install 'hookline[cli]'\n"
+        )
+        sys.exit(2)
+    hookline()
+
+
+if __name__ == "__main__":
+    main()

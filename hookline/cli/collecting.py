@@ -1,0 +1,151 @@
+"""Commands that write and read folders: `harvest` and `recipes`."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+
+import hookline as hl
+from hookline.cli.models import CommandError, load_model, load_object
+from hookline.cli.options import model_argument, output_options, where_option
+from hookline.cli.output import Screen
+
+__all__ = ["harvest", "recipes"]
+
+_KEYS = {"model", "data", "where", "to", "dtype", "stop", "mask", "ids", "random_weights"}
+
+
+@click.command()
+@click.argument("plan", required=False, type=click.Path(path_type=Path, dir_okay=False))
+@click.option("--model", help="MODEL, in the plan's stead.")
+@click.option("--data", help="package.module:name or file.py:name of the batches.")
+@where_option
+@click.option("--to", help="The folder of the store.")
+@click.option("--dtype", help="How to store floating-point values, such as bfloat16.")
+@click.option("--mask", help="The part of a batch that is nonzero for tokens, zero for padding.")
+@click.option("--ids", help="The part of a batch that holds sample ids.")
+@click.option("--random-weights", is_flag=True, help="Build hf:NAME from its configuration alone.")
+@output_options
+def harvest(
+    plan: Path | None, where: tuple[str, ...], form: str, quiet: bool, **given: Any
+) -> None:
+    """Run a model over data and store the values at places; run again, it goes on.
+
+    PLAN is a TOML file with the same names as the options, which come before it:
+
+    \b
+      model = "nets.py:make"
+      data  = "nets.py:batches"
+      where = ["h.*.mlp"]
+      to    = "activations"
+    """
+    screen = Screen(form, quiet)
+    options = _read_plan(plan) | {key: value for key, value in given.items() if value}
+    if where:
+        options["where"] = list(where)
+    missing = [key for key in ("model", "data", "where", "to") if not options.get(key)]
+    if missing:
+        raise CommandError(
+            "A harvest was asked for.",
+            f"It lacks {', '.join(missing)}.",
+            "Give a plan, or the options of these names.",
+        )
+    net = load_model(options["model"], bool(options.get("random_weights")))
+    data = load_object(options["data"])
+    more: dict[str, Any] = {k: options[k] for k in ("mask", "ids", "stop") if k in options}
+    if "dtype" in options:
+        more["dtype"] = _dtype(options["dtype"])
+    store = hl.harvest(net, data, options["where"], to=options["to"], quiet=quiet, **more)
+    info = store.info()
+    screen.text(repr(info), {
+        "folder": info.folder, "samples": info.samples, "places": list(info.places),
+        "bytes": info.nbytes, "shards": info.shards,
+    })  # fmt: skip
+
+
+def _read_plan(path: Path | None) -> dict[str, Any]:
+    if path is None:
+        return {}
+    asked = f"The plan {str(path)!r} was to be read."
+    try:
+        found = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        remedy = "Name a TOML file, or use the options."
+        raise CommandError(asked, f"It cannot be: {error.strerror}.", remedy) from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise CommandError(asked, f"It is no TOML: {error}.", "Mend that line.") from None
+    unknown = sorted(set(found) - _KEYS)
+    if unknown:
+        raise CommandError(
+            asked,
+            f"It has {', '.join(unknown)}, which no harvest knows.",
+            f"It may have {', '.join(sorted(_KEYS))}.",
+        )
+    return found
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise CommandError(
+            f"The dtype {name!r} was asked for.", "torch has none of that name.", "Try float16."
+        )
+    return found
+
+
+@click.group()
+def recipes() -> None:
+    """Show, check and join saved recipes (edits that were saved with Recipe.save)."""
+
+
+_folder = click.argument("folder", type=click.Path(path_type=Path))
+_functions = click.option(
+    "--allow-functions", is_flag=True, help="Import the functions that it names: runs their code."
+)
+
+
+@recipes.command()
+@_folder
+@_functions
+@output_options
+def show(folder: Path, allow_functions: bool, form: str, quiet: bool) -> None:
+    """Show what a recipe does."""
+    recipe = hl.Recipe.load(folder, allow_functions=allow_functions)
+    rows = [{"where": str(where), "change": repr(change)} for where, change in recipe]
+    Screen(form, quiet).text(repr(recipe), rows)
+
+
+@recipes.command()
+@_folder
+@model_argument()
+@_functions
+@output_options
+def check(
+    folder: Path, model: str, random_weights: bool, allow_functions: bool, form: str, quiet: bool
+) -> None:
+    """Check that a recipe fits MODEL: all its places are there."""
+    recipe = hl.Recipe.load(folder, allow_functions=allow_functions)
+    net = load_model(model, random_weights)
+    handle = recipe.on(net).attach()
+    handle.remove()
+    Screen(form, quiet).text(
+        f"The recipe fits {type(net).__name__}: {len(recipe)} edits.",
+        {"fits": True, "edits": len(recipe)},
+    )
+
+
+@recipes.command()
+@click.argument("folders", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--to", required=True, type=click.Path(path_type=Path), help="Where to save it.")
+@_functions
+def join(folders: tuple[Path, ...], to: Path, allow_functions: bool) -> None:
+    """Join recipes, in this order, into one."""
+    joined = hl.Recipe()
+    for folder in folders:
+        joined += hl.Recipe.load(folder, allow_functions=allow_functions)
+    joined.save(to)
+    click.echo(f"{len(joined)} edits in {to}", err=True)

@@ -1,0 +1,82 @@
+"""The command `hookline` and what all of its commands share.
+
+- `hookline`: the group of commands
+
+Exit codes: 0 done; 1 a comparison found differences, or `doctor` a problem; 2 an error; 130 stopped
+by Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+import warnings
+from typing import Any
+
+import click
+
+import hookline as hl
+from hookline.cli import collecting, doctor, looking, seeing, weighing
+from hookline.cli.output import fail
+
+__all__ = ["hookline"]
+
+
+class _Group(click.Group):
+    """Tells errors in three parts, without a traceback unless it is asked for."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            with warnings.catch_warnings():
+                if not ctx.params.get("debug"):
+                    warnings.showwarning = _told
+                return super().invoke(ctx)
+        except (click.ClickException, click.exceptions.Exit, click.Abort, KeyboardInterrupt):
+            raise
+        except BrokenPipeError:  # of `hookline … | head`
+            sys.stderr.close()
+            ctx.exit(0)
+        except Exception as error:  # noqa: BLE001 - a program ends with a message and a code
+            if ctx.params.get("debug"):
+                traceback.print_exc()
+            else:
+                fail(error)
+                if not isinstance(error, hl.HooklineError):
+                    click.echo(f"  ({type(error).__name__}; --debug shows where)", err=True)
+            ctx.exit(2)
+
+
+def _told(message: Warning | str, *_: Any) -> None:
+    click.echo(f"Note: {message}", err=True)
+
+
+@click.group(
+    cls=_Group,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog="Exit codes: 0 done, 1 differences or problems found, 2 an error, 130 stopped.",
+)
+@click.version_option(hl.__version__, message="hookline %(version)s")
+@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+def hookline(debug: bool) -> None:
+    """See inside any PyTorch model: its places, values, costs and what went wrong in training.
+
+    MODEL is package.module:factory, file.py:name, or hf:FOLDER for a transformers model.
+    """
+
+
+for command in (
+    looking.places, looking.capture, weighing.summary, weighing.compare, collecting.harvest,
+    collecting.recipes, seeing.report, seeing.view, seeing.demo, doctor.doctor,
+):  # fmt: skip
+    hookline.add_command(command)
+
+
+@hookline.command()
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+def completion(shell: str) -> None:
+    """Print the completion script of a shell: eval "$(hookline completion bash)"."""
+    from click.shell_completion import get_completion_class
+
+    kind = get_completion_class(shell)
+    assert kind is not None
+    click.echo(kind(hookline, {}, "hookline", "_HOOKLINE_COMPLETE").source())

@@ -1,0 +1,179 @@
+"""Commands that look at a model: `places`, `capture`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from torch import Tensor, nn
+
+import hookline as hl
+from hookline.cli.models import CommandError, Inputs, load_inputs, load_model
+from hookline.cli.options import input_option, model_argument, output_options, where_option
+from hookline.cli.output import Screen
+from hookline.core.nested import leaves
+from hookline.core.tables import describe, show_bytes
+
+__all__ = ["capture", "loss_of", "places"]
+
+
+@click.command()
+@model_argument()
+@click.argument("where", nargs=-1)
+@input_option
+@output_options
+def places(
+    model: str, random_weights: bool, where: tuple[str, ...], inputs: tuple[str, ...], seed: int,
+    form: str, quiet: bool,
+) -> None:  # fmt: skip
+    """List the places of MODEL that match WHERE (all modules without it).
+
+    With --input the model runs once, and values have shapes; operations can then be listed, too:
+
+      hookline places file.py:net 'attn/*' -i 1x8x64
+    """
+    screen, net = Screen(form, quiet), load_model(model, random_weights)
+    if inputs:
+        batch = load_inputs(inputs, net, seed)
+        rows = _seen(net, where, batch)
+    else:
+        rows = [
+            (str(place), _kind(net, place), _size(net, place)) for place in hl.select(net, *where)
+        ]
+    names = ("place", "type", "value")
+    screen.table(
+        f"{type(net).__name__}: {len(rows)} places",
+        [names, *[(place or "''", kind, value) for place, kind, value in rows]],
+        [dict(zip(names, row, strict=True)) for row in rows],
+    )
+
+
+def _kind(model: nn.Module, place: hl.Place) -> str:
+    if place.port in ("value", "grad"):
+        return type(hl.get_parameter(model, place.path)).__name__
+    return type(model.get_submodule(place.path)).__name__
+
+
+def _size(model: nn.Module, place: hl.Place) -> str:
+    """The tensor, or of a module how many parameters are in it."""
+    if place.port in ("value", "grad"):
+        return describe(hl.get_parameter(model, place.path))
+    count = sum(p.numel() for p in model.get_submodule(place.path).parameters())
+    return f"{count:,} parameters" if count else ""
+
+
+def _seen(model: nn.Module, where: tuple[str, ...], batch: Inputs) -> list[tuple[str, str, str]]:
+    """What is there in a run, with the shapes of the values."""
+    wanted = [w for w in where if "/" in w]
+    plain = [w for w in where if "/" not in w] or ([] if wanted else ["**"])
+    rows: list[tuple[str, str, str]] = []
+    if plain:
+        gradients = any("grad" in place.port for place in hl.select(model, *plain))
+        with torch.set_grad_enabled(gradients), hl.capture(model, plain) as record:
+            out = batch.run(model)
+            if gradients:
+                loss_of(out, "sum").backward()
+        for place in record.places():
+            calls = record.calls(place)
+            shown = ", ".join(describe(t) for _, t in leaves(calls[0])) or type(calls[0]).__name__
+            rows.append(
+                (str(place), _kind(model, place), shown + f" × {len(calls)}" * (len(calls) > 1))
+            )
+        rows += [
+            (str(p), _kind(model, p), f"nothing: {why}") for p, why in record.unfired().items()
+        ]
+    if wanted:
+        named = {**batch.kwargs} if not batch.args else batch.args
+        listing: Any = hl.select(model, *wanted, inputs=named)
+        rows += [
+            (str(p), "operation", f"{value}   {line}") for p, (value, line) in listing.rows.items()
+        ]
+    return rows
+
+
+@click.command()
+@model_argument()
+@input_option
+@where_option
+@click.option(
+    "--to", type=click.Path(path_type=Path, file_okay=False), help="Save the values in this folder."
+)
+@click.option(
+    "--backward",
+    type=click.Choice(["sum", "mean"]),
+    help="Also run a backward, from the sum or the mean of the output; for :grad places.",
+)
+@click.option(
+    "--stop", is_flag=True, help="End the forward after the last place that is asked for."
+)
+@output_options
+def capture(
+    model: str, random_weights: bool, inputs: tuple[str, ...], seed: int, where: tuple[str, ...],
+    to: Path | None, backward: str | None, stop: bool, form: str, quiet: bool,
+) -> None:  # fmt: skip
+    """Run MODEL once, show the values at WHERE (default: every module) and save them.
+
+    \b
+      hookline capture file.py:net -i 8x3x32x32 -w 'layer*.conv2' --to values
+      hookline report values
+    """
+    screen, net = Screen(form, quiet), load_model(model, random_weights)
+    batch = load_inputs(inputs, net, seed)
+    with torch.set_grad_enabled(backward is not None):
+        options: Any = {"detach": True, "stop": stop}
+        with hl.capture(net, *(where or ("**",)), **options) as record:
+            out = batch.run(net)
+            if backward is not None:
+                loss_of(out, backward).backward()
+    rows, data = _described(record)
+    title = f"{len(record.places())} places, {show_bytes(record.nbytes)}"
+    screen.table(title, rows, data)
+    if to is not None:
+        hl.save_record(record, to)
+        screen.say(f"saved in {to}; hookline.load_record({str(to)!r}) reads it")
+
+
+def loss_of(output: Any, kind: str) -> Tensor:
+    """One number to run a backward from."""
+    tensors = [t for _, t in leaves(output) if t.requires_grad]
+    if not tensors:
+        raise CommandError(
+            "A backward was asked for.",
+            "The model's output holds no tensor that requires grad.",
+            "Leave out --backward and gradient places.",
+        )
+    total = tensors[0].float()
+    return total.sum() if kind == "sum" else total.mean()
+
+
+def _described(record: hl.Record) -> tuple[list[tuple[str, ...]], list[dict[str, Any]]]:
+    names = ("place", "call", "value", "mean", "std", "min", "max")
+    rows: list[tuple[str, ...]] = [names]
+    data: list[dict[str, Any]] = []
+    for place in record.places():
+        for call, value in enumerate(record.calls(place)):
+            for path, tensor in leaves(value):
+                part = hl.Place(place.path, place.port, (*place.parts, *path), place.operation)
+                figures = _figures(tensor)
+                shown = ["" if f is None else f"{f:.4g}" for f in figures]
+                rows.append((str(part) or "''", str(call), describe(tensor), *shown))
+                data.append({
+                    "place": str(part), "call": call, "shape": list(tensor.shape),
+                    "dtype": str(tensor.dtype).removeprefix("torch."),
+                    **dict(zip(names[3:], figures, strict=True)),
+                })  # fmt: skip
+    for place, why in record.unfired().items():
+        rows.append((str(place), "-", f"nothing: {why}", "", "", "", ""))
+        data.append({"place": str(place), "call": None, "why": why})
+    return rows, data
+
+
+def _figures(tensor: Tensor) -> list[float | None]:
+    if not tensor.numel() or tensor.is_complex() or tensor.is_meta:
+        return [None] * 4
+    values = tensor.detach().double()
+    spread = values.std(correction=0)
+    found = [values.mean(), spread, values.min(), values.max()]
+    return [float(f) if torch.isfinite(f) else None for f in found]

@@ -1,0 +1,257 @@
+"""Models and batches, as they are named on a command line.
+
+- `load_model(spec, random_weights)`: the model that `MODEL` names
+- `load_object(spec)`: what `package.module:name` or `file.py:name` names
+- `load_inputs(specs, model, seed)`: what to call the model with
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple, NoReturn, cast
+
+import torch
+from torch import Tensor, nn
+
+from hookline.errors import HooklineError
+
+__all__ = ["CommandError", "Inputs", "load_inputs", "load_model", "load_object"]
+
+_MODELS = "Write package.module:factory, file.py:name, or hf:FOLDER for a transformers model."
+_INPUTS = (
+    "Write a shape such as 8x3x32x32, tokens:1x16, a file (.npy, .npz, .safetensors, .json), or "
+    "file.py:name; NAME=… for an argument by name."
+)
+
+
+class CommandError(HooklineError):
+    """What was asked on the command line cannot be done."""
+
+
+class Inputs(NamedTuple):
+    """What to call a model with."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def run(self, model: nn.Module) -> Any:
+        """Call the model."""
+        return model(*self.args, **self.kwargs)
+
+
+# -- models ---------------------------------------------------------------------------------------
+
+
+def load_model(spec: str, random_weights: bool = False) -> nn.Module:
+    """The model that a specification names: an instance, or what a factory or class makes."""
+    if spec.startswith("hf:"):
+        return _load_transformers(spec.removeprefix("hf:"), random_weights)
+    found = load_object(spec)
+    if not isinstance(found, nn.Module) and callable(found):
+        found = _guarded(f"The model {spec!r} was to be made.", cast("Callable[[], Any]", found))
+    if not isinstance(found, nn.Module):
+        raise CommandError(
+            f"The model {spec!r} was asked for.",
+            f"It is a {type(found).__name__}, not a torch.nn.Module.",
+            "Name a module, or a class or function that gives one without arguments.",
+        )
+    return found
+
+
+def load_object(spec: str) -> Any:
+    """What `package.module:name` or `file.py:name` names; names may be dotted."""
+    source, colon, name = spec.rpartition(":")
+    if not colon or not source or not name:
+        raise CommandError(f"{spec!r} was asked for.", "It has no name after a colon.", _MODELS)
+    module = _import_file(Path(source)) if source.endswith(".py") else _import_package(source)
+    found: Any = module
+    for part in name.split("."):
+        if not hasattr(found, part):
+            public = [word for word in vars(module) if not word.startswith("_")]
+            raise CommandError(
+                f"{spec!r} was asked for.",
+                f"{source} has no {part!r}. It has {', '.join(public[:12]) or 'nothing'}.",
+                "Name one of these.",
+            )
+        found = getattr(found, part)
+    return found
+
+
+def _import_file(path: Path) -> ModuleType:
+    asked = f"The file {str(path)!r} was asked for."
+    if not path.is_file():
+        raise CommandError(asked, "There is no such file.", _MODELS)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(path.stem, module)  # dataclasses and pickle look for it there
+    sys.path.insert(0, str(path.resolve().parent))  # as `python file.py` does
+    loader = spec.loader
+    _guarded(asked, lambda: loader.exec_module(module))
+    return module
+
+
+def _import_package(name: str) -> ModuleType:
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))  # as `python -m` does
+    asked = f"The module {name!r} was asked for."
+    try:
+        return _guarded(asked, lambda: importlib.import_module(name))
+    except CommandError as error:
+        missing = error.__cause__
+        if isinstance(missing, ModuleNotFoundError) and name.startswith(str(missing.name)):
+            raise CommandError(asked, "There is no such module here.", _MODELS) from missing
+        raise
+
+
+def _guarded(asked: str, function: Callable[[], Any]) -> Any:
+    """Run a user's code; what it raises is told in three parts."""
+    try:
+        return function()
+    except HooklineError:
+        raise
+    except Exception as error:
+        found = f"It raised {type(error).__name__}: {error}."
+        raise CommandError(asked, found, "Run with --debug to see where.") from error
+
+
+def _load_transformers(name: str, random_weights: bool) -> nn.Module:
+    asked = f"The transformers model {name!r} was asked for."
+    try:
+        transformers: Any = importlib.import_module("transformers")
+    except ModuleNotFoundError:
+        remedy = "Install it with: pip install 'hookline[transformers]'"
+        raise CommandError(asked, "transformers is not installed.", remedy) from None
+    folder = Path(name)
+    weights = folder.is_dir() and any(
+        folder.glob(pattern) for pattern in ("*.safetensors", "*.safetensors.index.json")
+    )
+    offline = folder.exists()
+    if weights and not random_weights:
+        load: Any = transformers.AutoModel.from_pretrained
+        return _guarded(
+            asked, lambda: load(name, local_files_only=True, use_safetensors=True).eval()
+        )
+    if name in transformers.CONFIG_MAPPING and not offline:
+        if not random_weights:
+            raise CommandError(
+                asked,
+                f"{name!r} is an architecture, and no folder with weights.",
+                "Give a folder, or --random-weights to build it from its default configuration.",
+            )
+        config = transformers.CONFIG_MAPPING[name]()
+    elif offline:
+        config = _guarded(asked, lambda: transformers.AutoConfig.from_pretrained(name))
+    else:  # a name on the hub; works where there is a network or a cache
+        load = transformers.AutoModel.from_pretrained
+        return _guarded(asked, lambda: load(name, use_safetensors=True).eval())
+    torch.manual_seed(0)
+    return _guarded(asked, lambda: _from_config(transformers, config).eval())
+
+
+def _from_config(transformers: Any, config: Any) -> Any:
+    """A model with random weights, of the class that the configuration names, if it names one."""
+    named = [getattr(transformers, kind, None) for kind in config.architectures or ()]
+    kind = next((kind for kind in named if kind is not None), None)
+    return kind(config) if kind is not None else transformers.AutoModel.from_config(config)
+
+
+# -- batches --------------------------------------------------------------------------------------
+
+
+def load_inputs(specs: Sequence[str], model: nn.Module, seed: int = 0) -> Inputs:
+    """What to call a model with; without a specification the model's own dummy inputs, if any."""
+    dummy = getattr(model, "dummy_inputs", None)
+    if not specs and isinstance(dummy, dict):
+        return Inputs((), dict(cast("dict[str, Any]", dummy)))
+    if not specs:
+        raise CommandError("The model was to be run.", "No --input was given.", _INPUTS)
+    generator = torch.Generator().manual_seed(seed)
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    for spec in specs:
+        name, equals, rest = spec.partition("=")
+        if equals and name.isidentifier():
+            kwargs[name] = _one_input(rest, model, generator)
+            continue
+        value = _one_input(spec, model, generator)
+        if isinstance(value, dict) and not args and len(specs) == 1:
+            kwargs.update(cast("dict[str, Any]", value))
+        elif isinstance(value, tuple):
+            args += cast("tuple[Any, ...]", value)
+        else:
+            args.append(value)
+    return Inputs(tuple(args), kwargs)
+
+
+def _one_input(spec: str, model: nn.Module, generator: torch.Generator) -> Any:
+    path = Path(spec)
+    if path.suffix in (".npy", ".npz", ".safetensors", ".json"):
+        return _read_file(path)
+    kind, colon, rest = spec.partition(":")
+    if not colon:
+        kind, rest = "normal", spec
+    shape, _, bound = rest.partition(":")
+    sizes = shape.replace("x", " ").replace(",", " ").split()
+    if kind in ("normal", "zeros", "ones", "tokens") and all(size.isdigit() for size in sizes):
+        return _made(kind, [int(size) for size in sizes], bound, model, generator)
+    if not colon:
+        _bad_input(spec, "It is no shape, and no file that can be read.")
+    found = load_object(spec)
+    return _guarded(f"The input {spec!r} was asked for.", found) if callable(found) else found
+
+
+def _made(
+    kind: str, shape: list[int], bound: str, model: nn.Module, generator: torch.Generator
+) -> Tensor:
+    if kind == "tokens":
+        sizes = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
+        known = int(bound) if bound.isdigit() else max(sizes, default=0)
+        if known < 1:
+            _bad_input(f"tokens:{'x'.join(map(str, shape))}", "The vocabulary's size is not known.")
+        return torch.randint(known, shape, generator=generator)
+    if kind == "normal":
+        return torch.randn(shape, generator=generator)
+    return torch.ones(shape) if kind == "ones" else torch.zeros(shape)
+
+
+def _read_file(path: Path) -> Any:
+    """A tensor, or a dict of them. Never unpickles."""
+    import numpy as np
+    from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariableType]
+
+    if not path.is_file():
+        _bad_input(str(path), "There is no such file.")
+    try:
+        if path.suffix == ".safetensors":
+            return _single(load_file(path))
+        if path.suffix == ".json":
+            return _tensors(json.loads(path.read_text(encoding="utf-8")))
+        loaded = np.load(path, allow_pickle=False)
+        if path.suffix == ".npy":
+            return torch.from_numpy(loaded)
+        return _single({name: torch.from_numpy(loaded[name]) for name in loaded.files})
+    except Exception as error:  # noqa: BLE001 - whatever a foreign file makes its reader raise
+        _bad_input(str(path), f"It cannot be read: {error}.")
+
+
+def _single(tensors: dict[str, Tensor]) -> Any:
+    return next(iter(tensors.values())) if len(tensors) == 1 else tensors
+
+
+def _tensors(found: Any) -> Any:
+    if isinstance(found, dict):
+        named = cast("dict[str, Any]", found)
+        return {name: torch.tensor(value) for name, value in named.items()}
+    return torch.tensor(found)
+
+
+def _bad_input(spec: str, found: str) -> NoReturn:
+    raise CommandError(f"The input {spec!r} was asked for.", found, _INPUTS) from None

@@ -1,0 +1,88 @@
+"""What commands print: tables for people, JSON for programs, narration on stderr.
+
+- `Screen`: where one command's output goes
+- `fail(error)`: an error in its three parts
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from hookline.errors import HooklineError
+
+__all__ = ["Screen", "fail"]
+
+
+@dataclass(frozen=True)
+class Screen:
+    """Where one command's output goes: the answer to stdout, all else to stderr."""
+
+    format: str = "table"
+    quiet: bool = False
+
+    def say(self, text: str) -> None:
+        """Tell what is being done."""
+        if not self.quiet:
+            Console(stderr=True, highlight=False, soft_wrap=True).print(Text(text, style="dim"))
+
+    def table(self, title: str, rows: Sequence[Sequence[str]], data: Any) -> None:
+        """Print a table whose first row is its head; for programs `data` instead."""
+        if self.format == "json":
+            self.json(data)
+        elif sys.stdout.isatty():
+            self._drawn(title, rows)
+        else:
+            click.echo(_aligned(title, rows))
+
+    def text(self, text: str, data: Any) -> None:
+        """Print a text that is complete as it is; for programs `data` instead."""
+        if self.format == "json":
+            self.json(data)
+        else:
+            click.echo(text)
+
+    def json(self, data: Any) -> None:
+        """Print data for programs."""
+        click.echo(json.dumps(data, indent=2, default=str))
+
+    def _drawn(self, title: str, rows: Sequence[Sequence[str]]) -> None:
+        table = Table(
+            title=title, title_justify="left", title_style="bold", box=None, pad_edge=False
+        )
+        for name, column in zip(rows[0], zip(*rows, strict=True), strict=True):
+            numeric = all(cell[:1].isdigit() or cell in ("", "-") for cell in column[1:])
+            table.add_column(
+                name, justify="right" if numeric else "left", style="", header_style="dim",
+                overflow="fold",
+            )  # fmt: skip
+        for row in rows[1:]:
+            table.add_row(*[Text(cell) for cell in row])  # names are no markup
+        Console(highlight=False).print(table)
+
+
+def _aligned(title: str, rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(f"{c:{w}}" for c, w in zip(row, widths, strict=True)) for row in rows]
+    return "\n".join([title, *(f"  {line}".rstrip() for line in lines)])
+
+
+def fail(error: BaseException) -> None:
+    """Print an error in its three parts."""
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    parts = [str(error)]
+    if isinstance(error, HooklineError):
+        parts = [part for part in (error.asked, error.found, error.remedy) if part]
+    console.print(Text.assemble(("Error: ", "bold red"), parts[0]))
+    for part in parts[1:]:
+        console.print(Text(f"  {part}"))
+    for note in getattr(error, "__notes__", ()):
+        console.print(Text(f"  {note}"))

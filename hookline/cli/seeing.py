@@ -1,0 +1,87 @@
+"""Commands that show: `report`, `view` and `demo`."""
+
+from __future__ import annotations
+
+import webbrowser
+from pathlib import Path
+from typing import Any
+
+import click
+
+import hookline as hl
+from hookline.cli.models import CommandError, load_inputs, load_model
+from hookline.cli.options import input_option
+from hookline.cli.output import Screen
+from hookline.cli.weighing import batch_of
+
+__all__ = ["demo", "open_folder", "report", "view"]
+
+
+def open_folder(path: Path) -> Any:
+    """What is in a folder: a saved record, a store, or a run of `watch`."""
+    if (path / "record.json").is_file():
+        return hl.load_record(path)
+    if (path / "store.json").is_file():
+        return hl.Store.open(path)
+    if any(path.glob("[0-9]*.json")):
+        return hl.Run.open(path)
+    raise CommandError(
+        f"{str(path)!r} was to be opened.",
+        "It holds no record, store or run." if path.is_dir() else "There is no such folder.",
+        "Name a folder that save_record, harvest or watch has written.",
+    )
+
+
+@click.command()
+@click.argument("source", metavar="PATH_OR_MODEL")
+@click.option("--to", default="report.html", show_default=True, help="The page to write.")
+@input_option
+@click.option("--random-weights", is_flag=True, help="Build hf:NAME from its configuration alone.")
+@click.option("--open", "opened", is_flag=True, help="Open it in the browser.")
+@click.option("-q", "--quiet", is_flag=True, help="No narration on stderr.")
+def report(
+    source: str, to: str, inputs: tuple[str, ...], seed: int, random_weights: bool, opened: bool,
+    quiet: bool,
+) -> None:  # fmt: skip
+    """Write a page about a saved record, a store, a training run or a model; one HTML file.
+
+    A model is given as in the other commands; with --input it runs once, and its values are shown.
+    """
+    options: dict[str, Any] = {}
+    if Path(source).is_dir():
+        what = open_folder(Path(source))
+    else:
+        what = load_model(source, random_weights)
+        if inputs:
+            options["batch"] = batch_of(load_inputs(inputs, what, seed))
+    hl.report(what, to=to, **options)
+    Screen(quiet=quiet).say(f"{Path(to).stat().st_size / 1000:,.0f} KB")
+    click.echo(to)
+    if opened:
+        webbrowser.open(Path(to).resolve().as_uri())
+
+
+@click.command()
+@click.argument("path", type=click.Path(path_type=Path, exists=True))
+@click.option("--port", default=0, help="The port; without it, a free one.")
+@click.option("--open", "opened", is_flag=True, help="Open it in the browser.")
+def view(path: Path, port: int, opened: bool) -> None:
+    """Serve a run, a store or a record as a page that follows it while it grows.
+
+    Only this machine can reach it, and nothing is written. End it with Ctrl-C.
+    """
+    from hookline.pages.serving import serve
+
+    server = serve(path, port=port)
+    click.echo(server.url)
+    if opened:
+        webbrowser.open(server.url)
+    server.serve_forever()
+
+
+@click.command()
+def demo() -> None:
+    """Train a small CNN, find what is wrong with it, look inside, and write a report."""
+    from hookline.demo import main
+
+    main()
