@@ -10,6 +10,7 @@ Every value inside a model has an address, its place (`"layer1.0.conv2"`, `"fc:i
 - `Recipe`: edits that can be saved, joined and put on any model
 - `measure`: `Mean`, `Variance`, `Covariance`, `Histogram`, `TopK`, `Norm`, `Sparsity` of values
   over a whole data set → `Measurements`
+- `summarize`: what each module costs: parameters, memory, FLOPs, time → `Summary`
 - `hook`: call a function with every value; the primitive
 - `preserve`, `replace_module`, `get_module`, `get_parameter`: parameters and modules
 - `attention`: the attention patterns of models that never compute them
@@ -31,11 +32,14 @@ from hookline.core.places import Place, select
 from hookline.core.records import Record
 from hookline.core.sites import Call
 from hookline.core.slices import heads, last_token
+from hookline.costs import summarize
 from hookline.errors import (
+    BatchError,
     ChangeError,
     GradientNotAvailable,
     HooklineError,
     HooklineWarning,
+    MissingExtra,
     NeverFired,
     NotCaptured,
     NotHookable,
@@ -72,8 +76,10 @@ from hookline.statistics import (
     Variance,
 )
 from hookline.store import Store
+from hookline.summaries import ModuleCosts, Summary
 
 __all__ = [
+    "BatchError",
     "Call",
     "Chain",
     "Change",
@@ -85,6 +91,8 @@ __all__ = [
     "HooklineWarning",
     "Mean",
     "Measurements",
+    "MissingExtra",
+    "ModuleCosts",
     "NeverFired",
     "Norm",
     "NotCaptured",
@@ -102,6 +110,7 @@ __all__ = [
     "StatisticsError",
     "Store",
     "StoreError",
+    "Summary",
     "TopK",
     "ValueChanged",
     "Variance",
@@ -127,6 +136,7 @@ __all__ = [
     "replace_module",
     "scale",
     "select",
+    "summarize",
     "zero",
 ]
 
