@@ -10,6 +10,7 @@ Every value inside a model has an address, its place (`"layer1.0.conv2"`, `"fc:i
 - `Recipe`: edits that can be saved, joined and put on any model
 - `measure`: `Mean`, `Variance`, `Covariance`, `Histogram`, `TopK`, `Norm`, `Sparsity` of values
   over a whole data set → `Measurements`
+- `summarize`: what each module costs: parameters, memory, FLOPs, time → `Summary`
 - `hook`: call a function with every value; the primitive
 - `preserve`, `replace_module`, `get_module`, `get_parameter`: parameters and modules
 - `attention`: the attention patterns of models that never compute them
@@ -32,11 +33,14 @@ from hookline.core.places import Place, select
 from hookline.core.records import Record
 from hookline.core.slices import heads, last_token
 from hookline.core.taps import Call
+from hookline.costs import summarize
 from hookline.errors import (
+    BatchError,
     ChangeError,
     GradientNotAvailable,
     HooklineError,
     HooklineWarning,
+    MissingExtra,
     NeverFired,
     NotCaptured,
     NotHookable,
@@ -75,8 +79,10 @@ from hookline.statistics import (
     Variance,
 )
 from hookline.store import Store
+from hookline.summaries import ModuleCosts, Summary
 
 __all__ = [
+    "BatchError",
     "Call",
     "Chain",
     "Change",
@@ -88,6 +94,8 @@ __all__ = [
     "HooklineWarning",
     "Mean",
     "Measurements",
+    "MissingExtra",
+    "ModuleCosts",
     "NeverFired",
     "Norm",
     "NotCaptured",
@@ -106,6 +114,7 @@ __all__ = [
     "StatisticsError",
     "Store",
     "StoreError",
+    "Summary",
     "TopK",
     "ValueChanged",
     "Variance",
@@ -133,6 +142,7 @@ __all__ = [
     "save_record",
     "scale",
     "select",
+    "summarize",
     "zero",
 ]
 

@@ -14,7 +14,9 @@
     ├── RecordError (ValueError)           a record cannot be saved, or its file is not one
     ├── StoreError (ValueError)            a store cannot be written or read as asked
     ├── RecipeError (ValueError)           a recipe does not fit, or cannot be saved or read
-    └── StatisticsError (ValueError)       a statistic cannot take a value, a mask or a file
+    ├── StatisticsError (ValueError)       a statistic cannot take a value, a mask or a file
+    ├── BatchError (ValueError)            a batch, or what is made of a run, does not fit
+    └── MissingExtra (ImportError)         an optional library is not installed
 
     HooklineWarning (UserWarning)
 
@@ -29,10 +31,12 @@ if TYPE_CHECKING:
     from hookline.core.records import Record
 
 __all__ = [
+    "BatchError",
     "ChangeError",
     "GradientNotAvailable",
     "HooklineError",
     "HooklineWarning",
+    "MissingExtra",
     "NeverFired",
     "NotCaptured",
     "NotHookable",
@@ -127,6 +131,14 @@ class RecipeError(HooklineError, ValueError):
 
 class StatisticsError(HooklineError, ValueError):
     """A statistic cannot take a value or a mask, be merged with another, or be read."""
+
+
+class BatchError(HooklineError, ValueError):
+    """A batch does not fit the model, or nothing can be made of what a run gave."""
+
+
+class MissingExtra(HooklineError, ImportError):
+    """An optional library is not installed; the message has the line that installs it."""
 
 
 class HooklineWarning(UserWarning):
