@@ -14,6 +14,7 @@ Every value inside a model has an address, its place (`"layer1.0.conv2"`, `"fc:i
 - `preserve`, `replace_module`, `get_module`, `get_parameter`: parameters and modules
 - `attention`: the attention patterns of models that never compute them
 - `Store`: values on disk, as safetensors: `Store.create` writes, `Store.open` reads
+- `harvest`: run a model over a data set and store values, on one process or many ranks
 - `attached`: all that is live on a model
 - `heads`, `last_token`: slices for `at=`
 
@@ -34,6 +35,7 @@ from hookline.core.slices import heads, last_token
 from hookline.errors import (
     ChangeError,
     GradientNotAvailable,
+    HarvestError,
     HooklineError,
     HooklineWarning,
     NeverFired,
@@ -48,6 +50,7 @@ from hookline.errors import (
     StoreError,
     ValueChanged,
 )
+from hookline.harvesting import harvest
 from hookline.measuring import Measurements, measure
 from hookline.ready_changes import (
     add,
@@ -80,6 +83,7 @@ __all__ = [
     "ChangeError",
     "Covariance",
     "GradientNotAvailable",
+    "HarvestError",
     "Histogram",
     "HooklineError",
     "HooklineWarning",
@@ -115,6 +119,7 @@ __all__ = [
     "edit",
     "get_module",
     "get_parameter",
+    "harvest",
     "heads",
     "hook",
     "last_token",

@@ -12,6 +12,7 @@
     ├── GradientNotAvailable (RuntimeError) no gradient can be given for that place
     ├── ChangeError (ValueError)           a change does not fit the value it meets
     ├── StoreError (ValueError)            a store cannot be written or read as asked
+    ├── HarvestError (ValueError)          a harvest cannot begin, or not go on as asked
     ├── RecipeError (ValueError)           a recipe does not fit, or cannot be saved or read
     └── StatisticsError (ValueError)       a statistic cannot take a value, a mask or a file
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ChangeError",
     "GradientNotAvailable",
+    "HarvestError",
     "HooklineError",
     "HooklineWarning",
     "NeverFired",
@@ -113,6 +115,10 @@ class ChangeError(HooklineError, ValueError):
 
 class StoreError(HooklineError, ValueError):
     """A store cannot be written or read as asked, or its files are not sound."""
+
+
+class HarvestError(HooklineError, ValueError):
+    """A harvest cannot begin, or cannot go on where an earlier one stopped."""
 
 
 class RecipeError(HooklineError, ValueError):
