@@ -16,6 +16,7 @@ Every value inside a model has an address, its place (`"layer1.0.conv2"`, `"fc:i
 - `attention`: the attention patterns of models that never compute them
 - `Store`: values on disk, as safetensors: `Store.create` writes, `Store.open` reads
 - `save_record`, `load_record`: what a capture has kept, on disk
+- `harvest`: run a model over a data set and store values, on one process or many ranks
 - `attached`: all that is live on a model
 - `heads`, `last_token`: slices for `at=`
 
@@ -38,6 +39,7 @@ from hookline.errors import (
     BatchError,
     ChangeError,
     GradientNotAvailable,
+    HarvestError,
     HooklineError,
     HooklineWarning,
     MissingExtra,
@@ -54,6 +56,7 @@ from hookline.errors import (
     StoreError,
     ValueChanged,
 )
+from hookline.harvesting import harvest
 from hookline.measuring import Measurements, measure
 from hookline.ready_changes import (
     add,
@@ -89,6 +92,7 @@ __all__ = [
     "ChangeError",
     "Covariance",
     "GradientNotAvailable",
+    "HarvestError",
     "Histogram",
     "HooklineError",
     "HooklineWarning",
@@ -128,6 +132,7 @@ __all__ = [
     "edit",
     "get_module",
     "get_parameter",
+    "harvest",
     "heads",
     "hook",
     "last_token",

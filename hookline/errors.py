@@ -13,6 +13,7 @@
     ├── ChangeError (ValueError)           a change does not fit the value it meets
     ├── RecordError (ValueError)           a record cannot be saved, or its file is not one
     ├── StoreError (ValueError)            a store cannot be written or read as asked
+    ├── HarvestError (ValueError)          a harvest cannot begin, or not go on as asked
     ├── RecipeError (ValueError)           a recipe does not fit, or cannot be saved or read
     ├── StatisticsError (ValueError)       a statistic cannot take a value, a mask or a file
     ├── BatchError (ValueError)            a batch, or what is made of a run, does not fit
@@ -34,6 +35,7 @@ __all__ = [
     "BatchError",
     "ChangeError",
     "GradientNotAvailable",
+    "HarvestError",
     "HooklineError",
     "HooklineWarning",
     "MissingExtra",
@@ -123,6 +125,10 @@ class RecordError(HooklineError, ValueError):
 
 class StoreError(HooklineError, ValueError):
     """A store cannot be written or read as asked, or its files are not sound."""
+
+
+class HarvestError(HooklineError, ValueError):
+    """A harvest cannot begin, or cannot go on where an earlier one stopped."""
 
 
 class RecipeError(HooklineError, ValueError):

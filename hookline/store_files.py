@@ -127,6 +127,7 @@ class Index:
     samples: int = 0
     next_shard: int = 0
     series: list[Series] = field(default_factory=list[Series])
+    mark: dict[str, Any] = field(default_factory=dict[str, Any])  # the writer's own, small
 
 
 def shard_path(folder: Path, rank: int, number: int) -> Path:
@@ -284,7 +285,12 @@ def read_index(folder: Path, rank: int) -> Index:
     if not (_count(samples) and _count(following) and isinstance(entries, list)):
         raise corrupt(path, "A count in it is missing or makes no sense")
     series = [_read_series(entry, path) for entry in cast("list[Any]", entries)]
-    index = Index(rank, cast("int", samples), cast("int", following), series)
+    mark = content.get("mark", {})
+    if not isinstance(mark, dict):
+        raise corrupt(path, "Its mark is not an object")
+    index = Index(
+        rank, cast("int", samples), cast("int", following), series, cast("dict[str, Any]", mark)
+    )
     _check_index(index, path)
     return index
 

@@ -96,6 +96,11 @@ class StoreWriter:
         """How many samples this rank has committed."""
         return self._index.samples
 
+    @property
+    def mark(self) -> dict[str, Any]:
+        """What the last append of this rank that had a mark was marked with."""
+        return self._index.mark
+
     def _begin(self, metadata: Mapping[str, Any] | None, resume: bool) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         if not os.access(self.folder, os.W_OK):
@@ -131,6 +136,7 @@ class StoreWriter:
         values: Mapping[str, Tensor | Sequence[Tensor]],
         *,
         ids: Sequence[int] | Sequence[str] | Tensor | None = None,
+        mark: Mapping[str, Any] | None = None,
     ) -> None:
         """Put samples behind those that are there, and commit them.
 
@@ -139,6 +145,8 @@ class StoreWriter:
                 one for each sample, whose first sizes may vary. The first append settles places,
                 dtypes, the shapes of rows, which places vary, and whether there are ids.
             ids: One integer or one string for each sample.
+            mark: A few numbers or words of the caller's own, in JSON, that are committed together
+                with the samples: how far it has come. `writer.mark` reads them, also on resuming.
 
         If it raises, nothing of it is in the store, and the writer can go on.
         """
@@ -149,6 +157,7 @@ class StoreWriter:
             return
         series = [replace(one, shards=[*one.shards]) for one in self._index.series]
         new = replace(self._index, samples=self._index.samples + samples, series=series)
+        new.mark = self._index.mark if mark is None else dict(mark)
         if not new.series:
             new.series = [replace(series) for series, _ in blocks]
             for series in new.series:
@@ -177,6 +186,15 @@ class StoreWriter:
         for number, (series, position) in touched.items():
             if series.rows_in(position) == series.shard_rows:
                 os.close(self._files.pop(number))
+
+    def note(self, mark: Mapping[str, Any]) -> None:
+        """Commit a mark without samples."""
+        new = replace(self._index, mark=dict(mark))
+        try:
+            write_index(self.folder, new, self._sync == "commit")
+        except OSError as error:
+            raise _failed(f"note how far {str(self.folder)!r} has come", error) from error
+        self._index = new
 
     def _write_rows(
         self, new: Index, series: Series, rows: Tensor

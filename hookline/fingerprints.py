@@ -1,0 +1,118 @@
+"""What tells one model, function or batch from another, in a few characters.
+
+- `fingerprint(model)`: of its modules, parameters and buffers
+- `spell(thing)`: an index, a function or None as text that is the same in another process
+- `digest(value)`: of the tensors and numbers in a batch
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Iterable
+from types import CodeType
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hookline.core.nested import children
+from hookline.core.slices import heads
+from hookline.spellings import Writer
+
+__all__ = ["digest", "fingerprint", "spell"]
+
+_SAMPLED = 4096  # numbers that are looked at one by one; of the others the sum
+
+
+def fingerprint(model: nn.Module) -> str:
+    """A few characters that are others if a module, a shape or a weight is another.
+
+    >>> torch.nn.init.ones_((model := nn.Linear(2, 1)).weight), torch.nn.init.ones_(model.bias)
+    (Parameter...
+    >>> before = fingerprint(model)
+    >>> with torch.no_grad():
+    ...     _ = model.weight[0, 1].add_(1e-6)
+    >>> fingerprint(model) == before
+    False
+    """
+    seen = hashlib.sha256()
+    modules = cast("Iterable[tuple[str, nn.Module]]", model.named_modules())
+    for name, module in modules:
+        seen.update(f"{name}\0{type(module).__qualname__}\0".encode())
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        shape = f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0"
+        seen.update(shape.encode() + _content(tensor))
+    return seen.hexdigest()[:16]
+
+
+def _content(tensor: Tensor) -> bytes:
+    """The sum of all bits as whole numbers, in whichever order, and a sample of them."""
+    tensor = tensor.detach()
+    if tensor.is_meta or tensor.layout != torch.strided or type(tensor).__name__ == "DTensor":
+        return b""
+    plain = tensor.data.contiguous().reshape(-1)
+    if not plain.numel() or plain.is_quantized:
+        return str(plain.int_repr().sum() if plain.numel() else "").encode()
+    bits = plain.view(torch.uint8)
+    bits = bits.view(torch.int32) if bits.numel() % 4 == 0 else bits
+    total = int(bits.sum(dtype=torch.int64))
+    sample = bits[:: max(1, bits.numel() // _SAMPLED)].cpu().numpy().tobytes()
+    return total.to_bytes(8, "little", signed=True) + sample
+
+
+def spell(thing: Any) -> str | None:
+    """An index, a function, or None.
+
+    >>> spell(np.s_[:, -1]), spell(torch.nn.functional.gelu)
+    ("{'tuple': [{'slice': [None, None, None]}, -1]}", 'gelu')
+    >>> spell(lambda x: x[:, 0]) == spell(lambda x: x[:, 1])
+    False
+    """
+    if thing is None or isinstance(thing, str):
+        return thing
+    if callable(thing) and not isinstance(thing, heads):
+        named = getattr(thing, "__qualname__", None) or type(cast("Any", thing)).__qualname__
+        code = getattr(thing, "__code__", None)
+        return f"{named} {_code(code):08x}" if isinstance(code, CodeType) else named
+    writer = Writer()
+    text = str(writer.index(thing))
+    return text + "".join(f" {digest(tensor):08x}" for tensor in writer.tensors.values())
+
+
+def _code(code: CodeType) -> int:
+    """Of what a function does: its steps, and the numbers and names in them."""
+    plain = [c for c in code.co_consts if not isinstance(c, CodeType)]
+    seen = zlib.crc32(code.co_code + repr((plain, code.co_names)).encode())
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            seen = zlib.crc32(_code(inner).to_bytes(4, "little"), seen)
+    return seen
+
+
+def digest(value: Any, seen: int = 0) -> int:
+    """Of the tensors, arrays, numbers and words in a structure; of large ones a sample.
+
+    >>> digest({"x": torch.zeros(3)}) == digest({"x": torch.zeros(3)})
+    True
+    >>> digest([torch.tensor([1, 2])]) == digest([torch.tensor([2, 1])])
+    False
+    """
+    if isinstance(value, np.ndarray):
+        array = cast("np.ndarray[Any, Any]", value)
+        if array.dtype.kind in "biufc":
+            value = torch.from_numpy(np.ascontiguousarray(array)) if array.size else array.shape
+        else:
+            value = array.tolist()
+    if isinstance(value, Tensor):
+        return zlib.crc32(f"{value.dtype}{tuple(value.shape)}".encode() + _content(value), seen)
+    if value is None or isinstance(value, (str, bytes, bool, int, float)):
+        return zlib.crc32(repr(value).encode(), seen)
+    inside = children(value)
+    if inside is None:  # an object of another library: the tensors in its attributes
+        own = cast("dict[str, Any]", getattr(value, "__dict__", {}))
+        inside = [(k, own[k]) for k in own if isinstance(own[k], (Tensor, np.ndarray))]
+    for part, item in inside:
+        seen = digest(item, zlib.crc32(str(part).encode(), seen))
+    return seen

@@ -1,0 +1,285 @@
+"""From a batch to the rows that are stored: run the model, take the values, leave out padding.
+
+- `Taking`: what is taken, and how
+- `Taken`: the rows of one batch
+- `Taker`: runs a model on batches
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hookline.core.captures import capture
+from hookline.core.distributed import recovers
+from hookline.core.nested import leaves, map_leaves, only_tensor
+from hookline.core.operations import call as run
+from hookline.core.places import Place, Where, select
+from hookline.core.records import Record
+from hookline.core.slices import last_token
+from hookline.errors import HarvestError, HooklineWarning
+
+__all__ = ["Rows", "Taken", "Taker", "Taking", "batch_size", "numbers_of", "rows_in"]
+
+Rows = dict[str, "Tensor | list[Tensor]"]
+Stop = bool | Literal["auto"]
+
+
+@dataclass(frozen=True, eq=False)
+class Taking:
+    """What is taken of a batch, and how; the options of `harvest`."""
+
+    at: Any = None
+    transform: Callable[[Any], Any] | None = None
+    dtype: torch.dtype | None = None
+    stop: Stop = "auto"
+    mask: str | Callable[[Any], Any] | None = None
+    ids: str | Callable[[Any], Any] | None = None
+    forward: Callable[[Any, Any], Any] | None = None
+
+    def mask_of(self, batch: Any) -> Tensor | None:
+        """Where values count, batch × position; None if there is no mask."""
+        if self.mask is None:
+            return None
+        found = _lookup(batch, self.mask, "mask")
+        mask = torch.as_tensor(found) != 0
+        if mask.ndim != 2:
+            raise HarvestError(
+                f"The mask {self.mask!r} was to say which positions are kept.",
+                f"It has the shape {tuple(mask.shape)}.",
+                "Give batch × position, nonzero for tokens and zero for padding.",
+            )
+        return mask
+
+    def ids_of(self, batch: Any) -> Any:
+        """The ids that the caller gives the samples; None if they are to be numbered."""
+        if self.ids is None:
+            return None
+        found: Any = _lookup(batch, self.ids, "ids")
+        if isinstance(found, (Tensor, np.ndarray)):
+            found = cast("Any", found).tolist()
+        return list(cast("Any", found))
+
+
+@dataclass(frozen=True)
+class Taken:
+    """The rows of one batch: for each place a row a sample, or a tensor for each sample."""
+
+    rows: Rows
+    samples: int
+    ids: Any = None
+
+
+class Taker:
+    """Runs a model on batches and takes the values at places."""
+
+    def __init__(self, model: nn.Module, where: Where, taking: Taking) -> None:
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            model = cast(
+                "nn.Module", model.module
+            )  # it would wait for ranks that have fewer batches
+        self.model, self.taking = model, taking
+        self.asked = _places(model, where)
+        self.places: list[Place] = []  # those that fire; empty before the first batch
+        self.stops = taking.stop is True
+        self._device = _device(model)
+        _warn_of_training(model)
+
+    def take(self, batch: Any) -> Taken:
+        """Run the model on a batch."""
+        taking = self.taking
+        mask = taking.mask_of(batch)
+        at = taking.at
+        if at is last_token:
+            at, mask = last_token(self._needed(mask)), None
+        with _noted(batch):
+            record = self._record(batch, at)
+        if not self.places:
+            self._settle(record)
+        values = {str(place): self._value(record, place) for place in self.places}
+        rows: Rows = {p: v if mask is None else _kept(v, mask) for p, v in values.items()}
+        counts = {place: len(value) for place, value in rows.items()}
+        ids = taking.ids_of(batch)
+        if len(set(counts.values())) != 1 or (ids is not None and len(ids) not in counts.values()):
+            counts |= {} if ids is None else {"ids": len(ids)}
+            raise HarvestError(
+                "The values of a batch were to be stored, one row for each sample.",
+                f"Counts along the first dimension: {str(counts)[:300]}.",
+                "Bring the samples to the front, as in transform=lambda value: value.transpose(0, 1).",
+            )
+        return Taken(rows, next(iter(counts.values())), ids)
+
+    def _record(self, batch: Any, at: Any) -> Record:
+        taking = self.taking
+        where = self.places or self.asked
+        looking = capture(
+            self.model, *where, at=at, transform=taking.transform, detach=True, dtype=taking.dtype,
+            stop=self.stops,
+        )  # fmt: skip
+        if self._device is not None:
+            batch = moved(batch, self._device)
+        with torch.no_grad(), looking as record:
+            (taking.forward or run)(self.model, batch)
+        return record
+
+    def _settle(self, record: Record) -> None:
+        """After the first batch: which places there are, and whether the forward may stop."""
+        self.places = record.places()
+        silent = record.unfired()
+        if silent:
+            shown = ", ".join(map(repr, list(silent)[:6])) + ", …" * (len(silent) > 6)
+            warnings.warn(
+                f"Nothing happened at {shown} in the first batch: the harvest goes on without "
+                f"{'it' if len(silent) == 1 else 'them'}.",
+                HooklineWarning,
+                stacklevel=4,
+            )
+        if self.taking.stop == "auto":
+            self.stops = bool(recovers(self.model))
+
+    def _value(self, record: Record, place: Place) -> Tensor:
+        values = record.calls(place)
+        if len(values) > 1:
+            raise HarvestError(
+                f"The values at {str(place)!r} were to be stored.",
+                f"The module was called {len(values)} times for one batch.",
+                "Give stop=True to take the first call, or name a place that is called once.",
+            )
+        _, tensor = only_tensor(values[0], f"The value at {str(place)!r}")
+        if tensor.ndim == 0:
+            raise HarvestError(
+                f"The values at {str(place)!r} were to be stored, one row for each sample.",
+                "There is a single number for the whole batch.",
+                "Keep the dimension of the samples in at= and transform=.",
+            )
+        return tensor
+
+    def _needed(self, mask: Tensor | None) -> Tensor:
+        if mask is None:
+            raise HarvestError(
+                "at=last_token was asked for.",
+                "There is no mask to tell tokens from padding.",
+                "Give mask=, such as mask='attention_mask'.",
+            )
+        return mask
+
+
+def _places(model: nn.Module, where: Where) -> list[Place]:
+    where = list(where) if hasattr(where, "__next__") else where  # pyright: ignore
+    places = select(model, where)
+    for place in places:
+        if "grad" in place.port or place.port == "value":
+            raise HarvestError(
+                f"A harvest of {str(place)!r} was asked for.",
+                "It is a gradient." if "grad" in place.port else "It is the same for every batch.",
+                "Name outputs or inputs of modules. Only the forward runs.",
+            )
+    return places
+
+
+def _kept(value: Tensor, mask: Tensor) -> Tensor | list[Tensor]:
+    """The rows of each sample that the mask keeps.
+
+    A row of numbers for each sample, as a pooled output is, has no positions and stays whole.
+    """
+    pooled = value.ndim == 2 and value.dtype.is_floating_point
+    if len(value) == len(mask) and (value.ndim == 1 or pooled):
+        return value
+    if value.shape[:2] != mask.shape:
+        raise HarvestError(
+            f"A mask of shape {tuple(mask.shape)} was given, batch × position.",
+            f"A value has the shape {tuple(value.shape)}.",
+            "Bring samples and positions to the front with transform=, or harvest places with "
+            "other positions by themselves.",
+        )
+    kept = value[mask.to(value.device)]
+    return list(cast("tuple[Tensor, ...]", kept.split(mask.sum(1).tolist())))
+
+
+def _lookup(batch: Any, key: str | Callable[[Any], Any], what: str) -> Any:
+    if not isinstance(key, str):
+        return key(batch)
+    if isinstance(batch, Mapping):
+        found = cast("Mapping[str, Any]", batch).get(key)
+    else:
+        found = getattr(batch, key, None)
+    if found is None:
+        kind = type(cast("Any", batch)).__name__
+        has = f"with the keys {list(cast('Any', batch))}" if isinstance(batch, Mapping) else ""
+        raise HarvestError(
+            f"{what}={key!r} was asked for.",
+            f"The batch, a {kind} {has}, has no such part."[:300],
+            f"Name a part of it, or give {what}= a function of the batch.",
+        )
+    return found
+
+
+def _device(model: nn.Module) -> torch.device | None:
+    """Where batches have to go: the one device of the model, unless it is the CPU."""
+    devices = {p.device for p in model.parameters()} or {torch.device("cpu")}
+    only = devices.pop()
+    return None if devices or only.type == "cpu" else only
+
+
+def moved(batch: Any, device: torch.device) -> Any:
+    """A batch with its tensors on another device."""
+
+    def move(leaf: Any) -> Any:
+        return leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf
+
+    return map_leaves(move, batch)
+
+
+def rows_in(rows: Rows) -> int:
+    """How many rows of the first place there are: samples, or positions where these vary."""
+    first = next(iter(rows.values()))
+    return len(first) if isinstance(first, Tensor) else sum(map(len, first))
+
+
+def batch_size(batch: Any) -> int | None:
+    """How many samples a batch seems to have: the length of its first tensor."""
+    found = [tensor for _, tensor in leaves(batch) if tensor.ndim]
+    return len(found[0]) if found else None
+
+
+def numbers_of(ids: Any) -> Sequence[int] | None:
+    """The ids if they are whole numbers from 0 on, as `TopK` wants them."""
+    whole = ids is not None and all(isinstance(one, (int, np.integer)) and one >= 0 for one in ids)
+    return ids if whole else None
+
+
+@contextmanager
+def _noted(batch: Any) -> Generator[None]:
+    """An error of the model's keeps its type; a note says how the batch was passed."""
+    try:
+        yield
+    except TypeError as error:
+        if isinstance(batch, (tuple, list)):
+            error.add_note(
+                "hookline: a batch that is a tuple or list is given to the model as its arguments; "
+                "if it holds labels too, pass forward=lambda model, batch: model(batch[0])."
+            )
+        raise
+
+
+def _warn_of_training(model: nn.Module) -> None:
+    def random(module: nn.Module) -> bool:
+        drops = isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
+        return module.training and (drops or isinstance(module, nn.modules.batchnorm._NormBase))
+
+    modules = cast("Iterable[tuple[str, nn.Module]]", model.named_modules())
+    found = [name for name, module in modules if random(module)]
+    if found:
+        warnings.warn(
+            f"The model is in training mode: {found[0]!r} makes values that depend on chance or on "
+            f"the rest of the batch. Call model.eval() first.",
+            HooklineWarning,
+            stacklevel=4,
+        )
