@@ -13,7 +13,8 @@
     ├── ChangeError (ValueError)           a change does not fit the value it meets
     ├── StoreError (ValueError)            a store cannot be written or read as asked
     ├── RecipeError (ValueError)           a recipe does not fit, or cannot be saved or read
-    └── StatisticsError (ValueError)       a statistic cannot take a value, a mask or a file
+    ├── StatisticsError (ValueError)       a statistic cannot take a value, a mask or a file
+    └── RunError (ValueError)              a run directory cannot be written or read as asked
 
     HooklineWarning (UserWarning)
 
@@ -38,6 +39,7 @@ __all__ = [
     "PlaceError",
     "PlaceNotFound",
     "RecipeError",
+    "RunError",
     "SeveralCalls",
     "SeveralTensors",
     "StatisticsError",
@@ -121,6 +123,10 @@ class RecipeError(HooklineError, ValueError):
 
 class StatisticsError(HooklineError, ValueError):
     """A statistic cannot take a value or a mask, be merged with another, or be read."""
+
+
+class RunError(HooklineError, ValueError):
+    """A run directory cannot be written or read as asked, or its files are not sound."""
 
 
 class HooklineWarning(UserWarning):
