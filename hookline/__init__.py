@@ -17,6 +17,8 @@ Every value inside a model has an address, its place (`"layer1.0.conv2"`, `"fc:i
 - `Store`: values on disk, as safetensors: `Store.create` writes, `Store.open` reads
 - `save_record`, `load_record`: what a capture has kept, on disk
 - `harvest`: run a model over a data set and store values, on one process or many ranks
+- `Run`: what was measured while a model was trained, read from its directory; `Finding`: what
+  was noticed there
 - `attached`: all that is live on a model
 - `heads`, `last_token`: slices for `at=`
 
@@ -50,6 +52,7 @@ from hookline.errors import (
     PlaceNotFound,
     RecipeError,
     RecordError,
+    RunError,
     SeveralCalls,
     SeveralTensors,
     StatisticsError,
@@ -57,6 +60,7 @@ from hookline.errors import (
     ValueChanged,
 )
 from hookline.harvesting import harvest
+from hookline.findings import Finding
 from hookline.measuring import Measurements, measure
 from hookline.ready_changes import (
     add,
@@ -71,6 +75,7 @@ from hookline.ready_changes import (
 )
 from hookline.recipes import Recipe
 from hookline.saved_records import load_record, save_record
+from hookline.runs import Run
 from hookline.statistics import (
     Covariance,
     Histogram,
@@ -91,6 +96,7 @@ __all__ = [
     "Change",
     "ChangeError",
     "Covariance",
+    "Finding",
     "GradientNotAvailable",
     "HarvestError",
     "Histogram",
@@ -111,6 +117,8 @@ __all__ = [
     "RecipeError",
     "Record",
     "RecordError",
+    "Run",
+    "RunError",
     "SeveralCalls",
     "SeveralTensors",
     "Sparsity",

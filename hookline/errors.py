@@ -18,6 +18,7 @@
     ├── StatisticsError (ValueError)       a statistic cannot take a value, a mask or a file
     ├── BatchError (ValueError)            a batch, or what is made of a run, does not fit
     └── MissingExtra (ImportError)         an optional library is not installed
+    └── RunError (ValueError)              a run directory cannot be written or read as asked
 
     HooklineWarning (UserWarning)
 
@@ -46,6 +47,7 @@ __all__ = [
     "PlaceNotFound",
     "RecipeError",
     "RecordError",
+    "RunError",
     "SeveralCalls",
     "SeveralTensors",
     "StatisticsError",
@@ -145,6 +147,8 @@ class BatchError(HooklineError, ValueError):
 
 class MissingExtra(HooklineError, ImportError):
     """An optional library is not installed; the message has the line that installs it."""
+class RunError(HooklineError, ValueError):
+    """A run directory cannot be written or read as asked, or its files are not sound."""
 
 
 class HooklineWarning(UserWarning):
