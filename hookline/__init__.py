@@ -59,8 +59,8 @@ from hookline.errors import (
     StoreError,
     ValueChanged,
 )
-from hookline.harvesting import harvest
 from hookline.findings import Finding
+from hookline.harvesting import harvest
 from hookline.measuring import Measurements, measure
 from hookline.ready_changes import (
     add,
@@ -74,8 +74,8 @@ from hookline.ready_changes import (
     zero,
 )
 from hookline.recipes import Recipe
-from hookline.saved_records import load_record, save_record
 from hookline.runs import Run
+from hookline.saved_records import load_record, save_record
 from hookline.statistics import (
     Covariance,
     Histogram,

@@ -147,6 +147,8 @@ class BatchError(HooklineError, ValueError):
 
 class MissingExtra(HooklineError, ImportError):
     """An optional library is not installed; the message has the line that installs it."""
+
+
 class RunError(HooklineError, ValueError):
     """A run directory cannot be written or read as asked, or its files are not sound."""
 
