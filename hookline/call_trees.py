@@ -16,12 +16,12 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from hookline.core.gradients import is_over, sequence
+from hookline.core.gradients import sequence
 from hookline.core.hooks import Context
 from hookline.core.nested import leaves
 from hookline.core.places import Request, Target, resolve
-from hookline.core.sites import KEEP, Frame, Tap
 from hookline.core.tables import bytes_of
+from hookline.core.taps import KEEP, Frame, Tap, is_over
 from hookline.summaries import shapes_of
 
 __all__ = ["CallTree", "Step"]
