@@ -17,7 +17,7 @@ def main() -> None:
             f"installed.\n  Install it with: pip install 'hookline[cli]'\n"
         )
         sys.exit(2)
-    hookline()
+    hookline(prog_name="hookline")
 
 
 if __name__ == "__main__":

@@ -8,15 +8,16 @@ from typing import Any
 
 import click
 import torch
+from torch import nn
 
 import hookline as hl
 from hookline.cli.models import CommandError, load_model, load_object
-from hookline.cli.options import model_argument, output_options, where_option
+from hookline.cli.options import takes_model, takes_screen, weights_options, where_option
 from hookline.cli.output import Screen
 
 __all__ = ["harvest", "recipes"]
 
-_KEYS = {"model", "data", "where", "to", "dtype", "stop", "mask", "ids", "random_weights"}
+_KEYS = {"model", "data", "where", "to", "dtype", "stop", "mask", "ids", "random_weights", "train"}
 
 
 @click.command()
@@ -28,11 +29,9 @@ _KEYS = {"model", "data", "where", "to", "dtype", "stop", "mask", "ids", "random
 @click.option("--dtype", help="How to store floating-point values, such as bfloat16.")
 @click.option("--mask", help="The part of a batch that is nonzero for tokens, zero for padding.")
 @click.option("--ids", help="The part of a batch that holds sample ids.")
-@click.option("--random-weights", is_flag=True, help="Build hf:NAME from its configuration alone.")
-@output_options
-def harvest(
-    plan: Path | None, where: tuple[str, ...], form: str, quiet: bool, **given: Any
-) -> None:
+@weights_options
+@takes_screen
+def harvest(plan: Path | None, where: tuple[str, ...], screen: Screen, **given: Any) -> None:
     """Run a model over data and store the values at places; run again, it goes on.
 
     PLAN is a TOML file with the same names as the options, which come before it:
@@ -43,7 +42,6 @@ def harvest(
       where = ["h.*.mlp"]
       to    = "activations"
     """
-    screen = Screen(form, quiet)
     options = _read_plan(plan) | {key: value for key, value in given.items() if value}
     if where:
         options["where"] = list(where)
@@ -54,12 +52,14 @@ def harvest(
             f"It lacks {', '.join(missing)}.",
             "Give a plan, or the options of these names.",
         )
-    net = load_model(options["model"], bool(options.get("random_weights")))
+    net = load_model(
+        options["model"], bool(options.get("random_weights")), bool(options.get("train"))
+    )
     data = load_object(options["data"])
     more: dict[str, Any] = {k: options[k] for k in ("mask", "ids", "stop") if k in options}
     if "dtype" in options:
         more["dtype"] = _dtype(options["dtype"])
-    store = hl.harvest(net, data, options["where"], to=options["to"], quiet=quiet, **more)
+    store = hl.harvest(net, data, options["where"], to=options["to"], quiet=screen.quiet, **more)
     info = store.info()
     screen.text(repr(info), {
         "folder": info.folder, "samples": info.samples, "places": list(info.places),
@@ -111,28 +111,25 @@ _functions = click.option(
 @recipes.command()
 @_folder
 @_functions
-@output_options
-def show(folder: Path, allow_functions: bool, form: str, quiet: bool) -> None:
+@takes_screen
+def show(folder: Path, allow_functions: bool, screen: Screen) -> None:
     """Show what a recipe does."""
     recipe = hl.Recipe.load(folder, allow_functions=allow_functions)
     rows = [{"where": str(where), "change": repr(change)} for where, change in recipe]
-    Screen(form, quiet).text(repr(recipe), rows)
+    screen.text(repr(recipe), rows)
 
 
 @recipes.command()
 @_folder
-@model_argument()
+@takes_model
 @_functions
-@output_options
-def check(
-    folder: Path, model: str, random_weights: bool, allow_functions: bool, form: str, quiet: bool
-) -> None:
+@takes_screen
+def check(folder: Path, net: nn.Module, allow_functions: bool, screen: Screen) -> None:
     """Check that a recipe fits MODEL: all its places are there."""
     recipe = hl.Recipe.load(folder, allow_functions=allow_functions)
-    net = load_model(model, random_weights)
     handle = recipe.on(net).attach()
     handle.remove()
-    Screen(form, quiet).text(
+    screen.text(
         f"The recipe fits {type(net).__name__}: {len(recipe)} edits.",
         {"fits": True, "edits": len(recipe)},
     )

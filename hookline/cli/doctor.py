@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import hookline as hl
-from hookline.cli.options import output_options
+from hookline.cli.options import takes_screen
 from hookline.cli.output import Screen
 
 __all__ = ["doctor"]
@@ -33,15 +33,15 @@ Row = tuple[str, str, str]
 
 
 @click.command()
-@output_options
-def doctor(form: str, quiet: bool) -> None:
+@takes_screen
+def doctor(screen: Screen) -> None:
     """Tell the versions, what is installed, and what will not work here and why."""
     rows = [*_versions(), *_features(), *_devices(), *_extras()]
     names = ("what", "state", "note")
     broken = [row for row in rows if row[1] == "broken"]
     title = f"{len(broken)} problems" if broken else "hookline works here"
     data = [dict(zip(names, row, strict=True)) for row in rows]
-    Screen(form, quiet).table(title, [names, *rows], data)
+    screen.table(title, [names, *rows], data)
     click.get_current_context().exit(1 if broken else 0)
 
 

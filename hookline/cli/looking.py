@@ -10,8 +10,14 @@ import torch
 from torch import Tensor, nn
 
 import hookline as hl
-from hookline.cli.models import CommandError, Inputs, load_inputs, load_model
-from hookline.cli.options import input_option, model_argument, output_options, where_option
+from hookline.cli.models import CommandError, Inputs
+from hookline.cli.options import (
+    AskedInputs,
+    takes_inputs,
+    takes_model,
+    takes_screen,
+    where_option,
+)
 from hookline.cli.output import Screen
 from hookline.core.nested import leaves
 from hookline.core.tables import describe, show_bytes
@@ -20,28 +26,22 @@ __all__ = ["capture", "loss_of", "places"]
 
 
 @click.command()
-@model_argument()
+@takes_model
 @click.argument("where", nargs=-1)
-@input_option
-@output_options
-def places(
-    model: str, random_weights: bool, where: tuple[str, ...], inputs: tuple[str, ...], seed: int,
-    form: str, quiet: bool,
-) -> None:  # fmt: skip
+@takes_inputs
+@takes_screen
+def places(net: nn.Module, where: tuple[str, ...], asked: AskedInputs, screen: Screen) -> None:
     """List the places of MODEL that match WHERE (all modules without it).
 
     With --input the model runs once, and values have shapes; operations can then be listed, too:
 
       hookline places file.py:net 'attn/*' -i 1x8x64
     """
-    screen, net = Screen(form, quiet), load_model(model, random_weights)
-    if inputs:
-        batch = load_inputs(inputs, net, seed)
-        rows = _seen(net, where, batch)
+    if asked:
+        rows = _seen(net, where, asked.made_for(net))
     else:
-        rows = [
-            (str(place), _kind(net, place), _size(net, place)) for place in hl.select(net, *where)
-        ]
+        found = hl.select(net, *where)
+        rows = [(str(place), _kind(net, place), _size(net, place)) for place in found]
     names = ("place", "type", "value")
     screen.table(
         f"{type(net).__name__}: {len(rows)} places",
@@ -81,9 +81,7 @@ def _seen(model: nn.Module, where: tuple[str, ...], batch: Inputs) -> list[tuple
             rows.append(
                 (str(place), _kind(model, place), shown + f" × {len(calls)}" * (len(calls) > 1))
             )
-        rows += [
-            (str(p), _kind(model, p), f"nothing: {why}") for p, why in record.unfired().items()
-        ]
+        rows += [(str(place), _kind(model, place), "nothing") for place in record.unfired()]
     if wanted:
         named = {**batch.kwargs} if not batch.args else batch.args
         listing: Any = hl.select(model, *wanted, inputs=named)
@@ -94,8 +92,8 @@ def _seen(model: nn.Module, where: tuple[str, ...], batch: Inputs) -> list[tuple
 
 
 @click.command()
-@model_argument()
-@input_option
+@takes_model
+@takes_inputs
 @where_option
 @click.option(
     "--to", type=click.Path(path_type=Path, file_okay=False), help="Save the values in this folder."
@@ -105,31 +103,33 @@ def _seen(model: nn.Module, where: tuple[str, ...], batch: Inputs) -> list[tuple
     type=click.Choice(["sum", "mean"]),
     help="Also run a backward, from the sum or the mean of the output; for :grad places.",
 )
-@click.option(
-    "--stop", is_flag=True, help="End the forward after the last place that is asked for."
-)
-@output_options
+@click.option("--stop", is_flag=True, help="End the forward after the last place asked for.")
+@takes_screen
 def capture(
-    model: str, random_weights: bool, inputs: tuple[str, ...], seed: int, where: tuple[str, ...],
-    to: Path | None, backward: str | None, stop: bool, form: str, quiet: bool,
-) -> None:  # fmt: skip
+    net: nn.Module,
+    asked: AskedInputs,
+    where: tuple[str, ...],
+    to: Path | None,
+    backward: str | None,
+    stop: bool,
+    screen: Screen,
+) -> None:
     """Run MODEL once, show the values at WHERE (default: every module) and save them.
 
     \b
       hookline capture file.py:net -i 8x3x32x32 -w 'layer*.conv2' --to values
       hookline report values
     """
-    screen, net = Screen(form, quiet), load_model(model, random_weights)
-    batch = load_inputs(inputs, net, seed)
+    batch = asked.made_for(net)
     with torch.set_grad_enabled(backward is not None):
-        options: Any = {"detach": True, "stop": stop}
-        with hl.capture(net, *(where or ("**",)), **options) as record:
+        with hl.capture(net, *(where or ("**",)), detach=True, stop=stop) as record:
             out = batch.run(net)
             if backward is not None:
                 loss_of(out, backward).backward()
     rows, data = _described(record)
-    title = f"{len(record.places())} places, {show_bytes(record.nbytes)}"
-    screen.table(title, rows, data)
+    screen.table(f"{len(record.places())} places, {show_bytes(record.nbytes)}", rows, data)
+    for place, why in record.unfired().items():
+        screen.say(f"{place}: {why}")
     if to is not None:
         hl.save_record(record, to)
         screen.say(f"saved in {to}; hookline.load_record({str(to)!r}) reads it")
@@ -165,7 +165,7 @@ def _described(record: hl.Record) -> tuple[list[tuple[str, ...]], list[dict[str,
                     **dict(zip(names[3:], figures, strict=True)),
                 })  # fmt: skip
     for place, why in record.unfired().items():
-        rows.append((str(place), "-", f"nothing: {why}", "", "", "", ""))
+        rows.append((str(place), "-", "nothing", "", "", "", ""))
         data.append({"place": str(place), "call": None, "why": why})
     return rows, data
 

@@ -1,6 +1,6 @@
 """Models and batches, as they are named on a command line.
 
-- `load_model(spec, random_weights)`: the model that `MODEL` names
+- `load_model(spec, random_weights, train)`: the model that `MODEL` names
 - `load_object(spec)`: what `package.module:name` or `file.py:name` names
 - `load_inputs(specs, model, seed)`: what to call the model with
 """
@@ -48,10 +48,10 @@ class Inputs(NamedTuple):
 # -- models ---------------------------------------------------------------------------------------
 
 
-def load_model(spec: str, random_weights: bool = False) -> nn.Module:
+def load_model(spec: str, random_weights: bool = False, train: bool = False) -> nn.Module:
     """The model that a specification names: an instance, or what a factory or class makes."""
     if spec.startswith("hf:"):
-        return _load_transformers(spec.removeprefix("hf:"), random_weights)
+        return _load_transformers(spec.removeprefix("hf:"), random_weights).train(train)
     found = load_object(spec)
     if not isinstance(found, nn.Module) and callable(found):
         found = _guarded(f"The model {spec!r} was to be made.", cast("Callable[[], Any]", found))
@@ -61,7 +61,7 @@ def load_model(spec: str, random_weights: bool = False) -> nn.Module:
             f"It is a {type(found).__name__}, not a torch.nn.Module.",
             "Name a module, or a class or function that gives one without arguments.",
         )
-    return found
+    return found.train(train)
 
 
 def load_object(spec: str) -> Any:
@@ -136,9 +136,7 @@ def _load_transformers(name: str, random_weights: bool) -> nn.Module:
     offline = folder.exists()
     if weights and not random_weights:
         load: Any = transformers.AutoModel.from_pretrained
-        return _guarded(
-            asked, lambda: load(name, local_files_only=True, use_safetensors=True).eval()
-        )
+        return _guarded(asked, lambda: load(name, local_files_only=True, use_safetensors=True))
     if name in transformers.CONFIG_MAPPING and not offline:
         if not random_weights:
             raise CommandError(
@@ -151,9 +149,9 @@ def _load_transformers(name: str, random_weights: bool) -> nn.Module:
         config = _guarded(asked, lambda: transformers.AutoConfig.from_pretrained(name))
     else:  # a name on the hub; works where there is a network or a cache
         load = transformers.AutoModel.from_pretrained
-        return _guarded(asked, lambda: load(name, use_safetensors=True).eval())
+        return _guarded(asked, lambda: load(name, use_safetensors=True))
     torch.manual_seed(0)
-    return _guarded(asked, lambda: _from_config(transformers, config).eval())
+    return _guarded(asked, lambda: _from_config(transformers, config))
 
 
 def _from_config(transformers: Any, config: Any) -> Any:

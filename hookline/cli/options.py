@@ -1,56 +1,95 @@
-"""Options that several commands take.
+"""Options that several commands take. Each decorator hands the command what its options mean.
 
-- `model_argument`, `input_option`, `where_option`, `output_options`: decorators
+- `takes_model`: MODEL and its weights and mode → `net`
+- `takes_inputs`: what to call a model with → `asked`, an `AskedInputs`
+- `takes_screen`: where output goes → `screen`
+- `where_option`: places
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from functools import wraps
+from typing import Any, NamedTuple
 
 import click
+from torch import nn
 
-__all__ = ["input_option", "model_argument", "output_options", "where_option"]
+from hookline.cli.models import Inputs, load_inputs, load_model
+from hookline.cli.output import Screen
 
-F = TypeVar("F", bound=Callable[..., Any])
+__all__ = [
+    "AskedInputs", "takes_inputs", "takes_model", "takes_screen", "weights_options", "where_option",
+]  # fmt: skip
 
-
-def _together(*decorators: Callable[[Any], Any]) -> Callable[[F], F]:
-    def decorate(function: F) -> F:
-        for decorator in reversed(decorators):
-            function = decorator(function)
-        return function
-
-    return decorate
+Command = Callable[..., None]
 
 
-def model_argument(name: str = "model") -> Callable[[F], F]:
-    """MODEL, and how a transformers model gets its weights."""
-    return _together(
-        click.argument(name),
-        click.option(
-            "--random-weights", is_flag=True, help="Build hf:NAME from its configuration alone."
-        ),
-    )
+class AskedInputs(NamedTuple):
+    """What a model shall be called with, as it was asked for."""
+
+    specs: tuple[str, ...]
+    seed: int
+
+    def __bool__(self) -> bool:
+        return bool(self.specs)
+
+    def made_for(self, model: nn.Module) -> Inputs:
+        """The arguments themselves."""
+        return load_inputs(self.specs, model, self.seed)
 
 
-input_option: Callable[[F], F] = _together(
-    click.option(
+def weights_options(function: Command) -> Command:
+    """How a model gets its weights, and its mode."""
+    function = click.option(
+        "--train", is_flag=True, help="Run it in training mode, not in eval mode."
+    )(function)
+    return click.option(
+        "--random-weights", is_flag=True, help="Build hf:NAME from its configuration alone."
+    )(function)
+
+
+def takes_model(function: Command) -> Command:
+    """MODEL, its weights and its mode."""
+
+    @wraps(function)
+    def command(*args: Any, model: str, random_weights: bool, train: bool, **rest: Any) -> None:
+        function(*args, net=load_model(model, random_weights, train), **rest)
+
+    return click.argument("model")(weights_options(command))
+
+
+def takes_inputs(function: Command) -> Command:
+    """What to call a model with."""
+
+    @wraps(function)
+    def command(*args: Any, inputs: tuple[str, ...], seed: int, **rest: Any) -> None:
+        function(*args, asked=AskedInputs(inputs, seed), **rest)
+
+    option = click.option(
         "-i", "--input", "inputs", multiple=True, metavar="[NAME=]SPEC",
         help="What to call the model with: a shape (8x3x32x32), tokens:1x16, ones:1x16, a file "
         "(.npy, .npz, .safetensors, .json) or file.py:name; repeat it for several arguments.",
-    ),
-    click.option("--seed", default=0, show_default=True, help="Of made-up inputs."),
-)  # fmt: skip
+    )  # fmt: skip
+    seed = click.option("--seed", default=0, show_default=True, help="Of made-up inputs.")
+    return option(seed(command))
 
-where_option: Callable[[F], F] = click.option(
-    "-w", "--where", multiple=True, metavar="PLACE", help="Places, such as 'h.*.mlp'; repeatable."
-)
 
-output_options: Callable[[F], F] = _together(
-    click.option(
+def takes_screen(function: Command) -> Command:
+    """Where the output of a command goes, and in which form."""
+
+    @wraps(function)
+    def command(*args: Any, form: str, quiet: bool, **rest: Any) -> None:
+        function(*args, screen=Screen(form, quiet), **rest)
+
+    option = click.option(
         "--format", "form", type=click.Choice(["table", "json"]), default="table",
         help="A table for people, or JSON for programs.",
-    ),
-    click.option("-q", "--quiet", is_flag=True, help="No narration on stderr."),
-)  # fmt: skip
+    )  # fmt: skip
+    quiet = click.option("-q", "--quiet", is_flag=True, help="No narration on stderr.")
+    return option(quiet(command))
+
+
+where_option: Callable[[Command], Command] = click.option(
+    "-w", "--where", multiple=True, metavar="PLACE", help="Places, such as 'h.*.mlp'; repeatable."
+)

@@ -9,8 +9,8 @@ from typing import Any
 import click
 
 import hookline as hl
-from hookline.cli.models import CommandError, load_inputs, load_model
-from hookline.cli.options import input_option
+from hookline.cli.models import CommandError, load_model
+from hookline.cli.options import AskedInputs, takes_inputs, weights_options
 from hookline.cli.output import Screen
 from hookline.cli.weighing import batch_of
 
@@ -35,14 +35,19 @@ def open_folder(path: Path) -> Any:
 @click.command()
 @click.argument("source", metavar="PATH_OR_MODEL")
 @click.option("--to", default="report.html", show_default=True, help="The page to write.")
-@input_option
-@click.option("--random-weights", is_flag=True, help="Build hf:NAME from its configuration alone.")
+@takes_inputs
+@weights_options
 @click.option("--open", "opened", is_flag=True, help="Open it in the browser.")
 @click.option("-q", "--quiet", is_flag=True, help="No narration on stderr.")
 def report(
-    source: str, to: str, inputs: tuple[str, ...], seed: int, random_weights: bool, opened: bool,
+    source: str,
+    to: str,
+    asked: AskedInputs,
+    random_weights: bool,
+    train: bool,
+    opened: bool,
     quiet: bool,
-) -> None:  # fmt: skip
+) -> None:
     """Write a page about a saved record, a store, a training run or a model; one HTML file.
 
     A model is given as in the other commands; with --input it runs once, and its values are shown.
@@ -51,9 +56,9 @@ def report(
     if Path(source).is_dir():
         what = open_folder(Path(source))
     else:
-        what = load_model(source, random_weights)
-        if inputs:
-            options["batch"] = batch_of(load_inputs(inputs, what, seed))
+        what = load_model(source, random_weights, train)
+        if asked:
+            options["batch"] = batch_of(asked.made_for(what))
     hl.report(what, to=to, **options)
     Screen(quiet=quiet).say(f"{Path(to).stat().st_size / 1000:,.0f} KB")
     click.echo(to)

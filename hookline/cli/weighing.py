@@ -2,38 +2,53 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 from typing import Any
 
 import click
+from torch import nn
 
 import hookline as hl
-from hookline.cli.models import Inputs, load_inputs, load_model
-from hookline.cli.options import input_option, model_argument, output_options, where_option
+from hookline.cli.models import Inputs, load_model
+from hookline.cli.options import (
+    AskedInputs,
+    takes_inputs,
+    takes_model,
+    takes_screen,
+    weights_options,
+    where_option,
+)
 from hookline.cli.output import Screen
 
-__all__ = ["compare", "summary"]
+__all__ = ["batch_of", "compare", "summary"]
 
 
 @click.command()
-@model_argument()
-@input_option
+@takes_model
+@takes_inputs
 @click.option("--depth", type=int, help="Show modules down to this depth.")
-@click.option("-w", "--where", metavar="PLACE", help="Show only these modules.")
+@where_option
 @click.option("--backward", is_flag=True, help="Count the backward, too.")
 @click.option("--time", "timed", is_flag=True, help="Time the forward, and the backward.")
-@output_options
+@takes_screen
 def summary(
-    model: str, random_weights: bool, inputs: tuple[str, ...], seed: int, depth: int | None,
-    where: str | None, backward: bool, timed: bool, form: str, quiet: bool,
-) -> None:  # fmt: skip
+    net: nn.Module,
+    asked: AskedInputs,
+    depth: int | None,
+    where: tuple[str, ...],
+    backward: bool,
+    timed: bool,
+    screen: Screen,
+) -> None:
     """Tell what each module of MODEL costs: parameters, shapes, memory, FLOPs, time.
 
     Without --input nothing runs, and only sizes are told.
     """
-    screen, net = Screen(form, quiet), load_model(model, random_weights)
-    batch = batch_of(load_inputs(inputs, net, seed)) if inputs else None
+    batch = batch_of(asked.made_for(net)) if asked else None
     found = hl.summarize(net, batch, backward=backward, time=timed)
-    screen.text(found.table(depth=depth, where=where), found.to_dict())
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 200
+    screen.text(found.show(list(where) or None, depth=depth, width=width), found.to_dict())
 
 
 def batch_of(inputs: Inputs) -> Any:
@@ -46,22 +61,27 @@ def batch_of(inputs: Inputs) -> Any:
 @click.command()
 @click.argument("first", metavar="A")
 @click.argument("second", metavar="B")
-@click.option("--random-weights", is_flag=True, help="Build hf:NAME from its configuration alone.")
-@input_option
+@weights_options
+@takes_inputs
 @where_option
 @click.option("--tolerance", type=float, help="The relative error that counts as a difference.")
-@output_options
+@takes_screen
 def compare(
-    first: str, second: str, random_weights: bool, inputs: tuple[str, ...], seed: int,
-    where: tuple[str, ...], tolerance: float | None, form: str, quiet: bool,
-) -> None:  # fmt: skip
+    first: str,
+    second: str,
+    random_weights: bool,
+    train: bool,
+    asked: AskedInputs,
+    where: tuple[str, ...],
+    tolerance: float | None,
+    screen: Screen,
+) -> None:
     """Run the models A and B on the same input and name the first place where they differ.
 
     The exit code is 0 if they agree, and 1 if they do not.
     """
-    screen = Screen(form, quiet)
-    one, other = load_model(first, random_weights), load_model(second, random_weights)
-    batch = batch_of(load_inputs(inputs, one, seed))
+    one, other = (load_model(spec, random_weights, train) for spec in (first, second))
+    batch = batch_of(asked.made_for(one))
     options: dict[str, Any] = {} if tolerance is None else {"tolerance": tolerance}
     found = hl.compare(one, other, batch, where=list(where) or "**", **options)
     screen.text(str(found), found.to_dict())
