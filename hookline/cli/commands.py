@@ -31,8 +31,11 @@ class _Group(click.Group):
                 if not ctx.params.get("debug"):
                     warnings.showwarning = _told
                 return super().invoke(ctx)
-        except (click.ClickException, click.exceptions.Exit, click.Abort, KeyboardInterrupt):
+        except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise
+        except KeyboardInterrupt:
+            click.echo("Stopped.", err=True)
+            ctx.exit(130)
         except BrokenPipeError:  # of `hookline … | head`
             sys.stderr.close()
             ctx.exit(0)

@@ -19,6 +19,7 @@ from hookline.cli.options import (
     where_option,
 )
 from hookline.cli.output import Screen
+from hookline.core.grammar import parse
 from hookline.core.nested import leaves
 from hookline.core.tables import describe, show_bytes
 
@@ -66,8 +67,8 @@ def _size(model: nn.Module, place: hl.Place) -> str:
 
 def _seen(model: nn.Module, where: tuple[str, ...], batch: Inputs) -> list[tuple[str, str, str]]:
     """What is there in a run, with the shapes of the values."""
-    wanted = [w for w in where if "/" in w]
-    plain = [w for w in where if "/" not in w] or ([] if wanted else ["**"])
+    wanted = [w for w in where if parse(w).operation is not None]
+    plain = [w for w in where if w not in wanted] or ([] if wanted else ["**"])
     rows: list[tuple[str, str, str]] = []
     if plain:
         gradients = any("grad" in place.port for place in hl.select(model, *plain))
@@ -121,6 +122,13 @@ def capture(
       hookline report values
     """
     batch = asked.made_for(net)
+    late = [place for place in hl.select(net, *where) if "grad" in place.port] if where else []
+    if late and backward is None:
+        raise CommandError(
+            f"The gradient at {str(late[0])!r} was asked for.",
+            "No backward runs.",
+            "Give --backward sum, or mean.",
+        )
     with torch.set_grad_enabled(backward is not None):
         with hl.capture(net, *(where or ("**",)), detach=True, stop=stop) as record:
             out = batch.run(net)

@@ -118,7 +118,7 @@ def _guarded(asked: str, function: Callable[[], Any]) -> Any:
     except HooklineError:
         raise
     except Exception as error:
-        found = f"It raised {type(error).__name__}: {error}."
+        found = f"It raised {type(error).__name__}: {str(error).rstrip('.')}."
         raise CommandError(asked, found, "Run with --debug to see where.") from error
 
 
@@ -130,9 +130,7 @@ def _load_transformers(name: str, random_weights: bool) -> nn.Module:
         remedy = "Install it with: pip install 'hookline[transformers]'"
         raise CommandError(asked, "transformers is not installed.", remedy) from None
     folder = Path(name)
-    weights = folder.is_dir() and any(
-        folder.glob(pattern) for pattern in ("*.safetensors", "*.safetensors.index.json")
-    )
+    weights = any(folder.glob("*.safetensors*"))
     offline = folder.exists()
     if weights and not random_weights:
         load: Any = transformers.AutoModel.from_pretrained

@@ -1,0 +1,464 @@
+"""The command line, through its real process where that is the point, else through click."""
+
+import json
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+from torch import nn
+
+import hookline as hl
+from hookline.cli.commands import hookline
+
+NETS = """
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(1, 4, 3, padding=1)
+        self.drop = nn.Dropout()
+        self.fc = nn.Linear(4 * 16, 3)
+        self.unused = nn.ReLU()
+
+    def forward(self, x, scale=None):
+        y = torch.relu(self.conv(x)).flatten(1)
+        y = self.fc(self.drop(y))
+        return y if scale is None else y * scale
+
+
+def make():
+    torch.manual_seed(0)
+    return Net()
+
+
+def other():
+    model = make()
+    with torch.no_grad():
+        model.fc.weight[0] += 0.5
+    return model
+
+
+def tokens():
+    return nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 2))
+
+
+def batches():
+    return torch.arange(640.0).reshape(40, 1, 4, 4).split(16)
+
+
+def broken():
+    raise ValueError("no weights here")
+
+
+number = 3
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "nets.py").write_text(NETS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield tmp_path
+    sys.modules.pop("nets", None)
+
+
+def run(*args):
+    """A command in this process: exit code, stdout, stderr."""
+    result = CliRunner().invoke(hookline, [str(arg) for arg in args], prog_name="hookline")
+    return result.exit_code, result.stdout, result.stderr
+
+
+def process(*args, **environment):
+    """A command in a process of its own: exit code, stdout, stderr."""
+    root = str(Path(hl.__file__).parent.parent)
+    result = subprocess.run(
+        [sys.executable, "-m", "hookline", *map(str, args)],
+        capture_output=True, text=True, timeout=120,
+        env={**os.environ, "PYTHONPATH": root, **environment},
+    )  # fmt: skip
+    return result.returncode, result.stdout, result.stderr
+
+
+def data(*args):
+    code, out, err = run(*args, "--format", "json")
+    assert code == 0, err
+    return json.loads(out)
+
+
+# -- the real process -----------------------------------------------------------------------------
+
+
+def test_a_process_lists_places_on_stdout_and_nothing_on_stderr():
+    code, out, err = process("places", "nets.py:make")
+    assert (code, err) == (0, "")
+    assert out == (
+        "Net: 4 places\n"
+        "  place   type     value\n"
+        "  conv    Conv2d   40 parameters\n"
+        "  drop    Dropout\n"
+        "  fc      Linear   195 parameters\n"
+        "  unused  ReLU\n"
+    )
+
+
+def test_an_error_has_three_parts_on_stderr_and_no_traceback():
+    code, out, err = process("places", "nets.py:make", "cnv")
+    assert (code, out) == (2, "")
+    assert err.splitlines()[0] == "Error: Nothing matches 'cnv'."
+    assert "Closest: 'conv'" in err
+    assert len(err.splitlines()) == 3
+    assert "Traceback" not in err
+
+
+def test_debug_shows_the_traceback():
+    code, _, err = process("--debug", "places", "nets.py:broken")
+    assert code == 2
+    assert "Traceback" in err
+    assert "no weights here" in err
+
+
+def test_what_is_captured_can_be_read_in_another_program(folder):
+    code, out, err = process("capture", "nets.py:make", "-i", "2x1x4x4", "--to", "values")
+    assert code == 0, err
+    record = hl.load_record("values")
+    assert "saved in values" in err
+    assert "unused: its module was not called" in err
+    sys.path.insert(0, str(folder))
+    import nets
+
+    model = nets.make().eval()
+    x = torch.randn(2, 1, 4, 4, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = model.conv(x)
+    torch.testing.assert_close(record["conv"], expected)
+    assert [line.split()[0] for line in out.splitlines()[2:]] == ["conv", "drop", "fc", "unused"]
+
+
+def test_the_command_line_without_click_says_what_to_install(folder):
+    (folder / "click.py").write_text("raise ModuleNotFoundError('no click', name='click')\n")
+    root = str(Path(hl.__file__).parent.parent)
+    code, _, err = process("places", "x:y", PYTHONPATH=f"{folder}{os.pathsep}{root}")
+    assert code == 2
+    assert "pip install 'hookline[cli]'" in err
+
+
+def test_on_a_terminal_the_table_is_drawn_and_names_are_no_markup(folder):
+    (folder / "odd.py").write_text(
+        "from torch import nn\nnet = nn.ModuleDict({'[red]x[/red]': nn.ReLU()})\n"
+    )
+    leader, follower = pty.openpty()
+    root = str(Path(hl.__file__).parent.parent)
+    program = [sys.executable, "-m", "hookline", "places", "odd.py:net"]
+    environment = {**os.environ, "PYTHONPATH": root, "TERM": "xterm-256color", "COLUMNS": "80"}
+    environment.pop("NO_COLOR", None)
+    subprocess.run(program, stdout=follower, stderr=follower, check=True, env=environment)
+    os.close(follower)
+    shown = os.read(leader, 100_000).decode()
+    os.close(leader)
+    assert "\x1b[" in shown  # colours
+    assert r"\[red\]x\[\/red\]" in shown  # the place, in its own spelling
+    assert "ReLU" in shown
+
+
+def test_ctrl_c_ends_with_130(folder):
+    (folder / "slow.py").write_text(
+        "import os, signal, time\ndef make():\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n    time.sleep(9)\n"
+    )
+    code, out, err = process("places", "slow.py:make")
+    assert code == 130
+    assert "Traceback" not in err
+    assert out == ""
+
+
+# -- models ---------------------------------------------------------------------------------------
+
+
+def test_a_model_is_a_file_a_package_a_class_or_an_instance(folder):
+    for spec in ("nets.py:make", "nets:make", "nets.py:Net", folder / "nets.py:Net"):
+        assert [row["place"] for row in data("places", spec)] == ["conv", "drop", "fc", "unused"]
+    (folder / "one.py").write_text("from torch import nn\nclass box:\n    net = nn.Linear(2, 3)\n")
+    assert data("places", "one.py:box.net", "**:value")[0]["value"] == "(3, 2) float32"
+
+
+@pytest.mark.parametrize(
+    ("spec", "found"),
+    [
+        ("nets.py", "no name after a colon"),
+        ("nets.py:", "no name after a colon"),
+        ("none.py:make", "no such file"),
+        ("none.at.all:make", "no such module"),
+        ("nets.py:nothing", "has no 'nothing'"),
+        ("nets.py:number", "It is a int"),
+        ("nets.py:batches", "It is a tuple"),
+        ("nets.py:broken", "ValueError: no weights here"),
+        ("hf:gpt2", "an architecture"),
+    ],
+)
+def test_a_model_that_is_none_is_an_error_in_three_parts(spec, found):
+    code, out, err = run("places", spec)
+    assert (code, out) == (2, "")
+    assert found in err
+    assert len(err.splitlines()) == 3
+
+
+def test_an_import_error_inside_a_model_s_own_file_is_not_hidden(folder):
+    (folder / "needs.py").write_text("import surely_not_there\n")
+    code, _, err = run("places", "needs:make")
+    assert code == 2
+    assert "surely_not_there" in err
+
+
+def test_models_run_in_eval_mode_unless_told(folder):
+    still = [data("capture", "nets.py:make", "-i", "2x1x4x4", "-w", "drop")[0] for _ in range(2)]
+    assert still[0] == still[1]
+    torch.manual_seed(0)
+    moving = data("capture", "nets.py:make", "-i", "2x1x4x4", "-w", "drop", "--train")[0]
+    assert moving["mean"] != still[0]["mean"]
+
+
+def test_transformers_models_are_built_from_a_configuration_folder(folder):
+    from transformers import BertConfig
+
+    config = BertConfig(
+        hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
+        vocab_size=20, max_position_embeddings=16,
+    )  # fmt: skip
+    config.save_pretrained(folder / "bert")
+    found = data("places", f"hf:{folder / 'bert'}", "encoder.layer.*")
+    assert [row["type"] for row in found] == ["BertLayer"]
+    again = [data("capture", "hf:bert", "-i", "tokens:1x4", "-w", "pooler")[0] for _ in range(2)]
+    assert again[0] == again[1]
+    assert again[0]["shape"] == [1, 8]
+
+
+def test_transformers_models_with_weights_are_loaded(folder):
+    from transformers import BertConfig, BertModel
+
+    config = BertConfig(
+        hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
+        vocab_size=20, max_position_embeddings=16,
+    )  # fmt: skip
+    model = BertModel(config).eval()
+    with torch.no_grad():
+        model.pooler.dense.bias.fill_(7)
+    model.save_pretrained(folder / "bert")
+    found = data("capture", "hf:bert", "-i", "tokens:1x4", "-w", "pooler.dense.bias")
+    assert found[0]["mean"] == 7
+    found = data("capture", "hf:bert", "--random-weights", "-i", "tokens:1x4", "-w", "**.bias")
+    assert all(row["mean"] != 7 for row in found if "why" not in row)
+
+
+# -- inputs ---------------------------------------------------------------------------------------
+
+
+def test_inputs_are_shapes_files_and_objects(folder):
+    array = np.arange(32.0, dtype=np.float32).reshape(2, 1, 4, 4)
+    np.save("x.npy", array)
+    np.savez("x.npz", x=array)
+    Path("x.json").write_text(json.dumps({"x": array.tolist()}))
+    from safetensors.torch import save_file
+
+    save_file({"x": torch.from_numpy(array)}, "x.safetensors")
+    Path("x.py").write_text(
+        "import numpy, torch\ndef x(): return torch.from_numpy(numpy.load('x.npy'))\n"
+    )
+    specs = ["x.npy", "x.npz", "x.json", "x.safetensors", "x.py:x", "x=x.npy"]
+    found = [data("capture", "nets.py:make", "-i", spec, "-w", "fc") for spec in specs]
+    assert all(one == found[0] for one in found)
+    made = data("capture", "nets.py:make", "-i", "2x1x4x4", "-i", "scale=zeros:1", "-w", "")
+    assert made[0]["max"] == 0
+    seeds = [
+        data("capture", "nets.py:make", "-i", "2x1x4x4", "--seed", seed, "-w", "conv")[0]["mean"]
+        for seed in (0, 0, 1)
+    ]
+    assert seeds[0] == seeds[1] != seeds[2]
+    assert data("places", "nets.py:tokens", "-i", "tokens:2x5")[1]["value"] == "(2, 5, 2) float32"
+
+
+@pytest.mark.parametrize(
+    ("spec", "found"),
+    [
+        (["-i", "none.npy"], "no such file"),
+        (["-i", "bad.npy"], "cannot be read"),
+        (["-i", "pickled.npy"], "cannot be read"),
+        (["-i", "bad.safetensors"], "cannot be read"),
+        (["-i", "bad.json"], "cannot be read"),
+        (["-i", "2xyz"], "no shape"),
+        (["-i", "tokens:2x2"], "vocabulary's size is not known"),
+        ([], "No --input"),
+    ],
+)
+def test_an_input_that_is_none_is_an_error(spec, found):
+    for name in ("bad.npy", "bad.safetensors", "bad.json"):
+        Path(name).write_bytes(b"\x93not a file")
+    np.save("pickled.npy", np.array([print], dtype=object), allow_pickle=True)
+    code, out, err = run("capture", "nets.py:make", *spec)
+    assert (code, out) == (2, "")
+    assert found in err
+
+
+# -- commands -------------------------------------------------------------------------------------
+
+
+def test_places_of_a_run_show_values_and_operations():
+    rows = data("places", "nets.py:make", "conv", "/*", "fc:grad_output", "-i", "2x1x4x4")
+    found = {row["place"]: row["value"] for row in rows}
+    assert found["conv"] == "(2, 4, 4, 4) float32"
+    assert found["fc:grad_output"] == "(2, 3) float32"
+    assert found["/relu"].startswith("(2, 4, 4, 4) float32")
+    assert "nets.py:15" in found["/relu"]
+
+
+def test_gradients_are_captured_from_a_backward(folder):
+    rows = data(
+        "capture", "nets.py:make", "-i", "2x1x4x4", "-w", "fc:grad_output", "--backward", "mean"
+    )
+    assert rows[0]["mean"] == pytest.approx(1 / 6)
+    code, _, err = run("capture", "nets.py:tokens", "-i", "tokens:1x2", "-w", "0:grad_output")
+    assert code == 2
+    assert "--backward sum" in err
+
+
+def test_capture_ends_early_where_asked():
+    rows = data("capture", "nets.py:make", "-i", "2x1x4x4", "-w", "conv", "--stop")
+    assert [row["place"] for row in rows] == ["conv"]
+
+
+def test_a_summary_is_that_of_summarize(folder):
+    sys.path.insert(0, str(folder))
+    import nets
+
+    found = data("summary", "nets.py:make", "-i", "2x1x4x4")
+    expected = hl.summarize(nets.make().eval(), (2, 1, 4, 4)).to_dict()
+    assert found == json.loads(json.dumps(expected))
+    code, out, _ = run("summary", "nets.py:make")
+    assert code == 0
+    assert "conv" in out.split()
+
+
+def test_a_harvest_by_plan_and_by_options_gives_the_same_store(folder):
+    Path("plan.toml").write_text(
+        'model = "nets.py:make"\ndata = "nets.py:batches"\nwhere = ["conv", "fc"]\nto = "one"\n'
+    )
+    assert data("harvest", "plan.toml", "-q")["samples"] == 40
+    assert data("harvest", "plan.toml", "-q", "--to", "two", "--dtype", "float16")["samples"] == 40
+    one, two = hl.Store.open("one"), hl.Store.open("two")
+    assert torch.equal(one["fc"][:].half(), two["fc"][:])
+    sys.path.insert(0, str(folder))
+    import nets
+
+    with torch.no_grad():
+        expected = nets.make().eval()(torch.cat(nets.batches()))
+    torch.testing.assert_close(one["fc"][:], expected)
+    assert data("harvest", "plan.toml", "-q")["samples"] == 40  # again: complete already
+
+
+@pytest.mark.parametrize(
+    ("plan", "found"),
+    [
+        ("model = ", "no TOML"),
+        ('modell = "x"', "modell"),
+        ('model = "nets.py:make"', "lacks data, where, to"),
+        (None, "cannot be"),
+    ],
+)
+def test_a_bad_plan_is_an_error(plan, found):
+    if plan is not None:
+        Path("plan.toml").write_text(plan)
+    code, _, err = run("harvest", "plan.toml")
+    assert code == 2
+    assert found in err
+
+
+def test_a_dtype_that_is_none_is_an_error():
+    args = ["--model", "nets.py:make", "--data", "nets.py:batches", "-w", "fc", "--to", "x"]
+    code, _, err = run("harvest", *args, "--dtype", "float17")
+    assert code == 2
+    assert "float17" in err
+
+
+def test_recipes_are_shown_checked_and_joined(folder):
+    hl.Recipe([("fc", hl.scale(2.0))]).save("one")
+    hl.Recipe([("cov", hl.zero())]).save("two")
+    code, out, _ = run("recipes", "show", "one")
+    assert code == 0
+    assert "scale(factor=2.0)" in out
+    assert data("recipes", "check", "one", "nets.py:make") == {"fits": True, "edits": 1}
+    code, _, err = run("recipes", "check", "two", "nets.py:make")
+    assert code == 2
+    assert "'cov'" in err
+    assert "Closest: 'conv'" in err
+    assert run("recipes", "join", "one", "two", "--to", "both")[0] == 0
+    assert len(hl.Recipe.load("both")) == 2
+
+
+def test_the_doctor_tries_what_it_reports():
+    rows = data("doctor")
+    state = {row["what"]: row["state"] for row in rows}
+    assert state["capture"] == state["gradients"] == state["edits"] == "ok"
+    assert (
+        state["torch"] == torch.__version__.partition("+")[0] or state["torch"] in torch.__version__
+    )
+
+
+def test_the_doctor_s_exit_code_tells_of_a_problem(monkeypatch):
+    from hookline.cli import doctor
+
+    def fails():
+        raise RuntimeError("torn")
+
+    monkeypatch.setattr(doctor, "_try_edit", fails)
+    code, out, _ = run("doctor")
+    assert code == 1
+    assert "edits will not work (RuntimeError: torn)" in out
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_scripts_name_the_program(shell):
+    code, out, _ = run("completion", shell)
+    assert code == 0
+    assert "_HOOKLINE_COMPLETE" in out
+
+
+def test_every_command_explains_itself():
+    code, out, _ = run("--help")
+    assert code == 0
+    assert "Exit codes: 0 done" in " ".join(out.split())
+    for name, command in hookline.commands.items():
+        assert name in out
+        assert command.help, name
+
+
+def test_a_usage_error_is_2():
+    assert run("places")[0] == 2
+    assert run("nonsense")[0] == 2
+    assert run("capture", "nets.py:make", "--format", "yaml")[0] == 2
+
+
+def test_a_user_s_model_that_raises_is_told_without_a_traceback():
+    code, _, err = run("capture", "nets.py:make", "-i", "2x1x9x9")
+    assert code == 2
+    assert "RuntimeError" in err
+    assert "Traceback" not in err
+    assert "hookline" not in err.splitlines()[0]
+
+
+def test_nothing_is_left_on_a_model_that_was_looked_at(folder):
+    Path("kept.py").write_text("import nets\nnet = nets.make()\n")
+    run("capture", "kept:net", "-i", "2x1x4x4")
+    import kept
+
+    assert not hl.attached(kept.net)
+    assert not any(m._forward_hooks for m in kept.net.modules() if isinstance(m, nn.Module))
+    sys.modules.pop("kept")
