@@ -19,8 +19,11 @@ __all__ = [
 ]  # fmt: skip
 
 _LEAST = 12  # how far a column of text is cut; then columns are left out
-_LEFT_OUT = ("input", "activations", "type", "backward time", "backward", "output", "time", "calls")
-_TEXT = ("place", "type", "input", "output", "in a", "in b", "remark")  # columns of text
+_LEFT_OUT = (
+    "input", "activations", "type", "backward time", "backward", "output", "time", "calls", "dtype",
+    "shape",
+)  # fmt: skip
+_TEXT = ("place", "type", "input", "output", "in b", "shape", "dtype", "remark")  # columns of text
 
 
 def show_count(number: float) -> str:
