@@ -11,6 +11,7 @@ Every value inside a model has an address, its place (`"layer1.0.conv2"`, `"fc:i
 - `measure`: `Mean`, `Variance`, `Covariance`, `Histogram`, `TopK`, `Norm`, `Sparsity` of values
   over a whole data set → `Measurements`
 - `summarize`: what each module costs: parameters, memory, FLOPs, time → `Summary`
+- `compare`: where two models part, and by how much → `Comparison`
 - `hook`: call a function with every value; the primitive
 - `preserve`, `replace_module`, `get_module`, `get_parameter`: parameters and modules
 - `attention`: the attention patterns of models that never compute them
@@ -26,6 +27,7 @@ All of them act inside `with`, or from `.attach()` to `.remove()`, and leave not
 """
 
 from hookline.attention_patterns import attention
+from hookline.comparison import compare
 from hookline.core.captures import capture
 from hookline.core.changes import Chain, Change, replace
 from hookline.core.contexts import attached
@@ -37,6 +39,7 @@ from hookline.core.records import Record
 from hookline.core.slices import heads, last_token
 from hookline.core.taps import Call
 from hookline.costs import summarize
+from hookline.differences import Comparison, Difference
 from hookline.errors import (
     BatchError,
     ChangeError,
@@ -95,8 +98,10 @@ __all__ = [
     "Chain",
     "Change",
     "ChangeError",
+    "Comparison",
     "Covariance",
     "Finding",
+    "Difference",
     "GradientNotAvailable",
     "HarvestError",
     "Histogram",
@@ -136,6 +141,7 @@ __all__ = [
     "blend",
     "capture",
     "clamp",
+    "compare",
     "dropout",
     "edit",
     "get_module",

@@ -262,6 +262,7 @@ def _pull_back(roots: list[Tensor], nodes: list[Any]) -> None:
     """A backward that leaves no gradient anywhere."""
     starts = [torch.ones_like(tensor) for tensor in roots]
     variables = [node.variable for node in nodes if hasattr(node, "variable")]
+    variables = [variable for variable in variables if variable.requires_grad]
     reentrant = any(node.name() == "CheckpointFunctionBackward" for node in nodes)
     if variables and not reentrant:
         torch.autograd.grad(roots, variables, starts, allow_unused=True)
@@ -269,6 +270,8 @@ def _pull_back(roots: list[Tensor], nodes: list[Any]) -> None:
     # Reentrant checkpointing works in backward() only, which leaves gradients behind.
     before = [(variable, variable.grad) for variable in variables]
     try:
+        for variable in variables:
+            variable.grad = None  # else it is added to, in place
         torch.autograd.backward(roots, starts)
     finally:
         for variable, grad in before:

@@ -18,8 +18,12 @@ __all__ = [
     "as_html", "as_lines", "pandas", "show_count", "show_number", "show_seconds", "show_shapes",
 ]  # fmt: skip
 
-_LEAST = 10  # how far a column of text is cut
-_TEXT = ("place", "type", "input", "output", "in a", "in b", "remark")  # columns of text
+_LEAST = 12  # how far a column of text is cut; then columns are left out
+_LEFT_OUT = (
+    "input", "activations", "type", "backward time", "backward", "output", "time", "calls", "dtype",
+    "shape",
+)  # fmt: skip
+_TEXT = ("place", "type", "input", "output", "in b", "shape", "dtype", "remark")  # columns of text
 
 
 def show_count(number: float) -> str:
@@ -95,9 +99,11 @@ def as_lines(cells: Sequence[Sequence[str]], width: int) -> list[str]:
     head = cells[0]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     text = [n for n, name in enumerate(head) if name in _TEXT]
-    if "input" in head and sum(widths) + 2 * len(widths) > width:  # the output says more
-        n = list(head).index("input")
-        return as_lines([[*row[:n], *row[n + 1 :]] for row in cells], width)
+    least = sum(_LEAST if n in text else size for n, size in enumerate(widths))
+    for name in _LEFT_OUT if least + 2 * len(widths) > width else ():
+        if name in head:
+            at = list(head).index(name)
+            return as_lines([[*row[:at], *row[at + 1 :]] for row in cells], width)
     while sum(widths) + 2 * len(widths) > width:
         widest = max(text, key=lambda n: widths[n], default=0)
         if not text or widths[widest] <= _LEAST:
