@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hookline.errors import HooklineWarning, StoreError
+from hookline.harvest_plans import refuse_changes
 from hookline.harvest_statistics import merge_ranks
 from hookline.store import Store
 from hookline.store_files import Index, index_path, read_index, write_json
@@ -34,13 +35,16 @@ def earlier(folder: Path, rank: int) -> Index:
     return read_index(folder, rank) if index_path(folder, rank).exists() else Index(rank)
 
 
-def open_writer(folder: Path, rank: int, metadata: dict[str, Any]) -> StoreWriter:
-    """The writer of a rank, which goes on where it stopped."""
+def open_writer(folder: Path, rank: int, wanted: dict[str, Any]) -> StoreWriter:
+    """The writer of a rank, which goes on where it stopped; `wanted` is what `describe` gave."""
     until = time.monotonic() + _ORPHANS
     while True:
+        known = (folder / "store.json").exists()
+        metadata = None if known else {"harvest": wanted}
         try:
             return Store.create(folder, metadata=metadata, rank=rank, resume=True)
         except StoreError:
+            refuse_changes(folder, wanted)  # another rank was quicker, and sees other data
             with locked(folder, rank) as free:
                 if free or time.monotonic() > until or not folder.is_dir():
                     raise
