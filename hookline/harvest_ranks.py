@@ -15,11 +15,12 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from hookline import folders
 from hookline.errors import HooklineWarning, StoreError
 from hookline.harvest_plans import refuse_changes
 from hookline.harvest_statistics import merge_ranks
 from hookline.store import Store
-from hookline.store_files import Index, index_path, read_index, write_json
+from hookline.store_files import Index, index_path, read_index
 from hookline.store_locks import locked
 from hookline.store_writing import StoreWriter
 
@@ -102,8 +103,6 @@ def _describe(folder: Path, world: int) -> None:
     indexes = [read_index(folder, rank) for rank in range(world)]
     measured = merge_ranks(folder, world)
     content = {
-        "format": "hookline.harvest",
-        "version": 1,
         "samples": sum(index.samples for index in indexes),
         "batches": sum(index.mark["batches"] for index in indexes),
         "statistics": None if measured is None else "statistics",
@@ -112,4 +111,4 @@ def _describe(folder: Path, world: int) -> None:
             for n, index in enumerate(indexes)
         ],
     }
-    write_json(folder / "harvest.json", content, True)
+    folders.write(folder, "harvest", content, {})

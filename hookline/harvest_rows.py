@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, cast
@@ -85,7 +85,8 @@ class Taker:
             # It would wait for ranks that have fewer batches.
             model = cast("nn.Module", model.module)
         self.model, self.taking = model, taking
-        self._where: Any = list(where) if hasattr(where, "__next__") else where  # pyright: ignore
+        given = cast("Any", where)
+        self._where: Any = list(given) if isinstance(given, Iterator) else given
         self.asked = _places(model, self._where)
         self.places: list[Place] = []  # those that fire; empty before the first batch
         self.stops = taking.stop is True
@@ -119,14 +120,14 @@ class Taker:
 
     def _record(self, batch: Any, at: Any) -> Record:
         taking = self.taking
+        if self._device is not None:
+            batch = moved(batch, self._device)
         # A glob may match what never fires; a place that fired once has to fire each time.
         where = self.places or self._where
         looking = capture(
             self.model, where, at=at, transform=taking.transform, detach=True, dtype=taking.dtype,
             stop=self.stops,
         )  # fmt: skip
-        if self._device is not None:
-            batch = moved(batch, self._device)
         with torch.no_grad(), looking as record:
             (taking.forward or run)(self.model, batch)
         return record
