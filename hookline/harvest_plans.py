@@ -119,7 +119,8 @@ class Plan:
         head = ("place", "row", "dtype", "a batch" if unknown else "in all")
         table = [head, *((p, r, d, show_bytes(size * total)) for p, r, d, size in self.rows)]
         ranks = f" on {self.ranks} ranks" if self.ranks > 1 else ""
-        title = f"Harvest of {len(self.rows)} places into {self.folder!r}{ranks}"
+        places = f"{len(self.rows)} place{'s' * (len(self.rows) != 1)}"
+        title = f"Harvest of {places} into {self.folder!r}{ranks}"
         space = f"{show_bytes(self.free)} are free"
         if self.nbytes is None or self.batches is None:
             last = f"batches of {self.samples}, nobody knows how many; {space}"

@@ -15,10 +15,12 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from hookline import folders
 from hookline.errors import HooklineWarning, StoreError
+from hookline.harvest_plans import refuse_changes
 from hookline.harvest_statistics import merge_ranks
 from hookline.store import Store
-from hookline.store_files import Index, index_path, read_index, write_json
+from hookline.store_files import Index, index_path, read_index
 from hookline.store_locks import locked
 from hookline.store_writing import StoreWriter
 
@@ -34,13 +36,16 @@ def earlier(folder: Path, rank: int) -> Index:
     return read_index(folder, rank) if index_path(folder, rank).exists() else Index(rank)
 
 
-def open_writer(folder: Path, rank: int, metadata: dict[str, Any]) -> StoreWriter:
-    """The writer of a rank, which goes on where it stopped."""
+def open_writer(folder: Path, rank: int, wanted: dict[str, Any]) -> StoreWriter:
+    """The writer of a rank, which goes on where it stopped; `wanted` is what `describe` gave."""
     until = time.monotonic() + _ORPHANS
     while True:
+        known = (folder / "store.json").exists()
+        metadata = None if known else {"harvest": wanted}
         try:
             return Store.create(folder, metadata=metadata, rank=rank, resume=True)
         except StoreError:
+            refuse_changes(folder, wanted)  # another rank was quicker, and sees other data
             with locked(folder, rank) as free:
                 if free or time.monotonic() > until or not folder.is_dir():
                     raise
@@ -98,8 +103,6 @@ def _describe(folder: Path, world: int) -> None:
     indexes = [read_index(folder, rank) for rank in range(world)]
     measured = merge_ranks(folder, world)
     content = {
-        "format": "hookline.harvest",
-        "version": 1,
         "samples": sum(index.samples for index in indexes),
         "batches": sum(index.mark["batches"] for index in indexes),
         "statistics": None if measured is None else "statistics",
@@ -108,4 +111,4 @@ def _describe(folder: Path, world: int) -> None:
             for n, index in enumerate(indexes)
         ],
     }
-    write_json(folder / "harvest.json", content, True)
+    folders.write(folder, "harvest", content, {})

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, cast
@@ -64,8 +64,8 @@ class Taking:
             return None
         found: Any = _lookup(batch, self.ids, "ids")
         if isinstance(found, (Tensor, np.ndarray)):
-            found = cast("Any", found).tolist()
-        return list(cast("Any", found))
+            return cast("list[Any]", found.tolist())
+        return list(found)
 
 
 @dataclass(frozen=True)
@@ -82,14 +82,16 @@ class Taker:
 
     def __init__(self, model: nn.Module, where: Where, taking: Taking) -> None:
         if isinstance(model, nn.parallel.DistributedDataParallel):
-            model = cast(
-                "nn.Module", model.module
-            )  # it would wait for ranks that have fewer batches
+            # It would wait for ranks that have fewer batches.
+            model = cast("nn.Module", model.module)
         self.model, self.taking = model, taking
-        self.asked = _places(model, where)
+        given = cast("Any", where)
+        self._where: Any = list(given) if isinstance(given, Iterator) else given
+        self.asked = _places(model, self._where)
         self.places: list[Place] = []  # those that fire; empty before the first batch
         self.stops = taking.stop is True
         self._device = _device(model)
+        _refuse_spread(model)
         _warn_of_training(model)
 
     def take(self, batch: Any) -> Taken:
@@ -112,19 +114,20 @@ class Taker:
             raise HarvestError(
                 "The values of a batch were to be stored, one row for each sample.",
                 f"Counts along the first dimension: {str(counts)[:300]}.",
-                "Bring the samples to the front, as in transform=lambda value: value.transpose(0, 1).",
+                "Bring the samples to the front, as with transform=lambda v: v.transpose(0, 1).",
             )
         return Taken(rows, next(iter(counts.values())), ids)
 
     def _record(self, batch: Any, at: Any) -> Record:
         taking = self.taking
-        where = self.places or self.asked
-        looking = capture(
-            self.model, *where, at=at, transform=taking.transform, detach=True, dtype=taking.dtype,
-            stop=self.stops,
-        )  # fmt: skip
         if self._device is not None:
             batch = moved(batch, self._device)
+        # A glob may match what never fires; a place that fired once has to fire each time.
+        where = self.places or self._where
+        looking = capture(
+            self.model, where, at=at, transform=taking.transform, detach=True, dtype=taking.dtype,
+            stop=self.stops,
+        )  # fmt: skip
         with torch.no_grad(), looking as record:
             (taking.forward or run)(self.model, batch)
         return record
@@ -172,7 +175,6 @@ class Taker:
 
 
 def _places(model: nn.Module, where: Where) -> list[Place]:
-    where = list(where) if hasattr(where, "__next__") else where  # pyright: ignore
     places = select(model, where)
     for place in places:
         if "grad" in place.port or place.port == "value":
@@ -182,6 +184,17 @@ def _places(model: nn.Module, where: Where) -> list[Place]:
                 "Name outputs or inputs of modules. Only the forward runs.",
             )
     return places
+
+
+def _refuse_spread(model: nn.Module) -> None:
+    """Ranks that hold parts of one model must run in step, and here each runs for itself."""
+    for name, parameter in cast("Iterable[tuple[str, Tensor]]", model.named_parameters()):
+        if hasattr(parameter, "placements"):
+            raise HarvestError(
+                f"A harvest of a {type(model).__name__} was asked for.",
+                f"Its parameter {name!r} is spread over ranks, which would have to run in step.",
+                "Give each rank a whole model, or capture batch by batch into a Store.",
+            )
 
 
 def _kept(value: Tensor, mask: Tensor) -> Tensor | list[Tensor]:

@@ -130,11 +130,13 @@ class _Harvest:
         taken = None if first is None else self._take(*first)
         if taken is not None:
             self._plan(taken, length)
-        with open_writer(self.folder, self.share.rank, {"harvest": self.wanted}) as self.writer:
+        with open_writer(self.folder, self.share.rank, self.wanted) as self.writer:
             if self.measuring is not None:
                 self.measuring.catch_up()
             if first is not None:
                 self._write_all(first[0], first[1], taken, batches)
+            if self.measuring is not None:
+                self.measuring.save(now=True)
             kinds = None if self.measuring is None else self.measuring.kinds
             done = {"done": True, "length": length, "batches": self._count(), "kinds": kinds}
             self.writer.note({**self.writer.mark, **done})

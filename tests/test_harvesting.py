@@ -1,0 +1,901 @@
+"""Harvests: what is on disk is what plain torch hooks see, also after crashes and in shares."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import warnings
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from helpers import assert_clean, bits
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
+
+import hookline as hl
+from hookline import harvest_batches, harvest_plans, harvest_rows, store_writing
+from hookline.fingerprints import digest, fingerprint, spell
+
+ROOT = Path(__file__).parents[1]
+
+
+def small(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 6), nn.ReLU(inplace=True), nn.Linear(6, 3), nn.Tanh()).eval()
+
+
+def seen_by_torch(model, batches, *paths):
+    """The outputs of modules, by torch's own hooks."""
+    found = {path: [] for path in paths}
+    handles = [
+        model.get_submodule(path).register_forward_hook(
+            lambda module, args, output, path=path: found[path].append(output.detach().clone())
+        )
+        for path in paths
+    ]
+    with torch.no_grad():
+        for batch in batches:
+            model(batch)
+    for handle in handles:
+        handle.remove()
+    return {path: torch.cat(values) for path, values in found.items()}
+
+
+def assert_same(store, expected):
+    for place, rows in expected.items():
+        assert store[place].dtype == rows.dtype
+        assert store[place].shape == rows.shape
+        assert torch.equal(bits(store[place][:]), bits(rows))
+
+
+@pytest.fixture
+def data():
+    torch.manual_seed(1)
+    return torch.randn(50, 4).split(8)
+
+
+@pytest.fixture
+def to(tmp_path):
+    return tmp_path / "acts"
+
+
+@contextmanager
+def as_rank(rank, world):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RANK", str(rank))
+        patch.setenv("WORLD_SIZE", str(world))
+        yield
+
+
+class Stopped(Exception):
+    pass
+
+
+def stopping(batches, after):
+    """The batches until an error comes."""
+    for number, batch in enumerate(batches):
+        if number == after:
+            raise Stopped
+        yield batch
+
+
+# What is stored
+
+
+def test_what_is_stored_is_what_hooks_see(data, to):
+    model = small()
+    store = hl.harvest(model, data, ["0", "2"], to=to, quiet=True)
+    assert_same(store, seen_by_torch(model, data, "0", "2"))
+    assert store.ids == list(range(50))
+    assert store.places() == ["0", "2"]
+    assert_clean(model)
+
+
+class Token(nn.Module):
+    """Takes its arguments in every way; gives tokens and a pooled row."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.mix, self.pool = nn.Embedding(20, 5), nn.Linear(5, 5), nn.Linear(5, 7)
+
+    def forward(self, tokens, attention_mask=None):
+        if not isinstance(tokens, torch.Tensor):
+            tokens = tokens.tokens
+        h = self.mix(self.embed(tokens))
+        return h, self.pool(h[:, 0])
+
+
+def texts(lengths, sizes=4):
+    """Batches of padded sequences, each as long as its longest one."""
+    torch.manual_seed(2)
+    batches = []
+    for start in range(0, len(lengths), sizes):
+        own = lengths[start : start + sizes]
+        mask = torch.arange(max(own))[None] < torch.tensor(own)[:, None]
+        tokens = torch.randint(1, 20, mask.shape) * mask
+        batches.append({"tokens": tokens, "attention_mask": mask.long()})
+    return batches
+
+
+LENGTHS = [3, 1, 5, 2, 4, 4, 0, 6, 2]
+
+
+@pytest.mark.parametrize("form", ["dict", "tuple", "object", "forward"])
+def test_padding_is_left_out_whatever_a_batch_is(form, to):
+    torch.manual_seed(0)
+    model, batches = Token(), texts(LENGTHS)
+    given = {
+        "dict": batches,
+        "tuple": [tuple(batch.values()) for batch in batches],
+        "object": [SimpleNamespace(**batch) for batch in batches],
+        "forward": [[batch, "label"] for batch in batches],
+    }[form]
+    mask = {"tuple": lambda b: b[1], "forward": lambda b: b[0]["attention_mask"]}
+    forward = (lambda m, b: m(**b[0])) if form == "forward" else None
+    store = hl.harvest(
+        model, given, ["mix", "pool", "embed:input"], to=to, quiet=True, forward=forward,
+        mask=mask.get(form, "attention_mask"),
+    )  # fmt: skip
+    with torch.no_grad():
+        whole = [model(**batch) for batch in batches]
+    sequences = [row for h, _ in whole for row in h]
+    tokens = [row for batch in batches for row in batch["tokens"]]
+    assert store["mix"].lengths().tolist() == LENGTHS
+    for number, length in enumerate(LENGTHS):
+        assert torch.equal(store["mix"][number], sequences[number][:length])
+        assert torch.equal(store["embed:input"][number], tokens[number][:length])
+    assert torch.equal(store["pool"][:], torch.cat([pooled for _, pooled in whole]))
+
+
+def test_the_last_token_of_each_sequence(to):
+    model, batches = Token(), texts([3, 1, 5, 2])
+    store = hl.harvest(
+        model, batches, "mix", to=to, at=hl.last_token, mask="attention_mask", quiet=True
+    )
+    with torch.no_grad():
+        h, _ = model(**batches[0])
+    assert torch.equal(store["mix"][:], h[torch.arange(4), torch.tensor([2, 0, 4, 1])])
+
+
+def test_slices_transforms_and_dtypes(data, to):
+    store = hl.harvest(
+        small(), data, "0", to=to, at=np.s_[:, :2], transform=lambda v: v * 2,
+        dtype=torch.bfloat16, quiet=True,
+    )  # fmt: skip
+    rows = seen_by_torch(small(), data, "0")["0"]
+    assert_same(store, {"0": (rows[:, :2] * 2).bfloat16()})
+
+
+def test_ids_are_taken_from_the_batch(data, to):
+    batches = [
+        {"input": x, "name": [f"{n}-{k}" for k in range(len(x))]} for n, x in enumerate(data)
+    ]
+    store = hl.harvest(
+        small(), batches, "0", to=to, ids="name", quiet=True, forward=lambda m, b: m(b["input"])
+    )
+    assert store.ids == [f"{n}-{k}" for n, x in enumerate(data) for k in range(len(x))]
+
+
+def test_the_forward_stops_after_the_last_place(data, to):
+    model = small()
+    calls = []
+    model[3].register_forward_hook(lambda *_: calls.append(1))
+    hl.harvest(model, data, "0", to=to, quiet=True)
+    assert len(calls) == 1  # the first batch runs through, to see that each place fires once
+    hl.harvest(model, data, "0", to=to / "never", stop=False, quiet=True)
+    assert len(calls) == 1 + len(data)
+    hl.harvest(model, data, "0", to=to / "always", stop=True, quiet=True)
+    assert len(calls) == 1 + len(data)
+
+
+class Twice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.unused = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.layer(self.layer(x))
+
+
+def test_a_module_that_is_called_twice_is_refused_or_its_first_call_taken(data, to):
+    model = Twice()
+    with pytest.raises(hl.HarvestError, match=r"called 2 times.*stop=True"):
+        hl.harvest(model, data, "layer", to=to, quiet=True)
+    store = hl.harvest(model, data, "layer", to=to, stop=True, quiet=True)
+    assert torch.equal(store["layer"][:8], model.layer(data[0]).detach())
+    assert_clean(model)
+
+
+def test_places_of_a_glob_where_nothing_happens_are_warned_of(data, to):
+    model = nn.Sequential(Twice(), nn.Linear(4, 2))
+    with pytest.warns(hl.HooklineWarning, match="Nothing happened at '0.unused'"):
+        store = hl.harvest(model, data, ["{1,0.unused}"], to=to, quiet=True)
+    assert store.places() == ["1"]
+    with pytest.raises(hl.NeverFired):
+        hl.harvest(model, data, "0.unused", to=to / "other", quiet=True)
+
+
+def test_training_mode_is_warned_of(data, to):
+    with pytest.warns(hl.HooklineWarning, match="training mode: '1'"):
+        hl.harvest(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), data, "0", to=to, quiet=True)
+
+
+# Data
+
+
+class Stream(IterableDataset):
+    def __init__(self, batches):
+        self.batches = batches
+
+    def __iter__(self):
+        return iter(self.batches)
+
+
+@pytest.mark.parametrize(
+    "kind", ["list", "tuple", "generator", "function", "from", "loader", "workers", "stream"]
+)
+def test_data_comes_in_many_ways_and_is_gone_on_with(kind, data, to):
+    rows, asked = torch.cat(data), []
+
+    def begin(first):
+        asked.append(first)
+        return iter(data[first:])
+
+    def given():
+        return {
+            "list": lambda: list(data),
+            "tuple": lambda: data,
+            "generator": lambda: (x for x in data),
+            "function": lambda: lambda: (x for x in data),
+            "from": lambda: begin,
+            "loader": lambda: DataLoader(rows, batch_size=8),
+            "workers": lambda: DataLoader(rows, batch_size=8, num_workers=1),
+            "stream": lambda: DataLoader(Stream(data), batch_size=None),
+        }[kind]()
+
+    calls = []
+
+    def forward(model, batch):
+        calls.append(1)
+        if len(calls) == 4:
+            raise Stopped
+        return model(batch)
+
+    with pytest.raises(Stopped):
+        hl.harvest(small(), given(), "0", to=to, quiet=True, forward=forward)
+    assert len(hl.Store.open(to)) == 3 * 8
+    store = hl.harvest(small(), given(), "0", to=to, quiet=True, forward=forward)
+    assert len(calls) == 4 + len(data) - 3
+    assert asked in ([], [0, 2])  # the last one that is there is looked at again
+    assert_same(store, seen_by_torch(small(), data, "0"))
+    assert store.ids == list(range(50))
+
+
+def test_a_loader_loads_only_what_is_needed(data, to):
+    loaded = []
+
+    class Rows(torch.utils.data.Dataset):
+        def __len__(self):
+            return 50
+
+        def __getitem__(self, n):
+            loaded.append(n)
+            return torch.full((4,), float(n))
+
+    def interrupted(model, batch):
+        if batch[0, 0] == 40:
+            raise Stopped
+        return model(batch)
+
+    loader = DataLoader(Rows(), batch_size=8)
+    with pytest.raises(Stopped):
+        hl.harvest(small(), loader, "0", to=to, quiet=True, forward=interrupted)
+    loaded.clear()
+    hl.harvest(small(), loader, "0", to=to, quiet=True)
+    assert loaded == [*range(8), *range(32, 50)]  # the first and the last stored are compared
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        (torch.zeros(8, 4), "x.split"),
+        ({"x": 1}, "no series of batches"),
+        (3, "no series of batches"),
+        ([], "no batches"),
+        (lambda: 3, "returned a int"),
+    ],
+)
+def test_what_is_no_data_is_refused(given, reason, to):
+    with pytest.raises(hl.HarvestError, match=reason):
+        hl.harvest(small(), given, "0", to=to, quiet=True)
+    assert not to.exists()
+
+
+def test_a_loader_that_shares_already_is_refused(data, to):
+    rows = TensorDataset(torch.cat(data))
+    loader = DataLoader(rows, sampler=DistributedSampler(rows, num_replicas=2, rank=0))
+    with pytest.raises(hl.HarvestError, match="DistributedSampler"):
+        hl.harvest(small(), loader, "0", to=to, quiet=True)
+
+
+def test_labels_in_a_batch_are_told_of(data, to):
+    with pytest.raises(TypeError) as caught:
+        hl.harvest(small(), [(x, len(x)) for x in data], "0", to=to, quiet=True)
+    assert "labels" in caught.value.__notes__[0]
+
+
+def test_batches_go_to_the_device_of_the_model():
+    batch = {"x": torch.ones(2), "n": [torch.ones(1), "word"]}
+    found = harvest_rows.moved(batch, torch.device("meta"))
+    assert found["x"].is_meta
+    assert found["n"][0].is_meta
+    assert found["n"][1] == "word"
+    assert not batch["x"].is_meta
+
+
+@pytest.mark.parametrize(
+    ("where", "reason"), [("0:grad_output", "gradient"), ("0.weight", "same for every batch")]
+)
+def test_places_that_a_forward_does_not_give_are_refused(where, reason, data, to):
+    with pytest.raises(hl.HarvestError, match=reason):
+        hl.harvest(small(), data, where, to=to, quiet=True)
+
+
+def test_values_that_do_not_fit_samples_are_refused(data, to):
+    with pytest.raises(hl.HarvestError, match="single number"):
+        hl.harvest(small(), data, "0", to=to, transform=torch.mean, quiet=True)
+    with pytest.raises(hl.HarvestError, match="first dimension"):
+        hl.harvest(small(), data, "0", to=to, ids=lambda b: [1, 2], quiet=True)
+    with pytest.raises(hl.HarvestError, match="batch × position"):
+        hl.harvest(small(), data, "0", to=to, mask=lambda b: b[0], quiet=True)
+    with pytest.raises(hl.HarvestError, match="no such part"):
+        hl.harvest(small(), data, "0", to=to, mask="attention_mask", quiet=True)
+    with pytest.raises(hl.HarvestError, match="mask="):
+        hl.harvest(small(), data, "0", to=to, at=hl.last_token, quiet=True)
+    assert not to.exists()
+
+
+# Going on
+
+
+def test_a_harvest_that_is_complete_does_not_run_the_model(data, to):
+    hl.harvest(small(), data, "0", to=to, quiet=True)
+    content = json.loads((to / "harvest.json").read_text())
+    assert (content["samples"], content["batches"]) == (50, 7)
+
+    def never(model, batch):
+        raise AssertionError
+
+    assert len(hl.harvest(small(), data, "0", to=to, forward=never, quiet=True)) == 50
+
+
+def test_more_data_is_gone_on_with_and_less_is_refused(data, to):
+    hl.harvest(small(), data[:4], "0", to=to, quiet=True)
+    store = hl.harvest(small(), data, "0", to=to, quiet=True)
+    assert_same(store, seen_by_torch(small(), data, "0"))
+    with pytest.raises(hl.HarvestError, match="ends before batch 6"):
+        hl.harvest(small(), data[:4], "0", to=to, quiet=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"model": small(1)}, "fingerprint"),
+        ({"model": nn.Linear(4, 6), "where": ""}, "was a Sequential; now it is a Linear"),
+        ({"where": ["0", "2"]}, "places were"),
+        ({"dtype": torch.float16}, "dtype=None; now it is float16"),
+        ({"at": np.s_[:, 0]}, "at=None; now"),
+        ({"transform": torch.relu}, "transform was"),
+        ({"mask": lambda b: b > 0}, "mask was"),
+        ({"ids": lambda b: b[:, 0].long()}, "ids were"),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
+def test_another_harvest_is_refused_with_the_reason(change, reason, data, to):
+    given = {"model": small(), "where": "0"} | change
+    model, where = given.pop("model"), given.pop("where")
+    with pytest.raises(Stopped):
+        hl.harvest(small(), stopping(data, 3), "0", to=to, quiet=True)
+    with pytest.raises(hl.HarvestError, match=reason):
+        hl.harvest(model, data, where, to=to, quiet=True, **given)
+    assert len(hl.harvest(small(), data, "0", to=to, quiet=True)) == 50
+
+
+def test_data_in_another_order_is_refused(data, to):
+    with pytest.raises(Stopped):
+        hl.harvest(small(), stopping(data, 3), "0", to=to, quiet=True)
+    with pytest.raises(hl.HarvestError, match="first batch differs"):
+        hl.harvest(small(), data[::-1], "0", to=to, quiet=True)
+    with pytest.raises(hl.HarvestError, match="Batch 2, the last one that was stored, differs"):
+        hl.harvest(small(), [*data[:2], *data[3:]], "0", to=to, quiet=True)
+
+
+def test_with_ids_the_ids_are_compared_and_not_the_batches(data, to):
+    def noisy():
+        return [{"x": x + torch.rand(()), "n": torch.arange(len(x)) + 8 * k}
+                for k, x in enumerate(data)]  # fmt: skip
+
+    def forward(model, batch):
+        return model(batch["x"])
+
+    with pytest.raises(Stopped):
+        hl.harvest(small(), stopping(noisy(), 3), "0", to=to, ids="n", forward=forward, quiet=True)
+    store = hl.harvest(small(), noisy(), "0", to=to, ids="n", forward=forward, quiet=True)
+    assert store.ids == list(range(50))
+
+
+def test_a_folder_with_something_else_is_refused(data, to):
+    with hl.Store.create(to) as writer:
+        writer.append({"0": torch.zeros(1, 6)})
+    with pytest.raises(hl.HarvestError, match="does not come from a harvest"):
+        hl.harvest(small(), data, "0", to=to, quiet=True)
+
+
+# The plan, and the disk
+
+
+def test_the_plan_is_shown_first(data, to, capsys):
+    hl.harvest(small(), data, ["0", "2"], to=to)
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    plan, last = printed.err.split("\ndone: ")
+    assert plan.splitlines()[1:4] == [
+        "  place  row   dtype    in all",
+        "  0      (6,)  float32  1.3 KB",
+        "  2      (3,)  float32  672 B",
+    ]
+    assert "about 56 samples in 7 batches" in plan
+    assert "the forward stops" in plan
+    assert str(to) in last
+    hl.harvest(small(), (x for x in data), "0", to=to / "unknown")
+    assert "nobody knows how many" in capsys.readouterr().err
+
+
+def test_the_bytes_of_the_plan_are_those_on_disk(data, to, monkeypatch):
+    plans = []
+    monkeypatch.setattr(harvest_plans.Plan, "check_space", lambda plan: plans.append(plan))
+    hl.harvest(small(), torch.randn(64, 4).split(8), ["0", "2"], to=to, quiet=True)
+    shards = sum(path.stat().st_size for path in to.glob("*.safetensors"))
+    assert shards <= plans[0].nbytes <= shards + 65536
+
+
+def test_what_does_not_fit_on_the_disk_is_refused(data, to, monkeypatch):
+    usage = SimpleNamespace(free=100)
+    monkeypatch.setattr(harvest_plans.shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(hl.HarvestError, match=r"100 B free.*bfloat16"):
+        hl.harvest(small(), data, "0", to=to, quiet=True)
+    assert not to.exists()
+
+
+def test_a_disk_that_fills_up_raises_here_and_leaves_a_sound_store(data, to, monkeypatch):
+    write, count = store_writing._write, []
+
+    def failing(file, content, place):
+        count.append(1)
+        if len(count) > 20:
+            raise OSError(28, "No space left on device")
+        write(file, content, place)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store_writing, "_write", failing)
+        with pytest.raises(hl.StoreError, match="No space left") as caught:
+            hl.harvest(small(), data, "0", to=to, quiet=True, statistics=[hl.Mean()])
+    assert "the same harvest again goes on" in caught.value.__notes__[0]
+    stored = len(hl.Store.open(to))
+    assert 0 < stored < 50
+    store = hl.harvest(small(), data, "0", to=to, quiet=True, statistics=[hl.Mean()])
+    assert_same(store, seen_by_torch(small(), data, "0"))
+    check_mean(to, store)
+
+
+def test_an_error_of_the_writing_thread_does_not_hang_the_harvest(to, monkeypatch):
+    def broken(self, *args, **kwargs):
+        raise ZeroDivisionError("in the thread")
+
+    monkeypatch.setattr(store_writing.StoreWriter, "append", broken)
+    many = (torch.zeros(2, 4) for _ in range(1000))
+    with pytest.raises(ZeroDivisionError):
+        hl.harvest(small(), many, "0", to=to, quiet=True)
+    assert not [t for t in threading.enumerate() if t.name == "hookline harvest"]
+
+
+def test_memory_is_bounded_when_the_disk_is_slow(data, to, monkeypatch):
+    append, going = store_writing.StoreWriter.append, threading.Event()
+    made = []
+
+    def slow(self, *args, **kwargs):
+        going.wait(10)
+        append(self, *args, **kwargs)
+
+    def batches():
+        for number, batch in enumerate(data):
+            made.append(number)
+            if number == 4:  # one is written, two wait, one is put, one is made
+                going.set()
+            yield batch
+
+    monkeypatch.setattr(store_writing.StoreWriter, "append", slow)
+    held = []
+    timer = threading.Timer(0.5, lambda: (held.append(len(made)), going.set()))
+    timer.start()
+    store = hl.harvest(small(), batches(), "0", to=to, quiet=True)
+    timer.join()
+    assert held
+    assert held[0] >= 4
+    assert_same(store, seen_by_torch(small(), data, "0"))
+
+
+# Statistics
+
+
+def check_mean(folder, store, place="0"):
+    found = hl.Measurements.load(folder / "statistics")
+    rows = store[place].to_numpy().astype("float64")
+    np.testing.assert_allclose(found[place]["mean"].numpy(), rows.mean(0), rtol=1e-12, atol=1e-15)
+    assert found.statistics[place]["mean"].count.tolist() == [len(rows)] * rows.shape[1]
+    return found
+
+
+@pytest.mark.parametrize("lost", ["nothing", "all", "half", "other kinds"])
+def test_statistics_are_those_of_the_rows_also_after_a_crash(lost, data, to):
+    kinds = [hl.Mean(), hl.TopK(k=3), hl.Histogram(range=(-3.0, 3.0))]
+    first = [hl.Norm()] if lost == "other kinds" else kinds
+    with pytest.raises(Stopped):
+        hl.harvest(small(), stopping(data, 3), "0", to=to, quiet=True, statistics=first)
+    saved = to / "rank00000.statistics"
+    if lost == "all":
+        for path in saved.iterdir():
+            path.unlink()
+        saved.rmdir()
+    elif lost == "half":  # killed between its two files
+        (saved / "measurements.safetensors").write_bytes(b"")
+    store = hl.harvest(small(), data, "0", to=to, quiet=True, statistics=kinds)
+    found = check_mean(to, store)
+    rows = store["0"][:]
+    values, ids, _ = found["0"]["topk"]
+    assert torch.equal(values.float(), rows.topk(3, dim=0).values)
+    assert torch.equal(rows[ids[0], torch.arange(6)], rows.max(0).values)
+    counted = torch.stack([torch.histc(column, 64, -3.0, 3.0) for column in rows.T])
+    assert found["0"]["histogram"].counts.sum() == counted.sum()
+
+
+def test_statistics_leave_out_padding_and_know_positions(to):
+    model, batches = Token(), texts(LENGTHS)
+    store = hl.harvest(
+        model, batches, "mix", to=to, mask="attention_mask", quiet=True,
+        statistics=[hl.Mean(), hl.TopK(k=1)],
+    )  # fmt: skip
+    found = hl.Measurements.load(to / "statistics")
+    rows = store["mix"].rows[:]
+    assert found.statistics["mix"]["mean"].count.tolist() == [sum(LENGTHS)] * 5
+    np.testing.assert_allclose(found["mix"]["mean"], rows.double().mean(0), rtol=1e-12)
+    values, ids, positions = found["mix"]["topk"]
+    for channel in range(5):
+        sample, position = int(ids[0, channel]), int(positions[0, channel, 0])
+        assert store["mix"][sample][position, channel] == values[0, channel]
+
+
+def test_statistics_can_be_asked_for_later(data, to):
+    hl.harvest(small(), data, "0", to=to, quiet=True)
+    store = hl.harvest(small(), data, "0", to=to, quiet=True, statistics=[hl.Mean()])
+    check_mean(to, store)
+
+
+# Ranks, in one process
+
+
+def test_ranks_share_the_batches_and_the_last_one_joins_them(data, to):
+    kinds = [hl.Mean(), hl.TopK(k=2)]
+    with as_rank(1, 2):
+        part = hl.harvest(small(), data, "0", to=to, quiet=True, statistics=kinds)
+    assert len(part) == 3 * 8
+    assert part.ids == [n for n in range(50) if n // 8 % 2 == 1]
+    assert not (to / "harvest.json").exists()
+    with as_rank(0, 2):
+        store = hl.harvest(small(), data, "0", to=to, quiet=True, statistics=kinds)
+    assert sorted(store.ids) == list(range(50))
+    order = torch.tensor(store.ids).argsort()
+    assert torch.equal(store["0"][order], seen_by_torch(small(), data, "0")["0"])
+    check_mean(to, store)
+    content = json.loads((to / "harvest.json").read_text())
+    assert [one["batches"] for one in content["ranks"]] == [4, 3]
+    with pytest.raises(hl.HarvestError, match="There were 2 ranks; now there are 1"):
+        hl.harvest(small(), data, "0", to=to, quiet=True)
+
+
+def test_rank_0_waits_for_the_others(data, to):
+    results = []
+
+    def rank_0():
+        results.append(hl.harvest(small(), data, "0", to=to, quiet=True))
+
+    with as_rank(0, 2):
+        thread = threading.Thread(target=rank_0)
+        thread.start()
+        while not (to / "rank00000.index.json").exists():
+            thread.join(0.01)
+    with as_rank(1, 2):
+        hl.harvest(small(), data, "0", to=to, quiet=True)
+    thread.join(30)
+    assert len(results[0]) == 50
+    assert (to / "harvest.json").exists()
+
+
+def test_rank_0_gives_up_at_last_and_says_who_is_missing(data, to, monkeypatch):
+    monkeypatch.setattr("hookline.harvest_ranks._PATIENCE", 0.1)
+    with as_rank(0, 2), pytest.warns(hl.HooklineWarning, match=r"Ranks \[1\]"):
+        store = hl.harvest(small(), data, "0", to=to, quiet=True)
+    assert len(store) == 26
+    with as_rank(1, 2):  # it comes late, and completes the store
+        store = hl.harvest(small(), data, "0", to=to, quiet=True)
+    assert sorted(store.ids) == list(range(50))
+    assert (to / "harvest.json").exists()
+
+
+def test_a_rank_that_sees_other_data_is_refused(data, to):
+    with as_rank(1, 2):
+        hl.harvest(small(), data, "0", to=to, quiet=True)
+    with as_rank(0, 2), pytest.raises(hl.HarvestError, match="same order each time and on every"):
+        hl.harvest(small(), data[::-1], "0", to=to, quiet=True)
+
+
+def test_more_ranks_than_batches(data, to):
+    with as_rank(2, 3):
+        hl.harvest(small(), data[:2], "0", to=to, quiet=True)
+    with as_rank(1, 3):
+        hl.harvest(small(), data[:2], "0", to=to, quiet=True)
+    with as_rank(0, 3):
+        store = hl.harvest(small(), data[:2], "0", to=to, quiet=True)
+    assert_same(store, seen_by_torch(small(), data[:2], "0"))
+
+
+def test_batches_that_grow_need_ids_on_several_ranks(data, to):
+    grown = [data[0], torch.cat(data[1:3])]
+    with as_rank(1, 2), pytest.raises(hl.HarvestError, match="give ids="):
+        hl.harvest(small(), grown, "0", to=to, quiet=True)
+    with as_rank(1, 2), pytest.raises(hl.HarvestError, match="Histogram"):
+        hl.harvest(small(), data, "0", to=to, quiet=True, statistics=[hl.Histogram()])
+
+
+@pytest.mark.parametrize("values", [("2", "2"), ("-1", "2"), ("x", "2"), ("1", None)])
+def test_ranks_that_make_no_sense_are_refused(values, monkeypatch):
+    for name, value in zip(("RANK", "WORLD_SIZE"), values, strict=True):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    with pytest.raises(hl.HarvestError, match="RANK"):
+        harvest_batches.ranks()
+
+
+# Fingerprints
+
+
+def test_a_fingerprint_sees_every_change():
+    model = nn.Sequential(nn.Linear(100, 200), nn.BatchNorm1d(200))
+    seen = {fingerprint(model)}
+    assert seen == {fingerprint(model)}
+    for change in (
+        lambda: model[0].weight.data[77, 33].add_(1e-3),
+        lambda: model[1].running_mean.add_(1),
+        lambda: model.append(nn.ReLU()),
+        lambda: model.double(),
+    ):
+        change()
+        seen.add(fingerprint(model))
+    assert len(seen) == 5
+
+
+def test_functions_and_slices_are_told_apart():
+    a, b = (lambda v: v[:, 0]), (lambda v: v[:, 1])
+    things = [
+        None, a, b, torch.relu, torch.tanh, np.s_[:, 0], np.s_[:, 1], np.s_[..., :3],
+        hl.heads(1, of=4), hl.heads(2, of=4), hl.last_token(torch.ones(2, 3)),
+        hl.last_token(torch.ones(2, 4)), hl.last_token,
+    ]  # fmt: skip
+    assert len({spell(one) for one in things}) == len(things)
+
+
+def test_batches_are_told_apart():
+    class Own:
+        def __init__(self, x):
+            self.own, self.me = x, self
+
+    x = torch.arange(6.0)
+    things = [
+        x, x.flip(0), x.double(), x.view(2, 3), {"x": x}, {"y": x}, [x], x.numpy() + 1,
+        {"x": x, "n": 1}, "a", ["a", "b"], ["b", "a"], Own(x), Own(x + 1), np.array(["a"]),
+    ]  # fmt: skip
+    assert len({digest(one) for one in things}) == len(things)
+
+
+# Real data
+
+
+def test_a_harvest_of_a_cnn_over_the_digits(to):
+    from sklearn.datasets import load_digits
+
+    images, labels = load_digits(return_X_y=True)
+    pictures = torch.tensor(images, dtype=torch.float32).view(-1, 1, 8, 8) / 16
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(inplace=True), nn.MaxPool2d(2), nn.Flatten(),
+        nn.Linear(256, 32), nn.ReLU(), nn.Linear(32, 10),
+    )  # fmt: skip
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    for _ in range(30):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(pictures[:600]), torch.tensor(labels[:600])).backward()
+        optimizer.step()
+    loader = DataLoader(TensorDataset(pictures), batch_size=128)
+    store = hl.harvest(
+        model.eval(), loader, ["0", "5"], to=to, quiet=True, dtype=torch.float16,
+        statistics={"sparsity": hl.Sparsity(dim=None)},
+    )  # fmt: skip
+    batches = pictures.split(128)
+    expected = seen_by_torch(model, batches, "0", "5")
+    assert_same(store, {place: rows.half() for place, rows in expected.items()})
+    # A linear probe on what was stored finds the digits again.
+    features, answers = store["5"].to_numpy().astype("float32"), np.eye(10)[labels]
+    weights = np.linalg.lstsq(features[:600], answers[:600], rcond=None)[0]
+    assert (np.argmax(features[600:] @ weights, 1) == labels[600:]).mean() > 0.8
+    assert 0.1 < float(hl.Measurements.load(to / "statistics")["5"]["sparsity"]) < 0.9
+
+
+# Interrupted and killed
+
+
+INTERRUPTED = """
+import os, signal, sys, time, torch
+sys.path.insert(0, "tests")
+from test_harvesting import small
+import hookline as hl
+
+def forward(model, batch):
+    forward.calls += 1
+    if forward.calls == 4:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(5)
+    return model(batch)
+
+forward.calls = 0
+model = small()
+torch.manual_seed(1)
+hl.harvest(model, torch.randn(50, 4).split(8), "0", to=sys.argv[1], forward=forward,
+           statistics=[hl.Mean()])
+"""
+
+
+def test_ctrl_c_leaves_a_valid_store_that_is_gone_on_with(data, to):
+    result = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED, str(to)], capture_output=True, text=True, cwd=ROOT
+    )
+    assert result.returncode == -signal.SIGINT
+    assert "KeyboardInterrupt" in result.stderr
+    assert "is sound and has 24 samples; the same harvest again goes on" in result.stderr
+    assert len(hl.Store.open(to)) == 24
+    store = hl.harvest(small(), data, "0", to=to, quiet=True, statistics=[hl.Mean()])
+    assert_same(store, seen_by_torch(small(), data, "0"))
+    check_mean(to, store)
+
+
+KILLER = """
+import json, os, random, signal, sys, time, warnings
+from pathlib import Path
+sys.path.insert(0, "tests")
+import torch
+torch.set_num_threads(1)
+import hookline as hl
+from hookline import store_writing
+from test_harvesting import LENGTHS, Token, same_stores, texts
+
+base, rounds, seed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+dice = random.Random(seed)
+torch.manual_seed(0)
+model, batches = Token(), texts(LENGTHS * 20)
+kinds = [hl.Mean(), hl.TopK(k=2)]
+
+def run(folder):
+    return hl.harvest(model, batches, ["mix", "pool"], to=folder, mask="attention_mask",
+                      statistics=kinds, quiet=True)
+
+whole = run(base / "whole")
+append = store_writing.StoreWriter.append
+killed = dropped = complete = 0
+folder = base / "0"
+while killed < rounds:
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(read)
+
+        def told(self, *args, **kwargs):
+            append(self, *args, **kwargs)
+            os.write(write, self.samples.to_bytes(4, "little"))
+
+        store_writing.StoreWriter.append = told
+        warnings.simplefilter("ignore")
+        run(folder)
+        os._exit(0)
+    os.close(write)
+    time.sleep(dice.random() * 0.08)
+    os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    said = b""
+    while piece := os.read(read, 1 << 16):
+        said += piece
+    os.close(read)
+    said = int.from_bytes(said[-4:], "little")
+    if os.WIFSIGNALED(status):
+        killed += 1
+    there = (folder / "store.json").exists()
+    if there and (said or dice.random() < 0.5):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            store = hl.Store.open(folder)
+        dropped += len(caught)
+        assert len(store) >= said, (killed, len(store), said)
+        same_stores(store, whole, len(store))
+    if (folder / "harvest.json").exists() or killed % 7 == 0:
+        with warnings.catch_warnings(action="ignore"):
+            store = run(folder)
+        same_stores(store, whole, len(whole))
+        found, expected = (hl.Measurements.load(f / "statistics") for f in (folder, base / "whole"))
+        for place in expected:
+            torch.testing.assert_close(found[place]["mean"], expected[place]["mean"],
+                                       rtol=1e-12, atol=1e-14)
+            assert torch.equal(found[place]["topk"].values, expected[place]["topk"].values)
+        complete += 1
+        folder = base / str(killed) / str(complete)
+print(json.dumps({"killed": killed, "dropped": dropped, "complete": complete}))
+"""
+
+
+def same_stores(store, whole, samples):
+    """The first samples of two stores are the same, bit for bit."""
+    if not samples:
+        return
+    assert store.ids == whole.ids[:samples]
+    assert torch.equal(bits(store["pool"][:]), bits(whole["pool"][:samples]))
+    assert torch.equal(store["mix"].lengths(), whole["mix"].lengths()[:samples])
+    rows = int(whole["mix"].lengths()[:samples].sum())
+    assert torch.equal(bits(store["mix"].rows[:]), bits(whole["mix"].rows[:rows]))
+
+
+def kill_harvests(folder, rounds, seed):
+    result = subprocess.run(
+        [sys.executable, "-c", KILLER, str(folder), str(rounds), str(seed)],
+        capture_output=True, text=True, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    told = json.loads(result.stdout)
+    assert told["killed"] >= rounds
+    assert told["complete"] > 0
+    return told
+
+
+def test_killed_harvests_lose_nothing_and_are_completed(tmp_path):
+    kill_harvests(tmp_path, rounds=60, seed=0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_many_killed_harvests_lose_nothing_and_are_completed(tmp_path):
+    assert kill_harvests(tmp_path, rounds=500, seed=1)["dropped"] > 0
+
+
+def test_warnings_of_what_was_dropped_are_given_when_it_goes_on(data, to):
+    with pytest.raises(Stopped):
+        hl.harvest(small(), stopping(data, 3), "0", to=to, quiet=True)
+    with (to / "rank00000-00000.safetensors").open("ab") as file:
+        file.write(b"half a row")
+    with pytest.warns(hl.HooklineWarning, match="dropped 10 B"):
+        store = hl.harvest(small(), data, "0", to=to, quiet=True)
+    with warnings.catch_warnings(action="error"):
+        assert_same(store, seen_by_torch(small(), data, "0"))
