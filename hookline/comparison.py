@@ -17,9 +17,9 @@ from hookline.core.captures import capture
 from hookline.core.hooks import hook
 from hookline.core.nested import Path, leaves, map_leaves
 from hookline.core.places import Place, Where, select
-from hookline.core.sites import Call
 from hookline.core.snapshots import snapshot
 from hookline.core.tables import describe
+from hookline.core.taps import Call
 from hookline.core.tree import walk
 from hookline.differences import (
     Comparison,
