@@ -3,6 +3,8 @@
 import json
 import os
 import pty
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -179,6 +181,23 @@ def test_ctrl_c_ends_with_130(folder):
     assert code == 130
     assert "Traceback" not in err
     assert out == ""
+
+
+CONSOLE = re.compile(
+    r"^```console\n\$ hookline (?P<command>.*)\n(?P<output>(?:.*\n)*?)^```$", re.MULTILINE
+)
+
+
+def test_the_commands_of_the_page_print_what_it_says(folder):
+    page = (Path(__file__).parents[1] / "docs" / "command-line.md").read_text()
+    (folder / "nets.py").write_text(re.search(r'SOURCE = """(.*?)"""', page, re.S)[1])
+    blocks = list(CONSOLE.finditer(page))
+    assert len(blocks) == page.count("```console") == page.count("$ hookline ")
+    for block in blocks:
+        result = CliRunner().invoke(hookline, shlex.split(block["command"]), prog_name="hookline")
+        sys.modules.pop("nets", None)
+        printed = [line.rstrip() for line in result.output.splitlines()]
+        assert printed == block["output"].splitlines(), block["command"]
 
 
 # -- models ---------------------------------------------------------------------------------------
