@@ -36,8 +36,8 @@ class _Entry:
     calls: Any = None
 
     def row(self) -> tuple[str, str, str, str]:
-        blank = ("" if v is None else _show(v) for v in (self.at, self.calls))
-        return (_show(self.where), _show(self.change), *blank)  # pyright: ignore
+        at, calls = ("" if v is None else _show(v) for v in (self.at, self.calls))
+        return _show(self.where), _show(self.change), at, calls
 
     def __str__(self) -> str:
         return f"{_show(self.where)} ← {_show(self.change)}"
