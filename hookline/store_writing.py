@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -34,9 +33,9 @@ from hookline.store_files import (
     read_index,
     shard_numbers,
     shard_path,
-    sync_folder,
     write_index,
 )
+from hookline.store_json import sync_folder
 from hookline.store_locks import locked
 from hookline.store_recovery import recover
 from hookline.store_values import compare_series, ids_of, rows_of
@@ -147,12 +146,9 @@ class StoreWriter:
         blocks, samples = self._blocks(values, ids)
         if not samples:
             return
-        series = [replace(one, shards=[*one.shards]) for one in self._index.series]
-        new = replace(self._index, samples=self._index.samples + samples, series=series)
-        if not new.series:
-            new.series = [replace(series) for series, _ in blocks]
-            for series in new.series:
-                series.shards = []
+        new = self._index.copy()
+        new.samples += samples
+        new.series = new.series or [series.copy() for series, _ in blocks]
         try:
             if self._unclean:
                 self._take_back(self._index)
@@ -183,11 +179,11 @@ class StoreWriter:
     ) -> dict[int, tuple[Series, int]]:
         """Write rows behind those of a series, into new shards where needed."""
         touched: dict[int, tuple[Series, int]] = {}
-        if not len(rows):  # samples may all be empty; torch views no such tensor as bytes
+        done, total, size = 0, rows.shape[0], series.row_bytes
+        if not total:  # samples may all be empty; torch views no such tensor as bytes
             return touched
         data = memoryview(cast("bytes", rows.flatten().view(torch.uint8).numpy()))
-        done, size = 0, series.row_bytes
-        while done < len(rows):
+        while done < total:
             position, inside = divmod(series.rows, series.shard_rows)
             if position == len(series.shards):
                 series.shards.append(new.next_shard)
@@ -195,7 +191,7 @@ class StoreWriter:
             number = series.shards[position]
             if number not in self._files:
                 self._files[number] = self._open(number, series)
-            count = min(len(rows) - done, series.shard_rows - inside)
+            count = min(total - done, series.shard_rows - inside)
             place = HEADER + inside * size
             _write(self._files[number], data[done * size : (done + count) * size], place)
             series.rows += count
@@ -256,26 +252,33 @@ class StoreWriter:
         old = {(one.place, one.part): one for one in self._index.series}
         blocks: list[_Block] = []
         counts: dict[str, int] = {}
+
+        def add(place: str, part: str, rows: Tensor) -> None:
+            known = old.get((place, part))
+            if known is None or not known.fits(rows):
+                known = self._series(place, part, rows)
+            blocks.append((known, rows))
+
         for place, value in values.items():
             varies = (place, "offsets") in old if old else isinstance(value, (list, tuple))
             rows, lengths = rows_of(place, value, varies)
-            counts[place] = len(rows) if lengths is None else len(lengths)
-            blocks.append((self._series(place, "rows", rows), rows))
+            counts[place] = rows.shape[0] if lengths is None else len(lengths)
+            add(place, "rows", rows)
             if lengths is not None:
-                blocks.append(self._offsets(place, "offsets", "rows", lengths))
+                add(place, "offsets", self._ends(old.get((place, "rows")), lengths))
         if ids is not None:
             rows, lengths = ids_of(ids)
-            counts["ids"] = len(rows) if lengths is None else len(lengths)
-            blocks.append((self._series("", "ids", rows), rows))
+            counts["ids"] = rows.shape[0] if lengths is None else len(lengths)
+            add("", "ids", rows)
             if lengths is not None:
-                blocks.append(self._offsets("", "id offsets", "ids", lengths))
+                add("", "id offsets", self._ends(old.get(("", "ids")), lengths))
         if not values or len(set(counts.values())) != 1:
             raise StoreError(
                 "Cannot append these values.",
                 f"Samples: {counts}." if values else "There are none.",
                 "Give every place, and the ids, the same number of samples, in the first size.",
             )
-        if old:
+        if old and [series for series, _ in blocks] != [*old.values()]:
             order = [*old, *((one.place, one.part) for one, _ in blocks)]
             blocks.sort(key=lambda block: order.index((block[0].place, block[0].part)))
             compare_series(list(old.values()), [series for series, _ in blocks])
@@ -306,11 +309,11 @@ class StoreWriter:
             )
         return series
 
-    def _offsets(self, place: str, part: str, of: str, lengths: list[int]) -> _Block:
+    @staticmethod
+    def _ends(rows: Series | None, lengths: list[int]) -> Tensor:
         """Where each sample ends, counted over all rows of the rank."""
-        start = sum(s.rows for s in self._index.series if (s.place, s.part) == (place, of))
-        ends = torch.from_numpy(np.cumsum(np.asarray(lengths, dtype=np.int64)) + start)
-        return self._series(place, part, ends), ends
+        start = 0 if rows is None else rows.rows
+        return torch.from_numpy(np.cumsum(np.asarray(lengths, dtype=np.int64)) + start)
 
     def close(self) -> None:
         """Finish: sync what the policy asks for, and let go of the files. Twice is once."""
