@@ -2,7 +2,7 @@
 
 - `Kind`, `KINDS`, `kind_of(dtype)`: the dtypes of safetensors, torch and numpy
 - `Series`: the rows of one place, of its offsets or of the sample ids, over the shards of a rank
-- `Index`: what one rank has committed; `read_index`, `write_index`, `spell_index`
+- `Index`: what one rank has committed; `read_index`, `spell_index`; `IndexFile` writes it
 - `shard_path`, `index_path`: names are made of numbers, never of places
 - `header_of(series, rows)`, `read_header(path, series)`: the first 64 KB of a shard
 
@@ -19,8 +19,8 @@ import os
 import re
 import struct
 import zlib
-from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -34,6 +34,7 @@ __all__ = [
     "KINDS",
     "PAGE",
     "Index",
+    "IndexFile",
     "Kind",
     "Series",
     "header_of",
@@ -45,12 +46,10 @@ __all__ = [
     "shard_numbers",
     "shard_path",
     "spell_index",
-    "write_index",
 ]
 
 HEADER = 65536  # bytes that a shard reserves in front of its data
 PAGE = 4096  # what lies in one page is written whole or not at all, also by a killed process
-_LENGTH = struct.pack("<Q", HEADER - 8)  # what a header begins with
 _FORMAT, _VERSION = "hookline.store.index", 1
 
 
@@ -102,11 +101,11 @@ class Series:
     rows: int = 0
     shards: list[int] = field(default_factory=list[int])
 
-    @property
+    @cached_property
     def kind(self) -> Kind:
         return KINDS[self.dtype]
 
-    @property
+    @cached_property
     def row_bytes(self) -> int:
         return math.prod(self.shape) * self.kind.numpy.itemsize
 
@@ -136,7 +135,9 @@ class Index:
 
     def copy(self) -> Index:
         """Another one, to be changed."""
-        return replace(self, series=[one.copy() for one in self.series])
+        one = object.__new__(Index)
+        one.__dict__.update(self.__dict__, series=[series.copy() for series in self.series])
+        return one
 
 
 def shard_path(folder: Path, rank: int, number: int) -> Path:
@@ -150,11 +151,7 @@ def shard_path(folder: Path, rank: int, number: int) -> Path:
 
 def index_path(folder: Path, rank: int) -> Path:
     """The file that says what a rank has committed."""
-    return folder / _index_name(rank)
-
-
-def _index_name(rank: int) -> str:
-    return f"rank{rank:05d}.index.json"
+    return folder / f"rank{rank:05d}.index.json"
 
 
 def ranks_of(folder: Path) -> list[int]:
@@ -170,33 +167,43 @@ def shard_numbers(folder: Path, rank: int) -> list[int]:
     return sorted(int(match[1]) for match in found if match)
 
 
-def write_index(folder: Path, index: Index, sync: bool) -> None:
-    """Commit: what the index says is there."""
-    body = spell_index(index)
-    text = f'{body[:-1]}, "crc32": {zlib.crc32(body.encode())}}}'.encode().ljust(PAGE - 1) + b"\n"
-    # To replace a file makes some file systems flush it at once, a millisecond each time. An index
-    # that fits in a page is written over instead: like a header, as a whole or not at all.
-    path = f"{folder}{os.sep}{_index_name(index.rank)}"
-    if len(text) != PAGE or not _write_over(path, text, sync):
-        replace_file(Path(path), text, sync)
+class IndexFile:
+    """The file of an index, for the one who writes it. `write` commits."""
 
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._path = index_path(folder, rank)
+        self._file = -1
 
-def _write_over(path: str, page: bytes, sync: bool) -> bool:
-    """Write over a file of one page; False if it is none."""
-    try:
-        file = os.open(path, os.O_WRONLY | getattr(os, "O_BINARY", 0))
-    except FileNotFoundError:
-        return False
-    try:
-        if os.fstat(file).st_size != PAGE:
-            return False
-        if os.pwrite(file, page, 0) != PAGE:
+    def write(self, index: Index, sync: bool) -> None:
+        """Commit: what the index says is there."""
+        body = spell_index(index).encode()
+        text = (b'%b, "crc32": %d}' % (body[:-1], zlib.crc32(body))).ljust(PAGE - 1) + b"\n"
+        # To replace a file makes some file systems flush it at once, a millisecond each time. An
+        # index that fits in a page is written over: like a header, as a whole or not at all.
+        if len(text) != PAGE or not self._is_page():
+            self.close()
+            replace_file(self._path, text, sync)
+            return
+        if os.pwrite(self._file, text, 0) != PAGE:
             raise OSError("the system wrote a part of the index only")
         if sync:
-            os.fsync(file)
-        return True
-    finally:
-        os.close(file)
+            os.fsync(self._file)
+
+    def _is_page(self) -> bool:
+        """Whether the file is there, and one page long."""
+        if self._file < 0:
+            try:
+                self._file = os.open(self._path, os.O_WRONLY | getattr(os, "O_BINARY", 0))
+            except FileNotFoundError:
+                return False
+        found = os.fstat(self._file)
+        return found.st_size == PAGE and found.st_nlink > 0
+
+    def close(self) -> None:
+        """Let go of the file. Twice is once."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
 
 
 def spell_index(index: Index) -> str:
@@ -210,17 +217,16 @@ def spell_index(index: Index) -> str:
         if name != "series"
     )
     series = ", ".join(
-        f'{{"dtype": "{one.dtype}", "part": "{one.part}", "place": {_quoted(one.place)}, '
-        f'"rows": {one.rows}, "shape": {[*one.shape]}, "shard_rows": {one.shard_rows}, '
-        f'"shards": {one.shards}}}'
+        f'{_spelled(one.dtype, one.part, one.place)}{one.rows}, "shape": {[*one.shape]}, '
+        f'"shard_rows": {one.shard_rows}, "shards": {one.shards}}}'
         for one in index.series
     )
     return f'{{"format": "{_FORMAT}", {counts}"series": [{series}], "version": {_VERSION}}}'
 
 
 @lru_cache(4096)
-def _quoted(text: str) -> str:
-    return json.dumps(text)
+def _spelled(dtype: str, part: str, place: str) -> str:
+    return f'{{"dtype": "{dtype}", "part": "{part}", "place": {json.dumps(place)}, "rows": '
 
 
 def _checksum(content: dict[str, Any]) -> int:
@@ -312,12 +318,15 @@ def _check_index(index: Index, path: Path) -> None:
 def header_of(series: Series, rows: int) -> bytes:
     """The header of a shard with that many rows, without the blanks that fill 64 KB."""
     name = series.place if series.part == "rows" else f"{series.place}#{series.part}"
-    shape = "".join(f",{size}" for size in series.shape)
-    text = (
-        f'{{{_quoted(name)}:{{"dtype":"{series.dtype}","shape":[{rows}{shape}],'
-        f'"data_offsets":[0,{rows * series.row_bytes}]}}}}'
-    )
-    return _LENGTH + text.encode()
+    before, after = _around_rows(name, series.dtype, series.shape)
+    return b"%b%d%b%d]}}" % (before, rows, after, rows * series.row_bytes)
+
+
+@lru_cache(4096)
+def _around_rows(name: str, dtype: str, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
+    before = f'{{{json.dumps(name)}:{{"dtype":"{dtype}","shape":['
+    after = "".join(f",{size}" for size in shape) + '],"data_offsets":[0,'
+    return struct.pack("<Q", HEADER - 8) + before.encode(), after.encode()
 
 
 def read_header(path: Path, series: Series) -> tuple[int, int]:
