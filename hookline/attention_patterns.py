@@ -5,8 +5,6 @@ the pattern afterwards: queries, keys, mask and scale are kept, and the kernel s
 
 - `attention`: keep what the patterns follow from, while a `with` block runs
 - `Patterns`: the patterns by place and call, computed when they are read
-
-A little long: what is kept of a call and what is computed from it stand together.
 """
 
 from __future__ import annotations
@@ -14,13 +12,12 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Iterator, Mapping, Set
-from contextlib import nullcontext
 from typing import Any, SupportsIndex, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
+from hookline.attention_arithmetic import MHA, SDPA, SOFTMAX, compute, remarks_on, shape_of
 from hookline.core import tables
 from hookline.core.captures import capture
 from hookline.core.grammar import escape
@@ -28,7 +25,7 @@ from hookline.core.keeping import CaptureTap
 from hookline.core.operations import Operation
 from hookline.core.places import Place, Request, Target, Where, select
 from hookline.core.records import Record
-from hookline.core.snapshots import duplicate, settle, snapshot
+from hookline.core.snapshots import duplicate, settle
 from hookline.core.taps import Frame
 from hookline.core.tree import walk
 from hookline.errors import (
@@ -42,102 +39,11 @@ from hookline.errors import (
 
 __all__ = ["Patterns", "attention"]
 
-_SDPA, _MHA, _SOFTMAX = "scaled_dot_product_attention", "multi_head_attention_forward", "softmax"
 # Where a module calls several of them, the first is its attention.
-_PORTS = {_SDPA: ("inputs",), _MHA: ("inputs",), _SOFTMAX: ("output", "inputs")}
+_PORTS = {SDPA: ("inputs",), MHA: ("inputs",), SOFTMAX: ("output", "inputs")}
 _NAMES = {5: "is_causal"}  # given by position: torch has no signature of the kernel that names it
 # Not needed for a pattern; of the last two, something smaller stands in.
-_UNNEEDED = {_SDPA: {"value"}, _MHA: {"out_proj_weight", "out_proj_bias"}}
-
-
-# -- the arithmetic -------------------------------------------------------------------------------
-
-
-def _of_kernel(
-    query: Tensor,
-    key: Tensor,
-    attn_mask: Tensor | None = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    **_: Any,
-) -> Tensor:
-    """The pattern inside a call of scaled_dot_product_attention."""
-    if enable_gqa:
-        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
-    scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
-    if is_causal:  # query n sees the keys up to n, also where there are more keys than queries
-        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-    if attn_mask is not None and attn_mask.dtype == torch.bool:
-        scores = scores.masked_fill(~attn_mask, -torch.inf)
-    elif attn_mask is not None:
-        scores = scores + attn_mask
-    nothing = (scores == -torch.inf).all(-1, keepdim=True)
-    return scores.softmax(-1).masked_fill(nothing, 0.0)  # zeros are what the kernels give there
-
-
-def _of_layer(need_weights: bool = True, **inputs: Any) -> Tensor:
-    """The pattern inside a call of multi_head_attention_forward, which nn.MultiheadAttention makes.
-
-    Torch's own arithmetic for `need_weights=True`, with a small output projection.
-    """
-    query, key = inputs["query"], inputs["key"]
-    inputs |= {
-        "out_proj_weight": query.new_zeros(1, query.shape[-1]), "out_proj_bias": None,
-        "training": False, "need_weights": True, "average_attn_weights": False,
-    }  # fmt: skip
-    pattern = cast(Tensor, F.multi_head_attention_forward(**inputs)[1])
-    if not need_weights and not query.isnan().any() and not key.isnan().any():
-        # It ran a kernel, which gives zeros where nothing may be attended to.
-        pattern = pattern.masked_fill(pattern.isnan().all(-1, keepdim=True), 0.0)
-    return pattern
-
-
-def _compute(operation: str, kept: Any, dtype: torch.dtype | None) -> Tensor:
-    """The pattern of a call, in float32 at least, then in the dtype of the query or another."""
-    if operation == _SOFTMAX:
-        return snapshot(kept) if dtype in (None, kept.dtype) else kept.to(dtype)
-
-    def widen(value: Any) -> Any:
-        if not isinstance(value, Tensor) or not value.is_floating_point():
-            return value
-        return value.to(torch.promote_types(value.dtype, torch.float32))
-
-    query: Tensor = kept["query"]
-    inputs = {name: widen(value) for name, value in kept.items()}
-    device = query.device.type
-    cast_off = nullcontext()
-    if torch.amp.is_autocast_available(device):
-        cast_off = torch.autocast(device, enabled=False)
-    with torch.no_grad(), cast_off:
-        pattern = (_of_kernel if operation == _SDPA else _of_layer)(**inputs)
-    return pattern.to(dtype or query.dtype)
-
-
-def _shape_of(operation: str, kept: Any) -> str:
-    """The shape of a pattern, without computing it."""
-    if operation == _SOFTMAX:
-        return str(tuple(kept.shape))
-    query, key = kept["query"], kept["key"]
-    if query.is_nested:
-        return "nested"
-    if operation == _SDPA:
-        heads = [query, query if kept.get("enable_gqa") else key]
-        batch: tuple[int, ...] = torch.broadcast_shapes(*(one.shape[:-2] for one in heads))
-        return str((*batch, query.shape[-2], key.shape[-2]))
-    static = kept.get("static_k")
-    keys = key.shape[0] if static is None else static.shape[1]
-    keys += (kept.get("bias_k") is not None) + bool(kept.get("add_zero_attn"))
-    return str((*query.shape[1:-1], kept["num_heads"], query.shape[0], keys))
-
-
-def _remarks_on(operation: str, kept: Any) -> str:
-    """What is to be known of a pattern."""
-    if operation == _SOFTMAX:
-        return ""
-    dropout = kept.get("dropout_p") if kept.get("training", True) else 0
-    said = {"causal": kept.get("is_causal"), f"before dropout {dropout}": dropout}
-    return ", ".join(remark for remark, true in said.items() if true)
+_UNNEEDED = {SDPA: {"value"}, MHA: {"out_proj_weight", "out_proj_bias"}}
 
 
 # -- reading --------------------------------------------------------------------------------------
@@ -217,11 +123,11 @@ class Patterns:
         rows: list[tuple[str, ...]] = [("place", "calls", "shape", "dtype", "from", "")]
         count = 0
         for place, (operation, kept) in self._found().items():
-            shapes = [_shape_of(operation, one) for one in kept]
+            shapes = [shape_of(operation, one) for one in kept]
             shape = f"{shapes[0]} varies" if len(set(shapes)) > 1 else shapes[0]
-            tensor = kept[0] if operation == _SOFTMAX else kept[0]["query"]
+            tensor = kept[0] if operation == SOFTMAX else kept[0]["query"]
             dtype = str(self._dtype or tensor.dtype).removeprefix("torch.")
-            remarks = " | ".join(dict.fromkeys(_remarks_on(operation, one) for one in kept))
+            remarks = " | ".join(dict.fromkeys(remarks_on(operation, one) for one in kept))
             rows.append((str(place) or "''", str(len(kept)), shape, dtype, operation, remarks))
             count += len(kept)
         return f"Attention patterns of {len(rows) - 1} places, {count} calls", rows
@@ -234,7 +140,7 @@ class Patterns:
             if place.port not in _PORTS[operation][:1]:
                 continue
             kept = self._record.calls(place)
-            if operation == _SOFTMAX:
+            if operation == SOFTMAX:
                 inputs = Place(place.path, "inputs", (), place.operation)
                 fits = zip(kept, self._record.calls(inputs), strict=False)
                 kept = [value for value, last in fits if last and value is not None]
@@ -266,13 +172,13 @@ class Patterns:
         )
 
     def _compute(self, place: Place, operation: str, kept: Any) -> Tensor:
-        if operation != _SOFTMAX and kept["query"].is_nested:
+        if operation != SOFTMAX and kept["query"].is_nested:
             raise NotCaptured(
                 f"The attention pattern at {str(place)!r} was asked for.",
                 "It was called with nested tensors, whose sequences have patterns of many shapes.",
                 "Run the model on padded sequences with a mask, or on one sequence at a time.",
             )
-        return _compute(operation, kept, self._dtype)
+        return compute(operation, kept, self._dtype)
 
 
 # -- keeping --------------------------------------------------------------------------------------
@@ -296,7 +202,7 @@ class _Tap(CaptureTap):
 
     def receive(self, value: Any, index: int, recomputed: bool, frame: Frame | None) -> Any:
         operation = cast(str, self.target.operation).partition("#")[0]
-        if operation == _SOFTMAX:
+        if operation == SOFTMAX:
             value = self._of_softmax(value)
         else:
             value = {_NAMES.get(name, name): one for name, one in value.items()}
@@ -313,9 +219,16 @@ class _Tap(CaptureTap):
         return self.named or value.get("dim") in (-1, 3)
 
 
+class _ModelTap(_Tap):
+    """That of the model itself: others may hold the memory of its arguments, so it copies them."""
+
+    freeze = staticmethod(duplicate)
+
+
 class attention(capture):
     """Attention patterns of modules that call `scaled_dot_product_attention`, while a block runs.
 
+    >>> from torch.nn import functional as F
     >>> class Attention(nn.Module):
     ...     def forward(self, q, k, v):
     ...         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -373,7 +286,7 @@ class attention(capture):
             raise PlaceError(
                 f"An attention pattern at {str(target.place)!r} was asked for.",
                 "It belongs to a module as a whole, or to one of its operations.",
-                f"Write {target.path!r}, or {target.path + '/' + _SDPA!r}.",
+                f"Write {target.path!r}, or {target.path + '/' + SDPA!r}.",
             )
         module, path, named = target.module, target.path, target.operation
         if named is not None and named.partition("#")[0] not in _PORTS:
@@ -393,10 +306,9 @@ class attention(capture):
         return targets
 
     def _tap(self, target: Target, ref: weakref.ref[Any]) -> CaptureTap:
-        tap = _Tap(target, ref, self._options)
+        kind = _ModelTap if target.module is self._model else _Tap
+        tap = kind(target, ref, self._options)
         tap.named = target.key in self._by_name
-        if target.module is self._model:
-            tap.freeze = duplicate  # others may hold the address of arguments
         return tap
 
     def _prepared(self) -> None:
@@ -442,11 +354,11 @@ class attention(capture):
         else:
             remedy = (
                 f"List what a module calls with hookline.select(model, '{path}/*', inputs=batch), "
-                f"and capture what is the pattern; or use an implementation that calls {_SDPA}."
+                f"and capture what is the pattern; or use an implementation that calls {SDPA}."
             )
         return NeverFired(
             asked,
-            f"No module there called {_SDPA}, {_MHA}, or a softmax over the last of four "
+            f"No module there called {SDPA}, {MHA}, or a softmax over the last of four "
             f"dimensions. What looks like attention: {'; '.join(shown) or 'nothing'}.",
             remedy,
         )

@@ -30,6 +30,7 @@ def write(
 
     The JSON holds a digest of the tensors' file, so that two that do not belong together are seen.
     """
+    # Their annotations say PathLike, without of what.
     from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
 
     folder = Path(folder)
@@ -56,6 +57,8 @@ def read(
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """What `write` wrote, as it stands there: nothing in it was looked at. Never unpickles."""
     from safetensors import SafetensorError
+
+    # Their annotations say PathLike, without of what.
     from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariableType]
 
     path = Path(folder) / f"{kind}.json"

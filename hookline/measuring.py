@@ -162,6 +162,11 @@ def _show(one: Statistic) -> str:
     return f"{label}{ends}{tuple(first.shape)}"
 
 
+def _read(where: Any) -> Where:
+    """The places as something that can be gone through twice."""
+    return list(cast("Iterator[Any]", where)) if isinstance(where, Iterator) else where
+
+
 def _named(statistics: Any) -> dict[str, Statistic]:
     if isinstance(statistics, Mapping):
         named = dict(cast("Mapping[str, Statistic]", statistics))
@@ -192,7 +197,7 @@ class _Measuring(Entering):
         self, model: nn.Module, where: Where, statistics: Statistics, mask: Any, at: Any
     ) -> None:
         self._kinds, self._mask, self._at = _named(statistics), mask, at
-        self._wheres = (list(where) if hasattr(where, "__next__") else where,)  # pyright: ignore
+        self._wheres = (_read(where),)
         self.found = Measurements()
         self.ids: Any = None
         self.batch_mask: Any = None
@@ -342,7 +347,7 @@ def measure(
             )
         return _Measuring(model, where, statistics, mask, at)
     of_batch = mask if callable(mask) and not isinstance(mask, Tensor) else None
-    where = list(where) if hasattr(where, "__next__") else where  # pyright: ignore
+    where = _read(where)
     if any("grad" in place.port for place in select(model, where)):
         raise StatisticsError(
             "measure was given data and gradient places.",

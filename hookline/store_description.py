@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from hookline.errors import StoreError
-from hookline.store_files import Series, corrupt, read_json, write_json
+from hookline.store_files import Series
+from hookline.store_json import corrupt, read_json, write_json
 
 __all__ = ["describe", "read_description", "settle"]
 

@@ -2,10 +2,9 @@
 
 - `Kind`, `KINDS`, `kind_of(dtype)`: the dtypes of safetensors, torch and numpy
 - `Series`: the rows of one place, of its offsets or of the sample ids, over the shards of a rank
-- `Index`: what one rank has committed; `read_index`, `write_index`
+- `Index`: what one rank has committed; `read_index`, `spell_index`; `IndexFile` writes it
 - `shard_path`, `index_path`: names are made of numbers, never of places
 - `header_of(series, rows)`, `read_header(path, series)`: the first 64 KB of a shard
-- `read_json(path)`, `write_json(path, content, sync)`: JSON that is bounded, and replaced whole
 
 A shard is a safetensors file with one tensor, so that the tensor can grow at the end of the file:
 safetensors allows no holes and no overlaps. Its header takes 64 KB from the start and is written
@@ -18,44 +17,40 @@ import json
 import math
 import os
 import re
-import stat
 import struct
 import zlib
 from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
 
-from hookline.errors import StoreError
+from hookline.store_json import corrupt, open_regular, parse_json, read_json, replace_file
 
 __all__ = [
     "HEADER",
     "KINDS",
     "PAGE",
     "Index",
+    "IndexFile",
     "Kind",
     "Series",
-    "corrupt",
     "header_of",
     "index_path",
     "kind_of",
     "ranks_of",
     "read_header",
     "read_index",
-    "read_json",
     "shard_numbers",
     "shard_path",
-    "sync_folder",
-    "write_index",
-    "write_json",
+    "spell_index",
 ]
 
 HEADER = 65536  # bytes that a shard reserves in front of its data
 PAGE = 4096  # what lies in one page is written whole or not at all, also by a killed process
-_LARGEST_JSON = 16 << 20
-_VERSION = 1
+_FORMAT, _VERSION = "hookline.store.index", 1
 
 
 @dataclass(frozen=True)
@@ -106,13 +101,23 @@ class Series:
     rows: int = 0
     shards: list[int] = field(default_factory=list[int])
 
-    @property
+    @cached_property
     def kind(self) -> Kind:
         return KINDS[self.dtype]
 
-    @property
+    @cached_property
     def row_bytes(self) -> int:
         return math.prod(self.shape) * self.kind.numpy.itemsize
+
+    def copy(self) -> Series:
+        """Another one, to be changed: made at every append, so not by `dataclasses.replace`."""
+        one = object.__new__(Series)
+        one.__dict__.update(self.__dict__, shards=[*self.shards])
+        return one
+
+    def fits(self, rows: torch.Tensor) -> bool:
+        """Whether rows can be put behind those that are there."""
+        return rows.dtype is self.kind.torch and rows.shape[1:] == self.shape
 
     def rows_in(self, position: int) -> int:
         """The committed rows in the shard at that position of the series."""
@@ -128,6 +133,12 @@ class Index:
     next_shard: int = 0
     series: list[Series] = field(default_factory=list[Series])
     mark: dict[str, Any] = field(default_factory=dict[str, Any])  # the writer's own, small
+
+    def copy(self) -> Index:
+        """Another one, to be changed."""
+        one = object.__new__(Index)
+        one.__dict__.update(self.__dict__, series=[series.copy() for series in self.series])
+        return one
 
 
 def shard_path(folder: Path, rank: int, number: int) -> Path:
@@ -157,108 +168,66 @@ def shard_numbers(folder: Path, rank: int) -> list[int]:
     return sorted(int(match[1]) for match in found if match)
 
 
-def corrupt(path: Path, found: str) -> StoreError:
-    """The error for a file that is not what a writer of ours left there."""
-    return StoreError(
-        f"Cannot read {str(path)!r} as a part of a store.",
-        f"{found[:300]}.",
-        "The file was truncated, changed, or comes from elsewhere: restore it from a copy.",
-    )
+class IndexFile:
+    """The file of an index, for the one who writes it. `write` commits."""
 
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._path = index_path(folder, rank)
+        self._file = -1
 
-def _not_json(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is no JSON")
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    content = dict(pairs)
-    if len(content) != len(pairs):
-        raise ValueError("a key stands there twice")
-    return content
-
-
-def _parse(text: bytes, path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(
-            text.decode("utf-8"), parse_constant=_not_json, object_pairs_hook=_once
-        )
-    except (ValueError, RecursionError, MemoryError) as error:
-        raise corrupt(path, f"It holds no sound JSON ({error})") from error
-    if not isinstance(content, dict):
-        raise corrupt(path, "Its JSON is not an object")
-    return cast("dict[str, Any]", content)
-
-
-def _regular(path: Path) -> BinaryIO:
-    """Open a file, and nothing that would wait for ever, as a pipe does."""
-    if not stat.S_ISREG(path.stat().st_mode):
-        raise OSError("it is no regular file")
-    return path.open("rb")
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file of bounded size."""
-    try:
-        with _regular(path) as file:
-            text = file.read(_LARGEST_JSON + 1)
-    except OSError as error:
-        raise corrupt(path, f"It cannot be opened ({error})") from error
-    if len(text) > _LARGEST_JSON:
-        raise corrupt(path, f"It is larger than {_LARGEST_JSON >> 20} MB")
-    return _parse(text, path)
-
-
-def write_json(path: Path, content: object, sync: bool) -> None:
-    """Replace a JSON file as a whole: a reader, or a crash, finds the old one or the new one."""
-    _replace(path, json.dumps(content, allow_nan=False).encode() + b"\n", sync)
-
-
-def _replace(path: Path, text: bytes, sync: bool) -> None:
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    try:
-        with partial.open("wb") as file:
-            file.write(text)
-            if sync:
-                file.flush()
-                os.fsync(file.fileno())
-        partial.replace(path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
-    if sync:
-        sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the names in a folder last, where the system can."""
-    if os.name == "posix":
-        number = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(number)
-        finally:
-            os.close(number)
-
-
-def write_index(folder: Path, index: Index, sync: bool) -> None:
-    """Commit: what the index says is there."""
-    series = [vars(one) for one in index.series]
-    content = {"format": "hookline.store.index", "version": _VERSION, **vars(index)}
-    path = index_path(folder, index.rank)
-    body = json.dumps({**content, "series": series}, sort_keys=True)
-    text = f'{body[:-1]}, "crc32": {zlib.crc32(body.encode())}}}'.encode().ljust(PAGE - 1) + b"\n"
-    # To replace a file makes some file systems flush it at once, a millisecond each time. An index
-    # that fits in a page is written over instead: like a header, as a whole or not at all.
-    if len(text) != PAGE or not path.exists() or path.stat().st_size != PAGE:
-        _replace(path, text, sync)
-        return
-    file = os.open(path, os.O_WRONLY | getattr(os, "O_BINARY", 0))
-    try:
-        if os.pwrite(file, text, 0) != PAGE:
+    def write(self, index: Index, sync: bool) -> None:
+        """Commit: what the index says is there."""
+        body = spell_index(index).encode()
+        text = (b'%b, "crc32": %d}' % (body[:-1], zlib.crc32(body))).ljust(PAGE - 1) + b"\n"
+        # To replace a file makes some file systems flush it at once, a millisecond each time. An
+        # index that fits in a page is written over: like a header, as a whole or not at all.
+        if len(text) != PAGE or not self._is_page():
+            self.close()
+            replace_file(self._path, text, sync)
+            return
+        if os.pwrite(self._file, text, 0) != PAGE:
             raise OSError("the system wrote a part of the index only")
         if sync:
-            os.fsync(file)
-    finally:
-        os.close(file)
+            os.fsync(self._file)
+
+    def _is_page(self) -> bool:
+        """Whether the file is there, and one page long."""
+        if self._file < 0:
+            try:
+                self._file = os.open(self._path, os.O_WRONLY | getattr(os, "O_BINARY", 0))
+            except FileNotFoundError:
+                return False
+        found = os.fstat(self._file)
+        return found.st_size == PAGE and found.st_nlink > 0
+
+    def close(self) -> None:
+        """Let go of the file. Twice is once."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+
+def spell_index(index: Index) -> str:
+    """The JSON of an index, with sorted keys, without its checksum.
+
+    Every append spells it, so it is put together here, several times as fast as by `json`.
+    """
+    counts = "".join(
+        f'"{name}": {own if type(own) is int else json.dumps(own, sort_keys=True)}, '
+        for name, own in sorted(vars(index).items())
+        if name != "series"
+    )
+    series = ", ".join(
+        f'{_spelled(one.dtype, one.part, one.place)}{one.rows}, "shape": {[*one.shape]}, '
+        f'"shard_rows": {one.shard_rows}, "shards": {one.shards}}}'
+        for one in index.series
+    )
+    return f'{{"format": "{_FORMAT}", {counts}"series": [{series}], "version": {_VERSION}}}'
+
+
+@lru_cache(4096)
+def _spelled(dtype: str, part: str, place: str) -> str:
+    return f'{{"dtype": "{dtype}", "part": "{part}", "place": {json.dumps(place)}, "rows": '
 
 
 def _checksum(content: dict[str, Any]) -> int:
@@ -275,7 +244,7 @@ def read_index(folder: Path, rank: int) -> Index:
     """The index of a rank; every field is checked, nothing is allocated by what it claims."""
     path = index_path(folder, rank)
     content = read_json(path)
-    if content.get("format") != "hookline.store.index" or content.get("version") != _VERSION:
+    if content.get("format") != _FORMAT or content.get("version") != _VERSION:
         raise corrupt(path, "It is no index of a store of this version")
     if content.get("crc32") != _checksum(content):
         raise corrupt(path, "Its checksum does not fit")
@@ -355,21 +324,21 @@ def _check_index(index: Index, path: Path) -> None:
 def header_of(series: Series, rows: int) -> bytes:
     """The header of a shard with that many rows, without the blanks that fill 64 KB."""
     name = series.place if series.part == "rows" else f"{series.place}#{series.part}"
-    content = {
-        name: {
-            "dtype": series.dtype,
-            "shape": [rows, *series.shape],
-            "data_offsets": [0, rows * series.row_bytes],
-        }
-    }
-    text = json.dumps(content, separators=(",", ":")).encode()
-    return struct.pack("<Q", HEADER - 8) + text
+    before, after = _around_rows(name, series.dtype, series.shape)
+    return b"%b%d%b%d]}}" % (before, rows, after, rows * series.row_bytes)
+
+
+@lru_cache(4096)
+def _around_rows(name: str, dtype: str, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
+    before = f'{{{json.dumps(name)}:{{"dtype":"{dtype}","shape":['
+    after = "".join(f",{size}" for size in shape) + '],"data_offsets":[0,'
+    return struct.pack("<Q", HEADER - 8) + before.encode(), after.encode()
 
 
 def read_header(path: Path, series: Series) -> tuple[int, int]:
     """The rows that a shard's header states, and the size of the file; all of it checked."""
     try:
-        with _regular(path) as file:
+        with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
             text = file.read(HEADER)
     except OSError as error:
@@ -379,7 +348,7 @@ def read_header(path: Path, series: Series) -> tuple[int, int]:
     length = struct.unpack("<Q", text[:8])[0]
     if length != HEADER - 8:
         raise corrupt(path, f"It states a header of {length} bytes, not {HEADER - 8}")
-    content = _parse(text[8:], path)
+    content = parse_json(text[8:], path)
     content.pop("__metadata__", None)
     name = series.place if series.part == "rows" else f"{series.place}#{series.part}"
     entry = content.get(name)

@@ -19,13 +19,13 @@ from hookline.store_files import (
     PAGE,
     Index,
     Series,
-    corrupt,
     header_of,
     read_header,
     read_index,
     shard_numbers,
     shard_path,
 )
+from hookline.store_json import corrupt
 from hookline.store_locks import locked
 
 __all__ = ["recover"]

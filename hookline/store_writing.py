@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -26,6 +25,7 @@ from hookline.store_files import (
     HEADER,
     PAGE,
     Index,
+    IndexFile,
     Series,
     header_of,
     index_path,
@@ -34,9 +34,8 @@ from hookline.store_files import (
     read_index,
     shard_numbers,
     shard_path,
-    sync_folder,
-    write_index,
 )
+from hookline.store_json import sync_folder
 from hookline.store_locks import locked
 from hookline.store_recovery import recover
 from hookline.store_values import compare_series, ids_of, rows_of
@@ -44,6 +43,7 @@ from hookline.store_values import compare_series, ids_of, rows_of
 __all__ = ["StoreWriter", "Sync"]
 
 Sync = Literal["commit", "shard", "never"]
+_EARLY = 32 << 20  # bytes that are sent to the disk together before a sync asks for them
 _Block = tuple[Series, Tensor]  # a series as it would begin, and the rows to put behind it
 
 
@@ -80,6 +80,8 @@ class StoreWriter:
         self._sync: Sync = sync
         self._shard_bytes = shard_bytes
         self._files: dict[int, int] = {}
+        self._sent: dict[int, int] = {}  # up to where each shard is on its way to the disk
+        self._index_file = IndexFile(folder, rank)
         self._unclean = False
         self._held = contextlib.ExitStack()
         try:
@@ -129,7 +131,7 @@ class StoreWriter:
             self._index = recover(self.folder, self.rank, held=True)
         else:
             self._index = Index(self.rank)
-            write_index(self.folder, self._index, self._sync != "never")
+            self._index_file.write(self._index, self._sync != "never")
 
     def append(
         self,
@@ -155,57 +157,55 @@ class StoreWriter:
         blocks, samples = self._blocks(values, ids)
         if not samples:
             return
-        series = [replace(one, shards=[*one.shards]) for one in self._index.series]
-        new = replace(self._index, samples=self._index.samples + samples, series=series)
-        new.mark = self._index.mark if mark is None else dict(mark)
-        if not new.series:
-            new.series = [replace(series) for series, _ in blocks]
-            for series in new.series:
-                series.shards = []
+        new = self._index.copy()
+        new.samples += samples
+        new.series = new.series or [series.copy() for series, _ in blocks]
+        new.mark = new.mark if mark is None else dict(mark)
         try:
             if self._unclean:
                 self._take_back(self._index)
             if not self._index.series:
                 settle(self.folder, new.series, self._sync == "commit")
-            touched: dict[int, tuple[Series, int]] = {}
-            for series, (_, rows) in zip(new.series, blocks, strict=True):
-                touched |= self._write_rows(new, series, rows)
-            for number, (series, position) in touched.items():
-                header = header_of(series, series.rows_in(position)).ljust(PAGE)
-                _write(self._files[number], header, 0)
-                full = series.rows_in(position) == series.shard_rows
-                if self._sync == "commit" or (full and self._sync == "shard"):
-                    os.fsync(self._files[number])
-            write_index(self.folder, new, self._sync == "commit")
+            full = [
+                number
+                for series, (_, rows) in zip(new.series, blocks, strict=True)
+                for number in self._write_rows(new, series, rows)
+            ]
+            if full and self._sync == "shard":
+                sync_folder(self.folder)
+            lasting = self._sync == "commit" or (self._sync == "shard" and bool(full))
+            self._index_file.write(new, lasting)
         except BaseException as error:
             self._take_back(new)
             if isinstance(error, OSError):
                 raise _failed(f"append to {str(self.folder)!r}", error) from error
             raise
         self._index = new
-        for number, (series, position) in touched.items():
-            if series.rows_in(position) == series.shard_rows:
-                os.close(self._files.pop(number))
+        for number in full:
+            os.close(self._files.pop(number))
+            self._sent.pop(number, None)
 
     def note(self, mark: Mapping[str, Any]) -> None:
         """Commit a mark without samples."""
-        new = replace(self._index, mark=dict(mark))
+        new = self._index.copy()
+        new.mark = dict(mark)
         try:
-            write_index(self.folder, new, self._sync == "commit")
+            self._index_file.write(new, self._sync == "commit")
         except OSError as error:
             raise _failed(f"note how far {str(self.folder)!r} has come", error) from error
         self._index = new
 
-    def _write_rows(
-        self, new: Index, series: Series, rows: Tensor
-    ) -> dict[int, tuple[Series, int]]:
-        """Write rows behind those of a series, into new shards where needed."""
-        touched: dict[int, tuple[Series, int]] = {}
-        if not len(rows):  # samples may all be empty; torch views no such tensor as bytes
-            return touched
+    def _write_rows(self, new: Index, series: Series, rows: Tensor) -> list[int]:
+        """Write rows behind those of a series, into new shards where needed; gives the full ones.
+
+        A header is written after the rows that it speaks of.
+        """
+        full: list[int] = []
+        done, total, size = 0, rows.shape[0], series.row_bytes
+        if not total:  # samples may all be empty; torch views no such tensor as bytes
+            return full
         data = memoryview(cast("bytes", rows.flatten().view(torch.uint8).numpy()))
-        done, size = 0, series.row_bytes
-        while done < len(rows):
+        while done < total:
             position, inside = divmod(series.rows, series.shard_rows)
             if position == len(series.shards):
                 series.shards.append(new.next_shard)
@@ -213,13 +213,27 @@ class StoreWriter:
             number = series.shards[position]
             if number not in self._files:
                 self._files[number] = self._open(number, series)
-            count = min(len(rows) - done, series.shard_rows - inside)
-            place = HEADER + inside * size
-            _write(self._files[number], data[done * size : (done + count) * size], place)
+            file, count = self._files[number], min(total - done, series.shard_rows - inside)
+            _write(file, data[done * size : (done + count) * size], HEADER + inside * size)
+            _write(file, header_of(series, inside + count).ljust(PAGE), 0)
             series.rows += count
             done += count
-            touched[number] = series, position
-        return touched
+            if inside + count == series.shard_rows:
+                full.append(number)
+            if self._sync == "commit" or (self._sync == "shard" and number in full):
+                os.fsync(file)
+            elif self._sync == "shard":
+                self._send(number, HEADER + series.row_bytes * (inside + count))
+        return full
+
+    def _send(self, number: int, end: int) -> None:
+        """Let the system begin to write a shard out, so that little is left for the sync."""
+        start = self._sent.setdefault(number, 0)
+        if end - start >= _EARLY and hasattr(os, "posix_fadvise"):
+            self._sent[number] = end
+            # The advice is "not needed soon": Linux starts to write what is not on the disk yet.
+            with contextlib.suppress(OSError):  # some file systems take no advice
+                os.posix_fadvise(self._files[number], start, end - start, os.POSIX_FADV_DONTNEED)
 
     def _open(self, number: int, series: Series) -> int:
         fresh = number >= self._index.next_shard
@@ -274,26 +288,33 @@ class StoreWriter:
         old = {(one.place, one.part): one for one in self._index.series}
         blocks: list[_Block] = []
         counts: dict[str, int] = {}
+
+        def add(place: str, part: str, rows: Tensor) -> None:
+            known = old.get((place, part))
+            if known is None or not known.fits(rows):
+                known = self._series(place, part, rows)
+            blocks.append((known, rows))
+
         for place, value in values.items():
             varies = (place, "offsets") in old if old else isinstance(value, (list, tuple))
             rows, lengths = rows_of(place, value, varies)
-            counts[place] = len(rows) if lengths is None else len(lengths)
-            blocks.append((self._series(place, "rows", rows), rows))
+            counts[place] = rows.shape[0] if lengths is None else len(lengths)
+            add(place, "rows", rows)
             if lengths is not None:
-                blocks.append(self._offsets(place, "offsets", "rows", lengths))
+                add(place, "offsets", self._ends(old.get((place, "rows")), lengths))
         if ids is not None:
             rows, lengths = ids_of(ids)
-            counts["ids"] = len(rows) if lengths is None else len(lengths)
-            blocks.append((self._series("", "ids", rows), rows))
+            counts["ids"] = rows.shape[0] if lengths is None else len(lengths)
+            add("", "ids", rows)
             if lengths is not None:
-                blocks.append(self._offsets("", "id offsets", "ids", lengths))
+                add("", "id offsets", self._ends(old.get(("", "ids")), lengths))
         if not values or len(set(counts.values())) != 1:
             raise StoreError(
                 "Cannot append these values.",
                 f"Samples: {counts}." if values else "There are none.",
                 "Give every place, and the ids, the same number of samples, in the first size.",
             )
-        if old:
+        if old and [series for series, _ in blocks] != [*old.values()]:
             order = [*old, *((one.place, one.part) for one, _ in blocks)]
             blocks.sort(key=lambda block: order.index((block[0].place, block[0].part)))
             compare_series(list(old.values()), [series for series, _ in blocks])
@@ -324,11 +345,11 @@ class StoreWriter:
             )
         return series
 
-    def _offsets(self, place: str, part: str, of: str, lengths: list[int]) -> _Block:
+    @staticmethod
+    def _ends(rows: Series | None, lengths: list[int]) -> Tensor:
         """Where each sample ends, counted over all rows of the rank."""
-        start = sum(s.rows for s in self._index.series if (s.place, s.part) == (place, of))
-        ends = torch.from_numpy(np.cumsum(np.asarray(lengths, dtype=np.int64)) + start)
-        return self._series(place, part, ends), ends
+        start = 0 if rows is None else rows.rows
+        return torch.from_numpy(np.cumsum(np.asarray(lengths, dtype=np.int64)) + start)
 
     def close(self) -> None:
         """Finish: sync what the policy asks for, and let go of the files. Twice is once."""
@@ -340,13 +361,15 @@ class StoreWriter:
             if self._sync != "never":
                 for file in self._files.values():
                     os.fsync(file)
-                write_index(self.folder, self._index, True)
+                self._index_file.write(self._index, True)
+                sync_folder(self.folder)
         except OSError as error:
             raise _failed(f"finish the store in {str(self.folder)!r}", error) from error
         finally:
             for file in self._files.values():
                 os.close(file)
             self._files.clear()
+            self._index_file.close()
             self._held.close()
             self._held = _CLOSED
 
@@ -368,12 +391,13 @@ _CLOSED = contextlib.ExitStack()
 
 def _write(file: int, data: bytes | memoryview, place: int) -> None:
     """Write all of it: a nearly full disk, or more than 2 GB, takes only a part at first."""
-    view = memoryview(data)
-    while view:
-        written = os.pwrite(file, view, place)
+    while data:
+        written = os.pwrite(file, data, place)
+        if written == len(data):
+            return
         if written <= 0:
             raise OSError("the system wrote nothing and gave no reason")
-        view, place = view[written:], place + written
+        data, place = data[written:], place + written
 
 
 def _failed(what: str, error: OSError) -> StoreError:

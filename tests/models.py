@@ -36,6 +36,18 @@ class Failing(nn.Module):
         return self.second(x)
 
 
+class Nothing(torch.autograd.Function):
+    """Gives no gradient at all."""
+
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: object, grad: torch.Tensor) -> None:
+        return None
+
+
 class Swallowing(nn.Module):
     """Runs a layer in a `try` that catches what it is told to catch."""
 

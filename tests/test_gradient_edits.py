@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 import torch
 from helpers import FOLLOWING, assert_clean, weigh
-from models import MAKERS, VIEWERS, EndsInLinear, Giving, QueryKeyValue, small
+from models import MAKERS, VIEWERS, EndsInLinear, Giving, Nothing, QueryKeyValue, small
 from torch import nn
-from torch.autograd import Function
 
 import hookline as hl
 
@@ -63,20 +62,12 @@ IN_PLACE = ["nothing", "relu_", "a part changed", "used, then changed", "summed 
 
 @pytest.mark.parametrize("following", IN_PLACE)
 @pytest.mark.parametrize("made", MAKERS)
-def test_an_edited_output_gradient_flows_on_as_the_change_made_it(made, following):
+@pytest.mark.parametrize("port", ["output", "input"])
+def test_an_edited_gradient_flows_on_as_the_change_made_it(made, following, port):
     make, shapes = MAKERS[made]
     module, inputs, rest = make(), [torch.randn(shape) for shape in shapes], FOLLOWING[following]
-    expected = bare(module, inputs, rest, at_output=shift)
-    assert_same(edited(hl.edit(module, ":grad_output", shift), module, inputs, rest), expected)
-
-
-@pytest.mark.parametrize("following", IN_PLACE)
-@pytest.mark.parametrize("made", MAKERS)
-def test_an_edited_input_gradient_flows_on_as_the_change_made_it(made, following):
-    make, shapes = MAKERS[made]
-    module, inputs, rest = make(), [torch.randn(shape) for shape in shapes], FOLLOWING[following]
-    expected = bare(module, inputs, rest, at_input=shift)
-    assert_same(edited(hl.edit(module, ":grad_input", shift), module, inputs, rest), expected)
+    expected = bare(module, inputs, rest, **{f"at_{port}": shift})
+    assert_same(edited(hl.edit(module, f":grad_{port}", shift), module, inputs, rest), expected)
 
 
 @pytest.mark.parametrize("made", MAKERS)
@@ -754,18 +745,6 @@ def test_an_edit_without_a_backward_raises_at_exit():
     y.sum().backward()
     assert lin.bias.grad.tolist() == [3, 3]
     assert_clean(lin)
-
-
-class Nothing(Function):
-    """Gives no gradient at all."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x * 1
-
-    @staticmethod
-    def backward(ctx, grad):
-        return None
 
 
 @pytest.mark.parametrize("shape", [(1, 2), (1, 3, 2)])

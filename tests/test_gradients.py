@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import FOLLOWING, assert_clean, assert_exact_or_refused, cut, weigh
-from models import MAKERS, VIEWERS, EndsInLinear, Giving, QueryKeyValue, small
+from models import MAKERS, VIEWERS, EndsInLinear, Giving, Nothing, QueryKeyValue, small
 from torch import nn
 from torch.autograd import Function
 
@@ -917,18 +917,6 @@ def test_a_backward_after_the_with_is_not_seen_and_the_read_says_why():
     for place in (":grad_output", ":grad_input", "weight:grad"):
         with pytest.raises(hl.GradientNotAvailable, match="backward inside the `with`"):
             record[place]
-
-
-class Nothing(Function):
-    """Gives no gradient at all."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x * 1
-
-    @staticmethod
-    def backward(ctx, grad):
-        return None
 
 
 @pytest.mark.parametrize("shape", [(1, 2), (1, 3, 2)])

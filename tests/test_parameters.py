@@ -7,7 +7,7 @@ import struct
 import sys
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 import numpy as np
 import pytest
@@ -728,22 +728,19 @@ def test_edits_of_the_same_weights_in_several_threads_leave_them_as_they_were():
     assert_clean(model)
 
 
-def test_a_graph_of_the_outer_edit_survives_an_inner_one():
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_graph_of_the_outer_edit_survives_an_inner_one(ended):
     model = nn.Linear(3, 3, bias=False)
     x = X.clone().requires_grad_()
     rows = model.weight.detach().sum(0)
-    with hl.edit(model, "weight", hl.scale(2.0)):
+    with ExitStack() as stack:
+        stack.enter_context(hl.edit(model, "weight", hl.scale(2.0)))
         outer = model(x)
         with hl.edit(model, "weight", hl.scale(3.0)):
             inner = model(x)
+        if ended:
+            stack.close()
         (outer - inner).sum().backward()
-    assert torch.allclose(x.grad, (-4 * rows).expand(5, 3), atol=1e-6)
-    x.grad = None
-    with hl.edit(model, "weight", hl.scale(2.0)):
-        outer = model(x)
-        with hl.edit(model, "weight", hl.scale(3.0)):
-            inner = model(x)
-    (outer - inner).sum().backward()
     assert torch.allclose(x.grad, (-4 * rows).expand(5, 3), atol=1e-6)
 
 

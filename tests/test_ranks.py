@@ -121,6 +121,14 @@ def by_hand(model: nn.Module, run) -> dict[str, Tensor]:
     return seen
 
 
+def assert_captures_change_nothing(make, detach) -> None:
+    """A training with captures at everything is that without them, bit for bit."""
+    bare, model = train(make()), make()
+    looked = train(model, around=lambda: hl.capture(model, *EVERYTHING, detach=detach))
+    assert same(looked, bare)
+    assert_clean_of_ours(model)
+
+
 def assert_same_as_by_hand(make, run_with) -> None:
     """Every value that hooks written by hand see is in a record, bit for bit."""
     model = make()
@@ -207,11 +215,7 @@ OPTIONS = [
 @pytest.mark.parametrize("detach", [False, True])
 @on_ranks
 def test_captures_change_nothing_under_ddp(options, detach):
-    bare = train(ddp(**options))
-    model = ddp(**options)
-    looked = train(model, around=lambda: hl.capture(model, *EVERYTHING, detach=detach))
-    assert same(looked, bare)
-    assert_clean_of_ours(model)
+    assert_captures_change_nothing(lambda: ddp(**options), detach)
 
 
 @on_ranks
@@ -317,11 +321,7 @@ def fsdp(model=None, **options):
 @pytest.mark.parametrize("detach", [False, True])
 @on_ranks
 def test_captures_change_nothing_under_fsdp(options, detach):
-    bare = train(fsdp(**options))
-    model = fsdp(**options)
-    looked = train(model, around=lambda: hl.capture(model, *EVERYTHING, detach=detach))
-    assert same(looked, bare)
-    assert_clean_of_ours(model)
+    assert_captures_change_nothing(lambda: fsdp(**options), detach)
 
 
 @on_ranks

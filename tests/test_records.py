@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import assert_clean
+from models import Swallowing
 from torch import nn
 
 import hookline as hl
@@ -982,42 +983,20 @@ def test_stop_with_several_options_keeps_the_derived_value():
 
 
 def test_stop_passes_through_except_exception_and_nothing_is_left():
-    class Catches(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = mlp()
-
-        def forward(self, x):
-            try:
-                return self.inner(x)
-            except Exception:
-                return x
-
-    model = Catches()
-    with hl.capture(model, "inner.0", stop=True) as record:
+    model = Swallowing(Exception)
+    with hl.capture(model, "first", stop=True) as record:
         model(torch.ones(1, 3))
         raise AssertionError("not reached")
-    assert record["inner.0"].shape == (1, 4)
+    assert record["first"].shape == (1, 3)
     assert_clean(model)
 
 
 def test_a_swallowed_stop_is_told_at_exit_with_the_record():
-    class Swallows(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = mlp()
-
-        def forward(self, x):
-            try:
-                return self.inner(x)
-            except BaseException:
-                return x
-
-    model = Swallows()
+    model = Swallowing(BaseException)
     with pytest.raises(hl.NeverFired, match="caught the stop") as caught:
-        with hl.capture(model, "inner.0", stop=True):
+        with hl.capture(model, "first", stop=True):
             model(torch.ones(1, 3))
-    assert caught.value.record["inner.0"].shape == (1, 4)
+    assert caught.value.record["first"].shape == (1, 3)
     assert_clean(model)
 
 

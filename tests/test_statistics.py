@@ -15,7 +15,7 @@ from models import small
 from torch import nn
 
 import hookline as hl
-from hookline import statistics
+from hookline import accumulation, statistics
 
 KINDS = {
     "mean": hl.Mean(),
@@ -125,7 +125,7 @@ def batches(draw):
 def test_batches_and_merges_give_what_numpy_gives_on_the_whole(kind, chunk, made):
     x, kept, cuts = made
     ids = np.arange(len(x))
-    before, statistics._CHUNK = statistics._CHUNK, chunk
+    before, accumulation._CHUNK = accumulation._CHUNK, chunk
     try:
         parts = []
         one = kind.fresh()
@@ -137,7 +137,7 @@ def test_batches_and_merges_give_what_numpy_gives_on_the_whole(kind, chunk, made
         for part in reversed(parts):
             merged.merge(part)
     finally:
-        statistics._CHUNK = before
+        accumulation._CHUNK = before
     expected = oracle(kind, x, kept)
     if isinstance(kind, hl.TopK) and len(expected[0]) == 0:
         return

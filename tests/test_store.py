@@ -430,14 +430,14 @@ def test_a_full_disk_is_an_error_that_leaves_the_store_as_it_was(counted, monkey
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space"), KeyboardInterrupt()])
 @pytest.mark.parametrize("moment", ["before", "after"])
 def test_what_fails_at_the_commit_happened_or_did_not(counted, monkeypatch, error, moment):
-    def write_index(*arguments, real=store_files.write_index):
+    def write(*arguments, real=store_files.IndexFile.write):
         if moment == "after":
             real(*arguments)
         raise error
 
     with Store.create(counted, resume=True) as writer:
         with monkeypatch.context() as patch:
-            patch.setattr(store_writing, "write_index", write_index)
+            patch.setattr(store_files.IndexFile, "write", write)
             with pytest.raises((StoreError, KeyboardInterrupt)):
                 append_counted(writer)
         there = 21 if moment == "before" else 24

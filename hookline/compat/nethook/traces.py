@@ -12,7 +12,6 @@ import sys
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
-from types import TracebackType
 from typing import Any, Self, TypeAlias, TypeVar, cast
 
 from torch import nn
@@ -151,7 +150,25 @@ class _Tracing:
             )
 
 
-class Trace:
+class _Closing:
+    """What `Trace` and `TraceDict` have in common: they act until they are closed."""
+
+    _tracing: _Tracing
+
+    def close(self) -> None:
+        """End the trace; what was retained stays. May be called twice."""
+        self._tracing.close()
+
+    def __enter__(self) -> Self:
+        self._tracing.open()
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        self.close()
+        return self._tracing.stopped(error)
+
+
+class Trace(_Closing):
     """Retain what one layer is given and returns, and change it, while a `with` block runs.
 
     >>> import torch
@@ -211,28 +228,11 @@ class Trace:
         """
         return self._traced.input
 
-    def close(self) -> None:
-        """End the trace; what was retained stays. May be called twice."""
-        self._tracing.close()
-
-    def __enter__(self) -> Self:
-        self._tracing.open()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> bool:
-        self.close()
-        return self._tracing.stopped(error)
-
     def __repr__(self) -> str:
         return repr(self._traced).replace("Traced", "Trace", 1)
 
 
-class TraceDict(OrderedDict[str, Traced]):
+class TraceDict(_Closing, OrderedDict[str, Traced]):
     """Retain and change the values of several layers while a `with` block runs.
 
     >>> import torch
@@ -290,23 +290,6 @@ class TraceDict(OrderedDict[str, Traced]):
         for name in names:
             self[name] = Traced(name, _of_layer(given, name))
         self._tracing = _Tracing(module, self.values())
-
-    def close(self) -> None:
-        """End the trace; what was retained stays. May be called twice."""
-        self._tracing.close()
-
-    def __enter__(self) -> Self:
-        self._tracing.open()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> bool:
-        self.close()
-        return self._tracing.stopped(error)
 
 
 _DEFAULTS = Options()

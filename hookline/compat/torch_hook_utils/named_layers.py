@@ -43,18 +43,8 @@ def listed(names: Iterable[str]) -> str:
     return ", ".join(map(repr, names)) or "none"
 
 
-class LayerValues(MutableMapping[str, T], dict[str, T]):  # pyright: ignore
-    """Values by layer name: a dict that fills up as the layers run.
-
-    It is in the order in which the layers were given, and a layer that runs again has its last
-    value in it. What is read is what the layer saw: a value
-    that requires grad is the very tensor, and reading it raises `hookline.ValueChanged` if it was
-    changed in place since; any other is a snapshot. Copies and what comes back from a file are
-    ordinary dicts.
-    """
-
-    # A dict for those who ask for one; but its own methods would pass by the record, so that all
-    # of those that read or write are here, or come from MutableMapping.
+class _Values(MutableMapping[str, T]):
+    """Values by layer name, read from a record. All that a dict can do is here or inherited."""
 
     def __init__(self, layers: Mapping[str, nn.Module], record: hl.Record) -> None:
         super().__init__()
@@ -160,6 +150,18 @@ class LayerValues(MutableMapping[str, T], dict[str, T]):  # pyright: ignore
             return repr(self[name])
         except hl.HooklineError as error:
             return f"<{type(error).__name__}>"
+
+
+class LayerValues(_Values[T], dict[str, T]):
+    """Values by layer name: a dict that fills up as the layers run.
+
+    It is in the order in which the layers were given, and a layer that runs again has its last
+    value in it. What is read is what the layer saw: a value that requires grad is the very tensor,
+    and reading it raises `hookline.ValueChanged` if it was changed in place since; any other is a
+    snapshot. Copies and what comes back from a file are ordinary dicts.
+    """
+
+    # A dict for those who ask for one. Its own methods would pass by the record: none is reached.
 
 
 class _Given:

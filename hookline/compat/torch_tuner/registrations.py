@@ -1,129 +1,35 @@
-"""TorchTuner's `Hooks`: save what passes through a layer, and change it.
+"""Registering hooks at layers, as TorchTuner does.
 
-    from torch_tuner import Hooks                  # before
-    from hookline.compat.torch_tuner import Hooks  # after
-
-- `Hooks(model, layer)`: registers the four kinds of hooks at a layer, or at several
-- `Handle`: what a registration returns; `remove()` ends it
-
-Values and file names are those of torch-tuner 0.1.0. New are: a layer by name, object or index,
-several layers, `update` and `visualize` together, the shapes of all layers. These differ:
-
-- Nothing is printed. What was a printed refusal is an error: neither `update` nor `visualize`, an
-  update without noise and values. So are values of a wrong shape.
-- Each registration has its own noise and values; they neither outlive it nor reach others.
-- All inputs and gradients are saved, not the first only, also arguments passed by name. An update
-  of the first input leaves the others as they are.
-- Saved tensors do not require grad, and are as they were when the layer was called, also before
-  modules that change their input in place, where torch's full backward hooks fail.
-- What checkpointing runs a second time is saved once.
-
-Long for its signatures and the texts of its errors.
+- `Hooks(model, layer)`: the four kinds of hooks at a layer, or at several
 """
 
 from __future__ import annotations
 
 import itertools
-import warnings
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path as Folder
-from types import TracebackType
-from typing import Any, Self, SupportsIndex, TypeAlias, cast
+from typing import Any, SupportsIndex, TypeAlias, cast
 from urllib.parse import quote
 
 import torch
-from torch import Tensor, nn
-from torch.autograd import Variable
+from torch import nn
 
-from hookline.core import arguments
+from hookline.compat.torch_tuner.gradients import Gradients
+from hookline.compat.torch_tuner.handles import FBH, FBPH, FH, FPH, Handle, Kind
+from hookline.compat.torch_tuner.updates import Noise, Update
+from hookline.compat.torch_tuner.values import Value, after_first, arguments_of, plain, settled
 from hookline.core.captures import capture
-from hookline.core.changes import Change, replace
 from hookline.core.edits import edit
-from hookline.core.gradients import NO_GRAD
 from hookline.core.hooks import Context, hook
-from hookline.core.nested import Part, Path, children, leaves, set_part, show_path
+from hookline.core.nested import Part, leaves
 from hookline.core.parameters import get_module, preserve
-from hookline.core.places import Place, Target, Where, select
-from hookline.core.recomputation import in_backward
-from hookline.core.taps import Call, Tap
-from hookline.errors import ChangeError, HooklineWarning, NotCaptured, PlaceError, PlaceNotFound
-from hookline.ready_changes import scale
+from hookline.core.places import Place, Where, select
+from hookline.core.taps import Call
+from hookline.errors import ChangeError, NotCaptured, PlaceError, PlaceNotFound
 
-__all__ = ["Handle", "Hooks"]
+__all__ = ["Hooks"]
 
 Layer: TypeAlias = SupportsIndex | Where
-Noise: TypeAlias = Tensor | float | None
-Value: TypeAlias = tuple[str, str, Any]  # the word for it, which part it is, and itself
-
-
-@dataclass(frozen=True, eq=False)
-class _Kind:
-    """One of torch's four kinds of hooks."""
-
-    rank: int  # torch runs the hooks of a layer in this order, whichever was registered first
-    method: str
-    port: str  # what an update changes
-    folder: str
-    ending: str  # of the names of files
-
-
-_FPH = _Kind(0, "register_fph", ":input", "saved_forward_prehook_inputs", "forward_prehook")
-_FH = _Kind(1, "register_fh", ":output", "saved_forward_hook_values", "forward_hook")
-_FBPH = _Kind(
-    2, "register_fbph", ":grad_output",
-    "saved_full_backward_prehook_gradients", "full_backward_prehook",
-)  # fmt: skip
-_FBH = _Kind(
-    3, "register_fbh", ":grad_input", "saved_full_backward_hook_gradients", "full_backward_hook"
-)
-
-
-class Handle:
-    """What a registration returns. `remove()`, or the end of a `with` block, ends it.
-
-    >>> model = nn.Sequential(nn.Identity())
-    >>> with Hooks(model, 0).register_fh(update=True, add_noise_output=True, noise_output=2):
-    ...     model(torch.ones(2))
-    tensor([2., 2.])
-    """
-
-    def __init__(self, kind: _Kind) -> None:
-        self._kind = kind
-        self._contexts: list[Context[Any]] = []
-        self._live = False
-
-    def _attach(self, contexts: Iterable[Context[Any]]) -> None:
-        """Enter contexts, all or none of them, each as soon as it is made."""
-        self._live, self._contexts = True, []
-        try:
-            for context in contexts:
-                self._contexts.append(context)
-                context.attach()
-        except BaseException:
-            self.remove()
-            raise
-
-    def remove(self) -> None:
-        """Stop acting and leave nothing on the model. May be called twice."""
-        self._live = False
-        for context in self._contexts:
-            context.remove()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.remove()
-
-    def __repr__(self) -> str:
-        return f"<handle of {self._kind.method}, {'live' if self._live else 'removed'}>"
 
 
 class Hooks:
@@ -216,7 +122,7 @@ class Hooks:
                 "Give a batch to run the model on: get_shape_of_layer(batch).",
             )
         given, output = self._run(place, batch)
-        return _plain(given, _after_first), _plain(output, _after_first)
+        return plain(given, after_first), plain(output, after_first)
 
     def _run(self, place: Place, batch: Any) -> tuple[Any, Any]:
         """What a layer gets and gives in a run of the model."""
@@ -258,7 +164,7 @@ class Hooks:
         """
         noise = noise_output if add_noise_output else None
         values = new_values_output if add_values_output else None
-        return self._register(_FH, update, visualize, noise, values, layer)
+        return self._register(FH, update, visualize, noise, values, layer)
 
     def register_fph(
         self, update: bool = False, visualize: bool = False,
@@ -275,7 +181,7 @@ class Hooks:
         """
         noise = noise_input if add_noise_input else None
         values = new_values_input if add_values_input else None
-        return self._register(_FPH, update, visualize, noise, values, layer)
+        return self._register(FPH, update, visualize, noise, values, layer)
 
     def register_fbh(
         self, update: bool = False, visualize: bool = False,
@@ -294,7 +200,7 @@ class Hooks:
         """
         noise = noise_input if add_noise_input else None
         values = new_values_input if add_values_input else None
-        return self._register(_FBH, update, visualize, noise, values, layer)
+        return self._register(FBH, update, visualize, noise, values, layer)
 
     def register_fbph(
         self, update: bool = False, visualize: bool = False,
@@ -315,10 +221,10 @@ class Hooks:
         """
         noise = noise_output if add_noise_output else None
         values = new_values_output if add_values_output else None
-        return self._register(_FBPH, update, visualize, noise, values, layer)
+        return self._register(FBPH, update, visualize, noise, values, layer)
 
     def _register(
-        self, kind: _Kind, update: bool, visualize: bool, noise: Noise, values: Any,
+        self, kind: Kind, update: bool, visualize: bool, noise: Noise, values: Any,
         layer: Layer | None,
     ) -> Handle:  # fmt: skip
         if not (update or visualize):
@@ -335,7 +241,7 @@ class Hooks:
                 f"Give add_noise_{word}=True with noise_{word}, add_values_{word}=True with "
                 f"new_values_{word}, or both.",
             )
-        change = _Update(self, values, noise)
+        change = Update(self, values, noise)
         layers = self._find(layer)
 
         def contexts() -> Iterator[Context[Any]]:
@@ -400,7 +306,7 @@ class Hooks:
 
     # -- saving ---------------------------------------------------------------------------------
 
-    def _savers(self, kind: _Kind, place: Place, label: str) -> Iterator[Context[Any]]:
+    def _savers(self, kind: Kind, place: Place, label: str) -> Iterator[Context[Any]]:
         """What saves the values of a layer."""
 
         def save(values: list[Value]) -> None:
@@ -409,24 +315,24 @@ class Hooks:
 
         def save_inputs(given: dict[Part, Any], call: Call) -> None:
             if not call.recomputed:
-                save(_arguments("inputs", given, call.module))
+                save(arguments_of("inputs", given, call.module))
 
         def save_outputs(output: Any, call: Call) -> None:
             if not call.recomputed:
                 given = inputs.record[Place(place.path, "inputs")]
-                save([*_arguments("input", given, call.module), ("output", "", output)])
+                save([*arguments_of("input", given, call.module), ("output", "", output)])
 
-        if kind is _FPH:
+        if kind is FPH:
             yield hook(self.object, (place, ":inputs"), save_inputs)
-        elif kind is _FH:
+        elif kind is FH:
             inputs = capture(self.object, (place, ":inputs"), detach=True, keep="last")
             yield inputs
             yield hook(self.object, place, save_outputs)
         else:
-            ports = (":grad_output", ":grad_inputs") if kind is _FBH else (":grad_output",)
-            yield _Gradients(self.object, [(place, port) for port in ports], save)
+            ports = (":grad_output", ":grad_inputs") if kind is FBH else (":grad_output",)
+            yield Gradients(self.object, [(place, port) for port in ports], save)
 
-    def _save(self, kind: _Kind, label: str, values: list[Value]) -> None:
+    def _save(self, kind: Kind, label: str, values: list[Value]) -> None:
         """Save the values of one call; the first tensor tells the batch size."""
         iteration = next(self._iterations.setdefault((kind.method, label), itertools.count()))
         tensors = [tensor for _, _, value in values for _, tensor in leaves(value)]
@@ -438,176 +344,4 @@ class Hooks:
         for word, part, value in values:
             if any(True for _ in leaves(value)):
                 name = f"{word}_{iteration}_batch_size_{size}_layer_{label}_{kind.ending}_tensor"
-                torch.save(_plain(value, _settled), folder / f"{name}{part}.pt")
-
-
-# -- values ---------------------------------------------------------------------------------------
-
-
-def _after_first(tensor: Tensor) -> tuple[int, ...]:
-    return tuple(tensor.shape[1:])
-
-
-def _settled(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone()  # without its graph, and without what it is a view of
-
-
-def _plain(value: Any, function: Callable[[Tensor], Any], above: tuple[int, ...] = ()) -> Any:
-    """A value in tuples, lists and dicts, its tensors mapped; objects of other kinds are None."""
-    if isinstance(value, Tensor):
-        return function(value)
-    inside = children(value)
-    if inside is None or id(value) in above:
-        return value if isinstance(value, (bool, int, float, complex, str)) else None
-    items = [(part, _plain(item, function, (*above, id(value)))) for part, item in inside]
-    if isinstance(value, list):
-        return [item for _, item in items]
-    return tuple(item for _, item in items) if isinstance(value, tuple) else dict(items)
-
-
-def _first_argument(module: nn.Module) -> Part:
-    return next(iter(arguments._names(module)[0]), 0)  # a number if the forward takes *args
-
-
-def _arguments(word: str, given: dict[Part, Any], module: nn.Module) -> list[Value]:
-    """The arguments of a call, the first one first."""
-    first = _first_argument(module)
-    found = sorted(given.items(), key=lambda item: item[0] != first)
-    return [(word, "" if name == first else _suffix((name,)), value) for name, value in found]
-
-
-def _suffix(path: Path) -> str:
-    return "_" + ".".join(quote(str(part), safe="") for part in path)
-
-
-# -- gradients ------------------------------------------------------------------------------------
-
-
-class _GradientTap(Tap):
-    """Hands on the gradients of a value as they arrive, each with its path, and changes none."""
-
-    def __init__(self, target: Target, context: weakref.ref[Any]) -> None:
-        super().__init__(target, context)
-        # An identity behind an output tells its gradient from those of other uses. Before an input
-        # it would be in the way of modules that change it in place; there the graph is enough.
-        self.replaces = target.port == "grad_output"
-
-    def gradient(self, grad: Tensor, index: int, path: Path) -> None:
-        context = cast("_Gradients | None", self.context())
-        if context is not None:
-            context.take(self.target, _settled(grad), index, path)
-
-    def explain(self, index: int, reason: str, remedy: str = "", path: Path = ()) -> None:
-        # Reasons are also how a checkpointed call, which first runs without gradients, is known to
-        # need watching when it is recomputed.
-        self.reasons = {**dict(list(self.reasons.items())[-63:]), (index, path): (reason, remedy)}
-        if reason != NO_GRAD[0]:
-            warnings.warn(
-                f"The gradient at {str(self.place)!r} cannot be saved: {reason} {remedy}",
-                HooklineWarning,
-                stacklevel=2,
-            )
-
-
-class _Gradients(Context[_GradientTap]):
-    """Looks at the gradients of a layer; hands on those of each call when the backward is over."""
-
-    _verb = "look"
-
-    def __init__(
-        self, model: nn.Module, wheres: Iterable[Where], save: Callable[[list[Value]], None]
-    ) -> None:
-        super().__init__(model, wheres)
-        self._save = save
-        self._arrived: dict[int, dict[int, dict[tuple[str, str], Tensor]]] = {}
-
-    def _tap(self, target: Target, ref: weakref.ref[Any]) -> _GradientTap:
-        return _GradientTap(target, ref)
-
-    def take(self, target: Target, grad: Tensor, index: int, path: Path) -> None:
-        """A gradient, or one share of an input's, has arrived for a call of the layer."""
-        backward = in_backward()
-        if backward not in self._arrived:
-            self._arrived[backward] = {}
-            engine: Any = Variable._execution_engine
-            engine.queue_callback(lambda: self._finish(backward))
-        if target.port == "grad_output":
-            word, first = "grad_output", not any(path)
-        else:
-            word = "grad_input"
-            first = path[0] == _first_argument(target.module) and not any(path[1:])
-        parts = self._arrived[backward].setdefault(index, {})
-        key = word, "" if first else _suffix(path)
-        parts[key] = parts[key] + grad if key in parts else grad
-
-    def _finish(self, backward: int) -> None:
-        for parts in self._arrived.pop(backward, {}).values():
-            # The output comes first: it tells the batch size.
-            ordered = sorted(parts, key=lambda key: (key[0] != "grad_output", key[1]))
-            self._save([(*key, parts[key]) for key in ordered])
-
-    def _stop(self) -> None:
-        super()._stop()
-        for tap in self._taps.values():
-            tap.lost()
-
-
-# -- updates --------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, eq=False)
-class _Update(Change):
-    """New values, or noise to multiply by, or both."""
-
-    hooks: Hooks
-    values: Any
-    noise: Noise
-
-    def at(self, kind: _Kind) -> Change | Callable[[Any, Call], Any]:
-        """The change to make where an update of this kind acts."""
-        # Gradients come one tensor at a time. If there are several, new values for one of them
-        # would reach all: a ready change refuses that.
-        alone = kind.port.startswith(":grad") and self.values is not None
-        return self if alone else self.change
-
-    def apply(self, value: Tensor, call: Call) -> Tensor:
-        return self._changed(value, self.values, call)
-
-    def change(self, value: Any, call: Call) -> Any:
-        """The value with all its tensors changed."""
-        if self.hooks._resting:
-            return value
-        old = dict(leaves(value))
-        new: dict[Path, Any] = dict.fromkeys(old, self.values)
-        if self.values is not None and (len(old) > 1 or not isinstance(self.values, Tensor)):
-            new = dict(leaves(self.values))
-        if not old or new.keys() != old.keys():
-            given = "" if self.values is None else f", the new values {_parts(new)}"
-            raise ChangeError(
-                f"An update of {str(call.place)!r} was asked for.",
-                f"It holds {_parts(old)}{given}.",
-                "Give new values of the same structure, or another layer.",
-            )
-        for path, tensor in old.items():
-            whole = not (tensor.is_floating_point() or tensor.is_complex())
-            if whole and len(old) > 1 and self.values is None:
-                continue  # noise is not meant for the indices beside a value
-            value = set_part(value, path, self._changed(tensor, new[path], call))
-        return value
-
-    def _changed(self, value: Tensor, values: Any, call: Call) -> Tensor:
-        if values is not None:
-            value = replace(_along_last(values, value)).meet(value, call)
-        if self.noise is not None:
-            value = scale(_along_last(self.noise, value)).meet(value, call)
-        return value
-
-
-def _along_last(own: Any, value: Tensor) -> Any:
-    """A tensor that broadcasts as in torch: of one dimension it is along the last, not channels."""
-    one = isinstance(own, Tensor) and own.ndim == 1
-    return own.view(*[1] * (value.ndim - 1), -1) if one else own
-
-
-def _parts(paths: Iterable[Path]) -> str:
-    return ", ".join(show_path(path) or "one tensor" for path in paths) or "no tensors"
+                torch.save(plain(value, settled), folder / f"{name}{part}.pt")

@@ -1,0 +1,251 @@
+"""Taking in values batch by batch, in constant memory: what all statistics have in common.
+
+- `Statistic`: options that never change, and a state that `update` and `merge` add to
+- `Rows`: part of a batch, as a statistic takes it in
+- `State`: what a statistic holds: tensors by name
+- `in_parts(values, kept)`: rows in parts that are small enough for float64
+- `sums(one, other, *keys)`: the parts of two states that are joined by adding
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from hookline import folders
+from hookline.errors import StatisticsError
+
+__all__ = ["Rows", "State", "Statistic", "in_parts", "sums"]
+
+State = dict[str, Tensor]
+_CHUNK = 2**20  # numbers that are widened to float64 at once
+
+
+class Rows(NamedTuple):
+    """Part of a batch: rows × channels in float64, and which of the numbers count."""
+
+    values: Tensor
+    kept: Tensor
+    start: int  # the number of the first row in the batch
+    names: Tensor  # the ids of all samples of the batch
+    shape: tuple[int, ...]  # of the batch, without channels
+
+    @property
+    def finite(self) -> Tensor:
+        return self.kept & self.values.isfinite()
+
+
+@dataclass(frozen=True, eq=False)
+class Statistic:
+    """What the statistics have in common.
+
+    Args:
+        dim: the dimension of the channels, each of which has its own result; None for one result
+            over everything.
+    """
+
+    dim: int | None = -1
+    state: State = field(init=False, repr=False, default_factory=dict[str, Tensor])
+    _takes_ids: ClassVar[bool] = False  # whether it tells one sample from another
+
+    def _of(self, rows: Rows) -> State:
+        """The state that some rows alone give."""
+        raise AssertionError("a statistic defines _of")
+
+    def _join(self, one: State, other: State) -> State:
+        """The state of both together."""
+        raise AssertionError("a statistic defines _join")
+
+    def _prepare(self, values: Tensor, kept: Tensor) -> None:
+        """Called with all rows of a batch before they are taken in."""
+
+    @property
+    def result(self) -> Any:
+        """What was found so far."""
+        raise AssertionError("a statistic defines result")
+
+    # -- taking in ------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def update(
+        self, value: Tensor, mask: Tensor | None = None, ids: Sequence[int] | Tensor | None = None
+    ) -> Self:
+        """Take a batch in. The value is only read.
+
+        Args:
+            value: a tensor of any real dtype; its first dimension, channels apart, is the samples.
+            mask: nonzero where the value counts: over the first dimensions of the value, channels
+                apart, as batch × position is for batch × position × channel.
+            ids: a whole number for each sample, for `TopK`. Without, samples are counted.
+        """
+        rows, shape = self._rows(value)
+        kept = torch.ones((), dtype=torch.bool, device=value.device).expand(shape)
+        if mask is not None:
+            kept = self._fitting(mask.to(value.device), shape)
+        kept = kept.reshape(-1)
+        names = self._names(shape, ids if self._takes_ids else None)
+        if "channels" in self.state and int(self.state["channels"]) != rows.shape[1]:
+            had = int(self.state["channels"])
+            raise self._unfit(
+                f"A value of shape {tuple(value.shape)} has {rows.shape[1]} channels along "
+                f"dim={self.dim}; those before had {had}.",
+                "Measure places of one width, or everything together with dim=None.",
+            )
+        if len(rows):
+            self._prepare(rows, kept)
+        state = dict(self.state)
+        for start, part, counted in in_parts(rows, kept):
+            batch = Rows(part, counted[:, None], start, names, shape)
+            made = {key: tensor.cpu() for key, tensor in self._of(batch).items()}
+            state = self._joined(
+                state, made | {"channels": torch.tensor(rows.shape[1], device="cpu")}
+            )
+        # All at once: an error, or an interrupt, leaves the state as it was before the batch.
+        state["samples"] = state.get("samples", _none()) + len(names)
+        self._put(state)
+        return self
+
+    def _rows(self, value: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+        """The value as rows × channels, and its shape without the channels."""
+        if value.is_complex() or value.is_quantized or value.layout != torch.strided:
+            found = f"The value is {value.dtype}, {value.layout}: its numbers have no order."
+            raise self._unfit(
+                found, "Measure a real part of it, with at=lambda value: value.abs()."
+            )
+        value = value.detach()
+        if self.dim is None:
+            return value.reshape(-1, 1), tuple(value.shape)
+        if not -value.ndim <= self.dim < value.ndim:
+            found = f"A value of shape {tuple(value.shape)} has no dimension {self.dim}."
+            raise self._unfit(found, "Give dim= another one, or None for one result overall.")
+        moved = value.movedim(self.dim, -1)
+        # Not reshape(-1, …), which cannot tell the rows of a value without channels.
+        count = moved.shape[:-1].numel()
+        return moved.reshape(count, moved.shape[-1]), tuple(moved.shape[:-1])
+
+    def _fitting(self, mask: Tensor, shape: tuple[int, ...]) -> Tensor:
+        ahead = shape[: mask.ndim]
+        if len(ahead) < mask.ndim or any(
+            m not in (1, n) for m, n in zip(mask.shape, ahead, strict=True)
+        ):
+            raise self._unfit(
+                f"A mask has the shape {tuple(mask.shape)}, the value without channels {shape}.",
+                "A mask lies over the first dimensions of the value, such as batch × position.",
+            )
+        mask = (mask != 0).expand(ahead)
+        return mask.reshape(*mask.shape, *[1] * (len(shape) - mask.ndim)).expand(shape)
+
+    def _names(self, shape: tuple[int, ...], ids: Any) -> Tensor:
+        count = shape[0] if shape else 1
+        if ids is None:
+            return torch.arange(count, device="cpu") + self.state.get("samples", _none())
+        names = (
+            torch.as_tensor(ids, device=None if isinstance(ids, Tensor) else "cpu")
+            .detach()
+            .cpu()
+            .reshape(-1)
+        )
+        if len(names) != count or (len(names) and (names.is_floating_point() or names.min() < 0)):
+            found = f"{len(names)} ids of {names.dtype} were given for {count} samples."
+            raise self._unfit(found, "Give one whole number from 0 on for each sample.")
+        return names.to(torch.int64)
+
+    def merge(self, other: Statistic) -> Self:
+        """Take in what another one of the same options has found; the other stays as it is."""
+        if repr(other) != repr(self):
+            raise self._unfit(f"It was to be merged with {other!r}.", "Give both the same options.")
+        widths = {int(s["channels"]) for s in (self.state, other.state) if "channels" in s}
+        if len(widths) > 1:
+            raise self._unfit(f"The two have {widths} channels.", "Merge those of one place.")
+        state = self._joined(self.state, other.state)
+        state["samples"] = sum(
+            (s.get("samples", _none()) for s in (self.state, other.state)), _none()
+        )
+        self._put(state)
+        return self
+
+    def _joined(self, one: State, other: State) -> State:
+        if "channels" not in one or "channels" not in other:
+            return {**one, **other}
+        fixed = {key: other.get(key, tensor) for key, tensor in one.items()}
+        return fixed | self._join(one, other)
+
+    def _put(self, state: State) -> None:
+        self.state.clear()
+        self.state.update(state)
+
+    def _shaped(self, tensor: Tensor) -> Tensor:
+        return tensor if self.dim is not None else tensor.squeeze(0)
+
+    def _total(self, key: str) -> Tensor:
+        return self._shaped(self.state.get(key, torch.zeros(1, dtype=torch.int64, device="cpu")))
+
+    @property
+    def count(self) -> Tensor:
+        """How many numbers took part, for each channel."""
+        return self._total("count")
+
+    @property
+    def skipped(self) -> Tensor:
+        """How many NaN or infinite numbers were left out, for each channel."""
+        return self._total("skipped")
+
+    # -- copies and files -----------------------------------------------------------------------
+
+    def fresh(self) -> Self:
+        """Another one of the same options that has seen nothing."""
+        return type(self)(**self._options())
+
+    def _options(self) -> dict[str, Any]:
+        return {key: value for key, value in asdict(self).items() if key != "state"}
+
+    def save(self, folder: str | Path) -> Path:
+        """Write options and state into a folder: `statistic.json` and `statistic.safetensors`."""
+        return folders.write(folder, "statistic", self.spelled(), self.state)
+
+    def spelled(self) -> dict[str, Any]:
+        """Which statistic this is, for JSON."""
+        return {"statistic": type(self).__name__, "options": self._options()}
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Self:
+        """Read what `save` wrote."""
+        from hookline.statistics import statistic_from  # it knows all statistics, and so this file
+
+        content, tensors = folders.read(folder, "statistic", StatisticsError)
+        made = statistic_from(content, tensors, str(folder))
+        if not isinstance(made, cls):
+            asked = f"A {cls.__name__} was to be read from {str(folder)!r}."
+            raise StatisticsError(asked, f"There is a {type(made).__name__}.", "Load it as that.")
+        return made
+
+    def _unfit(self, found: str, remedy: str) -> StatisticsError:
+        return StatisticsError(f"{self!r} was to take in more.", found, remedy)
+
+
+def _none() -> Tensor:
+    return torch.zeros((), dtype=torch.int64, device="cpu")  # whatever the default device is
+
+
+def _wide(part: Tensor) -> Tensor:
+    if part.device.type == "mps":  # which has no float64
+        part = part.cpu()
+    return part.to(torch.float64)
+
+
+def in_parts(values: Tensor, kept: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Rows in parts: the number of the first row, the rows in float64, and which of them count."""
+    step = max(1, _CHUNK // max(1, values.shape[1]))
+    for start in range(0, len(values), step):
+        part = _wide(values[start : start + step])
+        yield start, part, kept[start : start + step].to(part.device)
+
+
+def sums(one: State, other: State, *keys: str) -> State:
+    """What is joined by adding."""
+    return {key: one[key] + other[key] for key in keys}

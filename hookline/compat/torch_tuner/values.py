@@ -1,0 +1,64 @@
+"""Values as they are saved: plain, settled, each under a name of its own.
+
+- `Value`: the word for a value, which part of it, and itself
+- `settled(tensor)`: a tensor that nothing else holds
+- `after_first(tensor)`: its shape without the batch
+- `plain(value, function)`: a nested value in tuples, lists and dicts
+- `first_argument(module)`, `arguments_of(word, given, module)`: the arguments of a call
+- `suffix(path)`: how the name of a part's file ends
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+from urllib.parse import quote
+
+from torch import Tensor, nn
+
+from hookline.core import arguments
+from hookline.core.nested import Part, Path, children
+
+__all__ = ["Value", "after_first", "arguments_of", "first_argument", "plain", "settled", "suffix"]
+
+Value: TypeAlias = tuple[str, str, Any]  # the word for it, which part it is, and itself
+
+
+def after_first(tensor: Tensor) -> tuple[int, ...]:
+    """The shape of a tensor without the batch."""
+    return tuple(tensor.shape[1:])
+
+
+def settled(tensor: Tensor) -> Tensor:
+    """A tensor without its graph, and without what it is a view of."""
+    return tensor.detach().clone()
+
+
+def plain(value: Any, function: Callable[[Tensor], Any], above: tuple[int, ...] = ()) -> Any:
+    """A value in tuples, lists and dicts, its tensors mapped; objects of other kinds are None."""
+    if isinstance(value, Tensor):
+        return function(value)
+    inside = children(value)
+    if inside is None or id(value) in above:
+        return value if isinstance(value, (bool, int, float, complex, str)) else None
+    items = [(part, plain(item, function, (*above, id(value)))) for part, item in inside]
+    if isinstance(value, list):
+        return [item for _, item in items]
+    return tuple(item for _, item in items) if isinstance(value, tuple) else dict(items)
+
+
+def first_argument(module: nn.Module) -> Part:
+    """The name of the first argument; a number if the forward takes `*args`."""
+    return next(iter(arguments._names(module)[0]), 0)
+
+
+def arguments_of(word: str, given: dict[Part, Any], module: nn.Module) -> list[Value]:
+    """The arguments of a call, the first one first."""
+    first = first_argument(module)
+    found = sorted(given.items(), key=lambda item: item[0] != first)
+    return [(word, "" if name == first else suffix((name,)), value) for name, value in found]
+
+
+def suffix(path: Path) -> str:
+    """How the name of a part's file ends."""
+    return "_" + ".".join(quote(str(part), safe="") for part in path)

@@ -1,0 +1,249 @@
+"""Statistics that tell how values are spread: how many are where, and the furthest of them.
+
+    Histogram  TopK  Sparsity
+
+- `Bins`, `Tops`: what the first two give
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hookline.accumulation import Rows, State, Statistic, in_parts, sums
+from hookline.errors import StatisticsError
+
+__all__ = ["Bins", "Histogram", "Sparsity", "TopK", "Tops"]
+
+
+class Bins(NamedTuple):
+    """A histogram: channels × bins, or bins; what lies beyond the range is counted apart."""
+
+    counts: Tensor
+    edges: Tensor
+    below: Tensor
+    above: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Histogram(Statistic):
+    """How often values fall into bins of one width.
+
+    >>> histogram = Histogram(dim=None, bins=2, range=(0.0, 1.0))
+    >>> counts, edges, below, above = histogram.update(torch.tensor([0.1, 0.7, 1.0, 9.0])).result
+    >>> counts, int(above)
+    (tensor([1, 2]), 1)
+
+    A bin has its left edge, the last one also its right edge.
+
+    Args:
+        dim: as in every statistic.
+        bins: how many.
+        range: from where to where. Without, that of the first batch; two that found different
+            ranges cannot be merged, so give one where several workers measure.
+    """
+
+    bins: int = 64
+    range: tuple[float, float] | None = None
+
+    def __post_init__(self) -> None:
+        low, high = self.range or (0.0, 1.0)
+        if (
+            type(self.bins) is not int
+            or not 1 <= self.bins <= 2**20
+            or not -1e300 < low < high < 1e300
+        ):
+            asked = f"A histogram of {self.bins} bins in {self.range} was asked for."
+            raise StatisticsError(asked, "That has no bins.", "Give a range from low to high.")
+
+    def _prepare(self, values: Tensor, kept: Tensor) -> None:
+        if "range" in self.state:
+            return
+        found = self.range
+        if found is None:
+            ends: list[tuple[float, float]] = []
+            for _, part, counted in in_parts(values, kept):
+                part = part[counted]
+                part = part[part.isfinite()]
+                if part.numel():
+                    ends.append((float(part.min()), float(part.max())))
+            if not ends:
+                return  # nothing to go by yet; see _of
+            found = min(low for low, _ in ends), max(high for _, high in ends)
+            if found[0] == found[1]:
+                found = found[0] - 0.5, found[1] + 0.5
+        self.state["range"] = torch.tensor(found, dtype=torch.float64, device="cpu")
+
+    def _edges(self) -> Tensor:
+        low, high = map(float, self.state["range"]) if "range" in self.state else (0.0, 1.0)
+        return torch.linspace(low, high, self.bins + 1, dtype=torch.float64, device="cpu")
+
+    def _of(self, rows: Rows) -> State:
+        kept = rows.kept & ~rows.values.isnan()
+        edges = self._edges().to(rows.values.device)
+        # From 0, below the range, to bins + 1, above it.
+        which = torch.bucketize(rows.values, edges, right=True)
+        which = torch.where(rows.values == edges[-1], self.bins, which)
+        width, channels = self.bins + 2, rows.values.shape[1]
+        flat = (which + torch.arange(channels, device=which.device) * width)[kept.expand_as(which)]
+        counts = torch.bincount(flat, minlength=width * channels).view(channels, width)
+        skipped = (rows.kept & ~kept).sum(0)
+        return {"counts": counts, "count": counts.sum(1), "skipped": skipped}
+
+    def _join(self, one: State, other: State) -> State:
+        ranges = [s["range"] for s in (one, other) if "range" in s]
+        if len(ranges) == 2 and not torch.equal(*ranges):
+            found = f"The ranges differ: {ranges[0].tolist()} and {ranges[1].tolist()}."
+            raise self._unfit(found, "Give both the same range=(low, high).")
+        return sums(one, other, "counts", "count", "skipped")
+
+    @property
+    def result(self) -> Bins:
+        """Counts, edges, and how many were below and above the range."""
+        counts = self.state.get("counts", torch.zeros(1, self.bins + 2, dtype=torch.int64))
+        parts = (counts[:, 1:-1], counts[:, 0], counts[:, -1])
+        inside, below, above = (self._shaped(part) for part in parts)
+        return Bins(inside, self._edges(), below, above)
+
+
+class Tops(NamedTuple):
+    """The top values, best first: k × channels, or k; an id of -1 where there were fewer.
+
+    `positions` has one more dimension: where in the sample, one number for each dimension between
+    the samples and the channels.
+    """
+
+    values: Tensor
+    ids: Tensor
+    positions: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class TopK(Statistic):
+    """The largest values of each channel, with the sample and the position where they were.
+
+    >>> tops = TopK(k=1).update(torch.tensor([[[1.0, 9.0], [5.0, 2.0]], [[3.0, 3.0], [4.0, 4.0]]]))
+    >>> values, ids, positions = tops.result
+    >>> values, ids, positions[..., 0]  # sample × position × channel
+    (tensor([[5., 9.]], dtype=torch.float64), tensor([[0, 0]]), tensor([[1, 0]]))
+
+    Of equal values that of the smaller id, then of the earlier position comes first, so that the
+    result does not depend on how the data was split. NaN and the infinity at the far end are left
+    out.
+
+    Args:
+        dim: as in every statistic.
+        k: how many.
+        largest: False for the smallest.
+    """
+
+    k: int = 10
+    largest: bool = True
+    _takes_ids: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if type(self.k) is not int or not 1 <= self.k < 2**31:
+            raise StatisticsError(
+                f"TopK has k={self.k!r}.", "It keeps k values.", "Give 1 or more."
+            )
+
+    def _of(self, rows: Rows) -> State:
+        values = rows.values if self.largest else -rows.values
+        some = values > -torch.inf  # nor NaN
+        kept = rows.kept & some
+        values = torch.where(kept, values, -torch.inf)
+        counted = kept.sum(0)
+        if len(values) > 2 * self.k:  # only the rows that have a top value of some channel
+            least = torch.topk(values, self.k, dim=0)[0][-1]
+            which = (kept & (values >= least)).any(1).nonzero()[:, 0]
+            values, kept = values[which], kept.expand_as(some)[which]
+            which = which.cpu() + rows.start
+        else:
+            which = torch.arange(rows.start, rows.start + len(values), device="cpu")
+        per_sample = max(1, math.prod(rows.shape[1:]))
+        names, inside = rows.names[which // per_sample], _positions(which % per_sample, rows.shape)
+        order = torch.sort(names, stable=True)[1]  # rows of one id are in the order of positions
+        values, present = values[order.to(values.device)], kept[order.to(values.device)]
+        values, place = torch.sort(values, dim=0, descending=True, stable=True)
+        values, place = values[: self.k].cpu(), place[: self.k]
+        present = present.gather(0, place).cpu()
+        place = order[place.cpu()]
+        ids, positions = names[place], inside[place]
+        counts = {"count": counted, "skipped": (rows.kept & ~some).sum(0)}
+        ids = torch.where(present, ids, -1)
+        positions = torch.where(present[..., None], positions, -1)
+        return {"values": values, "ids": ids, "positions": positions, **counts}
+
+    def _join(self, one: State, other: State) -> State:
+        if one["positions"].shape[2] != other["positions"].shape[2]:
+            found = "The values have different numbers of dimensions."
+            raise self._unfit(found, "Measure values of one kind.")
+        values, ids, positions = (
+            torch.cat([one[key], other[key]]) for key in ("values", "ids", "positions")
+        )
+        # Stable sorts by one key after the other; the last one counts most.
+        order = torch.arange(len(ids), device="cpu")[:, None].expand_as(ids)
+        for key in (*positions.unbind(2)[::-1], ids, -values):
+            order = order.gather(0, torch.sort(key.gather(0, order), dim=0, stable=True)[1])
+        order = order[: self.k]
+        return {
+            "values": values.gather(0, order),
+            "ids": ids.gather(0, order),
+            "positions": positions.gather(0, order[..., None].expand(-1, -1, positions.shape[2])),
+        } | sums(one, other, "count", "skipped")
+
+    @property
+    def result(self) -> Tops:
+        """Values, ids and positions, best first."""
+        state = self.state or {
+            "values": torch.zeros(0, 1, dtype=torch.float64),
+            "ids": torch.zeros(0, 1, dtype=torch.int64),
+            "positions": torch.zeros(0, 1, 0, dtype=torch.int64),
+        }
+        values = state["values"] if self.largest else -state["values"]
+        values = torch.where(state["ids"] < 0, torch.nan, values)
+        kept = (state["ids"] >= 0).any(1)  # rows in which no channel has anything
+        parts = [part[kept] for part in (values, state["ids"], state["positions"])]
+        return Tops(*(part if self.dim is not None else part.squeeze(1) for part in parts))
+
+
+def _positions(inside: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Where rows are in their samples: one column for each dimension behind the first."""
+    columns: list[Tensor] = []
+    for size in reversed(shape[1:]):
+        columns.insert(0, inside % size)
+        inside = inside // size
+    return torch.stack(columns, 1) if columns else inside.new_zeros(len(inside), 0)
+
+
+@dataclass(frozen=True, eq=False)
+class Sparsity(Statistic):
+    """The share of values that are zero, or nearly so, in each channel.
+
+    >>> Sparsity().update(torch.tensor([[0.0, 1.0], [0.0, 0.0]])).result
+    tensor([1.0000, 0.5000], dtype=torch.float64)
+
+    Args:
+        dim: as in every statistic.
+        threshold: magnitudes up to it count as zero.
+    """
+
+    threshold: float = 0.0
+
+    def _of(self, rows: Rows) -> State:
+        finite = rows.finite
+        zeros = finite & (rows.values.abs() <= self.threshold)
+        skipped = (rows.kept & ~finite).sum(0)
+        return {"count": finite.sum(0), "zeros": zeros.sum(0), "skipped": skipped}
+
+    def _join(self, one: State, other: State) -> State:
+        return sums(one, other, "count", "zeros", "skipped")
+
+    @property
+    def result(self) -> Tensor:
+        """The shares, from 0 to 1, in float64; NaN where nothing was seen."""
+        return self._total("zeros").to(torch.float64) / self.count

@@ -1,0 +1,115 @@
+"""The small files of a store: JSON that is bounded and distrusted, and replaced whole.
+
+- `read_json(path)`, `write_json(path, content, sync)`: the object in a JSON file
+- `parse_json(text, path)`: the object in a text that was read from a file
+- `replace_file(path, text, sync)`: a reader, or a crash, finds the old file or the new one
+- `open_regular(path)`: open a file, and nothing that would wait for ever
+- `sync_folder(folder)`: make the names in a folder last
+- `corrupt(path, found)`: the error for a file that is not what a writer of ours left there
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn, cast
+
+from hookline.errors import StoreError
+
+__all__ = [
+    "corrupt",
+    "open_regular",
+    "parse_json",
+    "read_json",
+    "replace_file",
+    "sync_folder",
+    "write_json",
+]
+
+_LARGEST_JSON = 16 << 20
+
+
+def corrupt(path: Path, found: str) -> StoreError:
+    """The error for a file that is not what a writer of ours left there."""
+    return StoreError(
+        f"Cannot read {str(path)!r} as a part of a store.",
+        f"{found[:300]}.",
+        "The file was truncated, changed, or comes from elsewhere: restore it from a copy.",
+    )
+
+
+def _not_json(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is no JSON")
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) != len(pairs):
+        raise ValueError("a key stands there twice")
+    return content
+
+
+def parse_json(text: bytes, path: Path) -> dict[str, Any]:
+    """The object in a text that was read from a file."""
+    try:
+        content = json.loads(
+            text.decode("utf-8"), parse_constant=_not_json, object_pairs_hook=_once
+        )
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise corrupt(path, f"It holds no sound JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise corrupt(path, "Its JSON is not an object")
+    return cast("dict[str, Any]", content)
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file, and nothing that would wait for ever, as a pipe does."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError("it is no regular file")
+    return path.open("rb")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file of bounded size."""
+    try:
+        with open_regular(path) as file:
+            text = file.read(_LARGEST_JSON + 1)
+    except OSError as error:
+        raise corrupt(path, f"It cannot be opened ({error})") from error
+    if len(text) > _LARGEST_JSON:
+        raise corrupt(path, f"It is larger than {_LARGEST_JSON >> 20} MB")
+    return parse_json(text, path)
+
+
+def write_json(path: Path, content: object, sync: bool) -> None:
+    """Replace a JSON file as a whole."""
+    replace_file(path, json.dumps(content, allow_nan=False).encode() + b"\n", sync)
+
+
+def replace_file(path: Path, text: bytes, sync: bool) -> None:
+    """Replace a file as a whole: a reader, or a crash, finds the old one or the new one."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        with partial.open("wb") as file:
+            file.write(text)
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    if sync:
+        sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder last, where the system can."""
+    if os.name == "posix":
+        number = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(number)
+        finally:
+            os.close(number)
