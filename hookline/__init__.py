@@ -64,7 +64,6 @@ from hookline.errors import (
 )
 from hookline.findings import Finding
 from hookline.harvesting import harvest
-from hookline.measuring import Measurements, measure
 from hookline.ready_changes import (
     add,
     blend,
@@ -79,7 +78,8 @@ from hookline.ready_changes import (
 from hookline.recipes import Recipe
 from hookline.runs import Run
 from hookline.saved_records import load_record, save_record
-from hookline.statistics import (
+from hookline.statistics.measuring import Measurements, measure
+from hookline.statistics.kinds import (
     Covariance,
     Histogram,
     Mean,
@@ -89,7 +89,7 @@ from hookline.statistics import (
     TopK,
     Variance,
 )
-from hookline.store import Store
+from hookline.storage.store import Store
 from hookline.summaries import ModuleCosts, Summary
 
 __all__ = [

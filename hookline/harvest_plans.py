@@ -19,7 +19,7 @@ from hookline.core.tables import as_text, show_bytes
 from hookline.errors import HarvestError
 from hookline.fingerprints import fingerprint, spell
 from hookline.harvest_rows import Taken, Taker
-from hookline.store_description import read_description
+from hookline.storage.description import read_description
 
 __all__ = ["Plan", "describe", "plan_for", "refuse_changes"]
 

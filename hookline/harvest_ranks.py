@@ -19,10 +19,10 @@ from hookline import folders
 from hookline.errors import HooklineWarning, StoreError
 from hookline.harvest_plans import refuse_changes
 from hookline.harvest_statistics import merge_ranks
-from hookline.store import Store
-from hookline.store_files import Index, index_path, read_index
-from hookline.store_locks import locked
-from hookline.store_writing import StoreWriter
+from hookline.storage.files import Index, index_path, read_index
+from hookline.storage.locks import locked
+from hookline.storage.store import Store
+from hookline.storage.writing import StoreWriter
 
 __all__ = ["earlier", "finish", "open_writer"]
 

@@ -20,10 +20,10 @@ from torch.nn.utils.rnn import pad_sequence
 
 from hookline.errors import HarvestError, StatisticsError
 from hookline.harvest_rows import Rows, numbers_of
-from hookline.measuring import Measurements, Statistics, _named
-from hookline.statistics import Histogram
-from hookline.store import Store
-from hookline.store_files import read_index
+from hookline.statistics.measuring import Measurements, Statistics, _named
+from hookline.statistics.kinds import Histogram
+from hookline.storage.files import read_index
+from hookline.storage.store import Store
 
 __all__ = ["Measuring", "merge_ranks", "statistics_path"]
 

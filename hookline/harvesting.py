@@ -25,9 +25,9 @@ from hookline.harvest_ranks import earlier, finish, open_writer
 from hookline.harvest_rows import Taken, Taker, Taking, batch_size, rows_in
 from hookline.harvest_statistics import Measuring
 from hookline.harvest_writing import Background
-from hookline.measuring import Statistics
-from hookline.store import Store
-from hookline.store_writing import StoreWriter
+from hookline.statistics.measuring import Statistics
+from hookline.storage.store import Store
+from hookline.storage.writing import StoreWriter
 
 __all__ = ["harvest"]
 

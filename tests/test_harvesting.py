@@ -19,8 +19,9 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 import hookline as hl
-from hookline import harvest_batches, harvest_plans, harvest_rows, store_writing
+from hookline import harvest_batches, harvest_plans, harvest_rows
 from hookline.fingerprints import digest, fingerprint, spell
+from hookline.storage import writing as store_writing
 
 ROOT = Path(__file__).parents[1]
 
@@ -792,7 +793,7 @@ sys.path.insert(0, "tests")
 import torch
 torch.set_num_threads(1)
 import hookline as hl
-from hookline import store_writing
+from hookline.storage import writing as store_writing
 from test_harvesting import LENGTHS, Token, same_stores, texts
 
 base, rounds, seed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])

@@ -15,7 +15,8 @@ from models import small
 from torch import nn
 
 import hookline as hl
-from hookline import accumulation, statistics
+from hookline.statistics import kinds as statistics
+from hookline.statistics.kinds import accumulation
 
 KINDS = {
     "mean": hl.Mean(),

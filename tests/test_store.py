@@ -22,7 +22,9 @@ from safetensors import safe_open
 from torch.utils.data import DataLoader
 
 import hookline as hl
-from hookline import Store, StoreError, store_files, store_writing
+from hookline import Store, StoreError
+from hookline.storage import files as store_files
+from hookline.storage import writing as store_writing
 
 HEADER = 65536
 ROOT = Path(__file__).parents[1]

@@ -24,10 +24,10 @@ from hookline.core.places import Where
 from hookline.errors import HarvestError, StoreError
 from hookline.harvest_plans import describe, refuse_changes
 from hookline.harvest_rows import Taker, Taking
-from hookline.store import Store
-from hookline.store_files import ranks_of, read_index
-from hookline.store_locks import locked
-from hookline.store_writing import StoreWriter
+from hookline.storage.files import ranks_of, read_index
+from hookline.storage.locks import locked
+from hookline.storage.store import Store
+from hookline.storage.writing import StoreWriter
 
 __all__ = ["Harvester"]
 

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any, cast
 
 from hookline.errors import StoreError
-from hookline.store_files import Series
-from hookline.store_json import corrupt, read_json, write_json
+from hookline.storage.files import Series
+from hookline.storage.small_files import corrupt, read_json, write_json
 
 __all__ = ["describe", "read_description", "settle"]
 
-_FORMAT = {"format": "hookline.store", "version": 1}
+_FORMAT = {"format": "hookline.storage.store", "version": 1}
 
 
 def describe(folder: Path, metadata: Mapping[str, Any] | None, rank: int) -> None:

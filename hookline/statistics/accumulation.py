@@ -215,7 +215,9 @@ class Statistic:
     @classmethod
     def load(cls, folder: str | Path) -> Self:
         """Read what `save` wrote."""
-        from hookline.statistics import statistic_from  # it knows all statistics, and so this file
+        from hookline.statistics.kinds import (
+            statistic_from,  # it knows all statistics, and so this file
+        )
 
         content, tensors = folders.read(folder, "statistic", StatisticsError)
         made = statistic_from(content, tensors, str(folder))

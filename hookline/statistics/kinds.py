@@ -27,10 +27,10 @@ from typing import Any, cast
 
 import torch
 
-from hookline.accumulation import State, Statistic
-from hookline.distributions import Bins, Histogram, Sparsity, TopK, Tops
 from hookline.errors import StatisticsError
-from hookline.moments import Covariance, Mean, Norm, Norms, Variance
+from hookline.statistics.accumulation import State, Statistic
+from hookline.statistics.distributions import Bins, Histogram, Sparsity, TopK, Tops
+from hookline.statistics.moments import Covariance, Mean, Norm, Norms, Variance
 
 __all__ = [
     "Bins", "Covariance", "Histogram", "Mean", "Norm", "Norms", "Sparsity", "Statistic", "TopK",

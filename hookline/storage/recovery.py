@@ -14,7 +14,7 @@ from pathlib import Path
 
 from hookline.core.tables import show_bytes
 from hookline.errors import HooklineWarning, StoreError
-from hookline.store_files import (
+from hookline.storage.files import (
     HEADER,
     PAGE,
     Index,
@@ -25,8 +25,8 @@ from hookline.store_files import (
     shard_numbers,
     shard_path,
 )
-from hookline.store_json import corrupt
-from hookline.store_locks import locked
+from hookline.storage.locks import locked
+from hookline.storage.small_files import corrupt
 
 __all__ = ["recover"]
 

@@ -19,11 +19,11 @@ from torch.utils.data import Dataset
 
 from hookline.core.tables import as_html, as_text, show_bytes
 from hookline.errors import StoreError
-from hookline.store_description import read_description
-from hookline.store_files import Index, Series, ranks_of
-from hookline.store_recovery import recover
-from hookline.store_rows import StoredRows, StoredSamples, positions_of
-from hookline.store_writing import StoreWriter, Sync
+from hookline.storage.description import read_description
+from hookline.storage.files import Index, Series, ranks_of
+from hookline.storage.recovery import recover
+from hookline.storage.rows import StoredRows, StoredSamples, positions_of
+from hookline.storage.writing import StoreWriter, Sync
 
 __all__ = ["Store", "StoreDataset", "StoreInfo"]
 

@@ -14,8 +14,8 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from hookline.accumulation import Rows, State, Statistic, in_parts, sums
 from hookline.errors import StatisticsError
+from hookline.statistics.accumulation import Rows, State, Statistic, in_parts, sums
 
 __all__ = ["Bins", "Histogram", "Sparsity", "TopK", "Tops"]
 

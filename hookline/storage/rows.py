@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hookline.errors import StoreError
-from hookline.store_files import HEADER, Index, Series, read_header, shard_path
-from hookline.store_json import corrupt
+from hookline.storage.files import HEADER, Index, Series, read_header, shard_path
+from hookline.storage.small_files import corrupt
 
 __all__ = ["StoredRows", "StoredSamples", "positions_of"]
 

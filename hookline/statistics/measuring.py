@@ -25,7 +25,7 @@ from hookline.core.slices import take
 from hookline.core.tables import as_html, as_text
 from hookline.core.taps import Call
 from hookline.errors import HooklineWarning, NotCaptured, NotHookable, StatisticsError
-from hookline.statistics import Statistic, statistic_from
+from hookline.statistics.kinds import Statistic, statistic_from
 
 __all__ = ["Measurements", "measure"]
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hookline.errors import StoreError
-from hookline.store_files import Series
+from hookline.storage.files import Series
 
 __all__ = ["compare_series", "ids_of", "rows_of"]
 

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from hookline.errors import StoreError
-from hookline.store_description import describe, settle
-from hookline.store_files import (
+from hookline.storage.description import describe, settle
+from hookline.storage.files import (
     HEADER,
     PAGE,
     Index,
@@ -35,10 +35,10 @@ from hookline.store_files import (
     shard_numbers,
     shard_path,
 )
-from hookline.store_json import sync_folder
-from hookline.store_locks import locked
-from hookline.store_recovery import recover
-from hookline.store_values import compare_series, ids_of, rows_of
+from hookline.storage.locks import locked
+from hookline.storage.recovery import recover
+from hookline.storage.small_files import sync_folder
+from hookline.storage.values import compare_series, ids_of, rows_of
 
 __all__ = ["StoreWriter", "Sync"]
 

@@ -15,8 +15,8 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from hookline.accumulation import Rows, State, Statistic, sums
 from hookline.errors import StatisticsError
+from hookline.statistics.accumulation import Rows, State, Statistic, sums
 
 __all__ = ["Covariance", "Mean", "Norm", "Norms", "Variance"]
 

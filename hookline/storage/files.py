@@ -27,7 +27,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from hookline.store_json import corrupt, open_regular, parse_json, read_json, replace_file
+from hookline.storage.small_files import corrupt, open_regular, parse_json, read_json, replace_file
 
 __all__ = [
     "HEADER",
@@ -50,7 +50,7 @@ __all__ = [
 
 HEADER = 65536  # bytes that a shard reserves in front of its data
 PAGE = 4096  # what lies in one page is written whole or not at all, also by a killed process
-_FORMAT, _VERSION = "hookline.store.index", 1
+_FORMAT, _VERSION = "hookline.storage.store.index", 1
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""Statistics of values that come batch by batch, in constant memory, and `measure`."""
