@@ -78,7 +78,6 @@ from hookline.ready_changes import (
 from hookline.recipes import Recipe
 from hookline.runs import Run
 from hookline.saved_records import load_record, save_record
-from hookline.statistics.measuring import Measurements, measure
 from hookline.statistics.kinds import (
     Covariance,
     Histogram,
@@ -89,6 +88,7 @@ from hookline.statistics.kinds import (
     TopK,
     Variance,
 )
+from hookline.statistics.measuring import Measurements, measure
 from hookline.storage.store import Store
 from hookline.summaries import ModuleCosts, Summary
 

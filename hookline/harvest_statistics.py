@@ -20,8 +20,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from hookline.errors import HarvestError, StatisticsError
 from hookline.harvest_rows import Rows, numbers_of
-from hookline.statistics.measuring import Measurements, Statistics, _named
 from hookline.statistics.kinds import Histogram
+from hookline.statistics.measuring import Measurements, Statistics, _named
 from hookline.storage.files import read_index
 from hookline.storage.store import Store
 

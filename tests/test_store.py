@@ -67,10 +67,11 @@ def check_counted(folder, samples):
     """A counted store holds just these samples, and safetensors reads every file of it."""
     store = Store.open(folder)
     assert len(store) == samples
-    for k in range(samples):
-        row, varying = sample(k)
-        assert same(store["h.3"][k], row)
-        assert same(store["h/../v"][k], varying)
+    if samples:
+        rows, varying = zip(*map(sample, range(samples)), strict=True)
+        assert same(store["h.3"][:], torch.stack(rows))
+        found = store["h/../v"][:]
+        assert all(same(one, other) for one, other in zip(found, varying, strict=True))
     if samples:
         assert store.ids == [f"s{k}" for k in range(samples)]
     check_files(folder)
@@ -778,3 +779,100 @@ def test_the_policy_says_what_is_synced(tmp_path, monkeypatch, sync, least):
     assert bool(synced) == (sync != "never")
     with pytest.raises(StoreError, match="sync='sometimes'"):
         Store.create(tmp_path / "b", sync="sometimes")
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="asks Linux which file it is")
+def test_a_full_shard_is_synced_with_its_name_and_the_index_that_commits_it(tmp_path, monkeypatch):
+    synced = []
+
+    def fsync(file, real=os.fsync):
+        synced.append(Path(f"/proc/self/fd/{file}").readlink().name)
+        real(file)
+
+    with Store.create(tmp_path, sync="shard", shard_bytes=64) as writer:
+        monkeypatch.setattr(os, "fsync", fsync)
+        writer.append({"x": torch.zeros(7)})
+        assert synced == []
+        writer.append({"x": torch.zeros(10)})  # fills the shard of 16 rows, and begins another
+        shard, folder, index = "rank00000-00000.safetensors", tmp_path.name, "rank00000.index.json"
+        assert synced == [shard, folder, index]
+        synced.clear()
+    assert synced == ["rank00000-00001.safetensors", index, folder]
+
+
+def test_rows_are_sent_to_the_disk_before_a_sync_asks_for_them(tmp_path, monkeypatch):
+    sent = []
+    monkeypatch.setattr(store_writing, "_EARLY", 100_000)
+    monkeypatch.setattr(os, "posix_fadvise", lambda file, *told: sent.append(told), raising=False)
+    for sync in ("never", "commit", "shard"):
+        with Store.create(tmp_path / sync, sync=sync) as writer:
+            for _ in range(5):
+                writer.append({"x": torch.zeros(1000, 10)})
+            assert bool(sent) == (sync == "shard")
+    starts, lengths, _ = zip(*sent, strict=True)  # of 40,000 bytes an append
+    assert starts == (0, HEADER + 40_000)
+    assert lengths == (HEADER + 40_000, 120_000)
+
+
+def test_a_folder_that_is_gone_is_an_error(tmp_path):
+    writer = Store.create(tmp_path / "s", sync="never")
+    writer.append({"x": torch.zeros(3)})
+    shutil.rmtree(tmp_path / "s")
+    with pytest.raises(StoreError, match="No such file"):
+        writer.append({"x": torch.zeros(3)})
+    assert writer.samples == 3
+
+
+def test_an_index_of_many_pages_is_replaced_whole(tmp_path):
+    values = {f"a place with a long name, number {n}": torch.tensor([n]) for n in range(60)}
+    with Store.create(tmp_path, sync="never") as writer:
+        for _ in range(3):
+            writer.append(values)
+            assert len(Store.open(tmp_path)) == writer.samples
+    assert (tmp_path / "rank00000.index.json").stat().st_size > 4096
+    assert Store.open(tmp_path)["a place with a long name, number 59"][:].tolist() == [59] * 3
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_of_odd_strides_are_stored_also_where_the_system_writes_a_part(
+    tmp_path, monkeypatch, dtype
+):
+    def pwrite(file, data, place, real=os.pwrite):
+        data = memoryview(data)
+        return real(file, data.cast("B")[:5] if data.nbytes < 1000 else data, place)
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    bits = random_bits((40,), dtype)
+    forms = [((6, 1, 2), (3, 7, 1)), ((6, 1, 1), (1, 9, 5)), ((5, 3), (1, 5)), ((4, 2), (0, 1))]
+    for n, (shape, strides) in enumerate(forms):
+        value = bits.as_strided(shape, strides)
+        with Store.create(tmp_path / str(n), sync="never", shard_bytes=40) as writer:
+            writer.append({"x": value})
+        assert same(Store.open(tmp_path / str(n))["x"][:], value.contiguous())
+
+
+@given(
+    names=st.lists(st.text(max_size=20).filter(str.isprintable), unique=True, max_size=4),
+    numbers=st.tuples(*[st.integers(0, 1 << 40)] * 3),
+    shape=st.lists(st.integers(1, 1 << 20), max_size=3),
+)
+def test_indexes_and_headers_are_spelled_as_json_spells_them(names, numbers, shape):
+    rows, samples, following = numbers
+    series = [
+        store_files.Series(name, part, "BF16", tuple(shape), 7, rows, [n, n + 9])
+        for n, name in enumerate(names)
+        for part in ("rows", "offsets")
+    ]
+    index = store_files.Index(3, samples, following, series)
+    fields = ("place", "part", "dtype", "shape", "shard_rows", "rows", "shards")
+    content = {
+        "format": "hookline.storage.store.index", "version": 1, **vars(index),
+        "series": [{name: getattr(one, name) for name in fields} for one in series],
+    }  # fmt: skip
+    assert store_files.spell_index(index) == json.dumps(content, sort_keys=True)
+    for one in series:
+        name = one.place if one.part == "rows" else f"{one.place}#{one.part}"
+        end = rows * int(np.prod(shape, dtype=object)) * 2
+        entry = {"dtype": "BF16", "shape": [rows, *shape], "data_offsets": [0, end]}
+        text = json.dumps({name: entry}, separators=(",", ":")).encode()
+        assert store_files.header_of(one, rows) == struct.pack("<Q", HEADER - 8) + text

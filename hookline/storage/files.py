@@ -20,7 +20,7 @@ import re
 import struct
 import zlib
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -55,11 +55,15 @@ _FORMAT, _VERSION = "hookline.storage.store.index", 1
 
 @dataclass(frozen=True)
 class Kind:
-    """One dtype: its name in safetensors, in torch, and the numpy dtype that carries its bytes."""
+    """One dtype: its name in safetensors, in torch, and the numpy dtype that carries its bytes.
+
+    `carrier` is the torch dtype of that size under which numpy takes it, None if it does as it is.
+    """
 
     name: str
     torch: torch.dtype
     numpy: np.dtype[Any]
+    carrier: torch.dtype | None
 
 
 def _kinds() -> dict[str, Kind]:
@@ -70,10 +74,14 @@ def _kinds() -> dict[str, Kind]:
         "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "C64": "complex64",
     }  # fmt: skip
     carriers = {"BF16": "uint16", "F8_E4M3": "uint8", "F8_E5M2": "uint8", "BOOL": "uint8"}
-    return {
-        name: Kind(name, getattr(torch, word), np.dtype(carriers.get(name, word)))
-        for name, word in names.items()
-    }
+    # A memoryview of complex numbers cannot be cut into bytes.
+    carried = {**carriers, "BF16": "int16", "C64": "int64"}
+    kinds: dict[str, Kind] = {}
+    for name, word in names.items():
+        carrier = getattr(torch, carried[name]) if name in carried else None
+        bytes_as = np.dtype(carriers.get(name, word))
+        kinds[name] = Kind(name, getattr(torch, word), bytes_as, carrier)
+    return kinds
 
 
 KINDS = _kinds()
@@ -108,6 +116,23 @@ class Series:
     @cached_property
     def row_bytes(self) -> int:
         return math.prod(self.shape) * self.kind.numpy.itemsize
+
+    @cached_property
+    def spelled(self) -> tuple[str, str]:
+        """Its JSON in an index, before and after the number of rows, up to the list of shards."""
+        place = json.dumps(self.place)
+        return (
+            f'{{"dtype": "{self.dtype}", "part": "{self.part}", "place": {place}, "rows": ',
+            f', "shape": {[*self.shape]}, "shard_rows": {self.shard_rows}, "shards": ',
+        )
+
+    @cached_property
+    def header(self) -> tuple[bytes, bytes]:
+        """The header of its shards, before and after the number of rows, up to the last byte."""
+        name = json.dumps(self.place if self.part == "rows" else f"{self.place}#{self.part}")
+        before = f'{{{name}:{{"dtype":"{self.dtype}","shape":['
+        after = "".join(f",{size}" for size in self.shape) + '],"data_offsets":[0,'
+        return struct.pack("<Q", HEADER - 8) + before.encode(), after.encode()
 
     def copy(self) -> Series:
         """Another one, to be changed: made at every append, so not by `dataclasses.replace`."""
@@ -213,21 +238,16 @@ def spell_index(index: Index) -> str:
     Every append spells it, so it is put together here, several times as fast as by `json`.
     """
     counts = "".join(
-        f'"{name}": {own if type(own) is int else json.dumps(own, sort_keys=True)}, '
-        for name, own in sorted(vars(index).items())
-        if name != "series"
+        [
+            f'"{name}": {own if type(own) is int else json.dumps(own, sort_keys=True)}, '
+            for name, own in sorted(vars(index).items())
+            if name != "series"
+        ]
     )
     series = ", ".join(
-        f'{_spelled(one.dtype, one.part, one.place)}{one.rows}, "shape": {[*one.shape]}, '
-        f'"shard_rows": {one.shard_rows}, "shards": {one.shards}}}'
-        for one in index.series
+        f"{one.spelled[0]}{one.rows}{one.spelled[1]}{one.shards}}}" for one in index.series
     )
     return f'{{"format": "{_FORMAT}", {counts}"series": [{series}], "version": {_VERSION}}}'
-
-
-@lru_cache(4096)
-def _spelled(dtype: str, part: str, place: str) -> str:
-    return f'{{"dtype": "{dtype}", "part": "{part}", "place": {json.dumps(place)}, "rows": '
 
 
 def _checksum(content: dict[str, Any]) -> int:
@@ -323,16 +343,8 @@ def _check_index(index: Index, path: Path) -> None:
 
 def header_of(series: Series, rows: int) -> bytes:
     """The header of a shard with that many rows, without the blanks that fill 64 KB."""
-    name = series.place if series.part == "rows" else f"{series.place}#{series.part}"
-    before, after = _around_rows(name, series.dtype, series.shape)
+    before, after = series.header
     return b"%b%d%b%d]}}" % (before, rows, after, rows * series.row_bytes)
-
-
-@lru_cache(4096)
-def _around_rows(name: str, dtype: str, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
-    before = f'{{{json.dumps(name)}:{{"dtype":"{dtype}","shape":['
-    after = "".join(f",{size}" for size in shape) + '],"data_offsets":[0,'
-    return struct.pack("<Q", HEADER - 8) + before.encode(), after.encode()
 
 
 def read_header(path: Path, series: Series) -> tuple[int, int]:

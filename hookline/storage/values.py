@@ -1,13 +1,11 @@
 """What may be appended to a store, as rows.
 
-- `rows_of(place, value, varies)`: the rows of a tensor or of a list of tensors
-- `ids_of(ids)`: the rows of integers or strings
-- `compare_series(old, new)`: every append brings the same places
+- `blocks_of(values, ids, known, shard_bytes)`: each series with the rows to put behind it
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -15,9 +13,11 @@ import torch
 from torch import Tensor
 
 from hookline.errors import StoreError
-from hookline.storage.files import Series
+from hookline.storage.files import PAGE, Series, header_of, kind_of
 
-__all__ = ["compare_series", "ids_of", "rows_of"]
+__all__ = ["blocks_of"]
+
+Block = tuple[Series, Tensor]  # a series as it is or would begin, and the rows to put behind it
 
 
 def _plain(place: str, value: Any) -> Tensor:
@@ -29,10 +29,15 @@ def _plain(place: str, value: Any) -> Tensor:
             f"The value is a {type(cast('Any', value)).__name__}, not a plain tensor with data.",
             "Give a tensor with one row for each sample, or a list of tensors.",
         )
-    return value.detach().resolve_conj().resolve_neg().cpu()
+    # Only what is needed: each torch call costs a small append as much as a system call.
+    if value.requires_grad:
+        value = value.detach()
+    if value.is_conj() or value.is_neg():
+        value = value.resolve_conj().resolve_neg()
+    return value if value.is_cpu else value.cpu()
 
 
-def rows_of(place: str, value: Any, varies: bool) -> tuple[Tensor, list[int] | None]:
+def _rows_of(place: str, value: Any, varies: bool) -> tuple[Tensor, list[int] | None]:
     """The rows, and for a varying place how many of them each sample has."""
     if isinstance(value, (list, tuple)):
         pieces = [_plain(place, piece) for piece in cast("Sequence[Any]", value)]
@@ -58,7 +63,7 @@ def rows_of(place: str, value: Any, varies: bool) -> tuple[Tensor, list[int] | N
     return tensor.contiguous(), None
 
 
-def ids_of(ids: Any) -> tuple[Tensor, list[int] | None]:
+def _ids_of(ids: Any) -> tuple[Tensor, list[int] | None]:
     """The ids as rows: integers as they are, strings as bytes with their lengths."""
     plain: Any = cast("Any", ids).tolist() if isinstance(ids, (Tensor, np.ndarray)) else ids
     listed: list[Any] = list(plain)
@@ -78,7 +83,7 @@ def ids_of(ids: Any) -> tuple[Tensor, list[int] | None]:
     )
 
 
-def compare_series(old: list[Series], new: list[Series]) -> None:
+def _compare(old: list[Series], new: list[Series]) -> None:
     """An error if an append does not bring what the first one brought."""
 
     def told(series: list[Series]) -> list[str]:
@@ -92,3 +97,83 @@ def compare_series(old: list[Series], new: list[Series]) -> None:
             f"The store has {missing or 'the others'}; given were {added or 'none of these'}.",
             "Give the places, dtypes, shapes and ids that the first append had.",
         )
+
+
+def _series(place: str, part: str, rows: Tensor, shard_bytes: int) -> Series:
+    """The series that begins with these rows."""
+    kind = kind_of(rows.dtype)
+    shape = tuple(rows.shape[1:])
+    if kind is None or 0 in shape:
+        raise StoreError(
+            f"Cannot store {place!r}.",
+            f"A row is {shape} {rows.dtype}, which "
+            + ("safetensors does not have." if kind is None else "holds nothing."),
+            "Convert it first, for instance with .float().",
+        )
+    series = Series(place, part, kind.name, shape, 1)
+    series = Series(place, part, kind.name, shape, max(1, shard_bytes // series.row_bytes))
+    try:
+        place.encode()
+        fits = len(header_of(series, 1 << 62)) <= PAGE and place != "__metadata__"
+    except UnicodeEncodeError:
+        fits = False
+    if not fits:
+        raise StoreError(
+            f"Cannot store a place named {place[:40]!r}.",
+            "The name is longer than a page, no Unicode, or reserved by safetensors.",
+            "Give it another name.",
+        )
+    return series
+
+
+def _ends(rows: Series | None, lengths: list[int]) -> Tensor:
+    """Where each sample ends, counted over all rows of the rank."""
+    start = 0 if rows is None else rows.rows
+    return torch.from_numpy(np.cumsum(np.asarray(lengths, dtype=np.int64)) + start)
+
+
+def blocks_of(
+    values: Mapping[str, Tensor | Sequence[Tensor]],
+    ids: Any,
+    known: list[Series],
+    shard_bytes: int,
+) -> tuple[list[Block], int]:
+    """Each series of a store with the rows to append, checked, and how many samples these are.
+
+    `known` are the series that are there, none if the store begins; a new one has shards of
+    `shard_bytes`.
+    """
+    old = {(one.place, one.part): one for one in known}
+    blocks: list[Block] = []
+    counts: dict[str, int] = {}
+
+    def add(place: str, part: str, rows: Tensor) -> None:
+        series = old.get((place, part))
+        if series is None or not series.fits(rows):
+            series = _series(place, part, rows, shard_bytes)
+        blocks.append((series, rows))
+
+    for place, value in values.items():
+        varies = (place, "offsets") in old if old else isinstance(value, (list, tuple))
+        rows, lengths = _rows_of(place, value, varies)
+        counts[place] = rows.shape[0] if lengths is None else len(lengths)
+        add(place, "rows", rows)
+        if lengths is not None:
+            add(place, "offsets", _ends(old.get((place, "rows")), lengths))
+    if ids is not None:
+        rows, lengths = _ids_of(ids)
+        counts["ids"] = rows.shape[0] if lengths is None else len(lengths)
+        add("", "ids", rows)
+        if lengths is not None:
+            add("", "id offsets", _ends(old.get(("", "ids")), lengths))
+    if not values or len(set(counts.values())) != 1:
+        raise StoreError(
+            "Cannot append these values.",
+            f"Samples: {counts}." if values else "There are none.",
+            "Give every place, and the ids, the same number of samples, in the first size.",
+        )
+    if old and [series for series, _ in blocks] != known:
+        order = [*old, *((one.place, one.part) for one, _ in blocks)]
+        blocks.sort(key=lambda block: order.index((block[0].place, block[0].part)))
+        _compare(known, [series for series, _ in blocks])
+    return blocks, next(iter(counts.values()))

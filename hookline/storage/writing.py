@@ -15,8 +15,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, cast
 
-import numpy as np
-import torch
 from torch import Tensor
 
 from hookline.errors import StoreError
@@ -29,7 +27,6 @@ from hookline.storage.files import (
     Series,
     header_of,
     index_path,
-    kind_of,
     read_header,
     read_index,
     shard_numbers,
@@ -38,13 +35,12 @@ from hookline.storage.files import (
 from hookline.storage.locks import locked
 from hookline.storage.recovery import recover
 from hookline.storage.small_files import sync_folder
-from hookline.storage.values import compare_series, ids_of, rows_of
+from hookline.storage.values import blocks_of
 
 __all__ = ["StoreWriter", "Sync"]
 
 Sync = Literal["commit", "shard", "never"]
 _EARLY = 32 << 20  # bytes that are sent to the disk together before a sync asks for them
-_Block = tuple[Series, Tensor]  # a series as it would begin, and the rows to put behind it
 
 
 class StoreWriter:
@@ -154,7 +150,7 @@ class StoreWriter:
         """
         if self._held is _CLOSED:
             raise StoreError("Cannot append.", "This writer is closed.", "Use resume=True.")
-        blocks, samples = self._blocks(values, ids)
+        blocks, samples = blocks_of(values, ids, self._index.series, self._shard_bytes)
         if not samples:
             return
         new = self._index.copy()
@@ -204,7 +200,8 @@ class StoreWriter:
         done, total, size = 0, rows.shape[0], series.row_bytes
         if not total:  # samples may all be empty; torch views no such tensor as bytes
             return full
-        data = memoryview(cast("bytes", rows.flatten().view(torch.uint8).numpy()))
+        carrier = series.kind.carrier
+        data = (rows if carrier is None else rows.view(carrier)).numpy()
         while done < total:
             position, inside = divmod(series.rows, series.shard_rows)
             if position == len(series.shards):
@@ -214,8 +211,9 @@ class StoreWriter:
             if number not in self._files:
                 self._files[number] = self._open(number, series)
             file, count = self._files[number], min(total - done, series.shard_rows - inside)
-            _write(file, data[done * size : (done + count) * size], HEADER + inside * size)
-            _write(file, header_of(series, inside + count).ljust(PAGE), 0)
+            part = data if count == total else data[done : done + count]
+            _write(file, memoryview(cast("bytes", part)), HEADER + inside * size)
+            _write(file, memoryview(header_of(series, inside + count).ljust(PAGE)), 0)
             series.rows += count
             done += count
             if inside + count == series.shard_rows:
@@ -241,7 +239,7 @@ class StoreWriter:
         file = os.open(shard_path(self.folder, self.rank, number), flags, 0o666)
         if fresh:
             try:
-                _write(file, header_of(series, 0).ljust(HEADER), 0)
+                _write(file, memoryview(header_of(series, 0).ljust(HEADER)), 0)
                 if self._sync == "commit":
                     sync_folder(self.folder)
             except BaseException:
@@ -276,80 +274,11 @@ class StoreWriter:
         path = shard_path(self.folder, self.rank, number)
         with contextlib.suppress(OSError):
             if read_header(path, series)[0] != rows:
-                _write(self._files[number], header_of(series, rows).ljust(PAGE), 0)
+                header = memoryview(header_of(series, rows).ljust(PAGE))
+                _write(self._files[number], header, 0)
             os.ftruncate(self._files[number], HEADER + rows * series.row_bytes)
             return True
         return False
-
-    def _blocks(
-        self, values: Mapping[str, Tensor | Sequence[Tensor]], ids: Any
-    ) -> tuple[list[_Block], int]:
-        """Each series of the store with the rows to append, checked, and how many samples."""
-        old = {(one.place, one.part): one for one in self._index.series}
-        blocks: list[_Block] = []
-        counts: dict[str, int] = {}
-
-        def add(place: str, part: str, rows: Tensor) -> None:
-            known = old.get((place, part))
-            if known is None or not known.fits(rows):
-                known = self._series(place, part, rows)
-            blocks.append((known, rows))
-
-        for place, value in values.items():
-            varies = (place, "offsets") in old if old else isinstance(value, (list, tuple))
-            rows, lengths = rows_of(place, value, varies)
-            counts[place] = rows.shape[0] if lengths is None else len(lengths)
-            add(place, "rows", rows)
-            if lengths is not None:
-                add(place, "offsets", self._ends(old.get((place, "rows")), lengths))
-        if ids is not None:
-            rows, lengths = ids_of(ids)
-            counts["ids"] = rows.shape[0] if lengths is None else len(lengths)
-            add("", "ids", rows)
-            if lengths is not None:
-                add("", "id offsets", self._ends(old.get(("", "ids")), lengths))
-        if not values or len(set(counts.values())) != 1:
-            raise StoreError(
-                "Cannot append these values.",
-                f"Samples: {counts}." if values else "There are none.",
-                "Give every place, and the ids, the same number of samples, in the first size.",
-            )
-        if old and [series for series, _ in blocks] != [*old.values()]:
-            order = [*old, *((one.place, one.part) for one, _ in blocks)]
-            blocks.sort(key=lambda block: order.index((block[0].place, block[0].part)))
-            compare_series(list(old.values()), [series for series, _ in blocks])
-        return blocks, next(iter(counts.values()))
-
-    def _series(self, place: str, part: str, rows: Tensor) -> Series:
-        kind = kind_of(rows.dtype)
-        shape = tuple(rows.shape[1:])
-        if kind is None or 0 in shape:
-            raise StoreError(
-                f"Cannot store {place!r}.",
-                f"A row is {shape} {rows.dtype}, which "
-                + ("safetensors does not have." if kind is None else "holds nothing."),
-                "Convert it first, for instance with .float().",
-            )
-        series = Series(place, part, kind.name, shape, 1)
-        series.shard_rows = max(1, self._shard_bytes // series.row_bytes)
-        try:
-            place.encode()
-            fits = len(header_of(series, 1 << 62)) <= PAGE and place != "__metadata__"
-        except UnicodeEncodeError:
-            fits = False
-        if not fits:
-            raise StoreError(
-                f"Cannot store a place named {place[:40]!r}.",
-                "The name is longer than a page, no Unicode, or reserved by safetensors.",
-                "Give it another name.",
-            )
-        return series
-
-    @staticmethod
-    def _ends(rows: Series | None, lengths: list[int]) -> Tensor:
-        """Where each sample ends, counted over all rows of the rank."""
-        start = 0 if rows is None else rows.rows
-        return torch.from_numpy(np.cumsum(np.asarray(lengths, dtype=np.int64)) + start)
 
     def close(self) -> None:
         """Finish: sync what the policy asks for, and let go of the files. Twice is once."""
@@ -389,15 +318,12 @@ class StoreWriter:
 _CLOSED = contextlib.ExitStack()
 
 
-def _write(file: int, data: bytes | memoryview, place: int) -> None:
+def _write(file: int, data: memoryview, place: int) -> None:
     """Write all of it: a nearly full disk, or more than 2 GB, takes only a part at first."""
-    while data:
-        written = os.pwrite(file, data, place)
-        if written == len(data):
-            return
+    while (written := os.pwrite(file, data, place)) < data.nbytes:
         if written <= 0:
             raise OSError("the system wrote nothing and gave no reason")
-        data, place = data[written:], place + written
+        data, place = data.cast("B")[written:], place + written
 
 
 def _failed(what: str, error: OSError) -> StoreError:
