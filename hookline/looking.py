@@ -74,12 +74,14 @@ class Plan:
         self.attributes: list[str | None] = []  # of rows of parameters: the name in the module
         self.targets: list[Target] = []
         self.numbers: dict[Any, int] = {}  # the row of a target's key, or of a parameter
-        requests = resolve(model, [where])
+        # The parameters that the model itself holds belong to all of it, too.
+        everything = isinstance(where, str) and where == "**"
+        requests = resolve(model, ["" if everything and not model._modules else where])
         self.literal = [r.targets[0].place for r in requests if r.literal]
         names = first_names(model)
         order = {ident: n for n, ident in enumerate(names)}
         targets = {t.key: t for request in requests for t in request.targets}
-        if where == "**":  # the parameters that the model itself holds belong to it, too
+        if everything:
             own = [Target(model, "", "value", (), n) for n in model._parameters]
             targets = {t.key: t for t in own} | targets
         seen: set[int] = set()
@@ -115,10 +117,10 @@ class Plan:
             if tensor is None or not tensor.requires_grad or id(tensor) in seen:
                 continue
             seen.add(id(tensor))
-            place, shape = str(Place(join(path, name), "value")), tuple(tensor.shape)
+            place = str(Place(join(path, name), "value"))
             for kind in ("weight", "weight_grad", "update"):
                 if kind in self.kinds:
-                    shown = None if is_lazy(tensor) else shape
+                    shown = None if is_lazy(tensor) else tuple(tensor.shape)
                     self._add(Row(place, kind, type(module).__name__, shown), module, name)
 
     def _add(self, row: Row, module: nn.Module, attribute: str | None) -> None:
@@ -209,7 +211,7 @@ class Looking(Context[_LookTap]):
         self._outputs: list[tuple[int, Moments]] = []
         self._grads: list[tuple[int, Moments]] = []  # of the backward that runs
         self._arrived: dict[int, None] = {}  # parameters whose gradients have changed in it
-        self._awaited: set[int] = set()  # backwards whose end is waited for
+        self._tasks: set[int] = set()  # backwards whose end is waited for
         self._last: dict[str, tuple[Any, int, Moments, int]] = {}
         self._before: dict[int, Tensor] = {}
         self._hooks: list[Any] = []
@@ -285,13 +287,13 @@ class Looking(Context[_LookTap]):
 
     def _await_end(self) -> None:
         task = in_backward()
-        if task != -1 and task not in self._awaited:
-            self._awaited.add(task)
+        if task != -1 and task not in self._tasks:
+            self._tasks.add(task)
             _engine.queue_callback(partial(_ended, weakref.ref(self), again=True))
 
     def take_end(self) -> None:
         """A backward has ended: gradients are summed over its paths, and over ranks."""
-        self._awaited.discard(in_backward())
+        self._tasks.discard(in_backward())
         scale = self._scale()
         for number in self._arrived:
             parameter = self.plan.parameter(number)

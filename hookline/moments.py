@@ -31,9 +31,9 @@ from hookline.run_writing import Bins
 
 __all__ = ["Moments", "binned", "is_measurable", "moments", "sampled", "settle"]
 
-_is_wrapped: Any = getattr(
-    getattr(torch._C, "_functorch", None), "is_functorch_wrapped_tensor", lambda tensor: False
-)
+# Private, so detected: values inside of vmap and its like, of which nothing may be kept.
+_functorch: Any = getattr(torch._C, "_functorch", None)
+_is_wrapped: Any = getattr(_functorch, "is_functorch_wrapped_tensor", bool)
 _NAN = float("nan")
 _SAMPLE = 8192  # elements of what was merged that are kept as a sample
 Flat = tuple[float, float]  # the ends at which an activation function is flat
@@ -121,8 +121,8 @@ class Moments:
         spread = (width / absmax if absmax else 0.0) if self.each >= 2 else _NAN
         dead = float(self.dead.float().mean()) if len(self.high) > 1 else _NAN
         return [
-            mean, math.sqrt(self.centered / count), absmax, math.sqrt(self.square), self.zeros / count,
-            dead, self.flat / count, nonfinite, ratio, spread,
+            mean, math.sqrt(self.centered / count), absmax, math.sqrt(self.square),
+            self.zeros / count, dead, self.flat / count, nonfinite, ratio, spread,
         ]  # fmt: skip
 
 
@@ -133,8 +133,8 @@ def is_measurable(tensor: Tensor) -> bool:
         and tensor.layout is torch.strided
         and not tensor.is_quantized
         and not tensor.is_meta
-        and not _is_wrapped(tensor)
         and tensor.numel() > 0
+        and _is_wrapped(tensor) is not True
         and tensor.element_size() > 1  # few operations know 8-bit floats
     )
 
@@ -166,25 +166,32 @@ def moments(tensor: Tensor, unit: int = -1, flat: Flat | None = None, most: int 
             )  # fmt: skip
     numbers, high, low = _careful(x, rest, flat)
     sample = torch.where(sample.isfinite(), sample, torch.nan)
-    found = Moments(*[0.0] * 7, high, low, x.numel() / units, sample, shape, waiting=numbers)
+    each = x.numel() / units
+    found = Moments(0, 0, 0, 0, 0, 0, 0, high, low, each, sample, shape, waiting=numbers)
     if x.is_cpu:
         settle([found])
     return found
 
 
 def _quick(x: Tensor, rest: list[int]) -> tuple[float, float, float, float, Tensor, Tensor] | None:
-    """The numbers of a tensor of finite values; None if it holds others, or too large ones."""
+    """The numbers of a tensor of finite values; None if it holds others, too large or small."""
     wide = torch.float32 if x.element_size() < 4 else None
     total = x.sum(dtype=wide).item()
-    norm = torch.linalg.vector_norm(x, dtype=wide).item()
+    norm = _norm(x, wide)
     if not math.isfinite(total) or not math.isfinite(norm):
         return None
     count, square = x.numel(), norm * norm
     centered = square - total * total / count
     if centered < 1e-3 * square and square > 0:  # the difference of two large numbers
-        centered = torch.linalg.vector_norm(x.double() - total / count).item() ** 2
-    zeros = count - torch.count_nonzero(x).item()
-    return count, total, centered, zeros, x.amax(rest).float(), x.amin(rest).float()
+        centered = _norm(x.double() - total / count, None) ** 2
+    zeros = count - int(torch.count_nonzero(x))
+    if zeros < count and square < 1e-30 * count:  # single precision has lost squares
+        return None
+    return count, total, max(centered, 0.0), zeros, x.amax(rest).float(), x.amin(rest).float()
+
+
+def _norm(x: Tensor, dtype: torch.dtype | None) -> float:
+    return cast(Any, torch.linalg).vector_norm(x, dtype=dtype).item()
 
 
 def _at_ends(x: Tensor, flat: Flat) -> Tensor:
@@ -220,7 +227,8 @@ def settle(found: Sequence[Moments]) -> None:
         if one.waiting is not None:
             groups.setdefault(one.waiting.device, []).append(one)
     for group in groups.values():
-        waited = torch.stack([cast(Tensor, one.waiting) for one in group]).tolist()
+        stacked = torch.stack([cast(Tensor, one.waiting) for one in group])
+        waited = cast("list[list[float]]", stacked.tolist())
         for one, numbers in zip(group, waited, strict=True):
             one.count, one.total, one.centered, one.zeros, one.nonfinite, one.bad, one.flat = (
                 numbers
@@ -229,7 +237,8 @@ def settle(found: Sequence[Moments]) -> None:
         for name in ("high", "low", "sample"):
             parts: list[Tensor] = [getattr(one, name) for one in group]
             whole = torch.cat([part.float() for part in parts]).cpu()
-            for one, part in zip(group, whole.split([len(p) for p in parts]), strict=True):
+            split = cast("tuple[Tensor, ...]", whole.split([len(part) for part in parts]))
+            for one, part in zip(group, split, strict=True):
                 setattr(one, name, part)
 
 

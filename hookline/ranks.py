@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-import torch
 from torch import distributed
 
 from hookline.core.distributed import placements
@@ -63,5 +62,5 @@ def _differs(looking: Looking, number: int) -> bool:
     if looking.plan.attributes[number] is None:
         return True
     tensor = looking.plan.parameter(number)
-    spread = None if tensor is None else placements(cast(torch.Tensor, tensor))
+    spread = None if tensor is None else placements(tensor)
     return any(placement.is_shard() for placement in spread or ())

@@ -10,12 +10,12 @@ import logging
 import time
 import warnings
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.optim import optimizer as optimizers
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hookline.core.contexts import Anchored
 from hookline.core.places import Where
@@ -49,7 +49,7 @@ class watch(Anchored):
     >>> watching.steps, watching.findings()
     (30, [])
     >>> watching.last.step, round(watching.last["1", "output"]["zeros"], 1)
-    (20, 0.5)
+    (20, 0.6)
 
     Args:
         model: any module, also one in DDP, FSDP2 or `torch.compile`.
@@ -69,9 +69,9 @@ class watch(Anchored):
 
     It acts inside `with`, or from `.attach()` to `.remove()`. It changes nothing: no mode, no
     gradient, no random number. Forwards without gradients of a model in evaluation mode are not
-    measured, and recomputed calls are not measured twice. Within a step, outputs and their gradients
-    are those of all micro-batches; the gradient of a parameter is the accumulated one, before it
-    is clipped.
+    measured, and recomputed calls are not measured twice. Within a step, outputs and their
+    gradients are those of all micro-batches; the gradient of a parameter is the accumulated one,
+    before it is clipped.
     """
 
     _verb = "watch"
@@ -129,7 +129,7 @@ class watch(Anchored):
         self._own = {id(p) for p in self._inner.parameters()}
         own: weakref.ref[watch] = weakref.ref(self)
         if self._optimizer is None:
-            hook = optimizers.register_optimizer_step_post_hook(_Stepped(own))
+            hook = register_optimizer_step_post_hook(_Stepped(own))
         else:
             hook = self._optimizer.register_step_post_hook(_Stepped(own))
         self._hooks.append(hook)
@@ -139,12 +139,12 @@ class watch(Anchored):
         self._begin_step()
 
     def _open_writers(self, plan: Plan) -> None:
-        given = self._to if isinstance(self._to, (list, tuple)) else [self._to]
+        given: list[Any] = [*self._to] if isinstance(self._to, (list, tuple)) else [self._to]
         options = {
             "every": self._every, "where": [repr(where)[:200] for where in self._wheres],
             "ranks": self._ranks, "world": ranks_in(), "scaled": self._scaler is not None,
         }  # fmt: skip
-        for target in cast("Iterable[Any]", given):
+        for target in given:
             if target is not None:
                 writer = writer_for(target)
                 writer.start(plan.rows, type(self._inner).__name__, options)

@@ -161,7 +161,8 @@ class _Lines(Writer):
             named = zip(STATISTICS, numbers.tolist(), strict=True)
             good = {name: to_json(value) for name, value in named if not math.isnan(value)}
             if good:
-                line = {"step": measured.step, "place": row.place, "kind": row.kind, **good}
+                head: dict[str, Any] = {"step": measured.step, "place": row.place, "kind": row.kind}
+                line = head | good
                 bins = measured.histograms.get(number)
                 if bins is not None:
                     counts = np.asarray(bins.counts).tolist()
