@@ -29,10 +29,10 @@ __all__ = ["Diagnosis"]
 
 PATIENCE = 3  # measured steps in a row
 EXAMPLES = 500  # values that a unit must have been zero for, to be called dead
-DEAD = 0.3  # of the units of a layer
+DEAD = 0.4  # of the units of a layer
 SATURATED = 0.6  # of the values
 VANISHING = 1e-5  # of the gradient of a later layer
-EXPLODING = 1e4  # times the gradient of the later layers
+EXPLODING = 1e3  # times the gradient of the later layers
 LEAP = 100  # times the gradients of the steps before
 STILL = 1e-4  # of the update ratio of the other layers
 CONSTANT = 1e-6  # of the largest value
@@ -107,8 +107,10 @@ class Diagnosis:
         if not new:
             return []
         self._told |= {(kind, n) for n in range(len(self.rows))}  # they spread, and say no more
-        weights = [n for n in new if self.rows[n].kind == "weight"]
-        first = weights[0] if weights and self._step else new[0]
+        # Forward they come from the first place, backward from the last; parameters follow.
+        forward = [n for n in new if self.rows[n].kind == "output"]
+        backward = [n for kind in ("weight_grad", "grad") for n in new if self.rows[n].kind == kind]
+        first = forward[0] if forward else backward[-1] if backward else new[0]
         row, share = self.rows[first], self._of(first, "nonfinite")
         names = {"grad": "gradient at the output", "weight_grad": "gradient", "weight": "values"}
         what = names.get(row.kind, row.kind)

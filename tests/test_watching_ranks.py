@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from helpers import assert_clean
 from ranks import on_ranks
 from torch import distributed, nn
 from torch.distributed.fsdp import fully_shard
@@ -80,7 +79,7 @@ def test_all_ranks_together_measure_what_one_process_does(kind):
         assert last[place, "grad"]["norm"] == pytest.approx(
             2 * expected[place, "grad"]["norm"], rel=1e-3
         )
-    assert_clean(model)
+    assert not hl.attached(model)
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
@@ -113,7 +112,7 @@ def watch_own(kind, folder):
             assert run.series("2.weight", "weight_grad", "norm")[1][0] == pytest.approx(
                 plain[2].weight.grad.norm().item(), rel=1e-4
             )
-    assert_clean(model)
+    assert not hl.attached(model)
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
