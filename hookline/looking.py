@@ -34,7 +34,7 @@ from hookline.run_files import ROW_KINDS, Row
 __all__ = ["Looking", "Plan", "unwrapped"]
 
 _WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-_UPDATES = 16_384  # elements of a parameter that are compared before and after a step
+_UPDATES = 4096  # elements of a parameter that are compared before and after a step
 _OVERFLOWS = 20  # more than a scaler needs to come down from where it begins
 _FLAT: dict[str, Flat] = {
     "Tanh": (-0.97, 0.97), "Softsign": (-0.97, 0.97), "Sigmoid": (0.03, 0.97),

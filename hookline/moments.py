@@ -9,8 +9,8 @@
 
 On the CPU a pass is a sum, a norm, a maximum, a minimum or a count, all of which torch has fast
 (0.1 to 0.5 ns an element; `var_mean`, `isfinite` and infinite norms take ten times as long). What
-is not finite shows in the sum, and only then is it counted. On other devices nothing is waited for
-until `settle`.
+is not finite shows in the sum, and only then is it counted; zeros are counted if a sample has any.
+On other devices nothing is waited for until `settle`.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def moments(tensor: Tensor, unit: int = -1, flat: Flat | None = None, most: int 
     rest = [d for d in range(x.ndim) if d != unit % x.ndim] if x.ndim > 1 else [0]
     shape, sample = tuple(tensor.shape), sampled(x, most)
     if x.is_cpu:
-        found = _quick(x, rest)
+        found = _quick(x, rest, sample)
         if found is not None:
             count, total, centered, zeros, high, low = found
             ends = _NAN if flat is None else _at_ends(x, flat).item()
@@ -173,7 +173,9 @@ def moments(tensor: Tensor, unit: int = -1, flat: Flat | None = None, most: int 
     return found
 
 
-def _quick(x: Tensor, rest: list[int]) -> tuple[float, float, float, float, Tensor, Tensor] | None:
+def _quick(
+    x: Tensor, rest: list[int], sample: Tensor
+) -> tuple[float, float, float, float, Tensor, Tensor] | None:
     """The numbers of a tensor of finite values; None if it holds others, too large or small."""
     wide = torch.float32 if x.element_size() < 4 else None
     total = x.sum(dtype=wide).item()
@@ -184,10 +186,13 @@ def _quick(x: Tensor, rest: list[int]) -> tuple[float, float, float, float, Tens
     centered = square - total * total / count
     if centered < 1e-3 * square and square > 0:  # the difference of two large numbers
         centered = _norm(x.double() - total / count, None) ** 2
-    zeros = count - int(torch.count_nonzero(x))
-    if zeros < count and square < 1e-30 * count:  # single precision has lost squares
+    high, low = x.amax(rest).float(), x.amin(rest).float()
+    if square < 1e-30 * count and (high.any() or low.any()):  # squares were lost
         return None
-    return count, total, max(centered, 0.0), zeros, x.amax(rest).float(), x.amin(rest).float()
+    # The slowest pass of all, and most tensors have no zeros.
+    sparse = int(torch.count_nonzero(sample)) < len(sample)
+    zeros = count - int(torch.count_nonzero(x)) if sparse else 0
+    return count, total, max(centered, 0.0), zeros, high, low
 
 
 def _norm(x: Tensor, dtype: torch.dtype | None) -> float:
@@ -263,6 +268,8 @@ def sampled(tensor: Tensor, most: int) -> Tensor:
 
 def _flat(tensor: Tensor, most: int) -> Tensor:
     """The elements in the order of memory, without a copy; of a tensor with gaps, some of them."""
+    if tensor.is_contiguous():
+        return tensor.view(-1)
     order = sorted(range(tensor.ndim), key=lambda dim: -tensor.stride(dim))
     dense = tensor.permute(order)
     if dense.is_contiguous():
