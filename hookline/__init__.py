@@ -14,6 +14,7 @@ Every value inside a model has an address, its place (`"layer1.0.conv2"`, `"fc:i
 - `preserve`, `replace_module`, `get_module`, `get_parameter`: parameters and modules
 - `attention`: the attention patterns of models that never compute them
 - `Store`: values on disk, as safetensors: `Store.create` writes, `Store.open` reads
+- `guard`: stop at the first producer of a NaN or an infinity; `replay` runs what it wrote again
 - `attached`: all that is live on a model
 - `heads`, `last_token`: slices for `at=`
 
@@ -37,17 +38,20 @@ from hookline.errors import (
     HooklineError,
     HooklineWarning,
     NeverFired,
+    NonFiniteError,
     NotCaptured,
     NotHookable,
     PlaceError,
     PlaceNotFound,
     RecipeError,
+    ReplayError,
     SeveralCalls,
     SeveralTensors,
     StatisticsError,
     StoreError,
     ValueChanged,
 )
+from hookline.guards import guard
 from hookline.measuring import Measurements, measure
 from hookline.ready_changes import (
     add,
@@ -61,6 +65,7 @@ from hookline.ready_changes import (
     zero,
 )
 from hookline.recipes import Recipe
+from hookline.replaying import replay
 from hookline.statistics import (
     Covariance,
     Histogram,
@@ -86,6 +91,7 @@ __all__ = [
     "Mean",
     "Measurements",
     "NeverFired",
+    "NonFiniteError",
     "Norm",
     "NotCaptured",
     "NotHookable",
@@ -95,6 +101,7 @@ __all__ = [
     "Recipe",
     "RecipeError",
     "Record",
+    "ReplayError",
     "SeveralCalls",
     "SeveralTensors",
     "Sparsity",
@@ -115,6 +122,7 @@ __all__ = [
     "edit",
     "get_module",
     "get_parameter",
+    "guard",
     "heads",
     "hook",
     "last_token",
@@ -125,6 +133,7 @@ __all__ = [
     "remove_direction",
     "replace",
     "replace_module",
+    "replay",
     "scale",
     "select",
     "zero",
