@@ -140,7 +140,8 @@ class Trace:
             origin = Origin("input", path, ignored=ignored)
         else:
             return ()
-        origin.meant = origin.ignored or is_mask(own)
+        # What is trained is no mask.
+        origin.meant = origin.ignored or (is_mask(own) and not own.requires_grad)
         self._add(origin)
         self._of[memory] = (own, (origin,))
         return (origin,)
@@ -222,9 +223,10 @@ class Trace:
         found = found or [o for o in running.origins if not o.meant]
         if not found:
             for name, tensor in tensors_of(running.module):
-                if is_bad(tensor) and not is_mask(tensor):
+                if is_bad(tensor):
                     path = join(running.path, name)
-                    found += [o for o in self.origins_of(tensor) if o.path == path]
+                    held = self.origins_of(tensor)
+                    found += [o for o in held if o.path == path and not o.meant]
         if found:
             return tuple(found)
         origin = Origin("module", running.path, number=running.number)

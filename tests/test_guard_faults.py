@@ -245,7 +245,6 @@ BACKWARD = {
     ),
     "arc cosine at one": (torch.acos, mostly(1.0, 0.5), "acos"),
     "arc sine at one": (torch.asin, mostly(1.0, 0.5), "asin"),
-    "angle at the origin": (lambda x: torch.atan2(x, x), mostly(0.0), "atan2"),
     "in-place square root": (lambda x: (x * 1).sqrt_(), mostly(0.0), "sqrt_"),
     "custom function": (lambda x: Doubled.apply(x, "backward"), rows(1.0), ""),
     "log of a softmax that is masked": (
@@ -344,7 +343,7 @@ def test_a_parameter_whose_shares_overflow_together_is_named():
 @pytest.mark.parametrize("value", [math.nan, INF, -INF])
 @pytest.mark.parametrize("name", ["before.weight", "before.bias", "faulty.gain", "after.bias"])
 def test_a_parameter_that_was_bad_before_is_named(name, value, dtype):
-    model = host(alone(torch.tanh), rows(1.0), DTYPES[dtype])
+    model = host(alone(lambda x: x + 1), rows(1.0), DTYPES[dtype])
     model.get_parameter(name).data.view(-1)[0] = value
     fault = caught(model, torch.ones(2, 4, dtype=DTYPES[dtype]))
     assert (fault.kind, fault.place) == ("parameter", name)
