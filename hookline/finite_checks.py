@@ -163,7 +163,7 @@ class Numbers:
             int((found == math.inf).sum()),
             int((found == -math.inf).sum()),
             int((found == 0).sum()),
-            tuple(wrong[0].tolist()) if len(wrong) else None,
+            tuple(int(n) for n in wrong[0]) if len(wrong) else None,
             *ends,
         )
 

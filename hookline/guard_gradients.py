@@ -129,11 +129,11 @@ def _described(gradients: tuple[Any, ...], label: str) -> Labelled:
 
 def _defined(node: Any) -> str:
     """Where the backward of a custom autograd function is written."""
-    function = getattr(getattr(node, "_forward_cls", None), "backward", None)
+    function: Any = getattr(getattr(node, "_forward_cls", None), "backward", None)
+    if function is None:
+        return ""
     try:
-        lines, first = inspect.getsourcelines(function) if function is not None else ([], 0)
-        return (
-            f"{File(inspect.getfile(function)).name}:{first}  {lines[0].strip()}" if lines else ""
-        )
-    except (OSError, TypeError):
+        lines, first = inspect.getsourcelines(function)
+        return f"{File(inspect.getfile(function)).name}:{first}  {lines[0].strip()}"
+    except (OSError, TypeError):  # written where no source is
         return ""

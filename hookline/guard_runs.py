@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -157,7 +157,7 @@ class Kept:
         return found
 
     @contextmanager
-    def again(self, gradients: bool) -> Iterator[tuple[Any, Any, list[tuple[str, Tensor]]]]:
+    def again(self, gradients: bool) -> Generator[tuple[Any, Any, list[tuple[str, Tensor]]]]:
         """All as it was before the call; inside, the arguments to call the model with.
 
         They are copies. With `gradients`, those that required grad are computed from leaves that

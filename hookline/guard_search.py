@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from hookline.core.arguments import bind
 from hookline.core.nested import Path, get_part, leaves
 from hookline.core.tree import join, tensors_of, walk
-from hookline.finite_checks import Numbers, bad_leaves, numbers
+from hookline.finite_checks import Numbers, bad_leaves, numbers, signs
 from hookline.guard_gradients import Backward
 from hookline.guard_origins import Ignored, Labelled, Origin, labelled
 from hookline.guard_runs import Kept
@@ -35,8 +35,8 @@ class Found:
     """The origins that reached an end; none if what is there is meant, or nothing was bad."""
 
     trace: Trace
-    origins: list[Origin] = field(default_factory=lambda: list[Origin]())
-    seen: Labelled = field(default_factory=lambda: Labelled())
+    origins: list[Origin] = field(default_factory=list[Origin])
+    seen: Labelled = field(default_factory=Labelled)
     bad: bool = False  # whether the second run was bad at all
     same: bool = True  # whether it was bad where the first was
 
@@ -106,7 +106,9 @@ def find_backward(kept: Kept, ignored: Ignored, scale: float = 1.0) -> Found:
             modules.left = backward.recomputed
             wanted = [(n, p) for p, n in _trainable(kept)] + inputs
             backward.settle(_gradients(kept, output, wanted, scale))
-            found = Found(trace, bad=bool(backward.bad))
+            wrong = [p for p, t in leaves(output) if "n" in signs(t)]
+            same = all(ignored.output(path, trace.model) for path in wrong)
+            found = Found(trace, bad=bool(backward.bad), same=same)
             for origins in backward.bad.values():
                 wrong = [o for o in origins if not o.meant]
                 found.origins += [o for o in wrong if o not in found.origins]
@@ -135,8 +137,36 @@ def _gradients(
             given.append(gradient / scale if scale != 1 else gradient)
     if not ends or not wanted:
         return {}
-    found = torch.autograd.grad(ends, [t for _, t in wanted], given, allow_unused=True)
-    return {name: gradient for (name, _), gradient in zip(wanted, found, strict=True)}
+    tensors = [tensor for _, tensor in wanted]
+    names = [name for name, _ in wanted]
+    if not _recomputes(ends):
+        found = torch.autograd.grad(ends, tensors, given, allow_unused=True)
+        return dict(zip(names, found, strict=True))
+    # The older checkpointing runs backwards of its own, which write to .grad: put back what is
+    # there, since it knows no other way.
+    before = [tensor.grad for tensor in tensors]
+    try:
+        for tensor in tensors:
+            tensor.grad = None
+        torch.autograd.backward(ends, given)
+        return {name: tensor.grad for name, tensor in wanted}
+    finally:
+        for tensor, gradient in zip(tensors, before, strict=True):
+            tensor.grad = gradient
+
+
+def _recomputes(tensors: list[Tensor]) -> bool:
+    """Whether a graph holds a checkpoint of the older kind."""
+    seen: set[Any] = set()
+    stack: list[Any] = [tensor.grad_fn for tensor in tensors]
+    while stack:
+        node = stack.pop()
+        if node is not None and node not in seen:
+            if node.name() == "CheckpointFunctionBackward":
+                return True
+            seen.add(node)
+            stack += [follows for follows, _ in node.next_functions]
+    return False
 
 
 # -- what the producer was given ------------------------------------------------------------------

@@ -202,6 +202,8 @@ class guard(Context[_Tap]):
         """A call of the model begins."""
         pending, self._pending = self._pending, []
         self._check(pending)  # of a call without a backward
+        if in_backward() == -1:
+            self._passes.clear()  # of backwards that raised
         running = self._running.setdefault(threading.get_ident(), [])
         running[:] = [(f, kept) for f, kept in running if not _is_over(f)]
         kept = Kept(self._parts, inputs, frame.positional)
@@ -338,14 +340,17 @@ class guard(Context[_Tap]):
         found = self._passes.pop(task, None)
         if found is None or not self._open:
             return
+        for outer in self._passes.values():  # a checkpoint runs a backward inside another
+            found.calls |= outer.calls
         pending, self._pending = self._pending, []
         try:
             self._check(pending)
             if not all_finite([one for _, one in found.probes]):
                 self._backward_failed(found)
         finally:
-            for kept in found.calls.values():
-                kept.gradients = {}
+            if not self._passes:
+                for kept in found.calls.values():
+                    kept.gradients = {}
 
     def _backward_failed(self, found: _Pass) -> None:
         flagged = {name for name, one in found.probes if not one.isfinite()}
@@ -385,12 +390,14 @@ class guard(Context[_Tap]):
                 continue
             with _Busy(self):
                 again = find_backward(kept, self._ignored, scale)
-            if again.origins:
+            if again.origins and again.same:
                 often = again.trace.often
                 fault = fault_of(again.origins, often, kept.number, seen or again.seen)
                 raise self._told(kept, again.origins[0], fault, scale)
             if again.bad:
                 return  # all of it is ignored
+            if not again.same:
+                doubts.append("the second forward was not finite, as the first was")
         if scale > 1:
             self.skipped += 1
             return

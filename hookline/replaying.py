@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -134,7 +134,7 @@ def replay(folder: str | Path, model: nn.Module | None = None) -> Replay:
 
 
 @contextmanager
-def _settings(dump: _Dump, random: Any, device: str) -> Iterator[None]:
+def _settings(dump: _Dump, random: Any, device: str) -> Generator[None]:
     """Random numbers and autocast as they were; afterwards as they are now."""
     now = torch.get_rng_state()
     state = dump.value(random)
@@ -179,7 +179,7 @@ def _finish(
         ends = [(end, g.to(end.device)) for end, g in ends if end.requires_grad]
         if not ends:
             dump.refuse("The gradients of its result were not written.")
-        own = torch.autograd.grad(
+        own: Any = torch.autograd.grad(
             [end for end, _ in ends], list(wanted.values()), [g for _, g in ends], allow_unused=True
         )
         found = {n: g for n, g in zip(wanted, own, strict=True) if g is not None}
@@ -249,8 +249,8 @@ def _make_module(dump: _Dump) -> nn.Module:
     if not ours or given is None or not isinstance(kind, type) or not issubclass(kind, nn.Module):
         why = dump.why_not("operation") if "operation" in dump.missing else ""
         dump.refuse(
-            f"It needs the module {told.get('path')!r}, a {told.get('class')}, whose code is not in "
-            f"the folder. {why}".strip(),
+            f"It needs the module {told.get('path')!r}, a {told.get('class')}, whose code is not "
+            f"in the folder. {why}".strip(),
             "Give the model: hookline.replay(folder, model).",
         )
     try:
@@ -305,7 +305,7 @@ def _state(dump: _Dump, module: nn.Module, told: Any, device: Any) -> dict[str, 
     """The state that was written, for a module that holds the same; its own if none was."""
     if told is None:
         return {}
-    own = {name: tensor for name, tensor in _named(module)}
+    own = dict(_named(module))
     found = {name: dump.value(tensor) for name, tensor in dict(told).items()}
     wrong = [n for n, t in found.items() if n not in own or own[n].shape != t.shape]
     if wrong:

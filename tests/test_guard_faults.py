@@ -184,12 +184,15 @@ CASES = [
 
 
 def caught(model, *args, backward=False, **options):
-    """The error of a guarded step."""
-    with pytest.raises(hl.NonFiniteError) as found:
-        with hl.guard(model, to=None, **options):
-            result = model(*args)
-            if backward:
-                backward(result) if callable(backward) else result.sum().backward()
+    """What a guarded step is found to be at fault of."""
+
+    def step():
+        result = model(*args)
+        if backward:
+            backward(result)
+
+    with hl.guard(model, to=None, **options), pytest.raises(hl.NonFiniteError) as found:
+        step()
     return found.value.fault
 
 
@@ -207,7 +210,7 @@ def test_the_producer_in_a_forward_is_named(case, dtype):
     make, value, operation = FORWARD[case]
     model = host(make, value, DTYPES[dtype])
     fault = caught(model, torch.ones(2, 4, dtype=DTYPES[dtype]))
-    assert not fault.backward and fault.kind == "operation", fault
+    assert (fault.backward, fault.kind) == (False, "operation"), fault
     if operation == "":
         assert fault.path == "faulty"
     elif operation == "attention":
@@ -263,7 +266,7 @@ def test_the_producer_in_a_backward_is_named(case, dtype):
     x = torch.ones(2, 4, dtype=DTYPES[dtype])
     assert model(x).isfinite().all()
     fault = caught(model, x, backward=lambda y: (y * torch.arange(4.0)).sum().backward())
-    assert fault.backward and fault.kind == "operation", fault
+    assert (fault.backward, fault.kind) == (True, "operation"), fault
     assert fault.path == "faulty"
     if operation:
         assert fault.place == f"faulty/{operation}", fault
@@ -445,4 +448,4 @@ def test_what_is_masked_away_is_not_accused_beside_what_is_not():
             return y + self.bad(x)
 
     fault = caught(Net(), torch.zeros(3))
-    assert fault.place == "bad/rsqrt" and not fault.others
+    assert (fault.place, fault.others) == ("bad/rsqrt", [])

@@ -41,7 +41,7 @@ def guarded(model, **options):
 
 
 def fault_in(run, model, **options):
-    with pytest.raises(hl.NonFiniteError) as found, guarded(model, **options):
+    with guarded(model, **options), pytest.raises(hl.NonFiniteError) as found:
         run()
     return found.value.fault
 
@@ -141,7 +141,7 @@ HEALTHY = {
 
 
 def finite_part(value):
-    tensors = [t for t in (value if isinstance(value, tuple) else (value,))]
+    tensors = value if isinstance(value, tuple) else (value,)
     return sum(t[t.isfinite()].float().mean() for t in tensors)
 
 
@@ -184,7 +184,8 @@ def test_gradients_whose_sum_overflows_are_not_accused():
     model = nn.Linear(4, 4, bias=False)
     with guarded(model):
         (model(torch.ones(1, 4)) * 2e38).sum().backward()
-    assert model.weight.grad.isfinite().all() and model.weight.grad.sum().isinf()
+    assert model.weight.grad.isfinite().all()
+    assert model.weight.grad.sum().isinf()
 
 
 # -- nothing is changed ---------------------------------------------------------------------------
@@ -244,6 +245,17 @@ class Faulty(nn.Module):
         return h
 
 
+def run_bad(model, x, fails):
+    """The operations that were found to be at fault."""
+    try:
+        out = model(x, bad=True)
+        if fails == "backward":
+            out.sum().backward()
+    except hl.NonFiniteError as error:
+        return [error.fault.operation]
+    return []
+
+
 @pytest.mark.parametrize("fails", ["forward", "backward"])
 def test_after_a_fault_all_is_as_without_a_guard(fails):
     x, seen = torch.randn(4, 3), []
@@ -254,12 +266,8 @@ def test_after_a_fault_all_is_as_without_a_guard(fails):
         torch.manual_seed(1)
         model(x).sum().backward()
         model.zero_grad()
-        try:
-            out = model(x, bad=True)
-            if fails == "backward":
-                out.sum().backward()
-        except hl.NonFiniteError as error:
-            assert guard and error.fault.operation == {"forward": "log", "backward": "sqrt"}[fails]
+        faults = run_bad(model, x, fails)
+        assert faults == ([{"forward": "log", "backward": "sqrt"}[fails]] if guard else [])
         if context is not None:
             context.remove()
         grads = [p.grad for p in model.parameters()]
@@ -284,7 +292,8 @@ def test_nothing_is_kept_after_a_step_and_after_the_end():
     del context
     gc.collect()
     assert ref() is None
-    assert not hooks_of(model) and not model.weight._backward_hooks
+    assert not hooks_of(model)
+    assert not model.weight._backward_hooks
 
 
 def test_the_dropout_of_the_failing_step_is_repeated():
@@ -296,12 +305,14 @@ def test_the_dropout_of_the_failing_step_is_repeated():
             self.fc = nn.Linear(8, 8)
 
         def forward(self, x):
-            return self.fc(x) + torch.log(F.dropout(torch.ones(8), 0.01) + random.choice([0, 0, 0]))
+            return self.fc(x) + torch.log(
+                F.dropout(torch.ones(8), 0.003) + random.choice([0, 0, 0])
+            )
 
-    torch.manual_seed(0)
+    torch.manual_seed(3)
     model = Random()
     fault = fault_in(lambda: [model(torch.ones(8)) for _ in range(500)], model)
-    assert fault.place == "/log" and not fault.remarks
+    assert (fault.place, fault.remarks) == ("/log", [])
     assert fault.step > 1
 
 
@@ -311,25 +322,29 @@ def test_the_dropout_of_the_failing_step_is_repeated():
 def test_the_step_is_told_and_the_error_comes_out_of_the_step_that_failed():
     model = nn.Sequential(nn.Linear(3, 3), Doing(lambda x: x / (x.abs() > -1).all()))
     done = []
-    context = guarded(model).attach()
-    for number in range(5):
-        if number == 3:
-            model[1].function = lambda x: x / 0
-        try:
+
+    def train():
+        for number in range(5):
+            if number == 3:
+                model[1].function = lambda x: x / 0
             model(torch.ones(3)).sum().backward()
-        except hl.NonFiniteError as error:
-            assert (error.fault.step, error.fault.place) == (3, "1/div")
-            break
-        done.append(number)
+            done.append(number)
+
+    context = guarded(model).attach()
+    with pytest.raises(hl.NonFiniteError) as found:
+        train()
     context.remove()
+    assert (found.value.fault.step, found.value.fault.place) == (3, "1/div")
     assert done == [0, 1, 2]
 
 
 def test_a_fault_of_a_backward_comes_out_of_backward_before_the_step_of_the_optimiser():
     model = nn.Sequential(nn.Linear(3, 3), Doing(lambda x: (x * 0).sqrt()))
-    with guarded(model), pytest.raises(hl.NonFiniteError):
-        model(torch.ones(3)).sum().backward()
-        pytest.fail("the step of the optimiser would be here")
+    loss = []
+    with guarded(model):
+        loss.append(model(torch.ones(3)).sum())
+        with pytest.raises(hl.NonFiniteError):
+            loss[0].backward()
 
 
 def test_without_gradients_the_error_comes_out_of_the_call():
@@ -338,29 +353,32 @@ def test_without_gradients_the_error_comes_out_of_the_call():
     for mode in (torch.no_grad, torch.inference_mode):
         with mode(), guarded(model), pytest.raises(hl.NonFiniteError, match="1/log"):
             model(torch.ones(3))
-            pytest.fail("not reached")
 
 
 def test_several_calls_before_one_backward_are_told_apart():
     model = nn.Sequential(nn.Linear(3, 3), Doing(lambda x, *_: x))
     model[1].function = torch.abs
-    nn.init.zeros_(model[0].bias)
-    with guarded(model), pytest.raises(hl.NonFiniteError) as found:
+    nn.init.zeros_(model[0].bias), nn.init.ones_(model[0].weight)
+
+    def run():
         one = model(torch.ones(3))
-        model[1].function = torch.sqrt
+        model[1].function = torch.sqrt  # with which the first call would be finite, too
         two = model(torch.zeros(3))
         (one.sum() + two.sum()).backward()
-    # The module does another thing now: the first call would be run with sqrt, and is finite.
-    assert (found.value.fault.step, found.value.fault.place) == (1, "1/sqrt")
+
+    fault = fault_in(run, model)
+    assert (fault.step, fault.place) == (1, "1/sqrt")
 
 
 def test_gradients_that_are_accumulated_are_checked_at_each_backward():
     model = nn.Sequential(nn.Linear(3, 3, bias=False), Doing(torch.sqrt))
     nn.init.ones_(model[0].weight)
-    with guarded(model), pytest.raises(hl.NonFiniteError) as found:
+
+    def run():
         for x in (torch.ones(3), torch.ones(3), torch.zeros(3)):
             model(x).sum().backward()
-    assert found.value.fault.step == 2
+
+    assert fault_in(run, model).step == 2
 
 
 def test_autograd_grad_is_seen_and_gradients_of_inputs_too():
@@ -382,10 +400,13 @@ def test_autograd_grad_is_seen_and_gradients_of_inputs_too():
 def test_a_parameter_that_is_trained_only_later_is_seen():
     model = nn.Sequential(nn.Linear(3, 3), Doing(lambda x: (x * 0).sqrt()))
     model.requires_grad_(False)
-    with guarded(model), pytest.raises(hl.NonFiniteError):
+
+    def run():
         model(torch.ones(3))
         model.requires_grad_(True)
         model(torch.ones(3)).sum().backward()
+
+    assert fault_in(run, model).place == "1/sqrt"
 
 
 def test_a_guard_without_a_call_says_so_and_can_be_entered_again():
@@ -402,7 +423,10 @@ def test_checkpointed_modules_are_looked_into(reentrant):
     class Net(nn.Module):
         def __init__(self, function):
             super().__init__()
-            self.first, self.inner = nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), Doing(function))
+            self.first, self.inner = (
+                nn.Linear(3, 3),
+                nn.Sequential(nn.Linear(3, 3), Doing(function)),
+            )
 
         def forward(self, x):
             return checkpoint(self.inner, self.first(x), use_reentrant=reentrant)
@@ -426,7 +450,8 @@ def test_inputs_that_were_changed_in_place_are_noticed_and_modules_checked_from_
     with pytest.raises(hl.NonFiniteError) as found, guard:
         model(torch.ones(3))
     fault = found.value.fault
-    assert fault.kind == "unknown" and "input input was changed in place" in fault.remarks[0]
+    assert fault.kind == "unknown"
+    assert "input input was changed in place" in fault.remarks[0]
     assert guard.careful
     with pytest.raises(hl.NonFiniteError) as found, guard:
         model(torch.ones(3))
@@ -478,8 +503,9 @@ def test_weights_that_were_stepped_since_are_noticed():
         out.sum().backward()
 
     fault = fault_in(run, model)
-    assert fault.kind == "unknown" and "optimiser" in fault.remarks[0]
-    assert "gradient of '0.weight'" in fault.seen[-1][0] or "0.weight" in str(fault.seen)
+    assert fault.kind == "unknown"
+    assert "optimiser" in fault.remarks[0]
+    assert "the gradient of '0.weight'" in [label for label, _ in fault.seen]
 
 
 def test_an_opaque_argument_is_doubted():
@@ -494,7 +520,7 @@ def test_an_opaque_argument_is_doubted():
 CAREFUL = {
     "leaf": (lambda: nn.Sequential(nn.Linear(3, 3), Doing(torch.log)), torch.zeros(3), "1"),
     "own forward": (
-        lambda: Doing(nn.Sequential(nn.Linear(3, 3), Doing(lambda x: x / 0), nn.Tanh())),
+        lambda: Doing(nn.Sequential(nn.Linear(3, 3), Doing(lambda x: x / 0), nn.Linear(3, 3))),
         torch.ones(3), "function.1",
     ),
 }  # fmt: skip
@@ -518,7 +544,7 @@ def test_where_modules_are_checked_the_innermost_producer_is_named():
             nn.init.zeros_(model[0].bias)
         fault = fault_in(lambda: model(x), model, careful=True)  # noqa: B023
         assert (fault.kind, fault.place) == ("module", place)
-    model = nn.Sequential(Between(), nn.Tanh())
+    model = nn.Sequential(Between(), nn.ReLU())
     fault = fault_in(lambda: model(torch.ones(3)), model, careful=True)
     assert (fault.kind, fault.place) == ("module", "0")
 
@@ -558,9 +584,10 @@ def test_an_output_that_is_infinite_on_purpose_is_looked_into_once(monkeypatch):
 
 def test_an_output_that_was_infinite_on_purpose_is_accused_of_a_nan():
     model, allowed = Filled(), torch.tensor([True, True, False] * 2)
-    with guarded(model), pytest.raises(hl.NonFiniteError) as found:
+    with guarded(model):
         model(torch.randn(2, 8), allowed)
-        model(torch.full((2, 8), math.nan), allowed)
+        with pytest.raises(hl.NonFiniteError) as found:
+            model(torch.full((2, 8), math.nan), allowed)
     assert found.value.fault.kind == "input"
 
 
@@ -574,7 +601,7 @@ def test_a_mask_among_the_inputs_is_meant_and_a_row_without_anything_is_a_fault(
 
 
 def test_infinite_inputs_that_are_no_mask_came_in_bad():
-    model = Doing(lambda x, mask: (x + mask).softmax(-1))
+    model = Doing(lambda x, mask: x + mask)
     for mask in (torch.full((2, 2), -INF), torch.tensor([[-INF, 1.0]]), torch.tensor([0.0, INF])):
         fault = fault_in(lambda: model(torch.ones(2, 2), mask), model)  # noqa: B023
         assert (fault.kind, fault.place) == ("input", ":inputs[1]")
@@ -641,7 +668,7 @@ def test_a_place_that_cannot_be_ignored_is_refused_on_entering():
 
 
 def test_gradients_that_only_the_scale_makes_infinite_are_left_to_the_scaler():
-    model = nn.Linear(3, 3).half()
+    model = nn.Sequential(nn.Linear(3, 3), Doing(lambda x: (x.half() * 2).float()))
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     guard = guarded(model, scaler=scaler)
@@ -649,15 +676,14 @@ def test_gradients_that_only_the_scale_makes_infinite_are_left_to_the_scaler():
     with guard:
         for _ in range(4):
             optimizer.zero_grad()
-            scaler.scale(model(torch.ones(3).half()).float().sum() * 4).backward()
+            scaler.scale(model(torch.ones(3)).sum() * 4).backward()
             scaler.step(optimizer)
             scaler.update()
             scales.append(scaler.get_scale())
-    assert scales[0] < 2**16 and guard.skipped >= 1
-    fault = fault_in(
-        lambda: (model(torch.ones(3).half()).float().sum() * 2.0**18).backward(), model
-    )
-    assert fault.kind == "loss"
+    assert scales[0] < 2**16
+    assert guard.skipped >= 1
+    fault = fault_in(lambda: (model(torch.ones(3)).sum() * 2.0**18).backward(), model)
+    assert fault.place == "1/float"  # whose backward makes float16 of it
 
 
 def test_gradients_that_are_bad_without_the_scale_too_are_accused():
@@ -679,11 +705,13 @@ def test_autocast_is_as_it_was_when_a_call_is_run_again_in_a_backward():
             return (self.fc(x) * 0).sqrt()
 
     model = Net()
-    with guarded(model), pytest.raises(hl.NonFiniteError) as found:
+
+    def run():
         with torch.autocast("cpu", torch.bfloat16):
             out = model(torch.ones(3))
         out.sum().backward()
-    fault = found.value.fault
+
+    fault = fault_in(run, model)
     assert fault.place == "/sqrt"
     assert "bfloat16" in fault.values[0][1].kind
 
@@ -715,6 +743,10 @@ def test_the_message_has_place_numbers_arguments_line_and_what_to_do():
     with pytest.raises(hl.NonFiniteError) as found, guarded(model):
         model(torch.ones(2))
     error = found.value
+    hint = (
+        "Where the divisor is 0: add a small number to it, or clamp it. "
+        "If it is meant so: guard(model, ignore='1/div')."
+    )
     assert isinstance(error, (hl.HooklineError, ArithmeticError))
     assert str(error).splitlines() == [
         "guard found numbers that are not finite in step 0, the model's output: 2 NaN of 2.",
@@ -723,8 +755,7 @@ def test_the_message_has_place_numbers_arguments_line_and_what_to_do():
         "  given input  (2,) float32: all 0",
         "  given other  (2,) float32: all 0",
         f"  line         {error.fault.source}",
-        "Where the divisor is 0: add a small number to it, or clamp it. "
-        "If it is meant so: guard(model, ignore='1/div').",
+        hint,
     ]
     assert error.fault.source.startswith("test_guards.py:")
     assert "torch.zeros(2) / torch.zeros(2)" in error.fault.source
