@@ -163,8 +163,8 @@ def constructor_of(module: nn.Module, speller: Speller) -> dict[str, Any] | None
     if getattr(nn, kind.__name__, None) is not kind or "forward" in vars(module):
         return None
     found: dict[str, Any] = {}
-    for name in list(inspect.signature(kind.__init__).parameters)[1:]:
-        if name in ("device", "dtype") or not hasattr(module, name):
+    for name in _parameters(kind):
+        if name in ("device", "dtype", "mode") or not hasattr(module, name):
             continue
         value = getattr(module, name)
         is_switch = isinstance(value, Tensor) or (name == "bias" and value is None)
@@ -177,6 +177,15 @@ def constructor_of(module: nn.Module, speller: Speller) -> dict[str, Any] | None
         return None
     shapes = [{n: tuple(t.shape) for n, t in one.state_dict().items()} for one in (made, module)]
     return spelled if repr(made) == repr(module) and shapes[0] == shapes[1] else None
+
+
+def _parameters(kind: type[nn.Module]) -> list[str]:
+    """The names that a constructor takes; one that passes all on takes those of its base."""
+    for base in kind.__mro__:
+        parameters = list(inspect.signature(base.__init__).parameters.values())[1:]
+        if not any(p.kind is p.VAR_POSITIONAL for p in parameters):
+            return [p.name for p in parameters]
+    return []
 
 
 def _state_of(module: nn.Module, kept: Kept) -> dict[str, Tensor]:

@@ -429,7 +429,10 @@ class guard(Context[_Tap]):
             found = [t for p, t, _ in kept.versions if _label(p, "") == origin.path]
             fault.values = [("", Numbers.of(t)) for t in found[:1]]
         if self._to is not None and sample is not None:
-            fault.folder = write_dump(self._to, fault, sample, kept)
+            try:
+                fault.folder = write_dump(self._to, fault, sample, kept)
+            except (OSError, RuntimeError) as error:  # what was found counts more
+                fault.remarks.append(f"The dump could not be written: {error}.")
         return self._finish(fault)
 
     def _unknown(

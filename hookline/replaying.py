@@ -61,6 +61,12 @@ class Replay:
         return "\n".join([head, *lines])
 
 
+def _autocast(kind: str, enabled: bool, name: str) -> torch.dtype | None:
+    """The dtype of autocast, if it was on."""
+    dtype = {"bfloat16": torch.bfloat16, "float16": torch.float16}[name] if enabled else None
+    return dtype if kind in ("cpu", "cuda") else None
+
+
 class _Dump:
     """A folder that a guard has written, read without trust."""
 
@@ -72,6 +78,13 @@ class _Dump:
             self.backward = self.fault["backward"] is True
             self.place = str(self.fault["place"])
             self.missing = dict(self.content["missing"])
+            self.operation = self.content["operation"]
+            self.module: dict[str, Any] = dict(self.content["module"])
+            self.module["training"] = dict(self.module["training"])
+            if self.module["state"] is not None:
+                self.module["state"] = dict(self.module["state"])
+            self.given = dict(self.content["gradients"])
+            self.autocast = [_autocast(*one) for one in self.content["autocast"]]
         except (KeyError, TypeError, ValueError) as error:
             self.refuse(f"It is not spelled as a guard does: {error!r:.80}.")
 
@@ -128,7 +141,7 @@ def replay(folder: str | Path, model: nn.Module | None = None) -> Replay:
     dump = _Dump(folder)
     if model is not None:
         return _run_module(dump, _find_module(dump, model))
-    if isinstance(dump.content.get("operation"), dict):
+    if isinstance(dump.operation, dict):
         return _run_operation(dump)
     return _run_module(dump, _make_module(dump))
 
@@ -140,10 +153,9 @@ def _settings(dump: _Dump, random: Any, device: str) -> Generator[None]:
     state = dump.value(random)
     try:
         with ExitStack() as stack:
-            for kind, enabled, dtype in dump.content["autocast"]:
-                if enabled is True and kind in ("cpu", "cuda"):
-                    own = getattr(torch, dtype)
-                    stack.enter_context(torch.autocast(device, own))
+            for dtype in dump.autocast:
+                if dtype is not None:
+                    stack.enter_context(torch.autocast(device, dtype))
             stack.enter_context(torch.set_grad_enabled(dump.backward))
             torch.set_rng_state(state)
             yield
@@ -187,7 +199,7 @@ def _finish(
     else:
         values = labelled({"": output})
         if not whole:
-            first = dump.pairs("outputs", dump.content["output"])
+            first = dump.pairs("outputs", dump.content.get("output"))
             exact = all(same_bits(get_part(output, path), own) for path, own in first.items())
     bad = [(label, own) for label, own in values if own.bad]
     return Replay(
@@ -196,7 +208,7 @@ def _finish(
 
 
 def _run_operation(dump: _Dump) -> Replay:
-    told = dump.content["operation"]
+    told = dump.operation
     function = function_named(told.get("function"))
     if function is None:
         dump.refuse(f"It names {told.get('function')!r:.60}, which is no function of torch's.")
@@ -211,7 +223,7 @@ def _run_operation(dump: _Dump) -> Replay:
         output = function(*own_args, **own_kwargs)
         if not leaves(output):  # as x[0] = y: it has changed its argument
             output = [own_args[0]]
-        given = dump.pairs("gradients", dump.content["gradients"]["operation"])
+        given = dump.pairs("gradients", dump.given["operation"])
         inputs = {"args": args, "kwargs": kwargs}
         return _finish(dump, told["function"], inputs, output, wanted, given, False)
 
@@ -224,7 +236,7 @@ def _copied(leaf: Any) -> Any:
 
 
 def _find_module(dump: _Dump, model: nn.Module) -> nn.Module:
-    told = dump.content["module"]
+    told = dump.module
     path = told.get("path")
     try:
         module = model.get_submodule(path)
@@ -241,7 +253,7 @@ def _find_module(dump: _Dump, model: nn.Module) -> nn.Module:
 
 
 def _make_module(dump: _Dump) -> nn.Module:
-    told = dump.content["module"]
+    told = dump.module
     name = str(told.get("class")).rpartition(".")[2]
     kind = getattr(nn, name, None)
     ours = str(told.get("class")).startswith("torch.nn.")
@@ -260,7 +272,7 @@ def _make_module(dump: _Dump) -> nn.Module:
 
 
 def _run_module(dump: _Dump, module: nn.Module) -> Replay:
-    told = dump.content["module"]
+    told = dump.module
     if told.get("inputs") is None:
         dump.refuse(
             f"The inputs are not there: {dump.why_not('inputs')}", "It cannot be run again."
@@ -287,9 +299,9 @@ def _run_module(dump: _Dump, module: nn.Module) -> Replay:
             inner.training = told["training"].get(path, inner.training) is True
         with _settings(dump, told.get("random"), device.type):
             output = torch.func.functional_call(module, state, args, kwargs)
-            given = dump.pairs("gradients", dump.content["gradients"]["module"])
+            given = dump.pairs("gradients", dump.given["module"])
             what = f"the module {told.get('path')!r} ({type(module).__name__})"
-            whole = dump.content.get("operation") is not None
+            whole = dump.operation is not None
             return _finish(dump, what, inputs, output, wanted, given, whole)
     finally:
         for inner, mode in modes:
@@ -306,7 +318,7 @@ def _state(dump: _Dump, module: nn.Module, told: Any, device: Any) -> dict[str, 
     if told is None:
         return {}
     own = dict(_named(module))
-    found = {name: dump.value(tensor) for name, tensor in dict(told).items()}
+    found = {name: dump.value(tensor) for name, tensor in told.items()}
     wrong = [n for n, t in found.items() if n not in own or own[n].shape != t.shape]
     if wrong:
         dump.refuse(f"The module has no {wrong[0]!r} of that shape.", "Give the guarded model.")
