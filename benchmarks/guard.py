@@ -4,8 +4,8 @@
 
 A 6-layer, 256-wide transformer with 512 tokens a step: forward, loss, backward and a step of
 AdamW, bare, with `hookline.guard` around it, with a guard that checks every module, with
-`isfinite(...).all()` at every module by hand, and under `torch.autograd.set_detect_anomaly`. All run
-in turn, in a new order every round. Writes benchmarks/results/guard.json.
+`isfinite(...).all()` at every module by hand, and under `torch.autograd.set_detect_anomaly`. All
+run in turn, in a new order every round. Writes benchmarks/results/guard.json.
 """
 
 import argparse

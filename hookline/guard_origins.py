@@ -51,6 +51,7 @@ class Origin:
     ignored: bool = False
     values: Labelled = field(default_factory=lambda: cast(Labelled, []))
     given: Labelled = field(default_factory=lambda: cast(Labelled, []))
+    sample: Any = None  # what it was given and made, where that was kept at once
 
     def place(self, often: bool = False) -> Place:
         """Its place; the use of an operation is told where there were several."""

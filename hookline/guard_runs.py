@@ -4,6 +4,8 @@
 - `Parts`: the modules, parameters and buffers of a model, found once
 - `Buffers`: the buffers of a model, copied before a call if calls change them
 - `Randomness`: the states of the random number generators
+- `Holder`: a hook that keeps a call as long as its graph lives
+- `unwrapped(model)`, `is_spread(model)`: what of a model can be run again in one process
 """
 
 from __future__ import annotations
@@ -15,14 +17,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
+from hookline.core import distributed
 from hookline.core.nested import Path, children, leaves, map_leaves, show_path
 from hookline.core.snapshots import same_bits
 from hookline.core.tree import join, walk
 
-__all__ = ["Buffers", "Kept", "Randomness"]
+__all__ = ["Buffers", "Holder", "Kept", "Parts", "Randomness", "is_spread", "unwrapped"]
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device)
+_WRAPPERS = {"DistributedDataParallel": "module", "OptimizedModule": "_orig_mod"}
 _MOST = 2**28  # bytes of buffers that are copied before it is known which of them change
 
 
@@ -46,6 +51,11 @@ class Randomness:
             torch.cuda.set_rng_state(state, device)
 
 
+def _there(tensor: Tensor | None) -> Tensor | None:
+    """A buffer, unless it is one of a lazy module that was not called so far."""
+    return None if tensor is None or is_lazy(tensor) else tensor
+
+
 class Buffers:
     """The buffers of a model. Those that a call was seen to change are copied before the next."""
 
@@ -55,8 +65,8 @@ class Buffers:
             for path, module in walk(model)
             for name in module._buffers
         ]
-        found = [held[name] for held, name, _ in self.places]
-        small = sum(t.nbytes for t in found if t is not None and not t.is_sparse) <= _MOST
+        found = [t for held, name, _ in self.places if (t := _there(held[name])) is not None]
+        small = sum(t.nbytes for t in found if not t.is_sparse) <= _MOST
         self.changing = {path for _, _, path in self.places} if small else set[str]()
         self.learnt = not small
 
@@ -64,7 +74,7 @@ class Buffers:
         """Every buffer, its version, and a copy of those that may change."""
         kept: list[tuple[Any, str, str, Any, int, Any]] = []
         for held, name, path in self.places:
-            tensor = held.get(name)
+            tensor = _there(held.get(name))
             if tensor is not None:
                 copy = tensor.detach().clone() if copies and path in self.changing else None
                 kept.append((held, name, path, tensor, _version(tensor), copy))
@@ -129,7 +139,7 @@ class Kept:
         self.lost: list[str] = []  # buffers that it changed and that were not copied
         self.gradients: dict[Path, tuple[Tensor, int]] = {}  # of its outputs, when they come
         self.outputs: list[tuple[Path, Tensor]] = []  # until they were checked
-        self.number = 0
+        self.number = 0  # of the call
         self.trace: Any = None  # where every module is checked: what is known of the call
         self.backward: Any = None
 
@@ -215,3 +225,28 @@ def _opaque(value: Any) -> str:
         return next((name for _, item in inside if (name := _opaque(item))), "")
     plain = isinstance(value, (Tensor, *_PLAIN)) or callable(value)
     return "" if plain else type(value).__name__
+
+
+class Holder:
+    """A hook on an output that does nothing but keep its call as long as the graph lives."""
+
+    def __init__(self, kept: Kept) -> None:
+        self.kept = kept
+
+    def __call__(self, gradient: Tensor) -> None: ...
+
+
+def unwrapped(model: Any) -> Any:
+    """The model inside DDP and compile: run again, it must not meet the other ranks."""
+    while type(model).__name__ in _WRAPPERS:
+        model = getattr(model, _WRAPPERS[type(model).__name__])
+    return model
+
+
+def is_spread(model: nn.Module) -> bool:
+    """Whether a forward of the model needs other ranks, so that it cannot be run again here."""
+    return any(
+        distributed.is_gathered(module)
+        or (isinstance(module, nn.SyncBatchNorm) and torch.distributed.is_initialized())
+        for module in model.modules()
+    ) or any(distributed.placements(p) is not None for p in model.parameters())

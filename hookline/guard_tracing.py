@@ -232,8 +232,11 @@ class Trace:
         origin = Origin("module", running.path, number=running.number)
         origin.ignored = origin.meant = self.ignored.module(running.module)
         if not self.sees_operations:
-            origin.values = labelled({"output": value})
+            origin.values = labelled({"": value})
             origin.given = labelled(running.inputs)
+            origin.sample = Sample(running.number, operation=False)
+            origin.sample.of(running)
+            origin.sample.output = kept_value(value)
         return (self._add(origin),)
 
     def leave(self, module: nn.Module, output: Any) -> None:

@@ -8,35 +8,30 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import OrderedDict
+from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 
-from hookline.core import distributed, gradients
+from hookline.core import gradients
 from hookline.core.hooks import Context
-from hookline.core.nested import leaves, show_path
+from hookline.core.nested import leaves
 from hookline.core.places import Request, Target, Where, resolve
 from hookline.core.recomputation import in_backward
 from hookline.core.sites import KEEP, Frame, Tap
-from hookline.errors import NotHookable, PlaceNotFound
+from hookline.errors import NonFiniteError, NotHookable, PlaceNotFound
 from hookline.finite_checks import Numbers, all_finite, is_bad, numbers, probe
-from hookline.guard_dumps import write_dump
 from hookline.guard_gradients import Backward
 from hookline.guard_origins import Ignored, Labelled, Origin
-from hookline.guard_reports import Fault, explain, fault_of
-from hookline.guard_runs import Kept, Parts
-from hookline.guard_search import (
-    describe_sample,
-    find_backward,
-    find_forward,
-    of_outputs,
-    parameter_names,
-    take_sample,
-)
+from hookline.guard_reports import fault_of
+from hookline.guard_runs import Holder, Kept, Parts, is_spread, unwrapped
+from hookline.guard_search import find_backward, find_forward, of_outputs, parameter_names
+from hookline.guard_telling import Teller, label_of
 from hookline.guard_tracing import Modules, Trace
 
 __all__ = ["guard"]
@@ -44,24 +39,7 @@ __all__ = ["guard"]
 _DIFFERENT = "The second run was bad at other places than the first: something of it is random."
 _MANY = 64
 _RECENT = 16  # calls whose backward may still come
-_WRAPPERS = {"DistributedDataParallel": "module", "OptimizedModule": "_orig_mod"}
 Part = tuple[Any, ...]
-
-
-def _unwrapped(model: Any) -> Any:
-    """The model inside DDP and compile: run again, it must not meet the other ranks."""
-    while type(model).__name__ in _WRAPPERS:
-        model = getattr(model, _WRAPPERS[type(model).__name__])
-    return model
-
-
-def _is_spread(model: nn.Module) -> bool:
-    """Whether a forward of the model needs other ranks, so that it cannot be run again here."""
-    return any(
-        distributed.is_gathered(module)
-        or (isinstance(module, nn.SyncBatchNorm) and torch.distributed.is_initialized())
-        for module in model.modules()
-    ) or any(distributed.placements(p) is not None for p in model.parameters())
 
 
 class _Tap(Tap):
@@ -71,7 +49,7 @@ class _Tap(Tap):
     def receive(self, value: Any, index: int, recomputed: bool, frame: Frame | None) -> Any:
         context: Any = self.context()
         self.fired += 1
-        if context is not None and not recomputed and not context.busy:
+        if context is not None and not recomputed and not context.busy():
             if frame is None:
                 context.ended(value, index)
             else:
@@ -81,7 +59,7 @@ class _Tap(Tap):
     def gradient(self, grad: Tensor, index: int, path: Part) -> None:
         context: Any = self.context()
         self.fired += 1
-        if context is not None and not context.busy:
+        if context is not None and not context.busy():
             context.arrived(self, grad, index, path)
 
 
@@ -89,7 +67,7 @@ class _Pass:
     """One backward: the probes of its gradients, and the calls that it went through."""
 
     def __init__(self) -> None:
-        self.probes: list[tuple[str, Tensor]] = []
+        self.probes: list[tuple[_Tap, Tensor]] = []
         self.calls: dict[int, Kept] = {}
 
 
@@ -135,11 +113,10 @@ class guard(Context[_Tap]):
         to: str | Path | None = "hookline-guard",
         careful: bool = False,
     ) -> None:
-        super().__init__(_unwrapped(model), ("", ":inputs", ":grad_output"))
+        super().__init__(unwrapped(model), ("", ":inputs", ":grad_output"))
         self._ignore = () if ignore is None else (ignore,)
         self._scaler, self._to = scaler, to
         self.careful = careful
-        self.busy = False  # whether a call is being run again
         self.skipped = 0  # backwards that were left to the scaler
 
     # -- entering and leaving -------------------------------------------------------------------
@@ -158,18 +135,22 @@ class guard(Context[_Tap]):
 
     def _start(self, attached: bool) -> None:
         self._running: dict[int, list[tuple[Frame, Kept]]] = {}
-        self._calls: OrderedDict[int, Kept] = OrderedDict()
+        # A call is kept by a hook on its output's graph: as long as a backward may come.
+        self._calls: WeakValueDictionary[int, Kept] = WeakValueDictionary()
+        self._looked: deque[Kept] = deque()  # whose graph has hooks on all nodes
         self._pending: list[tuple[Kept, list[Tensor]]] = []
         self._passes: dict[int, _Pass] = {}
         self._meant: dict[Part, Tensor] = {}  # where an output is infinite on purpose
         self._modules: Modules | None = None
+        self._ended: Kept | None = None  # a call whose trace is not yet looked at
         self._ignored = Ignored(self._model, self._ignore)
+        self._teller = Teller(self._model, self._ignored, self._to, self._scaler is not None)
         super()._start(attached)
         self._parts = Parts(self._model)
         target = self._requests[1].targets[0]  # of the inputs
         self._input_tap = _Tap(target, weakref.ref(self))
         self._watched: dict[int, weakref.ref[Tensor]] = {}
-        if self.careful or _is_spread(self._model):
+        if self.careful or is_spread(self._model):
             self._look_closely()
 
     def _look_closely(self) -> None:
@@ -184,8 +165,9 @@ class guard(Context[_Tap]):
         if self._modules is not None:
             self._modules._leave()
             self._modules = None
-        for kept in self._calls.values():
+        for kept in self._looked:
             kept.close()
+        self._looked.clear()
         self._calls.clear()
         self._running.clear()
 
@@ -195,6 +177,10 @@ class guard(Context[_Tap]):
         literal = self._requests[0]
         if not self._taps[literal.targets[0].key].fired:
             raise self._never_fired(literal, literal.targets[0])
+
+    def busy(self) -> bool:
+        """Whether a call is being run again: the guard does not look at it."""
+        return self._teller.busy
 
     # -- forward --------------------------------------------------------------------------------
 
@@ -238,16 +224,16 @@ class guard(Context[_Tap]):
         kept.number = index
         kept.lost = self._parts.buffers.learn(kept.buffers)
         found = leaves(output)
-        if any(tensor.requires_grad for _, tensor in found):
+        graphs = [t for _, t in found if t.requires_grad and t.grad_fn is not None]
+        for tensor in graphs:
             self._calls[index] = kept
-            if len(self._calls) > _RECENT:
-                self._calls.popitem(last=False)[1].close()
+            self.handles().append(gradients.put_hook(tensor, Holder(kept)))
         if kept.trace is not None:
-            return  # it is looked at when the call of the outermost module is known to have ended
+            self._ended = kept
+            return  # it is looked at when the trace knows that the call has ended
         kept.outputs = [(path, tensor.detach()) for path, tensor in found]
         probes = [one for _, tensor in kept.outputs if (one := probe(tensor)) is not None]
-        # Elsewhere than on the CPU it would have to be waited for: one wait for the whole step.
-        if index in self._calls and not all(one.is_cpu for one in probes):
+        if graphs and _must_be_waited_for(probes):  # one wait for the whole step
             self._pending.append((kept, probes))
         else:
             self._check([(kept, probes)])
@@ -267,17 +253,18 @@ class guard(Context[_Tap]):
         ]
         if not bad or all(self._is_known(path, tensor) for path, tensor in bad):
             return  # the sum has overflowed, or it is meant
-        seen: Labelled = [(_label(path), Numbers.of(tensor)) for path, tensor in bad]
+        seen: Labelled = [(label_of(path), Numbers.of(tensor)) for path, tensor in bad]
         doubts = kept.doubts()
         if doubts:
-            raise self._unknown(kept, seen, doubts, backward=False)
-        with _Busy(self):
-            found = find_forward(kept, self._ignored)
+            raise self._unknown(kept.number, False, seen, doubts)
+        found = self._teller.again(doubts, find_forward, kept, self._ignored)
+        if found is None:
+            raise self._unknown(kept.number, False, seen, doubts)
         if not found.bad or (not found.same and not found.origins):
             doubts = [
                 "the second run gave finite values: something of it is random, or was changed"
             ]
-            raise self._unknown(kept, seen, doubts, backward=False)
+            raise self._unknown(kept.number, False, seen, doubts)
         if not found.origins:
             for path, tensor in bad:
                 self._meant[path] = cast(Tensor, numbers(tensor)).isfinite()
@@ -286,7 +273,7 @@ class guard(Context[_Tap]):
         if not found.same:
             fault.remarks.append(_DIFFERENT)
             self._look_closely()
-        raise self._told(kept, found.origins[0], fault)
+        raise self._teller.told(kept, found.origins[0], fault)
 
     def _is_known(self, path: Part, tensor: Tensor) -> bool:
         """Whether an output is infinite just where it was before, on purpose."""
@@ -296,25 +283,25 @@ class guard(Context[_Tap]):
 
     def _left(self, module: nn.Module, output: Any) -> None:
         """Where every module is checked: a call of one has ended."""
-        if module is not self._model:
-            kept = next((k for k in self._calls.values() if k.backward is not None), None)
-            if in_backward() != -1 and kept is not None:
+        if in_backward() != -1:
+            for kept in self._looked:  # it may be recomputed
                 kept.backward.recomputed(module, output)
+                break
+        kept, self._ended = (self._ended, None) if module is self._model else (None, self._ended)
+        if kept is None:
             return
-        trace = cast(Modules, self._modules).trace
-        kept = next((k for k in reversed(self._calls.values()) if k.trace is trace), None)
-        found = of_outputs(cast(Trace, trace), output, self._ignored)
+        found = of_outputs(kept.trace, output, self._ignored)
         if found.origins:
-            seen: Labelled = [
-                (_label(path), Numbers.of(tensor))
-                for path, tensor in leaves(output)
-                if is_bad(tensor)
-            ]
-            number = self._taps[self._requests[0].targets[0].key].fired - 1
-            raise self._finish(fault_of(found.origins, set(), number, seen))
-        if kept is not None:
-            kept.backward = Backward(cast(Trace, trace), parameter_names(self._model))
+            bad = [(path, tensor) for path, tensor in leaves(output) if is_bad(tensor)]
+            seen: Labelled = [(label_of(path), Numbers.of(tensor)) for path, tensor in bad]
+            fault = fault_of(found.origins, set(), kept.number, seen)
+            raise self._teller.told(kept, found.origins[0], fault)
+        if kept.number in self._calls:
+            kept.backward = Backward(kept.trace, parameter_names(self._model))
             kept.backward.watch(tensor for _, tensor in leaves(output))
+            self._looked.append(kept)
+            if len(self._looked) > _RECENT:
+                self._looked.popleft().close()
 
     # -- backward -------------------------------------------------------------------------------
 
@@ -323,8 +310,8 @@ class guard(Context[_Tap]):
         task = in_backward()
         if task not in self._passes:
             self._passes[task] = _Pass()
-            engine: Any = torch.autograd.Variable._execution_engine
-            engine.queue_callback(lambda: self._backward_ended(task))
+            # Again from there, so that it comes after those of others: DDP has work to end.
+            _queue(lambda: _queue(lambda: self._backward_ended(task)))
         found = self._passes[task]
         if tap.target.port == "grad_output":
             kept = self._calls.get(index)
@@ -334,7 +321,7 @@ class guard(Context[_Tap]):
         else:
             one = probe(gradient)  # the gradient itself is not kept, or torch would have to copy it
             if one is not None:
-                found.probes.append((tap.name, one))
+                found.probes.append((tap, one))
 
     def _backward_ended(self, task: int) -> None:
         found = self._passes.pop(task, None)
@@ -351,31 +338,33 @@ class guard(Context[_Tap]):
             if not self._passes:
                 for kept in found.calls.values():
                     kept.gradients = {}
+                    kept.close()
 
     def _backward_failed(self, found: _Pass) -> None:
-        flagged = {name for name, one in found.probes if not one.isfinite()}
-        held = dict(self._model.named_parameters())
-        known = {name: held[name].grad for name in flagged if name in held}
-        certain = [(n, g) for n, g in known.items() if g is not None and is_bad(g)]
-        seen: Labelled = [(f"the gradient of {n!r}", Numbers.of(g)) for n, g in certain]
-        if known and not certain and all(g is not None for g in known.values()):
+        flagged = {tap.name: tap for tap, one in found.probes if not one.isfinite()}
+        known = {name: _gradient(tap) for name, tap in flagged.items() if name}
+        bad = [(n, g) for n, g in known.items() if g is not None and is_bad(g)]
+        if known and not bad and all(g is not None for g in known.values()):
             return  # sums that have overflowed
+        seen: Labelled = [(f"the gradient of {n!r}", Numbers.of(g)) for n, g in bad]
+        # The last call first: what flows out of it may flow into the one before.
+        calls = [found.calls[index] for index in sorted(found.calls, reverse=True)]
+        given = [(kept, _bad_gradients(kept)) for kept in calls]
         scale = self._scale()
-        calls = [found.calls[index] for index in sorted(found.calls)]
-        for kept in calls:
-            bad = [(p, g) for p, (g, _) in kept.gradients.items() if is_bad(g)]
-            if bad and scale <= 1:
-                origin = Origin("loss", "", backward=True)
-                origin.values = [(f"gradient of {_label(p)}", Numbers.of(g)) for p, g in bad]
-                raise self._finish(fault_of([origin], set(), kept.number, seen or origin.values))
-            if bad:
-                self.skipped += 1
-                return
-        self._search_backward(calls, seen, scale, bool(known))
+        doubts = self._search_backward([k for k, wrong in given if not wrong], seen, scale)
+        if doubts is None or scale > 1:
+            self.skipped += scale > 1
+            return
+        for kept, wrong in given:
+            if wrong:
+                origin = Origin("loss", "", backward=True, values=wrong)
+                raise self._teller.finish(fault_of([origin], set(), kept.number, seen or wrong))
+        if bad or doubts:
+            doubts = doubts or ["the second run gave finite gradients: something of it is random"]
+            raise self._unknown(calls[0].number if calls else -1, True, seen, doubts)
 
-    def _search_backward(
-        self, calls: list[Kept], seen: Labelled, scale: float, certain: bool
-    ) -> None:
+    def _search_backward(self, calls: list[Kept], seen: Labelled, scale: float) -> list[str] | None:
+        """Raise if a producer is found; else why it may not have been, or None if all is meant."""
         doubts: list[str] = []
         for kept in calls:
             if kept.backward is not None:  # every node was looked at
@@ -383,91 +372,57 @@ class guard(Context[_Tap]):
                 origins.sort(key=kept.backward.origins.index)
                 if origins and scale <= 1:
                     fault = fault_of(list(dict.fromkeys(origins)), set(), kept.number, seen)
-                    raise self._finish(fault)
+                    raise self._teller.finish(fault)
+                if kept.backward.bad and not origins:
+                    return None
                 continue
-            doubts += kept.doubts()
-            if doubts:
-                continue
-            with _Busy(self):
-                again = find_backward(kept, self._ignored, scale)
-            if again.origins and again.same:
-                often = again.trace.often
-                fault = fault_of(again.origins, often, kept.number, seen or again.seen)
-                raise self._told(kept, again.origins[0], fault, scale)
-            if again.bad:
-                return  # all of it is ignored
-            if not again.same:
-                doubts.append("the second forward was not finite, as the first was")
-        if scale > 1:
-            self.skipped += 1
-            return
-        if certain or doubts:
-            doubts = doubts or ["the second run gave finite gradients: something of it is random"]
-            raise self._unknown(calls[0] if calls else None, seen, doubts, backward=True)
+            own = kept.doubts()
+            again = (
+                None if own else self._teller.again(own, find_backward, kept, self._ignored, scale)
+            )
+            if again is not None and again.origins and again.same:
+                fault = fault_of(again.origins, again.trace.often, kept.number, seen)
+                raise self._teller.told(kept, again.origins[0], fault, scale)
+            if again is not None and again.bad and again.same:
+                return None  # all of it is ignored
+            if again is not None and not again.same:
+                own.append("the second forward was not finite, as the first was")
+            doubts += own
+        return doubts
+
+    def _unknown(
+        self, step: int, backward: bool, seen: Labelled, doubts: list[str]
+    ) -> NonFiniteError:
+        """The error where a call cannot be run again as it was: modules are checked from now on."""
+        self._look_closely()
+        return self._teller.unknown(step, backward, seen, doubts)
 
     def _scale(self) -> float:
         """What the scaler multiplies the loss with."""
         scaler = self._scaler
         return scaler.get_scale() if scaler is not None and scaler.is_enabled() else 1.0
 
-    # -- telling --------------------------------------------------------------------------------
 
-    def _told(self, kept: Kept, origin: Origin, fault: Fault, scale: float = 1.0) -> Exception:
-        """The error for a fault, with what the producer was given, and a dump of it."""
-        sample = None
-        if origin.number:
-            with _Busy(self):
-                sample = take_sample(kept, self._ignored, origin, scale)
-            if sample is not None:
-                describe_sample(sample, origin)
-                fault.values, fault.given = origin.values, origin.given
-        elif origin.kind in ("parameter", "buffer"):
-            tensor = self._model.get_parameter if origin.kind == "parameter" else None
-            own = tensor or self._model.get_buffer
-            fault.values = [("", Numbers.of(own(origin.path)))]
-        elif origin.kind == "input":
-            found = [t for p, t, _ in kept.versions if _label(p, "") == origin.path]
-            fault.values = [("", Numbers.of(t)) for t in found[:1]]
-        if self._to is not None and sample is not None:
-            try:
-                fault.folder = write_dump(self._to, fault, sample, kept)
-            except (OSError, RuntimeError) as error:  # what was found counts more
-                fault.remarks.append(f"The dump could not be written: {error}.")
-        return self._finish(fault)
-
-    def _unknown(
-        self, kept: Kept | None, seen: Labelled, doubts: list[str], backward: bool
-    ) -> Exception:
-        """The error where a call cannot be run again as it was."""
-        fault = Fault(-1 if kept is None else kept.number, backward, seen)
-        fault.remarks = [f"The call was not run again: {one}." for one in dict.fromkeys(doubts)]
-        self._look_closely()
-        return self._finish(fault)
-
-    def _finish(self, fault: Fault) -> Exception:
-        if fault.kind not in ("parameter", "buffer", "input", "loss", "unknown"):
-            with suppress(AttributeError):
-                fault.owner = type(self._model.get_submodule(fault.path)).__name__
-        return explain(fault, self._scaler is not None)
+def _queue(function: Callable[[], None]) -> None:
+    """Call a function at the end of the backward that is running."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(function)
 
 
-class _Busy:
-    """While a call is run again, the guard does not look at it."""
-
-    def __init__(self, owner: guard) -> None:
-        self.owner = owner
-
-    def __enter__(self) -> None:
-        self.owner.busy = True
-
-    def __exit__(self, *error: object) -> None:
-        self.owner.busy = False
+def _gradient(tap: Tap) -> Tensor | None:
+    tensor = tap.target.tensor()
+    return None if tensor is None else tensor.grad
 
 
-def _label(path: Part, whole: str = "the model's output") -> str:
-    if not whole:
-        return f"{path[0]}{show_path(path[1:])}" if path else ""
-    return f"{whole}{show_path(path)}"
+def _bad_gradients(kept: Kept) -> Labelled:
+    """The gradients that came into a call's outputs bad."""
+    found = [(path, gradient) for path, (gradient, _) in kept.gradients.items() if is_bad(gradient)]
+    return [(f"gradient of {label_of(path)}", Numbers.of(gradient)) for path, gradient in found]
+
+
+def _must_be_waited_for(probes: list[Tensor]) -> bool:
+    """Whether reading probes makes the program wait for another device."""
+    return not all(one.is_cpu for one in probes)
 
 
 def _is_over(frame: Frame) -> bool:

@@ -237,7 +237,7 @@ def _copied(leaf: Any) -> Any:
 
 def _find_module(dump: _Dump, model: nn.Module) -> nn.Module:
     told = dump.module
-    path = told.get("path")
+    path: Any = told.get("path")
     try:
         module = model.get_submodule(path)
     except (AttributeError, TypeError):

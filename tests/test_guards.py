@@ -732,6 +732,100 @@ def test_an_error_of_the_model_itself_is_not_touched():
         model(torch.ones(3)).sum().backward()
 
 
+def test_a_model_in_ddp_is_run_again_without_the_other_ranks(tmp_path):
+    from torch import distributed
+    from torch.nn.parallel import DistributedDataParallel
+
+    distributed.init_process_group("gloo", f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    try:
+        model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), Doing(torch.abs))
+        spread = DistributedDataParallel(model)
+        with guarded(spread):
+            spread(torch.randn(4, 3)).sum().backward()
+        model[2].function = lambda x: (x * 0).sqrt()
+        fault = fault_in(lambda: spread(torch.randn(4, 3)).sum().backward(), spread)
+        assert fault.place == "2/sqrt"
+        model[2].function = lambda x: x / 0
+        assert fault_in(lambda: spread(torch.randn(4, 3)), spread).place == "2/div"
+    finally:
+        distributed.destroy_process_group()
+
+
+def test_where_a_device_must_be_waited_for_a_step_is_checked_once(monkeypatch):
+    """As on a GPU: after the backward, at the next call, or at the end."""
+    from hookline import guards
+
+    monkeypatch.setattr(guards, "_must_be_waited_for", lambda probes: True)
+    model = nn.Sequential(nn.Linear(3, 3), Doing(lambda x: x / 0))
+    with guarded(model):
+        out = model(torch.ones(3))
+        with pytest.raises(hl.NonFiniteError, match="1/div"):
+            out.sum().backward()
+    with guarded(model):
+        model(torch.ones(3))
+        with pytest.raises(hl.NonFiniteError, match="1/div"):
+            model(torch.ones(3))
+    with pytest.raises(hl.NonFiniteError, match="1/div"), guarded(model):
+        model(torch.ones(3))
+    with torch.no_grad(), guarded(model), pytest.raises(hl.NonFiniteError, match="1/div"):
+        model(torch.ones(3))
+
+
+def test_many_calls_may_stand_before_one_backward():
+    model = nn.Sequential(nn.Linear(3, 3, bias=False), Doing(torch.sqrt))
+    nn.init.ones_(model[0].weight)
+
+    def run():
+        inputs = [torch.full((3,), float(n != 2)) for n in range(40)]
+        sum(model(x).sum() for x in inputs).backward()
+
+    fault = fault_in(run, model)
+    assert (fault.step, fault.place) == (2, "1/sqrt")
+
+
+def test_a_call_that_feeds_another_is_not_taken_for_the_loss():
+    """What flows into the first call is bad, but it was made in the second."""
+    cell = nn.Sequential(nn.Linear(3, 3), Doing(torch.abs))
+    nn.init.zeros_(cell[0].bias)
+
+    def run():
+        first = cell(torch.ones(3))
+        cell[1].function = torch.sqrt
+        cell(first * 0).sum().backward()
+
+    fault = fault_in(run, cell)
+    assert (fault.step, fault.place) == (1, "1/sqrt")
+
+
+def test_calls_without_a_backward_are_not_kept():
+    model = nn.Linear(3, 3)
+    guard = guarded(model).attach()
+    kept = [model(torch.ones(3)) for _ in range(5)]
+    assert len(guard._calls) == 5
+    del kept[2:]
+    assert len(guard._calls) == 2
+    guard.remove()
+
+
+def test_a_lazy_model_is_guarded():
+    model = nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d(), Doing(torch.abs))
+
+    def run():
+        model(torch.randn(4, 2)).sum().backward()
+        model[2].function = lambda x: (x * 0).sqrt()
+        model(torch.randn(4, 2)).sum().backward()
+
+    assert fault_in(run, model).place == "2/sqrt"
+
+
+def test_a_second_run_that_fails_is_a_doubt_and_not_the_error():
+    numbers = iter([1.0])
+    model = nn.Sequential(nn.Linear(3, 3), Doing(lambda x: x * next(numbers) / 0))
+    fault = fault_in(lambda: model(torch.ones(3)), model)
+    assert fault.kind == "unknown"
+    assert "the second run raised StopIteration" in fault.remarks[0]
+
+
 def test_a_guard_at_a_part_of_a_model_speaks_of_that_part():
     model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), Doing(torch.log)))
     model[1][0].weight.data.zero_(), model[1][0].bias.data.zero_()

@@ -101,7 +101,7 @@ def test_the_backward_of_an_operation_is_run_again_without_the_model(case, tmp_p
     grads = [p.grad for p in model.parameters()]
     again = hl.replay(fault.folder, model)
     assert again.reproduced
-    assert all(one is two for one, two in zip(grads, [p.grad for p in model.parameters()]))
+    assert all(p.grad is grad for p, grad in zip(model.parameters(), grads, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -158,6 +158,15 @@ def test_a_module_without_operations_is_rebuilt_or_asked_for(tmp_path):
     with pytest.raises(hl.ReplayError, match=r"Give the model: hookline\.replay"):
         hl.replay(fault.folder)
     assert hl.replay(fault.folder, model).reproduced
+
+
+def test_where_every_module_is_checked_the_module_is_written(tmp_path):
+    model = nn.Sequential(nn.ReLU(), nn.LayerNorm(4, eps=0.0), nn.Identity())
+    fault = dumped(model, torch.ones(2, 4), tmp_path, careful=True)
+    assert (fault.kind, fault.place) == ("module", "1")
+    replayed = hl.replay(fault.folder)
+    assert (replayed.reproduced, replayed.exact) == (True, True)
+    assert "the module '1' (LayerNorm)" in repr(replayed)
 
 
 def test_the_files_are_plain_and_hold_no_code(tmp_path):
@@ -321,7 +330,11 @@ def test_arguments_are_spelled_and_read_back(value):
 
 
 def test_what_cannot_be_spelled_is_named():
-    for value, name in ((object(), "object"), ({1, 2}, "set"), (torch.zeros(2).to_sparse(), "sparse")):
+    for value, name in (
+        (object(), "object"),
+        ({1, 2}, "set"),
+        (torch.zeros(2).to_sparse(), "sparse"),
+    ):
         with pytest.raises(TypeError, match=name):
             Speller().value(value)
 
@@ -329,6 +342,13 @@ def test_what_cannot_be_spelled_is_named():
 def test_only_functions_of_torch_are_found_by_name():
     for function in (torch.log, torch.Tensor.div, F.softmax, torch.Tensor.__getitem__):
         assert function_named(name_of(function)) is function
-    for name in ("torch.load", "torch.save", "torch.from_file", "os.system", "torch.Tensor.map_", 3):
+    for name in (
+        "torch.load",
+        "torch.save",
+        "torch.from_file",
+        "os.system",
+        "torch.Tensor.map_",
+        3,
+    ):
         assert function_named(name) is None
     assert name_of(Path) is None
