@@ -14,6 +14,7 @@ Every value inside a model has an address, its place (`"layer1.0.conv2"`, `"fc:i
 - `preserve`, `replace_module`, `get_module`, `get_parameter`: parameters and modules
 - `attention`: the attention patterns of models that never compute them
 - `Store`: values on disk, as safetensors: `Store.create` writes, `Store.open` reads
+- `guard`: stop at the first producer of a NaN or an infinity; `replay` runs what it wrote again
 - `watch`: statistics of a model while it is trained, and what is wrong with it: `Finding`; `Run`
   reads what it has written
 - `attached`: all that is live on a model
@@ -39,11 +40,13 @@ from hookline.errors import (
     HooklineError,
     HooklineWarning,
     NeverFired,
+    NonFiniteError,
     NotCaptured,
     NotHookable,
     PlaceError,
     PlaceNotFound,
     RecipeError,
+    ReplayError,
     RunError,
     SeveralCalls,
     SeveralTensors,
@@ -52,6 +55,7 @@ from hookline.errors import (
     ValueChanged,
 )
 from hookline.findings import Finding
+from hookline.guards import guard
 from hookline.measuring import Measurements, measure
 from hookline.ready_changes import (
     add,
@@ -65,6 +69,7 @@ from hookline.ready_changes import (
     zero,
 )
 from hookline.recipes import Recipe
+from hookline.replaying import replay
 from hookline.runs import Run
 from hookline.statistics import (
     Covariance,
@@ -94,6 +99,7 @@ __all__ = [
     "Measured",
     "Measurements",
     "NeverFired",
+    "NonFiniteError",
     "Norm",
     "NotCaptured",
     "NotHookable",
@@ -103,6 +109,7 @@ __all__ = [
     "Recipe",
     "RecipeError",
     "Record",
+    "ReplayError",
     "Run",
     "RunError",
     "SeveralCalls",
@@ -125,6 +132,7 @@ __all__ = [
     "edit",
     "get_module",
     "get_parameter",
+    "guard",
     "heads",
     "hook",
     "last_token",
@@ -135,6 +143,7 @@ __all__ = [
     "remove_direction",
     "replace",
     "replace_module",
+    "replay",
     "scale",
     "select",
     "watch",

@@ -14,6 +14,8 @@
     ├── StoreError (ValueError)            a store cannot be written or read as asked
     ├── RecipeError (ValueError)           a recipe does not fit, or cannot be saved or read
     ├── StatisticsError (ValueError)       a statistic cannot take a value, a mask or a file
+    ├── NonFiniteError (ArithmeticError)   guard found a NaN or an infinity
+    ├── ReplayError (ValueError)           what a guard has written cannot be run again
     └── RunError (ValueError)              a run directory cannot be written or read as asked
 
     HooklineWarning (UserWarning)
@@ -23,7 +25,7 @@ Every message has three parts: what was asked, what was found, what to do.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hookline.core.records import Record
@@ -34,11 +36,13 @@ __all__ = [
     "HooklineError",
     "HooklineWarning",
     "NeverFired",
+    "NonFiniteError",
     "NotCaptured",
     "NotHookable",
     "PlaceError",
     "PlaceNotFound",
     "RecipeError",
+    "ReplayError",
     "RunError",
     "SeveralCalls",
     "SeveralTensors",
@@ -123,6 +127,19 @@ class RecipeError(HooklineError, ValueError):
 
 class StatisticsError(HooklineError, ValueError):
     """A statistic cannot take a value or a mask, be merged with another, or be read."""
+
+
+class NonFiniteError(HooklineError, ArithmeticError):
+    """A guard found a NaN or an infinity; `fault` says where, and what made it."""
+
+    fault: Any = None  # a hookline.guard_reports.Fault
+
+    def __str__(self) -> str:
+        return "\n".join(part for part in (self.asked, self.found, self.remedy) if part)
+
+
+class ReplayError(HooklineError, ValueError):
+    """What a guard has written cannot be read, or cannot be run again as asked."""
 
 
 class RunError(HooklineError, ValueError):
