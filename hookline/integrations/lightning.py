@@ -10,6 +10,7 @@ clipped.
 
 from __future__ import annotations
 
+import sys
 from typing import Any, cast
 
 from torch import nn
@@ -25,8 +26,6 @@ __all__ = ["GuardCallback", "WatchCallback"]
 
 def _base() -> Any:
     """The class that callbacks derive from: that of the library which the program uses."""
-    import sys
-
     if "lightning" not in sys.modules and "pytorch_lightning" in sys.modules:
         return load("pytorch_lightning", "lightning").Callback
     return load("lightning.pytorch", "lightning").Callback
@@ -65,9 +64,9 @@ class WatchCallback(_base()):
         """Mark a step, if the optimizer has made one."""
         if self.watch is None or trainer.global_step == self._step:
             return
-        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+        loss: Any = cast(Any, outputs).get("loss") if isinstance(outputs, dict) else outputs
         if loss is not None and trainer.global_step % max(trainer.log_every_n_steps, 1) == 0:
-            self.watch.log(self._step, loss=cast(Any, loss))
+            self.watch.log(self._step, loss=loss)
         self.watch.step()
         self._step = trainer.global_step
 

@@ -4,8 +4,8 @@
 - `GuardCallback()`: `hookline.guard` for a `Trainer`
 
 The callbacks place hooks when the training begins and remove them when it ends. If it ends by an
-exception, `hookline.attached(model).remove()` removes them. They only mark the steps: gradients come
-from hookline's own hooks; what the Trainer shows to its callbacks was clipped, or is gone.
+exception, `hookline.attached(model).remove()` removes them. They only mark the steps: gradients
+come from hookline's own hooks; what the Trainer shows to its callbacks was clipped, or is gone.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _scaler(kwargs: dict[str, Any]) -> Any:
 
 
 class WatchCallback(_Base):
-    """`hookline.watch` for a Trainer: `Trainer(..., callbacks=[WatchCallback(every=50, to="run")])`.
+    """`hookline.watch` for a Trainer: `Trainer(..., callbacks=[WatchCallback(to="run")])`.
 
     Args:
         options: those of `hookline.watch`: `where`, `every`, `to`, `kinds`, `ranks`.
