@@ -264,7 +264,8 @@ class watch(Anchored):
         Without a number they belong to the step that has not ended yet.
         """
         for name, value in scalars.items():
-            self._write("scalar", self.steps if step is None else step, name, float(value))
+            number = float(value.detach() if isinstance(value, torch.Tensor) else value)
+            self._write("scalar", self.steps if step is None else step, name, number)
 
     def _write(self, method: str, *content: Any) -> None:
         """Give something to every writer; a full disk ends the writing, and not the training."""

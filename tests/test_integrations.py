@@ -136,10 +136,10 @@ def test_an_offline_run_of_wandb_holds_what_was_measured(tmp_path, monkeypatch):
         assert "output ratio/1" not in row
         number = [(r.place, r.kind) for r in one.rows].index(("0", "grad"))
         bins = one.histograms[number]
-        assert row["grad/0"]["_type"] == "histogram"
-        assert row["grad/0"]["values"] == bins.counts.tolist()
-        assert row["grad/0"]["bins"][0] == pytest.approx(bins.low)
-        assert row["grad/0"]["bins"][-1] == pytest.approx(bins.high)
+        assert row["grad/0._type"] == "histogram"
+        assert row["grad/0.values"] == bins.counts.tolist()
+        assert row["grad/0.bins"][0] == pytest.approx(bins.low)
+        assert row["grad/0.bins"][-1] == pytest.approx(bins.high)
     assert len([row for row in rows if "loss" in row]) == 4
     assert any("mine" in row for row in rows)
 

@@ -643,7 +643,7 @@ def test_a_run_directory_holds_what_was_measured(tmp_path):
     found = []
     with hl.watch(model, every=2, optimizer=optimizer, to=[tmp_path / "run", found.append]) as w:
         for step in range(5):
-            w.log(loss=torch.tensor(1.0 / (step + 1)), rate=0.1)
+            w.log(loss=torch.tensor(1.0 / (step + 1), requires_grad=True), rate=0.1)
             train(model, optimizer, 1, first=step)
         w.log(99, accuracy=0.5)
     run = hl.Run.open(tmp_path / "run")
