@@ -16,6 +16,9 @@ Every value inside a model has an address, its place (`"layer1.0.conv2"`, `"fc:i
 - `preserve`, `replace_module`, `get_module`, `get_parameter`: parameters and modules
 - `attention`: the attention patterns of models that never compute them
 - `Store`: values on disk, as safetensors: `Store.create` writes, `Store.open` reads
+- `guard`: stop at the first producer of a NaN or an infinity; `replay` runs what it wrote again
+- `watch`: statistics of a model while it is trained, and what is wrong with it: `Finding`; `Run`
+  reads what it has written
 - `save_record`, `load_record`: what a capture has kept, on disk
 - `harvest`: run a model over a data set and store values, on one process or many ranks
 - `Run`: what was measured while a model was trained, read from its directory; `Finding`: what
@@ -26,20 +29,56 @@ Every value inside a model has an address, its place (`"layer1.0.conv2"`, `"fc:i
 All of them act inside `with`, or from `.attach()` to `.remove()`, and leave nothing behind.
 """
 
-from hookline.attention_patterns import attention
-from hookline.comparison import compare
-from hookline.core.captures import capture
-from hookline.core.changes import Chain, Change, replace
-from hookline.core.contexts import attached
-from hookline.core.edits import edit
-from hookline.core.hooks import hook
-from hookline.core.parameters import get_module, get_parameter, preserve, replace_module
-from hookline.core.places import Place, select
-from hookline.core.records import Record
-from hookline.core.slices import heads, last_token
-from hookline.core.taps import Call
-from hookline.costs import summarize
-from hookline.differences import Comparison, Difference
+from hookline.attention_patterns import (
+    attention,
+)
+from hookline.comparison import (
+    compare,
+)
+from hookline.core.captures import (
+    capture,
+)
+from hookline.core.changes import (
+    Chain,
+    Change,
+    replace,
+)
+from hookline.core.contexts import (
+    attached,
+)
+from hookline.core.edits import (
+    edit,
+)
+from hookline.core.hooks import (
+    hook,
+)
+from hookline.core.parameters import (
+    get_module,
+    get_parameter,
+    preserve,
+    replace_module,
+)
+from hookline.core.places import (
+    Place,
+    select,
+)
+from hookline.core.records import (
+    Record,
+)
+from hookline.core.slices import (
+    heads,
+    last_token,
+)
+from hookline.core.taps import (
+    Call,
+)
+from hookline.costs import (
+    summarize,
+)
+from hookline.differences import (
+    Comparison,
+    Difference,
+)
 from hookline.errors import (
     BatchError,
     ChangeError,
@@ -49,12 +88,14 @@ from hookline.errors import (
     HooklineWarning,
     MissingExtra,
     NeverFired,
+    NonFiniteError,
     NotCaptured,
     NotHookable,
     PlaceError,
     PlaceNotFound,
     RecipeError,
     RecordError,
+    ReplayError,
     RunError,
     SeveralCalls,
     SeveralTensors,
@@ -62,8 +103,15 @@ from hookline.errors import (
     StoreError,
     ValueChanged,
 )
-from hookline.findings import Finding
-from hookline.harvesting import harvest
+from hookline.findings import (
+    Finding,
+)
+from hookline.guards import (
+    guard,
+)
+from hookline.harvesting import (
+    harvest,
+)
 from hookline.ready_changes import (
     add,
     blend,
@@ -75,9 +123,19 @@ from hookline.ready_changes import (
     scale,
     zero,
 )
-from hookline.recipes import Recipe
-from hookline.runs import Run
-from hookline.saved_records import load_record, save_record
+from hookline.recipes import (
+    Recipe,
+)
+from hookline.replaying import (
+    replay,
+)
+from hookline.runs import (
+    Run,
+)
+from hookline.saved_records import (
+    load_record,
+    save_record,
+)
 from hookline.statistics.kinds import (
     Covariance,
     Histogram,
@@ -88,9 +146,21 @@ from hookline.statistics.kinds import (
     TopK,
     Variance,
 )
-from hookline.statistics.measuring import Measurements, measure
-from hookline.storage.store import Store
-from hookline.summaries import ModuleCosts, Summary
+from hookline.statistics.measuring import (
+    Measurements,
+    measure,
+)
+from hookline.storage.store import (
+    Store,
+)
+from hookline.summaries import (
+    ModuleCosts,
+    Summary,
+)
+from hookline.watching import (
+    Measured,
+    watch,
+)
 
 __all__ = [
     "BatchError",
@@ -108,10 +178,12 @@ __all__ = [
     "HooklineError",
     "HooklineWarning",
     "Mean",
+    "Measured",
     "Measurements",
     "MissingExtra",
     "ModuleCosts",
     "NeverFired",
+    "NonFiniteError",
     "Norm",
     "NotCaptured",
     "NotHookable",
@@ -122,6 +194,7 @@ __all__ = [
     "RecipeError",
     "Record",
     "RecordError",
+    "ReplayError",
     "Run",
     "RunError",
     "SeveralCalls",
@@ -146,6 +219,7 @@ __all__ = [
     "edit",
     "get_module",
     "get_parameter",
+    "guard",
     "harvest",
     "heads",
     "hook",
@@ -158,10 +232,12 @@ __all__ = [
     "remove_direction",
     "replace",
     "replace_module",
+    "replay",
     "save_record",
     "scale",
     "select",
     "summarize",
+    "watch",
     "zero",
 ]
 

@@ -17,8 +17,10 @@
     ├── RecipeError (ValueError)           a recipe does not fit, or cannot be saved or read
     ├── StatisticsError (ValueError)       a statistic cannot take a value, a mask or a file
     ├── BatchError (ValueError)            a batch, or what is made of a run, does not fit
-    └── MissingExtra (ImportError)         an optional library is not installed
-    └── RunError (ValueError)              a run directory cannot be written or read as asked
+    ├── MissingExtra (ImportError)         an optional library is not installed
+    ├── RunError (ValueError)              a run directory cannot be written or read as asked
+    ├── NonFiniteError (ArithmeticError)   guard found a NaN or an infinity
+    └── ReplayError (ValueError)           what a guard has written cannot be run again
 
     HooklineWarning (UserWarning)
 
@@ -27,7 +29,7 @@ Every message has three parts: what was asked, what was found, what to do.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hookline.core.records import Record
@@ -41,12 +43,14 @@ __all__ = [
     "HooklineWarning",
     "MissingExtra",
     "NeverFired",
+    "NonFiniteError",
     "NotCaptured",
     "NotHookable",
     "PlaceError",
     "PlaceNotFound",
     "RecipeError",
     "RecordError",
+    "ReplayError",
     "RunError",
     "SeveralCalls",
     "SeveralTensors",
@@ -151,6 +155,19 @@ class MissingExtra(HooklineError, ImportError):
 
 class RunError(HooklineError, ValueError):
     """A run directory cannot be written or read as asked, or its files are not sound."""
+
+
+class NonFiniteError(HooklineError, ArithmeticError):
+    """A guard found a NaN or an infinity; `fault` says where, and what made it."""
+
+    fault: Any = None  # a hookline.guard_reports.Fault
+
+    def __str__(self) -> str:
+        return "\n".join(part for part in (self.asked, self.found, self.remedy) if part)
+
+
+class ReplayError(HooklineError, ValueError):
+    """What a guard has written cannot be read, or cannot be run again as asked."""
 
 
 class HooklineWarning(UserWarning):

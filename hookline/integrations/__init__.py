@@ -1,4 +1,1 @@
-"""hookline inside other libraries, each of which is loaded only with its own file here.
-
-- `ray`: harvest with Ray Data
-"""
+"""hookline in other frameworks: lightning, transformers, tensorboard, wandb, ray; one file each."""

@@ -1,0 +1,138 @@
+"""Watch and guard trainings with Lightning.
+
+- `WatchCallback(every=50, to="run")`: `hookline.watch` for a `Trainer`
+- `GuardCallback()`: `hookline.guard` for a `Trainer`
+
+The callbacks place hooks when the training begins and remove them when it ends, also by an
+exception. They only mark the steps: gradients come from hookline's own hooks, before they are
+clipped.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, cast
+
+from torch import nn
+
+from hookline.core.places import select
+from hookline.errors import NotHookable
+from hookline.guards import guard
+from hookline.integrations.missing import load
+from hookline.watching import watch
+
+__all__ = ["GuardCallback", "WatchCallback"]
+
+
+def _base() -> Any:
+    """The class that callbacks derive from: that of the library which the program uses."""
+    if "lightning" not in sys.modules and "pytorch_lightning" in sys.modules:
+        return load("pytorch_lightning", "lightning").Callback
+    return load("lightning.pytorch", "lightning").Callback
+
+
+def _scaler(trainer: Any) -> Any:
+    return getattr(trainer.precision_plugin, "scaler", None)
+
+
+class WatchCallback(_base()):
+    """`hookline.watch` for Lightning: `Trainer(callbacks=[WatchCallback(every=50, to="run")])`.
+
+    Args:
+        options: those of `hookline.watch`: `where`, `every`, `to`, `kinds`, `ranks`.
+
+    Steps are the trainer's `global_step`, also when a training is gone on with. The loss is logged
+    as often as the trainer logs. `callback.watch` is the watch, with `findings()` and `last`.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.options = options
+        self.watch: watch | None = None
+        self._step = 0
+
+    def on_train_start(self, trainer: Any, pl_module: nn.Module) -> None:
+        """Begin to watch."""
+        self._remove()
+        self._step = trainer.global_step
+        given = {"scaler": _scaler(trainer), "start": self._step} | self.options
+        self.watch = watch(pl_module, **given).attach()
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: nn.Module, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Mark a step, if the optimizer has made one."""
+        if self.watch is None or trainer.global_step == self._step:
+            return
+        loss: Any = cast(Any, outputs).get("loss") if isinstance(outputs, dict) else outputs
+        if loss is not None and trainer.global_step % max(trainer.log_every_n_steps, 1) == 0:
+            self.watch.log(self._step, loss=loss)
+        self.watch.step()
+        self._step = trainer.global_step
+
+    def on_train_end(self, trainer: Any, pl_module: nn.Module) -> None:
+        """End watching."""
+        self._remove()
+
+    def on_exception(self, trainer: Any, pl_module: nn.Module, exception: BaseException) -> None:
+        """End watching."""
+        self._remove()
+
+    def teardown(self, trainer: Any, pl_module: nn.Module, stage: str) -> None:
+        """End watching."""
+        self._remove()
+
+    def _remove(self) -> None:
+        if self.watch is not None:
+            self.watch.remove()
+
+
+class GuardCallback(_base()):
+    """`hookline.guard` for Lightning: `Trainer(callbacks=[GuardCallback()])`.
+
+    Args:
+        options: those of `hookline.guard`: `ignore`, `to`, `careful`.
+
+    A `training_step` often calls the modules of a LightningModule and not itself: each of these
+    modules has a guard of its own.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.options = options
+        self.guards: list[guard] = []
+
+    def on_train_start(self, trainer: Any, pl_module: nn.Module) -> None:
+        """Begin to guard."""
+        self._remove()
+        given = {"scaler": _scaler(trainer)} | self.options
+        for child in _called(pl_module):
+            self.guards.append(guard(child, **given).attach())
+
+    def on_train_end(self, trainer: Any, pl_module: nn.Module) -> None:
+        """End guarding."""
+        self._remove()
+
+    def on_exception(self, trainer: Any, pl_module: nn.Module, exception: BaseException) -> None:
+        """End guarding."""
+        self._remove()
+
+    def teardown(self, trainer: Any, pl_module: nn.Module, stage: str) -> None:
+        """End guarding."""
+        self._remove()
+
+    def _remove(self) -> None:
+        while self.guards:
+            self.guards.pop().remove()
+
+
+def _called(module: nn.Module) -> list[nn.Module]:
+    """The outermost modules in a module that can be called: a list of modules cannot."""
+    found: list[nn.Module] = []
+    for child in module.children():
+        try:
+            select(child, "")
+            found.append(child)
+        except NotHookable:
+            found += _called(child)
+    return found

@@ -1,0 +1,28 @@
+"""What is said where an optional library is not installed.
+
+- `load(name, extra)`: a module of an optional library, or an error with the install line
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__all__ = ["load"]
+
+
+def load(name: str, extra: str) -> Any:
+    """A module of an optional library.
+
+    >>> load("no_such_library", "wandb")
+    Traceback (most recent call last):
+    ImportError: hookline.integrations.wandb needs no_such_library, which is not installed. Install
+    it with: pip install 'hookline[wandb]'
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ImportError(
+            f"hookline.integrations.{extra} needs {name}, which is not installed. Install it with: "
+            f"pip install 'hookline[{extra}]'"
+        ) from error

@@ -1,0 +1,96 @@
+"""Write what `watch` measures for TensorBoard.
+
+- `TensorBoardWriter(folder)`: a writer for `hookline.watch(..., to=TensorBoardWriter("logs"))`
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from hookline.findings import Finding
+from hookline.integrations.missing import load
+from hookline.run_files import STATISTICS
+from hookline.writers import Measured, Writer
+
+__all__ = ["TensorBoardWriter"]
+
+
+class TensorBoardWriter(Writer):
+    """Writes scalars, histograms and findings into the event files of TensorBoard.
+
+    >>> import tempfile, torch, hookline as hl
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 1))
+    >>> with hl.watch(model, every=1, to=TensorBoardWriter(tempfile.mkdtemp())) as watching:
+    ...     model(torch.ones(2, 4)).sum().backward()
+    ...     watching.step()
+
+    Args:
+        folder: the directory for event files, or a `SummaryWriter` that is there already; that one
+            is flushed at the end, and not closed.
+        statistics: which are drawn as scalars, as `output std/h.0.mlp`; those that were not
+            measured are left out.
+
+    Histograms are passed on as they were binned, which takes a hundredth of the time of
+    `add_histogram`.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str] | Any,
+        *,
+        statistics: Sequence[str] = ("mean", "std", "norm", "dead", "saturated", "ratio"),
+    ) -> None:
+        load("tensorboard", "tensorboard")
+        self.statistics = [name for name in STATISTICS if name in statistics]
+        self._own = isinstance(folder, (str, os.PathLike))
+        self._given: Any = folder
+        self._writer: Any = None if self._own else folder
+
+    @property
+    def writer(self) -> Any:
+        """The `SummaryWriter`."""
+        if self._writer is None:
+            module = load("torch.utils.tensorboard", "tensorboard")
+            self._writer = module.SummaryWriter(log_dir=str(self._given))
+        return self._writer
+
+    def measured(self, measured: Measured) -> None:
+        columns = [(name, STATISTICS.index(name)) for name in self.statistics]
+        for number, (row, values) in enumerate(zip(measured.rows, measured.values, strict=True)):
+            place = row.place or "model"
+            for name, column in columns:
+                value = float(values[column])
+                if not math.isnan(value):
+                    tag = f"{row.kind} {name}/{place}"
+                    self.writer.add_scalar(tag, value, measured.step, measured.time)
+            bins = measured.histograms.get(number)
+            if bins is not None:
+                mean, std = float(values[0]), float(values[1])
+                counts = np.asarray(bins.counts)
+                count = int(counts.sum())
+                self.writer.add_histogram_raw(
+                    f"{row.kind}/{place}", bins.low, bins.high, count, mean * count,
+                    (std**2 + mean**2) * count,
+                    np.linspace(bins.low, bins.high, len(counts) + 1)[1:].tolist(),
+                    counts.tolist(), measured.step, walltime=measured.time,
+                )  # fmt: skip
+        self.writer.flush()
+
+    def scalar(self, step: int, name: str, value: float) -> None:
+        self.writer.add_scalar(name, value, step)
+
+    def finding(self, finding: Finding) -> None:
+        self.writer.add_text(f"findings/{finding.kind}", str(finding), finding.step)
+        self.writer.flush()
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.flush()
+            if self._own:
+                self._writer.close()
+                self._writer = None

@@ -1,0 +1,94 @@
+"""Watch and guard trainings with the Trainer of transformers.
+
+- `WatchCallback(every=50, to="run")`: `hookline.watch` for a `Trainer`
+- `GuardCallback()`: `hookline.guard` for a `Trainer`
+
+The callbacks place hooks when the training begins and remove them when it ends. If it ends by an
+exception, `hookline.attached(model).remove()` removes them. They only mark the steps: gradients
+come from hookline's own hooks; what the Trainer shows to its callbacks was clipped, or is gone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hookline.guards import guard
+from hookline.integrations.missing import load
+from hookline.watching import watch
+
+__all__ = ["GuardCallback", "WatchCallback"]
+
+_Base: Any = load("transformers", "transformers").TrainerCallback
+
+
+def _scaler(kwargs: dict[str, Any]) -> Any:
+    """The scaler of mixed precision: accelerate's optimizer has it."""
+    return getattr(kwargs.get("optimizer"), "scaler", None)
+
+
+class WatchCallback(_Base):
+    """`hookline.watch` for a Trainer: `Trainer(..., callbacks=[WatchCallback(to="run")])`.
+
+    Args:
+        options: those of `hookline.watch`: `where`, `every`, `to`, `kinds`, `ranks`.
+
+    Steps are the trainer's `global_step`, also when a training is gone on with. What the trainer
+    logs (loss, learning rate …) is logged. `callback.watch` is the watch, with `findings()` and
+    `last`.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self.options = options
+        self.watch: watch | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Begin to watch."""
+        self._remove()
+        given = {"scaler": _scaler(kwargs), "start": state.global_step} | self.options
+        self.watch = watch(kwargs["model"], **given).attach()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Mark a step."""
+        if self.watch is not None:
+            self.watch.step()
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Log what the trainer logs, of the step that has just ended."""
+        if self.watch is not None and self.watch._open:
+            logs: dict[str, Any] = kwargs.get("logs") or {}
+            numbers = {n: v for n, v in logs.items() if isinstance(v, (int, float))}
+            self.watch.log(max(state.global_step - 1, 0), **numbers)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """End watching."""
+        self._remove()
+
+    def _remove(self) -> None:
+        if self.watch is not None:
+            self.watch.remove()
+
+
+class GuardCallback(_Base):
+    """`hookline.guard` for a Trainer: `Trainer(..., callbacks=[GuardCallback()])`.
+
+    Args:
+        options: those of `hookline.guard`: `ignore`, `to`, `careful`.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self.options = options
+        self.guard: guard | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Begin to guard."""
+        self._remove()
+        given = {"scaler": _scaler(kwargs)} | self.options
+        self.guard = guard(kwargs["model"], **given).attach()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """End guarding."""
+        self._remove()
+
+    def _remove(self) -> None:
+        if self.guard is not None:
+            self.guard.remove()
