@@ -35,9 +35,7 @@ from hookline.attention_patterns import (
 from hookline.comparison import (
     compare,
 )
-from hookline.core.captures import (
-    capture,
-)
+from hookline.core.captures import capture
 from hookline.core.changes import (
     Chain,
     Change,
@@ -62,9 +60,7 @@ from hookline.core.places import (
     Place,
     select,
 )
-from hookline.core.records import (
-    Record,
-)
+from hookline.core.records import Record
 from hookline.core.slices import (
     heads,
     last_token,

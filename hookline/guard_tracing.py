@@ -27,8 +27,8 @@ from hookline.core.hooks import Context, first_names
 from hookline.core.nested import Path, leaves, map_leaves, show_path
 from hookline.core.operations import _innermost, _Mode, _name_of
 from hookline.core.places import Request, Target, resolve
-from hookline.core.sites import KEEP, Frame, Tap
 from hookline.core.snapshots import snapshot
+from hookline.core.taps import KEEP, Frame, Tap
 from hookline.core.tree import join, tensors_of, walk
 from hookline.errors import NotHookable, PlaceNotFound
 from hookline.finite_checks import bad_leaves, is_bad, is_mask, signs

@@ -25,7 +25,7 @@ from hookline.core.hooks import Context, first_names
 from hookline.core.nested import leaves
 from hookline.core.places import Place, Request, Target, Where, resolve
 from hookline.core.recomputation import in_backward
-from hookline.core.sites import KEEP, Frame, Tap
+from hookline.core.taps import KEEP, Frame, Tap
 from hookline.core.tree import join
 from hookline.errors import PlaceError
 from hookline.moments import Flat, Moments, is_measurable, moments, sampled, settle
