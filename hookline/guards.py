@@ -30,15 +30,14 @@ from hookline.guard_gradients import Backward
 from hookline.guard_origins import Ignored, Labelled, Origin
 from hookline.guard_reports import fault_of
 from hookline.guard_runs import Holder, Kept, Parts, is_spread, unwrapped
-from hookline.guard_search import find_backward, find_forward, of_outputs, parameter_names
-from hookline.guard_telling import Teller, label_of
+from hookline.guard_search import find_forward, of_outputs, parameter_names
+from hookline.guard_telling import Teller, bad_gradients, label_of
 from hookline.guard_tracing import Modules, Trace
 
 __all__ = ["guard"]
 
 _DIFFERENT = "The second run was bad at other places than the first: something of it is random."
-_MANY = 64
-_RECENT = 16  # calls whose backward may still come
+_RECENT = 64  # calls whose backward may still come
 Part = tuple[Any, ...]
 
 
@@ -178,6 +177,11 @@ class guard(Context[_Tap]):
         if not self._taps[literal.targets[0].key].fired:
             raise self._never_fired(literal, literal.targets[0])
 
+    @property
+    def model(self) -> nn.Module:
+        """The model that is guarded; of one in DDP or compiled, that inside."""
+        return self._model
+
     def busy(self) -> bool:
         """Whether a call is being run again: the guard does not look at it."""
         return self._teller.busy
@@ -210,7 +214,7 @@ class guard(Context[_Tap]):
         for _, tensor in leaves(inputs):
             known = self._watched.get(id(tensor))
             if tensor.requires_grad and (known is None or known() is not tensor):
-                if len(self._watched) > _MANY:
+                if len(self._watched) > _RECENT:
                     self._watched = {i: r for i, r in self._watched.items() if r() is not None}
                 self._watched[id(tensor)] = weakref.ref(tensor)
                 gradients.watch_tensor(self._input_tap, tensor)
@@ -341,17 +345,17 @@ class guard(Context[_Tap]):
                     kept.close()
 
     def _backward_failed(self, found: _Pass) -> None:
-        flagged = {tap.name: tap for tap, one in found.probes if not one.isfinite()}
-        known = {name: _gradient(tap) for name, tap in flagged.items() if name}
+        flagged = {tap.name for tap, one in found.probes if not one.isfinite()} - {""}
+        known = {t.name: _gradient(t) for t in self._taps.values() if t.name in flagged}
         bad = [(n, g) for n, g in known.items() if g is not None and is_bad(g)]
         if known and not bad and all(g is not None for g in known.values()):
             return  # sums that have overflowed
         seen: Labelled = [(f"the gradient of {n!r}", Numbers.of(g)) for n, g in bad]
         # The last call first: what flows out of it may flow into the one before.
         calls = [found.calls[index] for index in sorted(found.calls, reverse=True)]
-        given = [(kept, _bad_gradients(kept)) for kept in calls]
+        given = [(kept, bad_gradients(kept)) for kept in calls]
         scale = self._scale()
-        doubts = self._search_backward([k for k, wrong in given if not wrong], seen, scale)
+        doubts = self._teller.search_backward([k for k, wrong in given if not wrong], seen, scale)
         if doubts is None or scale > 1:
             self.skipped += scale > 1
             return
@@ -362,33 +366,6 @@ class guard(Context[_Tap]):
         if bad or doubts:
             doubts = doubts or ["the second run gave finite gradients: something of it is random"]
             raise self._unknown(calls[0].number if calls else -1, True, seen, doubts)
-
-    def _search_backward(self, calls: list[Kept], seen: Labelled, scale: float) -> list[str] | None:
-        """Raise if a producer is found; else why it may not have been, or None if all is meant."""
-        doubts: list[str] = []
-        for kept in calls:
-            if kept.backward is not None:  # every node was looked at
-                origins = [o for own in kept.backward.bad.values() for o in own if not o.meant]
-                origins.sort(key=kept.backward.origins.index)
-                if origins and scale <= 1:
-                    fault = fault_of(list(dict.fromkeys(origins)), set(), kept.number, seen)
-                    raise self._teller.finish(fault)
-                if kept.backward.bad and not origins:
-                    return None
-                continue
-            own = kept.doubts()
-            again = (
-                None if own else self._teller.again(own, find_backward, kept, self._ignored, scale)
-            )
-            if again is not None and again.origins and again.same:
-                fault = fault_of(again.origins, again.trace.often, kept.number, seen)
-                raise self._teller.told(kept, again.origins[0], fault, scale)
-            if again is not None and again.bad and again.same:
-                return None  # all of it is ignored
-            if again is not None and not again.same:
-                own.append("the second forward was not finite, as the first was")
-            doubts += own
-        return doubts
 
     def _unknown(
         self, step: int, backward: bool, seen: Labelled, doubts: list[str]
@@ -412,12 +389,6 @@ def _queue(function: Callable[[], None]) -> None:
 def _gradient(tap: Tap) -> Tensor | None:
     tensor = tap.target.tensor()
     return None if tensor is None else tensor.grad
-
-
-def _bad_gradients(kept: Kept) -> Labelled:
-    """The gradients that came into a call's outputs bad."""
-    found = [(path, gradient) for path, (gradient, _) in kept.gradients.items() if is_bad(gradient)]
-    return [(f"gradient of {label_of(path)}", Numbers.of(gradient)) for path, gradient in found]
 
 
 def _must_be_waited_for(probes: list[Tensor]) -> bool:
