@@ -14,11 +14,14 @@ Every value inside a model has an address, its place (`"layer1.0.conv2"`, `"fc:i
 - `preserve`, `replace_module`, `get_module`, `get_parameter`: parameters and modules
 - `attention`: the attention patterns of models that never compute them
 - `Store`: values on disk, as safetensors: `Store.create` writes, `Store.open` reads
+- `report`: a record, a store, a run or a model as one HTML page
 - `attached`: all that is live on a model
 - `heads`, `last_token`: slices for `at=`
 
 All of them act inside `with`, or from `.attach()` to `.remove()`, and leave nothing behind.
 """
+
+from typing import TYPE_CHECKING, Any
 
 from hookline.attention_patterns import attention
 from hookline.core.captures import capture
@@ -42,6 +45,7 @@ from hookline.errors import (
     PlaceError,
     PlaceNotFound,
     RecipeError,
+    ReportError,
     SeveralCalls,
     SeveralTensors,
     StatisticsError,
@@ -73,6 +77,9 @@ from hookline.statistics import (
 )
 from hookline.store import Store
 
+if TYPE_CHECKING:
+    from hookline.pages.reporting import report
+
 __all__ = [
     "Call",
     "Chain",
@@ -94,6 +101,7 @@ __all__ = [
     "PlaceNotFound",
     "Recipe",
     "RecipeError",
+    "ReportError",
     "Record",
     "SeveralCalls",
     "SeveralTensors",
@@ -125,9 +133,19 @@ __all__ = [
     "remove_direction",
     "replace",
     "replace_module",
+    "report",
     "scale",
     "select",
     "zero",
 ]
 
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    """`report` is loaded when it is first asked for: most programs make no page."""
+    if name == "report":
+        from hookline.pages.reporting import report
+
+        return report
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -13,6 +13,7 @@
     ├── ChangeError (ValueError)           a change does not fit the value it meets
     ├── StoreError (ValueError)            a store cannot be written or read as asked
     ├── RecipeError (ValueError)           a recipe does not fit, or cannot be saved or read
+    ├── ReportError (ValueError)           a page cannot be made or served as asked
     └── StatisticsError (ValueError)       a statistic cannot take a value, a mask or a file
 
     HooklineWarning (UserWarning)
@@ -38,6 +39,7 @@ __all__ = [
     "PlaceError",
     "PlaceNotFound",
     "RecipeError",
+    "ReportError",
     "SeveralCalls",
     "SeveralTensors",
     "StatisticsError",
@@ -117,6 +119,10 @@ class StoreError(HooklineError, ValueError):
 
 class RecipeError(HooklineError, ValueError):
     """A recipe does not fit a model, cannot be saved, or its file is not one."""
+
+
+class ReportError(HooklineError, ValueError):
+    """A page cannot be made of that, or a folder cannot be served."""
 
 
 class StatisticsError(HooklineError, ValueError):

@@ -1,0 +1,205 @@
+// What is shown before a module is chosen: facts, findings, training, and a walk along the layers.
+
+import { curves, heatmap, profile } from "./charts.js";
+import { fill, h, icon } from "./dom.js";
+import { compact, plural, show } from "./format.js";
+import { legend } from "./pictures.js";
+
+const FEW = 6;
+
+export function overview(app) {
+  const { page } = app;
+  const parts = [facts(page), findings(app)];
+  if (page.run) parts.push(...training(app));
+  else parts.push(along(app), largest(app));
+  parts.push(sampled(page));
+  return h("div", { class: "overview" }, parts);
+}
+
+function facts(page) {
+  return h(
+    "dl",
+    { class: "facts", "aria-label": "Summary" },
+    page.facts.map(([name, value, title]) => h("div", { title: title || null }, h("dt", {}, name), h("dd", {}, value))),
+  );
+}
+
+export function section(title, aside, ...children) {
+  return h("section", {}, h("div", { class: "section-head" }, h("h2", {}, title), aside), children);
+}
+
+function findings(app) {
+  const found = app.page.findings || [];
+  if (!found.length) return null;
+  const list = h("ul", { class: "findings" });
+  const draw = (all) => {
+    const shown = all ? found : found.slice(0, FEW);
+    const more = found.length - shown.length;
+    fill(
+      list,
+      shown.map((one) => finding(app, one)),
+      more > 0 ? h("li", { class: "more" }, h("button", { type: "button", class: "link", onclick: () => draw(true) }, `Show ${more} more`)) : null,
+    );
+  };
+  draw(false);
+  return section("Findings", h("span", { class: "aside" }, plural(found.length, "finding")), list);
+}
+
+function finding(app, one) {
+  const known = one.place !== null && one.place !== undefined && app.hasPlace(one.place);
+  const where = one.place === "" ? "the model" : one.place;
+  const place = known ? h("a", { href: app.link(one.place), class: "path" }, where) : h("span", { class: "path" }, where ?? "");
+  return h(
+    "li",
+    { class: one.severity },
+    h("span", { class: "sign", title: one.severity }, icon(one.severity === "error" ? "error" : "warning"), h("span", { class: "offscreen" }, `${one.severity}: `)),
+    h(
+      "div",
+      {},
+      h("div", { class: "what" }, h("strong", {}, one.kind), place, one.step === null || one.step === undefined ? null : h("span", { class: "step" }, `step ${show(one.step)}`)),
+      h("p", {}, one.message, one.advice ? h("span", { class: "advice" }, ` ${one.advice}`) : null),
+    ),
+  );
+}
+
+/** Curves of the scalars, and the map of layers × steps. */
+function training(app) {
+  const { run } = app.page;
+  const parts = [];
+  if (run.scalars.length) {
+    const box = h("div", { class: "scalars" });
+    app.chunk("scalars").then((chunk) => {
+      const series = chunk.meta.names.map((name, n) => ({ name, steps: chunk.arrays[`s${n}`].data, values: chunk.arrays[`v${n}`].data }));
+      const charts = new Map();
+      const card = (one) => {
+        const last = one.values[one.values.length - 1];
+        const chart = curves([one], { tall: 190, alt: `${one.name} over ${one.steps.length} steps; the last value is ${show(last)}` });
+        charts.set(one.name, chart);
+        return h("figure", {}, h("figcaption", {}, one.name), chart);
+      };
+      fill(box, series.map(card));
+      app.onScalars = (update) => {
+        for (const one of update) {
+          const chart = charts.get(one.name);
+          if (chart) chart.update([one]);
+          else box.append(card(one));
+        }
+      };
+    }, app.failed);
+    parts.push(section("Training", null, box));
+  }
+  if (run.maps.length) parts.push(layersBySteps(app));
+  return parts;
+}
+
+function layersBySteps(app) {
+  const { run } = app.page;
+  const choice = (app.mapChoice ??= { map: 0, statistic: null });
+  const holder = h("div", { class: "map" });
+  const scroller = h("div", { class: "map-scroll" });
+  const foot = h("div", {});
+  holder.append(scroller, foot);
+  const select = h("select", { class: "chip", "aria-label": "Statistic" });
+  const kinds = run.maps.map((map, n) => h("button", { type: "button", class: "chip", onclick: () => choose(n) }, map.title));
+  const draw = async () => {
+    const map = run.maps[choice.map] ?? run.maps[0];
+    const statistic = map.statistics.includes(choice.statistic) ? choice.statistic : (map.statistics.includes("std") ? "std" : map.statistics[0]);
+    kinds.forEach((button, n) => button.setAttribute("aria-pressed", n === choice.map ? "true" : "false"));
+    fill(select, map.statistics.map((name) => h("option", { value: name, selected: name === statistic }, name)));
+    const chunk = await app.chunk(`map:${choice.map}:${map.statistics.indexOf(statistic)}`);
+    const labels = map.entries.map((n) => app.page.entries[n].place || "model");
+    const steps = Array.from(chunk.arrays.steps.data);
+    if (!steps.length) {
+      fill(scroller, h("p", { class: "empty" }, "No step has been measured yet."));
+      fill(foot);
+      return;
+    }
+    const { box, scale } = heatmap({
+      labels,
+      steps,
+      data: chunk.arrays.values.data,
+      signed: statistic === "mean" ? true : false,
+      statistic,
+      alt: `${statistic} of ${labels.length} places over ${steps.length} steps, from ${show(steps[0])} to ${show(steps[steps.length - 1])}. Arrows move, Enter opens the place.`,
+      chosen: (row, column) => app.open(app.page.entries[map.entries[row]].place, column === null ? undefined : steps[column]),
+    });
+    fill(scroller, box);
+    fill(foot, legend(scale), chunk.meta.note ? h("p", { class: "note" }, chunk.meta.note) : null);
+  };
+  const choose = (n) => {
+    choice.map = n;
+    draw().catch(app.failed);
+  };
+  select.addEventListener("change", () => {
+    choice.statistic = select.value;
+    draw().catch(app.failed);
+  });
+  app.onSteps = () => draw().catch(app.failed);
+  draw().catch(app.failed);
+  return section("Layers over steps", h("div", { class: "choices" }, h("div", { class: "chips", role: "group", "aria-label": "What is measured" }, kinds), select), holder);
+}
+
+/** The spread of outputs and gradients along the layers. */
+function along(app) {
+  const { page, nodes } = app;
+  const rows = [];
+  for (const node of nodes) {
+    const groups = new Map();
+    for (const n of node.entries) {
+      const entry = page.entries[n];
+      if (entry.group.startsWith("output") && entry.summary?.std !== undefined) {
+        const found = groups.get(entry.group) || {};
+        found[entry.gradient ? "gradient" : "value"] = entry;
+        groups.set(entry.group, found);
+      }
+    }
+    if (node.children.length && node.parent === null && nodes.length > 1) continue; // the model itself
+    for (const found of groups.values()) rows.push(found);
+  }
+  const series = [
+    { name: "output", values: rows.map((row) => row.value?.summary.std ?? NaN) },
+    { name: "gradient", values: rows.map((row) => row.gradient?.summary.std ?? NaN) },
+  ].filter((one) => one.values.some((value) => value > 0));
+  if (rows.length < 2 || !series.length) return null;
+  const labels = rows.map((row) => (row.value ?? row.gradient).place);
+  const chart = profile({
+    labels,
+    series,
+    alt: `Standard deviation along ${labels.length} places in model order`,
+    chosen: (n) => app.open(labels[n]),
+  });
+  const key = h("div", { class: "key" }, series.map((one, n) => h("span", {}, h("i", { class: `dot series-${n}` }), one.name)));
+  return section("Along the layers", key, h("p", { class: "lead" }, "The standard deviation at each place, in model order. Choose a point to see its values."), chart);
+}
+
+/** The modules of their own with the most parameters. */
+function largest(app) {
+  const leaves = app.nodes.filter((node) => !node.children.length && node.module.parameters > 0);
+  if (leaves.length < 2) return null;
+  const costs = [["parameters", "parameters"]];
+  const box = h("div", { class: "largest" });
+  const [key] = costs[0];
+  const sorted = [...leaves].sort((a, b) => b.module[key] - a.module[key]).slice(0, 8);
+  const total = app.nodes[0].module[key] || 1;
+  const most = sorted[0].module[key];
+  fill(
+    box,
+    sorted.map((node) =>
+      h(
+        "a",
+        { href: app.link(node.module.place) },
+        h("span", { class: "path" }, node.path),
+        h("span", { class: "type" }, node.type),
+        h("span", { class: "meter" }, h("i", { style: { width: `${(100 * node.module[key]) / most}%` } })),
+        h("span", { class: "amount" }, compact(node.module[key])),
+        h("span", { class: "share" }, `${((100 * node.module[key]) / total).toFixed(1)} %`),
+      ),
+    ),
+  );
+  return section("Where the parameters are", null, box);
+}
+
+function sampled(page) {
+  if (!page.notes?.length) return null;
+  return h("aside", { class: "notes" }, h("h2", {}, "About this page"), page.notes.map((note) => h("p", {}, note)));
+}

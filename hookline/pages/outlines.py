@@ -1,0 +1,160 @@
+"""The outline of a page: its modules as a tree, and the places on it.
+
+- `Outline`: modules and entries, gathered one by one
+- `Entry`: a place on the page
+- `read_place(text)`: the pieces of a place that is known by its text only
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from hookline.core.grammar import parse
+from hookline.core.places import Place
+from hookline.core.tree import join, tensors_of, walk
+from hookline.errors import HooklineError
+
+__all__ = ["Entry", "Outline", "read_place"]
+
+_GRADIENT_OF = {"grad_output": "output", "grad_input": "input", "grad_inputs": "inputs"}
+
+
+@dataclass
+class Entry:
+    """A place on the page: what stands at one port of a module, or a parameter of it.
+
+    `group` is the same for a value and its gradient, which are shown beside each other.
+    """
+
+    place: str
+    module: int
+    group: str
+    gradient: bool
+    chunk: str
+    count: int = 1  # calls, samples or steps
+    shape: list[int | str] | None = None
+    dtype: str = ""
+    summary: dict[str, Any] | None = None
+    note: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        found = {key: value for key, value in vars(self).items() if value not in (None, "", False)}
+        return found | {"module": self.module, "group": self.group}
+
+
+class Outline:
+    """The modules of a page in model order, and its entries."""
+
+    def __init__(self, model: nn.Module | None = None) -> None:
+        self.modules: list[dict[str, Any]] = []
+        self.entries: list[Entry] = []
+        self._index: dict[str, int] = {}
+        if model is not None:
+            self._add_model(model)
+
+    def _add_model(self, model: nn.Module) -> None:
+        seen: set[int] = set()
+        own: dict[str, int] = {}
+        total: dict[str, int] = {}
+        for path, module in walk(model):
+            index = self.module(path, type(module).__name__)
+            self.modules[index]["hookable"] = type(module).forward is not _NO_FORWARD
+            fresh = [p for _, p in tensors_of(module) if isinstance(p, nn.Parameter)]
+            fresh = [p for p in fresh if id(p) not in seen and not nn.parameter.is_lazy(p)]
+            seen.update(map(id, fresh))
+            own[path] = sum(parameter.numel() for parameter in fresh)
+        for path, count in own.items():
+            while True:
+                total[path] = total.get(path, 0) + count
+                if not path:
+                    break
+                path = path.rpartition(".")[0]
+        for path, index in self._index.items():
+            self.modules[index]["parameters"] = total.get(path, 0)
+
+    def module(self, path: str, kind: str = "") -> int:
+        """The index of the module with that path, which is added if it is not there yet."""
+        if path in self._index:
+            index = self._index[path]
+            if kind and not self.modules[index]["type"]:
+                self.modules[index]["type"] = kind
+            return index
+        parent = self.module(path.rpartition(".")[0]) if path else None
+        self._index[path] = len(self.modules)
+        self.modules.append(
+            {"path": path, "place": str(Place(path)), "type": kind, "parent": parent}
+        )
+        return self._index[path]
+
+    def find(self, path: str) -> int | None:
+        """The index of the module with that path, if there is one."""
+        return self._index.get(path)
+
+    def entry(self, place: Place | str, **known: Any) -> Entry:
+        """Add a place; it is hung below the module that it belongs to."""
+        if not isinstance(place, Place):
+            place = read_place(place)
+        path, rest = place.path, ""
+        if place.port in ("value", "grad"):  # a parameter or buffer
+            path, _, rest = path.rpartition(".")
+        index = self.module(path)
+        port = {"grad": "value"}.get(place.port, _GRADIENT_OF.get(place.port, place.port))
+        group = rest if port == "value" else port
+        if place.operation is not None:
+            group = f"/{place.operation}" + ("" if port == "output" else f":{port}")
+        group += "".join(f"[{part}]" for part in place.parts)
+        known.setdefault("chunk", f"e{len(self.entries)}")
+        known.setdefault("gradient", place.port.startswith("grad"))
+        found = Entry(str(place), index, group, **known)
+        self.entries.append(found)
+        return found
+
+    def to_json(self) -> dict[str, Any]:
+        """The modules in the order of the tree, and the entries."""
+        order = self._ordered()
+        new = {old: position for position, old in enumerate(order)}
+        modules = [dict(self.modules[old]) for old in order]
+        for module in modules:
+            parent = module["parent"]
+            module["parent"] = None if parent is None else new[parent]
+        entries = [entry.to_json() | {"module": new[entry.module]} for entry in self.entries]
+        return {"modules": modules, "entries": entries}
+
+    def _ordered(self) -> list[int]:
+        children: dict[int | None, list[int]] = {}
+        for index, module in enumerate(self.modules):
+            children.setdefault(module["parent"], []).append(index)
+        order: list[int] = []
+        waiting = children.get(None, [])[::-1]
+        while waiting:
+            index = waiting.pop()
+            order.append(index)
+            waiting += children.get(index, [])[::-1]
+        return order
+
+
+_NO_FORWARD = nn.ModuleList.forward
+
+
+def read_place(text: str) -> Place:
+    """The pieces of a place that is known by its text only, as in a store.
+
+    >>> read_place("h.0.attn/softmax:grad_output").operation
+    'softmax'
+    """
+    try:
+        pattern = parse(text)
+    except HooklineError:
+        return Place(text)
+    names = pattern.paths[0]
+    if not pattern.literal or not all(isinstance(name, str) for name in names):
+        return Place(text)
+    path = ""
+    for name in names:
+        path = join(path, str(name))
+    nth = "" if pattern.nth is None else f"#{pattern.nth}"
+    operation = None if pattern.operation is None else pattern.operation + nth
+    return Place(path, pattern.port or "output", pattern.parts, operation)
