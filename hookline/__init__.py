@@ -15,6 +15,8 @@ Every value inside a model has an address, its place (`"layer1.0.conv2"`, `"fc:i
 - `attention`: the attention patterns of models that never compute them
 - `Store`: values on disk, as safetensors: `Store.create` writes, `Store.open` reads
 - `report`: a record, a store, a run or a model as one HTML page
+- `Run`: what was measured while a model was trained, read from its directory; `Finding`: what
+  was noticed there
 - `attached`: all that is live on a model
 - `heads`, `last_token`: slices for `at=`
 
@@ -46,12 +48,14 @@ from hookline.errors import (
     PlaceNotFound,
     RecipeError,
     ReportError,
+    RunError,
     SeveralCalls,
     SeveralTensors,
     StatisticsError,
     StoreError,
     ValueChanged,
 )
+from hookline.findings import Finding
 from hookline.measuring import Measurements, measure
 from hookline.ready_changes import (
     add,
@@ -65,6 +69,7 @@ from hookline.ready_changes import (
     zero,
 )
 from hookline.recipes import Recipe
+from hookline.runs import Run
 from hookline.statistics import (
     Covariance,
     Histogram,
@@ -86,6 +91,7 @@ __all__ = [
     "Change",
     "ChangeError",
     "Covariance",
+    "Finding",
     "GradientNotAvailable",
     "Histogram",
     "HooklineError",
@@ -101,8 +107,10 @@ __all__ = [
     "PlaceNotFound",
     "Recipe",
     "RecipeError",
-    "ReportError",
     "Record",
+    "ReportError",
+    "Run",
+    "RunError",
     "SeveralCalls",
     "SeveralTensors",
     "Sparsity",

@@ -14,7 +14,8 @@
     ├── StoreError (ValueError)            a store cannot be written or read as asked
     ├── RecipeError (ValueError)           a recipe does not fit, or cannot be saved or read
     ├── ReportError (ValueError)           a page cannot be made or served as asked
-    └── StatisticsError (ValueError)       a statistic cannot take a value, a mask or a file
+    ├── StatisticsError (ValueError)       a statistic cannot take a value, a mask or a file
+    └── RunError (ValueError)              a run directory cannot be written or read as asked
 
     HooklineWarning (UserWarning)
 
@@ -40,6 +41,7 @@ __all__ = [
     "PlaceNotFound",
     "RecipeError",
     "ReportError",
+    "RunError",
     "SeveralCalls",
     "SeveralTensors",
     "StatisticsError",
@@ -127,6 +129,10 @@ class ReportError(HooklineError, ValueError):
 
 class StatisticsError(HooklineError, ValueError):
     """A statistic cannot take a value or a mask, be merged with another, or be read."""
+
+
+class RunError(HooklineError, ValueError):
+    """A run directory cannot be written or read as asked, or its files are not sound."""
 
 
 class HooklineWarning(UserWarning):
