@@ -6,58 +6,51 @@ import { show, tail } from "./format.js";
 import { fitScale, paint } from "./scales.js";
 import { FONT, colour, stretch, surface, theme } from "./surface.js";
 
-/** A chart of series over steps: [{name, steps, values}]. It follows the width and the theme. */
-export function curves(series, { tall = 200, log = false, alt }) {
-  const box = h("div", { class: "curves", role: "img", "aria-label": alt });
+/** A chart of one series over steps, {name, steps, values}. It follows the width and the theme. */
+export function curve(series, { title, tall = 190, alt }) {
+  const readout = h("span", { class: "readout" });
+  const box = h("div", { class: "curve", role: "img", "aria-label": alt });
+  const head = h("div", { class: "curve-head" }, title, readout);
   let plot = null;
+  const tell = (n) => {
+    const at = n ?? series.steps.length - 1;
+    readout.textContent = at < 0 ? "" : `${show(series.values[at])} at step ${show(series.steps[at])}`;
+  };
+  const data = () => [Array.from(series.steps), Array.from(series.values, (value) => (Number.isFinite(value) ? value : null))];
   const draw = () => {
     plot?.destroy();
     plot = null;
-    const width = box.clientWidth;
-    if (!width) return;
-    const [data, names] = align(series);
-    const axis = {
-      stroke: colour("muted"),
-      font: FONT,
-      grid: { stroke: colour("line"), width: 1 },
-      ticks: { show: false },
-    };
+    if (!box.clientWidth) return;
+    const words = (_, values) => values.map((value) => (value === null ? "" : show(value)));
+    const axis = { stroke: colour("muted"), font: FONT, grid: { stroke: colour("line"), width: 1 }, ticks: { show: false }, values: words };
     plot = new uPlot(
       {
-        width,
+        width: box.clientWidth,
         height: tall,
-        scales: { x: { time: false }, y: { distr: log ? 3 : 1 } },
-        legend: { show: true, live: true },
-        cursor: { points: { size: 6 }, drag: { x: true, y: false } },
-        padding: [8, 8, 0, 0],
+        scales: { x: { time: false } },
+        legend: { show: false },
+        cursor: { points: { size: 7 }, drag: { x: true, y: false } },
+        padding: [8, 10, 0, 0],
         axes: [
-          { ...axis, values: (_, values) => values.map((value) => (value === null ? "" : show(value))) },
-          { ...axis, size: 56, values: (_, values) => values.map((value) => (value === null ? "" : show(value))) },
+          { ...axis, size: 26, gap: 6 },
+          { ...axis, size: 58, gap: 6 },
         ],
-        series: [
-          { label: "step", value: (_, value) => (value === null || value === undefined ? "–" : show(value)) },
-          ...names.map((name, n) => ({
-            label: name,
-            stroke: colour(`series-${n % 4}`),
-            width: 1.6,
-            spanGaps: true,
-            points: { show: series[n].steps.length < 3 },
-            value: (_, value) => (value === null || value === undefined ? "–" : show(value)),
-          })),
-        ],
+        series: [{}, { stroke: colour("series-0"), width: 1.6, spanGaps: true, points: { show: series.steps.length < 3 } }],
+        hooks: { setCursor: [(self) => tell(self.cursor.idx)] },
       },
-      data,
+      data(),
       box,
     );
   };
-  box.redraw = draw;
-  box.update = (next) => {
-    series = next;
-    if (plot && next.length === plot.series.length - 1) plot.setData(align(next)[0]);
-    else draw();
-  };
+  tell(null);
   watch(box, draw);
-  return box;
+  const whole = h("div", {}, head, box);
+  whole.update = (next) => {
+    series = next;
+    plot?.setData(data());
+    tell(null);
+  };
+  return whole;
 }
 
 const drawn = new Set();
@@ -83,21 +76,6 @@ function watch(box, draw) {
 
 export function redrawCurves() {
   for (const draw of drawn) draw();
-}
-
-/** Series with steps of their own on the steps of all of them. */
-export function align(series) {
-  const steps = [...new Set(series.flatMap((one) => Array.from(one.steps)))].sort((a, b) => a - b);
-  const position = new Map(steps.map((step, n) => [step, n]));
-  const columns = series.map((one) => {
-    const column = new Array(steps.length).fill(null);
-    for (let n = 0; n < one.steps.length; n++) {
-      const value = one.values[n];
-      column[position.get(one.steps[n])] = Number.isFinite(value) ? value : null;
-    }
-    return column;
-  });
-  return [[steps, ...columns], series.map((one) => one.name)];
 }
 
 /**

@@ -14,6 +14,17 @@ export function show(value) {
   return minus(String(Number(value.toPrecision(4))));
 }
 
+/** The same with two digits, where there is little room. */
+export function brief(value) {
+  if (!Number.isFinite(value) || value === 0) return show(value);
+  const size = Math.abs(value);
+  if (size >= 1e4 || size < 0.01) {
+    const [digits, power] = value.toExponential(1).split("e");
+    return minus(`${Number(digits)}e${Number(power)}`);
+  }
+  return minus(String(Number(value.toPrecision(2))));
+}
+
 function minus(text) {
   return text.replace(/^-/, "−").replace("e-", "e−");
 }

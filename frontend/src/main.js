@@ -109,6 +109,13 @@ class App {
     }
   }
 
+  switchLog() {
+    this.logged = !this.logged;
+    const top = this.main.scrollTop;
+    this.show();
+    this.main.scrollTop = top;
+  }
+
   paintSwitch() {
     const dark = theme() === "dark";
     fill(this.switch, icon(dark ? "sun" : "moon"));
@@ -190,6 +197,7 @@ class App {
     } else if (event.key === "j") this.tree.step(1);
     else if (event.key === "k") this.tree.step(-1);
     else if (event.key === "t") this.switchTheme();
+    else if (event.key === "l") this.switchLog();
     else if (event.key === "?") this.help();
     else if (event.key === "Escape") {
       if (this.sidebar.classList.contains("open")) this.drawer(false);
@@ -205,6 +213,7 @@ class App {
       ["Enter", "show the module"],
       ["Esc", "back to the overview"],
       ["t", "light or dark"],
+      ["l", "counts on a log scale"],
     ];
     const dialog = h(
       "dialog",

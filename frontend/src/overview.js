@@ -1,9 +1,10 @@
 // What is shown before a module is chosen: facts, findings, training, and a walk along the layers.
 
-import { curves, heatmap, profile } from "./charts.js";
+import { curve, heatmap, profile } from "./charts.js";
 import { fill, h, icon } from "./dom.js";
 import { compact, plural, show } from "./format.js";
 import { legend } from "./pictures.js";
+import { colour, surface } from "./surface.js";
 
 const FEW = 6;
 
@@ -11,7 +12,7 @@ export function overview(app) {
   const { page } = app;
   const parts = [facts(page), findings(app)];
   if (page.run) parts.push(...training(app));
-  else parts.push(along(app), largest(app));
+  else parts.push(along(app), distributions(app), largest(app));
   parts.push(sampled(page));
   return h("div", { class: "overview" }, parts);
 }
@@ -48,7 +49,7 @@ function findings(app) {
 function finding(app, one) {
   const known = one.place !== null && one.place !== undefined && app.hasPlace(one.place);
   const where = one.place === "" ? "the model" : one.place;
-  const place = known ? h("a", { href: app.link(one.place), class: "path" }, where) : h("span", { class: "path" }, where ?? "");
+  const place = known ? h("a", { href: app.link(one.place, one.step ?? undefined), class: "path" }, where) : h("span", { class: "path" }, where ?? "");
   return h(
     "li",
     { class: one.severity },
@@ -73,15 +74,15 @@ function training(app) {
       const charts = new Map();
       const card = (one) => {
         const last = one.values[one.values.length - 1];
-        const chart = curves([one], { tall: 190, alt: `${one.name} over ${one.steps.length} steps; the last value is ${show(last)}` });
+        const chart = curve(one, { title: h("h3", {}, one.name), alt: `${one.name} over ${one.steps.length} steps; the last value is ${show(last)}` });
         charts.set(one.name, chart);
-        return h("figure", {}, h("figcaption", {}, one.name), chart);
+        return chart;
       };
       fill(box, series.map(card));
       app.onScalars = (update) => {
         for (const one of update) {
           const chart = charts.get(one.name);
-          if (chart) chart.update([one]);
+          if (chart) chart.update(one);
           else box.append(card(one));
         }
       };
@@ -172,6 +173,61 @@ function along(app) {
   return section("Along the layers", key, h("p", { class: "lead" }, "The standard deviation at each place, in model order. Choose a point to see its values."), chart);
 }
 
+const TILES = 60;
+
+/** A small histogram of every value that is no gradient; each is read when it comes into view. */
+function distributions(app) {
+  const { entries } = app.page;
+  const shown = app.nodes.flatMap((node) => node.entries.map((n) => entries[n])).filter((entry) => entry.chunk && !entry.gradient && entry.summary?.min !== undefined);
+  if (shown.length < 2) return null;
+  const box = h("div", { class: "tiles" });
+  const more = h("button", { type: "button", class: "link", onclick: () => add(300) });
+  let count = 0;
+  const add = (by) => {
+    for (const entry of shown.slice(count, count + by)) box.append(tile(app, entry));
+    count = Math.min(shown.length, count + by);
+    more.textContent = `Show ${Math.min(300, shown.length - count)} more of ${shown.length}`;
+    more.hidden = count >= shown.length;
+  };
+  add(TILES);
+  return section("Distributions", h("span", { class: "aside" }, plural(shown.length, "place")), box, more);
+}
+
+function tile(app, entry) {
+  const { min, max } = entry.summary;
+  let counts = null;
+  const chart = surface({
+    alt: `Histogram of ${entry.place || "the model"}, from ${show(min)} to ${show(max)}`,
+    height: () => 44,
+    draw(context, width, height) {
+      context.clearRect(0, 0, width, height);
+      context.fillStyle = colour("line-strong");
+      context.fillRect(0, height - 1, width, 1);
+      if (!counts) {
+        read();
+        return;
+      }
+      const most = counts.reduce((a, b) => Math.max(a, b), 1);
+      const wide = width / counts.length;
+      context.fillStyle = colour("bar");
+      counts.forEach((n, k) => n && context.fillRect(k * wide, height - Math.max(1, (n / most) * (height - 3)), Math.max(1, wide - 0.4), Math.max(1, (n / most) * (height - 3))));
+    },
+  });
+  const read = () =>
+    app.chunk(entry.chunk).then((chunk) => {
+      const item = chunk.meta.all ?? chunk.meta.items.find((one) => one.counts);
+      counts = item?.counts ? Array.from(chunk.arrays[item.counts].data) : [];
+      if (counts.length) chart.redraw();
+    }, app.failed);
+  return h(
+    "a",
+    { class: "tile", href: app.link(entry.place), title: entry.place },
+    h("span", { class: "path" }, h("bdi", {}, entry.place || "the model")),
+    chart,
+    h("span", { class: "ends" }, h("span", {}, show(min)), h("span", {}, show(max))),
+  );
+}
+
 /** The modules of their own with the most parameters. */
 function largest(app) {
   const leaves = app.nodes.filter((node) => !node.children.length && node.module.parameters > 0);
@@ -188,7 +244,7 @@ function largest(app) {
       h(
         "a",
         { href: app.link(node.module.place) },
-        h("span", { class: "path" }, node.path),
+        h("span", { class: "path" }, h("bdi", {}, node.path)),
         h("span", { class: "type" }, node.type),
         h("span", { class: "meter" }, h("i", { style: { width: `${(100 * node.module[key]) / most}%` } })),
         h("span", { class: "amount" }, compact(node.module[key])),

@@ -167,7 +167,8 @@ function grid({ data, start, panels, rows, columns, scale, item, alt }) {
   const gap = 6;
   const layout = (width) => {
     const ideal = columns <= 5 && rows <= 5 ? 40 : Math.max(56, Math.min(96, columns * 4));
-    const across = Math.max(1, Math.min(panels, Math.floor((width + gap) / (ideal + gap))));
+    const fit = Math.max(1, Math.min(panels, Math.floor((width + gap) / (ideal + gap))));
+    const across = Math.ceil(panels / Math.ceil(panels / fit)); // lines of about the same length
     const wide = Math.min((width + gap) / across - gap, panels < 4 ? 180 : 128);
     const tall = Math.max((wide * rows) / columns, 2);
     return { across, wide, tall };

@@ -1,8 +1,8 @@
 // A module with all that is known of it: each value, its gradient beside it.
 
-import { curves } from "./charts.js";
+import { curve } from "./charts.js";
 import { copyButton, fill, h, icon } from "./dom.js";
-import { compact, plural, shape, show } from "./format.js";
+import { brief, compact, percent, plural, shape, show } from "./format.js";
 import { histogramView, pictureView, statisticsView } from "./pictures.js";
 import { colours, fitScale } from "./scales.js";
 import { FONT, colour, surface, theme } from "./surface.js";
@@ -15,13 +15,12 @@ export function placeView(app, index, wanted) {
   const counts = node.entries.map((n) => page.entries[n].count || 0);
   const most = Math.max(0, ...counts);
   const state = { item: Number(app.route[word] ?? 0) || 0 };
-  const cards = [...groups].map(([name, pair]) => card(app, name, pair, state, wanted));
+  const cards = [...groups].map(([name, places]) => card(app, node, name, places, state, wanted));
   const slider = !page.run && most > 1 ? itemSlider(app, most, state, () => cards.forEach((one) => one.draw())) : null;
   return h(
     "div",
     { class: "place" },
     heading(app, node),
-    about(node),
     slider,
     groups.size ? cards : h("p", { class: "empty" }, nothing(node)),
     below(app, node),
@@ -38,21 +37,34 @@ function nothing(node) {
 function heading(app, node) {
   const trail = [];
   for (let at = node; at; at = at.parent === null ? null : app.nodes[at.parent]) trail.unshift(at);
-  const crumbs = trail.slice(0, -1).map((at) => [h("a", { href: app.link(at.module.place) }, at.name), h("span", { class: "dot-sep" }, "."),]);
+  const steps = trail.filter((at) => at.path);
+  const crumbs = steps.map((at, n) => [
+    n ? h("span", { class: "dot-sep" }, ".") : null,
+    at === node ? h("span", { class: "here", "aria-current": "page" }, at.name) : h("a", { href: app.link(at.module.place) }, at.name),
+  ]);
+  const toggle = h("button", { type: "button", class: "chip", "aria-pressed": String(app.logged), title: "Counts of the histograms on a log scale", onclick: () => app.switchLog() }, "log counts");
   return h(
     "div",
     { class: "place-head" },
-    h("nav", { class: "crumbs", "aria-label": "Where this module is" }, h("a", { href: "#", "aria-label": "Overview" }, icon("home")), h("span", { class: "dot-sep" }, "/"), crumbs),
+    h(
+      "nav",
+      { class: "crumbs", "aria-label": "Where this module is" },
+      h("a", { href: app.link(undefined), "aria-label": "Overview" }, icon("home")),
+      h("span", { class: "dot-sep" }, "/"),
+      steps.length ? crumbs : h("span", { class: "here" }, "the model itself"),
+      node.path ? copyButton(node.module.place, "path") : null,
+    ),
     h(
       "div",
       { class: "title" },
       h("h1", { tabindex: -1 }, node.name),
       node.type ? h("span", { class: "badge" }, node.type) : null,
       h("span", { class: "grow" }),
+      node.entries.length ? toggle : null,
       h("button", { type: "button", class: "quiet", title: "The module before (k)", "aria-label": "The module before", onclick: () => app.tree.step(-1) }, icon("up")),
       h("button", { type: "button", class: "quiet", title: "The next module (j)", "aria-label": "The next module", onclick: () => app.tree.step(1) }, icon("down")),
     ),
-    node.path ? h("div", { class: "full-path" }, h("code", {}, node.module.place), copyButton(node.module.place, "path")) : null,
+    about(node),
   );
 }
 
@@ -70,9 +82,10 @@ function about(node) {
 function grouped(entries) {
   const groups = new Map();
   for (const entry of entries) {
-    if (!groups.has(entry.group)) groups.set(entry.group, {});
-    groups.get(entry.group)[entry.gradient ? "gradient" : "value"] = entry;
+    if (!groups.has(entry.group)) groups.set(entry.group, []);
+    groups.get(entry.group).push(entry);
   }
+  for (const group of groups.values()) group.sort((a, b) => Boolean(a.gradient) - Boolean(b.gradient));
   return groups;
 }
 
@@ -102,9 +115,8 @@ function itemSlider(app, most, state, moved) {
   return h("div", { class: "slider" }, label, input, h("span", { class: "aside" }, `of ${plural(most, word)}`));
 }
 
-function card(app, name, pair, state, wanted) {
-  const places = [pair.value, pair.gradient].filter(Boolean);
-  const asked = places.some((entry) => entry.place === wanted && !/^output$/.test(name));
+function card(app, node, name, places, state, wanted) {
+  const asked = places.some((entry) => entry.place === wanted && entry.place !== node.module.place);
   const columns = places.map((entry) => column(app, entry, state, places.length));
   const box = h(
     "article",
@@ -112,9 +124,8 @@ function card(app, name, pair, state, wanted) {
     h(
       "header",
       {},
-      h("h2", {}, title(app, name)),
-      h("code", {}, places[0].place || "''"),
-      copyButton(places[0].place, "place"),
+      h("h2", {}, name.startsWith("/") ? `operation ${name.slice(1)}` : name),
+      places[0].place === node.module.place ? null : [h("code", {}, places[0].place), copyButton(places[0].place, "place")],
     ),
     h("div", { class: places.length > 1 ? "pair" : "single" }, columns),
   );
@@ -124,21 +135,16 @@ function card(app, name, pair, state, wanted) {
   return box;
 }
 
-function title(app, name) {
-  if (name.startsWith("/")) return `operation ${name.slice(1)}`;
-  return name;
-}
-
 function column(app, entry, state, beside) {
   const body = h("div", { class: "body" });
-  const names = app.page.run ? { value: entry.role || "value", gradient: entry.role || "gradient" } : { value: "value", gradient: "gradient" };
+  const role = entry.role || (entry.gradient ? "gradient" : "value");
   const box = h(
     "div",
     { class: `column${entry.gradient ? " gradient" : ""}` },
     h(
       "div",
       { class: "column-head" },
-      beside > 1 || entry.gradient ? h("span", { class: "role" }, names[entry.gradient ? "gradient" : "value"]) : null,
+      beside > 1 || entry.gradient ? h("span", { class: "role" }, role) : null,
       entry.shape ? h("span", { class: "shape" }, shape(entry.shape)) : null,
       entry.dtype ? h("span", { class: "dtype" }, entry.dtype) : null,
     ),
@@ -206,6 +212,8 @@ function describe(counts, low, high) {
   return `from ${show(low)} to ${show(high)}, most values near ${show(low + (most + 0.5) * wide)}`;
 }
 
+const SHARES = new Set(["zeros", "dead", "saturated", "nonfinite"]);
+
 /** A place of a run: statistics over steps, and how its distribution moved. */
 async function overTime(app, entry) {
   const chunk = await app.chunk(entry.chunk);
@@ -219,17 +227,17 @@ async function overTime(app, entry) {
   const key = `statistic ${entry.gradient}`;
   const chosen = shown.includes(app.choices[key]) ? app.choices[key] : shown.includes("std") ? "std" : shown[0];
   const holder = h("div", {});
+  const select = h("select", { class: "chip", "aria-label": "Statistic", onchange: () => ((app.choices[key] = select.value), draw(select.value)) }, shown.map((name) => h("option", { value: name, selected: name === chosen }, name)));
   const draw = (name) => {
     const data = of(name);
-    fill(holder, curves([{ name, steps, values: data }], { tall: 170, alt: `${name} of ${entry.place} over ${count} steps; the last value is ${show(data[count - 1])}` }));
+    fill(holder, curve({ name, steps, values: data }, { title: select, tall: 160, alt: `${name} of ${entry.place} over ${count} steps; the last value is ${show(data[count - 1])}` }));
   };
-  const select = h("select", { class: "chip", "aria-label": "Statistic", onchange: () => ((app.choices[key] = select.value), draw(select.value)) }, shown.map((name) => h("option", { value: name, selected: name === chosen }, name)));
   draw(chosen);
   const latest = {};
   for (const name of shown) latest[name] = last(of(name));
-  const parts = [h("div", { class: "choices" }, select), holder];
+  const parts = [holder];
   if (chunk.arrays.histograms && chunk.arrays.histograms.shape[0]) parts.push(distribution(app, entry, chunk));
-  parts.push(h("dl", { class: "statistics" }, shown.map((name) => h("div", {}, h("dt", {}, name), h("dd", {}, show(latest[name]))))), h("p", { class: "note" }, `The numbers are those of step ${show(steps[count - 1])}.`));
+  parts.push(h("dl", { class: "statistics" }, shown.map((name) => h("div", {}, h("dt", {}, name), h("dd", {}, (SHARES.has(name) ? percent : show)(latest[name]))))), h("p", { class: "note" }, `The numbers are those of step ${show(steps[count - 1])}.`));
   return parts;
 }
 
@@ -278,7 +286,7 @@ function flowView(entry, { steps, counts, lows, highs, count, bins }) {
     }
   }
   const scale = fitScale(density, { signed: false });
-  const left = 48;
+  const left = 58;
   return surface({
     alt: `How the distribution of ${entry.place} moved over ${count} steps, values from ${show(low)} to ${show(high)}`,
     height: () => 130,
@@ -299,9 +307,9 @@ function flowView(entry, { steps, counts, lows, highs, count, bins }) {
       context.fillStyle = colour("muted");
       context.textAlign = "right";
       context.textBaseline = "top";
-      context.fillText(show(high), left - 8, 0);
+      context.fillText(brief(high), left - 8, 0);
       context.textBaseline = "bottom";
-      context.fillText(show(low), left - 8, height - 18);
+      context.fillText(brief(low), left - 8, height - 18);
       context.textBaseline = "top";
       context.textAlign = "left";
       context.fillText(show(steps[0]), left, height - 14);

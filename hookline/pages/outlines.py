@@ -39,6 +39,7 @@ class Entry:
     dtype: str = ""
     summary: dict[str, Any] | None = None
     note: str = ""
+    role: str = ""  # what it is called beside the others of its group, if not value or gradient
 
     def to_json(self) -> dict[str, Any]:
         found = {key: value for key, value in vars(self).items() if value not in (None, "", False)}

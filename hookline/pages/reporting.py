@@ -18,7 +18,10 @@ from hookline.errors import ReportError
 from hookline.pages.chunks import Page
 from hookline.pages.files import as_html
 from hookline.pages.record_pages import BUDGET, page_of_model, page_of_record
+from hookline.pages.run_pages import page_of_run
 from hookline.pages.store_pages import page_of_store
+from hookline.run_files import segments_in
+from hookline.runs import Run
 from hookline.store import Store
 
 __all__ = ["page_of", "report"]
@@ -93,6 +96,8 @@ def page_of(
         subject = _open(Path(subject))
     if isinstance(subject, Store):
         return page_of_store(subject, model, budget)
+    if isinstance(subject, Run):
+        return page_of_run(subject, model, budget)
     raise ReportError(
         "A report was asked for.",
         f"The subject is a {type(subject).__name__}.",
@@ -100,5 +105,14 @@ def page_of(
     )
 
 
-def _open(folder: Path) -> Store:
-    return Store.open(folder)
+def _open(folder: Path) -> Store | Run:
+    """What lies in a folder."""
+    if (folder / "store.json").is_file():
+        return Store.open(folder)
+    if segments_in(folder):
+        return Run(folder)
+    raise ReportError(
+        f"A report of {str(folder)!r} was asked for.",
+        "There is neither a store nor a run in it." if folder.is_dir() else "It is no folder.",
+        "Give the folder that Store.create or watch has written.",
+    )
