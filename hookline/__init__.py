@@ -10,6 +10,7 @@ Every value inside a model has an address, its place (`"layer1.0.conv2"`, `"fc:i
 - `Recipe`: edits that can be saved, joined and put on any model
 - `measure`: `Mean`, `Variance`, `Covariance`, `Histogram`, `TopK`, `Norm`, `Sparsity` of values
   over a whole data set → `Measurements`
+- `summarize`: what each module costs: parameters, memory, FLOPs, time → `Summary`
 - `hook`: call a function with every value; the primitive
 - `preserve`, `replace_module`, `get_module`, `get_parameter`: parameters and modules
 - `attention`: the attention patterns of models that never compute them
@@ -36,11 +37,14 @@ from hookline.core.places import Place, select
 from hookline.core.records import Record
 from hookline.core.sites import Call
 from hookline.core.slices import heads, last_token
+from hookline.costs import summarize
 from hookline.errors import (
+    BatchError,
     ChangeError,
     GradientNotAvailable,
     HooklineError,
     HooklineWarning,
+    MissingExtra,
     NeverFired,
     NotCaptured,
     NotHookable,
@@ -81,11 +85,13 @@ from hookline.statistics import (
     Variance,
 )
 from hookline.store import Store
+from hookline.summaries import ModuleCosts, Summary
 
 if TYPE_CHECKING:
     from hookline.pages.reporting import report
 
 __all__ = [
+    "BatchError",
     "Call",
     "Chain",
     "Change",
@@ -98,6 +104,8 @@ __all__ = [
     "HooklineWarning",
     "Mean",
     "Measurements",
+    "MissingExtra",
+    "ModuleCosts",
     "NeverFired",
     "Norm",
     "NotCaptured",
@@ -118,6 +126,7 @@ __all__ = [
     "StatisticsError",
     "Store",
     "StoreError",
+    "Summary",
     "TopK",
     "ValueChanged",
     "Variance",
@@ -144,6 +153,7 @@ __all__ = [
     "report",
     "scale",
     "select",
+    "summarize",
     "zero",
 ]
 

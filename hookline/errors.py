@@ -15,7 +15,9 @@
     ├── RecipeError (ValueError)           a recipe does not fit, or cannot be saved or read
     ├── ReportError (ValueError)           a page cannot be made or served as asked
     ├── StatisticsError (ValueError)       a statistic cannot take a value, a mask or a file
-    └── RunError (ValueError)              a run directory cannot be written or read as asked
+    ├── RunError (ValueError)              a run directory cannot be written or read as asked
+    ├── BatchError (ValueError)            a batch, or what is made of a run, does not fit
+    └── MissingExtra (ImportError)         an optional library is not installed
 
     HooklineWarning (UserWarning)
 
@@ -30,10 +32,12 @@ if TYPE_CHECKING:
     from hookline.core.records import Record
 
 __all__ = [
+    "BatchError",
     "ChangeError",
     "GradientNotAvailable",
     "HooklineError",
     "HooklineWarning",
+    "MissingExtra",
     "NeverFired",
     "NotCaptured",
     "NotHookable",
@@ -133,6 +137,14 @@ class StatisticsError(HooklineError, ValueError):
 
 class RunError(HooklineError, ValueError):
     """A run directory cannot be written or read as asked, or its files are not sound."""
+
+
+class BatchError(HooklineError, ValueError):
+    """A batch does not fit the model, or nothing can be made of what a run gave."""
+
+
+class MissingExtra(HooklineError, ImportError):
+    """An optional library is not installed; the message has the line that installs it."""
 
 
 class HooklineWarning(UserWarning):
