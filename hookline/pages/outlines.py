@@ -10,15 +10,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
-
 from hookline.core.grammar import parse
 from hookline.core.places import Place
-from hookline.core.tree import join, tensors_of, walk
+from hookline.core.tree import join
 from hookline.errors import HooklineError
+from hookline.summaries import Summary
 
 __all__ = ["Entry", "Outline", "read_place"]
 
+_COSTS = (
+    "parameters", "flops", "activation_bytes", "calls", "called", "aliases", "shared_with",
+)  # fmt: skip
 _GRADIENT_OF = {"grad_output": "output", "grad_input": "input", "grad_inputs": "inputs"}
 
 
@@ -49,32 +51,14 @@ class Entry:
 class Outline:
     """The modules of a page in model order, and its entries."""
 
-    def __init__(self, model: nn.Module | None = None) -> None:
+    def __init__(self, summary: Summary | None = None) -> None:
         self.modules: list[dict[str, Any]] = []
         self.entries: list[Entry] = []
         self._index: dict[str, int] = {}
-        if model is not None:
-            self._add_model(model)
-
-    def _add_model(self, model: nn.Module) -> None:
-        seen: set[int] = set()
-        own: dict[str, int] = {}
-        total: dict[str, int] = {}
-        for path, module in walk(model):
-            index = self.module(path, type(module).__name__)
-            self.modules[index]["hookable"] = type(module).forward is not _NO_FORWARD
-            fresh = [p for _, p in tensors_of(module) if isinstance(p, nn.Parameter)]
-            fresh = [p for p in fresh if id(p) not in seen and not nn.parameter.is_lazy(p)]
-            seen.update(map(id, fresh))
-            own[path] = sum(parameter.numel() for parameter in fresh)
-        for path, count in own.items():
-            while True:
-                total[path] = total.get(path, 0) + count
-                if not path:
-                    break
-                path = path.rpartition(".")[0]
-        for path, index in self._index.items():
-            self.modules[index]["parameters"] = total.get(path, 0)
+        for row in () if summary is None else summary.modules:
+            module = self.modules[self.module(row.place, row.type)]
+            known = {name: getattr(row, name) for name in _COSTS}
+            module |= {name: value for name, value in known.items() if value not in (None, [])}
 
     def module(self, path: str, kind: str = "") -> int:
         """The index of the module with that path, which is added if it is not there yet."""
@@ -135,9 +119,6 @@ class Outline:
             order.append(index)
             waiting += children.get(index, [])[::-1]
         return order
-
-
-_NO_FORWARD = nn.ModuleList.forward
 
 
 def read_place(text: str) -> Place:

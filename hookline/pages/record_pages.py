@@ -1,33 +1,35 @@
 """A page of a record: each place with its calls, gradients beside the values that they belong to.
 
 - `page_of_record(record, model, …)`: the page
-- `page_of_model(model, batch, loss, …)`: the page of one run of a model
+- `gather(…)`: the entries of a place, from the values of its calls
+- `items_chunk(portraits, labels)`: what is read when an entry is shown
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from hookline.core.captures import capture
-from hookline.core.parameters import preserve
 from hookline.core.places import Place
 from hookline.core.records import Record
 from hookline.core.tables import show_bytes
-from hookline.core.tree import tensors_of, walk
+from hookline.costs import summarize
 from hookline.errors import HooklineError
 from hookline.pages.chunks import Chunk, Page
 from hookline.pages.outlines import Outline
 from hookline.pages.portraits import MOST, Portrait, portray, portray_value
 from hookline.pages.remarks import remark
+from hookline.summaries import Summary
 
-__all__ = ["BUDGET", "gather", "items_chunk", "page_of_model", "page_of_record"]
+__all__ = [
+    "BUDGET", "facts_of", "gather", "items_chunk", "mark_called", "never_called", "page_of_record",
+    "share",
+]  # fmt: skip
 
 BUDGET = 12_000_000  # bytes of pictures on a page
 _CALLS = 12  # calls of a place that are shown
@@ -37,9 +39,10 @@ def page_of_record(record: Record, model: nn.Module | None = None, budget: int =
     """The page of what a capture has kept."""
     if model is None and record._model is not None:
         model = record._model()
-    outline = Outline(model)
+    summary = None if model is None else summarize(model)
+    outline = Outline(summary)
     places = record.places()
-    most = _share(budget, min(len(places), 4000) * 2)
+    most = share(budget, len(places) * 2)
     chunks: dict[str, Callable[[], Chunk]] = {}
     notes: list[str] = []
     for place in places:
@@ -51,16 +54,16 @@ def page_of_record(record: Record, model: nn.Module | None = None, budget: int =
         gather(outline, chunks, place, calls, most, notes)
     unfired = record.unfired()
     for place, reason in unfired.items():
-        _never_called(outline, place, reason)
-    _mark_called(outline, places)
+        never_called(outline, place, reason)
+    mark_called(outline, places)
     facts = [
         ["places", f"{len(places):,}"],
         ["values", f"{sum(entry.count for entry in outline.entries):,}"],
         ["captured", show_bytes(record.nbytes)],
     ]
-    if model is not None:
-        facts = _facts_of_model(model) + facts
-    title = "Record" if model is None else type(model).__name__
+    if summary is not None:
+        facts = facts_of(summary) + facts
+    title = "Record" if summary is None else summary.model
     return Page(
         {
             "kind": "record",
@@ -74,71 +77,6 @@ def page_of_record(record: Record, model: nn.Module | None = None, budget: int =
         },
         chunks,
     )
-
-
-def page_of_model(
-    model: nn.Module,
-    batch: Any = None,
-    loss: Callable[[Any], Tensor] | None = None,
-    budget: int = BUDGET,
-) -> Page:
-    """The page of a model: its parameters, and with a batch what happened in one run of it."""
-    outline = Outline(model)
-    chunks: dict[str, Callable[[], Chunk]] = {}
-    notes: list[str] = []
-    count = len(outline.modules)
-    most = _share(budget, count * (1 + (batch is not None) + (loss is not None)))
-    called: list[Place] = []
-    if batch is not None:
-        record = _run(model, batch, loss, most)
-        called = record.places()
-        for place in called:
-            try:
-                gather(outline, chunks, place, record.calls(place), most, notes)
-            except HooklineError as error:
-                outline.entry(place, note=str(error), count=0, chunk="")
-        for place, reason in record.unfired().items():
-            _never_called(outline, place, reason)
-        _mark_called(outline, called)
-    for path, module in walk(model):
-        for name, tensor in tensors_of(module):
-            place = Place(f"{path}.{name}" if path else name, "value")
-            if nn.parameter.is_lazy(tensor):
-                outline.entry(place, note="It has no shape before the first run.", count=0, chunk="")
-            else:
-                gather(outline, chunks, place, [tensor], most, notes, weight=True)
-    return Page(
-        {
-            "kind": "model",
-            "title": type(model).__name__,
-            "subtitle": "one run" if batch is not None else "not run",
-            "item": "call",
-            "facts": _facts_of_model(model),
-            "notes": notes,
-            "findings": remark(outline),
-            **outline.to_json(),
-        },
-        chunks,
-    )
-
-
-def _run(
-    model: nn.Module, batch: Any, loss: Callable[[Any], Tensor] | None, most: int
-) -> Record:
-    """One run of a model, of which portraits are kept instead of values."""
-    where = ["", "**"] if any(True for _ in model.children()) else [""]
-    if loss is not None:
-        where += [f"{place}:grad_output" for place in where]
-    arguments: Any = batch if isinstance(batch, (tuple, Mapping)) else (batch,)
-    watched = capture(model, *where, transform=partial(portray_value, most=most), detach=True)
-    with preserve(model), torch.random.fork_rng(), torch.set_grad_enabled(loss is not None):
-        with watched as record:
-            result = model(**arguments) if isinstance(arguments, Mapping) else model(*arguments)
-            if loss is not None:
-                # Not backward(): the gradients of the parameters are the user's.
-                leaves = [p for p in model.parameters() if p.requires_grad]
-                torch.autograd.grad(loss(result), leaves, allow_unused=True)
-    return record
 
 
 def gather(
@@ -216,8 +154,8 @@ def _is_portrayed(value: Any) -> bool:
     )
 
 
-def _share(budget: int, pictures: int) -> int:
-    """How many values each picture may have."""
+def share(budget: int, pictures: int) -> int:
+    """How many values each of so many pictures may have."""
     return int(min(MOST, max(512, budget / 2 / max(pictures, 1))))
 
 
@@ -228,14 +166,16 @@ def _spread(total: int, most: int) -> list[int]:
     return [round(n * (total - 1) / (most - 1)) for n in range(most)]
 
 
-def _mark_called(outline: Outline, places: list[Place]) -> None:
+def mark_called(outline: Outline, places: list[Place]) -> None:
+    """Say of the modules of these places that they were called."""
     for place in places:
         index = outline.find(place.path)
         if index is not None and not place.port.startswith("grad"):
             outline.modules[index]["called"] = True
 
 
-def _never_called(outline: Outline, place: Place, reason: str) -> None:
+def never_called(outline: Outline, place: Place, reason: str) -> None:
+    """Say at a place why it holds nothing."""
     index = outline.find(place.path)
     if index is not None and place.port == "output" and place.operation is None:
         outline.modules[index].update(called=False, reason=reason)
@@ -243,16 +183,21 @@ def _never_called(outline: Outline, place: Place, reason: str) -> None:
         outline.entry(place, note=reason, count=0, chunk="")
 
 
-def _facts_of_model(model: nn.Module) -> list[list[str]]:
-    parameters = {id(p): p for p in model.parameters() if not nn.parameter.is_lazy(p)}
-    count = sum(p.numel() for p in parameters.values())
-    size = sum(p.numel() * p.element_size() for p in parameters.values())
-    trained = sum(p.numel() for p in parameters.values() if p.requires_grad)
-    facts = [
-        ["parameters", f"{count:,}"],
-        ["weights", show_bytes(size)],
-        ["modules", f"{len(walk(model)):,}"],
-    ]
-    if trained != count:
-        facts.insert(1, ["trainable", f"{trained:,}"])
+def facts_of(summary: Summary) -> list[list[str]]:
+    """What a summary says of the model as a whole, for the head of the page."""
+    totals = summary.totals
+    facts = [["parameters", f"{totals['parameters']:,}"]]
+    if totals["trainable"] != totals["parameters"]:
+        facts.append(["trainable", f"{totals['trainable']:,}"])
+    facts += [["weights", show_bytes(totals["parameter_bytes"])]]
+    facts += [["modules", f"{len(summary):,}"]]
+    if totals.get("flops"):
+        facts.append(["FLOPs", _compact(totals["flops"])])
+    if totals.get("activation_bytes"):
+        facts.append(["activations", show_bytes(totals["activation_bytes"])])
     return facts
+
+
+def _compact(count: float) -> str:
+    power = min((len(str(int(count))) - 1) // 3, 5)
+    return f"{count / 1000**power:.3g}{('', ' K', ' M', ' G', ' T', ' P')[power]}"

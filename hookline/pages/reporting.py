@@ -17,7 +17,8 @@ from hookline.core.records import Record
 from hookline.errors import ReportError
 from hookline.pages.chunks import Page
 from hookline.pages.files import as_html
-from hookline.pages.record_pages import BUDGET, page_of_model, page_of_record
+from hookline.pages.model_pages import page_of_model
+from hookline.pages.record_pages import BUDGET, page_of_record
 from hookline.pages.run_pages import page_of_run
 from hookline.pages.store_pages import page_of_store
 from hookline.run_files import segments_in

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from torch import nn
 
 from hookline.core.places import Place
+from hookline.costs import summarize
 from hookline.pages.chunks import Chunk, Page
 from hookline.pages.outlines import Outline, read_place
 from hookline.pages.run_tables import RunTable
@@ -51,7 +52,8 @@ class RunPage:
     def __init__(
         self, run: Run, model: nn.Module | None = None, *, most: int = 600, histograms: int = 48
     ) -> None:
-        self.run, self._model, self._histograms = run, model, histograms
+        self.run, self._histograms = run, histograms
+        self._summary = None if model is None else summarize(model)
         self.revision = 0
         self.table = RunTable(run, most)
 
@@ -145,7 +147,7 @@ class RunPage:
     # -- inside ---------------------------------------------------------------------------------
 
     def _outline(self) -> tuple[Outline, list[int]]:
-        outline = Outline(self._model)
+        outline = Outline(self._summary)
         outline.module("", self.run.head.model)
         entries: list[int] = []
         latest = self.table.values[:, :, -1] if len(self.table.steps) else None

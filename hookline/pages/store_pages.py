@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hookline.core.tables import show_bytes
+from hookline.costs import summarize
 from hookline.pages.chunks import Chunk, Page
 from hookline.pages.outlines import Outline
 from hookline.pages.portraits import MOST, portray
@@ -33,7 +34,7 @@ def page_of_store(
     store: Store, model: nn.Module | None = None, budget: int = BUDGET, live: bool = False
 ) -> Page:
     """The page of a store."""
-    outline = Outline(model)
+    outline = Outline(None if model is None else summarize(model))
     chunks: dict[str, Callable[[], Chunk]] = {}
     places, total = store.places(), len(store)
     shown = _spread(total, _SAMPLES)
