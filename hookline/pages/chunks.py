@@ -1,7 +1,8 @@
 """What a page is made of: a description, and arrays in chunks that are read when they are shown.
 
 - `Page`: the description of a page, and how to make each of its chunks
-- `pack(meta, arrays)`, `unpack(content)`: a chunk as bytes, and back
+- `Chunk`: a small description and arrays; `pack`, `unpack`: as bytes, and back
+- `plain_json(content)`: JSON that every reader takes
 
 A chunk is a JSON header of known length and the bytes of arrays behind it. The page in the
 browser asks for a chunk by its id; in a file all of them lie embedded, a server makes them when
@@ -11,14 +12,15 @@ they are asked for.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Chunk", "Page", "pack", "unpack"]
+__all__ = ["Chunk", "Page", "pack", "plain_json", "unpack"]
 
 _KINDS = {"f2": np.float16, "f4": np.float32, "f8": np.float64, "u1": np.uint8, "u4": np.uint32}
 _NAMES = {np.dtype(kind): name for name, kind in _KINDS.items()}
@@ -67,10 +69,10 @@ def pack(chunk: Chunk) -> bytes:
 def unpack(content: bytes) -> Chunk:
     """The chunk that `pack` made bytes of."""
     start = 8 + int.from_bytes(content[:8], "little")
-    header = json.loads(content[8:start])
+    header: dict[str, Any] = json.loads(content[8:start])
     arrays: dict[str, NDArray[Any]] = {}
     for name, (kind, offset, shape) in header["arrays"].items():
-        count = int(np.prod(shape))
+        count = math.prod(shape)
         flat = np.frombuffer(content, _KINDS[kind], count, start + offset)
         arrays[name] = flat.reshape(shape)
     return Chunk(header["meta"], arrays)
@@ -85,7 +87,8 @@ def _finite(content: Any) -> Any:
     if isinstance(content, float):
         return content if np.isfinite(content) else None
     if isinstance(content, dict):
-        return {str(key): _finite(value) for key, value in content.items()}  # pyright: ignore
+        named = cast("dict[Any, Any]", content)
+        return {str(key): _finite(value) for key, value in named.items()}
     if isinstance(content, (list, tuple)):
-        return [_finite(item) for item in content]  # pyright: ignore
+        return [_finite(item) for item in cast("list[Any]", content)]
     return content

@@ -57,7 +57,7 @@ def shell(title: str, data: str, connect: str = "'none'") -> str:
 
 
 def policy(connect: str = "'none'") -> str:
-    """The Content-Security-Policy of a page: only its own script and style, nothing from outside."""
+    """The Content-Security-Policy of a page: its own script and style, nothing from outside."""
     return (
         "default-src 'none'; "
         f"script-src '{_digest('page.js')}'; style-src '{_digest('page.css')}'; "

@@ -3,6 +3,7 @@
 - `portray(tensor, most)`: the portrait of a tensor, with a picture of at most so many values
 - `portray_value(value, most)`: those of all tensors in a nested value, with their paths
 - `Portrait`: the portrait
+- `spread(total, most)`: which ones to show where there are too many
 
 The picture holds values of the tensor itself, never averages: where there are too many, every
 n-th is taken along a dimension, and the portrait says so.
@@ -21,7 +22,7 @@ from torch import Tensor
 from hookline.core.distributed import local, placements
 from hookline.core.nested import Path, leaves
 
-__all__ = ["BINS", "MOST", "Portrait", "numbers_of", "portray", "portray_value"]
+__all__ = ["BINS", "MOST", "Portrait", "numbers_of", "portray", "portray_value", "spread"]
 
 BINS = 64
 MOST = 16_384  # values in a picture
@@ -116,8 +117,9 @@ def _statistics(
     if step > 1:
         flat = flat[::step]
         notes.append(f"statistics and histogram of 1 in {step} values")
+    broken = total - int(torch.isfinite(values).sum())  # of all: one is enough to matter
     finite = flat[torch.isfinite(flat)].double()
-    found: dict[str, Any] = {"count": total, "nonfinite": flat.numel() - finite.numel()}
+    found: dict[str, Any] = {"count": total, "nonfinite": broken}
     if not finite.numel():
         return found, 0.0, 0.0, None
     low, high = float(finite.min()), float(finite.max())
@@ -131,8 +133,10 @@ def _statistics(
     }
     if low == high:
         return found, low, high, np.array([finite.numel()], np.uint32)
-    counts, _ = np.histogram(finite.numpy(), BINS, (low, high))
-    return found, low, high, counts.astype(np.uint32)
+    # Halves, as the difference of two large numbers may be infinite.
+    position = (finite / 2 - low / 2) / (high / 2 - low / 2) * BINS
+    counts = torch.bincount(position.long().clamp(0, BINS - 1), minlength=BINS)
+    return found, low, high, counts.numpy().astype(np.uint32)
 
 
 def _dead(values: Tensor) -> float | None:
@@ -141,9 +145,7 @@ def _dead(values: Tensor) -> float | None:
         return None
     dim = 1 if values.ndim == 4 else values.ndim - 1
     others = [d for d in range(values.ndim) if d != dim]
-    return float((values == 0).all(dim=others[0]).double().mean()) if len(others) == 1 else float(
-        (values.abs().amax(dim=others) == 0).double().mean()
-    )  # fmt: skip
+    return float((values.abs().amax(dim=others) == 0).double().mean())
 
 
 # -- the picture ----------------------------------------------------------------------------------
@@ -220,3 +222,14 @@ def _say_sampled(axes: list[str], whole: torch.Size, taken: torch.Size) -> list[
     """What a picture leaves out: '16 of 64 channels'."""
     sizes = zip(axes, taken, whole, strict=True)
     return [f"{shown} of {size} {axis}" for axis, shown, size in sizes if shown < size]
+
+
+def spread(total: int, most: int) -> list[int]:
+    """At most so many positions, evenly from the first to the last.
+
+    >>> spread(3, 5), spread(100, 4)
+    ([0, 1, 2], [0, 33, 66, 99])
+    """
+    if total <= most:
+        return list(range(total))
+    return [round(n * (total - 1) / (most - 1)) for n in range(most)]

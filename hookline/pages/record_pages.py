@@ -7,9 +7,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +22,7 @@ from hookline.costs import summarize
 from hookline.errors import HooklineError
 from hookline.pages.chunks import Chunk, Page
 from hookline.pages.outlines import Outline
-from hookline.pages.portraits import MOST, Portrait, portray, portray_value
+from hookline.pages.portraits import MOST, Portrait, portray, portray_value, spread
 from hookline.pages.remarks import remark
 from hookline.summaries import Summary
 
@@ -90,7 +90,7 @@ def gather(
     weight: bool = False,
 ) -> None:
     """Add the entries of a place: one for each tensor in its values."""
-    shown = _spread(len(calls), _CALLS)
+    shown = spread(len(calls), _CALLS)
     if len(shown) < len(calls):
         note = f"Of places with more than {_CALLS} calls, {_CALLS} calls are shown."
         if note not in notes:
@@ -128,7 +128,7 @@ def gather(
         outline.entry(place, note=note, count=len(calls), chunk="")
 
 
-def items_chunk(portraits: list[Portrait | None], labels: list[str]) -> Chunk:
+def items_chunk(portraits: Sequence[Portrait | None], labels: Sequence[str]) -> Chunk:
     """The chunk of an entry: its portraits, each with the label of its call or sample."""
     items: list[dict[str, Any]] = []
     arrays: dict[str, NDArray[Any]] = {}
@@ -148,22 +148,16 @@ def items_chunk(portraits: list[Portrait | None], labels: list[str]) -> Chunk:
 
 
 def _is_portrayed(value: Any) -> bool:
-    return isinstance(value, list) and all(
-        isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[1], Portrait)  # pyright: ignore
-        for pair in value  # pyright: ignore
-    )
+    """Whether a value is what `portray_value` gave, kept by a capture instead of the value."""
+    if type(value) is not list:
+        return False
+    pairs = cast("list[Any]", value)
+    return all(type(pair) is tuple and isinstance(pair[-1], Portrait) for pair in pairs)
 
 
 def share(budget: int, pictures: int) -> int:
     """How many values each of so many pictures may have."""
     return int(min(MOST, max(512, budget / 2 / max(pictures, 1))))
-
-
-def _spread(total: int, most: int) -> list[int]:
-    """At most so many positions, from the first to the last."""
-    if total <= most:
-        return list(range(total))
-    return [round(n * (total - 1) / (most - 1)) for n in range(most)]
 
 
 def mark_called(outline: Outline, places: list[Place]) -> None:

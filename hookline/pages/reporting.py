@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -94,7 +94,7 @@ def page_of(
     if isinstance(subject, Record):
         return page_of_record(subject, model, budget)
     if isinstance(subject, (str, os.PathLike)):
-        subject = _open(Path(subject))
+        subject = _open(Path(cast("str", subject)))
     if isinstance(subject, Store):
         return page_of_store(subject, model, budget)
     if isinstance(subject, Run):

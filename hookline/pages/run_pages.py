@@ -19,6 +19,7 @@ from hookline.core.places import Place
 from hookline.costs import summarize
 from hookline.pages.chunks import Chunk, Page
 from hookline.pages.outlines import Outline, read_place
+from hookline.pages.portraits import spread
 from hookline.pages.run_tables import RunTable
 from hookline.run_files import Row
 from hookline.runs import Run
@@ -97,15 +98,16 @@ class RunPage:
                 chunks[f"map:{number}:{k}"] = partial(self._map_chunk, kind, statistic)
         for row, entry in enumerate(outline.entries):
             chunks[entry.chunk] = partial(self._entry_chunk, row)
-        content = {
+        moving = self.moving()
+        moving["run"]["maps"] = maps
+        content: dict[str, Any] = {
             "kind": "run",
             "title": self.run.head.model or self.run.folder.name,
             "item": "step",
             "notes": self._notes(),
-            **self.moving(),
+            **moving,
             **outline.to_json(),
         }
-        content["run"]["maps"] = maps
         return Page(content, chunks)
 
     def moving(self) -> dict[str, Any]:
@@ -139,7 +141,7 @@ class RunPage:
         for name in self.run.names():
             steps, values = self.run.scalars(name)
             if len(steps) > _POINTS:
-                picked = np.linspace(0, len(steps) - 1, _POINTS).round().astype(int)
+                picked = spread(len(steps), _POINTS)
                 steps, values = steps[picked], values[picked]
             found.append({"name": name, "steps": steps.astype(float), "values": values})
         return found
@@ -197,10 +199,8 @@ class RunPage:
             "series": self.table.values[number],
         }
         records = self.run._bins_of(row.place, row.kind)
-        if len(records) > self._histograms:
-            picked = np.linspace(0, len(records) - 1, self._histograms).round().astype(int)
-            records = [records[n] for n in picked.tolist()]
-        bins = [segment.bins(record) for _, segment, record in records]
+        picked = [records[n] for n in spread(len(records), self._histograms)]
+        bins = [segment.bins(record) for _, segment, record in picked]
         if bins and len({len(one.counts) for one in bins}) == 1:
             arrays["histogram_steps"] = np.array([one.step for one in bins], np.float64)
             arrays["lows"] = np.array([one.low for one in bins], np.float32)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from hookline.pages.portraits import spread
 from hookline.run_files import Row, values_dtype
 from hookline.runs import Run
 
@@ -88,8 +89,7 @@ class RunTable:
                     columns[int(segment.steps[position])] = column
         steps = sorted(columns)
         if len(steps) > self.most:  # the first and the last stay
-            picked = np.linspace(0, len(steps) - 1, self.most).round().astype(int)
-            steps = [steps[n] for n in picked.tolist()]
+            steps = [steps[n] for n in spread(len(steps), self.most)]
         self.steps = np.array(steps, np.float64)
         shape = (len(self.rows), len(self.statistics), 0)
         empty = np.zeros(shape, np.float32)
@@ -103,5 +103,6 @@ class RunTable:
     def measured(self, kind: str) -> list[str]:
         """The statistics that were measured for a kind."""
         rows = [n for n, row in enumerate(self.rows) if row.kind == kind]
-        found = ~np.isnan(self.values[rows]).all(axis=(0, 2)) if self.values.size else None
-        return [n for k, n in enumerate(self.statistics) if found is None or found[k]]
+        missing = np.isnan(self.values[rows])
+        names = enumerate(self.statistics)
+        return [name for k, name in names if not missing.size or not missing[:, k].all()]

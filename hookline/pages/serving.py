@@ -175,16 +175,18 @@ class _Handler(BaseHTTPRequestHandler):
             return
         chunk = view.chunk(query.get("id", ""))
         if chunk is None:
-            return self._refuse(HTTPStatus.NOT_FOUND, "The page has no such part any more.")
-        self._send(pack(chunk), "application/octet-stream")
+            self._refuse(HTTPStatus.NOT_FOUND, "The page has no such part any more.")
+        else:
+            self._send(pack(chunk), "application/octet-stream")
 
     def _answer_report(self, query: dict[str, str]) -> None:
         """A page that `report` has written, as it is; its own policy holds, in a box of its own."""
         found = self._own.gallery.find(query.get("source", ""))
         if found is None or found.kind != "report":
-            return self._refuse(HTTPStatus.NOT_FOUND, "There is no such report.")
-        content = found.path.read_bytes()
-        self._send(content, "text/html; charset=utf-8", "sandbox allow-scripts")
+            self._refuse(HTTPStatus.NOT_FOUND, "There is no such report.")
+        else:
+            page = found.path.read_bytes()
+            self._send(page, "text/html; charset=utf-8", "sandbox allow-scripts")
 
     def _answer_events(self, query: dict[str, str]) -> None:
         """A stream of server-sent events: what was appended since the page was made."""

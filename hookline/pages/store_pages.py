@@ -11,14 +11,13 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
 from hookline.core.tables import show_bytes
 from hookline.costs import summarize
 from hookline.pages.chunks import Chunk, Page
 from hookline.pages.outlines import Outline
-from hookline.pages.portraits import MOST, portray
+from hookline.pages.portraits import MOST, portray, spread
 from hookline.pages.record_pages import BUDGET, items_chunk
 from hookline.pages.remarks import remark
 from hookline.store import Store
@@ -37,7 +36,7 @@ def page_of_store(
     outline = Outline(None if model is None else summarize(model))
     chunks: dict[str, Callable[[], Chunk]] = {}
     places, total = store.places(), len(store)
-    shown = _spread(total, _SAMPLES)
+    shown = spread(total, _SAMPLES)
     most = int(min(MOST, max(512, budget / 2 / max(len(places) * (len(shown) + 1), 1))))
     for place in places:
         rows = _overview(store, place)
@@ -111,7 +110,7 @@ def _overview(store: Store, place: str) -> Tensor | None:
     values = column.rows if isinstance(column, StoredSamples) else column
     if not len(values) or not np.prod(values.shape[1:]):
         return None
-    rows: Tensor = values[_spread(len(values), _ROWS)]
+    rows: Tensor = values[spread(len(values), _ROWS)]
     return rows.reshape(len(rows), -1)
 
 
@@ -122,10 +121,6 @@ def _sample(store: Store, place: str, position: int) -> Tensor:
     if isinstance(column, StoredSamples) or value.ndim in (2, 3):
         return value[None]
     return value
-
-
-def _spread(total: int, most: int) -> list[int]:
-    return torch.linspace(0, max(total - 1, 0), min(total, most)).round().int().tolist()
 
 
 def _short(value: Any) -> str:
