@@ -28,8 +28,12 @@ class App {
     window.addEventListener("hashchange", () => this.show());
     document.addEventListener("keydown", (event) => this.key(event));
     this.show();
-    if (this.source.live) this.source.listen((update) => this.updated(update), (up) => this.reached(up));
+    if (this.source.live) this.listen();
     document.documentElement.dataset.ready = "true";
+  }
+
+  listen() {
+    this.source.listen(this.page.revision, (update) => this.updated(update).catch(this.failed), (up) => this.reached(up));
   }
 
   index() {
@@ -72,10 +76,8 @@ class App {
   layout() {
     const { page } = this;
     this.status = h("span", { class: "status", role: "status" });
-    const several = this.names.length > 1;
-    const chooser = several
-      ? h("select", { class: "chip", "aria-label": "What is shown", onchange: (event) => this.turnTo(event.target.value) }, this.names.map((one) => h("option", { value: one.name, selected: one.name === this.source.name }, `${one.name} · ${one.kind}`)))
-      : null;
+    this.chooser = h("select", { class: "chip", "aria-label": "What is shown", onchange: (event) => this.turnTo(event.target.value) });
+    this.paintChooser();
     this.switch = h("button", { type: "button", class: "quiet", onclick: () => this.switchTheme() });
     this.sidebar = h("aside", { class: "sidebar", "aria-label": "Modules" }, h("a", { class: "to-overview", href: this.link(undefined) }, icon("home"), "Overview"), this.tree.element);
     const menu = h("button", { type: "button", class: "quiet menu", "aria-label": "Modules", "aria-expanded": "false", onclick: () => this.drawer() }, icon("menu"));
@@ -85,11 +87,17 @@ class App {
     fill(
       document.getElementById("app"),
       h("a", { class: "skip", href: "#main", onclick: (event) => (event.preventDefault(), this.main.focus()) }, "Skip to the content"),
-      h("header", { class: "top" }, menu, h("a", { class: "brand", href: this.link(undefined), "aria-label": "hookline, overview" }, mark()), this.title, this.subtitle, h("span", { class: "grow" }), chooser, this.status, h("button", { type: "button", class: "quiet keys", title: "Keys (?)", "aria-label": "Keys", onclick: () => this.help() }, "?"), this.switch),
+      h("header", { class: "top" }, menu, h("a", { class: "brand", href: this.link(undefined), "aria-label": "hookline, overview" }, mark()), this.title, this.subtitle, h("span", { class: "grow" }), this.chooser, this.status, h("button", { type: "button", class: "quiet keys", title: "Keys (?)", "aria-label": "Keys", onclick: () => this.help() }, "?"), this.switch),
       h("div", { class: "columns" }, this.sidebar, this.main),
     );
     document.title = `${page.title} · hookline`;
     this.paintSwitch();
+  }
+
+  /** The runs, stores and reports of the folder, if there are several. */
+  paintChooser() {
+    this.chooser.hidden = this.names.length < 2;
+    fill(this.chooser, this.names.map((one) => h("option", { value: one.name, selected: one.name === this.source.name }, `${one.name} · ${one.kind}`)));
   }
 
   drawer(open = !this.sidebar.classList.contains("open")) {
@@ -124,8 +132,13 @@ class App {
   }
 
   turnTo(name) {
-    location.hash = writeRoute({ source: name });
-    location.reload();
+    this.source.close();
+    const chosen = this.names.find((one) => one.name === name);
+    if (chosen?.address) location.href = chosen.address;
+    else {
+      location.hash = writeRoute({ source: name });
+      location.reload();
+    }
   }
 
   /** Show what the address says. */
@@ -136,6 +149,7 @@ class App {
       return;
     }
     this.onScalars = this.onSteps = null;
+    this.findingsShown = this.page.findings?.length;
     const { place } = this.route;
     const index = place === undefined ? null : this.moduleOf(place);
     this.tree.select(index);
@@ -150,6 +164,11 @@ class App {
   /** The server says that something was appended. */
   async updated(update) {
     const { page } = this;
+    if (update.sources.length !== this.names.length) {
+      this.names = update.sources;
+      this.paintChooser();
+    }
+    document.documentElement.dataset.revision = update.revision;
     if (update.restructured) {
       this.page = await this.source.page();
       this.index();
@@ -162,11 +181,10 @@ class App {
     Object.assign(page, { facts: update.facts, findings: update.findings, subtitle: update.subtitle });
     Object.assign(page.run, update.run);
     this.subtitle.textContent = update.subtitle;
-    document.documentElement.dataset.revision = update.revision;
     const top = this.main.scrollTop;
     if (this.route.place === undefined) {
       const facts = this.main.querySelector(".facts");
-      if (facts && this.onScalars && update.findings.length === this.findingsShown) {
+      if (facts && this.onScalars && update.findings.length === this.findingsShown && update.run.scalars.length) {
         fill(facts, page.facts.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value))));
         this.onScalars(update.scalars);
         this.onSteps?.();
@@ -244,10 +262,14 @@ async function main() {
     }
   });
   if (FileSource.here()) return new App(new FileSource(), []).start();
-  const names = await LiveSource.names();
-  if (!names.length) throw new Error("There is no run, store or report in this folder yet.");
+  let names = await LiveSource.names();
+  while (!names.length) {
+    fill(document.getElementById("app"), h("p", { class: "loading", role: "status" }, "There is no run, store or report in this folder yet. This page waits for one."));
+    await new Promise((done) => setTimeout(done, 1000));
+    names = await LiveSource.names();
+  }
   const wanted = readRoute(location.hash).source;
-  const chosen = names.find((one) => one.name === wanted) ?? names[0];
+  const chosen = names.find((one) => one.name === wanted) ?? names.find((one) => one.kind !== "report") ?? names[0];
   if (chosen.kind === "report") {
     location.href = chosen.address;
     return undefined;

@@ -1,8 +1,9 @@
 // What is shown before a module is chosen: facts, findings, training, and a walk along the layers.
 
 import { curve, heatmap, profile } from "./charts.js";
+import { costsIn } from "./costs.js";
 import { fill, h, icon } from "./dom.js";
-import { compact, plural, show } from "./format.js";
+import { plural, show } from "./format.js";
 import { legend } from "./pictures.js";
 import { colour, surface } from "./surface.js";
 
@@ -228,31 +229,31 @@ function tile(app, entry) {
   );
 }
 
-/** The modules of their own with the most parameters. */
+/** The modules without modules in them that cost most. */
 function largest(app) {
-  const leaves = app.nodes.filter((node) => !node.children.length && node.module.parameters > 0);
-  if (leaves.length < 2) return null;
-  const costs = [["parameters", "parameters"]];
+  const leaves = app.nodes.filter((node) => !node.children.length);
+  const costs = costsIn(leaves);
+  if (leaves.length < 2 || !costs.length) return null;
   const box = h("div", { class: "largest" });
-  const [key] = costs[0];
-  const sorted = [...leaves].sort((a, b) => b.module[key] - a.module[key]).slice(0, 8);
-  const total = app.nodes[0].module[key] || 1;
-  const most = sorted[0].module[key];
-  fill(
-    box,
-    sorted.map((node) =>
+  const chips = costs.map((cost) => h("button", { type: "button", class: "chip", onclick: () => draw(cost) }, cost.title));
+  const draw = ({ key, most, show: write }) => {
+    chips.forEach((chip, n) => chip.setAttribute("aria-pressed", costs[n].key === key ? "true" : "false"));
+    const sorted = leaves.filter((node) => node.module[key] > 0).sort((a, b) => b.module[key] - a.module[key]);
+    const total = leaves.reduce((sum, node) => sum + (node.module[key] || 0), 0);
+    const row = (node) =>
       h(
         "a",
         { href: app.link(node.module.place) },
         h("span", { class: "path" }, h("bdi", {}, node.path)),
         h("span", { class: "type" }, node.type),
         h("span", { class: "meter" }, h("i", { style: { width: `${(100 * node.module[key]) / most}%` } })),
-        h("span", { class: "amount" }, compact(node.module[key])),
+        h("span", { class: "amount" }, write(node.module[key])),
         h("span", { class: "share" }, `${((100 * node.module[key]) / total).toFixed(1)} %`),
-      ),
-    ),
-  );
-  return section("Where the parameters are", null, box);
+      );
+    fill(box, sorted.slice(0, 8).map(row));
+  };
+  draw(costs[0]);
+  return section("What costs most", costs.length > 1 ? h("div", { class: "chips", role: "group", "aria-label": "Cost" }, chips) : h("span", { class: "aside" }, costs[0].title), box);
 }
 
 function sampled(page) {

@@ -1,6 +1,7 @@
 // A module with all that is known of it: each value, its gradient beside it.
 
 import { curve } from "./charts.js";
+import { costsOf } from "./costs.js";
 import { copyButton, fill, h, icon } from "./dom.js";
 import { brief, compact, percent, plural, shape, show } from "./format.js";
 import { histogramView, pictureView, statisticsView } from "./pictures.js";
@@ -30,7 +31,7 @@ export function placeView(app, index, wanted) {
 function nothing(node) {
   const { module } = node;
   if (module.called === false) return `Never called. ${module.reason || ""}`;
-  if (module.hookable === false) return "A container: it holds modules and has no forward of its own.";
+  if (/^(ModuleList|ModuleDict|ParameterList|ParameterDict)$/.test(node.type)) return "A container: it holds modules and has no forward of its own.";
   return node.below ? "Nothing was captured at this module itself; there is something below it." : "Nothing was captured here.";
 }
 
@@ -71,9 +72,7 @@ function heading(app, node) {
 /** One line of what is known of the module itself. */
 function about(node) {
   const { module } = node;
-  const facts = [];
-  if (module.parameters) facts.push(["parameters", module.parameters.toLocaleString("en-US")]);
-  for (const [name, value] of module.costs || []) facts.push([name, value]);
+  const facts = costsOf(module);
   if (node.children.length) facts.push(["modules inside", String(node.children.length)]);
   if (!facts.length) return null;
   return h("dl", { class: "inline-facts" }, facts.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value))));

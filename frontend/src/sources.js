@@ -62,9 +62,9 @@ export class LiveSource {
   }
 
   /** Call back with what the server tells, and with whether it can be reached. */
-  listen(told, state) {
+  listen(revision, told, state) {
     this.events?.close();
-    this.events = new EventSource(this.address("events"));
+    this.events = new EventSource(this.address("events", { revision }));
     this.events.addEventListener("update", (event) => told(JSON.parse(event.data)));
     this.events.addEventListener("open", () => state(true));
     this.events.addEventListener("error", () => state(false));

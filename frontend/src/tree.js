@@ -1,7 +1,8 @@
 // The module tree: only the rows in view exist, so that thousands of modules scroll smoothly.
 
 import { fill, h, icon } from "./dom.js";
-import { compact, plural } from "./format.js";
+import { costsIn } from "./costs.js";
+import { plural } from "./format.js";
 import { countTypes, isEmpty, parseQuery, unfoldAtFirst, visibleRows } from "./rows.js";
 
 const ROW = 30;
@@ -16,7 +17,8 @@ export class Tree {
     this.cursor = 0;
     this.show = "all";
     this.type = "";
-    this.unit = costOf(nodes);
+    this.costs = costsIn(nodes);
+    this.unit = this.costs[0] ?? null;
     this.build();
     this.refresh();
   }
@@ -45,8 +47,18 @@ export class Tree {
       { class: "finder" },
       h("div", { class: "searching" }, icon("search"), this.search, h("kbd", { "aria-hidden": "true" }, "/")),
       this.filters(),
-      h("div", { class: "heading" }, this.counter, h("span", { class: "unit" }, this.unit.title)),
+      h("div", { class: "heading" }, this.counter, this.units()),
       this.list,
+    );
+  }
+
+  /** Which numbers stand beside the modules. */
+  units() {
+    if (this.costs.length < 2) return h("span", { class: "unit" }, this.unit?.title);
+    return h(
+      "select",
+      { class: "unit", "aria-label": "Numbers beside the modules", onchange: (event) => ((this.unit = this.costs[event.target.value]), this.refresh()) },
+      this.costs.map((cost, n) => h("option", { value: n }, cost.title)),
     );
   }
 
@@ -77,7 +89,6 @@ export class Tree {
   replace(nodes) {
     const known = this.nodes.length;
     this.nodes = nodes;
-    this.unit = costOf(nodes);
     if (nodes.length !== known) this.unfolded = unfoldAtFirst(nodes);
     this.refresh();
   }
@@ -110,7 +121,7 @@ export class Tree {
 
   row({ node, open, match }, position) {
     const { module } = node;
-    const cost = this.unit.of(module);
+    const cost = this.unit ? (module[this.unit.key] ?? null) : null;
     const flags = [
       "row",
       node.index === this.selected ? "selected" : "",
@@ -137,8 +148,8 @@ export class Tree {
       h("span", { class: "name" }, node.name),
       h("span", { class: "type" }, node.type),
       module.called === false ? h("span", { class: "flag" }, "not called") : null,
-      this.unit.most && cost !== null
-        ? h("span", { class: "cost" }, h("i", { style: { width: `${Math.max(cost ? 2 : 0, (100 * cost) / this.unit.most)}%` } }), h("b", {}, cost ? compact(cost) : ""))
+      cost !== null
+        ? h("span", { class: "cost" }, h("i", { style: { width: `${Math.max(cost ? 2 : 0, (100 * cost) / this.unit.most)}%` } }), h("b", {}, cost ? this.unit.show(cost) : ""))
         : null,
     );
   }
@@ -240,10 +251,4 @@ export class Tree {
     if (top < this.list.scrollTop) this.list.scrollTop = top;
     else if (top + ROW > this.list.scrollTop + this.list.clientHeight) this.list.scrollTop = top + ROW - this.list.clientHeight;
   }
-}
-
-/** What the numbers beside the modules are: parameters, where they are known. */
-function costOf(nodes) {
-  const most = Math.max(0, ...nodes.map((node) => node.module.parameters || 0));
-  return { title: most ? "parameters" : "", most, of: (module) => module.parameters ?? null };
 }

@@ -129,7 +129,7 @@ def _statistics(
         "min": low,
         "max": high,
         "zeros": float((finite == 0).double().mean()),
-        "norm": float(finite.norm()) * math.sqrt(total / max(flat.numel(), 1)),
+        "norm": float(torch.linalg.vector_norm(finite)) * math.sqrt(total / max(flat.numel(), 1)),
     }
     if low == high:
         return found, low, high, np.array([finite.numel()], np.uint32)
