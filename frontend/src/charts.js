@@ -89,7 +89,8 @@ export function heatmap({ labels, steps, data, chosen, signed, statistic, alt })
   const tall = rows > 60 ? Math.max(6, Math.min(10, 900 / rows)) : Math.max(12, Math.min(22, 420 / rows));
   const foot = 20;
   const cursor = { row: 0, column: columns - 1, shown: false };
-  const gutter = (width) => Math.min(220, Math.max(90, width * 0.24));
+  const longest = labels.reduce((most, label) => Math.max(most, label.length), 0);
+  const gutter = (width) => Math.min(longest * 6.6 + 16, Math.max(90, width * 0.26));
   const find = (x, y, width) => {
     const left = gutter(width);
     const row = Math.floor(y / tall);

@@ -179,10 +179,15 @@ const TILES = 60;
 /** A small histogram of every value that is no gradient; each is read when it comes into view. */
 function distributions(app) {
   const { entries } = app.page;
-  const shown = app.nodes.flatMap((node) => node.entries.map((n) => entries[n])).filter((entry) => entry.chunk && !entry.gradient && entry.summary?.min !== undefined);
-  if (shown.length < 2) return null;
+  const all = app.nodes.flatMap((node) => node.entries.map((n) => entries[n])).filter((entry) => entry.chunk && !entry.gradient && entry.summary?.min !== undefined);
+  const kinds = [
+    ["values", all.filter((entry) => !entry.weight)],
+    ["parameters", all.filter((entry) => entry.weight)],
+  ].filter(([, found]) => found.length);
+  if (all.length < 2) return null;
   const box = h("div", { class: "tiles" });
   const more = h("button", { type: "button", class: "link", onclick: () => add(300) });
+  let shown = [];
   let count = 0;
   const add = (by) => {
     for (const entry of shown.slice(count, count + by)) box.append(tile(app, entry));
@@ -190,8 +195,16 @@ function distributions(app) {
     more.textContent = `Show ${Math.min(300, shown.length - count)} more of ${shown.length}`;
     more.hidden = count >= shown.length;
   };
-  add(TILES);
-  return section("Distributions", h("span", { class: "aside" }, plural(shown.length, "place")), box, more);
+  const chips = kinds.map(([name, found], n) => h("button", { type: "button", class: "chip", onclick: () => choose(n) }, `${name} · ${found.length}`));
+  const choose = (wanted) => {
+    chips.forEach((chip, n) => chip.setAttribute("aria-pressed", n === wanted ? "true" : "false"));
+    [, shown] = kinds[wanted];
+    count = 0;
+    fill(box);
+    add(TILES);
+  };
+  choose(0);
+  return section("Distributions", kinds.length > 1 ? h("div", { class: "chips", role: "group", "aria-label": "Which distributions" }, chips) : h("span", { class: "aside" }, plural(all.length, "place")), box, more);
 }
 
 function tile(app, entry) {
@@ -211,6 +224,10 @@ function tile(app, entry) {
       const most = counts.reduce((a, b) => Math.max(a, b), 1);
       const wide = width / counts.length;
       context.fillStyle = colour("bar");
+      if (counts.length === 1) {
+        context.fillRect(width / 2 - 2, 3, 4, height - 3); // one number, and nothing else
+        return;
+      }
       counts.forEach((n, k) => n && context.fillRect(k * wide, height - Math.max(1, (n / most) * (height - 3)), Math.max(1, wide - 0.4), Math.max(1, (n / most) * (height - 3))));
     },
   });
@@ -225,7 +242,7 @@ function tile(app, entry) {
     { class: "tile", href: app.link(entry.place), title: entry.place },
     h("span", { class: "path" }, h("bdi", {}, entry.place || "the model")),
     chart,
-    h("span", { class: "ends" }, h("span", {}, show(min)), h("span", {}, show(max))),
+    h("span", { class: min === max ? "ends one" : "ends" }, h("span", {}, show(min)), min === max ? null : h("span", {}, show(max))),
   );
 }
 

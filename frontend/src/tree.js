@@ -149,7 +149,7 @@ export class Tree {
       h("span", { class: "type" }, node.type),
       module.called === false ? h("span", { class: "flag" }, "not called") : null,
       cost !== null
-        ? h("span", { class: "cost" }, h("i", { style: { width: `${Math.max(cost ? 2 : 0, (100 * cost) / this.unit.most)}%` } }), h("b", {}, cost ? this.unit.show(cost) : ""))
+        ? h("span", { class: "cost" }, h("i", { style: { width: `${(100 * cost) / this.unit.most}%` } }), h("b", {}, cost ? this.unit.show(cost) : ""))
         : null,
     );
   }
@@ -246,9 +246,12 @@ export class Tree {
     this.paint();
   }
 
+  /** Scroll to a row; one that is far away comes to the middle. */
   reveal(position) {
     const top = position * ROW;
-    if (top < this.list.scrollTop) this.list.scrollTop = top;
-    else if (top + ROW > this.list.scrollTop + this.list.clientHeight) this.list.scrollTop = top + ROW - this.list.clientHeight;
+    const { scrollTop, clientHeight } = this.list;
+    if (top >= scrollTop && top + ROW <= scrollTop + clientHeight) return;
+    const near = top > scrollTop - 3 * ROW && top < scrollTop + clientHeight + 3 * ROW;
+    this.list.scrollTop = !near ? top - clientHeight / 2 : top < scrollTop ? top : top + ROW - clientHeight;
   }
 }

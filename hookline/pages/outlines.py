@@ -41,6 +41,7 @@ class Entry:
     dtype: str = ""
     summary: dict[str, Any] | None = None
     note: str = ""
+    weight: bool = False  # a parameter or buffer
     role: str = ""  # what it is called beside the others of its group, if not value or gradient
 
     def to_json(self) -> dict[str, Any]:
@@ -92,6 +93,7 @@ class Outline:
             group = f"/{place.operation}" + ("" if port == "output" else f":{port}")
         group += "".join(f"[{part}]" for part in place.parts)
         known.setdefault("chunk", f"e{len(self.entries)}")
+        known.setdefault("weight", place.port in ("value", "grad"))
         known.setdefault("gradient", place.port.startswith("grad"))
         found = Entry(str(place), index, group, **known)
         self.entries.append(found)
