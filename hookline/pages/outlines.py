@@ -46,7 +46,7 @@ class Entry:
 
     def to_json(self) -> dict[str, Any]:
         found = {key: value for key, value in vars(self).items() if value not in (None, "", False)}
-        return found | {"module": self.module, "group": self.group}
+        return found | {"place": self.place, "module": self.module, "count": self.count}
 
 
 class Outline:
