@@ -11,7 +11,8 @@ export function show(value) {
     const [digits, power] = value.toExponential(2).split("e");
     return minus(`${Number(digits)}e${Number(power)}`);
   }
-  return minus(String(Number(value.toPrecision(4))));
+  const rounded = Number(value.toPrecision(4));
+  return minus(size >= 1000 ? rounded.toLocaleString("en-US") : String(rounded));
 }
 
 /** The same with two digits, where there is little room. */

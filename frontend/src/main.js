@@ -26,6 +26,12 @@ class App {
     this.main = h("main", { tabindex: -1, id: "main" });
     this.layout();
     window.addEventListener("hashchange", () => this.show());
+    window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
+      if (document.documentElement.dataset.theme) return; // chosen by hand
+      setTheme(null);
+      redrawCurves();
+      this.paintSwitch();
+    });
     document.addEventListener("keydown", (event) => this.key(event));
     this.show();
     if (this.source.live) this.listen();
@@ -255,12 +261,6 @@ function firstTheme() {
 
 async function main() {
   setTheme(firstTheme());
-  window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
-    if (!document.documentElement.dataset.theme) {
-      setTheme(null);
-      redrawCurves();
-    }
-  });
   if (FileSource.here()) return new App(new FileSource(), []).start();
   let names = await LiveSource.names();
   while (!names.length) {
