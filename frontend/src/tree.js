@@ -1,6 +1,6 @@
 // The module tree: only the rows in view exist, so that thousands of modules scroll smoothly.
 
-import { fill, h, icon } from "./dom.js";
+import { h, icon } from "./dom.js";
 import { costsIn } from "./costs.js";
 import { plural } from "./format.js";
 import { countTypes, isEmpty, parseQuery, unfoldAtFirst, visibleRows } from "./rows.js";
@@ -14,6 +14,7 @@ export class Tree {
     this.chosen = chosen;
     this.unfolded = unfoldAtFirst(nodes);
     this.selected = null;
+    this.made = new Map(); // the rows that exist, by module
     this.cursor = 0;
     this.show = "all";
     this.type = "";
@@ -114,7 +115,22 @@ export class Tree {
     const key = `${first} ${last} ${this.cursor} ${this.selected}`;
     if (key === this.painted) return;
     this.painted = key;
-    fill(this.rows, this.visible.slice(first, last).map((row, n) => this.row(row, first + n)));
+    // Rows that stay in view stay as they are: only those that come in are made.
+    const kept = new Map();
+    for (let n = first; n < last; n++) {
+      const row = this.visible[n];
+      const state = `${n} ${row.open} ${row.match} ${n === this.cursor} ${row.node.index === this.selected} ${this.unit?.key}`;
+      const old = this.made.get(row.node.index);
+      const same = old && old.state === state && old.node === row.node;
+      kept.set(row.node.index, same ? old : { state, node: row.node, element: this.row(row, n) });
+    }
+    for (const [index, { element }] of this.made) if (kept.get(index)?.element !== element) element.remove();
+    let next = this.rows.firstChild;
+    for (const { element } of kept.values()) {
+      if (element === next) next = next.nextSibling;
+      else this.rows.insertBefore(element, next);
+    }
+    this.made = kept;
     if (this.visible.length) this.list.setAttribute("aria-activedescendant", `row-${this.visible[this.cursor].node.index}`);
     else this.list.removeAttribute("aria-activedescendant");
   }
