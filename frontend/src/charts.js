@@ -2,7 +2,7 @@
 
 import uPlot from "uplot";
 import { announce, h } from "./dom.js";
-import { show, tail } from "./format.js";
+import { brief, show, tail } from "./format.js";
 import { fitScale, paint } from "./scales.js";
 import { FONT, colour, stretch, surface, theme } from "./surface.js";
 
@@ -186,7 +186,7 @@ export function profile({ labels, series, chosen, alt }) {
         context.fillStyle = colour("line");
         context.fillRect(pad.left, Math.round(y(value)), width - pad.left - pad.right, 1);
         context.fillStyle = colour("muted");
-        context.fillText(show(value), pad.left - 8, y(value));
+        context.fillText(brief(value), pad.left - 8, y(value));
       }
       series.forEach((one, k) => {
         const ink = colour(`series-${k}`);

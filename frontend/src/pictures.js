@@ -140,18 +140,19 @@ function chooser(count, word, chosen) {
   return h("div", { class: "chooser", role: "group", "aria-label": word }, h("span", { class: "label" }, word), buttons);
 }
 
-/** One rectangle of cells. */
+/** One rectangle of cells; a small one does not fill the width. */
 function cells({ data, start, rows, columns, scale, item, alt }) {
+  const wide = (width) => Math.min(width, columns * 36);
   return surface({
     alt,
-    height: (width) => Math.min(Math.max((rows * width) / columns, Math.min(rows * 14, 120), 24), Math.max(220, Math.min(rows * 2, 340))),
+    height: (width) => Math.min(Math.max((rows * wide(width)) / columns, Math.min(rows * 14, 120), 24), Math.max(220, Math.min(rows * 2, 340)), rows * 36),
     draw(context, width, height) {
       context.clearRect(0, 0, width, height);
-      stretch(context, paint(context, data, start, columns, rows, scale, theme()), 0, 0, width, height);
+      stretch(context, paint(context, data, start, columns, rows, scale, theme()), 0, 0, wide(width), height);
     },
     hover(x, y, width, height) {
       const row = Math.floor((y / height) * rows);
-      const column = Math.floor((x / width) * columns);
+      const column = Math.floor((x / wide(width)) * columns);
       if (row < 0 || row >= rows || column < 0 || column >= columns) return null;
       const place = [
         [item.axes[2], row * item.steps[2]],

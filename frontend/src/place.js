@@ -15,7 +15,7 @@ export function placeView(app, index, wanted) {
   const word = page.item;
   const counts = node.entries.map((n) => page.entries[n].count || 0);
   const most = Math.max(0, ...counts);
-  const state = { item: Number(app.route[word] ?? 0) || 0 };
+  const state = { item: Number(app.route[word] ?? 0) || 0, whole: {} };
   const cards = [...groups].map(([name, places]) => card(app, node, name, places, state, wanted));
   const slider = !page.run && most > 1 ? itemSlider(app, most, state, () => cards.forEach((one) => one.draw())) : null;
   return h(
@@ -176,7 +176,8 @@ async function oneItem(app, entry, state) {
   const name = entry.place || "the model";
   const parts = [itemView(app, entry, item, chunk.arrays, name)];
   if (Number(item.label) !== Math.min(state.item, entry.count - 1)) parts.unshift(h("p", { class: "note" }, `${app.page.item} ${state.item} is not on this page; the nearest is ${item.label}.`));
-  if (chunk.meta.all && !remote) parts.push(h("h3", {}, "Many samples together"), itemView(app, entry, chunk.meta.all, chunk.arrays, `${name}, many samples`));
+  const whole = remote ? await (state.whole[entry.chunk] ??= app.chunk(entry.chunk)) : chunk;
+  if (whole.meta.all) parts.push(h("h3", {}, "Many samples together"), itemView(app, entry, whole.meta.all, whole.arrays, `${name}, many samples`));
   return parts;
 }
 
