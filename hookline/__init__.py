@@ -16,8 +16,9 @@ Every value inside a model has an address, its place (`"layer1.0.conv2"`, `"fc:i
 - `attention`: the attention patterns of models that never compute them
 - `Store`: values on disk, as safetensors: `Store.create` writes, `Store.open` reads
 - `report`: a record, a store, a run or a model as one HTML page
-- `Run`: what was measured while a model was trained, read from its directory; `Finding`: what
-  was noticed there
+- `guard`: stop at the first producer of a NaN or an infinity; `replay` runs what it wrote again
+- `watch`: statistics of a model while it is trained, and what is wrong with it: `Finding`; `Run`
+  reads what it has written
 - `attached`: all that is live on a model
 - `heads`, `last_token`: slices for `at=`
 
@@ -46,11 +47,13 @@ from hookline.errors import (
     HooklineWarning,
     MissingExtra,
     NeverFired,
+    NonFiniteError,
     NotCaptured,
     NotHookable,
     PlaceError,
     PlaceNotFound,
     RecipeError,
+    ReplayError,
     ReportError,
     RunError,
     SeveralCalls,
@@ -60,6 +63,7 @@ from hookline.errors import (
     ValueChanged,
 )
 from hookline.findings import Finding
+from hookline.guards import guard
 from hookline.measuring import Measurements, measure
 from hookline.ready_changes import (
     add,
@@ -73,6 +77,7 @@ from hookline.ready_changes import (
     zero,
 )
 from hookline.recipes import Recipe
+from hookline.replaying import replay
 from hookline.runs import Run
 from hookline.statistics import (
     Covariance,
@@ -86,6 +91,7 @@ from hookline.statistics import (
 )
 from hookline.store import Store
 from hookline.summaries import ModuleCosts, Summary
+from hookline.watching import Measured, watch
 
 if TYPE_CHECKING:
     from hookline.pages.reporting import report
@@ -103,10 +109,12 @@ __all__ = [
     "HooklineError",
     "HooklineWarning",
     "Mean",
+    "Measured",
     "Measurements",
     "MissingExtra",
     "ModuleCosts",
     "NeverFired",
+    "NonFiniteError",
     "Norm",
     "NotCaptured",
     "NotHookable",
@@ -116,6 +124,7 @@ __all__ = [
     "Recipe",
     "RecipeError",
     "Record",
+    "ReplayError",
     "ReportError",
     "Run",
     "RunError",
@@ -140,6 +149,7 @@ __all__ = [
     "edit",
     "get_module",
     "get_parameter",
+    "guard",
     "heads",
     "hook",
     "last_token",
@@ -150,10 +160,12 @@ __all__ = [
     "remove_direction",
     "replace",
     "replace_module",
+    "replay",
     "report",
     "scale",
     "select",
     "summarize",
+    "watch",
     "zero",
 ]
 

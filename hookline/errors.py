@@ -17,7 +17,9 @@
     ├── StatisticsError (ValueError)       a statistic cannot take a value, a mask or a file
     ├── RunError (ValueError)              a run directory cannot be written or read as asked
     ├── BatchError (ValueError)            a batch, or what is made of a run, does not fit
-    └── MissingExtra (ImportError)         an optional library is not installed
+    ├── MissingExtra (ImportError)         an optional library is not installed
+    ├── NonFiniteError (ArithmeticError)   guard found a NaN or an infinity
+    └── ReplayError (ValueError)           what a guard has written cannot be run again
 
     HooklineWarning (UserWarning)
 
@@ -26,7 +28,7 @@ Every message has three parts: what was asked, what was found, what to do.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hookline.core.records import Record
@@ -39,11 +41,13 @@ __all__ = [
     "HooklineWarning",
     "MissingExtra",
     "NeverFired",
+    "NonFiniteError",
     "NotCaptured",
     "NotHookable",
     "PlaceError",
     "PlaceNotFound",
     "RecipeError",
+    "ReplayError",
     "ReportError",
     "RunError",
     "SeveralCalls",
@@ -133,6 +137,19 @@ class ReportError(HooklineError, ValueError):
 
 class StatisticsError(HooklineError, ValueError):
     """A statistic cannot take a value or a mask, be merged with another, or be read."""
+
+
+class NonFiniteError(HooklineError, ArithmeticError):
+    """A guard found a NaN or an infinity; `fault` says where, and what made it."""
+
+    fault: Any = None  # a hookline.guard_reports.Fault
+
+    def __str__(self) -> str:
+        return "\n".join(part for part in (self.asked, self.found, self.remedy) if part)
+
+
+class ReplayError(HooklineError, ValueError):
+    """What a guard has written cannot be read, or cannot be run again as asked."""
 
 
 class RunError(HooklineError, ValueError):

@@ -1,0 +1,202 @@
+"""Whether the numbers in a tensor are finite, and what can be said of them if not.
+
+- `probe(tensor)`: one number that is finite if the tensor is; nothing waits for it
+- `is_bad(tensor)`: whether a tensor holds a NaN or an infinity, exactly
+- `bad_leaves(value)`: the tensors of a nested value that do, with their paths
+- `is_mask(tensor)`: whether a tensor is an additive mask, of zeros and -inf only
+- `signs(tensor)`: which infinities it holds
+- `Numbers`: shape, dtype, counts and range of a tensor, in one line of text
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from hookline.core.distributed import local
+from hookline.core.nested import Path, leaves
+from hookline.core.tables import describe
+
+__all__ = ["Numbers", "all_finite", "bad_leaves", "is_bad", "is_mask", "numbers", "probe", "signs"]
+
+_is_wrapped: Any = cast(Any, torch._C)._functorch.is_functorch_wrapped_tensor  # in vmap and grad
+_PLAIN = (torch.float32, torch.bfloat16, torch.float64)
+
+
+def numbers(tensor: Tensor) -> Tensor | None:
+    """The floating-point numbers of a tensor, detached; None if it has none that can be read."""
+    tensor = local(tensor.detach())
+    if tensor.is_meta or tensor.is_quantized or _is_wrapped(tensor):
+        return None
+    if tensor.layout != torch.strided:
+        try:
+            tensor = tensor.values() if tensor.is_nested else tensor.coalesce().values()
+        except (RuntimeError, NotImplementedError):
+            return None
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    if not tensor.is_floating_point() or not tensor.numel():
+        return None
+    return tensor if tensor.itemsize > 1 else tensor.float()  # 8 bits: few operations take them
+
+
+def probe(tensor: Tensor) -> Tensor | None:
+    """One number that is finite if all numbers of a tensor are; None if it has none.
+
+    A sum: it may overflow, so that a bad probe is to be verified; a good one is certain. For
+    float16, where it would often overflow, the least and the greatest number are taken.
+    """
+    if type(tensor) is Tensor and tensor.dtype in _PLAIN and not tensor.is_meta:
+        # The commonest case without the checks; a sum of bfloat16 is taken in float32 inside.
+        return tensor.detach().sum() if tensor.layout is torch.strided else _probe(tensor)
+    return _probe(tensor)
+
+
+def _probe(tensor: Tensor) -> Tensor | None:
+    found = numbers(tensor)
+    if found is None:
+        return None
+    if found.dtype == torch.float16:
+        least, greatest = torch.aminmax(found)
+        return greatest.float() - least.float()
+    return found.sum()
+
+
+def all_finite(probes: Iterable[Tensor]) -> bool:
+    """Whether all probes are finite: one check and one transfer a device."""
+    grouped: dict[torch.device, list[Tensor]] = {}
+    for one in probes:
+        grouped.setdefault(one.device, []).append(one.float() if one.itemsize < 4 else one)
+    for found in grouped.values():
+        if len(found) == 1:
+            if not math.isfinite(found[0].item()):
+                return False
+        elif not torch.stack([one.double() for one in found]).isfinite().all().item():
+            return False
+    return True
+
+
+def is_bad(tensor: Tensor) -> bool:
+    """Whether a tensor holds a NaN or an infinity.
+
+    >>> is_bad(torch.tensor([1.0, float("inf")])), is_bad(torch.tensor([3e38, 3e38]))
+    (True, False)
+    """
+    found = numbers(tensor)
+    if found is None:
+        return False
+    # aminmax is several times faster than isfinite on the CPU, and passes NaN on.
+    least, greatest = torch.aminmax(found)
+    return not (math.isfinite(least.item()) and math.isfinite(greatest.item()))
+
+
+def bad_leaves(value: Any) -> list[tuple[Path, Tensor]]:
+    """The tensors of a nested value that hold a NaN or an infinity, with their paths."""
+    return [(path, tensor) for path, tensor in leaves(value) if is_bad(tensor)]
+
+
+def is_mask(tensor: Tensor) -> bool:
+    """Whether a tensor is an additive mask: every number is 0 or -inf, and there are both.
+
+    >>> is_mask(torch.full((3, 3), -torch.inf).triu(1)), is_mask(torch.tensor([-torch.inf, 2.0]))
+    (True, False)
+    """
+    found = numbers(tensor)
+    if found is None:
+        return False
+    zero, infinite = found == 0, found == -math.inf
+    return bool((zero | infinite).all() and zero.any() and infinite.any())
+
+
+def signs(tensor: Tensor) -> frozenset[str]:
+    """Which infinities a tensor holds, and whether a NaN: of "+", "-" and "n"."""
+    found = numbers(tensor)
+    if found is None:
+        return frozenset()
+    there = {"+": found == math.inf, "-": found == -math.inf, "n": found.isnan()}
+    return frozenset(sign for sign, where in there.items() if where.any())
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """What can be said of a tensor's numbers: counts, range, and where the first bad one is.
+
+    >>> print(Numbers.of(torch.tensor([[1.0, 2.0], [float("nan"), 4.0]])))
+    (2, 2) float32: 1 NaN of 4, first at [1, 0]; finite from 1 to 4, mean 2.333
+    >>> print(Numbers.of(torch.zeros(3)))
+    (3,) float32: all 0
+    """
+
+    kind: str  # shape and dtype
+    count: int = 0
+    nan: int = 0
+    positive: int = 0  # +inf
+    negative: int = 0  # -inf
+    zeros: int = 0
+    first: tuple[int, ...] | None = None  # where the first bad one stands
+    least: float | None = None
+    greatest: float | None = None
+    mean: float | None = None
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Numbers:
+        """Look at all numbers of a tensor."""
+        kind, found = describe(tensor), numbers(tensor)
+        if found is None:
+            return cls(kind, tensor.numel() if not tensor.is_nested else 0)
+        finite = found.isfinite()
+        good = found[finite]
+        wrong = (~finite).nonzero()
+        ends = (None, None, None)
+        if good.numel():
+            least, greatest = torch.aminmax(good)
+            ends = least.item(), greatest.item(), good.double().mean().item()
+        return cls(
+            kind,
+            found.numel(),
+            int(found.isnan().sum()),
+            int((found == math.inf).sum()),
+            int((found == -math.inf).sum()),
+            int((found == 0).sum()),
+            tuple(int(n) for n in wrong[0]) if len(wrong) else None,
+            *ends,
+        )
+
+    @property
+    def bad(self) -> int:
+        """How many are NaN or infinite."""
+        return self.nan + self.positive + self.negative
+
+    def counts(self) -> str:
+        """The bad ones in words: `3 NaN and 1 -Inf of 12`."""
+        named = ((self.nan, "NaN"), (self.positive, "+Inf"), (self.negative, "-Inf"))
+        return f"{' and '.join(f'{n} {name}' for n, name in named if n)} of {self.count}"
+
+    def __str__(self) -> str:
+        text = self.kind
+        said: list[str] = []
+        if self.bad:
+            where = f", first at {list(self.first)}" if self.first else ""
+            said.append(self.counts() + where)
+        if self.least is not None and self.greatest is not None:
+            finite = "finite " if self.bad else ""
+            if self.least == self.greatest:
+                said.append(f"{finite or 'all '}{self.least:.4g}")
+            else:
+                zeros = f", {self.zeros} zeros" if self.zeros else ""
+                said.append(
+                    f"{finite}from {self.least:.4g} to {self.greatest:.4g}, "
+                    f"mean {self.mean:.4g}{zeros}"
+                )
+        elif self.bad:
+            said.append("nothing finite")
+        return f"{text}: {'; '.join(said)}" if said else text
+
+    def spelled(self) -> dict[str, Any]:
+        """Itself for JSON."""
+        return asdict(self)

@@ -1,0 +1,252 @@
+"""A call of a model kept so that it can be run again as it was, and all put back afterwards.
+
+- `Kept`: one call: its arguments, random numbers, buffers and settings
+- `Parts`: the modules, parameters and buffers of a model, found once
+- `Buffers`: the buffers of a model, copied before a call if calls change them
+- `Randomness`: the states of the random number generators
+- `Holder`: a hook that keeps a call as long as its graph lives
+- `unwrapped(model)`, `is_spread(model)`: what of a model can be run again in one process
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Generator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from hookline.core import distributed
+from hookline.core.nested import Path, children, leaves, map_leaves, show_path
+from hookline.core.snapshots import same_bits
+from hookline.core.tree import join, walk
+
+__all__ = ["Buffers", "Holder", "Kept", "Parts", "Randomness", "is_spread", "unwrapped"]
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device)
+_WRAPPERS = {"DistributedDataParallel": "module", "OptimizedModule": "_orig_mod"}
+_MOST = 2**28  # bytes of buffers that are copied before it is known which of them change
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+class Randomness:
+    """The states of torch's and Python's random number generators, now."""
+
+    def __init__(self, devices: Sequence[int] = ()) -> None:
+        self.torch = torch.get_rng_state()
+        self.python = random.getstate()
+        self.devices = {device: torch.cuda.get_rng_state(device) for device in devices}
+
+    def restore(self) -> None:
+        """Put them back."""
+        torch.set_rng_state(self.torch)
+        random.setstate(self.python)
+        for device, state in self.devices.items():
+            torch.cuda.set_rng_state(state, device)
+
+
+def _there(tensor: Tensor | None) -> Tensor | None:
+    """A buffer, unless it is one of a lazy module that was not called so far."""
+    return None if tensor is None or is_lazy(tensor) else tensor
+
+
+class Buffers:
+    """The buffers of a model. Those that a call was seen to change are copied before the next."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.places = [
+            (module._buffers, name, join(path, name))
+            for path, module in walk(model)
+            for name in module._buffers
+        ]
+        found = [t for held, name, _ in self.places if (t := _there(held[name])) is not None]
+        small = sum(t.nbytes for t in found if not t.is_sparse) <= _MOST
+        self.changing = {path for _, _, path in self.places} if small else set[str]()
+        self.learnt = not small
+
+    def now(self, copies: bool = True) -> list[tuple[Any, str, str, Any, int, Any]]:
+        """Every buffer, its version, and a copy of those that may change."""
+        kept: list[tuple[Any, str, str, Any, int, Any]] = []
+        for held, name, path in self.places:
+            tensor = _there(held.get(name))
+            if tensor is not None:
+                copy = tensor.detach().clone() if copies and path in self.changing else None
+                kept.append((held, name, path, tensor, _version(tensor), copy))
+        return kept
+
+    def learn(self, before: list[tuple[Any, str, str, Any, int, Any]]) -> list[str]:
+        """After a call: which buffers it has changed; those that were not copied before it."""
+        changed = [
+            (path, copy)
+            for held, name, path, tensor, version, copy in before
+            if held.get(name) is not tensor or _version(tensor) != version
+        ]
+        if not self.learnt:
+            self.changing, self.learnt = set(), True
+        self.changing |= {path for path, _ in changed}
+        return [path for path, copy in changed if copy is None]
+
+    @staticmethod
+    def restore(kept: list[tuple[Any, str, str, Any, int, Any]]) -> None:
+        """Put the copied ones back, as the objects that they were."""
+        for held, name, _, tensor, _, copy in kept:
+            held[name] = tensor
+            if copy is not None and not same_bits(tensor, copy):
+                tensor.data.copy_(copy)  # by .data: what a graph has saved stays valid
+
+
+class Parts:
+    """The modules, parameters and buffers of a model, found once."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.modules = [module for _, module in walk(model)]
+        self.parameters = list(model.parameters())
+        self.buffers = Buffers(model)
+
+
+class Kept:
+    """One call of a model: what it was given, and all that it depended on."""
+
+    def __init__(self, parts: Parts, inputs: Any, positional: int) -> None:
+        names = list(inputs)
+        plain = all(isinstance(value, Tensor) for value in inputs.values())
+        # Containers are copied, since a list may grow; tensors are not, their versions are noted.
+        held = inputs if plain else map_leaves(lambda leaf: leaf, dict(inputs))
+        self.args = tuple(held[name] for name in names[:positional])
+        self.kwargs = {name: held[name] for name in names[positional:]}
+        self.inputs, self.positional = held, positional
+        self.versions = [(path, t, _version(t)) for path, t in leaves(held)]
+        self.devices = sorted({t.device.index or 0 for _, t, _ in self.versions if t.is_cuda})
+        self.randomness = Randomness(self.devices)
+        self.parts = parts
+        self.buffers = parts.buffers.now()
+        self.parameters = [(p, p._version) for p in parts.parameters]
+        kinds = {"cpu", *(t.device.type for _, t, _ in self.versions)} - {"meta"}
+        self.autocast = [
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            for kind in sorted(kinds)
+        ]
+        self.cache = torch.is_autocast_cache_enabled()
+        self.grad, self.inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        self.modes = [module.training for module in parts.modules]
+        self.lost: list[str] = []  # buffers that it changed and that were not copied
+        self.gradients: dict[Path, tuple[Tensor, int]] = {}  # of its outputs, when they come
+        self.outputs: list[tuple[Path, Tensor]] = []  # until they were checked
+        self.number = 0  # of the call
+        self.trace: Any = None  # where every module is checked: what is known of the call
+        self.backward: Any = None
+
+    def close(self) -> None:
+        """Take the hooks off its graph."""
+        if self.backward is not None:
+            self.backward.remove()
+
+    def doubts(self) -> list[str]:
+        """Why running it again may give something else, as far as can be seen."""
+        found: list[str] = []
+        changed = [path for path, tensor, version in self.versions if _version(tensor) != version]
+        if changed:
+            names = ", ".join(sorted({str(path[0]) for path in changed}))
+            found.append(f"the input {names} was changed in place since")
+        opaque = _opaque(self.inputs)
+        if opaque:
+            found.append(f"it was given a {opaque}, which the first run may have changed")
+        if any(parameter._version != version for parameter, version in self.parameters):
+            found.append("parameters were changed since, as by an optimiser's step")
+        if self.lost:
+            found.append(f"the buffer {self.lost[0]} was changed, and not copied before")
+        if any(tensor._version != version for tensor, version in self.gradients.values()):
+            found.append("the gradient of its output was changed in place since")
+        return found
+
+    @contextmanager
+    def again(self, gradients: bool) -> Generator[tuple[Any, Any, list[tuple[str, Tensor]]]]:
+        """All as it was before the call; inside, the arguments to call the model with.
+
+        They are copies. With `gradients`, those that required grad are computed from leaves that
+        do so again, which come with their names. Afterwards random numbers,
+        buffers and modes are as they are now.
+        """
+        now, after = (
+            Randomness(self.devices),
+            [
+                (*kept[:5], kept[3].detach().clone())
+                for kept in self.parts.buffers.now(copies=False)
+            ],
+        )
+        modes = [(module, module.training) for module in self.parts.modules]
+        try:
+            with ExitStack() as stack:
+                stack.enter_context(torch.inference_mode(self.inference and not gradients))
+                stack.enter_context(torch.set_grad_enabled(self.grad or gradients))
+                for kind, enabled, dtype in self.autocast:
+                    stack.enter_context(
+                        torch.autocast(kind, dtype, enabled=enabled, cache_enabled=self.cache)
+                    )
+                self.randomness.restore()
+                Buffers.restore(self.buffers)
+                for (module, _), mode in zip(modes, self.modes, strict=True):
+                    module.training = mode
+                yield self._arguments(gradients)
+        finally:
+            for module, mode in modes:
+                module.training = mode
+            Buffers.restore(after)
+            now.restore()
+
+    def _arguments(self, gradients: bool) -> tuple[Any, dict[str, Any], list[tuple[str, Tensor]]]:
+        found: list[tuple[str, Tensor]] = []
+        names = {id(t): f"{p[0]}{show_path(p[1:])}" for p, t, _ in self.versions}
+
+        def copied(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            copy = leaf.detach().clone()
+            if not (gradients and leaf.requires_grad):
+                return copy
+            found.append((f"the input {names[id(leaf)]}", copy.requires_grad_()))
+            return copy.clone()  # the model may change it in place, which a leaf does not allow
+
+        args, kwargs = map_leaves(copied, (self.args, self.kwargs))
+        return args, kwargs, found
+
+
+def _opaque(value: Any) -> str:
+    """The type of an argument that is no tensor, number, text or container."""
+    inside = children(value)
+    if inside is not None:
+        return next((name for _, item in inside if (name := _opaque(item))), "")
+    plain = isinstance(value, (Tensor, *_PLAIN)) or callable(value)
+    return "" if plain else type(value).__name__
+
+
+class Holder:
+    """A hook on an output that does nothing but keep its call as long as the graph lives."""
+
+    def __init__(self, kept: Kept) -> None:
+        self.kept = kept
+
+    def __call__(self, gradient: Tensor) -> None: ...
+
+
+def unwrapped(model: Any) -> Any:
+    """The model inside DDP and compile: run again, it must not meet the other ranks."""
+    while type(model).__name__ in _WRAPPERS:
+        model = getattr(model, _WRAPPERS[type(model).__name__])
+    return model
+
+
+def is_spread(model: nn.Module) -> bool:
+    """Whether a forward of the model needs other ranks, so that it cannot be run again here."""
+    return any(
+        distributed.is_gathered(module)
+        or (isinstance(module, nn.SyncBatchNorm) and torch.distributed.is_initialized())
+        for module in model.modules()
+    ) or any(distributed.placements(p) is not None for p in model.parameters())

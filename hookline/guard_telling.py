@@ -1,0 +1,94 @@
+"""From what was found to the error: what the producer was given, a dump of it, the words.
+
+- `Teller`: makes the errors of a guard
+- `label_of(path)`: a part of the model's output in words
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import nn
+
+from hookline.core.nested import show_path
+from hookline.errors import NonFiniteError
+from hookline.finite_checks import Numbers
+from hookline.guard_dumps import write_dump
+from hookline.guard_origins import Ignored, Labelled, Origin
+from hookline.guard_reports import Fault, explain
+from hookline.guard_runs import Kept
+from hookline.guard_search import describe_sample, take_sample
+
+__all__ = ["Teller", "label_of"]
+
+T = TypeVar("T")
+
+
+def label_of(path: tuple[Any, ...]) -> str:
+    """A part of the model's output in words.
+
+    >>> label_of(("logits", 0))
+    "the model's output[logits][0]"
+    """
+    return f"the model's output{show_path(path)}"
+
+
+class Teller:
+    """Makes the errors of a guard."""
+
+    def __init__(
+        self, model: nn.Module, ignored: Ignored, to: str | Path | None, scaled: bool
+    ) -> None:
+        self.model, self.ignored, self.to, self.scaled = model, ignored, to, scaled
+        self.busy = False  # whether a call is being run again
+
+    def again(self, doubts: list[str], search: Callable[..., T], *given: Any) -> T | None:
+        """Run a call again, in some way; if that fails, it is one more doubt."""
+        self.busy = True
+        try:
+            return search(*given)
+        except Exception as error:  # noqa: BLE001 - the model's own, and the fault counts more
+            doubts.append(f"the second run raised {type(error).__name__}: {error}")
+            return None
+        finally:
+            self.busy = False
+
+    def told(self, kept: Kept, origin: Origin, fault: Fault, scale: float = 1.0) -> NonFiniteError:
+        """The error for a fault, with what the producer was given, and a dump of it."""
+        sample = origin.sample
+        if origin.number and kept.trace is None:
+            sample = self.again([], take_sample, kept, self.ignored, origin, scale)
+            if sample is not None:
+                describe_sample(sample, origin)
+                fault.values, fault.given = origin.values, origin.given
+        elif origin.kind == "parameter":
+            fault.values = [("", Numbers.of(self.model.get_parameter(origin.path)))]
+        elif origin.kind == "buffer":
+            fault.values = [("", Numbers.of(self.model.get_buffer(origin.path)))]
+        elif origin.kind == "input":
+            named = [(f"{path[0]}{show_path(path[1:])}", t) for path, t, _ in kept.versions]
+            fault.values = [("", Numbers.of(t)) for name, t in named if name == origin.path][:1]
+        if self.to is not None and sample is not None and origin.kind != "sum":
+            try:
+                fault.folder = write_dump(self.to, fault, sample, kept)
+            except (OSError, RuntimeError) as error:  # what was found counts more
+                fault.remarks.append(f"The dump could not be written: {error}.")
+        return self.finish(fault)
+
+    def unknown(
+        self, step: int, backward: bool, seen: Labelled, doubts: list[str]
+    ) -> NonFiniteError:
+        """The error where a call cannot be run again as it was."""
+        fault = Fault(step, backward, seen)
+        fault.remarks = [f"No second run shows it: {one}." for one in dict.fromkeys(doubts)]
+        return self.finish(fault)
+
+    def finish(self, fault: Fault) -> NonFiniteError:
+        """The error for a fault of which all is known."""
+        if fault.kind not in ("parameter", "buffer", "input", "loss", "unknown"):
+            with suppress(AttributeError):  # a parameter's, in a sum
+                fault.owner = type(self.model.get_submodule(fault.path)).__name__
+        return explain(fault, self.scaled)

@@ -1,0 +1,451 @@
+"""guard names the producer of a NaN or an infinity: faults of many kinds, forward and backward.
+
+The oracle is the case itself: each puts one fault into one known module between healthy ones.
+"""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import hookline as hl
+
+INF = math.inf
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Doing(nn.Module):
+    """Calls a function of its input; 1 × 1 weight so that gradients flow through it."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+        self.gain = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return self.function(x * self.gain)
+
+
+class Host(nn.Module):
+    """Healthy layers around a faulty one; the faulty one meets a chosen value."""
+
+    def __init__(self, faulty, value):
+        super().__init__()
+        self.before = nn.Linear(4, 4)
+        self.faulty = faulty
+        self.after = nn.LayerNorm(4)
+        self.value = value
+
+    def forward(self, x):
+        h = self.before(x)
+        # The chosen value, with a graph behind it.
+        h = self.value + 0 * h if self.value.ndim == 2 else self.value + 0 * h.mean()
+        h = self.faulty(h)
+        h = h[0] if isinstance(h, tuple) else h
+        return self.after(h.reshape(-1)[:4].expand(2, 4))
+
+
+class Doubled(torch.autograd.Function):
+    """A custom function whose forward or backward divides by zero."""
+
+    @staticmethod
+    def forward(ctx, x, where):
+        ctx.where = where
+        return x.div(0) if where == "forward" else x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return (grad / 0 if ctx.where == "backward" else grad), None
+
+
+def setting(x, what):
+    x = x.clone()
+    x[:, 1] = what
+    return x
+
+
+def into(x, value):
+    x = x.clone()
+    x[0, 0] = x[0, 0].div(value)
+    return x
+
+
+def alone(function):
+    return lambda: Doing(function)
+
+
+def overflowing(layer):
+    """With the greatest weights that its dtype has: they are put there by the test."""
+    layer.overflows = True
+    return layer
+
+
+def normless(kind, *args):
+    return kind(*args, eps=0.0)
+
+
+def mostly(value, other=1.0):
+    """2 × 4, one value and others."""
+    return torch.tensor([[value, other, other, other], [other, other, value, other]])
+
+
+def rows(value):
+    return torch.full((2, 4), value)
+
+
+def masked_softmax(x):
+    return x.masked_fill(torch.tensor([[True] * 4, [False] * 4]), -INF).softmax(-1)
+
+
+def added_mask(x):
+    mask = torch.full((2, 4), -INF, dtype=x.dtype)
+    return (x + mask).softmax(-1)
+
+
+def negative_variance():
+    layer = nn.BatchNorm1d(4).eval()
+    layer.running_var.fill_(-1.0)
+    return layer
+
+
+class Attending(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 1, batch_first=True)
+
+    def forward(self, x):
+        padding = torch.tensor([[True, True]])
+        return self.attention(x[None], x[None], x[None], key_padding_mask=padding)[0]
+
+
+# What stands in the model, the value that it meets, the operation that is to blame.
+FORWARD = {
+    "log of zero": (alone(torch.log), mostly(0.0), "log"),
+    "log of a negative": (alone(lambda x: x.log()), mostly(-1.0), "log"),
+    "log2": (alone(torch.log2), mostly(0.0), "log2"),
+    "log1p": (alone(torch.log1p), mostly(-1.0), "log1p"),
+    "zero over zero": (alone(lambda x: x / (x * 0)), rows(0.0), "div"),
+    "one over zero": (alone(lambda x: 1 / x), mostly(0.0), "div"),
+    "reciprocal": (alone(torch.reciprocal), mostly(0.0), "reciprocal"),
+    "in-place division": (alone(lambda x: (x + 1).div_(x)), mostly(0.0), "div_"),
+    "in-place logarithm": (alone(lambda x: (x * 1).log_()), mostly(0.0), "log_"),
+    "normed by hand": (
+        alone(lambda x: x / x.pow(2).sum(-1, keepdim=True).sqrt()), rows(0.0), "div",
+    ),
+    "square root": (alone(torch.sqrt), mostly(-1.0), "sqrt"),
+    "reciprocal root": (alone(torch.rsqrt), mostly(0.0), "rsqrt"),
+    "exponential": (alone(torch.exp), mostly(200.0), "exp"),
+    "power of a negative": (alone(lambda x: x**0.5), mostly(-1.0), "pow"),
+    "arc cosine": (alone(torch.acos), mostly(2.0), "acos"),
+    "inverse tanh": (alone(torch.atanh), mostly(1.0, 0.5), "atanh"),
+    "hyperbolic cosine": (alone(torch.cosh), mostly(200.0), "cosh"),
+    "logit": (alone(torch.logit), mostly(1.0, 0.5), "logit"),
+    "logit by functional": (alone(torch.special.logit), mostly(0.0, 0.5), "special_logit"),
+    "inverse error function": (alone(torch.erfinv), mostly(1.0, 0.5), "erfinv"),
+    "mean of nothing": (alone(lambda x: x + x[:0].mean()), rows(1.0), "mean"),
+    "loss over nothing": (
+        alone(lambda x: x + F.cross_entropy(x, torch.tensor([-100, -100]))), rows(1.0),
+        "cross_entropy",
+    ),
+    "nan constant": (
+        alone(lambda x: x + torch.full((4,), math.nan, dtype=x.dtype)), rows(1.0), "full",
+    ),
+    "nan set": (alone(partial(setting, what=math.nan)), rows(1.0), "setitem"),
+    "division of a view": (alone(partial(into, value=0.0)), rows(1.0), "div"),
+    "infinity times zero": (alone(lambda x: (x * INF) * 0), rows(1.0), "mul#2"),
+    "infinity minus infinity": (alone(lambda x: (x * INF) - (x * INF)), rows(1.0), "sub"),
+    "matrix product": (alone(lambda x: x @ x.T), rows(250.0), "matmul"),
+    "einsum": (alone(lambda x: torch.einsum("ij,kj->ik", x, x)), rows(250.0), "einsum"),
+    "accumulated product": (
+        alone(lambda x: x.repeat(1, 10).cumprod(1).flip(1)), rows(30.0), "cumprod",
+    ),
+    "fully masked softmax": (alone(masked_softmax), rows(1.0), "softmax"),
+    "mask of -inf added": (alone(added_mask), rows(1.0), "softmax"),
+    "custom function": (alone(lambda x: Doubled.apply(x, "forward")), rows(1.0), "div"),
+    "linear": (lambda: overflowing(nn.Linear(4, 4)), rows(1e2), ""),
+    "convolution": (lambda: overflowing(nn.Conv1d(2, 4, 1)), rows(1e2), ""),
+    "linear without bias": (lambda: overflowing(nn.Linear(4, 4, bias=False)), rows(1e2), ""),
+    "layer norm": (lambda: normless(nn.LayerNorm, 4), rows(1.0), ""),
+    "group norm": (lambda: normless(nn.GroupNorm, 2, 4), rows(1.0), ""),
+    "rms norm": (lambda: normless(nn.RMSNorm, 4), rows(0.0), ""),
+    "batch norm": (negative_variance, rows(1.0), ""),
+    "attention": (Attending, rows(1.0), "attention"),
+}  # fmt: skip
+ONLY = {"matrix product": "fp16", "einsum": "fp16"}  # where the numbers overflow just there
+CASES = [
+    pytest.param(case, dtype, id=f"{case}, {dtype}")
+    for case in FORWARD
+    for dtype in DTYPES
+    if ONLY.get(case, dtype) == dtype
+]
+
+
+def caught(model, *args, backward=False, **options):
+    """What a guarded step is found to be at fault of."""
+
+    def step():
+        result = model(*args)
+        if backward:
+            backward(result)
+
+    with hl.guard(model, to=None, **options), pytest.raises(hl.NonFiniteError) as found:
+        step()
+    return found.value.fault
+
+
+def host(make, value, dtype):
+    torch.manual_seed(0)
+    model = Host(make(), value.to(dtype)).to(dtype)
+    if hasattr(model.faulty, "overflows"):
+        for parameter in model.faulty.parameters():
+            nn.init.constant_(parameter, torch.finfo(dtype).max)
+    return model
+
+
+@pytest.mark.parametrize(("case", "dtype"), CASES)
+def test_the_producer_in_a_forward_is_named(case, dtype):
+    make, value, operation = FORWARD[case]
+    model = host(make, value, DTYPES[dtype])
+    fault = caught(model, torch.ones(2, 4, dtype=DTYPES[dtype]))
+    assert (fault.backward, fault.kind) == (False, "operation"), fault
+    if operation == "":
+        assert fault.path == "faulty"
+    elif operation == "attention":
+        assert fault.path == "faulty.attention"
+    else:
+        assert fault.place == f"faulty/{operation}", fault
+        assert __file__.rpartition("/")[2] in fault.source
+    assert any(own.bad for _, own in fault.values)
+
+
+# -- backward -------------------------------------------------------------------------------------
+
+
+def root_of_squares(x):
+    return x.pow(2).sum(-1, keepdim=True).sqrt() + x
+
+
+# What stands in the model, the value that it meets, the operation whose backward is to blame.
+# In all of them the forward is finite.
+BACKWARD = {
+    "square root at zero": (torch.sqrt, mostly(0.0), "sqrt"),
+    "power at zero": (lambda x: x**0.5, mostly(0.0), "pow"),
+    "norm by hand at zero": (root_of_squares, rows(0.0), "sqrt"),
+    "masked square root": (
+        lambda x: torch.where(x > 0, x.sqrt(), torch.zeros_like(x)), mostly(0.0), "sqrt",
+    ),
+    "masked division": (
+        lambda x: torch.where(x > 0, 1 / x, torch.zeros_like(x)), mostly(0.0), "div",
+    ),
+    "masked logarithm": (
+        lambda x: torch.where(x > 0, x.log(), torch.zeros_like(x)), mostly(0.0), "log",
+    ),
+    "masked exponential": (
+        lambda x: torch.where(x < 50, x.exp(), torch.zeros_like(x)), mostly(200.0), "exp",
+    ),
+    "arc cosine at one": (torch.acos, mostly(1.0, 0.5), "acos"),
+    "arc sine at one": (torch.asin, mostly(1.0, 0.5), "asin"),
+    "in-place square root": (lambda x: (x * 1).sqrt_(), mostly(0.0), "sqrt_"),
+    "custom function": (lambda x: Doubled.apply(x, "backward"), rows(1.0), ""),
+    "log of a softmax that is masked": (
+        lambda x: torch.where(
+            torch.eye(2, 4) > 0, x.softmax(-1).log(), torch.zeros_like(x)
+        ), torch.eye(2, 4) * 300, "log",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", BACKWARD)
+def test_the_producer_in_a_backward_is_named(case, dtype):
+    function, value, operation = BACKWARD[case]
+    model = host(alone(function), value, DTYPES[dtype])
+    x = torch.ones(2, 4, dtype=DTYPES[dtype])
+    assert model(x).isfinite().all()
+    fault = caught(model, x, backward=lambda y: (y * torch.arange(4.0)).sum().backward())
+    assert (fault.backward, fault.kind) == (True, "operation"), fault
+    assert fault.path == "faulty"
+    if operation:
+        assert fault.place == f"faulty/{operation}", fault
+    else:
+        assert fault.node == "DoubledBackward"
+        assert fault.source.endswith("@staticmethod")  # where its backward is written
+    assert any(label.startswith("the gradient of") for label, _ in fault.seen)
+    assert all(not own.bad for label, own in fault.given if "gradient" in label)
+    assert any(own.bad for _, own in fault.values)
+
+
+@pytest.mark.parametrize(
+    ("layer", "operation"),
+    [(nn.Linear(4, 4), "linear"), (nn.Conv1d(2, 4, 1), "conv1d"), (nn.LayerNorm(4), "layer_norm")],
+)
+def test_an_overflow_of_half_precision_in_a_backward_is_named(layer, operation):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(layer)).half()
+    for parameter in model[0].parameters():
+        nn.init.constant_(parameter, 0.5)
+    fault = caught(
+        model,
+        torch.ones(2, 4).half() * torch.arange(1, 5),
+        backward=lambda y: y.backward(torch.full_like(y, 60000.0)),
+    )
+    assert (fault.backward, fault.place) == (True, f"1.0/{operation}")
+    assert "float16 ends at 65504" in str(explained(fault))
+
+
+def explained(fault):
+    from hookline.guard_reports import explain
+
+    return explain(fault, scaled=False)
+
+
+def test_a_sum_of_gradients_that_overflows_is_told_from_its_shares():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x):
+            h = self.inner(x)
+            return torch.cat([h.abs(), h.relu()])
+
+    model = Twice().half()
+    nn.init.constant_(model.inner.weight, 0.5)
+    fault = caught(
+        model,
+        torch.ones(1, 4).half(),
+        backward=lambda y: y.backward(torch.full_like(y, 40000.0)),
+    )
+    assert (fault.kind, fault.place, fault.backward) == ("sum", "inner/linear", True)
+
+
+def test_a_parameter_whose_shares_overflow_together_is_named():
+    class Shared(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4))
+
+        def forward(self, x):
+            return x * self.weight, x + self.weight
+
+    model = Shared().half()
+    fault = caught(
+        model,
+        torch.ones(4).half(),
+        backward=lambda y: torch.autograd.backward(y, [torch.full_like(p, 40000.0) for p in y]),
+    )
+    assert (fault.kind, fault.place) == ("sum", "weight")
+
+
+# -- what is not made in this step ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("value", [math.nan, INF, -INF])
+@pytest.mark.parametrize("name", ["before.weight", "before.bias", "faulty.gain", "after.bias"])
+def test_a_parameter_that_was_bad_before_is_named(name, value, dtype):
+    model = host(alone(lambda x: x + 1), rows(1.0), DTYPES[dtype])
+    model.get_parameter(name).data.view(-1)[0] = value
+    fault = caught(model, torch.ones(2, 4, dtype=DTYPES[dtype]))
+    assert (fault.kind, fault.place) == ("parameter", name)
+    assert fault.values[0][1].bad == 1
+
+
+def test_a_buffer_that_was_bad_before_is_named():
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).eval()
+    model[1].running_mean[1] = math.nan
+    fault = caught(model, torch.ones(2, 3))
+    assert (fault.kind, fault.place) == ("buffer", "1.running_mean")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("value", [math.nan, INF, -INF])
+def test_an_input_that_came_in_bad_is_named(value, dtype):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(3, 3)
+
+        def forward(self, x, *, extra):
+            return self.fc(x + extra["bias"][0])
+
+    model, own = Net().to(DTYPES[dtype]), DTYPES[dtype]
+    bias = torch.tensor([0.0, value, 1.0], dtype=own)
+    with pytest.raises(hl.NonFiniteError) as found, hl.guard(model, to=None):
+        model(torch.ones(2, 3, dtype=own), extra={"bias": [bias]})
+    fault = found.value.fault
+    assert (fault.kind, fault.place) == ("input", ":inputs[extra[bias][0]]")
+    assert "came in" in str(found.value)
+
+
+def test_a_bad_gradient_that_comes_from_the_loss_is_told_so():
+    model = nn.Linear(3, 1)
+    nn.init.zeros_(model.weight)
+    nn.init.zeros_(model.bias)
+    fault = caught(model, torch.ones(2, 3), backward=lambda y: y.sqrt().sum().backward())
+    assert (fault.kind, fault.backward) == ("loss", True)
+    assert "from outside the model, from the loss" in str(fault)
+    assert fault.values[0][1].positive == 2
+
+
+def test_memory_that_nothing_was_written_to_is_named():
+    class Unwritten(nn.Module):
+        def forward(self, x):
+            out = torch.empty(2, 4)
+            out[0] = x[0]
+            return out
+
+    model = nn.Sequential(nn.Linear(4, 4), Unwritten())
+    torch.use_deterministic_algorithms(True)  # which fills such memory with NaN
+    try:
+        fault = caught(model, torch.ones(2, 4))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert (fault.kind, fault.place) == ("memory", "1/empty")
+
+
+def test_a_constant_that_no_operation_made_is_told_from_what_the_module_makes():
+    model = nn.Sequential(nn.Linear(3, 3), Doing(lambda x: x + BAD))
+    fault = caught(model, torch.ones(2, 3))
+    assert (fault.kind, fault.place) == ("outside", "1/add")
+
+
+BAD = torch.tensor([1.0, math.nan, 1.0])
+
+
+def test_a_fault_in_a_hook_is_at_the_module_that_is_hooked():
+    model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3))
+    with hl.edit(model, "1", lambda value: value.log()):
+        fault = caught(model, -torch.ones(2, 3))
+    assert (fault.kind, fault.path, fault.operation) == ("operation", "1", "log")
+    assert "value.log()" in fault.source
+
+
+def test_the_first_of_several_producers_is_named_and_the_others_are_mentioned():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = Doing(torch.log), Doing(torch.rsqrt)
+
+        def forward(self, x):
+            return self.a(x) + self.b(x)
+
+    fault = caught(Net(), torch.zeros(3))
+    assert fault.place == "a/log"
+    assert fault.others == ["b/rsqrt (operation)"]
+
+
+def test_what_is_masked_away_is_not_accused_beside_what_is_not():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.masked, self.bad = Doing(torch.log), Doing(torch.rsqrt)
+
+        def forward(self, x):
+            y = torch.where(x > 0, self.masked(x), torch.zeros_like(x))
+            return y + self.bad(x)
+
+    fault = caught(Net(), torch.zeros(3))
+    assert (fault.place, fault.others) == ("bad/rsqrt", [])

@@ -1,0 +1,862 @@
+"""guard: when it looks, what it leaves alone, and what it leaves behind."""
+
+import copy
+import gc
+import math
+import random
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import hookline as hl
+
+INF = math.inf
+
+
+class Doing(nn.Module):
+    """Calls a function of its arguments."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args, **kwargs):
+        return self.function(*args, **kwargs)
+
+
+def hooks_of(model):
+    return sum(
+        len(held)
+        for module in model.modules()
+        for held in (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
+    )
+
+
+def guarded(model, **options):
+    return hl.guard(model, to=None, **options)
+
+
+def fault_in(run, model, **options):
+    with guarded(model, **options), pytest.raises(hl.NonFiniteError) as found:
+        run()
+    return found.value.fault
+
+
+# -- healthy models are never accused -------------------------------------------------------------
+
+
+def transformer():
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True)
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+
+def causal(length):
+    return nn.Transformer.generate_square_subsequent_mask(length)
+
+
+class MaskedInside(nn.Module):
+    """Attention by hand, with a mask of -inf in a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(8, 24)
+        self.register_buffer("mask", torch.full((5, 5), -INF).triu(1))
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        return ((q @ k.transpose(-1, -2)) / 3 + self.mask).softmax(-1) @ v
+
+
+class Filled(nn.Module):
+    """Attention by hand, with masked_fill, and log-probabilities of -inf as output."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(8, 6)
+
+    def forward(self, x, allowed):
+        logits = self.fc(x).masked_fill(~allowed, -INF)
+        return logits, logits.log_softmax(-1)
+
+
+def convolutions():
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.MaxPool2d(2),
+        nn.Dropout(0.3), nn.Flatten(), nn.Linear(36, 3),
+    )  # fmt: skip
+
+
+class Embedded(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(10, 8, padding_idx=0)
+        self.lstm = nn.LSTM(8, 8, batch_first=True)
+        self.out = nn.Linear(8, 10)
+
+    def forward(self, ids):
+        return self.out(self.lstm(self.embed(ids))[0])
+
+
+class Mended(nn.Module):
+    """Bad numbers inside that do not leave: nan_to_num, where, and a NaN in the input."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(3, 3)
+
+    def forward(self, x):
+        x = torch.where(x.isnan(), torch.zeros_like(x), x)
+        bad = torch.nan_to_num(torch.log(torch.zeros_like(x)), neginf=0.0)
+        return self.fc(x) + bad + torch.full((3,), -INF).exp()
+
+
+HEALTHY = {
+    "causal transformer": (transformer, lambda: ((torch.randn(2, 5, 8),), {"mask": causal(5)})),
+    "padded transformer": (
+        transformer,
+        lambda: (
+            (torch.randn(2, 5, 8),),
+            {"src_key_padding_mask": torch.tensor([[False] * 5, [False] * 3 + [True] * 2])},
+        ),
+    ),
+    "mask in a buffer": (MaskedInside, lambda: ((torch.randn(2, 5, 8),), {})),
+    "mask filled in": (
+        Filled, lambda: ((torch.randn(2, 8), torch.tensor([True, True, False] * 2)), {}),
+    ),
+    "convolutions": (convolutions, lambda: ((torch.randn(4, 1, 6, 6),), {})),
+    "embeddings": (Embedded, lambda: ((torch.tensor([[1, 2, 0], [3, 0, 0]]),), {})),
+    "mended": (Mended, lambda: ((torch.tensor([[1.0, math.nan, 2.0]]),), {})),
+    "complex numbers": (
+        lambda: Doing(lambda x: torch.fft.fft(x).abs()), lambda: ((torch.randn(2, 8),), {}),
+    ),
+    "whole numbers": (lambda: Doing(lambda x: x * 2), lambda: ((torch.arange(3),), {})),
+    "large numbers": (
+        lambda: Doing(lambda x: x * 1.0), lambda: ((torch.full((4,), 3e38),), {}),
+    ),
+}  # fmt: skip
+
+
+def finite_part(value):
+    tensors = value if isinstance(value, tuple) else (value,)
+    return sum(t[t.isfinite()].float().mean() for t in tensors)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", HEALTHY)
+def test_a_healthy_model_is_not_accused(case, dtype):
+    make, inputs = HEALTHY[case]
+    torch.manual_seed(0)
+    model, (args, kwargs) = make(), inputs()
+    if dtype != torch.float32 and case not in ("complex numbers", "whole numbers"):
+        model.to(dtype)
+        args = tuple(a.to(dtype) if a.is_floating_point() else a for a in args)
+        kwargs = {n: a.to(dtype) if a.is_floating_point() else a for n, a in kwargs.items()}
+    with guarded(model):
+        for _ in range(3):
+            loss = finite_part(model(*args, **kwargs))
+            if loss.requires_grad:
+                loss.backward()
+        with torch.no_grad():
+            model(*args, **kwargs)
+        model.eval()
+        with torch.inference_mode():
+            model(*args, **kwargs)
+
+
+@pytest.mark.parametrize("case", HEALTHY)
+def test_a_healthy_model_is_not_accused_where_every_module_is_checked(case):
+    make, inputs = HEALTHY[case]
+    torch.manual_seed(0)
+    model, (args, kwargs) = make(), inputs()
+    options = {"ignore": ""} if case == "mask filled in" else {}  # operations are not seen there
+    with guarded(model, careful=True, **options):
+        for _ in range(2):
+            loss = finite_part(model(*args, **kwargs))
+            if loss.requires_grad:
+                loss.backward()
+
+
+def test_gradients_whose_sum_overflows_are_not_accused():
+    model = nn.Linear(4, 4, bias=False)
+    with guarded(model):
+        (model(torch.ones(1, 4)) * 2e38).sum().backward()
+    assert model.weight.grad.isfinite().all()
+    assert model.weight.grad.sum().isinf()
+
+
+# -- nothing is changed ---------------------------------------------------------------------------
+
+
+def training(model, guard, x, steps=3):
+    torch.manual_seed(1)
+    random.seed(1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    outputs = []
+
+    def run():
+        for _ in range(steps):
+            optimizer.zero_grad()
+            out = model(x)
+            out.square().mean().backward()
+            optimizer.step()
+            outputs.append(out.detach())
+
+    if guard:
+        with guarded(model, **guard):
+            run()
+    else:
+        run()
+    state = [*model.state_dict().values(), *(p.grad for p in model.parameters())]
+    return outputs + state + [torch.get_rng_state(), torch.tensor(random.random())]
+
+
+@pytest.mark.parametrize("options", [{"careful": False}, {"careful": True}])
+@pytest.mark.parametrize(
+    ("make", "x"),
+    [(convolutions, torch.randn(4, 1, 6, 6)), (transformer, torch.randn(2, 5, 8))],
+)
+def test_a_guarded_training_is_bit_for_bit_the_bare_one(make, x, options):
+    torch.manual_seed(0)
+    bare = make()
+    other = copy.deepcopy(bare)
+    for one, two in zip(training(bare, None, x), training(other, options, x), strict=True):
+        assert torch.equal(one, two)
+    assert not hooks_of(other)
+
+
+class Faulty(nn.Module):
+    """BatchNorm, Dropout, and a logarithm that fails in the given call."""
+
+    def __init__(self, fails):
+        super().__init__()
+        self.norm, self.drop, self.fc = nn.BatchNorm1d(3), nn.Dropout(0.5), nn.Linear(3, 3)
+        self.fails = fails
+
+    def forward(self, x, bad=False):
+        h = self.fc(self.drop(self.norm(x)))
+        if bad and self.fails == "forward":
+            h = h + torch.log(h * 0)
+        if bad and self.fails == "backward":
+            h = h + torch.sqrt(h * 0)
+        return h
+
+
+def run_bad(model, x, fails):
+    """The operations that were found to be at fault."""
+    try:
+        out = model(x, bad=True)
+        if fails == "backward":
+            out.sum().backward()
+    except hl.NonFiniteError as error:
+        return [error.fault.operation]
+    return []
+
+
+@pytest.mark.parametrize("fails", ["forward", "backward"])
+def test_after_a_fault_all_is_as_without_a_guard(fails):
+    x, seen = torch.randn(4, 3), []
+    for guard in (False, True):
+        torch.manual_seed(0)
+        model = Faulty(fails)
+        context = guarded(model).attach() if guard else None
+        torch.manual_seed(1)
+        model(x).sum().backward()
+        model.zero_grad()
+        faults = run_bad(model, x, fails)
+        assert faults == ([{"forward": "log", "backward": "sqrt"}[fails]] if guard else [])
+        if context is not None:
+            context.remove()
+        grads = [p.grad for p in model.parameters()]
+        assert all(module.training for module in model.modules())
+        seen.append([*model.state_dict().values(), torch.get_rng_state(), *grads])
+        assert not hooks_of(model)
+    for one, two in zip(*seen, strict=True):
+        assert (one is None and two is None) or torch.equal(one.nan_to_num(), two.nan_to_num())
+
+
+def test_nothing_is_kept_after_a_step_and_after_the_end():
+    model = nn.Linear(3, 3)
+    context = guarded(model).attach()
+    x = torch.randn(2, 3)
+    ref, out = weakref.ref(x), model(x)
+    graph = weakref.ref(out)
+    out.sum().backward()
+    del out, x
+    model(torch.randn(2, 3)).sum().backward()
+    assert graph() is None
+    context.remove()
+    del context
+    gc.collect()
+    assert ref() is None
+    assert not hooks_of(model)
+    assert not model.weight._backward_hooks
+
+
+def test_the_dropout_of_the_failing_step_is_repeated():
+    """The fault depends on the random numbers: only a rerun with the same ones has it."""
+
+    class Random(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.fc(x) + torch.log(
+                F.dropout(torch.ones(8), 0.003) + random.choice([0, 0, 0])
+            )
+
+    torch.manual_seed(3)
+    model = Random()
+    fault = fault_in(lambda: [model(torch.ones(8)) for _ in range(500)], model)
+    assert (fault.place, fault.remarks) == ("/log", [])
+    assert fault.step > 1
+
+
+# -- when it looks --------------------------------------------------------------------------------
+
+
+def test_the_step_is_told_and_the_error_comes_out_of_the_step_that_failed():
+    model = nn.Sequential(nn.Linear(3, 3), Doing(lambda x: x / (x.abs() > -1).all()))
+    done = []
+
+    def train():
+        for number in range(5):
+            if number == 3:
+                model[1].function = lambda x: x / 0
+            model(torch.ones(3)).sum().backward()
+            done.append(number)
+
+    context = guarded(model).attach()
+    with pytest.raises(hl.NonFiniteError) as found:
+        train()
+    context.remove()
+    assert (found.value.fault.step, found.value.fault.place) == (3, "1/div")
+    assert done == [0, 1, 2]
+
+
+def test_a_fault_of_a_backward_comes_out_of_backward_before_the_step_of_the_optimiser():
+    model = nn.Sequential(nn.Linear(3, 3), Doing(lambda x: (x * 0).sqrt()))
+    loss = []
+    with guarded(model):
+        loss.append(model(torch.ones(3)).sum())
+        with pytest.raises(hl.NonFiniteError):
+            loss[0].backward()
+
+
+def test_without_gradients_the_error_comes_out_of_the_call():
+    model = nn.Sequential(nn.Linear(3, 3), Doing(torch.log))
+    model[0].weight.data.zero_(), model[0].bias.data.zero_()
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode(), guarded(model), pytest.raises(hl.NonFiniteError, match="1/log"):
+            model(torch.ones(3))
+
+
+def test_several_calls_before_one_backward_are_told_apart():
+    model = nn.Sequential(nn.Linear(3, 3), Doing(lambda x, *_: x))
+    model[1].function = torch.abs
+    nn.init.zeros_(model[0].bias), nn.init.ones_(model[0].weight)
+
+    def run():
+        one = model(torch.ones(3))
+        model[1].function = torch.sqrt  # with which the first call would be finite, too
+        two = model(torch.zeros(3))
+        (one.sum() + two.sum()).backward()
+
+    fault = fault_in(run, model)
+    assert (fault.step, fault.place) == (1, "1/sqrt")
+
+
+def test_gradients_that_are_accumulated_are_checked_at_each_backward():
+    model = nn.Sequential(nn.Linear(3, 3, bias=False), Doing(torch.sqrt))
+    nn.init.ones_(model[0].weight)
+
+    def run():
+        for x in (torch.ones(3), torch.ones(3), torch.zeros(3)):
+            model(x).sum().backward()
+
+    assert fault_in(run, model).step == 2
+
+
+def test_autograd_grad_is_seen_and_gradients_of_inputs_too():
+    model = nn.Sequential(nn.Linear(3, 3, bias=False), Doing(torch.sqrt))
+    nn.init.ones_(model[0].weight)
+
+    def of_weights():
+        torch.autograd.grad(model(torch.zeros(3)).sum(), model[0].weight)
+
+    def of_inputs():
+        x = torch.zeros(3, requires_grad=True)
+        torch.autograd.grad(model(x).sum(), x)
+
+    assert fault_in(of_weights, model).place == "1/sqrt"
+    model.requires_grad_(False)
+    assert fault_in(of_inputs, model).place == "1/sqrt"
+
+
+def test_a_parameter_that_is_trained_only_later_is_seen():
+    model = nn.Sequential(nn.Linear(3, 3), Doing(lambda x: (x * 0).sqrt()))
+    model.requires_grad_(False)
+
+    def run():
+        model(torch.ones(3))
+        model.requires_grad_(True)
+        model(torch.ones(3)).sum().backward()
+
+    assert fault_in(run, model).place == "1/sqrt"
+
+
+def test_a_guard_without_a_call_says_so_and_can_be_entered_again():
+    model = nn.Linear(3, 3)
+    guard = guarded(model)
+    with pytest.raises(hl.NeverFired, match="was not called"), guard:
+        pass
+    with guard:
+        model(torch.ones(3))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointed_modules_are_looked_into(reentrant):
+    class Net(nn.Module):
+        def __init__(self, function):
+            super().__init__()
+            self.first, self.inner = (
+                nn.Linear(3, 3),
+                nn.Sequential(nn.Linear(3, 3), Doing(function)),
+            )
+
+        def forward(self, x):
+            return checkpoint(self.inner, self.first(x), use_reentrant=reentrant)
+
+    model = Net(torch.abs)
+    with guarded(model):
+        model(torch.ones(3)).sum().backward()
+    model = Net(lambda x: (x * 0).log())
+    assert fault_in(lambda: model(torch.ones(3)), model).place == "inner.1/log"
+    model = Net(lambda x: (x * 0).sqrt())
+    fault = fault_in(lambda: model(torch.ones(3)).sum().backward(), model)
+    assert (fault.path, fault.node) == ("inner.1", "SqrtBackward0")
+
+
+# -- where a call cannot be run again -------------------------------------------------------------
+
+
+def test_inputs_that_were_changed_in_place_are_noticed_and_modules_checked_from_then_on():
+    model = nn.Sequential(Doing(lambda x: x.add_(1)), nn.Linear(3, 3), Doing(lambda x: x / 0))
+    guard = guarded(model)
+    with pytest.raises(hl.NonFiniteError) as found, guard:
+        model(torch.ones(3))
+    fault = found.value.fault
+    assert fault.kind == "unknown"
+    assert "input input was changed in place" in fault.remarks[0]
+    assert guard.careful
+    with pytest.raises(hl.NonFiniteError) as found, guard:
+        model(torch.ones(3))
+    assert (found.value.fault.kind, found.value.fault.place) == ("module", "2")
+    assert [label for label, _ in found.value.fault.given] == ["0"]
+
+
+def test_an_attached_guard_checks_modules_after_a_call_that_it_could_not_repeat():
+    state = iter(range(100))  # no rerun is like the first run
+    model = nn.Sequential(
+        nn.Linear(3, 3), Doing(lambda x: x / 0 if next(state) in (0, 2) else x), nn.Linear(3, 3)
+    )
+    guard = guarded(model).attach()
+    with pytest.raises(hl.NonFiniteError) as found:
+        model(torch.ones(3))
+    assert found.value.fault.kind == "unknown"
+    assert "second run gave finite values" in str(found.value)
+    with pytest.raises(hl.NonFiniteError) as found:
+        model(torch.ones(3))
+    assert (found.value.fault.kind, found.value.fault.place) == ("module", "1")
+    guard.remove()
+    assert not hooks_of(model)
+
+
+def test_a_second_run_that_is_bad_elsewhere_is_told_so():
+    state = iter(range(100))
+
+    def changing(x):
+        x = x.clone()
+        x[next(state)] = math.nan
+        return x
+
+    model = nn.Sequential(nn.Identity(), Doing(changing))
+    fault = fault_in(lambda: model(torch.ones(30)), model)
+    assert fault.place == "1/setitem"
+    assert "bad at other places" in fault.remarks[0]
+
+
+def test_weights_that_were_stepped_since_are_noticed():
+    """A backward after the step: the call is not what it was."""
+    model = nn.Sequential(nn.Linear(3, 3), Doing(torch.sqrt))
+    nn.init.zeros_(model[0].weight), nn.init.zeros_(model[0].bias)
+
+    def run():
+        out = model(torch.ones(3))
+        model[0].bias.data += 0  # not seen by torch
+        with torch.no_grad():
+            model[0].bias.add_(1)
+        out.sum().backward()
+
+    fault = fault_in(run, model)
+    assert fault.kind == "unknown"
+    assert "optimiser" in fault.remarks[0]
+    assert "the gradient of '0.weight'" in [label for label, _ in fault.seen]
+
+
+def test_an_opaque_argument_is_doubted():
+    class Cache:
+        pass
+
+    model = Doing(lambda x, cache: x / 0)
+    fault = fault_in(lambda: model(torch.ones(3), Cache()), model)
+    assert "given a Cache" in fault.remarks[0]
+
+
+CAREFUL = {
+    "leaf": (lambda: nn.Sequential(nn.Linear(3, 3), Doing(torch.log)), torch.zeros(3), "1"),
+    "own forward": (
+        lambda: Doing(nn.Sequential(nn.Linear(3, 3), Doing(lambda x: x / 0), nn.Linear(3, 3))),
+        torch.ones(3), "function.1",
+    ),
+}  # fmt: skip
+
+
+class Between(nn.Module):
+    """Makes the bad number between two children."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.b(self.a(x) / 0)
+
+
+def test_where_modules_are_checked_the_innermost_producer_is_named():
+    for make, x, place in CAREFUL.values():
+        model = make()
+        if isinstance(model, nn.Sequential):
+            nn.init.zeros_(model[0].bias)
+        fault = fault_in(lambda: model(x), model, careful=True)  # noqa: B023
+        assert (fault.kind, fault.place) == ("module", place)
+    model = nn.Sequential(Between(), nn.ReLU())
+    fault = fault_in(lambda: model(torch.ones(3)), model, careful=True)
+    assert (fault.kind, fault.place) == ("module", "0")
+
+
+def test_where_modules_are_checked_bad_parameters_and_inputs_are_told_apart():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+    fault = fault_in(lambda: model(torch.full((3,), math.nan)), model, careful=True)
+    assert (fault.kind, fault.place) == ("input", ":inputs[input]")
+    model[2].bias.data[0] = math.nan
+    fault = fault_in(lambda: model(torch.ones(3)), model, careful=True)
+    assert (fault.kind, fault.place) == ("parameter", "2.bias")
+
+
+def test_where_modules_are_checked_a_backward_is_looked_into_as_it_runs():
+    model = nn.Sequential(nn.Linear(3, 3), Doing(lambda x: (x * 0).sqrt()), nn.Linear(3, 3))
+    fault = fault_in(lambda: model(torch.ones(3)).sum().backward(), model, careful=True)
+    assert (fault.backward, fault.path, fault.node) == (True, "1", "SqrtBackward0")
+
+
+# -- what is meant --------------------------------------------------------------------------------
+
+
+def test_an_output_that_is_infinite_on_purpose_is_looked_into_once(monkeypatch):
+    from hookline import guards
+
+    runs = []
+    real = guards.find_forward
+    monkeypatch.setattr(guards, "find_forward", lambda *a: runs.append(1) or real(*a))
+    model, allowed = Filled(), torch.tensor([True, True, False] * 2)
+    with guarded(model):
+        for _ in range(4):
+            model(torch.randn(2, 8), allowed)
+        assert len(runs) == 1
+        model(torch.randn(2, 8), ~allowed)  # infinite elsewhere: is that meant, too?
+        assert len(runs) == 2
+
+
+def test_an_output_that_was_infinite_on_purpose_is_accused_of_a_nan():
+    model, allowed = Filled(), torch.tensor([True, True, False] * 2)
+    with guarded(model):
+        model(torch.randn(2, 8), allowed)
+        with pytest.raises(hl.NonFiniteError) as found:
+            model(torch.full((2, 8), math.nan), allowed)
+    assert found.value.fault.kind == "input"
+
+
+def test_a_mask_among_the_inputs_is_meant_and_a_row_without_anything_is_a_fault():
+    model = Doing(lambda x, mask: (x + mask).softmax(-1))
+    fault = fault_in(
+        lambda: model(torch.ones(2, 2), torch.tensor([[-INF, -INF], [0.0, -INF]])), model
+    )
+    assert (fault.kind, fault.place) == ("operation", "/softmax")
+    assert "made them from what is meant" in str(fault)
+
+
+def test_infinite_inputs_that_are_no_mask_came_in_bad():
+    model = Doing(lambda x, mask: x + mask)
+    for mask in (torch.full((2, 2), -INF), torch.tensor([[-INF, 1.0]]), torch.tensor([0.0, INF])):
+        fault = fault_in(lambda: model(torch.ones(2, 2), mask), model)  # noqa: B023
+        assert (fault.kind, fault.place) == ("input", ":inputs[1]")
+
+
+@pytest.mark.parametrize(
+    ("function", "blamed"),
+    [
+        (lambda x: x.masked_fill(x > 0, -INF), None),
+        (lambda x: torch.where(x > 0, -INF, x), None),
+        (lambda x: F.pad(x, (1, 1), value=-INF), None),
+        (lambda x: torch.cat([x, torch.tensor([-INF])]).flip(0), None),
+        (lambda x: x.masked_fill(x > 0, -INF).logsumexp(-1, keepdim=True), None),
+        (lambda x: -x.masked_fill(x > 0, -INF), None),
+        (lambda x: x.masked_fill(x > 1, -INF) * 1e30 * 1e30, "/mul#1"),  # +inf is new
+        (lambda x: (x.masked_fill(x > 1, -INF) - 3e38) - 3e38, "/sub#1"),  # -inf at new places
+        (lambda x: x.masked_fill(x > 1, -INF).exp().log(), "/log"),
+        (lambda x: x.masked_fill(x > 0, math.nan), "/masked_fill"),
+        (lambda x: x.masked_fill(x > 1, -INF) * 0, "/mul"),
+    ],
+)
+def test_the_rule_for_infinities_that_are_meant(function, blamed):
+    model = Doing(function)
+    if blamed is None:
+        with guarded(model):
+            assert model(torch.tensor([1.0, 2.0])).isinf().any()
+    else:
+        assert fault_in(lambda: model(torch.tensor([1.0, 2.0])), model).place == blamed
+
+
+@pytest.mark.parametrize("ignore", ["1", "1/log", ["0", nn.Identity, "1/*"], ""])
+def test_ignored_places_are_not_accused(ignore):
+    model = nn.Sequential(nn.Linear(3, 3), Doing(lambda x: (x * 0).log()), nn.Identity())
+    with guarded(model, ignore=ignore):
+        model(torch.ones(3))
+
+
+def test_ignored_inputs_parameters_and_backwards_are_not_accused():
+    model = Doing(lambda x, extra: x + extra)
+    with guarded(model, ignore=":inputs[1]"):
+        model(torch.ones(3), torch.full((3,), math.nan))
+    linear = nn.Linear(3, 3)
+    linear.bias.data[0] = math.nan
+    with guarded(linear, ignore="bias"):
+        linear(torch.ones(3))
+    model = nn.Sequential(nn.Linear(3, 3), Doing(lambda x: (x * 0).sqrt()))
+    for place in ("1", "1/sqrt"):
+        with guarded(model, ignore=place):
+            model(torch.ones(3)).sum().backward()
+    with guarded(model, ignore="0"), pytest.raises(hl.NonFiniteError):
+        model(torch.ones(3)).sum().backward()
+
+
+def test_a_place_that_cannot_be_ignored_is_refused_on_entering():
+    model = nn.Sequential(nn.Linear(3, 3))
+    with pytest.raises(hl.PlaceError, match="grad_output"):
+        guarded(model, ignore="0:grad_output").attach()
+    with pytest.raises(hl.PlaceNotFound):
+        guarded(model, ignore="7").attach()
+    assert not hooks_of(model)
+
+
+# -- mixed precision, wrappers --------------------------------------------------------------------
+
+
+def test_gradients_that_only_the_scale_makes_infinite_are_left_to_the_scaler():
+    model = nn.Sequential(nn.Linear(3, 3), Doing(lambda x: (x.half() * 2).float()))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    guard = guarded(model, scaler=scaler)
+    scales = []
+    with guard:
+        for _ in range(4):
+            optimizer.zero_grad()
+            scaler.scale(model(torch.ones(3)).sum() * 4).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            scales.append(scaler.get_scale())
+    assert scales[0] < 2**16
+    assert guard.skipped >= 1
+    fault = fault_in(lambda: (model(torch.ones(3)).sum() * 2.0**18).backward(), model)
+    assert fault.place == "1/float"  # whose backward makes float16 of it
+
+
+def test_gradients_that_are_bad_without_the_scale_too_are_accused():
+    model = nn.Sequential(nn.Linear(3, 3), Doing(lambda x: (x * 0).sqrt()))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+    fault = fault_in(
+        lambda: scaler.scale(model(torch.ones(3)).sum()).backward(), model, scaler=scaler
+    )
+    assert fault.place == "1/sqrt"
+
+
+def test_autocast_is_as_it_was_when_a_call_is_run_again_in_a_backward():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(3, 3)
+
+        def forward(self, x):
+            return (self.fc(x) * 0).sqrt()
+
+    model = Net()
+
+    def run():
+        with torch.autocast("cpu", torch.bfloat16):
+            out = model(torch.ones(3))
+        out.sum().backward()
+
+    fault = fault_in(run, model)
+    assert fault.place == "/sqrt"
+    assert "bfloat16" in fault.values[0][1].kind
+
+
+def test_a_compiled_model_runs_eagerly_inside_and_its_producer_is_named():
+    model = nn.Sequential(nn.Linear(3, 3), Doing(lambda x: x / 0))
+    compiled = torch.compile(model, backend="eager")
+    assert fault_in(lambda: compiled(torch.ones(3)), compiled).place == "1/div"
+
+
+def test_an_error_of_the_model_itself_is_not_touched():
+    model = nn.Sequential(nn.Linear(3, 3), Doing(lambda x: 1 / 0))
+    with pytest.raises(ZeroDivisionError), guarded(model):
+        model(torch.ones(3))
+    assert not hooks_of(model)
+    model[1].function = torch.abs
+    with guarded(model):
+        model(torch.ones(3)).sum().backward()
+
+
+def test_a_model_in_ddp_is_run_again_without_the_other_ranks(tmp_path):
+    from torch import distributed
+    from torch.nn.parallel import DistributedDataParallel
+
+    distributed.init_process_group("gloo", f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    try:
+        model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), Doing(torch.abs))
+        spread = DistributedDataParallel(model)
+        with guarded(spread):
+            spread(torch.randn(4, 3)).sum().backward()
+        model[2].function = lambda x: (x * 0).sqrt()
+        fault = fault_in(lambda: spread(torch.randn(4, 3)).sum().backward(), spread)
+        assert fault.place == "2/sqrt"
+        model[2].function = lambda x: x / 0
+        assert fault_in(lambda: spread(torch.randn(4, 3)), spread).place == "2/div"
+    finally:
+        distributed.destroy_process_group()
+
+
+def test_where_a_device_must_be_waited_for_a_step_is_checked_once(monkeypatch):
+    """As on a GPU: after the backward, at the next call, or at the end."""
+    from hookline import guards
+
+    monkeypatch.setattr(guards, "_must_be_waited_for", lambda probes: True)
+    model = nn.Sequential(nn.Linear(3, 3), Doing(lambda x: x / 0))
+    with guarded(model):
+        out = model(torch.ones(3))
+        with pytest.raises(hl.NonFiniteError, match="1/div"):
+            out.sum().backward()
+    with guarded(model):
+        model(torch.ones(3))
+        with pytest.raises(hl.NonFiniteError, match="1/div"):
+            model(torch.ones(3))
+    with pytest.raises(hl.NonFiniteError, match="1/div"), guarded(model):
+        model(torch.ones(3))
+    with torch.no_grad(), guarded(model), pytest.raises(hl.NonFiniteError, match="1/div"):
+        model(torch.ones(3))
+
+
+def test_many_calls_may_stand_before_one_backward():
+    model = nn.Sequential(nn.Linear(3, 3, bias=False), Doing(torch.sqrt))
+    nn.init.ones_(model[0].weight)
+
+    def run():
+        inputs = [torch.full((3,), float(n != 2)) for n in range(40)]
+        sum(model(x).sum() for x in inputs).backward()
+
+    fault = fault_in(run, model)
+    assert (fault.step, fault.place) == (2, "1/sqrt")
+
+
+def test_a_call_that_feeds_another_is_not_taken_for_the_loss():
+    """What flows into the first call is bad, but it was made in the second."""
+    cell = nn.Sequential(nn.Linear(3, 3), Doing(torch.abs))
+    nn.init.zeros_(cell[0].bias)
+
+    def run():
+        first = cell(torch.ones(3))
+        cell[1].function = torch.sqrt
+        cell(first * 0).sum().backward()
+
+    fault = fault_in(run, cell)
+    assert (fault.step, fault.place) == (1, "1/sqrt")
+
+
+def test_calls_without_a_backward_are_not_kept():
+    model = nn.Linear(3, 3)
+    guard = guarded(model).attach()
+    kept = [model(torch.ones(3)) for _ in range(5)]
+    assert len(guard._calls) == 5
+    del kept[2:]
+    assert len(guard._calls) == 2
+    guard.remove()
+
+
+def test_a_lazy_model_is_guarded():
+    model = nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d(), Doing(torch.abs))
+
+    def run():
+        model(torch.randn(4, 2)).sum().backward()
+        model[2].function = lambda x: (x * 0).sqrt()
+        model(torch.randn(4, 2)).sum().backward()
+
+    assert fault_in(run, model).place == "2/sqrt"
+
+
+def test_a_second_run_that_fails_is_a_doubt_and_not_the_error():
+    numbers = iter([1.0])
+    model = nn.Sequential(nn.Linear(3, 3), Doing(lambda x: x * next(numbers) / 0))
+    fault = fault_in(lambda: model(torch.ones(3)), model)
+    assert fault.kind == "unknown"
+    assert "the second run raised StopIteration" in fault.remarks[0]
+
+
+def test_a_guard_at_a_part_of_a_model_speaks_of_that_part():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), Doing(torch.log)))
+    model[1][0].weight.data.zero_(), model[1][0].bias.data.zero_()
+    assert fault_in(lambda: model(torch.ones(3)), model[1]).place == "1/log"
+
+
+def test_the_message_has_place_numbers_arguments_line_and_what_to_do():
+    model = nn.Sequential(nn.Linear(2, 2), Doing(lambda x: torch.zeros(2) / torch.zeros(2)))
+    with pytest.raises(hl.NonFiniteError) as found, guarded(model):
+        model(torch.ones(2))
+    error = found.value
+    hint = (
+        "Where the divisor is 0: add a small number to it, or clamp it. "
+        "If it is meant so: guard(model, ignore='1/div')."
+    )
+    assert isinstance(error, (hl.HooklineError, ArithmeticError))
+    assert str(error).splitlines() == [
+        "guard found numbers that are not finite in step 0, the model's output: 2 NaN of 2.",
+        "'1/div': 'div' in '1' (Doing) made them from finite inputs:",
+        "  made         (2,) float32: 2 NaN of 2, first at [0]; nothing finite",
+        "  given input  (2,) float32: all 0",
+        "  given other  (2,) float32: all 0",
+        f"  line         {error.fault.source}",
+        hint,
+    ]
+    assert error.fault.source.startswith("test_guards.py:")
+    assert "torch.zeros(2) / torch.zeros(2)" in error.fault.source
+
+
+def test_the_part_of_a_nested_output_is_told():
+    model = Doing(lambda x: {"good": x, "bad": [x, x.log()]})
+    fault = fault_in(lambda: model(torch.zeros(3)), model)
+    assert fault.seen[0][0] == "the model's output[bad][1]"
+    assert (fault.seen[0][1].negative, fault.seen[0][1].first) == (3, (0,))

@@ -1,0 +1,354 @@
+"""What a guard writes can be run again, without pickle, and is read without trust."""
+
+import json
+import math
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch.nn import functional as F
+
+import hookline as hl
+from hookline.guard_dumps import Speller, constructor_of, function_named, name_of, read_value
+
+INF = math.inf
+
+
+class Doing(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+def dumped(model, x, folder, backward=False, **options):
+    """The fault of a guarded step, whose dump is in a folder."""
+
+    def step():
+        out = model(x)
+        if backward:
+            (out[0] if isinstance(out, tuple) else out).sum().backward()
+
+    with hl.guard(model, to=folder, **options), pytest.raises(hl.NonFiniteError) as found:
+        step()
+    return found.value.fault
+
+
+FORWARD = {
+    "log": lambda x: torch.log(x),
+    "division": lambda x: x / torch.zeros(4),
+    "method with a keyword": lambda x: x.softmax(dim=-1).log().div(other=torch.zeros(4)),
+    "in place": lambda x: (x + 1).div_(torch.zeros(4)),
+    "set item": lambda x: nan_at(x),
+    "masked softmax": lambda x: x.masked_fill(x == x, -INF).softmax(-1, dtype=torch.float64),
+    "functional": lambda x: F.layer_norm(x, (4,), eps=0.0),
+    "cross entropy": lambda x: F.cross_entropy(x, torch.tensor([-100, -100])),
+    "random numbers": lambda x: F.dropout(torch.ones(2, 4), 0.5).log(),
+    "random operation": lambda x: F.dropout(torch.full((2, 4), 3e38), 0.5),
+    "index": lambda x: x[:0].mean(),
+    "complex": lambda x: torch.complex(x, x) / 0,
+}
+
+
+def nan_at(x):
+    x = x.clone()
+    x[..., 1:3] = math.nan
+    return x
+
+
+@pytest.mark.parametrize("case", FORWARD)
+def test_an_operation_is_run_again_bit_for_bit_without_the_model(case, tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.ReLU(), Doing(FORWARD[case]))
+    fault = dumped(model, torch.zeros(2, 4), tmp_path)
+    assert fault.folder.parent == tmp_path
+    assert sorted(file.name for file in fault.folder.iterdir()) == [
+        "guard.json", "guard.safetensors",
+    ]  # fmt: skip
+    before = torch.get_rng_state()
+    replayed = hl.replay(fault.folder)
+    assert torch.equal(before, torch.get_rng_state())
+    assert (replayed.reproduced, replayed.exact) == (True, True)
+    assert replayed.place == fault.place
+    again = hl.replay(fault.folder, model)
+    assert again.reproduced
+    assert "the module '1' (Doing)" in repr(again)
+
+
+BACKWARD = {
+    "sqrt": lambda x: (x * 0).sqrt(),
+    "power": lambda x: (x * 0) ** 0.5,
+    "masked division": lambda x: torch.where(x > 9, 1 / (x * 0), torch.zeros_like(x)),
+    "functional": lambda x: F.layer_norm((x * 0).sqrt(), (4,)),
+    "in place": lambda x: (x * 0).sqrt_(),
+}
+
+
+@pytest.mark.parametrize("case", BACKWARD)
+def test_the_backward_of_an_operation_is_run_again_without_the_model(case, tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), Doing(BACKWARD[case]), nn.Linear(4, 4))
+    fault = dumped(model, torch.ones(2, 4), tmp_path, backward=True)
+    replayed = hl.replay(fault.folder)
+    assert (replayed.backward, replayed.reproduced) == (True, True)
+    assert any(not g.isfinite().all() for g in replayed.gradients.values())
+    grads = [p.grad for p in model.parameters()]
+    again = hl.replay(fault.folder, model)
+    assert again.reproduced
+    assert all(p.grad is grad for p, grad in zip(model.parameters(), grads, strict=True))
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.Linear(4, 4), nn.Linear(4, 4, bias=False), nn.Conv1d(2, 3, 1, padding=1, stride=2),
+        nn.BatchNorm1d(4), nn.LayerNorm(4), nn.Sequential(nn.Linear(4, 4)), nn.Embedding(3, 4),
+        nn.Softmax(dim=-1), nn.Dropout(0.2), nn.GroupNorm(2, 4),
+        nn.MultiheadAttention(4, 2, batch_first=True), nn.LSTM(4, 3, num_layers=2),
+        nn.CosineSimilarity(), nn.AvgPool2d((2, 3)), Doing(torch.log),
+    ],
+    ids=lambda layer: type(layer).__name__,
+)  # fmt: skip
+def test_modules_of_torch_are_described_by_their_constructor_or_not_at_all(layer):
+    spelled = constructor_of(layer, Speller())
+    if isinstance(layer, (nn.Sequential, Doing)):
+        assert spelled is None
+        return
+    assert spelled is not None
+    made = type(layer)(**{name: read_value(value, {}) for name, value in spelled.items()})
+    assert repr(made) == repr(layer)
+    assert made.state_dict().keys() == layer.state_dict().keys()
+
+
+def test_what_a_module_makes_is_replayed_with_the_state_that_it_had(tmp_path):
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    nn.init.constant_(model[1].weight, 3e38)
+    x = torch.randn(8, 4) * 10
+    fault = dumped(model, x, tmp_path)
+    assert fault.path == "1"
+    first = hl.replay(fault.folder)
+    for parameter in model.parameters():
+        nn.init.zeros_(parameter)  # as training would
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    again = hl.replay(fault.folder, model)
+    assert first.reproduced
+    assert again.reproduced
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, state[name])
+
+
+def test_a_module_without_operations_is_rebuilt_or_asked_for(tmp_path):
+    class Strange(nn.Module):
+        """Its numbers come from outside torch."""
+
+        def forward(self, x):
+            made = x.detach().numpy().copy()
+            made[0] = math.nan
+            return torch.from_numpy(made)
+
+    model = nn.Sequential(nn.Identity(), Strange())
+    fault = dumped(model, torch.ones(3), tmp_path)
+    assert (fault.kind, fault.place) == ("module", "1")
+    with pytest.raises(hl.ReplayError, match=r"Give the model: hookline\.replay"):
+        hl.replay(fault.folder)
+    assert hl.replay(fault.folder, model).reproduced
+
+
+def test_where_every_module_is_checked_the_module_is_written(tmp_path):
+    model = nn.Sequential(nn.ReLU(), nn.LayerNorm(4, eps=0.0), nn.Identity())
+    fault = dumped(model, torch.ones(2, 4), tmp_path, careful=True)
+    assert (fault.kind, fault.place) == ("module", "1")
+    replayed = hl.replay(fault.folder)
+    assert (replayed.reproduced, replayed.exact) == (True, True)
+    assert "the module '1' (LayerNorm)" in repr(replayed)
+
+
+def test_the_files_are_plain_and_hold_no_code(tmp_path):
+    model = nn.Sequential(nn.Linear(4, 4), Doing(lambda x: x.log()))
+    nn.init.zeros_(model[0].weight), nn.init.zeros_(model[0].bias)
+    fault = dumped(model, torch.ones(2, 4), tmp_path)
+    content = json.loads((fault.folder / "guard.json").read_text())
+    tensors = load_file(fault.folder / "guard.safetensors")
+    assert content["operation"]["function"] == "torch.Tensor.log"
+    assert content["fault"]["place"] == "1/log"
+    assert content["fault"]["values"][0][1]["negative"] == 8
+    name = content["operation"]["args"][0]["tensor"]
+    assert torch.equal(tensors[name], torch.zeros(2, 4))
+    assert content["module"]["path"] == "1"
+
+
+def test_dumps_do_not_overwrite_one_another_and_none_is_written_if_told_so(tmp_path):
+    model = Doing(torch.log)
+    one, two = (dumped(model, torch.zeros(3), tmp_path) for _ in range(2))
+    assert one.folder != two.folder
+    assert dumped(model, torch.zeros(3), None).folder is None
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_dump_that_cannot_be_written_does_not_hide_the_fault(tmp_path):
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    fault = dumped(Doing(torch.log), torch.zeros(3), blocked)
+    assert fault.place == "/log"
+    assert fault.folder is None
+    assert "could not be written" in fault.remarks[-1]
+
+
+def test_half_precision_and_autocast_are_replayed(tmp_path):
+    model = nn.Sequential(nn.Linear(4, 4))
+    nn.init.constant_(model[0].weight, 3e38)
+
+    def run():
+        with torch.autocast("cpu", torch.bfloat16):
+            model(torch.full((2, 4), 1e3))
+
+    with hl.guard(model, to=tmp_path), pytest.raises(hl.NonFiniteError) as found:
+        run()
+    again = hl.replay(found.value.fault.folder)
+    assert (again.reproduced, again.exact) == (True, True)
+    assert again.output.dtype == torch.bfloat16
+
+
+# -- what is read is not trusted ------------------------------------------------------------------
+
+
+@pytest.fixture
+def written(tmp_path):
+    fault = dumped(nn.Sequential(nn.ReLU(), Doing(torch.log)), -torch.ones(2, 4), tmp_path)
+    return fault.folder
+
+
+def rewritten(folder, change):
+    path = folder / "guard.json"
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+HOSTILE = {
+    "no fault": lambda c: c.pop("fault"),
+    "fault of another kind": lambda c: c.update(fault=3),
+    "no settings": lambda c: c.pop("autocast"),
+    "strange settings": lambda c: c.update(autocast=[["cpu", True, "load"]]),
+    "no function": lambda c: c["operation"].update(function="os.system"),
+    "a function that reads files": lambda c: c["operation"].update(function="torch.load"),
+    "a function of a list": lambda c: c["operation"].update(function=["torch.log"]),
+    "no tensor": lambda c: c["operation"].update(args=[{"tensor": "77"}]),
+    "arguments of no kind": lambda c: c["operation"].update(args={"tuple": []}),
+    "unknown value": lambda c: c["operation"].update(args=[{"pickle": "gA=="}]),
+    "too many arguments": lambda c: c["operation"].update(args=c["operation"]["args"] * 9),
+    "no random state": lambda c: c["operation"].update(random=None),
+    "short random state": lambda c: c["operation"].update(random=c["operation"]["args"][0]),
+    "deep": lambda c: c["operation"].update(args=json.loads("[" * 60 + "]" * 60)),
+    "outputs of no kind": lambda c: c.update(output=5),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_hostile_file_is_refused(case, written):
+    rewritten(written, HOSTILE[case])
+    state = torch.get_rng_state()
+    with pytest.raises(hl.ReplayError):
+        hl.replay(written)
+    assert torch.equal(state, torch.get_rng_state())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda c: c["module"].update(inputs=3),
+        lambda c: c["module"].update(path="nowhere"),
+        lambda c: c["module"].update(path=3),
+        lambda c: c["module"].update({"class": "os.path"}),
+        lambda c: c["module"].update(state={"weight": {"tensor": "0"}}),
+        lambda c: c["module"].update(state=[1]),
+        lambda c: c["module"].update(training=3),
+        lambda c: c.update(module=None),
+    ],
+)
+def test_a_hostile_module_is_refused(change, written):
+    rewritten(written, change)
+    model = nn.Sequential(nn.Linear(4, 4), Doing(torch.log))
+    modes = [module.training for module in model.modules()]
+    with pytest.raises(hl.ReplayError):
+        hl.replay(written, model)
+    assert modes == [module.training for module in model.modules()]
+
+
+def test_a_class_of_the_file_is_never_imported(written, tmp_path, monkeypatch):
+    (tmp_path / "evil_module.py").write_text("raise SystemExit('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def change(content):
+        content["operation"] = None
+        content["module"].update({"class": "evil_module.Linear", "constructor": {}})
+
+    rewritten(written, change)
+    with pytest.raises(hl.ReplayError):
+        hl.replay(written)
+    assert "evil_module" not in sys.modules
+
+
+def test_missing_and_truncated_files_are_told_apart(written, tmp_path):
+    with pytest.raises(hl.ReplayError, match=r"no file guard\.json"):
+        hl.replay(tmp_path / "nothing")
+    copy = tmp_path / "copy"
+    shutil.copytree(written, copy)
+    file = copy / "guard.safetensors"
+    file.write_bytes(file.read_bytes()[:-8])
+    with pytest.raises(hl.ReplayError, match="not the file that was written"):
+        hl.replay(copy)
+    file.unlink()
+    with pytest.raises(hl.ReplayError, match="missing"):
+        hl.replay(copy)
+
+
+def test_another_model_is_refused(written):
+    with pytest.raises(hl.ReplayError, match="no module '1'"):
+        hl.replay(written, nn.Sequential(nn.Linear(4, 4)))
+    with pytest.raises(hl.ReplayError, match="is a ReLU in this model"):
+        hl.replay(written, nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None, True, 3, "text", 2.5, INF, -INF, 1 + 2j, ..., slice(1, None, 2), [1, (2, 3)],
+        {"a": {1: [None]}}, torch.float16, torch.channels_last, (), [],
+    ],
+)  # fmt: skip
+def test_arguments_are_spelled_and_read_back(value):
+    speller = Speller()
+    spelled = json.loads(json.dumps(speller.value(value), allow_nan=False))
+    assert read_value(spelled, speller.tensors) == value
+
+
+def test_what_cannot_be_spelled_is_named():
+    for value, name in (
+        (object(), "object"),
+        ({1, 2}, "set"),
+        (torch.zeros(2).to_sparse(), "sparse"),
+    ):
+        with pytest.raises(TypeError, match=name):
+            Speller().value(value)
+
+
+def test_only_functions_of_torch_are_found_by_name():
+    for function in (torch.log, torch.Tensor.div, F.softmax, torch.Tensor.__getitem__):
+        assert function_named(name_of(function)) is function
+    for name in (
+        "torch.load",
+        "torch.save",
+        "torch.from_file",
+        "os.system",
+        "torch.Tensor.map_",
+        3,
+    ):
+        assert function_named(name) is None
+    assert name_of(Path) is None
