@@ -10,7 +10,15 @@ import { FONT, colour, stretch, surface, theme } from "./surface.js";
 export function curve(series, { title, tall = 190, alt }) {
   const readout = h("span", { class: "readout" });
   const box = h("div", { class: "curve", role: "img", "aria-label": alt });
-  const head = h("div", { class: "curve-head" }, title, readout);
+  let logged = false;
+  const positive = () => series.values.every((value) => !Number.isFinite(value) || value > 0);
+  const toggle = h("button", { type: "button", class: "chip", "aria-pressed": "false", title: "A log scale", hidden: !positive() }, "log");
+  toggle.addEventListener("click", () => {
+    logged = !logged;
+    toggle.setAttribute("aria-pressed", String(logged));
+    draw();
+  });
+  const head = h("div", { class: "curve-head" }, title, toggle, readout);
   let plot = null;
   const tell = (n) => {
     const at = n ?? series.steps.length - 1;
@@ -27,7 +35,7 @@ export function curve(series, { title, tall = 190, alt }) {
       {
         width: box.clientWidth,
         height: tall,
-        scales: { x: { time: false } },
+        scales: { x: { time: false }, y: { distr: logged && positive() ? 3 : 1 } },
         legend: { show: false },
         cursor: { points: { size: 7 }, drag: { x: true, y: false } },
         padding: [8, 10, 0, 0],
@@ -47,7 +55,9 @@ export function curve(series, { title, tall = 190, alt }) {
   const whole = h("div", {}, head, box);
   whole.update = (next) => {
     series = next;
-    plot?.setData(data());
+    toggle.hidden = !positive();
+    if (logged && !positive()) draw();
+    else plot?.setData(data());
     tell(null);
   };
   return whole;

@@ -41,7 +41,7 @@ _FINDINGS = 200
 
 def page_of_run(run: Run, model: nn.Module | None = None, budget: int = 12_000_000) -> Page:
     """The page of a run, as it is now."""
-    rows, names = len(run.rows()), 9
+    rows, names = len(run.rows()), len(run.head.statistics)
     most = int(min(600, max(60, 3 * budget / (8 * max(rows, 1) * names))))
     histograms = int(min(48, max(4, budget / (256 * max(rows, 1)))))
     return RunPage(run, model, most=most, histograms=histograms).page()
