@@ -13,10 +13,11 @@ ORIGINALS.test := torch-tuner
 
 # Two test processes with one torch thread each are faster than one process with two.
 WORKERS ?= 2
+NPM_CI  := npm ci --silent --no-audit --no-fund --fetch-retries 0 --fetch-timeout 20000
 PYTEST  := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all check bench docs clean
+.PHONY: help demo test test-all check bench docs frontend frontend-check clean
 .NOTPARALLEL:
 
 help: ## list the targets
@@ -26,11 +27,11 @@ demo: $(VENV)/.has-demo ## train a small CNN, look inside it, change it, put it 
 	@echo "==> running hookline/demo.py"
 	@$(BIN)/python -m hookline.demo
 
-test: $(VENV)/.has-test $(VENV)/.has-chromium ## run the tests, doctests and documentation examples
+test: $(VENV)/.has-test $(VENV)/.has-chromium frontend-check ## run the tests, doctests and documentation examples
 	@echo "==> running the tests"
 	@$(PYTEST) -m "not slow"
 
-test-all: $(VENV)/.has-test $(VENV)/.has-chromium $(VENV)/.has-weights ## the same with the slow tests and every optional library
+test-all: $(VENV)/.has-test $(VENV)/.has-chromium $(VENV)/.has-weights frontend-check ## the same with the slow tests and every optional library
 	@echo "==> running all tests"
 	@$(PYTEST)
 
@@ -51,9 +52,25 @@ docs: $(VENV)/.has-docs ## build the documentation into site/
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "site/index.html"
 
+frontend: ## build the page's script and style from frontend/src, and test them
+	@echo "==> building hookline/pages/page.js and page.css"
+	@cd frontend && $(NPM_CI) && npm run --silent build && npm test --silent
+
+# Without npm, or without its registry, tests/test_frontend.py still compares digests.
+frontend-check:
+	@if ! command -v npm > /dev/null; then \
+	  echo "there is no npm: the bundle of the page is not built again"; \
+	elif ! (cd frontend && { test node_modules/.package-lock.json -nt package-lock.json || $(NPM_CI); }) > /dev/null 2>&1; then \
+	  echo "npm's registry is out of reach: the bundle of the page is not built again"; \
+	else \
+	  echo "==> building the bundle of the page again, to compare"; \
+	  cd frontend && npm run --silent check && \
+	  said=$$(npm test --silent 2>&1) || { echo "$$said"; exit 1; }; \
+	fi
+
 clean: ## delete .venv, caches and everything that was built
 	@echo "==> deleting $(VENV), site/, dist/ and caches"
-	@rm -rf $(VENV) site dist .pytest_cache .ruff_cache .hypothesis
+	@rm -rf $(VENV) frontend/node_modules site dist .pytest_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:

@@ -16,6 +16,7 @@ Every value inside a model has an address, its place (`"layer1.0.conv2"`, `"fc:i
 - `preserve`, `replace_module`, `get_module`, `get_parameter`: parameters and modules
 - `attention`: the attention patterns of models that never compute them
 - `Store`: values on disk, as safetensors: `Store.create` writes, `Store.open` reads
+- `report`: a record, a store, a run or a model as one HTML page
 - `guard`: stop at the first producer of a NaN or an infinity; `replay` runs what it wrote again
 - `watch`: statistics of a model while it is trained, and what is wrong with it: `Finding`; `Run`
   reads what it has written
@@ -35,7 +36,9 @@ from hookline.attention_patterns import (
 from hookline.comparison import (
     compare,
 )
-from hookline.core.captures import capture
+from hookline.core.captures import (
+    capture,
+)
 from hookline.core.changes import (
     Chain,
     Change,
@@ -60,7 +63,9 @@ from hookline.core.places import (
     Place,
     select,
 )
-from hookline.core.records import Record
+from hookline.core.records import (
+    Record,
+)
 from hookline.core.slices import (
     heads,
     last_token,
@@ -92,6 +97,7 @@ from hookline.errors import (
     RecipeError,
     RecordError,
     ReplayError,
+    ReportError,
     RunError,
     SeveralCalls,
     SeveralTensors,
@@ -157,6 +163,10 @@ from hookline.watching import (
     Measured,
     watch,
 )
+from typing import (
+    Any,
+    TYPE_CHECKING,
+)
 
 __all__ = [
     "BatchError",
@@ -191,6 +201,7 @@ __all__ = [
     "Record",
     "RecordError",
     "ReplayError",
+    "ReportError",
     "Run",
     "RunError",
     "SeveralCalls",
@@ -229,6 +240,7 @@ __all__ = [
     "replace",
     "replace_module",
     "replay",
+    "report",
     "save_record",
     "scale",
     "select",

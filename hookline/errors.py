@@ -20,7 +20,8 @@
     ├── MissingExtra (ImportError)         an optional library is not installed
     ├── RunError (ValueError)              a run directory cannot be written or read as asked
     ├── NonFiniteError (ArithmeticError)   guard found a NaN or an infinity
-    └── ReplayError (ValueError)           what a guard has written cannot be run again
+    ├── ReplayError (ValueError)           what a guard has written cannot be run again
+    └── ReportError (ValueError)           a page cannot be made or served as asked
 
     HooklineWarning (UserWarning)
 
@@ -51,6 +52,7 @@ __all__ = [
     "RecipeError",
     "RecordError",
     "ReplayError",
+    "ReportError",
     "RunError",
     "SeveralCalls",
     "SeveralTensors",
@@ -168,6 +170,10 @@ class NonFiniteError(HooklineError, ArithmeticError):
 
 class ReplayError(HooklineError, ValueError):
     """What a guard has written cannot be read, or cannot be run again as asked."""
+
+
+class ReportError(HooklineError, ValueError):
+    """A page cannot be made of that, or a folder cannot be served."""
 
 
 class HooklineWarning(UserWarning):

@@ -1,0 +1,110 @@
+"""A page of a model: its parameters and costs, and with a batch what happened in one run of it.
+
+- `page_of_model(model, batch, loss, …)`: the page
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hookline.core.captures import capture
+from hookline.core.places import Place
+from hookline.core.records import Record
+from hookline.core.tree import join, tensors_of, walk
+from hookline.costs import summarize
+from hookline.errors import HooklineError
+from hookline.pages.chunks import Chunk, Page
+from hookline.pages.outlines import Outline
+from hookline.pages.portraits import portray_value
+from hookline.pages.record_pages import (
+    BUDGET,
+    facts_of,
+    gather,
+    mark_called,
+    never_called,
+    share,
+)
+from hookline.pages.remarks import remark
+from hookline.trial_runs import copied, run, trial
+
+__all__ = ["page_of_model"]
+
+Loss = Callable[[Any], Tensor]
+
+
+def page_of_model(
+    model: nn.Module, batch: Any = None, loss: Loss | None = None, budget: int = BUDGET
+) -> Page:
+    """The page of a model; with a batch, of one run of it, and with a loss, of its gradients."""
+    if batch is not None and any(nn.parameter.is_lazy(p) for p in model.parameters()):
+        model = copy.deepcopy(model)  # a run would give them their shapes
+        with trial(model):
+            run(model, copied(batch))
+    summary = summarize(model, batch)
+    outline = Outline(summary)
+    chunks: dict[str, Callable[[], Chunk]] = {}
+    notes: list[str] = []
+    tensors = [(path, pair) for path, module in walk(model) for pair in tensors_of(module)]
+    ran = (batch is not None) + (loss is not None)
+    most = share(budget, len(tensors) + ran * len(outline.modules))
+    if batch is not None:
+        _add_run(outline, chunks, _observe(model, batch, loss, most), most, notes)
+    for path, (name, tensor) in tensors:
+        place = Place(join(path, name), "value")
+        if nn.parameter.is_lazy(tensor):
+            outline.entry(place, note="It has no shape before the first run.", count=0, chunk="")
+        else:
+            gather(outline, chunks, place, [tensor], most, notes, weight=True)
+    return Page(
+        {
+            "kind": "model",
+            "title": summary.model,
+            "subtitle": "parameters only"
+            if batch is None
+            else "one run" + " with gradients" * bool(loss),
+            "item": "call",
+            "facts": facts_of(summary),
+            "notes": notes,
+            "findings": remark(outline),
+            **outline.to_json(),
+        },
+        chunks,
+    )
+
+
+def _observe(model: nn.Module, batch: Any, loss: Loss | None, most: int) -> Record:
+    """One run of a model that leaves no trace; portraits are kept instead of values."""
+    where = ["", "**"] if any(True for _ in model.children()) else [""]
+    if loss is not None:
+        where += [f"{place}:grad_output" for place in where]
+    watched = capture(model, *where, transform=partial(portray_value, most=most), detach=True)
+    with trial(model), torch.set_grad_enabled(loss is not None), watched as record:
+        result = run(model, copied(batch))
+        if loss is not None:
+            # Not backward(): the gradients of the parameters are the user's.
+            leaves = [p for p in model.parameters() if p.requires_grad]
+            torch.autograd.grad(loss(result), leaves, allow_unused=True)
+    return record
+
+
+def _add_run(
+    outline: Outline,
+    chunks: dict[str, Callable[[], Chunk]],
+    record: Record,
+    most: int,
+    notes: list[str],
+) -> None:
+    for place in record.places():
+        try:
+            gather(outline, chunks, place, record.calls(place), most, notes)
+        except HooklineError as error:
+            outline.entry(place, note=str(error), count=0, chunk="")
+    for place, reason in record.unfired().items():
+        never_called(outline, place, reason)
+    mark_called(outline, record.places())

@@ -1,0 +1,197 @@
+"""A page of a record: each place with its calls, gradients beside the values that they belong to.
+
+- `page_of_record(record, model, …)`: the page
+- `gather(…)`: the entries of a place, from the values of its calls
+- `items_chunk(portraits, labels)`: what is read when an entry is shown
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from hookline.core.places import Place
+from hookline.core.records import Record
+from hookline.core.tables import show_bytes
+from hookline.costs import summarize
+from hookline.errors import HooklineError
+from hookline.pages.chunks import Chunk, Page
+from hookline.pages.outlines import Outline
+from hookline.pages.portraits import MOST, Portrait, portray, portray_value, spread
+from hookline.pages.remarks import remark
+from hookline.summaries import Summary
+
+__all__ = [
+    "BUDGET", "facts_of", "gather", "items_chunk", "mark_called", "never_called", "page_of_record",
+    "share",
+]  # fmt: skip
+
+BUDGET = 12_000_000  # bytes of pictures on a page
+_CALLS = 12  # calls of a place that are shown
+
+
+def page_of_record(record: Record, model: nn.Module | None = None, budget: int = BUDGET) -> Page:
+    """The page of what a capture has kept."""
+    if model is None and record._model is not None:
+        model = record._model()
+    summary = None if model is None else summarize(model)
+    outline = Outline(summary)
+    places = record.places()
+    most = share(budget, len(places) * 2)
+    chunks: dict[str, Callable[[], Chunk]] = {}
+    notes: list[str] = []
+    for place in places:
+        try:
+            calls = record.calls(place)
+        except HooklineError as error:
+            outline.entry(place, note=str(error), count=0, chunk="")
+            continue
+        gather(outline, chunks, place, calls, most, notes)
+    unfired = record.unfired()
+    for place, reason in unfired.items():
+        never_called(outline, place, reason)
+    mark_called(outline, places)
+    facts = [
+        ["places", f"{len(places):,}"],
+        ["values", f"{sum(entry.count for entry in outline.entries):,}"],
+        ["captured", show_bytes(record.nbytes)],
+    ]
+    if summary is not None:
+        facts = facts_of(summary) + facts
+    title = "Record" if summary is None else summary.model
+    return Page(
+        {
+            "kind": "record",
+            "title": title,
+            "subtitle": f"{len(places):,} places captured",
+            "item": "call",
+            "facts": facts,
+            "notes": notes,
+            "findings": remark(outline),
+            **outline.to_json(),
+        },
+        chunks,
+    )
+
+
+def gather(
+    outline: Outline,
+    chunks: dict[str, Callable[[], Chunk]],
+    place: Place,
+    calls: list[Any],
+    most: int,
+    notes: list[str],
+    *,
+    weight: bool = False,
+) -> None:
+    """Add the entries of a place: one for each tensor in its values."""
+    shown = spread(len(calls), _CALLS)
+    if len(shown) < len(calls):
+        note = f"Of places with more than {_CALLS} calls, {_CALLS} calls are shown."
+        if note not in notes:
+            notes.append(note)
+    most = max(most // max(len(shown) // 2, 1), 256)
+    portraits: dict[tuple[Any, ...], list[Portrait | None]] = {}
+    for position, index in enumerate(shown):
+        value = calls[index]
+        if isinstance(value, Tensor):
+            found: Any = [((), portray(value, most, weight=weight))]
+        elif _is_portrayed(value):
+            found = value
+        else:
+            found = portray_value(value, most)
+        for path, portrait in found:
+            row = portraits.setdefault(path, [])
+            row += [None] * (position - len(row)) + [portrait]
+    for path, row in portraits.items():
+        row += [None] * (len(shown) - len(row))
+        parts = (*place.parts, *path)
+        full = Place(place.path, place.port, parts, place.operation)
+        first = next(portrait for portrait in row if portrait is not None)
+        entry = outline.entry(
+            full,
+            count=len(calls),
+            shape=first.meta["shape"],
+            dtype=first.meta["dtype"],
+            summary={**first.meta.get("statistics", {}), "dead": first.meta.get("dead")},
+        )
+        labels = [str(index) for index in shown]
+        chunks[entry.chunk] = partial(items_chunk, row, labels)
+    if not portraits:
+        kind = type(calls[0]).__name__ if calls else "nothing"
+        note = f"There is no tensor in it: it is of type {kind}."
+        outline.entry(place, note=note, count=len(calls), chunk="")
+
+
+def items_chunk(portraits: Sequence[Portrait | None], labels: Sequence[str]) -> Chunk:
+    """The chunk of an entry: its portraits, each with the label of its call or sample."""
+    items: list[dict[str, Any]] = []
+    arrays: dict[str, NDArray[Any]] = {}
+    for n, (portrait, label) in enumerate(zip(portraits, labels, strict=True)):
+        if portrait is None:
+            items.append({"label": label, "missing": True})
+            continue
+        item = {"label": label, **portrait.meta}
+        if portrait.counts is not None:
+            item["counts"] = f"h{n}"
+            arrays[f"h{n}"] = portrait.counts.astype(np.uint32)
+        if portrait.picture is not None:
+            item["picture"] = f"p{n}"
+            arrays[f"p{n}"] = portrait.picture
+        items.append(item)
+    return Chunk({"items": items}, arrays)
+
+
+def _is_portrayed(value: Any) -> bool:
+    """Whether a value is what `portray_value` gave, kept by a capture instead of the value."""
+    if type(value) is not list:
+        return False
+    pairs = cast("list[Any]", value)
+    return all(type(pair) is tuple and isinstance(pair[-1], Portrait) for pair in pairs)
+
+
+def share(budget: int, pictures: int) -> int:
+    """How many values each of so many pictures may have."""
+    return int(min(MOST, max(512, budget / 2 / max(pictures, 1))))
+
+
+def mark_called(outline: Outline, places: list[Place]) -> None:
+    """Say of the modules of these places that they were called."""
+    for place in places:
+        index = outline.find(place.path)
+        if index is not None and not place.port.startswith("grad"):
+            outline.modules[index]["called"] = True
+
+
+def never_called(outline: Outline, place: Place, reason: str) -> None:
+    """Say at a place why it holds nothing."""
+    index = outline.find(place.path)
+    if index is not None and place.port == "output" and place.operation is None:
+        outline.modules[index].update(called=False, reason=reason)
+    else:
+        outline.entry(place, note=reason, count=0, chunk="")
+
+
+def facts_of(summary: Summary) -> list[list[str]]:
+    """What a summary says of the model as a whole, for the head of the page."""
+    totals = summary.totals
+    facts = [["parameters", f"{totals['parameters']:,}"]]
+    if totals["trainable"] != totals["parameters"]:
+        facts.append(["trainable", f"{totals['trainable']:,}"])
+    facts += [["weights", show_bytes(totals["parameter_bytes"])]]
+    facts += [["modules", f"{len(summary):,}"]]
+    if totals.get("flops"):
+        facts.append(["FLOPs", _compact(totals["flops"])])
+    if totals.get("activation_bytes"):
+        facts.append(["activations", show_bytes(totals["activation_bytes"])])
+    return facts
+
+
+def _compact(count: float) -> str:
+    power = min((len(str(int(count))) - 1) // 3, 5)
+    return f"{count / 1000**power:.3g}{('', ' K', ' M', ' G', ' T', ' P')[power]}"

@@ -1,0 +1,73 @@
+"""What strikes the eye in the values on a page: findings from their statistics.
+
+- `remark(outline)`: the findings, the gravest first
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hookline.pages.outlines import Entry, Outline
+
+__all__ = ["remark"]
+
+_MOST = 60
+_DEAD = 0.5  # the share of channels from which on it is worth a word
+
+
+def remark(outline: Outline) -> list[dict[str, Any]]:
+    """Values that are not finite, all 0, or 0 in most channels; the gravest first."""
+    found = [finding for entry in outline.entries for finding in _of(entry)]
+    errors = [finding for finding in found if finding["severity"] == "error"]
+    others = [finding for finding in found if finding["severity"] != "error"]
+    return [*errors, *others][:_MOST]
+
+
+def _of(entry: Entry) -> list[dict[str, Any]]:
+    statistics = entry.summary or {}
+    count, broken = statistics.get("count", 0), statistics.get("nonfinite", 0)
+    what = "gradient" if entry.gradient else "value"
+    if broken:
+        share = broken / count
+        return [
+            _finding(
+                entry,
+                "not finite",
+                f"{broken:,} of {count:,} numbers of the {what} are NaN or infinite.",
+                {"nonfinite": broken, "share": share},
+                "Look at the first place in model order that has any.",
+                "error",
+            )
+        ]
+    if count > 1 and statistics.get("zeros") == 1.0:
+        name = entry.group.rpartition(".")[2]
+        if name in ("bias", "running_mean", "num_batches_tracked"):
+            return []
+        advice = "No signal passes here." if not entry.gradient else "Nothing is learned from here."
+        text = f"All {count:,} numbers of the {what} are 0."
+        return [_finding(entry, "all zero", text, {"zeros": 1.0}, advice)]
+    dead = statistics.get("dead")
+    if dead is not None and dead >= _DEAD and not entry.gradient:
+        text = f"{dead:.0%} of the channels are 0 for every sample and position."
+        advice = "Dead units: a smaller learning rate, another start, or a leaky activation."
+        return [_finding(entry, "dead channels", text, {"dead": dead}, advice)]
+    return []
+
+
+def _finding(
+    entry: Entry,
+    kind: str,
+    message: str,
+    evidence: dict[str, float],
+    advice: str,
+    severity: str = "warning",
+) -> dict[str, Any]:
+    return {
+        "kind": kind,
+        "place": entry.place,
+        "step": None,
+        "message": message,
+        "evidence": evidence,
+        "advice": advice,
+        "severity": severity,
+    }

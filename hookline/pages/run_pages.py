@@ -1,0 +1,220 @@
+"""A page of a training run: curves, layers × steps, and how each place moved over time.
+
+- `page_of_run(run, …)`: the page
+- `RunPage`: the same for the live view, which reads on as the run grows
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import UTC, datetime
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch import nn
+
+from hookline.core.places import Place
+from hookline.costs import summarize
+from hookline.pages.chunks import Chunk, Page
+from hookline.pages.outlines import Outline, read_place
+from hookline.pages.portraits import spread
+from hookline.pages.run_tables import RunTable
+from hookline.run_files import Row
+from hookline.runs import Run
+
+__all__ = ["RunPage", "page_of_run"]
+
+_TITLES = {
+    "output": "outputs",
+    "grad": "gradients",
+    "weight": "weights",
+    "weight_grad": "weight gradients",
+    "update": "updates",
+}
+_PAIRED = ("output", "grad", "weight", "weight_grad")  # values and their gradients
+_PORTS = {"grad": "grad_output", "weight_grad": "grad"}
+_POINTS = 2_000  # of a scalar
+_FINDINGS = 200
+
+
+def page_of_run(run: Run, model: nn.Module | None = None, budget: int = 12_000_000) -> Page:
+    """The page of a run, as it is now."""
+    rows, names = len(run.rows()), len(run.head.statistics)
+    most = int(min(600, max(60, 3 * budget / (8 * max(rows, 1) * names))))
+    histograms = int(min(48, max(4, budget / (256 * max(rows, 1)))))
+    return RunPage(run, model, most=most, histograms=histograms).page()
+
+
+class RunPage:
+    """The page of a run that may still grow. `refresh()` reads on; `page()` is what there is."""
+
+    def __init__(
+        self, run: Run, model: nn.Module | None = None, *, most: int = 600, histograms: int = 48
+    ) -> None:
+        self.run, self._histograms = run, histograms
+        self._summary = None if model is None else summarize(model)
+        self.revision = 0
+        self.table = RunTable(run, most)
+
+    def refresh(self) -> bool:
+        """Read what was written since; whether there was anything."""
+        if not self.run.refresh():
+            return False
+        self.table.refresh()
+        self.revision += 1
+        return True
+
+    @property
+    def form(self) -> tuple[Any, ...]:
+        """What the tree and the entries of the page are made of."""
+        kinds = self.kinds()
+        rows = tuple((row.place, row.kind) for row in self.table.rows)
+        return rows, tuple((kind, *self.table.measured(kind)) for kind in kinds)
+
+    def kinds(self) -> list[str]:
+        """The kinds of values that were measured, in the order of the page."""
+        there = {row.kind for row in self.table.rows}
+        return [*(k for k in _TITLES if k in there), *sorted(there - _TITLES.keys())]
+
+    def page(self) -> Page:
+        """The page, with chunks that are made when they are asked for."""
+        outline, entries = self._outline()
+        chunks: dict[str, Callable[[], Chunk]] = {"scalars": self._scalars_chunk}
+        maps: list[dict[str, Any]] = []
+        for number, kind in enumerate(self.kinds()):
+            statistics = self.table.measured(kind)
+            rows = [n for n, row in enumerate(self.table.rows) if row.kind == kind]
+            maps.append(
+                {
+                    "kind": kind,
+                    "title": _TITLES.get(kind, kind),
+                    "statistics": statistics,
+                    "entries": [entries[n] for n in rows],
+                }
+            )
+            for k, statistic in enumerate(statistics):
+                chunks[f"map:{number}:{k}"] = partial(self._map_chunk, kind, statistic)
+        for row, entry in enumerate(outline.entries):
+            chunks[entry.chunk] = partial(self._entry_chunk, row)
+        moving = self.moving()
+        moving["run"]["maps"] = maps
+        content: dict[str, Any] = {
+            "kind": "run",
+            "title": self.run.head.model or self.run.folder.name,
+            "item": "step",
+            "notes": self._notes(),
+            **moving,
+            **outline.to_json(),
+        }
+        return Page(content, chunks)
+
+    def moving(self) -> dict[str, Any]:
+        """What of the page changes as the run grows."""
+        steps, starts = self.table.steps, len(self.run.segments)
+        latest = f"{int(steps[-1]):,}" if len(steps) else "–"
+        started = datetime.fromtimestamp(self.run.head.started, UTC)
+        facts = [
+            ["latest step", latest],
+            ["measured steps", f"{self.table.total:,}"],
+            ["places", f"{len(self.run.places()):,}"],
+        ]
+        for scalar in self.run.names()[:3]:
+            _, values = self.run.scalars(scalar)
+            facts.append([scalar, f"{values[-1]:.4g}"])
+        if starts > 1:
+            facts.append(["starts", str(starts)])
+        name = self.run.folder.absolute().name
+        findings = [finding.to_dict() for finding in self.run.findings()[-_FINDINGS:]]
+        findings.sort(key=lambda one: one["severity"] != "error")
+        return {
+            "subtitle": f"training run in {name}, started {started:%Y-%m-%d %H:%M} UTC",
+            "facts": facts,
+            "findings": findings,
+            "run": {"scalars": self.run.names(), "steps": self.table.total},
+        }
+
+    def scalars(self) -> list[dict[str, Any]]:
+        """All scalars, each at no more steps than can be seen."""
+        found: list[dict[str, Any]] = []
+        for name in self.run.names():
+            steps, values = self.run.scalars(name)
+            if len(steps) > _POINTS:
+                picked = spread(len(steps), _POINTS)
+                steps, values = steps[picked], values[picked]
+            found.append({"name": name, "steps": steps.astype(float), "values": values})
+        return found
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    def _outline(self) -> tuple[Outline, list[int]]:
+        outline = Outline(self._summary)
+        outline.module("", self.run.head.model)
+        entries: list[int] = []
+        latest = self.table.values[:, :, -1] if len(self.table.steps) else None
+        for n, row in enumerate(self.table.rows):
+            place = _place_of(row)
+            summary = None
+            if latest is not None:
+                numbers = zip(self.table.statistics, latest[n].tolist(), strict=True)
+                summary = {name: value for name, value in numbers if np.isfinite(value)}
+            entry = outline.entry(
+                place,
+                count=len(self.table.steps),
+                shape=None if row.shape is None else [*row.shape],
+                role="" if row.kind in _PAIRED else row.kind,
+                gradient=row.kind in ("grad", "weight_grad", "update"),
+                summary=summary,
+            )
+            if place.port == "output":
+                outline.modules[entry.module]["type"] = row.type
+            entries.append(n)
+        return outline, entries
+
+    def _notes(self) -> list[str]:
+        shown, total = len(self.table.steps), self.table.total
+        notes = [f"{shown} of {total:,} measured steps are shown."] if shown < total else []
+        places = {row.place for row in self.table.rows if row.kind == "output"}
+        if any(len(self.run._bins_of(p, "output")) > self._histograms for p in list(places)[:3]):
+            notes.append(f"At most {self._histograms} histograms of a place are shown.")
+        return notes
+
+    def _scalars_chunk(self) -> Chunk:
+        found = self.scalars()
+        arrays: dict[str, npt.NDArray[Any]] = {}
+        for n, one in enumerate(found):
+            arrays[f"s{n}"] = np.asarray(one["steps"], np.float64)
+            arrays[f"v{n}"] = np.asarray(one["values"], np.float64)
+        return Chunk({"names": [one["name"] for one in found]}, arrays)
+
+    def _map_chunk(self, kind: str, statistic: str) -> Chunk:
+        values = self.table.matrix(kind, statistic)
+        return Chunk({}, {"steps": self.table.steps, "values": values})
+
+    def _entry_chunk(self, number: int) -> Chunk:
+        row = self.table.rows[number]
+        arrays: dict[str, npt.NDArray[Any]] = {
+            "steps": self.table.steps,
+            "series": self.table.values[number],
+        }
+        records = self.run._bins_of(row.place, row.kind)
+        picked = [records[n] for n in spread(len(records), self._histograms)]
+        bins = [segment.bins(record) for _, segment, record in picked]
+        if bins and len({len(one.counts) for one in bins}) == 1:
+            arrays["histogram_steps"] = np.array([one.step for one in bins], np.float64)
+            arrays["lows"] = np.array([one.low for one in bins], np.float32)
+            arrays["highs"] = np.array([one.high for one in bins], np.float32)
+            arrays["histograms"] = np.stack([one.counts for one in bins]).astype(np.uint32)
+        return Chunk({"statistics": self.table.statistics}, arrays)
+
+
+def _place_of(row: Row) -> Place:
+    """The place of a row: that of the module or parameter, at the port of its kind."""
+    if row.kind in ("weight", "weight_grad", "update"):
+        return Place(_path(row.place), "grad" if row.kind == "weight_grad" else "value")
+    return Place(_path(row.place), _PORTS.get(row.kind, "output"))
+
+
+def _path(text: str) -> str:
+    return read_place(text).path

@@ -1,0 +1,237 @@
+"""What the live view shows: the runs, stores and reports in a folder, read and never written.
+
+- `Gallery`: what lies in a folder, opened when it is asked for
+- `RunView`, `StoreView`: one of them, as the page of the moment
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from threading import RLock
+from typing import Any, NamedTuple
+
+from hookline.errors import HooklineError, ReportError
+from hookline.pages.chunks import Chunk, Page
+from hookline.pages.run_pages import RunPage
+from hookline.pages.store_pages import page_of_store, sample_chunk
+from hookline.run_files import read_head, segment_path, segments_in
+from hookline.runs import Run
+from hookline.store import Store
+from hookline.store_description import read_description
+from hookline.store_files import ranks_of, read_index
+
+__all__ = ["Gallery", "RunView", "Shown", "StoreView"]
+
+_MARK = b'<meta name="generator" content="hookline">'
+
+
+class Shown(NamedTuple):
+    """Something that can be shown: a `run`, a `store` or a `report`."""
+
+    name: str
+    kind: str
+    path: Path
+
+
+class RunView:
+    """A run that may still grow, be gone on with, or be started anew in the same folder."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._lock, self._renewed = path, RLock(), 0
+        self._open()
+
+    def _open(self) -> None:
+        self._page = RunPage(Run(self._path))
+        self._first = self._started()
+        self._made: tuple[str, Page] | None = None
+
+    def _started(self) -> tuple[int, float]:
+        first = segments_in(self._path)[0]
+        return first, read_head(segment_path(self._path, first, "json")).started
+
+    @property
+    def revision(self) -> str:
+        """Another one whenever something has changed."""
+        return f"{self._renewed}.{self._page.revision}"
+
+    def refresh(self) -> str:
+        """Read what was written since; the revision then."""
+        with self._lock:
+            try:
+                if self._started() != self._first:  # deleted, and begun again
+                    raise ReportError("A run was read.", "It was begun anew.", "Read it again.")
+                self._page.refresh()
+            except (HooklineError, OSError, IndexError):
+                self._reopen()
+            return self.revision
+
+    def _reopen(self) -> None:
+        try:
+            self._open()
+            self._renewed += 1
+        except (HooklineError, OSError, IndexError):
+            return  # gone, or half written: what was read of it stays on the page
+
+    def page(self) -> dict[str, Any]:
+        """The description of the page."""
+        with self._lock:
+            return self._current().content
+
+    def chunk(self, name: str) -> Chunk | None:
+        """A chunk of the page, None if there is none of that name."""
+        with self._lock:
+            make = self._current().chunks.get(name)
+            return None if make is None else make()
+
+    def update(self, known: tuple[Any, ...] | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What the page of a reader that knows that form needs, and the form now."""
+        with self._lock:
+            form = (self._renewed, *self._page.form)
+            if form != known:
+                return form, {"revision": self.revision, "restructured": True}
+            scalars = [
+                {**one, "steps": one["steps"].tolist(), "values": one["values"].tolist()}
+                for one in self._page.scalars()
+            ]
+            return form, {"revision": self.revision, **self._page.moving(), "scalars": scalars}
+
+    def form(self) -> tuple[Any, ...]:
+        """What the tree of the page is made of."""
+        with self._lock:
+            return self._renewed, *self._page.form
+
+    def _current(self) -> Page:
+        if self._made is None or self._made[0] != self.revision:
+            page = self._page.page()
+            page.content |= {"live": True, "revision": self.revision}
+            self._made = self.revision, page
+        return self._made[1]
+
+
+class StoreView:
+    """A store; it is read again when one of its indexes was written."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._lock = path, RLock()
+        self._stamp = self._stamps()
+        self._open()
+
+    def _open(self) -> None:
+        # Not Store.open, which cuts off what a killed writer left: a viewer writes nothing, and
+        # readers stop at what the index says in any case.
+        folder = self._path.absolute()
+        indexes = [read_index(folder, rank) for rank in ranks_of(folder)]
+        self._store = Store(folder, read_description(folder), indexes)
+        self._page = page_of_store(self._store, live=True)
+        self._page.content["revision"] = self.revision
+
+    def _stamps(self) -> tuple[Any, ...]:
+        found = sorted(self._path.glob("rank*.index.json"))
+        return tuple((path.name, path.stat().st_mtime_ns, path.stat().st_size) for path in found)
+
+    @property
+    def revision(self) -> str:
+        """Another one whenever something was appended."""
+        return f"{hash(self._stamp) & 0xFFFFFFFF:x}"
+
+    def refresh(self) -> str:
+        """Read the store again if it was written to; the revision then."""
+        with self._lock:
+            try:
+                stamp = self._stamps()
+                if stamp != self._stamp:
+                    before, self._stamp = self._stamp, stamp
+                    try:
+                        self._open()
+                    except HooklineError:
+                        self._stamp = before  # in the middle of a write: look again
+            except OSError:
+                return self.revision  # gone: what was read of it stays on the page
+            return self.revision
+
+    def page(self) -> dict[str, Any]:
+        """The description of the page."""
+        with self._lock:
+            return self._page.content
+
+    def chunk(self, name: str) -> Chunk | None:
+        """A chunk of the page: `e3`, or `e3:17` for the 17th sample of that entry."""
+        match = re.fullmatch(r"(e\d{1,9})(?::(\d{1,15}))?", name)
+        if match is None:
+            return None
+        with self._lock:
+            make = self._page.chunks.get(match[1])
+            if make is None or match[2] is None:
+                return None if make is None else make()
+            position = int(match[2])
+            if position >= len(self._store):
+                return None
+            entries: list[dict[str, Any]] = self._page.content["entries"]
+            place = next(entry["place"] for entry in entries if entry["chunk"] == match[1])
+            return sample_chunk(self._store, place, position)
+
+    def update(self, known: tuple[Any, ...] | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """A store that grew is read anew as a whole."""
+        return self.form(), {"revision": self.revision, "restructured": True}
+
+    def form(self) -> tuple[Any, ...]:
+        """What the tree of the page is made of."""
+        return (self.revision,)
+
+
+_VIEWS: dict[str, Callable[[Path], RunView | StoreView]] = {"run": RunView, "store": StoreView}
+
+
+class Gallery:
+    """The runs, stores and reports in a folder, or the folder itself if it is one.
+
+    A name that a browser sends is looked up among those that were found; it never becomes a path.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._lock = RLock()
+        self._views: dict[str, RunView | StoreView] = {}
+
+    def shown(self) -> list[Shown]:
+        """What there is now, by name; what links lead out of the folder is left out."""
+        kind = _kind_of(self.folder)
+        if kind is not None:
+            return [Shown(self.folder.absolute().name, kind, self.folder)]
+        try:
+            inside = sorted(self.folder.iterdir())
+        except OSError:
+            return []
+        kinds = [(path, _kind_of(path)) for path in inside if not path.is_symlink()]
+        return [Shown(path.name, kind, path) for path, kind in kinds if kind is not None]
+
+    def find(self, name: str) -> Shown | None:
+        """What has that name."""
+        return next((one for one in self.shown() if one.name == name), None)
+
+    def view(self, name: str) -> RunView | StoreView | None:
+        """What has that name, opened; None if there is nothing that can be."""
+        with self._lock:
+            if name not in self._views:
+                found = self.find(name)
+                if found is None or found.kind not in _VIEWS:
+                    return None
+                self._views[name] = _VIEWS[found.kind](found.path)
+            return self._views[name]
+
+
+def _kind_of(path: Path) -> str | None:
+    """What lies at a path: a run, a store, a report, or nothing that can be shown."""
+    try:
+        if path.is_dir():
+            if (path / "store.json").is_file():
+                return "store"
+            return "run" if segments_in(path) else None
+        if path.suffix == ".html" and path.is_file():
+            with path.open("rb") as file:
+                return "report" if _MARK in file.read(4096) else None
+    except OSError:
+        return None
+    return None

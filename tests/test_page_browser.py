@@ -1,0 +1,354 @@
+"""The page in a real browser: from a file with the network off, and live."""
+
+import re
+import shutil
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from test_pages import HOSTILE, hostile_model
+from torch import nn
+
+import hookline as hl
+from hookline.findings import Finding
+from hookline.pages.serving import serve
+from hookline.run_files import Row
+from hookline.run_writing import Bins, RunWriter
+
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
+FLAGS = [
+    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
+    "--disable-background-networking", "--disable-component-update",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with playwright.sync_playwright() as driver:
+        found = driver.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        yield found
+        found.close()
+
+
+@pytest.fixture
+def tab(browser):
+    """A tab that cannot reach any network, and fails the test if the page logs an error."""
+    context = browser.new_context(viewport={"width": 1280, "height": 800}, reduced_motion="reduce")
+    context.set_default_timeout(20_000)
+    page = context.new_page()
+    troubles = []
+    page.on("console", lambda m: troubles.append(m.text) if m.type in ("error", "warning") else 0)
+    page.on("pageerror", lambda error: troubles.append(str(error)))
+    page.on("dialog", lambda dialog: (troubles.append("a dialog opened"), dialog.dismiss()))
+    asked = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.asked = asked
+    yield page
+    context.close()
+    assert not troubles
+
+
+def visit(tab, path, part=""):
+    tab.context.set_offline(True)
+    tab.goto(Path(path).as_uri() + part)
+    tab.wait_for_selector("html[data-ready]")
+
+
+def rows(tab):
+    return tab.locator(".tree .row .name").all_inner_texts()
+
+
+def painted(tab, selector):
+    """Whether a canvas has more than one colour."""
+    script = """node => { const c = node.getContext('2d');
+      const d = new Uint32Array(c.getImageData(0, 0, node.width, node.height).data.buffer);
+      return new Set(d).size; }"""
+    tab.locator(selector).first.scroll_into_view_if_needed()
+    tab.wait_for_timeout(100)
+    return tab.locator(selector).first.evaluate(script) > 2
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.act = nn.Conv2d(4, 4, 3, padding=1), nn.ReLU()
+        self.spare = nn.Linear(2, 2)
+
+    def forward(self, x):
+        return self.act(self.conv(x))
+
+
+@pytest.fixture(scope="module")
+def record_page(tmp_path_factory):
+    torch.manual_seed(0)
+    model = nn.Sequential()
+    model.add_module("stem", nn.Conv2d(1, 4, 3))
+    model.add_module("blocks", nn.Sequential(Block(), Block()))
+    model.add_module("flat", nn.Flatten())
+    model.add_module("fc", nn.Linear(144, 10))
+    where = ["stem", "blocks.**", "fc", "fc:input", "blocks.*.conv:grad_output", "fc.weight"]
+    with hl.capture(model, *where, detach=True) as record:
+        for _ in range(3):
+            model(torch.randn(6, 1, 8, 8)).square().mean().backward()
+    return hl.report(record, tmp_path_factory.mktemp("page") / "record.html", title="Small net")
+
+
+def test_the_page_opens_from_a_disk_and_asks_for_nothing(tab, record_page):
+    visit(tab, record_page)
+    assert tab.title() == "Small net · hookline"
+    assert [url.partition(":")[0] for url in tab.asked] == ["file"]
+    assert tab.locator(".facts dd").first.inner_text() == "1,798"
+    assert rows(tab)[:4] == ["model", "stem", "blocks", "0"]
+    assert painted(tab, "canvas[aria-label^='Standard deviation']")
+    assert painted(tab, ".tile canvas")
+
+
+def test_a_module_is_chosen_by_a_click_and_shows_value_and_gradient(tab, record_page):
+    visit(tab, record_page)
+    tab.locator(".row .name").get_by_text("conv", exact=True).first.click()
+    tab.wait_for_selector(".card .statistics")
+    assert tab.url.endswith("#place=blocks.0.conv")
+    assert tab.locator("h1").inner_text() == "conv"
+    assert tab.locator(".card .role").all_inner_texts() == ["value", "gradient"]
+    assert tab.locator(".card .shape").all_inner_texts() == ["6 × 4 × 6 × 6"] * 2
+    assert painted(tab, "canvas[aria-label^='Feature maps of blocks.0.conv,']")
+    assert painted(tab, "canvas[aria-label^='Histogram of blocks.0.conv:grad_output']")
+    tab.locator(".crumbs a", has_text="blocks").click()
+    tab.wait_for_function("document.querySelector('h1').textContent == 'blocks'")
+    assert "#place=blocks" in tab.url
+    tab.go_back()
+    tab.wait_for_function("document.querySelector('h1').textContent == 'conv'")
+
+
+def test_the_slider_goes_through_the_calls(tab, record_page):
+    visit(tab, record_page, "#place=stem")
+    mean = tab.locator(".statistics dd").first
+    tab.wait_for_selector(".statistics")
+    before = mean.inner_text()
+    slider = tab.get_by_role("slider", name="call")
+    slider.focus()
+    tab.keyboard.press("ArrowRight")
+    tab.wait_for_function("text => document.querySelector('.statistics dd').innerText != text", arg=before)
+    assert "call=1" in tab.url
+    assert tab.locator(".slider output").inner_text() == "call 1"
+    tab.reload()
+    tab.wait_for_selector(".statistics")
+    assert tab.locator(".slider output").inner_text() == "call 1"
+
+
+def test_a_link_leads_to_a_port_of_a_module(tab, record_page):
+    visit(tab, record_page, "#place=fc%3Ainput")
+    tab.wait_for_selector(".card[data-group=input] .statistics")
+    assert tab.locator("h1").inner_text() == "fc"
+    assert tab.locator(".card code").all_inner_texts() == ["fc:input", "fc.weight"]
+    tab.goto(Path(record_page).as_uri() + "#place=nothing.here")
+    tab.wait_for_selector("text=There is no place nothing.here on this page.")
+
+
+def test_the_search_and_the_filters_narrow_the_tree(tab, record_page):
+    visit(tab, record_page)
+    tab.keyboard.press("/")
+    tab.keyboard.type("relu 1")
+    assert rows(tab) == ["model", "blocks", "1", "act"]
+    assert tab.locator(".counter").inner_text() == "1 match"
+    tab.keyboard.press("Enter")
+    tab.wait_for_function("location.hash == '#place=blocks.1.act'")
+    tab.keyboard.press("Escape")
+    assert len(rows(tab)) > 6
+    tab.get_by_role("button", name="Never called").click()
+    assert rows(tab) == ["model", "blocks", "0", "spare", "1", "spare"]
+    tab.get_by_role("button", name="All", exact=True).click()
+    tab.get_by_label("Type of module").select_option("Flatten")
+    assert rows(tab) == ["model", "flat"]
+
+
+def test_everything_can_be_reached_with_the_keyboard(tab, record_page):
+    visit(tab, record_page)
+    tab.keyboard.press("j")
+    tab.wait_for_function("location.hash == '#place='")
+    tab.keyboard.press("j")
+    tab.wait_for_function("location.hash == '#place=stem'")
+    tab.keyboard.press("k")
+    tab.wait_for_function("location.hash == '#place='")
+    tab.locator(".tree").focus()
+    tab.keyboard.press("End")
+    tab.keyboard.press("Enter")
+    tab.wait_for_function("location.hash == '#place=fc'")
+    tab.keyboard.press("Home")
+    tab.keyboard.press("ArrowLeft")
+    assert rows(tab) == ["model"]
+    tab.keyboard.press("ArrowRight")
+    assert len(rows(tab)) > 4
+    active = tab.locator(".tree").get_attribute("aria-activedescendant")
+    assert tab.locator(f"#{active}").get_attribute("aria-expanded") == "true"
+    tab.keyboard.press("?")
+    assert tab.get_by_role("dialog").is_visible()
+    tab.keyboard.press("Escape")
+    tab.keyboard.press("Escape")
+    tab.wait_for_selector(".facts")
+
+
+def test_a_path_can_be_copied(tab, record_page):
+    visit(tab, record_page, "#place=blocks.1.conv")
+    tab.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    tab.get_by_role("button", name="Copy path").click()
+    tab.wait_for_selector(".copy.done")
+    assert tab.evaluate("navigator.clipboard.readText()") == "blocks.1.conv"
+
+
+def test_light_and_dark_follow_the_system_and_the_switch(tab, record_page):
+    colour = "getComputedStyle(document.body).backgroundColor"
+    tab.emulate_media(color_scheme="dark")
+    visit(tab, record_page)
+    dark = tab.evaluate(colour)
+    tab.emulate_media(color_scheme="light")
+    light = tab.evaluate(colour)
+    assert dark != light
+    tab.get_by_role("button", name="Dark colours").click()
+    assert tab.evaluate(colour) == dark
+    tab.keyboard.press("t")
+    assert tab.evaluate(colour) == light
+
+
+def test_a_narrow_screen_has_no_sideways_scrolling_and_a_drawer_for_the_tree(tab, record_page):
+    tab.set_viewport_size({"width": 390, "height": 844})
+    visit(tab, record_page, "#place=blocks.0.conv")
+    tab.wait_for_selector(".statistics")
+    wide = "document.querySelector('main').scrollWidth <= document.querySelector('main').clientWidth"
+    assert tab.evaluate(wide)
+    assert not tab.locator(".tree").is_visible()
+    tab.get_by_role("button", name="Modules").click()
+    tab.locator(".row", has_text="stem").click()
+    tab.wait_for_function("location.hash == '#place=stem'")
+    assert not tab.locator(".tree").is_visible()
+
+
+def test_on_paper_there_is_only_the_content(tab, record_page):
+    visit(tab, record_page)
+    tab.emulate_media(media="print")
+    assert not tab.locator(".sidebar").is_visible()
+    assert tab.locator(".facts").is_visible()
+    assert tab.evaluate("getComputedStyle(document.querySelector('main')).overflow") == "visible"
+
+
+def test_hostile_names_are_text_and_nothing_else(tab, tmp_path):
+    path = hl.report(hostile_model(), tmp_path / "page.html", batch=torch.randn(3, 2))
+    visit(tab, path)
+    assert set(rows(tab)) >= set(HOSTILE)
+    for name in HOSTILE:
+        tab.locator(".row .name").get_by_text(name, exact=True).click()
+        tab.wait_for_function("name => document.querySelector('h1')?.textContent == name", arg=name)
+        tab.wait_for_selector(".card .statistics")
+        assert tab.locator("main .empty").count() == 0
+        assert tab.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+    assert tab.locator("img, iframe").count() == 0
+    assert tab.evaluate("({}).polluted") is None
+
+
+@pytest.fixture(scope="module")
+def large_page(tmp_path_factory):
+    model = nn.Sequential(*(nn.Sequential(*(nn.ReLU() for _ in range(9))) for _ in range(110)))
+    with hl.capture(model, "**") as record:
+        model(torch.randn(2, 8))
+    return hl.report(record, tmp_path_factory.mktemp("large") / "page.html", model=model)
+
+
+def test_a_thousand_modules_are_a_few_rows_at_a_time(tab, large_page):
+    visit(tab, large_page)
+    assert tab.locator(".counter").inner_text() == "1,101 modules"
+    tab.keyboard.press("/")
+    tab.keyboard.type("relu")
+    assert tab.locator(".counter").inner_text() == "990 matches"
+    assert tab.locator(".row").count() < 60
+    tab.locator(".tree").evaluate("node => node.scrollTop = node.scrollHeight")
+    tab.wait_for_selector(".row[title='109.8']")
+    assert tab.locator(".row").count() < 60
+    assert tab.locator(".tile").count() == 60
+    tab.get_by_role("button", name=re.compile("Show 300 more")).click()
+    assert tab.locator(".tile").count() == 360
+
+
+ROWS = [Row(f"h.{n}", kind, "Block", (2, 3)) for n in range(5) for kind in ("output", "grad")]
+
+
+def write(writer, steps):
+    for step in steps:
+        values = np.random.default_rng(step).random((len(ROWS), 9), np.float32)
+        writer.histograms(step, [(0, Bins(-1.0, 1.0, np.arange(64)))])
+        writer.values(step, values)
+        writer.scalar(step, "loss", 1.0 / (1 + step))
+
+
+def test_a_run_shows_findings_curves_and_a_map_that_leads_to_places(tab, tmp_path):
+    with RunWriter(tmp_path / "run", ROWS, model="Net") as writer:
+        write(writer, range(20))
+        writer.finding(Finding("dead units", "h.3", 7, "All 5 are.", {}, "Try less.", "error"))
+    visit(tab, hl.report(tmp_path / "run", tmp_path / "run.html"))
+    tab.wait_for_selector(".curve canvas")
+    assert "0.05 at step 19" in tab.locator(".readout").first.inner_text()
+    heat = "canvas[aria-label^='std of 5 places']"
+    tab.wait_for_selector(heat)
+    assert painted(tab, heat)
+    tab.locator(heat).focus()
+    for key in ("ArrowDown", "ArrowDown", "ArrowLeft", "Enter"):
+        tab.keyboard.press(key)
+    tab.wait_for_function("location.hash == '#place=h.2&step=18'")
+    tab.go_back()
+    tab.get_by_label("Statistic").select_option("mean")
+    tab.wait_for_selector("canvas[aria-label^='mean of 5 places']")
+    tab.get_by_role("button", name="gradients").click()
+    tab.locator(".findings a").click()
+    tab.wait_for_function("location.hash == '#place=h.3&step=7'")
+    tab.goto(tab.url.partition("#")[0] + "#place=h.0")
+    tab.wait_for_selector(".distribution canvas")
+    assert tab.locator(".card .role").all_inner_texts() == ["value", "gradient"]
+
+
+def test_a_live_run_updates_itself_and_survives_a_restart(tab, tmp_path):
+    (tmp_path / "second").mkdir()
+    with serve(tmp_path, poll=0.05) as server:
+        tab.goto(server.address)
+        tab.wait_for_selector("text=This page waits for one")
+        with RunWriter(tmp_path / "first", ROWS, model="Net") as writer:
+            write(writer, range(3))
+            tab.wait_for_selector("html[data-ready]")
+            tab.wait_for_selector(".status.up")
+            latest = tab.locator(".facts dd").first
+            write(writer, [10])
+            playwright.expect(latest).to_have_text("10")
+            playwright.expect(tab.locator(".readout").first).to_contain_text("at step 10")
+            writer.finding(Finding("spike", "h.1", 10, "It jumped.", {}))
+            playwright.expect(tab.locator(".findings a")).to_have_text("h.1")
+        with RunWriter(tmp_path / "first", ROWS, model="Net") as writer:  # training goes on
+            write(writer, [11, 12])
+            playwright.expect(latest).to_have_text("12")
+            playwright.expect(tab.locator(".facts")).to_contain_text("starts")
+            tab.locator(".row", has_text="4").click()
+            tab.wait_for_selector(".card .readout")
+            write(writer, [20])
+            playwright.expect(tab.locator(".card .readout").first).to_contain_text("at step 20")
+        with RunWriter(tmp_path / "second", ROWS, model="Other") as writer:
+            write(writer, [0])
+        with RunWriter(tmp_path / "first", ROWS, model="Net") as writer:
+            write(writer, [21])
+            tab.get_by_label("What is shown").select_option("second")
+            playwright.expect(tab.locator(".top .name")).to_have_text("Other")
+        tab.goto("about:blank")
+
+
+def test_a_live_store_is_browsed_sample_by_sample(tab, tmp_path):
+    with hl.Store.create(tmp_path / "acts") as writer:
+        values = torch.arange(4000.0).reshape(1000, 4)
+        writer.append({"fc": values}, ids=[f"doc {n}" for n in range(1000)])
+    with serve(tmp_path) as server:
+        tab.goto(server.address + "#place=fc")
+        tab.wait_for_selector(".statistics")
+        tab.get_by_role("slider", name="sample").fill("777")
+        playwright.expect(tab.locator(".slider output")).to_have_text("sample 777 · doc 777")
+        playwright.expect(tab.locator(".statistics dd").first).to_have_text("3,110")
+        tab.goto("about:blank")
+    time.sleep(0.05)  # the stream's thread sees that the tab is gone

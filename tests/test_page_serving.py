@@ -1,0 +1,295 @@
+"""The live view over plain HTTP: what it answers, and what it refuses."""
+
+import http.client
+import json
+from threading import Thread
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import hookline as hl
+from hookline.pages.chunks import unpack
+from hookline.pages.serving import serve
+from hookline.run_files import Row
+from hookline.run_writing import RunWriter
+
+ROWS = [Row("h.0", "output", "Block"), Row("h.1", "output", "Block")]
+
+
+def write(writer, *steps):
+    for step in steps:
+        values = np.full((len(writer.head.rows), 9), float(step), np.float32)
+        writer.values(step, values)
+        writer.scalar(step, "loss", 1.0 / (1 + step))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    with RunWriter(tmp_path / "first", ROWS, model="Net") as writer:
+        write(writer, 0, 1, 2)
+    with hl.Store.create(tmp_path / "acts") as writer:
+        writer.append({"fc": torch.arange(24.0).reshape(12, 2)})
+    hl.report(nn.Linear(2, 2), tmp_path / "weights.html")
+    (tmp_path / "secret.txt").write_text("secret")
+    (tmp_path / "other.html").write_text("<p>not ours</p>")
+    return tmp_path
+
+
+@pytest.fixture
+def server(folder):
+    with serve(folder, poll=0.02) as found:
+        yield found
+
+
+def ask(server, path, method="GET", **headers):
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
+    try:
+        named = {key.replace("_", "-"): value for key, value in headers.items()}
+        connection.request(method, path, headers=named)
+        answer = connection.getresponse()
+        return answer.status, answer.headers, answer.read()
+    finally:
+        connection.close()
+
+
+def ask_json(server, path):
+    status, _, body = ask(server, path)
+    assert status == 200, body
+    return json.loads(body)
+
+
+class Stream:
+    """The server-sent events of a source."""
+
+    def __init__(self, server, query):
+        self.connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
+        self.connection.request("GET", f"/api/events?{query}")
+        self.answer = self.connection.getresponse()
+        assert self.answer.headers["Content-Type"] == "text/event-stream"
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.answer.close()
+        self.connection.close()
+
+    def update(self):
+        while True:
+            line = self.answer.readline().decode()
+            assert line, "the stream has ended"
+            if line.startswith("data: "):
+                return json.loads(line[6:])
+
+
+def test_runs_stores_and_reports_of_a_folder_are_listed_and_nothing_else(server):
+    found = ask_json(server, "/api/sources")["sources"]
+    assert [(one["name"], one["kind"]) for one in found] == [
+        ("acts", "store"), ("first", "run"), ("weights.html", "report"),
+    ]  # fmt: skip
+
+
+def test_the_page_is_the_same_for_all_and_reads_from_its_own_server_only(server):
+    status, headers, body = ask(server, "/")
+    assert status == 200
+    assert b"data-chunk" not in body.partition(b"<script>")[0]
+    assert "connect-src 'self'" in headers["Content-Security-Policy"]
+    assert headers["X-Content-Type-Options"] == "nosniff"
+    assert headers["Cache-Control"] == "no-store"
+
+
+def test_a_run_is_described_and_its_chunks_are_made_when_asked_for(server):
+    page = ask_json(server, "/api/page?source=first")
+    assert page["live"] is True
+    assert [entry["place"] for entry in page["entries"]] == ["h.0", "h.1"]
+    status, _, body = ask(server, "/api/chunk?source=first&id=map:0:1")
+    assert status == 200
+    assert unpack(body).arrays["values"].tolist() == [[0, 1, 2], [0, 1, 2]]
+
+
+def test_answers_are_packed_for_those_who_take_it(server):
+    status, headers, body = ask(server, "/", Accept_Encoding="gzip")
+    assert (status, headers["Content-Encoding"], body[:2]) == (200, "gzip", b"\x1f\x8b")
+
+
+def test_single_samples_of_a_store_are_given_by_number(server):
+    page = ask_json(server, "/api/page?source=acts")
+    chunk = page["entries"][0]["chunk"]
+    _, _, body = ask(server, f"/api/chunk?source=acts&id={chunk}:11")
+    found = unpack(body)
+    assert found.arrays["p0"].ravel().tolist() == [22, 23]
+    assert found.meta["items"][0]["label"] == "11"
+    for wrong in (f"{chunk}:12", f"{chunk}:-1", "e99:0", f"{chunk}:x", "../e0", ""):
+        assert ask(server, f"/api/chunk?source=acts&id={wrong}")[0] == 404, wrong
+
+
+def test_a_report_is_served_in_a_box_of_its_own(server, folder):
+    status, headers, body = ask(server, "/report?source=weights.html")
+    assert status == 200
+    assert body == (folder / "weights.html").read_bytes()
+    assert headers["Content-Security-Policy"] == "sandbox allow-scripts"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/secret.txt", "/../secret.txt", "/%2e%2e/secret.txt", "//secret.txt", "/first/00000.json",
+        "/report?source=secret.txt", "/report?source=other.html", "/report?source=../x.html",
+        "/report?source=%2e%2e%2fsecret.txt", "/report?source=first", "/report",
+        "/api/page?source=..", "/api/page?source=.", "/api/page?source=/etc", "/api/page",
+        "/api/page?source=first%2f..%2facts", "/api/page?source=weights.html", "/api/events",
+        "/api/page?source=first%00", "/api/chunk?source=first&id=nothing", "/etc/passwd",
+    ],
+)  # fmt: skip
+def test_no_address_leads_to_a_file(server, path):
+    status, _, body = ask(server, path)
+    assert status == 404
+    assert b"secret" not in body
+
+
+def test_links_out_of_the_folder_are_not_followed(server, folder, tmp_path_factory):
+    outside = tmp_path_factory.mktemp("outside")
+    with RunWriter(outside / "run", ROWS) as writer:
+        write(writer, 0)
+    (folder / "link").symlink_to(outside / "run")
+    assert "link" not in [one["name"] for one in ask_json(server, "/api/sources")["sources"]]
+    assert ask(server, "/api/page?source=link")[0] == 404
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS"])
+def test_only_get_is_answered(server, method):
+    assert ask(server, "/", method)[0] == 405
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:{port}", "127.0.0.1", "", "[::1]"])
+def test_requests_for_another_host_are_refused(server, host):
+    status, _, body = ask(server, "/api/page?source=first", Host=host.format(port=server.port))
+    assert status == 403
+    assert b"h.0" not in body
+
+
+def test_requests_from_other_pages_are_refused(server):
+    assert ask(server, "/api/sources", Sec_Fetch_Site="cross-site")[0] == 403
+    assert ask(server, "/api/sources", Sec_Fetch_Site="same-origin")[0] == 200
+    assert ask(server, "/api/sources", Host=f"localhost:{server.port}")[0] == 200
+
+
+def test_a_long_address_is_refused(server):
+    assert ask(server, "/api/page?source=" + "x" * 5000)[0] == 414
+
+
+def test_it_listens_on_this_machine_only(server):
+    assert server._server.server_address[0] == "127.0.0.1"
+    assert repr(server).endswith(f"at http://127.0.0.1:{server.port}/)")
+
+
+def test_what_is_appended_is_pushed(server, folder):
+    page = ask_json(server, "/api/page?source=first")
+    with RunWriter(folder / "second", ROWS, model="Net") as writer:
+        write(writer, 0)
+        with Stream(server, "source=second&revision=none") as stream:
+            assert stream.update()["run"]["steps"] == 1
+            write(writer, 1)
+            found = stream.update()
+            while found["run"]["steps"] < 2 or len(found["scalars"][0]["steps"]) < 2:
+                found = stream.update()
+            assert found["scalars"][0]["values"] == [1.0, 0.5]
+            assert found["facts"][0] == ["latest step", "1"]
+            assert "second" in [one["name"] for one in found["sources"]]
+    assert page["revision"]
+
+
+def test_a_reader_that_is_up_to_date_is_told_nothing_until_something_comes(server, folder):
+    revision = ask_json(server, "/api/page?source=first")["revision"]
+    with Stream(server, f"source=first&revision={revision}") as stream:
+        with RunWriter(folder / "first", ROWS, model="Net") as writer:  # training was started again
+            write(writer, 2, 3)
+            found = stream.update()
+            while found["run"]["steps"] < 4:
+                found = stream.update()
+    assert found["facts"][-1] == ["starts", "2"]
+
+
+def test_a_start_with_other_rows_makes_the_page_anew(server, folder):
+    revision = ask_json(server, "/api/page?source=first")["revision"]
+    rows = [*ROWS, Row("h.2", "output", "Block")]
+    with Stream(server, f"source=first&revision={revision}") as stream:
+        with RunWriter(folder / "first", rows, model="Net") as writer:
+            write(writer, 3)
+            assert stream.update()["restructured"] is True
+    page = ask_json(server, "/api/page?source=first")
+    assert [entry["place"] for entry in page["entries"]] == ["h.0", "h.1", "h.2"]
+
+
+def test_a_run_that_is_deleted_and_begun_anew_is_read_anew(server, folder):
+    revision = ask_json(server, "/api/page?source=first")["revision"]
+    with Stream(server, f"source=first&revision={revision}") as stream:
+        for path in (folder / "first").iterdir():
+            path.unlink()
+        with RunWriter(folder / "first", ROWS[:1], model="Other") as writer:
+            write(writer, 0)
+        assert stream.update()["restructured"] is True
+    assert ask_json(server, "/api/page?source=first")["title"] == "Other"
+
+
+def test_a_store_that_grows_is_read_anew(server, folder):
+    before = ask_json(server, "/api/page?source=acts")
+    with hl.Store.create(folder / "acts", resume=True) as writer:
+        writer.append({"fc": torch.zeros(3, 2)})
+    after = ask_json(server, "/api/page?source=acts")
+    assert (before["entries"][0]["count"], after["entries"][0]["count"]) == (12, 15)
+    assert before["revision"] != after["revision"]
+
+
+def test_a_broken_run_is_refused_with_its_reason(server, folder):
+    (folder / "broken").mkdir()
+    (folder / "broken" / "00000.json").write_text("{}")
+    status, _, body = ask(server, "/api/page?source=broken")
+    assert status == 409
+    assert b"A run was to be read" in body
+
+
+def test_nothing_is_written(folder):
+    (folder / "acts" / "rank00000-00007.safetensors").write_bytes(b"left by a killed writer")
+    before = {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in folder.rglob("*")}
+    with serve(folder) as server:
+        for source in ("acts", "first"):
+            page = ask_json(server, f"/api/page?source={source}")
+            for entry in page["entries"]:
+                assert ask(server, f"/api/chunk?source={source}&id={entry['chunk']}")[0] == 200
+    after = {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in folder.rglob("*")}
+    assert before == after
+
+
+def test_a_folder_may_be_empty_at_first_and_is_itself_a_run_later(tmp_path):
+    with serve(tmp_path) as server:
+        assert ask_json(server, "/api/sources") == {"sources": []}
+        with RunWriter(tmp_path, ROWS) as writer:
+            write(writer, 0)
+        (found,) = ask_json(server, "/api/sources")["sources"]
+        assert found == {"name": tmp_path.name, "kind": "run"}
+
+
+def test_what_is_no_folder_is_refused(tmp_path):
+    with pytest.raises(hl.ReportError, match="There is no such folder"):
+        serve(tmp_path / "nothing")
+    (tmp_path / "page.html").write_text("")
+    with pytest.raises(hl.ReportError, match="It is a file"):
+        serve(tmp_path / "page.html")
+
+
+def test_many_readers_are_answered_at_once(server):
+    found = []
+
+    def read():
+        found.append(ask(server, "/api/chunk?source=first&id=map:0:0")[2])
+
+    threads = [Thread(target=read) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 8
+    assert len(set(found)) == 1

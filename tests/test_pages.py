@@ -1,0 +1,499 @@
+"""What a page says of a record, a store, a run or a model, before a browser draws it."""
+
+import base64
+import gzip
+import hashlib
+import json
+import re
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import hookline as hl
+from hookline.pages.chunks import Chunk, Page, pack, plain_json, unpack
+from hookline.pages.files import as_html
+from hookline.pages.outlines import read_place
+from hookline.pages.portraits import numbers_of, portray, spread
+from hookline.pages.reporting import page_of
+from hookline.run_files import Row
+from hookline.run_writing import Bins, RunWriter
+
+HOSTILE = [
+    "<img src=x onerror=alert(1)>",
+    "</script><script>alert(2)<",
+    "\"quotes' & amp;",
+    "層の名前 ✓",
+    "a" * 300,
+    "{*}/[0]:#",
+    "__proto__",
+]
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(1, 4, 3, padding=1)
+        self.act = nn.ReLU()
+        self.cell = nn.LSTM(16, 3, batch_first=True)
+        self.unused = nn.Linear(2, 2)
+        self.head = nn.Linear(3, 5)
+
+    def forward(self, x):
+        y = self.act(self.conv(x)).flatten(2)
+        return self.head(self.cell(y)[0])
+
+
+def entries(page):
+    return {entry["place"]: entry for entry in page.content["entries"]}
+
+
+def items(page, place):
+    chunk = unpack(pack(page.chunks[entries(page)[place]["chunk"]]()))
+    return chunk.meta["items"], chunk.arrays
+
+
+def modules(page):
+    return {module["path"]: module for module in page.content["modules"]}
+
+
+# -- portraits ------------------------------------------------------------------------------------
+
+
+def test_statistics_are_those_of_numpy():
+    value = torch.randn(6, 7, 5, 4, dtype=torch.float64)
+    value[0, 0] = 0
+    found, array = portray(value), value.numpy()
+    assert found.meta["shape"] == [6, 7, 5, 4]
+    assert found.meta["dtype"] == "float64"
+    statistics = found.meta["statistics"]
+    for name, oracle in (("mean", array.mean()), ("std", array.std()), ("min", array.min())):
+        assert statistics[name] == pytest.approx(oracle)
+    assert statistics["norm"] == pytest.approx(np.linalg.norm(array))
+    assert statistics["zeros"] == pytest.approx((array == 0).mean())
+    counts, _ = np.histogram(array, 64)
+    assert np.abs(found.counts.astype(int) - counts).sum() <= 2  # a value on an edge
+    assert found.counts.sum() == array.size
+
+
+def test_what_is_not_finite_is_counted_and_left_out():
+    value = torch.tensor([1.0, 2.0, torch.nan, torch.inf, -torch.inf])
+    found = portray(value)
+    assert found.meta["statistics"]["nonfinite"] == 3
+    assert found.meta["statistics"]["mean"] == 1.5
+    assert found.counts.sum() == 2
+    assert np.isnan(found.picture[0, 0, 0, 2])
+    nothing = portray(torch.full((3, 3), torch.nan))
+    assert nothing.counts is None
+    assert "mean" not in nothing.meta["statistics"]
+
+
+@pytest.mark.parametrize(
+    ("shape", "weight", "kind", "axes"),
+    [
+        ((3, 4, 8, 8), False, "maps", ["samples", "channels", "rows", "columns"]),
+        ((3, 9, 6), False, "sequence", ["samples", "", "positions", "features"]),
+        ((3, 6), False, "matrix", ["", "", "samples", "features"]),
+        ((3, 6), True, "matrix", ["", "", "rows", "columns"]),
+        ((5, 2, 3, 3), True, "maps", ["filters", "input channels", "rows", "columns"]),
+        ((7,), False, "vector", ["", "", "", "positions"]),
+        ((2, 3, 4, 5, 6), False, "maps", ["samples", "channels", "rows", "columns"]),
+        ((4, 3, 1, 1), False, "matrix", ["", "", "samples", "channels"]),
+    ],
+)
+def test_the_kind_of_a_picture_follows_the_shape(shape, weight, kind, axes):
+    value = torch.randn(shape)
+    found = portray(value, weight=weight)
+    assert (found.meta["kind"], found.meta["axes"]) == (kind, axes)
+    if value.ndim < 5:
+        oracle = value.half().numpy().reshape(found.picture.shape)
+        assert np.array_equal(found.picture, oracle)
+    assert found.meta["sampled"] == []
+
+
+@pytest.mark.parametrize("shape", [(16, 128, 28, 28), (8, 256, 512), (2000, 900), (100_000,)])
+def test_a_picture_holds_values_of_the_tensor_at_even_steps_and_says_so(shape):
+    value = torch.arange(float(np.prod(shape))).reshape(shape) % 1009
+    found = portray(value, most=4096)
+    assert found.picture.size <= 4096
+    assert found.meta["sampled"]
+    shaped = {4: value, 3: value[:, None] if value.ndim == 3 else None}.get(value.ndim)
+    if shaped is None:
+        shaped = value[None, None] if value.ndim == 2 else value[None, None, None]
+    steps = found.meta["steps"]
+    oracle = shaped[tuple(slice(None, None, step) for step in steps)]
+    oracle = oracle[: found.picture.shape[0]].half().numpy()
+    assert np.array_equal(found.picture, oracle)
+    for text, axis in re.findall(r"(\d+) of \d+ (\w+)", " ".join(found.meta["sampled"])):
+        assert int(text) == found.picture.shape[found.meta["axes"].index(axis)]
+
+
+def test_statistics_of_a_huge_tensor_are_of_a_sample_and_say_so():
+    value = torch.zeros(5_000_000)
+    value[7] = torch.nan  # not in the sample, and still seen
+    found = portray(value)
+    assert "statistics and histogram of 1 in 3 values" in found.meta["notes"]
+    assert found.meta["statistics"]["nonfinite"] == 1
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e30, 1e300])
+def test_a_picture_of_very_small_or_large_values_keeps_them(size):
+    value = torch.tensor([[1.0, -2.0], [0.5, 4.0]], dtype=torch.float64) * size
+    found = portray(value)
+    shown = found.picture[0, 0].astype(float) * found.meta["scale"]
+    assert np.allclose(shown, value.numpy(), rtol=1e-3)
+    assert found.counts.sum() == 4
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.tensor([True, False]),
+        torch.arange(4),
+        torch.randn(3).to(torch.bfloat16),
+        torch.randn(3).to(torch.float8_e4m3fn),
+        torch.randn(3, dtype=torch.complex64),
+        torch.eye(3).to_sparse(),
+        torch.zeros(0, 3),
+        torch.tensor(2.5),
+        torch.zeros(2, device="meta"),
+        torch.randn(2, 3).expand(4, 2, 3),
+    ],
+    ids=str,
+)
+def test_any_tensor_has_a_portrait(value):
+    found = portray(value)
+    assert found.meta["shape"] == list(value.shape)
+    json.dumps(found.meta, allow_nan=False)
+
+
+def test_a_sparse_csr_tensor_is_said_to_have_no_picture():
+    with pytest.warns(UserWarning, match="Sparse CSR"):
+        value = torch.eye(3).to_sparse_csr()
+    assert numbers_of(value) is None
+    assert portray(value).meta["notes"] == ["no picture of a sparse_csr tensor"]
+
+
+def test_positions_are_spread_from_the_first_to_the_last():
+    assert spread(0, 4) == []
+    assert spread(10_000, 12)[0] == 0
+    assert spread(10_000, 12)[-1] == 9_999
+    assert len(set(spread(13, 12))) == 12
+
+
+# -- records and models ---------------------------------------------------------------------------
+
+
+def test_a_record_page_has_every_call_and_pairs_values_with_gradients():
+    model = Net()
+    x = torch.randn(2, 1, 4, 4)
+    places = ["conv", "act", "conv:grad_output", "head.weight", "head.weight:grad", "head:input"]
+    with hl.capture(model, *places, detach=True) as record:
+        for _ in range(3):
+            model(x).sum().backward()
+    page = page_of(record)
+    found = entries(page)
+    assert found["conv"]["count"] == 3
+    assert found["conv"]["shape"] == [2, 4, 4, 4]
+    assert found["conv"]["group"] == found["conv:grad_output"]["group"] == "output"
+    assert found["conv:grad_output"]["gradient"]
+    assert found["head.weight"]["group"] == found["head.weight:grad"]["group"] == "weight"
+    assert found["head:input"]["group"] == "input"
+    owner = page.content["modules"][found["head.weight:grad"]["module"]]
+    assert owner["path"] == "head"
+    calls, arrays = items(page, "conv")
+    assert [item["label"] for item in calls] == ["0", "1", "2"]
+    for item, value in zip(calls, record.calls("conv"), strict=True):
+        assert np.array_equal(arrays[item["picture"]], value.half().numpy())
+        assert item["statistics"]["mean"] == pytest.approx(float(value.double().mean()))
+    assert modules(page)["head"]["parameters"] == 20
+    assert [m["path"] for m in page.content["modules"]] == [n for n, _ in model.named_modules()]
+
+
+def test_nested_values_have_an_entry_for_each_tensor():
+    model = Net()
+    with hl.capture(model, "cell") as record:
+        model(torch.randn(2, 1, 4, 4))
+    page = page_of(record)
+    assert list(entries(page)) == ["cell[0]", "cell[1][0]", "cell[1][1]"]
+    assert entries(page)["cell[1][0]"]["group"] == "output[1][0]"
+
+
+def test_many_calls_are_sampled_and_the_page_says_so():
+    model = nn.Sequential(nn.Linear(2, 2))
+    with hl.capture(model, "0") as record:
+        for _ in range(40):
+            model(torch.randn(1, 2))
+    page = page_of(record)
+    assert entries(page)["0"]["count"] == 40
+    labels = [item["label"] for item in items(page, "0")[0]]
+    assert len(labels) == 12
+    assert (labels[0], labels[-1]) == ("0", "39")
+    assert any("12 calls are shown" in note for note in page.content["notes"])
+
+
+def test_a_value_that_cannot_be_read_says_why_in_its_place():
+    model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(inplace=True))
+    with hl.capture(model, "0", "1") as record:
+        model(torch.randn(2, 3))
+    found = entries(page_of(record))["0"]
+    assert "changed in place" in found["note"]
+    assert "chunk" not in found
+
+
+def test_a_record_without_its_model_still_has_a_tree():
+    model = Net()
+    with hl.capture(model, "conv", "head", detach=True) as record:
+        model(torch.randn(2, 1, 4, 4))
+    del model
+    page = page_of(record)
+    assert page.content["title"] == "Record"
+    assert set(modules(page)) == {"", "conv", "head"}
+
+
+def test_modules_that_were_asked_for_and_never_called_say_so():
+    model = Net()
+    with hl.capture(model, "*") as record:
+        model(torch.randn(2, 1, 4, 4))
+    found = modules(page_of(record))
+    assert found["unused"]["called"] is False
+    assert found["unused"]["reason"]
+    assert found["conv"]["called"] is True
+
+
+def test_a_model_page_runs_it_once_and_leaves_no_trace():
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 2))
+    batch, labels = torch.randn(8, 4), torch.arange(8) % 2
+    model(batch).sum().backward()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    grads = [p.grad.clone() for p in model.parameters()]
+    torch.manual_seed(3)
+    state = torch.get_rng_state()
+    page = page_of(model, batch=batch, loss=lambda y: F.cross_entropy(y, labels))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(before[n], t) for n, t in model.state_dict().items())
+    for p, grad in zip(model.parameters(), grads, strict=True):
+        assert torch.equal(p.grad, grad)
+    assert not hl.attached(model)
+
+    expected = nn.Linear(4, 6)
+    expected.load_state_dict(model[0].state_dict())
+    found, arrays = items(page, "0")
+    assert np.array_equal(arrays[found[0]["picture"]][0, 0], expected(batch).detach().half().numpy())
+    output = model(batch)
+    (oracle,) = torch.autograd.grad(F.cross_entropy(output, labels), output)
+    gradient = items(page, "3:grad_output")[0][0]["statistics"]
+    assert gradient["norm"] == pytest.approx(float(oracle.norm()), rel=1e-4)
+    assert items(page, "0.weight")[0][0]["shape"] == [6, 4]
+    assert modules(page)[""]["flops"] == 2 * 8 * (4 * 6 + 6 * 2)
+
+
+def test_a_model_without_a_batch_shows_its_parameters_only():
+    page = page_of(Net())
+    assert {e["group"] for e in page.content["entries"]} >= {"weight", "bias", "weight_ih_l0"}
+    assert not any(e["group"] == "output" for e in page.content["entries"])
+
+
+def test_a_lazy_model_stays_lazy():
+    model = nn.Sequential(nn.LazyLinear(3))
+    page = page_of(model, batch=torch.randn(2, 5))
+    assert entries(page)["0.weight"]["shape"] == [3, 5]
+    assert nn.parameter.is_lazy(model[0].weight)
+    assert entries(page_of(model))["0.weight"]["note"]
+
+
+def test_findings_name_what_is_broken_dead_or_zero():
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bad, self.dead, self.none = nn.Identity(), nn.Identity(), nn.Identity()
+
+        def forward(self, x):
+            y = x.clone()
+            y[0, 0] = torch.nan
+            self.bad(y)
+            self.dead(x.abs() * torch.tensor([1.0, 0, 0, 0]))
+            return self.none(x * 0)
+
+    with hl.capture(Odd(), "bad", "dead", "none") as record:
+        Odd.__call__(record._model(), torch.randn(5, 4))
+    found = [(f["kind"], f["place"], f["severity"]) for f in page_of(record).content["findings"]]
+    assert found == [
+        ("not finite", "bad", "error"),
+        ("dead channels", "dead", "warning"),
+        ("all zero", "none", "warning"),
+    ]
+    assert "1 of 20" in page_of(record).content["findings"][0]["message"]
+
+
+# -- stores ---------------------------------------------------------------------------------------
+
+
+def test_a_store_page_shows_samples_from_its_whole_length(tmp_path):
+    rows, maps = torch.randn(50, 6), torch.randn(50, 2, 4, 4)
+    with hl.Store.create(tmp_path / "acts", metadata={"model": "demo"}) as writer:
+        writer.append({"fc:input": rows, "conv": maps}, ids=[f"s{n}" for n in range(50)])
+    page = page_of(tmp_path / "acts")
+    assert page.content["item"] == "sample"
+    assert page.content["ids"][49] == "s49"
+    assert entries(page)["conv"]["shape"] == [50, 2, 4, 4]
+    found, arrays = items(page, "conv")
+    assert [item["label"] for item in found] == [str(n) for n in spread(50, 12)]
+    assert np.array_equal(arrays[found[-1]["picture"]][0], maps[49].half().numpy())
+    assert found[-1]["kind"] == "maps"
+    whole = unpack(pack(page.chunks[entries(page)["fc:input"]["chunk"]]()))
+    assert whole.meta["all"]["statistics"]["mean"] == pytest.approx(float(rows.double().mean()))
+    assert any("12 of 50 samples" in note for note in page.content["notes"])
+
+
+def test_a_store_of_varying_lengths_and_an_empty_one_have_pages(tmp_path):
+    with hl.Store.create(tmp_path / "a") as writer:
+        writer.append({"h": [torch.randn(3, 4), torch.randn(5, 4)]})
+    page = page_of(hl.Store.open(tmp_path / "a"))
+    assert entries(page)["h"]["shape"] == [2, "varying", 4]
+    assert items(page, "h")[0][1]["shape"] == [1, 5, 4]
+    with hl.Store.create(tmp_path / "b"):
+        pass
+    assert page_of(tmp_path / "b").content["entries"] == []
+
+
+# -- runs -----------------------------------------------------------------------------------------
+
+ROWS = [
+    Row("h.0", "output", "Block", (2, 3)),
+    Row("h.0", "grad", "Block", (2, 3)),
+    Row("h.0.fc.weight", "weight", "Linear", (3, 3)),
+    Row("h.0.fc.weight", "weight_grad", "Linear", (3, 3)),
+    Row("h.0.fc.weight", "update", "Linear", (3, 3)),
+]
+
+
+def write_run(folder, steps, start=0.0, rows=ROWS):
+    with RunWriter(folder, rows, model="Net") as writer:
+        for step in steps:
+            values = np.full((len(rows), 9), np.nan, np.float32)
+            values[:, 1] = start + step + np.arange(len(rows)) / 10
+            writer.histograms(step, [(0, Bins(-1.0, 1.0, np.arange(64)))])
+            writer.values(step, values)
+            writer.scalar(step, "loss", 10.0 - step)
+
+
+def test_a_run_page_has_maps_series_histograms_and_scalars(tmp_path):
+    write_run(tmp_path, range(0, 50, 10))
+    page = page_of(tmp_path)
+    maps = {m["kind"]: m for m in page.content["run"]["maps"]}
+    assert list(maps) == ["output", "grad", "weight", "weight_grad", "update"]
+    assert maps["output"]["statistics"] == ["std"]
+    whole = page.chunks["map:1:0"]().arrays
+    assert whole["steps"].tolist() == [0, 10, 20, 30, 40]
+    assert np.allclose(whole["values"], [[0.1, 10.1, 20.1, 30.1, 40.1]])
+    found = page.content["entries"][maps["update"]["entries"][0]]
+    assert (found["place"], found["role"], found["group"]) == ("h.0.fc.weight", "update", "weight")
+    chunk = page.chunks[entries(page)["h.0"]["chunk"]]()
+    index = chunk.meta["statistics"].index("std")
+    assert np.allclose(chunk.arrays["series"][index], [0, 10, 20, 30, 40])
+    assert chunk.arrays["histograms"].shape == (5, 64)
+    scalars = page.chunks["scalars"]()
+    assert scalars.meta["names"] == ["loss"]
+    assert scalars.arrays["v0"].tolist() == [10, 0, -10, -20, -30]
+    assert modules(page)["h.0"]["type"] == "Block"
+
+
+def test_a_long_run_is_shown_at_spread_steps_and_says_so(tmp_path):
+    write_run(tmp_path, range(3000))
+    page = page_of(tmp_path)
+    steps = page.chunks["map:0:0"]().arrays["steps"]
+    assert len(steps) <= 600
+    assert (steps[0], steps[-1]) == (0, 2999)
+    values = page.chunks["map:0:0"]().arrays["values"][0]
+    assert np.allclose(values, steps)
+    assert any("3,000" in note for note in page.content["notes"])
+
+
+def test_a_later_start_replaces_the_steps_that_it_repeats(tmp_path):
+    write_run(tmp_path, range(0, 50, 10))
+    write_run(tmp_path, range(30, 60, 10), start=1000)
+    whole = page_of(tmp_path).chunks["map:0:0"]().arrays
+    steps, values = hl.Run(tmp_path).series("h.0", "output", "std")
+    assert whole["steps"].tolist() == steps.tolist() == [0, 10, 20, 30, 40, 50]
+    assert np.allclose(whole["values"][0], values)
+
+
+# -- the file -------------------------------------------------------------------------------------
+
+
+def hostile_model():
+    inner = nn.ModuleDict({name: nn.Linear(2, 2) for name in HOSTILE if "." not in name})
+
+    class Hostile(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x):
+            for module in self.inner.values():
+                x = module(x)
+            return x
+
+    return Hostile()
+
+
+def test_the_file_holds_no_text_of_the_model_outside_of_gzip(tmp_path):
+    model = hostile_model()
+    type(model).__name__ = "<script>alert(3)</script>"
+    path = hl.report(model, tmp_path / "page.html", batch=torch.randn(3, 2))
+    text = path.read_text("utf-8")
+    assert "onerror" not in text
+    assert "<script>alert" not in text
+    assert "&lt;script&gt;alert(3)" in text  # the title
+    content = re.search(r'data-chunk="page">([^<]*)<', text)[1]
+    page = json.loads(gzip.decompress(base64.b64decode(content)))
+    assert {m["path"].rpartition(".")[2] for m in page["modules"]} >= set(HOSTILE)
+
+
+def test_the_file_allows_its_own_script_and_style_only_and_names_nothing_outside(tmp_path):
+    page = Page({"title": "T"}, {"e0": lambda: Chunk({})})
+    text = as_html(page)
+    rules = re.search(r'Content-Security-Policy" content="([^"]*)"', text)[1].replace("&#x27;", "'")
+    assert "default-src 'none'" in rules
+    assert "connect-src 'none'" in rules
+    for tag, rule in (("script", "script-src"), ("style", "style-src")):
+        body = re.search(rf"<{tag}>(.*?)</{tag}>", text, re.S)[1]
+        digest = base64.b64encode(hashlib.sha256(body.encode()).digest()).decode()
+        assert f"{rule} 'sha256-{digest}'" in rules
+    assert not re.search(r'(src|href)="?(https?:)?//', text.partition("<body>")[0])
+    assert text.count('data-chunk="e0"') == 1
+
+
+def test_numbers_that_json_cannot_hold_become_null():
+    assert plain_json({"a": [float("nan"), 1.0, (float("inf"),)]}) == '{"a":[null,1.0,[null]]}'
+
+
+def test_what_is_no_subject_is_refused_in_three_parts(tmp_path):
+    with pytest.raises(hl.ReportError, match="The subject is a int"):
+        hl.report(3, tmp_path / "r.html")
+    with pytest.raises(hl.ReportError, match="neither a store nor a run"):
+        hl.report(tmp_path, tmp_path / "r.html")
+    model = nn.Linear(2, 2)
+    with hl.capture(model, "") as record:
+        model(torch.randn(1, 2))
+    with pytest.raises(hl.ReportError, match="which is not run"):
+        hl.report(record, tmp_path / "r.html", batch=torch.randn(1, 2))
+
+
+@pytest.mark.parametrize(
+    ("text", "path", "port", "operation"),
+    [
+        ("h.0.attn/softmax#1:grad_output", "h.0.attn", "grad_output", "softmax#1"),
+        ("", "", "output", None),
+        ("fc:input", "fc", "input", None),
+        (r"a\*b", "a*b", "output", None),
+        ("not [ a place", "not [ a place", "output", None),
+        ("h.*", "h.*", "output", None),
+    ],
+)
+def test_places_are_read_from_their_text(text, path, port, operation):
+    found = read_place(text)
+    assert (found.path, found.port, found.operation) == (path, port, operation)
