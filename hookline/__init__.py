@@ -30,15 +30,18 @@ Every value inside a model has an address, its place (`"layer1.0.conv2"`, `"fc:i
 All of them act inside `with`, or from `.attach()` to `.remove()`, and leave nothing behind.
 """
 
+from typing import (
+    TYPE_CHECKING,
+    Any,
+)
+
 from hookline.attention_patterns import (
     attention,
 )
 from hookline.comparison import (
     compare,
 )
-from hookline.core.captures import (
-    capture,
-)
+from hookline.core.captures import capture
 from hookline.core.changes import (
     Chain,
     Change,
@@ -63,9 +66,7 @@ from hookline.core.places import (
     Place,
     select,
 )
-from hookline.core.records import (
-    Record,
-)
+from hookline.core.records import Record
 from hookline.core.slices import (
     heads,
     last_token,
@@ -162,10 +163,6 @@ from hookline.summaries import (
 from hookline.watching import (
     Measured,
     watch,
-)
-from typing import (
-    Any,
-    TYPE_CHECKING,
 )
 
 __all__ = [

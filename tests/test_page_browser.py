@@ -132,7 +132,9 @@ def test_the_slider_goes_through_the_calls(tab, record_page):
     slider = tab.get_by_role("slider", name="call")
     slider.focus()
     tab.keyboard.press("ArrowRight")
-    tab.wait_for_function("text => document.querySelector('.statistics dd').innerText != text", arg=before)
+    tab.wait_for_function(
+        "text => document.querySelector('.statistics dd').innerText != text", arg=before
+    )
     assert "call=1" in tab.url
     assert tab.locator(".slider output").inner_text() == "call 1"
     tab.reload()
@@ -218,7 +220,9 @@ def test_a_narrow_screen_has_no_sideways_scrolling_and_a_drawer_for_the_tree(tab
     tab.set_viewport_size({"width": 390, "height": 844})
     visit(tab, record_page, "#place=blocks.0.conv")
     tab.wait_for_selector(".statistics")
-    wide = "document.querySelector('main').scrollWidth <= document.querySelector('main').clientWidth"
+    wide = (
+        "document.querySelector('main').scrollWidth <= document.querySelector('main').clientWidth"
+    )
     assert tab.evaluate(wide)
     assert not tab.locator(".tree").is_visible()
     tab.get_by_role("button", name="Modules").click()

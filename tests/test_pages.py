@@ -281,7 +281,9 @@ def test_a_model_page_runs_it_once_and_leaves_no_trace():
     expected = nn.Linear(4, 6)
     expected.load_state_dict(model[0].state_dict())
     found, arrays = items(page, "0")
-    assert np.array_equal(arrays[found[0]["picture"]][0, 0], expected(batch).detach().half().numpy())
+    assert np.array_equal(
+        arrays[found[0]["picture"]][0, 0], expected(batch).detach().half().numpy()
+    )
     output = model(batch)
     (oracle,) = torch.autograd.grad(F.cross_entropy(output, labels), output)
     gradient = items(page, "3:grad_output")[0][0]["statistics"]

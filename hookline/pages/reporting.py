@@ -23,7 +23,7 @@ from hookline.pages.run_pages import page_of_run
 from hookline.pages.store_pages import page_of_store
 from hookline.run_files import segments_in
 from hookline.runs import Run
-from hookline.store import Store
+from hookline.storage.store import Store
 
 __all__ = ["page_of", "report"]
 

@@ -20,8 +20,8 @@ from hookline.pages.outlines import Outline
 from hookline.pages.portraits import MOST, portray, spread
 from hookline.pages.record_pages import BUDGET, items_chunk
 from hookline.pages.remarks import remark
-from hookline.store import Store
-from hookline.store_rows import StoredSamples
+from hookline.storage.rows import StoredSamples
+from hookline.storage.store import Store
 
 __all__ = ["page_of_store", "sample_chunk"]
 

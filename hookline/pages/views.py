@@ -18,9 +18,9 @@ from hookline.pages.run_pages import RunPage
 from hookline.pages.store_pages import page_of_store, sample_chunk
 from hookline.run_files import read_head, segment_path, segments_in
 from hookline.runs import Run
-from hookline.store import Store
-from hookline.store_description import read_description
-from hookline.store_files import ranks_of, read_index
+from hookline.storage.description import read_description
+from hookline.storage.files import ranks_of, read_index
+from hookline.storage.store import Store
 
 __all__ = ["Gallery", "RunView", "Shown", "StoreView"]
 
