@@ -13,7 +13,9 @@
     ├── ChangeError (ValueError)           a change does not fit the value it meets
     ├── StoreError (ValueError)            a store cannot be written or read as asked
     ├── RecipeError (ValueError)           a recipe does not fit, or cannot be saved or read
-    └── StatisticsError (ValueError)       a statistic cannot take a value, a mask or a file
+    ├── StatisticsError (ValueError)       a statistic cannot take a value, a mask or a file
+    ├── FigureError (ValueError)           a figure cannot be drawn of what was given
+    └── MissingExtra (ImportError)         an optional library is not installed
 
     HooklineWarning (UserWarning)
 
@@ -29,9 +31,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ChangeError",
+    "FigureError",
     "GradientNotAvailable",
     "HooklineError",
     "HooklineWarning",
+    "MissingExtra",
     "NeverFired",
     "NotCaptured",
     "NotHookable",
@@ -121,6 +125,14 @@ class RecipeError(HooklineError, ValueError):
 
 class StatisticsError(HooklineError, ValueError):
     """A statistic cannot take a value or a mask, be merged with another, or be read."""
+
+
+class FigureError(HooklineError, ValueError):
+    """A figure cannot be drawn of what was given."""
+
+
+class MissingExtra(HooklineError, ImportError):
+    """An optional library is needed and not installed; the message has the line that installs it."""
 
 
 class HooklineWarning(UserWarning):
