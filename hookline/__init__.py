@@ -14,6 +14,8 @@ Every value inside a model has an address, its place (`"layer1.0.conv2"`, `"fc:i
 - `preserve`, `replace_module`, `get_module`, `get_parameter`: parameters and modules
 - `attention`: the attention patterns of models that never compute them
 - `Store`: values on disk, as safetensors: `Store.create` writes, `Store.open` reads
+- `Run`: what was measured while a model was trained, read from its directory; `Finding`: what
+  was noticed there
 - `attached`: all that is live on a model
 - `heads`, `last_token`: slices for `at=`
 
@@ -44,12 +46,14 @@ from hookline.errors import (
     PlaceError,
     PlaceNotFound,
     RecipeError,
+    RunError,
     SeveralCalls,
     SeveralTensors,
     StatisticsError,
     StoreError,
     ValueChanged,
 )
+from hookline.findings import Finding
 from hookline.measuring import Measurements, measure
 from hookline.ready_changes import (
     add,
@@ -63,6 +67,7 @@ from hookline.ready_changes import (
     zero,
 )
 from hookline.recipes import Recipe
+from hookline.runs import Run
 from hookline.statistics import (
     Covariance,
     Histogram,
@@ -82,6 +87,7 @@ __all__ = [
     "ChangeError",
     "Covariance",
     "FigureError",
+    "Finding",
     "GradientNotAvailable",
     "Histogram",
     "HooklineError",
@@ -99,6 +105,8 @@ __all__ = [
     "Recipe",
     "RecipeError",
     "Record",
+    "Run",
+    "RunError",
     "SeveralCalls",
     "SeveralTensors",
     "Sparsity",

@@ -14,6 +14,7 @@
     ├── StoreError (ValueError)            a store cannot be written or read as asked
     ├── RecipeError (ValueError)           a recipe does not fit, or cannot be saved or read
     ├── StatisticsError (ValueError)       a statistic cannot take a value, a mask or a file
+    ├── RunError (ValueError)              a run directory cannot be written or read as asked
     ├── FigureError (ValueError)           a figure cannot be drawn of what was given
     └── MissingExtra (ImportError)         an optional library is not installed
 
@@ -42,6 +43,7 @@ __all__ = [
     "PlaceError",
     "PlaceNotFound",
     "RecipeError",
+    "RunError",
     "SeveralCalls",
     "SeveralTensors",
     "StatisticsError",
@@ -125,6 +127,10 @@ class RecipeError(HooklineError, ValueError):
 
 class StatisticsError(HooklineError, ValueError):
     """A statistic cannot take a value or a mask, be merged with another, or be read."""
+
+
+class RunError(HooklineError, ValueError):
+    """A run directory cannot be written or read as asked, or its files are not sound."""
 
 
 class FigureError(HooklineError, ValueError):

@@ -7,15 +7,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hookline.measuring import Measurements
 from hookline.pages.figures.samples import Sample, remarks, take
-from hookline.pages.figures.sources import gather, matching, unfit
+from hookline.pages.figures.sources import gather, kept_places, matching, unfit
+from hookline.runs import Run
 from hookline.statistics import Bins, Histogram
 
 __all__ = ["Counts", "distributions", "edges_of"]
@@ -57,17 +58,12 @@ def distributions(
         return [_of_bins("", source, 0)]
     if isinstance(source, Measurements):
         return [_measured(source, place) for place in matching(source, where)]
-    if is_run(source):
-        return of_run(source, where, step, kind)
-    return of_samples([take(named) for named in gather(source, where)], bins)
+    if isinstance(source, Run):
+        return _of_run(source, where, step, kind)
+    return _of_samples([take(named) for named in gather(source, where)], bins)
 
 
-def is_run(source: Any) -> bool:
-    """Whether a source is a run of training."""
-    return callable(getattr(source, "histograms", None)) and callable(getattr(source, "series", None))
-
-
-def of_samples(samples: Sequence[Sample], bins: int) -> list[Counts]:
+def _of_samples(samples: Sequence[Sample], bins: int) -> list[Counts]:
     """The distributions of numbers, in bins that all of them share."""
     edges = edges_of([sample.values for sample in samples], bins)
     made: list[Counts] = []
@@ -110,10 +106,10 @@ def _of_bins(name: str, found: Bins, skipped: int) -> Counts:
     return Counts(name, counts, edges, tuple(notes) if counts.sum() else (*notes, "no values"))
 
 
-def of_run(run: Any, where: Any, step: int | None, kind: str) -> list[Counts]:
+def _of_run(run: Run, where: Any, step: int | None, kind: str) -> list[Counts]:
     """The histograms that a run kept at places, the last ones at or before a step."""
     made: list[Counts] = []
-    for place in matching(run.places(), where):
+    for place in kept_places(run, where, kind):
         found = run.histogram(place, kind, step)
         if found is not None:
             low, high, counts, at = found
@@ -125,8 +121,4 @@ def of_run(run: Any, where: Any, step: int | None, kind: str) -> list[Counts]:
             f"The run has none of kind {kind!r}" + ("." if step is None else f" up to step {step}."),
             "Give kind= and step= that it has; run.rows() lists the kinds.",
         )
-    same = {one.notes for one in made}
-    return made if len(same) == 1 else [replace(one, notes=one.notes) for one in made]
-
-
-_ = cast
+    return made

@@ -68,7 +68,7 @@ def figure_of(ax: Axes) -> Figure:
 
 def columns_for(count: int, most: int = 8) -> int:
     """How many columns a grid of so many cells has: about as many as rows, or a few more."""
-    return max(1, min(most, math.ceil(math.sqrt(count * 1.4))))
+    return max(1, min(most, count, math.ceil(math.sqrt(count * 1.4))))
 
 
 def panels(
@@ -160,10 +160,11 @@ def label_ticks(ax: Axes, which: Literal["x", "y"], names: Sequence[str]) -> lis
     positions = list(range(0, len(short), step))
     axis = ax.yaxis if which == "y" else ax.xaxis
     axis.set_ticks(positions, [_literal(short[n]) for n in positions], fontsize=_SMALL)
-    if which == "x" and max(map(len, short), default=0) > 3:
+    longest = max(map(len, short), default=0) * _SMALL * 0.62 + 4
+    if which == "x" and longest * len(positions) > room:
         ax.tick_params(axis="x", labelrotation=90)
     notes = [f"names begin with {start}"] if start else []
-    return [*notes, f"every {step}th name"] if step > 1 else notes
+    return [*notes, f"one name in {step} is written"] if step > 1 else notes
 
 
 # -- matrices -------------------------------------------------------------------------------------
@@ -215,10 +216,10 @@ def picture(
     colours = mpl.colormaps["viridis" if center is None else "RdBu_r"]
     colours = colours.with_extremes(bad=_NAN, under=_BELOW, over=_ABOVE)
     scale = {"vmin": low, "vmax": high} if norm is None else {"norm": norm}
-    image = ax.imshow(
-        np.ma.masked_invalid(array) if norm is not None else np.ma.masked_array(array, np.isnan(array)),
-        cmap=colours, aspect=aspect, interpolation="nearest", **scale,
-    )  # fmt: skip
+    # matplotlib takes an infinity for NaN; a number beyond the ends has the colour for it.
+    beyond = np.where(np.isposinf(array), high + abs(high - low), array)
+    beyond = np.where(np.isneginf(array), low - abs(high - low), beyond)
+    image = ax.imshow(beyond, cmap=colours, aspect=aspect, interpolation="nearest", **scale)
     odd = zip(counted(array), ("NaN (grey)", "+Inf (magenta)", "−Inf (cyan)"), strict=True)
     notes += [f"{count:,} {name}" for count, name in odd if count]
     if not array.size:

@@ -82,11 +82,15 @@ def _draw_one(ax: Axes, one: Counts) -> None:
     ax.set_ylabel("values per bin")
     ax.margins(x=0.01)
     ax.yaxis.set_major_formatter("{x:,.0f}")
+    if not one.total:
+        ax.set_ylim(0, 1)
+        ax.set_yticks([0, 1])
     title(ax, f"Distribution of {one.name}" if one.name else "Distribution", [*_size(one)])
 
 
 def _size(one: Counts) -> list[str]:
-    return [f"{one.total:,.0f} values", *one.notes]
+    sampled = any(note.startswith("sample of") for note in one.notes)
+    return [*one.notes] if sampled or not one.total else [f"{one.total:,.0f} values", *one.notes]
 
 
 def _draw_several(ax: Axes, found: Sequence[Counts]) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 
 from hookline.core.records import Record
 from hookline.measuring import Measurements
-from hookline.pages.figures.bins import Counts, distributions, is_run
+from hookline.pages.figures.bins import Counts, distributions
 from hookline.pages.figures.canvas import (
     BLUE,
     GREY,
@@ -27,7 +27,8 @@ from hookline.pages.figures.canvas import (
     title,
 )
 from hookline.pages.figures.samples import Sample, take
-from hookline.pages.figures.sources import gather, matching, unfit
+from hookline.pages.figures.sources import gather, kept_places, matching, unfit
+from hookline.runs import Run
 from hookline.statistics import Histogram, Variance
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ def along_layers(
         kind: of a run, what was measured: output, grad, weight or update.
         ax: Axes to draw on.
     """
-    measured = isinstance(source, Measurements) or is_run(source)
+    measured = isinstance(source, Measurements) or isinstance(source, Run)
     spreads = _measured(source, where, step, kind) if measured else _of_values(source, where)
     ax = axes_for(ax, (6.4, min(11.0, max(2.2, 1.1 + 0.2 * len(spreads)))))
     ends = np.array([one.ends for one in spreads], dtype=float).reshape(-1, 5)
@@ -115,7 +116,7 @@ _NONE = (math.nan,) * 5
 
 
 def _measured(source: Any, where: Any, step: int | None, kind: str) -> list[_Spread]:
-    if is_run(source):
+    if isinstance(source, Run):
         return _of_run(source, where, step, kind)
     made: list[_Spread] = []
     for place in matching(source, where):
@@ -148,31 +149,18 @@ def _of_moments(name: str, mean: float, std: float, notes: Sequence[str] = ()) -
     return _Spread(name, (math.nan, mean - std, mean, mean + std, math.nan), notes)
 
 
-def _of_run(run: Any, where: Any, step: int | None, kind: str) -> list[_Spread]:
+def _of_run(run: Run, where: Any, step: int | None, kind: str) -> list[_Spread]:
     made: list[_Spread] = []
     for place in kept_places(run, where, kind):
         steps, means = run.series(place, kind, "mean")
         _, stds = run.series(place, kind, "std")
-        at = last_at(steps, step)
+        at = _last_at(steps, step)
         if at is not None:
             made.append(_of_moments(str(place), float(means[at]), float(stds[at])))
     return made
 
 
-def kept_places(run: Any, where: Any, kind: str) -> list[str]:
-    """The places of a run that have a kind of rows."""
-    held = [row.place for row in run.rows() if row.kind == kind]
-    if not held:
-        kinds = sorted({row.kind for row in run.rows()})
-        raise unfit(
-            f"Rows of kind {kind!r} of a run were to be drawn.",
-            f"It has {', '.join(kinds) or 'none'}.",
-            "Give kind= one of these.",
-        )
-    return matching(dict.fromkeys(held), where)
-
-
-def last_at(steps: Any, step: int | None) -> int | None:
+def _last_at(steps: Any, step: int | None) -> int | None:
     """The position of the last step, or of the last one that is not behind a given step."""
     found = len(steps) if step is None else int(np.searchsorted(steps, step, side="right"))
     return found - 1 if found else None
@@ -237,7 +225,7 @@ def gradient_flow(
 
 
 def _flows(source: Any, where: Any, step: int | None) -> list[_Flow]:
-    if is_run(source):
+    if isinstance(source, Run):
         return _flows_of_run(source, where, step)
     if isinstance(source, Record) and where is None:
         where = [str(place) for place in source.places() if "grad" in place.port]
@@ -270,13 +258,13 @@ def _flow(one: Sample) -> _Flow:
     return _Flow(one.name, rms, largest, [] if largest == 0 else one.notes)
 
 
-def _flows_of_run(run: Any, where: Any, step: int | None) -> list[_Flow]:
+def _flows_of_run(run: Run, where: Any, step: int | None) -> list[_Flow]:
     shapes = {row.place: row.shape for row in run.rows() if row.kind == "grad"}
     made: list[_Flow] = []
     for place in kept_places(run, where, "grad"):
         steps, norms = run.series(place, "grad", "norm")
         _, largest = run.series(place, "grad", "absmax")
-        at = last_at(steps, step)
+        at = _last_at(steps, step)
         if at is not None:
             size = math.prod(shapes[place] or (1,)) or 1
             made.append(_Flow(str(place), float(norms[at]) / math.sqrt(size), float(largest[at])))

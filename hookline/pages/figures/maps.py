@@ -38,7 +38,7 @@ Array = NDArray[Any]
 
 _CHANNELS = 64
 _HEADS, _PLACES = 16, 12
-_TOKENS = 40
+_TOKENS, _PIXELS = 40, 1024
 
 
 def feature_maps(
@@ -269,6 +269,7 @@ def _draw_heads(
     alone: bool,
 ) -> list[str]:
     """One picture for each head, on one scale from 0; the remarks."""
+    outer, count = _outer(cells), len(maps[-1][0])
     finite = [v[np.isfinite(v)] for v, _ in maps]
     top = max((float(v.max()) for v in finite if v.size), default=1.0) or 1.0
     low = min((float(v.min()) for v in finite if v.size), default=0.0)
@@ -285,7 +286,8 @@ def _draw_heads(
             notes |= dict.fromkeys([*fewer, *[r for r in remarks if "all values" not in r]])
             cell.set_title(f"head {number}" if row == 0 or alone else "", fontsize=8, pad=2)
             used += 1
-            _tokens(cell, head.shape, tokens, column == 0, last=len(values) == 1)
+            below = n + columns >= count if alone else row == len(maps) - 1
+            _label(cell, head.shape, tokens, (below, column == 0), large=count == 1 and alone)
             if not alone and column == 0:
                 cell.set_ylabel(short[row], fontsize=8)
         for column in range(len(values), columns) if not alone else ():
@@ -293,7 +295,7 @@ def _draw_heads(
     for cell in [c for line in cells for c in line][used:] if alone else ():
         cell.set_axis_off()
     if image is not None:
-        colour_bar(cells[0][0].figure.axes[0] if False else _outer(cells), image, "attention")
+        colour_bar(outer, image, "attention")
     return list(notes)
 
 
@@ -304,28 +306,32 @@ def _outer(cells: list[list[Axes]]) -> Any:
     return next(ax for ax in figure.axes if inner in ax.child_axes)
 
 
-def _tokens(
-    cell: Axes, shape: tuple[int, ...], tokens: Sequence[str] | None, first: bool, last: bool
+def _label(
+    cell: Axes,
+    shape: tuple[int, ...],
+    tokens: Sequence[str] | None,
+    outside: tuple[bool, bool],
+    large: bool,
 ) -> None:
-    """Words along a map if there is room for them, else none."""
+    """Words, or the first and last number, along a map; only at the outside of the grid."""
     cell.tick_params(length=0, labelsize=7)
-    if tokens is None:
-        cell.set_xticks([0, shape[1] - 1] if shape[1] > 1 else [0])
-        cell.set_yticks([0, shape[0] - 1] if first and shape[0] > 1 else [])
-        return
-    words = [str(word).replace("$", r"\$") for word in tokens]
-    if len(words) != shape[1]:
+    queries, keys = shape
+    words = [str(word).replace("$", r"\$") for word in tokens or ()]
+    if tokens is not None and len(words) != keys:
         raise unfit(
             f"{len(words)} tokens were given for attention maps.",
-            f"There are {shape[1]} keys.",
+            f"There are {keys} keys.",
             "Give as many tokens as keys.",
         )
-    room = _TOKENS if last else 14
-    cell.set_xticks(range(len(words)) if len(words) <= room else [])
-    if len(words) <= room:
-        cell.set_xticklabels(words, rotation=90, fontsize=7 if last else 6)
-    rows = words if shape[0] == len(words) else [str(n) for n in range(shape[0])]
-    shown = first and len(rows) <= room
-    cell.set_yticks(range(len(rows)) if shown else [])
-    if shown:
-        cell.set_yticklabels(rows, fontsize=7 if last else 6)
+    most = _TOKENS if large else 14
+    for axis, count, shown in zip((cell.xaxis, cell.yaxis), (keys, queries), outside, strict=True):
+        ends = [0, count - 1] if count > 1 else [0]
+        if not shown:
+            axis.set_ticks([])
+        elif words and len(words) == count and count <= most:
+            axis.set_ticks(range(count), words, fontsize=8 if large else 6)
+            cell.tick_params(axis="x", labelrotation=90)
+        elif count <= _PIXELS:
+            axis.set_ticks(ends, [str(end) for end in ends])
+        else:
+            axis.set_ticks([])  # not all rows are drawn

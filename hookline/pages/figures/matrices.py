@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from hookline.pages.figures.bins import is_run
 from hookline.pages.figures.canvas import (
     axes_for,
     colour_bar,
@@ -29,9 +28,9 @@ from hookline.pages.figures.canvas import (
     shorten,
     title,
 )
-from hookline.pages.figures.layers import kept_places
 from hookline.pages.figures.samples import numbers
-from hookline.pages.figures.sources import Named, gather, one, unfit
+from hookline.pages.figures.sources import Named, gather, kept_places, one, unfit
+from hookline.runs import Run
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -154,7 +153,7 @@ def over_steps(
     The colours are logarithmic where positive values span more than a factor of a thousand. Steps
     at which nothing was measured at a place are grey.
     """
-    if not is_run(run):
+    if not isinstance(run, Run):
         raise unfit(
             f"Layers × steps of {type(run).__name__} were asked for.",
             "Only a run has steps.",
@@ -173,7 +172,7 @@ def over_steps(
     along = label_ticks(ax, "y", places) if len(places) == len(shown) else []
     _label_steps(ax, steps, shown.shape[1])
     if not fewer:
-        notes += _mark(ax, run, places, list(steps), kind)
+        notes += _mark(ax, run, places, steps)
     words = f"{statistic} of the {_KINDS.get(kind, kind)} over {len(steps):,} steps"
     title(ax, words[:1].upper() + words[1:], [*fewer, *along, *notes])
     return figure_of(ax)
@@ -188,9 +187,12 @@ def _logarithmic(array: Array) -> tuple[Any, str]:
     positive = finite[finite > 0]
     if (finite < 0).any() or not positive.size or positive.max() < 1000 * positive.min():
         return None, ""
-    from matplotlib.colors import LogNorm
+    from matplotlib.colors import LogNorm, SymLogNorm
 
-    return LogNorm(float(positive.min()), float(positive.max())), ", logarithmic"
+    low, high = float(positive.min()), float(positive.max())
+    if (finite == 0).any():  # which has no logarithm
+        return SymLogNorm(low, vmin=0.0, vmax=high, base=10), ", logarithmic"
+    return LogNorm(low, high), ", logarithmic"
 
 
 def _label_steps(ax: Axes, steps: Any, shown: int) -> None:
@@ -202,12 +204,11 @@ def _label_steps(ax: Axes, steps: Any, shown: int) -> None:
     ax.set_xlabel("step")
 
 
-def _mark(ax: Axes, run: Any, places: list[str], steps: list[int], kind: str) -> list[str]:
-    """Mark what was found where it was found first."""
-    del kind
+def _mark(ax: Axes, run: Run, places: list[str], steps: Any) -> list[str]:
+    """Mark what was found, where and when it was."""
     spots: list[tuple[int, int]] = []
     for finding in run.findings():
-        if finding.place in places and finding.step is not None:
+        if finding.place in places:
             later = np.searchsorted(steps, finding.step)
             spots.append((min(int(later), len(steps) - 1), places.index(finding.place)))
     if not spots:

@@ -3,6 +3,7 @@
 - `Named`: the tensors at one place, one for each call
 - `gather(source, where)`: those of a record, a store, a model, a mapping or a tensor
 - `matching(names, where)`: which of some names a place or a pattern means
+- `kept_places(run, where, kind)`: the same for a kind of rows of a run
 - `one(named, call)`: the only tensor, or that of a call
 - `unfit(asked, found, remedy)`: the error for what cannot be drawn
 """
@@ -25,10 +26,11 @@ from hookline.core.places import select
 from hookline.core.records import Record
 from hookline.errors import FigureError, HooklineError
 from hookline.pages.figures.samples import MOST, spaced
+from hookline.runs import Run
 from hookline.store import Store
 from hookline.store_rows import StoredSamples
 
-__all__ = ["Named", "gather", "matching", "named_places", "one", "plain", "unfit"]
+__all__ = ["Named", "gather", "kept_places", "matching", "named_places", "one", "plain", "unfit"]
 
 _TAKEN = "a record, a store, a model, a dict of tensors, or a tensor"
 
@@ -152,6 +154,19 @@ def _leads(path: Sequence[Segment], names: Sequence[Any]) -> bool:
         return False
     fits = first == names[0] if isinstance(first, str) else first.fullmatch(names[0]) is not None
     return fits and _leads(rest, names[1:])
+
+
+def kept_places(run: Run, where: Any, kind: str) -> list[str]:
+    """The places of a run that have a kind of rows."""
+    held = [row.place for row in run.rows() if row.kind == kind]
+    if not held:
+        kinds = sorted({row.kind for row in run.rows()})
+        raise unfit(
+            f"Rows of kind {kind!r} of a run were to be drawn.",
+            f"It has {', '.join(kinds) or 'none'}.",
+            "Give kind= one of these.",
+        )
+    return matching(dict.fromkeys(held), where)
 
 
 # -- values ---------------------------------------------------------------------------------------

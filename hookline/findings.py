@@ -1,0 +1,91 @@
+"""What is wrong with a training run, in words and numbers.
+
+- `Finding`: one thing that was noticed: what, where, at which step, by which evidence
+- `to_json`, `from_json`: numbers, also those that are not finite
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast
+
+__all__ = ["Finding", "Severity", "from_json", "to_json"]
+
+Severity = Literal["warning", "error"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was noticed in a training run.
+
+    >>> finding = Finding(
+    ...     "dead units", "2", 150, "31 of 64 units of '2' (ReLU) gave only zeros.",
+    ...     {"dead": 0.484}, "Lower the learning rate.",
+    ... )  # fmt: skip
+    >>> print(finding)
+    step 150: dead units at '2': 31 of 64 units of '2' (ReLU) gave only zeros. Lower the learning
+    rate.
+    >>> Finding.from_dict(finding.to_dict()) == finding
+    True
+
+    `kind` names it, `place` is where and `step` when; `message` is one sentence with the numbers,
+    `evidence` has the numbers themselves, `advice` says what to try. `severity` is `"error"` where
+    training cannot go on well, such as with values that are not finite, and else `"warning"`.
+    """
+
+    kind: str
+    place: str
+    step: int
+    message: str
+    evidence: Mapping[str, float] = field(default_factory=dict[str, float], hash=False)
+    advice: str = ""
+    severity: Severity = "warning"
+
+    def __str__(self) -> str:
+        where = f" at {self.place!r}" if self.place else ""
+        text = f"step {self.step}: {self.kind}{where}: {self.message} {self.advice}"
+        return text.rstrip()
+
+    def to_dict(self) -> dict[str, Any]:
+        """What it holds, fit for JSON: numbers that are not finite are spelled as text."""
+        found = {name: getattr(self, name) for name in _TEXTS}
+        evidence = {name: to_json(float(value)) for name, value in self.evidence.items()}
+        return found | {"step": self.step, "evidence": evidence}
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> Finding:
+        """What `to_dict` gave; a `ValueError` says what does not fit."""
+        for name in _TEXTS:
+            if type(content.get(name)) is not str:
+                raise ValueError(f"{name!r} is no text")
+        step, evidence = content.get("step"), content.get("evidence")
+        if type(step) is not int or not -(2**63) <= step < 2**63:
+            raise ValueError("'step' is no whole number")
+        if type(evidence) is not dict or content["severity"] not in ("warning", "error"):
+            raise ValueError("'evidence' or 'severity' is not what it should be")
+        named = cast("dict[str, Any]", evidence)
+        numbers = {str(name): from_json(value) for name, value in named.items()}
+        texts: dict[str, Any] = {name: content[name] for name in _TEXTS}
+        return cls(step=step, evidence=numbers, **texts)
+
+
+_TEXTS = ("kind", "place", "message", "advice", "severity")
+
+
+def to_json(value: float) -> float | str:
+    """A number as JSON can hold it: those that are not finite become text."""
+    return value if math.isfinite(value) else str(value)
+
+
+def from_json(value: Any) -> float:
+    """A number that `to_json` spelled; a `ValueError` if it is none."""
+    if type(value) in (int, float):
+        try:
+            return float(value)
+        except OverflowError:
+            raise ValueError("a number is too large") from None
+    if value in ("nan", "inf", "-inf"):
+        return float(value)
+    raise ValueError(f"{value!r:.40} is no number")
