@@ -138,7 +138,7 @@ class FigureError(HooklineError, ValueError):
 
 
 class MissingExtra(HooklineError, ImportError):
-    """An optional library is needed and not installed; the message has the line that installs it."""
+    """An optional library is not installed; the message has the line that installs it."""
 
 
 class HooklineWarning(UserWarning):

@@ -51,7 +51,9 @@ def distributions(
 ) -> list[Counts]:
     """The distributions at places; those of values have the same bins."""
     if bins < 1:
-        raise unfit(f"A histogram of {bins} bins was asked for.", "That has none.", "Give 1 or more.")
+        raise unfit(
+            f"A histogram of {bins} bins was asked for.", "That has none.", "Give 1 or more."
+        )
     if isinstance(source, Histogram):
         return [_of_bins("", source.result, int(source.skipped.sum()))]
     if isinstance(source, Bins):
@@ -118,7 +120,8 @@ def _of_run(run: Run, where: Any, step: int | None, kind: str) -> list[Counts]:
     if not made:
         raise unfit(
             f"Histograms of {where or 'a run'!r} were to be drawn.",
-            f"The run has none of kind {kind!r}" + ("." if step is None else f" up to step {step}."),
+            f"The run has none of kind {kind!r}"
+            + ("." if step is None else f" up to step {step}."),
             "Give kind= and step= that it has; run.rows() lists the kinds.",
         )
     return made

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from matplotlib.image import AxesImage
 
 __all__ = [
-    "BLUE", "COLOURS", "GREY", "ORANGE", "axes_for", "colour_bar", "columns_for", "figure_of",
+    "BLUE", "COLOURS", "GREY", "ORANGE", "PIXELS", "axes_for", "colour_bar", "columns_for", "figure_of",
     "label_ticks", "panels", "picture", "reduced", "said", "shorten", "title",
 ]  # fmt: skip
 
@@ -41,7 +41,7 @@ BLUE, ORANGE, GREEN, PINK, SKY, GREY = (
 COLOURS = (BLUE, ORANGE, GREEN, PINK, SKY, "#E69F00")
 _NAN, _ABOVE, _BELOW = "#999999", "#E6007E", "#00D5FF"
 _SMALL = 8.0  # points
-_PIXELS = 1024  # of a matrix, in each direction
+PIXELS = 1024  # of a matrix, in each direction
 
 
 def _sheet(size: tuple[float, float]) -> Figure:
@@ -170,16 +170,16 @@ def label_ticks(ax: Axes, which: Literal["x", "y"], names: Sequence[str]) -> lis
 # -- matrices -------------------------------------------------------------------------------------
 
 
-def reduced(array: Array) -> tuple[Array, list[str]]:
-    """A matrix of which no more is left than can be seen: evenly spaced rows and columns."""
+def reduced(matrix: Any) -> tuple[Any, list[str]]:
+    """An array or tensor with no more rows and columns than can be seen, evenly spaced."""
     notes: list[str] = []
     for n, word in enumerate(("rows", "columns")):
-        count = array.shape[n]
-        if count > _PIXELS:
-            chosen = np.linspace(0, count - 1, _PIXELS).round().astype(int)
-            array = array.take(chosen, axis=n)
-            notes.append(f"{_PIXELS:,} of {count:,} {word}")
-    return array, notes
+        count = matrix.shape[n]
+        if count > PIXELS:
+            chosen = np.linspace(0, count - 1, PIXELS).round().astype(int).tolist()
+            matrix = matrix[chosen] if n == 0 else matrix[:, chosen]
+            notes.append(f"{PIXELS:,} of {count:,} {word}")
+    return matrix, notes
 
 
 def picture(
@@ -215,7 +215,7 @@ def picture(
         notes.append(f"all values are {finite[0]:.4g}")
     colours = mpl.colormaps["viridis" if center is None else "RdBu_r"]
     colours = colours.with_extremes(bad=_NAN, under=_BELOW, over=_ABOVE)
-    scale = {"vmin": low, "vmax": high} if norm is None else {"norm": norm}
+    scale: dict[str, Any] = {"norm": norm} if norm else {"vmin": low, "vmax": high}
     # matplotlib takes an infinity for NaN; a number beyond the ends has the colour for it.
     beyond = np.where(np.isposinf(array), high + abs(high - low), array)
     beyond = np.where(np.isneginf(array), low - abs(high - low), beyond)

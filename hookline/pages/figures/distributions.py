@@ -52,7 +52,7 @@ def histograms(
         bins: how many, where values are counted here.
         log: whether the counts have a logarithmic axis.
         step: of a run, the step; the last one without.
-        kind: of a run, what was measured: output, grad, weight or update.
+        kind: of a run, what was measured: output, grad, weight, weight_grad or update.
         ax: Axes to draw on.
 
     All calls at a place count. NaN and infinities are left out and said so; of more than a
@@ -145,9 +145,9 @@ def ridge(
     for n, (one, height) in enumerate(zip(found, heights, strict=True)):
         middle = (one.edges[1:] + one.edges[:-1]) / 2
         ax.fill_between(
-            middle, n - height, n, facecolor=colours[n], edgecolor="white", linewidth=0.7,
-            zorder=n + 2, label=one.name,
-        )  # fmt: skip
+            middle, n - height, n, color=colours[n], linewidth=0, zorder=n + 2, label=one.name
+        )
+        ax.plot(middle, n - height, color=(*colours[n, :3] * 0.55, 1.0), lw=0.6, zorder=n + 2)
         ax.axhline(n, color="0.85", linewidth=0.5, zorder=1)
     ax.set_ylim(len(found) - 0.5, -max(1.6, max(h.max(initial=0.0) for h in heights) + 0.2))
     notes = label_ticks(ax, "y", [one.name for one in found])

@@ -71,10 +71,10 @@ def along_layers(
         source: a record, store, `Measurements`, run, model, dict or tensor.
         where: places, if not all.
         step: of a run, the step; the last one without.
-        kind: of a run, what was measured: output, grad, weight or update.
+        kind: of a run, what was measured: output, grad, weight, weight_grad or update.
         ax: Axes to draw on.
     """
-    measured = isinstance(source, Measurements) or isinstance(source, Run)
+    measured = isinstance(source, (Measurements, Run))
     spreads = _measured(source, where, step, kind) if measured else _of_values(source, where)
     ax = axes_for(ax, (6.4, min(11.0, max(2.2, 1.1 + 0.2 * len(spreads)))))
     ends = np.array([one.ends for one in spreads], dtype=float).reshape(-1, 5)
@@ -99,7 +99,11 @@ def _finish(ax: Axes, words: str, rows: Sequence[Any], notes: Sequence[str]) -> 
     ax.grid(axis="x", color="0.92", linewidth=0.6)
     ax.set_axisbelow(True)
     short, _ = shorten(names)
-    own = [f"{name}: {', '.join(one.notes)}" for name, one in zip(short, rows, strict=True) if one.notes]
+    own = [
+        f"{name}: {', '.join(one.notes)}"
+        for name, one in zip(short, rows, strict=True)
+        if one.notes
+    ]
     more = [f"remarks on {len(own) - 3} more"] if len(own) > 3 else []
     title(ax, words, [*notes, *along, *own[:3], *more])
 
@@ -107,7 +111,11 @@ def _finish(ax: Axes, words: str, rows: Sequence[Any], notes: Sequence[str]) -> 
 def _of_values(source: Any, where: Any) -> list[_Spread]:
     samples = [take(named) for named in gather(source, where)]
     return [
-        _Spread(one.name, tuple(np.quantile(one.values, _SHARES)) if one.values.size else _NONE, one.notes)
+        _Spread(
+            one.name,
+            tuple(np.quantile(one.values, _SHARES)) if one.values.size else _NONE,
+            one.notes,
+        )
         for one in samples
     ]
 
@@ -129,7 +137,7 @@ def _measured(source: Any, where: Any, step: int | None, kind: str) -> list[_Spr
             raise unfit(
                 f"Where the values of {str(place)!r} lie was to be drawn.",
                 f"There {', '.join(source.statistics[place])} was measured.",
-                "Measure with statistics=[hookline.Histogram(dim=None)] or hookline.Variance(dim=None).",
+                "Measure with statistics=[hookline.Histogram(dim=None)], or a Variance.",
             )
         made.append(_of_moments(str(place), float(moments.mean.mean()), _whole(moments)))
     return made
@@ -179,7 +187,12 @@ class _Flow(NamedTuple):
 
 
 def gradient_flow(
-    source: Any, where: Any = None, *, step: int | None = None, ax: Axes | None = None
+    source: Any,
+    where: Any = None,
+    *,
+    step: int | None = None,
+    kind: str = "grad",
+    ax: Axes | None = None,
 ) -> Figure:
     """How large the gradients of each layer are, on a logarithmic axis, from top to bottom.
 
@@ -197,9 +210,11 @@ def gradient_flow(
             parameters), a run, or a dict of tensors.
         where: places, if not all that hold gradients.
         step: of a run, the step; the last one without.
+        kind: of a run, which gradients: grad, of what modules return, or weight_grad.
         ax: Axes to draw on.
     """
-    flows = _flows(source, where, step)
+    flows = _flows_of_run(source, where, step, kind) if isinstance(source, Run) else None
+    flows = _flows(source, where) if flows is None else flows
     good = [v for one in flows for v in (one.rms, one.largest) if math.isfinite(v) and v > 0]
     low, high = (min(good), max(good)) if good else (1e-3, 1.0)
     low, high = low / 3, high * 3
@@ -224,9 +239,7 @@ def gradient_flow(
     return figure_of(ax)
 
 
-def _flows(source: Any, where: Any, step: int | None) -> list[_Flow]:
-    if isinstance(source, Run):
-        return _flows_of_run(source, where, step)
+def _flows(source: Any, where: Any) -> list[_Flow]:
     if isinstance(source, Record) and where is None:
         where = [str(place) for place in source.places() if "grad" in place.port]
         if not where:
@@ -258,12 +271,12 @@ def _flow(one: Sample) -> _Flow:
     return _Flow(one.name, rms, largest, [] if largest == 0 else one.notes)
 
 
-def _flows_of_run(run: Run, where: Any, step: int | None) -> list[_Flow]:
-    shapes = {row.place: row.shape for row in run.rows() if row.kind == "grad"}
+def _flows_of_run(run: Run, where: Any, step: int | None, kind: str) -> list[_Flow]:
+    shapes = {row.place: row.shape for row in run.rows() if row.kind == kind}
     made: list[_Flow] = []
-    for place in kept_places(run, where, "grad"):
-        steps, norms = run.series(place, "grad", "norm")
-        _, largest = run.series(place, "grad", "absmax")
+    for place in kept_places(run, where, kind):
+        steps, norms = run.series(place, kind, "norm")
+        _, largest = run.series(place, kind, "absmax")
         at = _last_at(steps, step)
         if at is not None:
             size = math.prod(shapes[place] or (1,)) or 1

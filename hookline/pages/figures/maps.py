@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hookline.pages.figures.canvas import (
+    PIXELS,
     axes_for,
     colour_bar,
     columns_for,
@@ -38,7 +39,7 @@ Array = NDArray[Any]
 
 _CHANNELS = 64
 _HEADS, _PLACES = 16, 12
-_TOKENS, _PIXELS = 40, 1024
+_TOKENS = 40
 
 
 def feature_maps(
@@ -102,9 +103,7 @@ def _only(found: list[Named], words: str) -> Named:
     if len(found) == 1:
         return found[0]
     shown = ", ".join(repr(named.name) for named in found[:6]) + ", …" * (len(found) > 6)
-    raise unfit(
-        f"{words} of one place were asked for.", f"There are {shown}.", "Name one of them."
-    )
+    raise unfit(f"{words} of one place were asked for.", f"There are {shown}.", "Name one of them.")
 
 
 def _sample_of(value: Tensor, sample: int, name: str) -> tuple[Tensor, list[str]]:
@@ -331,7 +330,7 @@ def _label(
         elif words and len(words) == count and count <= most:
             axis.set_ticks(range(count), words, fontsize=8 if large else 6)
             cell.tick_params(axis="x", labelrotation=90)
-        elif count <= _PIXELS:
+        elif count <= PIXELS:
             axis.set_ticks(ends, [str(end) for end in ends])
         else:
             axis.set_ticks([])  # not all rows are drawn

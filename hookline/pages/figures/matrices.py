@@ -94,7 +94,8 @@ def weights(
 def _draw_matrix(ax: Axes, value: Tensor, name: str, bar: bool) -> list[str]:
     """Draw a value as a matrix; its shape and the remarks on it."""
     flat = value.reshape(1, -1) if value.ndim < 2 else value.reshape(len(value), -1)
-    array, notes = reduced_tensor(flat)
+    flat, notes = reduced(flat)
+    array = numbers(flat)
     image, remarks = picture(ax, array, center=0.0)
     if bar:
         colour_bar(ax, image, "value")
@@ -103,31 +104,17 @@ def _draw_matrix(ax: Axes, value: Tensor, name: str, bar: bool) -> list[str]:
         ax.set_xlabel(f"{rest} columns" if value.ndim > 1 else f"{value.numel():,} values")
     else:
         largest = float(image.get_clim()[1])
-        ax.set_title(f"{name}\n{tuple(value.shape)}  ±{largest:.2g}".replace("$", r"\$"), fontsize=7, pad=2)
+        ax.set_title(
+            f"{name}\n{tuple(value.shape)}  ±{largest:.2g}".replace("$", r"\$"), fontsize=7, pad=2
+        )
     if bar and not notes:
         ax.tick_params(labelsize=8)
-        ax.yaxis.get_major_locator().set_params(integer=True)
-        ax.xaxis.get_major_locator().set_params(integer=True)
+        ax.locator_params(integer=True)
     else:
         ax.set_xticks([])
     if value.ndim < 2 or not bar or notes:
         ax.set_yticks([])
     return [said(value.shape, value.dtype), *notes, *remarks]
-
-
-def reduced_tensor(flat: Tensor) -> tuple[Array, list[str]]:
-    """A matrix as numpy with no more rows and columns than can be seen, picked before copying."""
-    notes: list[str] = []
-    if max(flat.shape) > 4096:
-        rows, columns = (np.linspace(0, n - 1, min(n, 1024)).round().astype(int) for n in flat.shape)
-        notes = [
-            f"{len(chosen):,} of {n:,} {word}"
-            for chosen, n, word in zip((rows, columns), flat.shape, ("rows", "columns"), strict=True)
-            if len(chosen) < n
-        ]
-        flat = flat[rows.tolist()][:, columns.tolist()]
-    array, more = reduced(numbers(flat))
-    return array, notes + more
 
 
 # -- layers × steps -------------------------------------------------------------------------------
@@ -146,7 +133,7 @@ def over_steps(
     Args:
         run: what `hookline.watch` wrote, as `hookline.Run.open(folder)` gives it.
         where: places, if not all.
-        kind: what was measured: output, grad, weight or update.
+        kind: what was measured: output, grad, weight, weight_grad or update.
         statistic: such as mean, std, absmax, norm or zeros.
         ax: Axes to draw on.
 
@@ -178,7 +165,10 @@ def over_steps(
     return figure_of(ax)
 
 
-_KINDS = {"output": "outputs", "grad": "gradients", "weight": "weights", "update": "updates"}
+_KINDS = {
+    "output": "outputs", "grad": "gradients", "weight": "weights",
+    "weight_grad": "weights' gradients", "update": "updates",
+}  # fmt: skip
 
 
 def _logarithmic(array: Array) -> tuple[Any, str]:
@@ -198,9 +188,9 @@ def _logarithmic(array: Array) -> tuple[Any, str]:
 def _label_steps(ax: Axes, steps: Any, shown: int) -> None:
     """The steps along the bottom: columns stand for what was measured, evenly or not."""
     count = min(shown, 8)
-    positions = np.unique(np.linspace(0, shown - 1, count).round().astype(int)) if shown else []
+    positions: list[int] = np.unique(np.linspace(0, shown - 1, count).round()).astype(int).tolist()
     at = [int(steps[round(p * (len(steps) - 1) / max(1, shown - 1))]) for p in positions]
-    ax.set_xticks(list(positions), [f"{step:,}" for step in at], fontsize=8)
+    ax.set_xticks(positions, [f"{step:,}" for step in at], fontsize=8)
     ax.set_xlabel("step")
 
 
@@ -246,10 +236,12 @@ def effects(
     """
     array, own_rows, own_columns = _labelled(found)
     rows = [str(r) for r in (own_rows if rows is None else rows) or range(len(array))]
-    columns = [str(c) for c in (own_columns if columns is None else columns) or range(array.shape[1])]
+    columns = [
+        str(c) for c in (own_columns if columns is None else columns) or range(array.shape[1])
+    ]
     if (len(rows), len(columns)) != array.shape:
         raise unfit(
-            f"A matrix with {len(rows)} row labels and {len(columns)} column labels was to be drawn.",
+            f"A matrix was to be drawn with {len(rows)} row and {len(columns)} column labels.",
             f"It has the shape {array.shape}.",
             "Give one label for each row and each column.",
         )

@@ -105,7 +105,8 @@ def matching(names: Iterable[str], where: Any, default: str = "output") -> list[
     names = list(names)
     if where is None:
         return names
-    wheres = [where] if isinstance(where, (str, re.Pattern)) else list(where)
+    alone = isinstance(where, (str, re.Pattern))
+    wheres = cast("list[Any]", [where] if alone else list(where))
     chosen: set[str] = set()
     for one_of in wheres:
         fitting = [name for name in names if _fits(name, one_of, default)]
@@ -201,7 +202,7 @@ def _split(name: str, values: Sequence[Any]) -> list[Named]:
     found: dict[str, list[Tensor]] = {}
     for value in values:
         if isinstance(value, np.ndarray):
-            value = torch.from_numpy(np.ascontiguousarray(value))
+            value = torch.from_numpy(np.ascontiguousarray(cast("Any", value)))
         elif isinstance(value, (list, tuple)) and not leaves(value):
             value = _numbers(name, cast("Any", value))
         for path, tensor in leaves(value):
@@ -259,4 +260,3 @@ def _of_store(store: Store, place: str) -> Named:
 def _foreign(source: Any) -> FigureError:
     asked = f"A figure of {type(source).__name__} was asked for."
     return unfit(asked, "It is not a kind of thing that this figure shows.", f"Give {_TAKEN}.")
-

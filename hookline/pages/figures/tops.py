@@ -138,8 +138,9 @@ def _show(cell: Axes, sample: Any, position: NDArray[Any]) -> None:
     if isinstance(sample, list) and sample and isinstance(cast("Any", sample)[0], str):
         _words(cell, cast("list[str]", sample), int(position[0]) if len(position) else -1)
         return
-    array = numbers(sample if isinstance(sample, Tensor) else torch.as_tensor(np.asarray(sample)))
-    array = array.squeeze()
+    if not isinstance(sample, Tensor):
+        sample = torch.as_tensor(np.asarray(cast("Any", sample)))
+    array = numbers(sample).squeeze()
     if array.ndim == 3 and array.shape[0] in (3, 4) and array.shape[2] not in (3, 4):
         array = np.moveaxis(array, 0, 2)
     if array.ndim == 2 or (array.ndim == 3 and array.shape[2] in (3, 4)):
