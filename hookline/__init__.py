@@ -33,6 +33,7 @@ from hookline.core.places import Place, select
 from hookline.core.records import Record
 from hookline.core.sites import Call
 from hookline.core.slices import heads, last_token
+from hookline.core.tables import render_with as _render_with
 from hookline.errors import (
     ChangeError,
     FigureError,
@@ -55,6 +56,7 @@ from hookline.errors import (
 )
 from hookline.findings import Finding
 from hookline.measuring import Measurements, measure
+from hookline.notebooks import render as _render
 from hookline.ready_changes import (
     add,
     blend,
@@ -141,5 +143,7 @@ __all__ = [
     "select",
     "zero",
 ]
+
+_render_with(_render)  # notebooks see tables with pictures
 
 __version__ = "0.1.0"

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from matplotlib.image import AxesImage
 
 __all__ = [
-    "BLUE", "COLOURS", "GREY", "ORANGE", "PIXELS", "axes_for", "colour_bar", "columns_for", "figure_of",
-    "label_ticks", "panels", "picture", "reduced", "said", "shorten", "title",
+    "BLUE", "COLOURS", "GREY", "ORANGE", "PIXELS", "axes_for", "colour_bar", "columns_for",
+    "figure_of", "label_ticks", "panels", "picture", "reduced", "said", "shorten", "title",
 ]  # fmt: skip
 
 Array = NDArray[Any]
@@ -176,7 +176,7 @@ def reduced(matrix: Any) -> tuple[Any, list[str]]:
     for n, word in enumerate(("rows", "columns")):
         count = matrix.shape[n]
         if count > PIXELS:
-            chosen = np.linspace(0, count - 1, PIXELS).round().astype(int).tolist()
+            chosen = np.linspace(0, count - 1, PIXELS).round().astype(int)
             matrix = matrix[chosen] if n == 0 else matrix[:, chosen]
             notes.append(f"{PIXELS:,} of {count:,} {word}")
     return matrix, notes
