@@ -35,16 +35,17 @@ Rows = Sequence[Sequence[str]]
 _OPEN, _MOST, _PICTURES = 20, 60, 40  # rows in sight, in all, and with a picture
 _LONGEST = 120  # characters of a cell
 _STYLE = """
-.hookline{font-size:13px;line-height:1.4}
+.hookline{font-size:13px;line-height:1.4;overflow-x:auto}
 .hookline summary{cursor:pointer;padding:2px 0}
-.hookline table{border-collapse:collapse;margin:4px 0 6px;border:0}
+.hookline table{font-size:inherit;border-collapse:collapse;margin:4px 0 6px;border:0}
 .hookline th,.hookline td{text-align:left;padding:2px 14px 2px 0;border:0;background:none;
 border-bottom:1px solid var(--jp-border-color2,rgba(128,128,128,.28));vertical-align:middle;
-white-space:nowrap;max-width:44em;overflow:hidden;text-overflow:ellipsis}
+white-space:nowrap;max-width:32em;overflow:hidden;text-overflow:ellipsis}
 .hookline th{font-weight:600;opacity:.65}
 .hookline tr{background:none}
 .hookline td:first-child{font-family:var(--jp-code-font-family,ui-monospace,monospace)}
 .hookline img{image-rendering:pixelated;display:block;max-width:none;margin:0}
+.hookline .long{display:block;white-space:normal;min-width:24em}
 .hookline .more{opacity:.65}
 """
 
@@ -91,7 +92,9 @@ def _line(tag: str, cells: Sequence[str]) -> str:
 
 
 def _cell(text: str) -> str:
-    """A cell, escaped; of a very long text the middle is left out, and stands in the tooltip."""
+    """A cell, escaped: sentences in lines, of a very long name the middle left out."""
+    if " " in text and len(text) > _LONGEST // 2:
+        return f'<span class="long">{html.escape(text[: 4 * _LONGEST])}</span>'
     if len(text) <= _LONGEST:
         return html.escape(text)
     short = f"{text[: _LONGEST // 2]}…{text[-_LONGEST // 2 :]}"

@@ -166,7 +166,7 @@ def bars(counts: Tensor) -> str:
     heights = heights[_spaced(len(heights), _WIDE)]
     levels = (heights / heights.max() * _HIGH).ceil()
     up = torch.arange(_HIGH, 0, -1, dtype=torch.float64)[:, None]
-    pixels = torch.where(levels >= up, 8.0, float(_NOTHING))
+    pixels = torch.where(levels >= up, 14.0, float(_NOTHING))  # a blue that both themes show
     return _image(pixels, _ONE_WAY, f"histogram of {int(counts.sum()):,} values")
 
 
