@@ -152,10 +152,8 @@ def _cut(name: str, most: int) -> str:
 def label_ticks(ax: Axes, which: Literal["x", "y"], names: Sequence[str]) -> list[str]:
     """Put names along an axis, as many as fit; the remark on what was left out, if any."""
     short, start = shorten(names)
-    figure = figure_of(ax)
-    figure.draw_without_rendering()  # the layout decides how much room there is
-    box = ax.get_window_extent()
-    room = (box.height if which == "y" else box.width) / figure.dpi * 72
+    box = ax.get_window_extent()  # before the layout, which mostly gives a little more
+    room = (box.height if which == "y" else box.width) / figure_of(ax).dpi * 72
     step = max(1, math.ceil(len(short) * _SMALL * 1.25 / max(room, 1)))
     positions = list(range(0, len(short), step))
     axis = ax.yaxis if which == "y" else ax.xaxis

@@ -63,12 +63,14 @@ def gather(source: Any, where: Any = None, *, grads: bool = False) -> list[Named
         return [_of_parameter(name.removesuffix(":value"), found, grads) for name in names]
     if isinstance(source, (Record, Patterns)):
         places = named_places(source, where)
-        return [named for place in places for named in _of(source, place, len(places) == 1)]
+        found = [named for place in places for named in _of(source, place, len(places) == 1)]
+        return _asked_for(found, where)
     if isinstance(source, Store):
         return [_of_store(source, place) for place in named_places(source, where)]
     if isinstance(source, Mapping):
         values = {str(name): value for name, value in cast("Mapping[Any, Any]", source).items()}
-        return [n for name in matching(values, where) for n in _split(name, [values[name]])]
+        names = matching(values, where, inside=True)
+        return _asked_for([n for name in names for n in _split(name, [values[name]])], where)
     if where is not None and not isinstance(source, (Tensor, np.ndarray, list, tuple)):
         raise _foreign(source)
     return _split("", [source])
@@ -82,7 +84,15 @@ def named_places(source: Any, where: Any) -> list[str]:
         chosen = set(select(model, where))
         held = [place for place in held if place in chosen]
         return held or matching(held, str(where))
-    return matching(held, where)
+    return matching(held, where, inside=True)
+
+
+def _asked_for(found: list[Named], where: Any) -> list[Named]:
+    """Of nested values, the parts that were asked for."""
+    if where is None or not _is_text(where):
+        return found
+    chosen = set(matching([named.name for named in found], where))
+    return [named for named in found if named.name in chosen]
 
 
 def _is_text(where: Any) -> bool:
@@ -94,13 +104,16 @@ def _is_text(where: Any) -> bool:
 # -- names ----------------------------------------------------------------------------------------
 
 
-def matching(names: Iterable[str], where: Any, default: str = "output") -> list[str]:
+def matching(
+    names: Iterable[str], where: Any, default: str = "output", inside: bool = False
+) -> list[str]:
     """The names that a place or pattern means, in their order; all without one.
 
     >>> matching(["h.0.mlp", "h.1.mlp", "h.1.mlp:input"], "h.*.mlp")
     ['h.0.mlp', 'h.1.mlp']
 
-    An error says what there is if nothing fits.
+    An error says what there is if nothing fits. With `inside`, names of values that have an asked
+    part fit, too.
     """
     names = list(names)
     if where is None:
@@ -109,7 +122,7 @@ def matching(names: Iterable[str], where: Any, default: str = "output") -> list[
     wheres = cast("list[Any]", [where] if alone else list(where))
     chosen: set[str] = set()
     for one_of in wheres:
-        fitting = [name for name in names if _fits(name, one_of, default)]
+        fitting = [name for name in names if _fits(name, one_of, default, inside)]
         if not fitting:
             shown = ", ".join(map(repr, map(str, names[:6]))) + ", …" * (len(names) > 6)
             raise unfit(
@@ -121,7 +134,7 @@ def matching(names: Iterable[str], where: Any, default: str = "output") -> list[
     return [name for name in names if name in chosen]
 
 
-def _fits(name: str, where: Any, default: str) -> bool:
+def _fits(name: str, where: Any, default: str, inside: bool) -> bool:
     if isinstance(where, re.Pattern):
         return cast("re.Pattern[str]", where).search(name) is not None
     if not isinstance(where, str):
@@ -137,7 +150,8 @@ def _fits(name: str, where: Any, default: str) -> bool:
     except HooklineError:
         return False  # a name that is no place is only known by itself
     same = (asked.port or default) == (own.port or default) and asked.nth in (None, own.nth)
-    if not same or own.parts[: len(asked.parts)] != asked.parts:
+    shared = min(len(asked.parts), len(own.parts)) if inside else len(asked.parts)
+    if not same or own.parts[:shared] != asked.parts[:shared]:
         return False
     if asked.operation != own.operation and not (asked.operation == "*" and own.operation):
         return False
