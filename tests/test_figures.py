@@ -265,7 +265,9 @@ def test_gradient_flow_shows_root_mean_square_and_largest(seen):
     ):
         ax = renders(figures.gradient_flow(source)).axes[0]
         rms, largest = (line.get_xdata() for line in ax.lines[:2])
-        assert rms == pytest.approx([v.double().square().mean().sqrt().item() for v in values.values()])
+        assert rms == pytest.approx(
+            [v.double().square().mean().sqrt().item() for v in values.values()]
+        )
         assert largest == pytest.approx([v.abs().max().item() for v in values.values()])
         assert [t.get_text() for t in ax.get_yticklabels()] == list(values)
         assert ax.get_xscale() == "log"
@@ -720,7 +722,10 @@ def test_what_a_source_lacks_is_an_error_in_three_parts(seen, run):
         (lambda: figures.histograms(found), "mean was measured, and no histogram.*Histogram"),
         (lambda: figures.along_layers(found), "mean was measured.*Variance"),
         (lambda: figures.top_samples(found, []), "no TopK"),
-        (lambda: figures.histograms(run, kind="weight"), "'weight'.*It has grad, output.*Give kind="),
+        (
+            lambda: figures.histograms(run, kind="weight"),
+            "'weight'.*It has grad, output.*Give kind=",
+        ),
         (lambda: figures.histograms(run, kind="grad"), "none of kind 'grad'"),
         (lambda: figures.feature_maps(record), "Feature maps of one place.*Name one"),
     ):

@@ -52,7 +52,9 @@ def distributions(
     """The distributions at places; those of values have the same bins."""
     if bins < 1:
         raise unfit(
-            f"A histogram of {bins} bins was asked for.", "Values need one to fall into.", "Give bins=1 or more."
+            f"A histogram of {bins} bins was asked for.",
+            "Values need one to fall into.",
+            "Give bins=1 or more.",
         )
     if isinstance(source, Histogram):
         return [_of_bins("", source.result, int(source.skipped.sum()))]
