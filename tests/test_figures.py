@@ -4,6 +4,7 @@ import io
 import re
 import subprocess
 import sys
+from itertools import pairwise
 
 import matplotlib as mpl
 import numpy as np
@@ -123,8 +124,19 @@ def test_empty_and_constant_values_are_drawn_and_said():
         np.arange(6, dtype=np.float32),
         [0, 1, 2, 3, 4, 5],
     ],
-    ids=["bf16", "f16", "int", "bool", "complex", "sparse", "quantised", "attached", "numpy", "list"],
-)  # fmt: skip
+    ids=[
+        "bf16",
+        "f16",
+        "int",
+        "bool",
+        "complex",
+        "sparse",
+        "quantised",
+        "attached",
+        "numpy",
+        "list",
+    ],
+)
 def test_values_of_every_dtype_are_counted(value):
     value = value() if callable(value) else value
     bars = figures.histograms(value, bins=3).axes[0].patches[0].get_data()
@@ -299,7 +311,7 @@ def test_a_hundred_layers_with_long_names_are_readable():
         assert "names begin with model.decoder.layers." in said
         assert labels == shorten(names)[0][::2]
         boxes = [t.get_window_extent() for t in ax.get_yticklabels()]
-        assert all(a.y0 >= b.y1 - 1 for a, b in zip(boxes, boxes[1:], strict=False))
+        assert all(a.y0 >= b.y1 - 1 for a, b in pairwise(boxes))
 
 
 def test_short_names_stay_different():
@@ -391,7 +403,7 @@ def test_attention_maps_are_drawn_from_patterns_and_labelled_with_tokens():
     cells = figure.axes[0].child_axes
     assert np.allclose(cells[1].images[0].get_array(), patterns["0"][0, 1])
     assert "$cat\\$" in words(figure)
-    with pytest.raises(hl.FigureError, match="3 tokens.*There are 4 keys"):
+    with pytest.raises(hl.FigureError, match=r"3 tokens.*There are 4 keys"):
         figures.attention_maps(patterns, tokens=["a", "b", "c"])
 
 
@@ -683,7 +695,10 @@ def test_values_that_cannot_be_read_are_said_beside_the_others():
 @pytest.mark.parametrize(
     ("draw", "message"),
     [
-        (lambda: figures.histograms({"fc": torch.ones(2)}, "fcc"), "'fcc'.*There is 'fc'.*Name one"),
+        (
+            lambda: figures.histograms({"fc": torch.ones(2)}, "fcc"),
+            "'fcc'.*There is 'fc'.*Name one",
+        ),
         (lambda: figures.histograms({f"{n}": torch.ones(2) for n in range(9)}), "9 hist.*6.*ridge"),
         (lambda: figures.histograms(torch.ones(2), bins=0), "0 bins.*Give bins=1"),
         (lambda: figures.histograms(object()), "holds no tensor: it is object.*Give a record"),
@@ -691,22 +706,34 @@ def test_values_that_cannot_be_read_are_said_beside_the_others():
         (lambda: figures.histograms(torch.ones(2, device="meta")), "meta tensor.*run with data"),
         (lambda: figures.feature_maps(torch.ones(2, 3)), r"shape \(2, 3\).*height × width"),
         (lambda: figures.feature_maps(torch.ones(2, 3, 4, 4), sample=2), "2 samples.*Give sample="),
-        (lambda: figures.feature_maps(torch.ones(3, 4, 4), channels=[5]), r"\[5\].*3, from 0.*Give"),
+        (
+            lambda: figures.feature_maps(torch.ones(3, 4, 4), channels=[5]),
+            r"\[5\].*3, from 0.*Give",
+        ),
         (lambda: figures.feature_maps({"a": torch.ones(1), "b": torch.ones(1)}), "'a', 'b'. Name"),
         (lambda: figures.feature_maps({"a": torch.ones(1, 2, 2)}, call=3), "Call 3.*1 calls.*Give"),
         (lambda: figures.attention_maps(torch.ones(3)), r"shape \(3,\).*queries × keys"),
         (lambda: figures.attention_maps(torch.ones(2, 2, 2), heads=[9]), "2 heads.*Give heads="),
-        (lambda: figures.attention_maps(torch.ones(1, 2, 2, 2), sample=4), "1 samples.*Give sample"),
+        (
+            lambda: figures.attention_maps(torch.ones(1, 2, 2, 2), sample=4),
+            "1 samples.*Give sample",
+        ),
         (lambda: figures.effects(torch.ones(2, 2), ["a"]), r"1 row.*\(2, 2\).*one label"),
         (lambda: figures.effects(torch.ones(2, 2, 2)), r"\(2, 2, 2\).*Give a matrix"),
         (lambda: figures.over_steps({"a": torch.ones(2)}), "Only a run has steps.*Run.open"),
         (lambda: figures.gradient_flow(nn.Linear(2, 2)), "No parameter has one.*backward"),
         (lambda: figures.top_samples(torch.ones(3), []), "no TopK.*Measure with"),
         (lambda: figures.top_samples(hl.TopK(), []), "Nothing was measured.*Update"),
-        (lambda: figures.top_samples(hl.TopK(k=2).update(torch.ones(3, 2)), []), r"data\[0\] failed"),
-        (lambda: figures.top_samples(hl.TopK(k=2).update(torch.ones(3, 2)), [], channels=[4]), "2 ch"),
+        (
+            lambda: figures.top_samples(hl.TopK(k=2).update(torch.ones(3, 2)), []),
+            r"data\[0\] failed",
+        ),
+        (
+            lambda: figures.top_samples(hl.TopK(k=2).update(torch.ones(3, 2)), [], channels=[4]),
+            "2 ch.*Give",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_drawn_is_an_error_in_three_parts(draw, message):
     with pytest.raises(hl.FigureError, match=f"(?s){message}") as caught:
         draw()

@@ -113,8 +113,9 @@ def test_of_images_the_first_middle_and_last_channel_of_the_first_sample_are_dra
 
 
 @pytest.mark.parametrize(
-    "shape", [(1,), (0,), (7,), (1000,), (1, 1), (500, 700), (2, 3, 4), (2, 1, 50, 60), (1, 2, 3, 4, 5)]
-)  # fmt: skip
+    "shape",
+    [(1,), (0,), (7,), (1000,), (1, 1), (500, 700), (2, 3, 4), (2, 1, 50, 60), (1, 2, 3, 4, 5)],
+)
 def test_pictures_are_small_whatever_the_shape(shape):
     text = thumbnail(torch.rand(shape))
     if torch.Size(shape).numel() < 2:
