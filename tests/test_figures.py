@@ -115,6 +115,7 @@ def test_empty_and_constant_values_are_drawn_and_said():
     [
         torch.arange(6).to(torch.bfloat16),
         torch.arange(6).to(torch.float16),
+        torch.arange(6).to(torch.float8_e4m3fn),
         torch.arange(6),
         torch.arange(6) > 2,
         torch.arange(6.0).to(torch.complex64),
@@ -127,6 +128,7 @@ def test_empty_and_constant_values_are_drawn_and_said():
     ids=[
         "bf16",
         "f16",
+        "f8",
         "int",
         "bool",
         "complex",
@@ -157,6 +159,16 @@ def test_large_values_are_sampled_always_alike_and_the_figure_says_so():
     whole = np.histogram(value.numpy(), first.axes[0].patches[0].get_data().edges)[0]
     share = whole / whole.sum()
     assert np.abs(bars[0] / MOST - share).max() < 0.002
+
+
+def test_one_nan_in_millions_is_counted_though_only_a_sample_is_drawn():
+    value = torch.zeros(1500, 1000)
+    value[777, 3] = torch.nan
+    value[778, 4:6] = -torch.inf
+    assert "1 NaN, 2 −Inf not shown" in words(figures.histograms({"x": value}))
+    said = words(figures.weights({"x": value.T.contiguous()}))
+    assert "1,024 of 1,500 columns" in said
+    assert "1 NaN (grey)" in said
 
 
 def test_a_sample_meets_all_channels():

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from hookline.errors import MissingExtra
@@ -67,16 +68,22 @@ def figure_of(ax: Axes) -> Figure:
 
 
 def columns_for(count: int, most: int = 8) -> int:
-    """How many columns a grid of so many cells has: about as many as rows, or a few more."""
-    return max(1, min(most, count, math.ceil(math.sqrt(count * 1.4))))
+    """How many columns a grid of so many cells has: about as many as rows, few cells empty.
+
+    >>> [columns_for(count) for count in (1, 4, 6, 7, 12)]
+    [1, 2, 3, 4, 4]
+    """
+    low = min(most, math.ceil(math.sqrt(count)))
+    good = range(max(1, low), max(2, min(most, count, 2 * low) + 1))
+    return min(good, key=lambda c: (-count % c, abs(c - math.sqrt(1.4 * count))))
 
 
 def panels(
-    ax: Axes | None, rows: int, columns: int, size: tuple[float, float]
+    ax: Axes | None, rows: int, columns: int, size: tuple[float, float], share: float = 0.86
 ) -> tuple[Axes, list[list[Axes]]]:
-    """A grid of Axes and the Axes whose heading is theirs; `size` is that of a cell in inches.
+    """A grid of Axes, insets of others; and these, whose heading is theirs.
 
-    Inside given Axes they are insets, else the subplots of a new figure.
+    `size` is that of a cell in inches, `share` how much of its height is drawn on.
     """
     if ax is None:
         sheet = _sheet((size[0] * columns + 0.8, size[1] * rows + 0.7))
@@ -90,7 +97,7 @@ def panels(
         line: list[Axes] = []
         for column in range(columns):
             left, low = column * width, 1 - (row + 1) * height
-            box = (left + 0.04 * width, low, 0.92 * width, 0.86 * height)
+            box = (left + 0.04 * width, low, 0.92 * width, share * height)
             line.append(outer.inset_axes(box))
         cells.append(line)
     return outer, cells
@@ -172,7 +179,7 @@ def reduced(matrix: Any) -> tuple[Any, list[str]]:
     """An array or tensor with no more rows and columns than can be seen, evenly spaced."""
     notes: list[str] = []
     for n, word in enumerate(("rows", "columns")):
-        count = matrix.shape[n]
+        count = int(matrix.shape[n])
         if count > PIXELS:
             chosen = np.linspace(0, count - 1, PIXELS).round().astype(int)
             matrix = matrix[chosen] if n == 0 else matrix[:, chosen]
@@ -188,6 +195,7 @@ def picture(
     limits: tuple[float, float] | None = None,
     aspect: Literal["auto", "equal"] = "auto",
     norm: Any = None,
+    odd: tuple[int, int, int] | None = None,
 ) -> tuple[AxesImage, list[str]]:
     """Draw a matrix; what is NaN or infinite has a colour of its own, and the remarks say it.
 
@@ -198,6 +206,7 @@ def picture(
         limits: the values at both ends of the colours; those of the finite numbers without.
         aspect: of a cell.
         norm: another norm of matplotlib.
+        odd: how many are NaN, infinite and minus infinite, if the array is a part only.
     """
     import matplotlib as mpl
 
@@ -218,15 +227,16 @@ def picture(
     beyond = np.where(np.isposinf(array), high + abs(high - low), array)
     beyond = np.where(np.isneginf(array), low - abs(high - low), beyond)
     image = ax.imshow(beyond, cmap=colours, aspect=aspect, interpolation="nearest", **scale)
-    odd = zip(counted(array), ("NaN (grey)", "+Inf (magenta)", "−Inf (cyan)"), strict=True)
-    notes += [f"{count:,} {name}" for count, name in odd if count]
+    odd = odd or counted(torch.from_numpy(array))
+    named = zip(odd, ("NaN (grey)", "+Inf (magenta)", "−Inf (cyan)"), strict=True)
+    notes += [f"{count:,} {name}" for count, name in named if count]
     if not array.size:
         notes.append("no values")
     return image, notes
 
 
 def colour_bar(ax: Axes, image: AxesImage, words: str) -> None:
-    """The scale of colours beside Axes."""
+    """The scale of colours beside Axes, with what the numbers are."""
     bar = figure_of(ax).colorbar(image, ax=ax, fraction=0.04, pad=0.02)
     bar.set_label(words, fontsize=9)
     bar.ax.tick_params(labelsize=_SMALL)

@@ -176,6 +176,8 @@ def _last_at(steps: Any, step: int | None) -> int | None:
 
 # -- gradients ------------------------------------------------------------------------------------
 
+_MARKS = {"root mean square": "●", "largest": "○", "all zero": "◁", "none, or not finite": "×"}
+
 
 class _Flow(NamedTuple):
     """How large the gradient at a place is."""
@@ -224,18 +226,23 @@ def gradient_flow(
     ax.hlines(rows, rms, largest, color=GREY, linewidth=1, alpha=0.6)
     ax.plot(rms, rows, "o", color=BLUE, markersize=5, label="root mean square")
     ax.plot(largest, rows, "o", color="none", markeredgecolor=ORANGE, markersize=5, label="largest")
+    labels = ["root mean square", "largest"]
     for mask, place, marker, words in (
         (rms == 0, low, "<", "all zero"),
         (~np.isfinite(rms), high, "x", "none, or not finite"),
     ):
         if mask.any():
-            ax.plot(np.full(mask.sum(), place), rows[mask], marker, color="#CC79A7", label=words,
-                    linestyle="none", clip_on=False)  # fmt: skip
+            labels.append(words)
+            edge = np.full(mask.sum(), place)
+            ax.plot(
+                edge, rows[mask], marker, color="#CC79A7", label=words, ls="none", clip_on=False
+            )
     ax.set_xscale("log")
     ax.set_xlim(low, high)
     ax.set_xlabel("magnitude of the gradient")
-    ax.legend(frameon=False, fontsize=8, loc="best")
-    _finish(ax, "Gradients along the layers", flows, [])
+    _finish(
+        ax, "Gradients along the layers", flows, [f"{_MARKS[label]} {label}" for label in labels]
+    )
     return figure_of(ax)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -26,7 +27,7 @@ from hookline.pages.figures.canvas import (
     shorten,
     title,
 )
-from hookline.pages.figures.samples import numbers
+from hookline.pages.figures.samples import counted, numbers
 from hookline.pages.figures.sources import Named, gather, one, unfit
 
 if TYPE_CHECKING:
@@ -281,7 +282,8 @@ def _draw_heads(
             line, column = (divmod(n, columns)) if alone else (row, n)
             cell = cells[line][column]
             shown, fewer = reduced(head)
-            image, remarks = picture(cell, shown, limits=limits, aspect="auto")
+            whole = counted(torch.from_numpy(head))
+            image, remarks = picture(cell, shown, limits=limits, aspect="auto", odd=whole)
             notes |= dict.fromkeys([*fewer, *[r for r in remarks if "all values" not in r]])
             cell.set_title(f"head {number}" if row == 0 or alone else "", fontsize=8, pad=2)
             used += 1

@@ -28,7 +28,7 @@ from hookline.pages.figures.canvas import (
     shorten,
     title,
 )
-from hookline.pages.figures.samples import numbers
+from hookline.pages.figures.samples import counted, numbers
 from hookline.pages.figures.sources import Named, gather, kept_places, one, unfit
 from hookline.runs import Run
 
@@ -76,8 +76,8 @@ def weights(
         title(ax, found[0].name or "Values", notes)
         return figure_of(ax)
     columns = columns_for(len(found), 4)
-    outer, cells = panels(ax, -(-len(found) // columns), columns, (2.2, 2.0))
-    names, start = shorten([named.name for named in found], 28)
+    outer, cells = panels(ax, -(-len(found) // columns), columns, (2.2, 2.2), 0.74)
+    names, start = shorten([named.name for named in found], 20)
     flat = [cell for line in cells for cell in line]
     said_of: list[str] = []
     for cell, named, name in zip(flat, found, names, strict=False):
@@ -96,7 +96,7 @@ def _draw_matrix(ax: Axes, value: Tensor, name: str, bar: bool) -> list[str]:
     flat = value.reshape(1, -1) if value.ndim < 2 else value.reshape(len(value), -1)
     flat, notes = reduced(flat)
     array = numbers(flat)
-    image, remarks = picture(ax, array, center=0.0)
+    image, remarks = picture(ax, array, center=0.0, odd=counted(value))
     if bar:
         colour_bar(ax, image, "value")
         rest = " × ".join(map(str, value.shape[1:]))
@@ -249,7 +249,8 @@ def effects(
     ax = axes_for(ax, size)
     shown, fewer = reduced(array)
     image, notes = picture(ax, shown, center=center)
-    colour_bar(ax, image, words)
+    unit = words[words.rfind("(") + 1 : -1] if words.endswith(")") else words
+    colour_bar(ax, image, unit)
     if max(array.shape) <= _WRITTEN:
         _write(ax, array, image)
     along = label_ticks(ax, "y", rows) if not fewer else []

@@ -73,8 +73,9 @@ def take(named: Named, most: int = MOST) -> Sample:
     share = most / max(1, sum(tensor.numel() for tensor in named.tensors))
     pieces = [_some(tensor, share) for tensor in named.tensors]
     values = np.concatenate(pieces) if pieces else np.empty(0)
-    nan, above, below = counted(values)
-    finite = values[np.isfinite(values)] if nan + above + below else values
+    odd = np.array([counted(tensor) for tensor in named.tensors]).reshape(-1, 3).sum(0)
+    finite = values[np.isfinite(values)] if odd.any() else values
+    nan, above, below = (int(count) for count in odd)
     return Sample(named.name, finite, len(values), named.total, nan, above, below)
 
 
@@ -89,12 +90,12 @@ def _some(tensor: Tensor, share: float) -> Array:
     return numbers(tensor[torch.unravel_index(where, tensor.shape)])
 
 
-def counted(values: Array) -> tuple[int, int, int]:
-    """How many are NaN, infinite and minus infinite."""
-    if np.isfinite(values).all():
+def counted(tensor: Tensor) -> tuple[int, int, int]:
+    """How many are NaN, infinite and minus infinite: of all, as the one in a million matters."""
+    if not tensor.is_floating_point() or bool(tensor.isfinite().all()):
         return 0, 0, 0
-    tests = (np.isnan(values), np.isposinf(values), np.isneginf(values))
-    return tuple(int(test.sum()) for test in tests)  # pyright: ignore[reportReturnType] - three
+    wide = tensor.to(torch.float32) if tensor.element_size() < 2 else tensor  # no test for 8 bits
+    return int(wide.isnan().sum()), int(wide.isposinf().sum()), int(wide.isneginf().sum())
 
 
 def remarks(
