@@ -345,7 +345,7 @@ def test_feature_maps_show_every_channel_of_the_sample(seen):
     shown, maps = image(figure), record["0"][2].numpy()
     gap = 1
     for n, one in enumerate(maps):
-        top, left = (n // 3) * (6 + gap), (n % 3) * (6 + gap)
+        top, left = (n // 2) * (6 + gap), (n % 2) * (6 + gap)
         assert np.allclose(shown[top : top + 6, left : left + 6], one)
     low, high = figure.axes[0].images[0].get_clim()
     assert low == -high

@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from hookline.errors import MissingExtra
@@ -227,7 +226,7 @@ def picture(
     beyond = np.where(np.isposinf(array), high + abs(high - low), array)
     beyond = np.where(np.isneginf(array), low - abs(high - low), beyond)
     image = ax.imshow(beyond, cmap=colours, aspect=aspect, interpolation="nearest", **scale)
-    odd = odd or counted(torch.from_numpy(array))
+    odd = odd or counted(array)
     named = zip(odd, ("NaN (grey)", "+Inf (magenta)", "−Inf (cyan)"), strict=True)
     notes += [f"{count:,} {name}" for count, name in named if count]
     if not array.size:

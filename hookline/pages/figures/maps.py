@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -55,8 +54,7 @@ def feature_maps(
 ) -> Figure:
     """The channels of one sample of an image-like value, in a grid.
 
-    >>> import torch
-    >>> figure = feature_maps({"conv": torch.rand(2, 4, 8, 8)}, "conv", sample=1)
+    >>>     >>> figure = feature_maps({"conv": torch.rand(2, 4, 8, 8)}, "conv", sample=1)
     >>> figure.axes[0].get_title("left")
     'Feature maps of conv'
 
@@ -204,8 +202,7 @@ def attention_maps(
 ) -> Figure:
     """What each head attends to: a row of maps for each place, queries down and keys across.
 
-    >>> import torch
-    >>> figure = attention_maps(torch.rand(1, 2, 5, 5).softmax(-1))
+    >>>     >>> figure = attention_maps(torch.rand(1, 2, 5, 5).softmax(-1))
     >>> [len(ax.images) for ax in figure.axes[0].child_axes]
     [1, 1]
 
@@ -282,8 +279,7 @@ def _draw_heads(
             line, column = (divmod(n, columns)) if alone else (row, n)
             cell = cells[line][column]
             shown, fewer = reduced(head)
-            whole = counted(torch.from_numpy(head))
-            image, remarks = picture(cell, shown, limits=limits, aspect="auto", odd=whole)
+            image, remarks = picture(cell, shown, limits=limits, odd=counted(head))
             notes |= dict.fromkeys([*fewer, *[r for r in remarks if "all values" not in r]])
             cell.set_title(f"head {number}" if row == 0 or alone else "", fontsize=8, pad=2)
             used += 1

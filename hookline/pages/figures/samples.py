@@ -90,12 +90,17 @@ def _some(tensor: Tensor, share: float) -> Array:
     return numbers(tensor[torch.unravel_index(where, tensor.shape)])
 
 
-def counted(tensor: Tensor) -> tuple[int, int, int]:
+def counted(values: Tensor | Array) -> tuple[int, int, int]:
     """How many are NaN, infinite and minus infinite: of all, as the one in a million matters."""
-    if not tensor.is_floating_point() or bool(tensor.isfinite().all()):
+    if not isinstance(values, Tensor):
+        tests = (np.isnan(values), np.isposinf(values), np.isneginf(values))
+        return int(tests[0].sum()), int(tests[1].sum()), int(tests[2].sum())
+    if not values.is_floating_point():
         return 0, 0, 0
-    wide = tensor.to(torch.float32) if tensor.element_size() < 2 else tensor  # no test for 8 bits
-    return int(wide.isnan().sum()), int(wide.isposinf().sum()), int(wide.isneginf().sum())
+    values = values.float() if values.element_size() < 2 else values  # torch does not test 8 bits
+    if values.isfinite().all():
+        return 0, 0, 0
+    return int(values.isnan().sum()), int(values.isposinf().sum()), int(values.isneginf().sum())
 
 
 def remarks(
