@@ -14,8 +14,8 @@ Every value inside a model has an address, its place (`"layer1.0.conv2"`, `"fc:i
 - `preserve`, `replace_module`, `get_module`, `get_parameter`: parameters and modules
 - `attention`: the attention patterns of models that never compute them
 - `Store`: values on disk, as safetensors: `Store.create` writes, `Store.open` reads
-- `Run`: what was measured while a model was trained, read from its directory; `Finding`: what
-  was noticed there
+- `watch`: statistics of a model while it is trained, and what is wrong with it: `Finding`; `Run`
+  reads what it has written
 - `attached`: all that is live on a model
 - `heads`, `last_token`: slices for `at=`
 
@@ -81,6 +81,7 @@ from hookline.statistics import (
     Variance,
 )
 from hookline.store import Store
+from hookline.watching import Measured, watch
 
 __all__ = [
     "Call",
@@ -95,6 +96,7 @@ __all__ = [
     "HooklineError",
     "HooklineWarning",
     "Mean",
+    "Measured",
     "Measurements",
     "MissingExtra",
     "NeverFired",
@@ -141,6 +143,7 @@ __all__ = [
     "replace_module",
     "scale",
     "select",
+    "watch",
     "zero",
 ]
 

@@ -34,7 +34,7 @@ __all__ = [
 FORMAT, VERSION = "hookline-run", 1
 ROW_KINDS = ("output", "grad", "weight", "weight_grad", "update")
 STATISTICS = (
-    "mean", "std", "absmax", "norm", "zeros", "dead", "saturated", "nonfinite", "ratio",
+    "mean", "std", "absmax", "norm", "zeros", "dead", "saturated", "nonfinite", "ratio", "spread",
 )  # fmt: skip
 BINS = 64
 _MOST = {"bytes": 256 << 20, "rows": 1_000_000, "statistics": 256, "bins": 1 << 16}

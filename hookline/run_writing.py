@@ -44,7 +44,7 @@ class RunWriter:
     >>> from hookline.runs import Run
     >>> folder = tempfile.mkdtemp()
     >>> with RunWriter(folder, [Row("fc", "output", "Linear")], model="Net") as writer:
-    ...     writer.values(10, [[0.5, 1.0, 2.0, 3.0, 0.0, 0.0, 0.0, 0.0, float("nan")]])
+    ...     writer.values(10, [[0.5, 1.0, 2.0, 3.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]])
     ...     writer.scalar(10, "loss", 2.3)
     >>> Run(folder).series("fc", "output", "std")
     (array([10]), array([1.], dtype=float32))

@@ -142,7 +142,7 @@ class Run:
     >>> folder = tempfile.mkdtemp()
     >>> with RunWriter(folder, [Row("fc", "output", "Linear", (8, 2))], model="Net") as writer:
     ...     for step in (0, 50):
-    ...         writer.values(step, [[0, 0.1 * step, 1, 2, 0, 0, 0, 0, 0]])
+    ...         writer.values(step, [[0, 0.1 * step, 1, 2, 0, 0, 0, 0, 0, 0]])
     ...         writer.scalar(step, "loss", 2.5)
     >>> run = Run(folder)
     >>> run.series("fc", "output", "std")

@@ -91,8 +91,8 @@ def test_the_files_are_what_the_format_says(tmp_path):
 
 def test_nothing_measured_is_nan_in_a_matrix_and_left_out_of_a_series(tmp_path):
     with RunWriter(tmp_path, ROWS[:2]) as writer:
-        writer.values(0, [[1.0] * 9, [math.nan] * 9])
-        writer.values(1, [[math.nan] * 9, [2.0] * 9])
+        writer.values(0, [[1.0] * 10, [math.nan] * 10])
+        writer.values(1, [[math.nan] * 10, [2.0] * 10])
     run = Run(tmp_path)
     assert run.series("h.0", "output", "mean")[0].tolist() == [0]
     _, steps, matrix = run.matrix("grad", "mean")
@@ -125,8 +125,8 @@ def test_a_later_start_counts_from_its_first_step_on(tmp_path):
 
 def test_a_step_that_is_written_twice_counts_as_it_was_last(tmp_path):
     with RunWriter(tmp_path, ROWS[:1]) as writer:
-        writer.values(5, [[1.0] * 9])
-        writer.values(5, [[2.0] * 9])
+        writer.values(5, [[1.0] * 10])
+        writer.values(5, [[2.0] * 10])
     run = Run(tmp_path)
     assert run.steps().tolist() == [5]
     assert run.series("h.0", "output", "mean")[1].tolist() == [2.0]
@@ -198,7 +198,7 @@ def test_a_run_that_is_cut_anywhere_is_readable(tmp_path, cut):
 
 def test_records_of_zeros_are_not_steps(tmp_path):
     write(tmp_path)
-    for ending, size in (("values", 16 + 4 * 4 * 9), ("histograms", 280)):
+    for ending, size in (("values", 16 + 4 * 4 * 10), ("histograms", 280)):
         with (tmp_path / f"00000.{ending}").open("ab") as file:
             file.write(bytes(size))
     run = Run(tmp_path)
@@ -410,7 +410,7 @@ def test_a_write_that_was_cut_short_goes_on(tmp_path, monkeypatch):
         writer.values(0, values(0))
         writer.values(1, values(1))
         monkeypatch.undo()
-    assert Run(tmp_path).series("h.0", "grad", "ratio")[1].tolist() == [17, 1017]
+    assert Run(tmp_path).series("h.0", "grad", "ratio")[1].tolist() == [18, 1018]
 
 
 def test_a_directory_that_cannot_be_made_is_told(tmp_path):
@@ -433,7 +433,7 @@ def test_a_killed_writer_loses_nothing_that_was_written(tmp_path):
         "from hookline.run_files import Row\n"
         f"writer = RunWriter({str(tmp_path)!r}, [Row('fc', 'output')])\n"
         "for step in range(100):\n"
-        "    writer.values(step, [[step] * 9]); writer.scalar(step, 'loss', 1)\n"
+        "    writer.values(step, [[step] * 10]); writer.scalar(step, 'loss', 1)\n"
         "os.kill(os.getpid(), 9)"
     )
     root = Path(hl.__file__).parents[1]

@@ -1,0 +1,390 @@
+"""Findings: trainings with a seeded illness are told of, healthy ones pass in silence."""
+
+import math
+
+import pytest
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.nn import functional as F
+
+import hookline as hl
+
+
+def digits():
+    data = load_digits()
+    x = torch.tensor(data.data, dtype=torch.float32) / 16
+    return (x - x.mean()) / x.std(), torch.tensor(data.target)
+
+
+X, Y = digits()
+
+
+def train(model, steps=80, optimizer=None, every=5, data=None, size=64, shape=(64,), **options):
+    """Train on the digits, watched; gives the watch and the losses."""
+    torch.manual_seed(1)
+    x, y = (X, Y) if data is None else data
+    optimizer = optimizer or torch.optim.Adam(model.parameters(), 1e-3)
+    losses = []
+    with hl.watch(model, every=every, optimizer=optimizer, **options) as watching:
+        for _ in range(steps):
+            pick = torch.randint(0, len(x), (size,))
+            loss = F.cross_entropy(model(x[pick].reshape(-1, *shape)), y[pick])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    return watching, losses
+
+
+def mlp(act=nn.ReLU, width=64, depth=3):
+    torch.manual_seed(0)
+    layers = [nn.Linear(64, width), act()]
+    for _ in range(depth - 1):
+        layers += [nn.Linear(width, width), act()]
+    return nn.Sequential(*layers, nn.Linear(width, 10))
+
+
+def cnn():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(16, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(), nn.Dropout(0.1), nn.Linear(32, 10),
+    )  # fmt: skip
+
+
+class Transformer(nn.Module):
+    """Reads the rows of an image as tokens."""
+
+    def __init__(self, norm_first=True):
+        super().__init__()
+        self.embed = nn.Linear(8, 32)
+        self.position = nn.Embedding(8, 32)
+        layer = nn.TransformerEncoderLayer(
+            32, 4, 64, dropout=0.1, batch_first=True, norm_first=norm_first
+        )
+        self.encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+        self.norm = nn.LayerNorm(32)
+        self.head = nn.Linear(32, 10)
+
+    def forward(self, x):
+        h = self.embed(x) + self.position(torch.arange(8))
+        return self.head(self.norm(self.encoder(h)).mean(1))
+
+
+def kinds(watching):
+    return {finding.kind for finding in watching.findings()}
+
+
+def one(watching, kind):
+    """The first finding of a kind; it must have been told, and be complete."""
+    found = [finding for finding in watching.findings() if finding.kind == kind]
+    assert found, [str(finding) for finding in watching.findings()]
+    first = found[0]
+    assert first.message.endswith(".")
+    assert first.advice.endswith(".")
+    assert first.evidence
+    assert 0 <= first.step < watching.steps
+    return first
+
+
+# -- healthy trainings -----------------------------------------------------------------------------
+
+HEALTHY = {
+    "mlp": (mlp, {}, {}),
+    "mlp, SGD": (mlp, {"lr": 0.1, "momentum": 0.9, "kind": torch.optim.SGD}, {}),
+    "mlp, every step": (mlp, {}, {"every": 1, "steps": 50}),
+    "mlp, small batches": (mlp, {}, {"every": 1, "size": 8, "steps": 120}),
+    "mlp, trained to the end": (mlp, {"lr": 3e-3}, {"steps": 200, "every": 10}),
+    "mlp with tanh": (lambda: mlp(nn.Tanh), {}, {}),
+    "mlp with sigmoid": (lambda: mlp(nn.Sigmoid, depth=2), {"lr": 1e-2}, {}),
+    "mlp with gelu": (lambda: mlp(nn.GELU), {}, {}),
+    "cnn with BatchNorm": (cnn, {}, {"shape": (1, 8, 8)}),
+    "cnn, SGD": (cnn, {"lr": 0.05, "kind": torch.optim.SGD}, {"shape": (1, 8, 8)}),
+    "transformer": (Transformer, {}, {"shape": (8, 8), "steps": 50}),
+    "transformer, norm last": (lambda: Transformer(False), {}, {"shape": (8, 8), "steps": 50}),
+    "transformer, AdamW": (
+        Transformer, {"kind": torch.optim.AdamW, "weight_decay": 0.1},
+        {"shape": (8, 8), "steps": 50},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_a_healthy_training_has_no_finding(name):
+    make, settings, options = HEALTHY[name]
+    torch.manual_seed(0)
+    model = make()
+    settings = {"kind": torch.optim.Adam, "lr": 1e-3} | settings
+    optimizer = settings.pop("kind")(model.parameters(), **settings)
+    watching, losses = train(model, optimizer=optimizer, **options)
+    assert watching.findings() == []
+    start, end = sum(losses[:5]) / 5, sum(losses[-5:]) / 5
+    assert end < 0.85 * start, "it should have learned something"
+
+
+def test_layers_that_begin_with_zeros_are_no_finding():
+    class Zeroed(nn.Module):
+        """A branch whose last layer begins at zero, and a scale that does."""
+
+        def __init__(self):
+            super().__init__()
+            self.first, self.a, self.b = nn.Linear(64, 32), nn.Linear(32, 32), nn.Linear(32, 32)
+            nn.init.zeros_(self.b.weight)
+            nn.init.zeros_(self.b.bias)
+            self.gain = nn.Parameter(torch.zeros(()))
+            self.last = nn.Linear(32, 10)
+
+        def forward(self, x):
+            h = self.first(x)
+            h = h + self.b(self.a(h).relu())
+            return self.last(h + self.gain * h.square())
+
+    torch.manual_seed(0)
+    watching, _ = train(Zeroed(), every=1, steps=40)
+    assert watching.findings() == []
+
+
+def test_a_rate_that_is_warmed_up_from_zero_is_no_finding():
+    model = mlp()
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    warm = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, step / 20))
+    with hl.watch(model, every=1, optimizer=optimizer) as watching:
+        for _ in range(40):
+            pick = torch.randint(0, len(X), (64,))
+            F.cross_entropy(model(X[pick]), Y[pick]).backward()
+            optimizer.step()
+            warm.step()
+            optimizer.zero_grad()
+    assert watching.findings() == []
+
+
+def test_masks_of_minus_infinity_are_no_finding():
+    class Masked(nn.Module):
+        def forward(self, x):
+            return x.masked_fill(torch.eye(8, dtype=torch.bool), -math.inf)
+
+    model = nn.Sequential(nn.Linear(8, 8), Masked(), nn.Softmax(-1), nn.Linear(8, 10))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with hl.watch(model, every=1, optimizer=optimizer) as watching:
+        for _ in range(8):
+            model(torch.randn(16, 8, 8)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert watching.findings() == []
+    assert watching.last["1", "output"]["nonfinite"] == pytest.approx(1 / 8)
+
+
+def test_a_sure_sigmoid_at_the_end_is_no_finding():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 1), nn.Sigmoid())
+    optimizer = torch.optim.Adam(model.parameters(), 3e-3)
+    with hl.watch(model, every=5, optimizer=optimizer) as watching:
+        for _ in range(150):
+            pick = torch.randint(0, len(X), (64,))
+            F.binary_cross_entropy(model(X[pick])[:, 0], (Y[pick] == 0).float()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert watching.last["3", "output"]["saturated"] > 0.6
+    assert watching.findings() == []
+
+
+# -- illnesses -------------------------------------------------------------------------------------
+
+
+def test_a_vanishing_gradient_is_found():
+    watching, _ = train(mlp(nn.Sigmoid, width=32, depth=10))
+    finding = one(watching, "vanishing gradient")
+    assert finding.place == "0.weight"
+    assert finding.evidence["relative"] < 1e-5
+    assert "later layer" in finding.message
+    assert "layer does not learn" not in kinds(watching)
+
+
+def test_a_gradient_that_explodes_on_its_way_is_found():
+    torch.manual_seed(0)  # weights so large that every layer of tanh makes gradients larger
+    layers = [nn.Linear(64, 64), nn.Tanh()]
+    for _ in range(90):
+        layers += [nn.Linear(64, 64), nn.Tanh()]
+        nn.init.normal_(layers[-2].weight, std=2.5 / 8)
+    model = nn.Sequential(*layers, nn.Linear(64, 10))
+    watching, _ = train(model, 6, torch.optim.SGD(model.parameters(), 1e-5), every=1)
+    finding = one(watching, "exploding gradient")
+    assert int(finding.place.split(".")[0]) < 60  # of 180
+    assert finding.evidence["relative"] > 1e3
+    assert "later layers" in finding.message
+
+
+def test_a_gradient_that_explodes_with_the_steps_is_found():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 10))
+    optimizer = torch.optim.SGD(model.parameters(), 0.35)
+    with hl.watch(model, every=1, optimizer=optimizer) as watching:
+        for _ in range(60):
+            loss = (model(X[:256]) - F.one_hot(Y[:256], 10)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if watching.findings():
+                break
+            for group in optimizer.param_groups:
+                group["lr"] *= 1.1
+    finding = one(watching, "exploding gradient")
+    assert finding.evidence["norm"] > 10 * finding.evidence["first"]
+
+
+def test_dead_relus_are_found():
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), 1.5)  # far too large
+    watching, _ = train(model, 120, optimizer)
+    finding = one(watching, "dead units")
+    assert isinstance(model[int(finding.place)], nn.ReLU)
+    assert finding.evidence["dead"] >= 0.4
+    with torch.no_grad(), hl.capture(model, finding.place) as record:
+        model(X)
+    dead = (record[finding.place] == 0).all(0).double().mean().item()
+    assert dead >= 0.2
+
+
+def test_dead_units_of_a_function_inside_a_module_are_found():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(64, 32)
+            nn.init.constant_(self.linear.bias, -30.0)
+
+        def forward(self, x):
+            return F.relu(self.linear(x) * 1.0)
+
+    torch.manual_seed(0)
+    watching, _ = train(nn.Sequential(Block(), nn.Linear(32, 10)))
+    finding = one(watching, "dead units")
+    assert finding.place == "0"
+    assert "32 of 32 units" in finding.message
+    assert "(Block)" in finding.message
+
+
+@pytest.mark.parametrize("act", [nn.Tanh, nn.Sigmoid])
+def test_saturated_units_are_found(act):
+    model = mlp(act, depth=2)
+    with torch.no_grad():
+        model[0].weight.mul_(60)
+    watching, _ = train(model)
+    finding = one(watching, "saturated units")
+    assert finding.place == "1"
+    assert finding.evidence["saturated"] > 0.6
+
+
+def test_a_layer_that_the_optimizer_does_not_have_is_found():
+    model = mlp()
+    optimizer = torch.optim.Adam([*model[0].parameters(), *model[4:].parameters()], 1e-3)
+    watching, _ = train(model, optimizer=optimizer)
+    finding = one(watching, "layer does not learn")
+    assert finding.place == "2.weight"
+    assert finding.evidence["ratio"] == 0
+    assert kinds(watching) == {"layer does not learn"}
+
+
+def test_a_layer_with_a_tiny_rate_is_found():
+    model = mlp()
+    groups = [{"params": model[:2].parameters(), "lr": 1e-9}, {"params": model[2:].parameters()}]
+    watching, _ = train(model, optimizer=torch.optim.Adam(groups, 1e-3))
+    finding = one(watching, "layer does not learn")
+    assert finding.place == "0.weight"
+    assert 0 <= finding.evidence["ratio"] < 1e-4 * finding.evidence["median"]
+
+
+def test_updates_that_bfloat16_loses_are_found():
+    model = mlp()
+    model[2].bfloat16()
+    model[2].weight.data.fill_(1.0).add_(torch.randn(64, 64).bfloat16() / 50)
+
+    class Cast(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x):
+            return self.inner(x.bfloat16()).float() / 64
+
+    model[2] = Cast(model[2])
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    watching, _ = train(model, optimizer=optimizer)
+    finding = one(watching, "layer does not learn")
+    assert finding.place == "2.inner.weight"
+    assert "half precision" in finding.advice
+
+
+def test_unused_parameters_are_found():
+    class Forgotten(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.left = nn.Linear(64, 10), nn.Linear(64, 10)
+
+        def forward(self, x):
+            return self.used(x)
+
+    watching, _ = train(Forgotten(), steps=40)
+    finding = one(watching, "unused parameters")
+    assert finding.place == "left.weight"
+    assert finding.evidence["parameters"] == 2
+    assert "'left.bias'" in finding.message
+    assert kinds(watching) == {"unused parameters"}
+
+
+def test_a_constant_output_is_found():
+    class Collapsed(nn.Module):
+        """Divides by far too much, so that only the bias is left."""
+
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(64, 32), nn.Linear(32, 10)
+
+        def forward(self, x):
+            return self.last(self.first(x) * 1e-12)
+
+    torch.manual_seed(0)
+    watching, _ = train(Collapsed(), every=2, steps=30)
+    finding = one(watching, "constant output")
+    assert finding.place == "last"
+    assert finding.evidence["spread"] <= 1e-6
+
+
+@pytest.mark.parametrize("where", ["output", "gradient", "weight"])
+def test_values_that_are_not_finite_are_found_at_once(where):
+    model = mlp()
+    seen = []
+
+    def spoil(value):
+        seen.append(1)
+        if len(seen) == 12:
+            return value.clone().index_fill_(1, torch.tensor([3]), math.nan)
+        return None
+
+    place = {"output": "2", "gradient": "2:grad_output", "weight": "4"}[where]
+    if where == "weight":
+        with torch.no_grad():
+            model[4].weight[5, 5] = math.inf
+        watching, _ = train(model, 5, every=1)
+    else:
+        with hl.hook(model, place, spoil):
+            watching, _ = train(model, 14, every=1)
+    finding = one(watching, "non-finite values")
+    assert finding.severity == "error"
+    assert len(watching.findings()) == 1
+    assert "hookline.guard" in finding.advice
+    if where == "weight":
+        assert finding.step == 0
+        assert finding.place == "4"
+    else:
+        assert finding.step == 11
+        assert finding.place == "2"
+
+
+def test_a_finding_is_told_once_and_written(tmp_path):
+    model = mlp()
+    optimizer = torch.optim.Adam([*model[0].parameters(), *model[4:].parameters()], 1e-3)
+    watching, _ = train(model, 80, optimizer, to=tmp_path / "run")
+    assert len(watching.findings()) == 1
+    assert hl.Run(tmp_path / "run").findings() == watching.findings()

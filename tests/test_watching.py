@@ -1,0 +1,798 @@
+"""Watching: plain hooks of torch and numpy are the oracle; the training itself must not change."""
+
+import json
+import logging
+import math
+import random
+
+import numpy as np
+import pytest
+import torch
+from helpers import assert_clean, hooks_left
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import hookline as hl
+from hookline.run_files import STATISTICS
+from hookline.writers import Writer
+
+
+class Net(nn.Module):
+    """Dropout and BatchNorm, a parameter of its own, an in-place function, a residual."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(6, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.act = nn.ReLU(inplace=True)
+        self.drop = nn.Dropout(0.3)
+        self.last = nn.Linear(8, 3)
+        self.gain = nn.Parameter(torch.ones(8))
+
+    def forward(self, x):
+        h = self.drop(self.act(self.norm(self.first(x))))
+        return self.last(h + h * self.gain)
+
+
+def batch(step, size=16):
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randn(size, 6, generator=generator)
+    return x, torch.randint(0, 3, (size,), generator=generator)
+
+
+def train(model, optimizer, steps, parts=1, after=None, first=0):
+    """Train, and give the bits of all outputs, gradients, parameters and buffers."""
+    seen = []
+    for step in range(first, first + steps):
+        x, y = batch(step)
+        for part_x, part_y in zip(x.chunk(parts), y.chunk(parts), strict=True):
+            out = model(part_x)
+            (F.cross_entropy(out, part_y) / parts).backward()
+            seen.append(out.detach().clone())
+        seen += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        if after is not None:
+            after(step)
+        optimizer.step()
+        optimizer.zero_grad()
+        seen += [t.clone() for t in model.state_dict().values()]
+    return seen
+
+
+def fresh(seed=0, make=Net, **options):
+    torch.manual_seed(seed)
+    model = make()
+    return model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, **options)
+
+
+def same(a, b):
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def close(measured, place, kind, values, **tolerance):
+    """Compare what was measured with the values themselves."""
+    found = measured[place, kind]
+    values = torch.as_tensor(values).detach().double().numpy()
+    expected = {
+        "mean": values.mean(), "std": values.std(), "absmax": np.abs(values).max(),
+        "norm": np.sqrt((values**2).sum()), "zeros": (values == 0).mean(), "nonfinite": 0.0,
+    }  # fmt: skip
+    for name, value in expected.items():
+        assert found[name] == pytest.approx(value, **({"rel": 1e-4, "abs": 1e-7} | tolerance)), name
+
+
+# -- what is measured ------------------------------------------------------------------------------
+
+
+def test_all_is_measured_as_plain_hooks_see_it():
+    model, optimizer = fresh()
+    outputs, grads = {}, {}
+    handles = []
+    for name, module in model.named_children():
+
+        def seen(module, args, output, name=name):
+            outputs[name] = output.detach().clone()
+            output.grad_fn  # noqa: B018 - registering on a view may crash without
+            output.register_hook(lambda grad: grads.__setitem__(name, grad.clone()))
+
+        if name not in ("norm",):  # its output is changed in place
+            handles.append(module.register_forward_hook(seen))
+    found = []
+    with hl.watch(model, every=1, optimizer=optimizer, to=found.append) as watching:
+        for step in range(4):
+            weights = {n: p.detach().clone() for n, p in model.named_parameters()}
+            raw = {}
+
+            def keep(step, raw=raw):
+                raw.update({n: p.grad.clone() for n, p in model.named_parameters()})
+
+            train(model, optimizer, 1, after=keep, first=step)
+            measured = found[-1]
+            assert measured.step == step
+            for name, value in outputs.items():
+                close(measured, name, "output", value)
+                close(measured, name, "grad", grads[name])
+            for name, parameter in model.named_parameters():
+                close(measured, name, "weight", parameter)
+                close(measured, name, "weight_grad", raw[name])
+                update = parameter.detach() - weights[name]
+                close(measured, name, "update", update)
+                ratio = update.norm() / weights[name].norm() if weights[name].any() else math.nan
+                assert measured[name, "update"]["ratio"] == pytest.approx(
+                    float(ratio), rel=1e-4, nan_ok=True
+                )
+    for handle in handles:
+        handle.remove()
+    assert watching.steps == 4
+    assert [row.place for row in found[0].rows if row.kind == "output"] == [
+        "first", "norm", "act", "drop", "last",
+    ]  # fmt: skip
+    assert "gain" in [row.place for row in found[0].rows if row.kind == "weight"]
+    assert_clean(model)
+
+
+def test_units_that_are_zero_for_every_example_are_dead():
+    model, optimizer = fresh()
+    with torch.no_grad():
+        model.norm.bias[:2] = -100
+    with hl.watch(model, "act", every=1, optimizer=optimizer) as watching:
+        train(model, optimizer, 1)
+    assert watching.last["act", "output"]["dead"] == 0.25
+    assert math.isnan(watching.last["act", "output"]["saturated"])
+
+
+def test_channels_are_the_units_of_images():
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(64, 2))
+    with torch.no_grad():
+        model[0].bias[1:] = -100
+    with hl.watch(model, every=1) as watching:
+        model(torch.randn(5, 1, 6, 6)).sum().backward()
+        watching.step()
+    assert watching.last["1", "output"]["dead"] == 0.75
+
+
+@pytest.mark.parametrize(
+    ("act", "low", "high"), [(nn.Tanh(), -0.97, 0.97), (nn.Sigmoid(), 0.03, 0.97),
+                             (nn.Hardtanh(-2, 2), -2, 2)]
+)  # fmt: skip
+def test_the_flat_ends_of_activations_are_counted(act, low, high):
+    model = nn.Sequential(nn.Linear(4, 50), act, nn.Linear(50, 1))
+    x = torch.randn(30, 4) * 8
+    with hl.watch(model, every=1) as watching:
+        model(x).sum().backward()
+        watching.step()
+    y = act(model[0](x))
+    share = ((y <= low) | (y >= high)).double().mean().item()
+    assert 0.01 < share < 1
+    assert watching.last["1", "output"]["saturated"] == pytest.approx(share)
+
+
+def test_histograms_are_of_all_values_if_they_are_few():
+    model, optimizer = fresh()
+    with hl.watch(model, every=1, optimizer=optimizer) as watching:
+        train(model, optimizer, 1)
+    last = watching.last
+    for number, bins in last.histograms.items():
+        row, values = last.rows[number], last[last.rows[number].place, last.rows[number].kind]
+        assert bins.counts.sum() == math.prod(last.shapes[number]), row
+        assert max(abs(bins.low), abs(bins.high)) == pytest.approx(values["absmax"], rel=1e-5)
+    assert len(last.histograms) == len(last.rows)
+
+
+def test_a_nested_output_is_measured_at_its_first_tensor():
+    class Pair(nn.Module):
+        def forward(self, x):
+            return {"ids": torch.arange(3), "a": x * 2, "b": (x * 3,)}
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.pair = nn.Linear(2, 2), Pair()
+
+        def forward(self, x):
+            out = self.pair(self.inner(x))
+            return out["a"].sum() + 5 * out["b"][0].sum()
+
+    model, x = Outer(), torch.randn(4, 2)
+    with hl.watch(model, ["pair", "pair[b][0]"], every=1) as watching:
+        model(x).backward()
+        watching.step()
+    a = 2 * model.inner(x)
+    close(watching.last, "pair", "output", a)
+    close(watching.last, "pair", "grad", torch.ones(4, 2))
+    close(watching.last, "pair[b][0]", "output", 1.5 * a)
+    close(watching.last, "pair[b][0]", "grad", torch.full((4, 2), 5.0))
+
+
+def test_a_shared_module_has_one_row_with_all_its_calls():
+    layer = nn.Linear(4, 4)
+    model = nn.Sequential(layer, nn.Tanh(), layer)
+    x = torch.randn(3, 4)
+    with hl.watch(model, every=1) as watching:
+        model(x).sum().backward()
+        watching.step()
+    first = layer(x)
+    close(watching.last, "0", "output", torch.cat([first, layer(first.tanh())]))
+    places = [row.place for row in watching.last.rows if row.kind == "weight"]
+    assert places == ["0.weight", "0.bias"]
+
+
+def test_what_a_block_hands_on_is_measured_once_and_stands_at_both_places():
+    model = nn.Sequential(nn.Sequential(nn.Linear(3, 3), nn.ReLU()), nn.Linear(3, 1))
+    from hookline import looking
+
+    counted, real = [], looking.moments
+    try:
+        looking.moments = lambda *args, **kwargs: (counted.append(1), real(*args, **kwargs))[1]
+        with hl.watch(model, every=1, kinds=("output", "grad")) as watching:
+            model(torch.randn(5, 3)).sum().backward()
+            watching.step()
+    finally:
+        looking.moments = real
+    for kind in ("output", "grad"):
+        one, other = watching.last["0", kind], watching.last["0.1", kind]
+        assert one == pytest.approx(other, rel=0, nan_ok=True)
+    assert watching.last["0", "grad"]["norm"] > 0
+    assert len(counted) == 6  # three layers, their outputs and gradients
+
+
+def test_sparse_gradients_are_those_of_the_rows_that_were_used():
+    model = nn.Sequential(nn.Embedding(10, 3, sparse=True), nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with hl.watch(model, every=1, optimizer=optimizer) as watching:
+        model(torch.tensor([1, 1, 4])).sum().backward()
+        optimizer.step()
+    assert watching.last["0.weight", "weight_grad"]["norm"] == pytest.approx(
+        model[0].weight.grad.to_dense().norm().item()
+    )
+
+
+def test_lazy_modules_are_measured_once_they_are_there():
+    model = nn.Sequential(nn.LazyLinear(4), nn.ReLU(), nn.LazyLinear(1))
+    with hl.watch(model, every=1) as watching:
+        for _ in range(2):
+            model(torch.randn(5, 3)).sum().backward()
+            watching.step()
+    assert watching.last["0.weight", "weight_grad"]["norm"] > 0
+    assert watching.last["0.weight", "weight"]["norm"] > 0
+
+
+def test_kinds_and_places_limit_what_is_measured():
+    model, optimizer = fresh()
+    with hl.watch(
+        model, [nn.Linear, "gain"], every=1, kinds=("output", "update"), optimizer=optimizer
+    ) as watching:
+        train(model, optimizer, 1)
+    assert [(row.place, row.kind) for row in watching.last.rows] == [
+        ("gain", "update"), ("first", "output"), ("first.weight", "update"),
+        ("first.bias", "update"), ("last", "output"), ("last.weight", "update"),
+        ("last.bias", "update"),
+    ]  # fmt: skip
+
+
+def test_frozen_parameters_have_no_rows():
+    model, optimizer = fresh()
+    model.first.requires_grad_(False)
+    with hl.watch(model, every=1, optimizer=optimizer) as watching:
+        train(model, optimizer, 1)
+    places = {row.place for row in watching.last.rows}
+    assert "first" in places
+    assert "first.weight" not in places
+
+
+# -- nothing changes -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_the_training_is_the_same_bit_for_bit(every, tmp_path):
+    model, optimizer = fresh()
+    expected = train(model, optimizer, 7)
+    state = torch.get_rng_state()
+    model, optimizer = fresh()
+    model.drop.eval()
+    model.drop.train()
+    modes = [m.training for m in model.modules()]
+    python, numbers = random.getstate(), np.random.get_state()[1].tolist()
+    with hl.watch(model, every=every, optimizer=optimizer, to=tmp_path / "run"):
+        found = train(model, optimizer, 7)
+    assert same(found, expected)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [m.training for m in model.modules()] == modes
+    assert random.getstate() == python
+    assert np.random.get_state()[1].tolist() == numbers
+    assert_clean(model)
+    assert not optimizer._optimizer_step_post_hooks
+    assert not optimizer._optimizer_step_pre_hooks
+    assert all(not (p._post_accumulate_grad_hooks or {}) for p in model.parameters())
+
+
+def test_between_measured_steps_the_model_has_one_hook_that_does_nothing():
+    model, optimizer = fresh()
+    counts = []
+    with hl.watch(model, every=3, optimizer=optimizer):
+        for step in range(7):
+            hooks = [h for m in model.modules() for h in m._forward_hooks.values()]
+            grads = [h for p in model.parameters() for h in (p._post_accumulate_grad_hooks or {})]
+            counts.append((len(hooks), len(grads), len(hooks_left(model))))
+            train(model, optimizer, 1, first=step)
+    assert [bool(hooks) for hooks, _, _ in counts] == [True, False, False] * 2 + [True]
+    assert [grads for _, grads, _ in counts] == [7, 0, 0, 7, 0, 0, 7]
+    assert counts[1][2] == 1
+
+
+def test_an_exception_leaves_nothing_behind():
+    model, optimizer = fresh()
+    with pytest.raises(IndexError), hl.watch(model, every=1, optimizer=optimizer):
+        F.cross_entropy(model(batch(0)[0]), torch.full((16,), 9)).backward()
+    assert_clean(model)
+    assert not optimizer._optimizer_step_post_hooks
+
+
+def test_attaching_and_removing():
+    model, optimizer = fresh()
+    handle = hl.watch(model, every=2, optimizer=optimizer).attach()
+    assert handle in hl.attached(model)
+    train(model, optimizer, 3)
+    assert handle.last.step == 2
+    handle.remove()
+    handle.remove()
+    assert not hl.attached(model)
+    assert_clean(model)
+    train(model, optimizer, 3)
+    assert handle.steps == 3
+
+
+def test_entering_again_starts_afresh():
+    model, optimizer = fresh()
+    watching = hl.watch(model, every=1, optimizer=optimizer)
+    for _ in range(2):
+        with watching:
+            train(model, optimizer, 2)
+        assert watching.steps == 2
+
+
+def test_a_watch_that_is_never_entered_warns():
+    with pytest.warns(hl.HooklineWarning, match="never entered"):
+        hl.watch(nn.Linear(1, 1))
+
+
+# -- steps -----------------------------------------------------------------------------------------
+
+
+def test_the_optimizer_of_the_model_is_found():
+    model, optimizer = fresh()
+    other = nn.Linear(2, 2)
+    strange = torch.optim.SGD(other.parameters(), 0.1)
+    steps = []
+    with hl.watch(model, every=2, to=lambda measured: steps.append(measured.step)) as watching:
+        for step in range(4):
+            other(torch.randn(1, 2)).sum().backward()
+            strange.step()
+            train(model, optimizer, 1, first=step)
+    assert steps == [0, 2]
+    assert watching.steps == 4
+    from torch.optim import optimizer as module
+
+    assert not module._global_optimizer_post_hooks
+
+
+def test_of_two_optimizers_the_first_counts_and_updates_of_both_are_seen():
+    model, _ = fresh()
+    one = torch.optim.SGD(model.first.parameters(), 0.1)
+    two = torch.optim.SGD([*model.last.parameters(), *model.norm.parameters(), model.gain], 0.1)
+    with hl.watch(model, every=1) as watching:
+        for step in range(3):
+            x, y = batch(step)
+            F.cross_entropy(model(x), y).backward()
+            one.step()
+            two.step()
+            model.zero_grad()
+    assert watching.steps == 3
+    assert watching.last["first.weight", "update"]["ratio"] > 0
+    assert watching.last["last.weight", "update"]["ratio"] > 0
+
+
+def test_steps_by_hand_count_alone_from_the_first_on():
+    model, optimizer = fresh()
+    with hl.watch(model, every=1) as watching:
+        for step in range(3):
+            train(model, optimizer, 1, first=step)
+            watching.step()
+            assert watching.last.step == step
+    assert watching.steps == 3
+    with hl.watch(model, every=1) as watching:
+        for _ in range(3):
+            model(batch(0)[0]).sum().backward()
+            watching.step()
+    assert watching.steps == 3
+
+
+def test_a_closure_runs_inside_the_step():
+    model, _ = fresh()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
+
+    def closure():
+        optimizer.zero_grad()
+        x, y = batch(0)
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        return loss
+
+    with hl.watch(model, every=1, optimizer=optimizer) as watching:
+        optimizer.step(closure)
+    assert watching.last["first", "output"]["norm"] > 0
+    assert watching.last["first.weight", "weight_grad"]["norm"] > 0
+    assert watching.last["first.weight", "update"]["ratio"] > 0
+
+
+def test_a_training_that_is_gone_on_with_has_the_numbers_of_its_steps(tmp_path):
+    model, optimizer = fresh()
+    for start in (0, 4):
+        with hl.watch(model, every=2, optimizer=optimizer, to=tmp_path, start=start) as watching:
+            train(model, optimizer, 6)
+            assert watching.steps == start + 6
+    run = hl.Run(tmp_path)
+    assert run.segments == [0, 1]
+    assert run.steps().tolist() == [0, 2, 4, 6, 8]
+
+
+def test_no_step_at_all_is_warned_of():
+    model, _ = fresh()
+    with pytest.warns(hl.HooklineWarning, match=r"saw no step.*step\(\)"), hl.watch(model):
+        model(batch(0)[0]).sum().backward()
+
+
+def test_a_named_place_where_nothing_happens_is_warned_of():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    watching = hl.watch(model, ["0", "1"], every=1, kinds=("output",))
+    watching.__enter__()
+    model[0](torch.ones(1, 2)).sum().backward()
+    watching.step()
+    with pytest.warns(hl.HooklineWarning, match="Nothing was measured at '1'"):
+        watching.__exit__(None, None, None)
+
+
+def test_forwards_of_an_evaluation_are_not_measured():
+    model, optimizer = fresh()
+    with hl.watch(model, every=1, optimizer=optimizer) as watching:
+        train(model, optimizer, 1)
+        expected = []
+        for step in (1, 2):
+            model.eval()
+            with torch.no_grad():
+                model(1000 + batch(9)[0])
+            model.train()
+            with hl.capture(model, "last", detach=True) as record:
+                train(model, optimizer, 1, first=step)
+            expected.append(record["last"])
+            close(watching.last, "last", "output", expected[-1])
+
+
+def test_a_model_that_is_trained_in_evaluation_mode_is_measured():
+    model, optimizer = fresh()
+    model.eval()
+    with hl.watch(model, every=1, optimizer=optimizer) as watching:
+        train(model, optimizer, 1)
+    assert watching.last["last", "output"]["norm"] > 0
+
+
+# -- how people train ------------------------------------------------------------------------------
+
+
+def test_micro_batches_are_put_together_and_gradients_are_the_accumulated_ones():
+    model, optimizer = fresh()
+    model.drop.p = 0.0
+    model.norm.eval()
+    raw = {}
+
+    def keep(step):
+        raw.update({n: p.grad.clone() for n, p in model.named_parameters()})
+
+    with hl.watch(model, every=1, optimizer=optimizer) as watching:
+        with hl.capture(model, "first", "first:grad_output", detach=True) as record:
+            train(model, optimizer, 1, parts=4, after=keep)
+    close(watching.last, "first", "output", record.cat("first", 0))
+    close(watching.last, "first", "grad", record.cat("first:grad_output", 0))
+    for name, grad in raw.items():
+        close(watching.last, name, "weight_grad", grad)
+    assert watching.last["first", "output"]["norm"] > 0
+
+
+def test_gradients_are_measured_before_they_are_clipped():
+    model, optimizer = fresh()
+    raw = {}
+
+    def clip(step):
+        raw.update({n: p.grad.clone() for n, p in model.named_parameters()})
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+
+    with hl.watch(model, every=1, optimizer=optimizer) as watching:
+        train(model, optimizer, 1, after=clip)
+    close(watching.last, "last.weight", "weight_grad", raw["last.weight"])
+    assert watching.last["last.weight", "update"]["norm"] < 1e-3
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputed_calls_are_measured_once(reentrant):
+    class Checkpointed(Net):
+        def forward(self, x):
+            x = x.requires_grad_()
+            h = checkpoint(lambda x: self.act(self.norm(self.first(x))), x, use_reentrant=reentrant)
+            return self.last(h * self.gain)
+
+    model, optimizer = fresh(make=Checkpointed)
+    with hl.watch(model, every=1, optimizer=optimizer) as watching:
+        raw = {}
+        with hl.capture(model, "first", "last:grad_output", "first:grad_output", detach=True) as r:
+            train(model, optimizer, 1, after=lambda step: raw.update(
+                {n: p.grad.clone() for n, p in model.named_parameters()}))  # fmt: skip
+    close(watching.last, "first", "output", r["first"])
+    close(watching.last, "first", "grad", r["first:grad_output"])
+    for name, grad in raw.items():
+        close(watching.last, name, "weight_grad", grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_under_a_scaler_gradients_are_those_without_it(dtype):
+    def run(scaler):
+        model, optimizer = fresh()
+        found = []
+        with hl.watch(
+            model, every=1, optimizer=optimizer, scaler=scaler, to=found.append
+        ) as watching:
+            for step in range(3):
+                x, y = batch(step)
+                with torch.autocast("cpu", dtype):
+                    loss = F.cross_entropy(model(x), y)
+                scaler.scale(loss).backward()
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+        assert watching.findings() == []
+        return found
+
+    plain = run(torch.amp.GradScaler("cpu", enabled=False))
+    scaled = run(torch.amp.GradScaler("cpu", init_scale=1024.0))
+    for one, other in zip(plain, scaled, strict=True):
+        for place, kind in (
+            ("first", "grad"), ("last", "grad"), ("first.weight", "weight_grad"),
+            ("last", "output"), ("gain", "weight_grad"),
+        ):  # fmt: skip
+            for name in ("std", "absmax", "norm"):
+                a, b = one[place, kind][name], other[place, kind][name]
+                assert a == pytest.approx(b, rel=0.05), (place, kind, name)
+
+
+def test_a_backward_that_overflows_is_left_out():
+    model, optimizer = fresh()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**100, backoff_factor=2.0**-60)
+    found = []
+    with hl.watch(model, every=1, optimizer=optimizer, scaler=scaler, to=found.append) as watching:
+        for step in range(3):
+            x, y = batch(step)
+            loss = F.cross_entropy(model(x), y) * (1e30 if step == 0 else 1)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    assert [measured.step for measured in found] == [0, 1]  # the first was skipped by the scaler
+    assert found[0]["first", "grad"]["nonfinite"] == 0
+    assert 0 < found[0]["first.weight", "weight_grad"]["norm"] < 1e3
+    assert watching.findings() == []
+
+
+def test_a_scaler_that_skips_every_step_is_told_of():
+    model, optimizer = fresh()
+    scaler = torch.amp.GradScaler("cpu")
+    with hl.watch(model, every=1, optimizer=optimizer, scaler=scaler) as watching:
+        for step in range(25):
+            x, y = batch(step)
+            scaler.scale(F.cross_entropy(model(x), y) * math.nan).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        (finding,) = watching.findings()
+        scaler.scale(F.cross_entropy(model(x), y)).backward()
+        scaler.step(optimizer)
+    assert finding.kind == "non-finite values"
+    assert finding.severity == "error"
+    assert finding.evidence["backwards"] == 20
+
+
+def test_compiled_models_run_compiled_between_the_measured_steps():
+    model, optimizer = fresh()
+    calls = []
+
+    def backend(graph, inputs):
+        return lambda *args: (calls.append(1), graph.forward(*args))[1]
+
+    compiled = torch.compile(model, backend=backend)
+    counts = []
+    with hl.watch(compiled, every=3, optimizer=optimizer) as watching:
+        for step in range(6):
+            before = len(calls)
+            train(compiled, optimizer, 1, first=step)
+            counts.append(len(calls) - before)
+    assert [count > 0 for count in counts] == [False, True, True, False, True, True]
+    assert watching.last.step == 3
+    assert watching.last["first", "output"]["norm"] > 0
+    assert "first" in [row.place for row in watching.last.rows]  # without _orig_mod
+    torch._dynamo.reset()
+
+
+def test_a_watched_model_can_be_copied_and_saved(tmp_path):
+    import copy
+
+    model, optimizer = fresh()
+    with hl.watch(model, every=1, optimizer=optimizer):
+        other = copy.deepcopy(model)
+        torch.save(model.state_dict(), tmp_path / "model.pt")
+        train(model, optimizer, 1)
+        other(batch(0)[0])
+    assert_clean(model)
+    assert_clean(other)
+
+
+# -- where it goes ---------------------------------------------------------------------------------
+
+
+def test_a_run_directory_holds_what_was_measured(tmp_path):
+    model, optimizer = fresh()
+    found = []
+    with hl.watch(model, every=2, optimizer=optimizer, to=[tmp_path / "run", found.append]) as w:
+        for step in range(5):
+            w.log(loss=torch.tensor(1.0 / (step + 1)), rate=0.1)
+            train(model, optimizer, 1, first=step)
+        w.log(99, accuracy=0.5)
+    run = hl.Run.open(tmp_path / "run")
+    assert run.steps().tolist() == [0, 2, 4]
+    assert run.head.model == "Net"
+    assert run.head.options["every"] == 2
+    assert run.scalars("loss")[0].tolist() == [0, 1, 2, 3, 4]
+    assert run.scalars("accuracy")[0].tolist() == [99]
+    for number, row in enumerate(run.rows()):
+        for column, name in enumerate(STATISTICS):
+            _, _, matrix = run.matrix(row.kind, name)
+            values = matrix[run.places(row.kind).index(row.place)]
+            expected = np.array([m.values[number, column] for m in found])
+            assert np.array_equal(values, expected, equal_nan=True)
+        bins = run.histogram(row.place, row.kind, 2)
+        assert bins.step == 2
+        assert bins.counts.tolist() == found[1].histograms[number].counts.tolist()
+    assert {row.place: row.shape for row in run.rows() if row.kind == "output"}["last"] == (16, 3)
+
+
+def test_json_lines_hold_what_was_measured(tmp_path):
+    model, optimizer = fresh()
+    path = tmp_path / "logs" / "run.jsonl"
+    with hl.watch(model, every=1, optimizer=optimizer, to=str(path)) as watching:
+        watching.log(loss=math.inf)
+        train(model, optimizer, 1)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert lines[0] == {"step": 0, "name": "loss", "value": "inf"}
+    rows = {(line["place"], line["kind"]): line for line in lines[1:]}
+    assert len(rows) == len(watching.last.rows)
+    found = rows["first", "output"]
+    assert found["std"] == watching.last["first", "output"]["std"]
+    assert "saturated" not in found
+    assert sum(found["histogram"]["counts"]) == 16 * 8
+
+
+def test_a_writer_of_ones_own_is_told_everything(caplog):
+    class Mine(Writer):
+        def __init__(self):
+            self.seen = []
+
+        def start(self, rows, model, options):
+            self.seen.append("start")
+
+        def measured(self, measured):
+            self.seen.append(measured.step)
+
+        def scalar(self, step, name, value):
+            self.seen.append((step, name, value))
+
+        def finding(self, finding):
+            self.seen.append(finding.kind)
+
+        def close(self):
+            self.seen.append("close")
+
+    model, optimizer = fresh()
+    mine = Mine()
+    with hl.watch(model, every=1, optimizer=optimizer, to=mine) as watching:
+        watching.log(loss=1.0)
+        train(model, optimizer, 1)
+        with torch.no_grad():
+            model.first.weight[0, 0] = math.nan
+        train(model, optimizer, 1)
+    assert mine.seen == ["start", (0, "loss", 1.0), 0, 1, "non-finite values", "close"]
+
+
+def test_the_base_of_writers_takes_everything_and_does_nothing():
+    model, optimizer = fresh()
+    with hl.watch(model, every=1, optimizer=optimizer, to=Writer()) as watching:
+        watching.log(loss=1.0)
+        train(model, optimizer, 1)
+
+
+def test_a_disk_that_is_full_does_not_end_the_training(tmp_path, monkeypatch, caplog):
+    model, optimizer = fresh()
+    steps = []
+    with hl.watch(
+        model, every=1, optimizer=optimizer, to=[tmp_path, lambda m: steps.append(m.step)]
+    ):
+        train(model, optimizer, 1)
+
+        def full(*args):
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr("hookline.run_writing.os.write", full)
+        train(model, optimizer, 2)
+    assert steps == [0, 1, 2]
+    told = [record for record in caplog.records if "No space left" in record.getMessage()]
+    assert len(told) == 1
+    monkeypatch.undo()
+    assert hl.Run(tmp_path).steps().tolist() == [0]
+
+
+def test_an_error_of_the_users_function_is_the_users():
+    model, optimizer = fresh()
+
+    def broken(measured):
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), hl.watch(
+        model, every=1, optimizer=optimizer, to=broken
+    ):  # fmt: skip
+        train(model, optimizer, 1)
+    assert_clean(model)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"to": 5}, hl.RunError, "watch was asked to write to 5"),
+        ({"every": 0}, hl.PlaceError, "every=0"),
+        ({"ranks": "some"}, hl.PlaceError, "ranks='some'"),
+        ({"kinds": ["gradient"]}, hl.PlaceError, "kind 'gradient'"),
+        ({"where": "first:input"}, hl.PlaceError, "'first:input'"),
+        ({"where": "first/add"}, hl.PlaceError, "first/add"),
+        ({"where": "frist"}, hl.PlaceNotFound, "Closest: 'first'"),
+    ],
+)
+def test_what_cannot_be_is_refused(options, error, match):
+    with pytest.raises(error, match=match), hl.watch(Net(), **options):
+        pass
+
+
+def test_what_was_measured_reads_well():
+    model, optimizer = fresh()
+    with hl.watch(model, "first", every=1, optimizer=optimizer) as watching:
+        train(model, optimizer, 1)
+    text = repr(watching.last)
+    assert text.splitlines()[0] == "Measured at step 0"
+    assert text.splitlines()[2].split()[:2] == ["first", "output"]
+    assert "<table>" in watching.last._repr_html_()
+    with pytest.raises(hl.NotCaptured, match=r"\('last', 'output'\)"):
+        watching.last["last", "output"]
+
+
+def test_findings_are_logged_once_and_few_at_a_time(caplog):
+    caplog.set_level(logging.WARNING)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(6)])
+    with torch.no_grad():
+        for block in model:
+            block[0].bias.fill_(-100.0)
+            block[0].bias[0] = 1.0
+    with hl.watch(model, every=1) as watching:
+        for _ in range(6):
+            model(torch.randn(200, 8)).sum().backward()
+            watching.step()
+    dead = [finding for finding in watching.findings() if finding.kind == "dead units"]
+    assert [finding.place for finding in dead] == ["0.1", "1.1", "2.1", "3.1", "4.1", "5.1"]
+    told = [r.getMessage() for r in caplog.records if "dead units" in r.getMessage()]
+    assert told == [str(finding) for finding in dead[:3]]
+    assert sum("3 more places" in r.getMessage() for r in caplog.records) == 1
