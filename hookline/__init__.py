@@ -12,6 +12,7 @@ Every value inside a model has an address, its place (`"layer1.0.conv2"`, `"fc:i
   over a whole data set → `Measurements`
 - `summarize`: what each module costs: parameters, memory, FLOPs, time → `Summary`
 - `compare`: where two models part, and by how much → `Comparison`
+- `sweep`: which places and positions matter to a metric, by patching → `Sweep`
 - `hook`: call a function with every value; the primitive
 - `preserve`, `replace_module`, `get_module`, `get_parameter`: parameters and modules
 - `attention`: the attention patterns of models that never compute them
@@ -80,6 +81,8 @@ from hookline.statistics import (
 )
 from hookline.store import Store
 from hookline.summaries import ModuleCosts, Summary
+from hookline.sweeping import sweep
+from hookline.sweeps import Effect, Sweep
 
 __all__ = [
     "BatchError",
@@ -90,6 +93,7 @@ __all__ = [
     "Comparison",
     "Covariance",
     "Difference",
+    "Effect",
     "GradientNotAvailable",
     "Histogram",
     "HooklineError",
@@ -116,6 +120,7 @@ __all__ = [
     "Store",
     "StoreError",
     "Summary",
+    "Sweep",
     "TopK",
     "ValueChanged",
     "Variance",
@@ -143,6 +148,7 @@ __all__ = [
     "scale",
     "select",
     "summarize",
+    "sweep",
     "zero",
 ]
 
