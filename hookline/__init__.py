@@ -10,6 +10,9 @@ Every value inside a model has an address, its place (`"layer1.0.conv2"`, `"fc:i
 - `Recipe`: edits that can be saved, joined and put on any model
 - `measure`: `Mean`, `Variance`, `Covariance`, `Histogram`, `TopK`, `Norm`, `Sparsity` of values
   over a whole data set → `Measurements`
+- `summarize`: what each module costs: parameters, memory, FLOPs, time → `Summary`
+- `compare`: where two models part, and by how much → `Comparison`
+- `sweep`: which places and positions matter to a metric, by patching → `Sweep`
 - `hook`: call a function with every value; the primitive
 - `preserve`, `replace_module`, `get_module`, `get_parameter`: parameters and modules
 - `attention`: the attention patterns of models that never compute them
@@ -23,6 +26,7 @@ All of them act inside `with`, or from `.attach()` to `.remove()`, and leave not
 """
 
 from hookline.attention_patterns import attention
+from hookline.comparison import compare
 from hookline.core.captures import capture
 from hookline.core.changes import Chain, Change, replace
 from hookline.core.contexts import attached
@@ -34,7 +38,10 @@ from hookline.core.records import Record
 from hookline.core.sites import Call
 from hookline.core.slices import heads, last_token
 from hookline.core.tables import render_with as _render_with
+from hookline.costs import summarize
+from hookline.differences import Comparison, Difference
 from hookline.errors import (
+    BatchError,
     ChangeError,
     FigureError,
     GradientNotAvailable,
@@ -81,14 +88,21 @@ from hookline.statistics import (
     Variance,
 )
 from hookline.store import Store
+from hookline.summaries import ModuleCosts, Summary
+from hookline.sweeping import sweep
+from hookline.sweeps import Effect, Sweep
 from hookline.watching import Measured, watch
 
 __all__ = [
+    "BatchError",
     "Call",
     "Chain",
     "Change",
     "ChangeError",
+    "Comparison",
     "Covariance",
+    "Difference",
+    "Effect",
     "FigureError",
     "Finding",
     "GradientNotAvailable",
@@ -99,6 +113,7 @@ __all__ = [
     "Measured",
     "Measurements",
     "MissingExtra",
+    "ModuleCosts",
     "NeverFired",
     "Norm",
     "NotCaptured",
@@ -118,6 +133,8 @@ __all__ = [
     "StatisticsError",
     "Store",
     "StoreError",
+    "Summary",
+    "Sweep",
     "TopK",
     "ValueChanged",
     "Variance",
@@ -127,6 +144,7 @@ __all__ = [
     "blend",
     "capture",
     "clamp",
+    "compare",
     "dropout",
     "edit",
     "get_module",
@@ -143,6 +161,8 @@ __all__ = [
     "replace_module",
     "scale",
     "select",
+    "summarize",
+    "sweep",
     "watch",
     "zero",
 ]

@@ -16,6 +16,7 @@
     ├── StatisticsError (ValueError)       a statistic cannot take a value, a mask or a file
     ├── RunError (ValueError)              a run directory cannot be written or read as asked
     ├── FigureError (ValueError)           a figure cannot be drawn of what was given
+    ├── BatchError (ValueError)            a batch, or what is made of a run, does not fit
     └── MissingExtra (ImportError)         an optional library is not installed
 
     HooklineWarning (UserWarning)
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from hookline.core.records import Record
 
 __all__ = [
+    "BatchError",
     "ChangeError",
     "FigureError",
     "GradientNotAvailable",
@@ -135,6 +137,10 @@ class RunError(HooklineError, ValueError):
 
 class FigureError(HooklineError, ValueError):
     """A figure cannot be drawn of what was given."""
+
+
+class BatchError(HooklineError, ValueError):
+    """A batch does not fit the model, or nothing can be made of what a run gave."""
 
 
 class MissingExtra(HooklineError, ImportError):

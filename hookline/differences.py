@@ -1,0 +1,246 @@
+"""How far two runs are apart, place by place.
+
+- `Comparison`: what `compare` gives
+- `Difference`: what was found at one place
+- `measure_difference(a, b)`: largest error, relative error and cosine of two tensors
+- `tolerance_of(a, b)`: the relative error that two dtypes explain
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from textwrap import wrap
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hookline.display import as_html, as_lines, pandas, show_number
+from hookline.errors import NotCaptured
+
+__all__ = ["Comparison", "Difference", "Tolerance", "measure_difference", "tolerance_of"]
+
+Tolerance = float | Mapping[torch.dtype, float]
+_MOST = 60  # rows that are shown
+
+# What rounding explains after some dozens of layers; whole numbers are to be equal.
+_TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+_COARSE = 0.2  # quantised tensors, and floats of 8 bits or fewer
+
+
+@dataclass
+class Difference:
+    """What was found at one place: how far the second model's value is from the first's."""
+
+    place: str
+    place_b: str
+    shape: str
+    dtype: str
+    dtype_b: str
+    calls: int  # that were compared
+    call: int  # where the relative error is the largest
+    error: float  # the largest absolute error; infinite where only one value is finite
+    relative: float  # the norm of the difference, as a multiple of the norm of the first value
+    cosine: float  # of the two values, as vectors
+    tolerance: float
+    remark: str = ""  # what numbers do not tell
+
+    @property
+    def diverges(self) -> bool:
+        """Whether the relative error is beyond the tolerance, or the values cannot be compared."""
+        return not self.relative <= self.tolerance
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain values, ready for JSON: numbers that are not finite are None."""
+        found = {**asdict(self), "diverges": self.diverges}
+        return {
+            k: None if isinstance(v, float) and not math.isfinite(v) else v
+            for k, v in found.items()
+        }
+
+
+class Comparison:
+    """Two runs, place by place, in the order of the calls: `first` is where they part.
+
+    >>> from torch import nn
+    >>> from hookline import compare
+    >>> model = nn.Sequential(nn.Identity(), nn.Softplus(beta=1), nn.ReLU())
+    >>> other = nn.Sequential(nn.Identity(), nn.Softplus(beta=2), nn.ReLU())
+    >>> comparison = compare(model, other, torch.ones(2))
+    >>> comparison.equal, comparison.first.place, round(comparison.first.error, 2)
+    (False, '1', 0.25)
+    """
+
+    def __init__(self, models: tuple[str, str]) -> None:
+        self.models = models
+        self.rows: list[Difference] = []
+        self.only_a: list[str] = []  # places where only the first model has a value
+        self.only_b: list[str] = []
+        self.notes: list[str] = []
+
+    @property
+    def first(self) -> Difference | None:
+        """The first place, in the order of the calls, where the two are further apart."""
+        return next((row for row in self.rows if row.diverges), None)
+
+    @property
+    def equal(self) -> bool:
+        """Whether they are within the tolerance at every place that both have."""
+        return self.first is None
+
+    def __bool__(self) -> bool:
+        return self.equal
+
+    def __getitem__(self, place: str) -> Difference:
+        """What was found at a place, under its name in either model."""
+        for row in self.rows:
+            if place in (row.place, row.place_b):
+                return row
+        held = ", ".join(repr(row.place) for row in self.rows[:6])
+        raise NotCaptured(
+            f"The difference at {place!r} was asked for.",
+            f"There is one at {held}{', …' if len(self.rows) > 6 else ''}.",
+            "Name one of these; only_a and only_b list what one model has alone.",
+        )
+
+    def __iter__(self) -> Iterator[Difference]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as plain values, ready for JSON."""
+        return {
+            "models": list(self.models),
+            "equal": self.equal,
+            "first": None if self.first is None else self.first.place,
+            "places": [row.to_dict() for row in self.rows],
+            "only_a": list(self.only_a),
+            "only_b": list(self.only_b),
+            "notes": list(self.notes),
+        }
+
+    def to_pandas(self) -> Any:
+        """A pandas DataFrame with one row a place, in the order of the calls."""
+        frame = pandas("comparison.to_pandas()").DataFrame([asdict(row) for row in self.rows])
+        frame["diverges"] = [row.diverges for row in self.rows]
+        return frame
+
+    def show(self, *, width: int = 120) -> str:
+        """The table as text; of many rows those around the first divergence."""
+        title = wrap(self._title(), width, subsequent_indent="  ", break_long_words=False)
+        return "\n".join([*title, *as_lines(self._cells(), width), *self._remarks()])
+
+    def __str__(self) -> str:
+        return self.show()
+
+    def __repr__(self) -> str:
+        return self.show()
+
+    def _repr_html_(self) -> str:
+        return as_html(self._title(), self._cells(), self._remarks())
+
+    def _title(self) -> str:
+        a, b = self.models
+        first = self.first
+        if first is None:
+            found = "equal within the tolerance"
+        else:
+            error = f"relative error {show_number(first.relative)}"
+            found = f"they part at {first.place!r}: {first.remark or error}"
+            found += f" (tolerance {show_number(first.tolerance)})" if not first.remark else ""
+        return f"{a} and {b} at {len(self)} place{'s' * (len(self) != 1)}: {found}"
+
+    def _shown(self) -> list[Difference]:
+        start = 0
+        if len(self.rows) > _MOST and self.first is not None:
+            start = min(max(self.rows.index(self.first) - 10, 0), len(self.rows) - _MOST)
+        return self.rows[start : start + _MOST]
+
+    def _cells(self) -> list[list[str]]:
+        rows = self._shown()
+        columns: dict[str, list[str]] = {"place": [row.place or "''" for row in rows]}
+        if any(row.place != row.place_b for row in rows):
+            columns["in b"] = [row.place_b or "''" for row in rows]
+        columns["output"] = [row.shape for row in rows]
+        columns["type"] = [
+            row.dtype if row.dtype == row.dtype_b else f"{row.dtype}, {row.dtype_b}" for row in rows
+        ]
+        if any(row.calls > 1 for row in rows):
+            columns["calls"] = [str(row.calls) for row in rows]
+        columns["error"] = [show_number(row.error) for row in rows]
+        columns["relative"] = [show_number(row.relative) for row in rows]
+        columns["cosine"] = [f"{row.cosine:.5f}" for row in rows]
+        told = [row.remark or ("diverges" if row.diverges else "") for row in rows]
+        if any(told):
+            columns["remark"] = told
+        names = {"output": "shape", "type": "dtype"}
+        head = [names.get(name, name) for name in columns]
+        return [head, *map(list, zip(*columns.values(), strict=True))]
+
+    def _remarks(self) -> list[str]:
+        found = list(self.notes)
+        for name, places in (("first", self.only_a), ("second", self.only_b)):
+            if places:
+                listed = ", ".join(places[:6]) + ", …" * (len(places) > 6)
+                found.append(f"only in the {name} model: {listed}")
+        if len(self.rows) > _MOST:
+            found.append(f"{len(self.rows) - _MOST} more rows in comparison.rows")
+        return found
+
+
+def tolerance_of(a: Tensor, b: Tensor, given: Tolerance | None = None) -> float:
+    """The relative error that is allowed: what was given, or what the coarser dtype explains.
+
+    >>> tolerance_of(torch.zeros(1), torch.zeros(1, dtype=torch.bfloat16))
+    0.05
+    """
+    if isinstance(given, (int, float)):
+        return float(given)
+    return max(_tolerance(tensor, given or {}) for tensor in (a, b))
+
+
+def _tolerance(tensor: Tensor, given: Mapping[torch.dtype, float]) -> float:
+    dtype = tensor.dtype.to_real() if tensor.dtype.is_complex else tensor.dtype
+    if dtype in given:
+        return given[dtype]
+    if dtype in _TOLERANCES:
+        return _TOLERANCES[dtype]
+    return _COARSE if tensor.is_quantized or dtype.is_floating_point else 0.0
+
+
+def measure_difference(a: Tensor, b: Tensor) -> tuple[float, float, float, str]:
+    """The largest error, the relative error, the cosine, and a remark, of two tensors of one shape.
+
+    >>> measure_difference(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.5]))[:2]
+    (0.5, 0.1)
+
+    What is NaN, or the same infinity, in both, is equal.
+    """
+    if not a.numel():
+        return 0.0, 0.0, 1.0, ""
+    same = (a == b) | (a.isnan() & b.isnan())
+    gap = (a - b).masked_fill(same, 0)
+    good = gap.isfinite()
+    remark = "" if bool(good.all()) else _broken(a, b, int((~good).sum()))
+    error = math.inf if remark else float(gap.abs().max())
+    finite = a.isfinite() & b.isfinite()
+    a, b = a.masked_fill(~finite, 0).flatten(), b.masked_fill(~finite, 0).flatten()
+    length, other, apart = (math.sqrt(float(t.square().sum())) for t in (a, b, gap))
+    distance = math.inf if remark else apart
+    relative = distance / length if length else math.inf if distance else 0.0
+    cosine = float(a @ b) / (length * other) if length and other else float(length == other)
+    return error, relative, cosine, remark
+
+
+def _broken(a: Tensor, b: Tensor, count: int) -> str:
+    found = [
+        f"{name} in the {which}"
+        for tensor, which in ((a, "first"), (b, "second"))
+        for name, there in (("NaN", tensor.isnan()), ("inf", tensor.isinf()))
+        if bool(there.any())
+    ]
+    return f"{' and '.join(found)}, {count} of {a.numel()} differ"

@@ -1,0 +1,150 @@
+"""Numbers, shapes and tables for people.
+
+- `show_count(n)`, `show_seconds(s)`, `show_number(x)`, `show_shapes(shapes)`: short text
+- `as_lines(cells, width)`, `as_html(title, cells, notes)`: a table
+- `pandas(what)`: the library, or an error that says how to install it
+"""
+
+from __future__ import annotations
+
+import html
+import importlib
+from collections.abc import Sequence
+from typing import Any, cast
+
+from hookline.errors import MissingExtra
+
+__all__ = [
+    "as_html", "as_lines", "pandas", "show_count", "show_number", "show_seconds", "show_shapes",
+]  # fmt: skip
+
+_LEAST = 12  # how far a column of text is cut; then columns are left out
+_LEFT_OUT = (
+    "input", "activations", "type", "backward time", "backward", "output", "time", "calls", "dtype",
+    "shape",
+)  # fmt: skip
+_TEXT = ("place", "type", "input", "output", "in b", "shape", "dtype", "remark")  # columns of text
+
+
+def show_count(number: float) -> str:
+    """A count for people, in three digits.
+
+    >>> show_count(144), show_count(8192), show_count(23_508_032), show_count(999_950)
+    ('144', '8.19 K', '23.5 M', '1.00 M')
+    """
+    if number < 1000:
+        return f"{number:.0f}"
+    for unit in ("K", "M", "G", "T", "P"):
+        number /= 1000
+        if number < 999.5 or unit == "P":
+            break
+    digits = 2 if number < 9.995 else 1 if number < 99.95 else 0
+    return f"{number:.{digits}f} {unit}"
+
+
+def show_seconds(seconds: float) -> str:
+    """A time for people.
+
+    >>> show_seconds(0.00001234), show_seconds(0.25), show_seconds(12.5)
+    ('12.3 µs', '250 ms', '12.5 s')
+    """
+    for unit, scale in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
+        if seconds * scale >= 1 or unit == "µs":
+            break
+    number = seconds * scale
+    return f"{number:.0f} {unit}" if number >= 100 else f"{number:.3g} {unit}"
+
+
+def show_number(number: float | None) -> str:
+    """A number for people; an empty text for None.
+
+    >>> show_number(0.000123456), show_number(1.0), show_number(None)
+    ('0.000123', '1', '')
+    """
+    return "" if number is None else f"{number:.3g}"
+
+
+def show_shapes(shapes: Any) -> str:
+    """Nested shapes on one line; what is no tensor is left out.
+
+    >>> show_shapes({"x": "(2, 3)", "states": ["(4,)", "(4,)"], "causal": "bool", "mask": None})
+    '(2, 3), [(4,), (4,)]'
+    """
+    nested = isinstance(shapes, (list, dict))
+    return ", ".join(_shown(cast("list[Any]", shapes))) if nested else _one(shapes)
+
+
+def _one(shape: Any) -> str:
+    return shape if isinstance(shape, str) and (shape[:1] == "(" or shape == "nested") else ""
+
+
+def _shown(shapes: dict[str, Any] | list[Any]) -> list[str]:
+    items: list[Any] = [*(shapes.values() if isinstance(shapes, dict) else shapes)]
+    found: list[str] = []
+    for item in items:
+        if isinstance(item, (list, dict)):
+            inside = _shown(cast("list[Any]", item))
+            found += [f"[{', '.join(inside)}]"] if inside else []
+        elif _one(item):
+            found.append(_one(item))
+    return found
+
+
+def as_lines(cells: Sequence[Sequence[str]], width: int) -> list[str]:
+    """Aligned columns, text to the left and numbers to the right, no wider than `width`.
+
+    >>> as_lines([["place", "n"], ["layers.0.attention", "12"]], 18)
+    ['  place          n', '  …0.attention  12']
+    """
+    head = cells[0]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    text = [n for n, name in enumerate(head) if name in _TEXT]
+    least = sum(_LEAST if n in text else size for n, size in enumerate(widths))
+    for name in _LEFT_OUT if least + 2 * len(widths) > width else ():
+        if name in head:
+            at = list(head).index(name)
+            return as_lines([[*row[:at], *row[at + 1 :]] for row in cells], width)
+    while sum(widths) + 2 * len(widths) > width:
+        widest = max(text, key=lambda n: widths[n], default=0)
+        if not text or widths[widest] <= _LEAST:
+            break
+        widths[widest] -= 1
+    lines: list[str] = []
+    for row in cells:
+        shown = [
+            _cut(cell, size, head[n] == "place").ljust(size) if n in text else cell.rjust(size)
+            for n, (cell, size) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  " + "  ".join(shown).rstrip())
+    return lines
+
+
+def _cut(cell: str, size: int, keep_end: bool) -> str:
+    if len(cell) <= size:
+        return cell
+    return "…" + cell[1 - size :] if keep_end else cell[: size - 1] + "…"
+
+
+def as_html(title: str, cells: Sequence[Sequence[str]], notes: Sequence[str] = ()) -> str:
+    """The same as a small HTML table; names are escaped."""
+    lines: list[str] = []
+    for n, row in enumerate(cells):
+        tag = "td" if n else "th"
+        shown = [
+            f"<{tag} style='text-align:{'left' if name in _TEXT else 'right'};white-space:nowrap'>"
+            f"{html.escape(cell)}</{tag}>"
+            for name, cell in zip(cells[0], row, strict=True)
+        ]
+        lines.append(f"<tr>{''.join(shown)}</tr>")
+    below = "".join(f"<p>{html.escape(note)}</p>" for note in notes)
+    return f"<p><b>{html.escape(title)}</b></p><table>{''.join(lines)}</table>{below}"
+
+
+def pandas(what: str) -> Any:
+    """The pandas library."""
+    try:
+        return importlib.import_module("pandas")
+    except ImportError:
+        raise MissingExtra(
+            f"{what} was called.", "It needs pandas.", "Install it with: pip install pandas"
+        ) from None

@@ -1,0 +1,261 @@
+"""Floating-point operations, counted at torch's dispatcher by torch's own formulas.
+
+- `FlopCounter(add)`: a context in which every operation's FLOPs are given to a function
+
+torch's counter (`torch.utils.flop_counter`) brings the formulas, and is what the sums are compared
+with. Some kernels have none there: attention and recurrent layers on the CPU, recurrent layers of
+cuDNN, and the fast path of `nn.MultiheadAttention`. Theirs are here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["FlopCounter"]
+
+Formula = Callable[..., int]
+_aten: Any = torch.ops.aten
+_no_dispatch: Any = getattr(torch._C, "_DisableTorchDispatch", None)  # private, so detected
+_formulas: dict[Any, Formula] = {}
+
+
+def _recurrent(tokens: Tensor, weights: list[Any]) -> int:
+    """Every weight matrix meets every token once."""
+    count = tokens.numel() // tokens.shape[-1]
+    matrices = [weight for weight in weights if weight is not None and weight.ndim == 2]
+    return sum(2 * count * matrix.numel() for matrix in matrices)
+
+
+def _rnn_layer(tokens: Tensor, *more: Any, out_val: Any = None, **kwargs: Any) -> int:
+    return _recurrent(tokens, list(more[:4]))
+
+
+def _rnn_layer_backward(tokens: Tensor, *more: Any, out_val: Any = None, **kwargs: Any) -> int:
+    return 2 * _recurrent(tokens, list(more[:4]))  # for the tokens, and for the weights
+
+
+def _cudnn_rnn(tokens: Tensor, weight: Any, *more: Any, out_val: Any = None, **kwargs: Any) -> int:
+    return _recurrent(tokens, list(weight))
+
+
+def _cudnn_rnn_backward(
+    tokens: Tensor, weight: Any, *more: Any, out_val: Any = None, **kwargs: Any
+) -> int:
+    return 2 * _recurrent(tokens, list(weight))
+
+
+def _attention_layer(
+    query: Tensor, key: Tensor, value: Tensor, width: int, heads: int, *more: Any, **kwargs: Any
+) -> int:
+    """Projections of queries, keys and values, attention in each head, projection of the result."""
+    batch, length = query.shape[:2]
+    rows = sum(tensor.numel() // tensor.shape[-1] for tensor in (query, key, value, query))
+    attention = 4 * batch * heads * length * key.shape[1] * (width // heads)
+    return 2 * rows * width * width + attention
+
+
+def _all_formulas() -> dict[Any, Formula]:
+    """All formulas: those of torch, and ours for what it has none for."""
+    if not _formulas:
+        from torch.utils import flop_counter
+
+        known = cast("dict[Any, Formula]", flop_counter.flop_registry)
+        attention = known[_aten._scaled_dot_product_flash_attention]
+        backward = known[_aten._scaled_dot_product_flash_attention_backward]
+        own: dict[str, Formula] = {
+            "_scaled_dot_product_flash_attention_for_cpu": attention,
+            "_scaled_dot_product_flash_attention_for_cpu_backward": backward,
+            "mkldnn_rnn_layer": _rnn_layer,
+            "mkldnn_rnn_layer_backward": _rnn_layer_backward,
+            "_cudnn_rnn": _cudnn_rnn,
+            "_cudnn_rnn_backward": _cudnn_rnn_backward,
+            "_native_multi_head_attention": _attention_layer,
+        }
+        for name, formula in own.items():
+            if hasattr(_aten, name):  # not every build of torch has all of them
+                _formulas[getattr(_aten, name)] = formula
+        _formulas.update(known)
+    return _formulas
+
+
+# What a mode does with an operation.
+_PASS, _DECOMPOSE, _DECLINE = object(), object(), object()
+# Tensor subclasses are asked for these; a mode must not answer in their stead.
+_GEOMETRY = {
+    "aten::sym_is_contiguous", "aten::is_contiguous", "aten::is_strides_like_format",
+    "aten::is_non_overlapping_and_dense", "aten::size", "aten::sym_size", "aten::stride",
+    "aten::sym_stride", "aten::storage_offset", "aten::sym_storage_offset", "aten::numel",
+    "aten::sym_numel", "aten::dim", "prim::layout",
+}  # fmt: skip
+_OURS = ("aten", "prim", "prims")  # whose operations without a formula have few FLOPs, or none
+
+
+class _Counting(TorchDispatchMode):
+    """Sees every operation of a thread, and of the backwards that it starts."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, add: Callable[[int], None]) -> None:
+        super().__init__()
+        self.add = add
+        self.formulas = _all_formulas()
+        self.kinds: dict[Any, Any] = {}
+        self.total = 0
+        self.uncounted: dict[str, int] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        kind = self.kinds.get(func)
+        if kind is None:
+            kind = self.kinds[func] = self._kind_of(func)
+        if kind is _PASS:
+            return func(*args, **kwargs)
+        if kind is _DECLINE:
+            return NotImplemented
+        if kind is _DECOMPOSE:
+            with self:
+                return func.decompose(*args, **kwargs)
+        out = func(*args, **kwargs)
+        self._count(func, kind, args, kwargs, out)
+        return out
+
+    def _kind_of(self, func: Any) -> Any:
+        if isinstance(func, torch._ops.HigherOrderOperator):
+            return _DECLINE  # torch then runs what is in it, which comes here
+        if func._schema.name in _GEOMETRY:
+            return _DECLINE
+        formula = self.formulas.get(func._overloadpacket)
+        if formula is not None:
+            return formula
+        if func._can_decompose():
+            return _DECOMPOSE
+        return _PASS if func.namespace in _OURS else _unknown
+
+    def _count(self, func: Any, formula: Formula, args: Any, kwargs: Any, out: Any) -> None:
+        try:
+            flops = formula(*args, **kwargs, out_val=out)
+        except (TypeError, RuntimeError, AttributeError, ValueError, IndexError):
+            # No formula, or none that takes such tensors: it is told, not passed over.
+            name = str(func._overloadpacket)
+            self.uncounted[name] = self.uncounted.get(name, 0) + 1
+            return
+        self.total += flops
+        self.add(flops)
+
+
+def _unknown(*args: Any, **kwargs: Any) -> int:
+    raise TypeError("an operation of another library, for which there is no formula")
+
+
+# Functions that are nothing but operations, the same ones whenever the arguments are alike.
+_PURE: frozenset[Any] = frozenset({
+    F.linear, F.scaled_dot_product_attention, F.layer_norm, F.embedding, F.silu, F.gelu, F.relu,
+    F.softmax, F.group_norm, torch.conv1d, torch.conv2d, torch.conv3d, torch.matmul, torch.bmm,
+    torch.mm, torch.addmm, torch.baddbmm, torch.relu, torch.softmax, Tensor.matmul,
+    Tensor.__matmul__, Tensor.bmm, Tensor.mm, Tensor.softmax, Tensor.add, Tensor.__add__,
+    Tensor.__iadd__, Tensor.mul, Tensor.__mul__, Tensor.view, Tensor.reshape, Tensor.transpose,
+    Tensor.permute, Tensor.contiguous, Tensor.unflatten, Tensor.flatten, Tensor.__truediv__,
+})  # fmt: skip
+_SIMPLE = (type(None), bool, int, float, str, torch.dtype)
+_TENSORS = (Tensor, nn.Parameter)
+
+
+class _Remembering(TorchFunctionMode):
+    """Lets calls of pure functions past the dispatch mode, if such a call has been counted before.
+
+    A dispatch mode costs some 10 µs an operation, and most calls in a model are alike.
+    """
+
+    def __init__(self, counting: _Counting) -> None:
+        super().__init__()
+        self.counting = counting
+        self.known: dict[Any, int] = {}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        key = _key(func, args, kwargs) if func in _PURE else None
+        if key is None:
+            return func(*args, **kwargs)
+        flops = self.known.get(key)
+        if flops is None:
+            before, missed = self.counting.total, dict(self.counting.uncounted)
+            result = func(*args, **kwargs)
+            if self.counting.uncounted == missed:
+                self.known[key] = self.counting.total - before
+            return result
+        guard = _no_dispatch()
+        try:
+            result = func(*args, **kwargs)
+        finally:
+            del guard
+        if flops:
+            self.counting.total += flops
+            self.counting.add(flops)
+        return result
+
+
+def _key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What the FLOPs of a call depend on; None if that is not known."""
+    found: list[Any] = [func, torch.is_grad_enabled()]
+    items: tuple[Any, ...] = (*args, *kwargs, *kwargs.values())
+    for item in items:
+        kind = cast(Any, type(item))
+        if kind in _TENSORS:
+            if item.is_nested or item.layout is not torch.strided:
+                return None
+            found.append((item.shape, item.dtype, item.device, item.requires_grad))
+        elif kind in _SIMPLE or (kind is tuple and all(type(n) is int for n in item)):
+            found.append(item)
+        else:
+            return None
+    return tuple(found)
+
+
+class FlopCounter:
+    """Inside, the FLOPs of every operation are given to a function as they happen.
+
+    >>> counted = []
+    >>> with FlopCounter(counted.append) as counter:
+    ...     _ = torch.zeros(2, 3) @ torch.zeros(3, 5)
+    >>> counted, counter.total
+    ([60], 60)
+
+    `uncounted` has the operations of other libraries, which have no formula, with their calls.
+    """
+
+    def __init__(self, add: Callable[[int], None]) -> None:
+        self._mode = _Counting(add)
+        self._memory: _Remembering | None = None
+
+    @property
+    def total(self) -> int:
+        return self._mode.total
+
+    @property
+    def uncounted(self) -> dict[str, int]:
+        return self._mode.uncounted
+
+    def __enter__(self) -> FlopCounter:
+        self._mode.__enter__()
+        # Others' modes would be passed by, too.
+        alone = torch._C._len_torch_dispatch_stack() == 1
+        if _no_dispatch is not None and alone:
+            self._memory = _Remembering(self._mode)
+            self._memory.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._memory is not None:
+            self._memory.__exit__(*error)
+        self._mode.__exit__(*error)

@@ -1,0 +1,271 @@
+"""What each module of a model costs, as an object, a table, a dict.
+
+- `Summary`: what `summarize` gives
+- `ModuleCosts`: what one module costs
+- `shapes_of(value)`: the shapes in a value, in its structure
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from textwrap import wrap
+from typing import Any
+
+from torch import Tensor, nn
+
+from hookline.core.nested import children
+from hookline.core.places import Where, select
+from hookline.core.tables import show_bytes
+from hookline.display import as_html, as_lines, pandas, show_count, show_seconds, show_shapes
+from hookline.errors import PlaceNotFound
+
+__all__ = ["ModuleCosts", "Summary", "shapes_of"]
+
+_MOST = 60  # rows that are shown if nothing is said
+_PLAIN = (bool, int, float, complex, str)
+
+
+def shapes_of(value: Any) -> Any:
+    """The shapes in a value: a tensor's as text, lists and dicts of them, types of what else is.
+
+    >>> import torch
+    >>> shapes_of((torch.zeros(2, 3), {"mask": None, "h": [torch.zeros(4)], "causal": True}))
+    ['(2, 3)', {'mask': None, 'h': ['(4,)'], 'causal': 'bool'}]
+    """
+    if isinstance(value, Tensor):
+        try:
+            return str(tuple(value.shape))
+        except RuntimeError:  # a nested tensor has no shape
+            return "nested"
+    return None if value is None else _shapes_in(value, 0)
+
+
+def _shapes_in(value: Any, level: int) -> Any:
+    inside = None if isinstance(value, _PLAIN) or level > 20 else children(value)
+    if inside is None:
+        return type(value).__name__
+    shown = [(part, shapes_of(item) if level < 20 else "…") for part, item in inside]
+    if isinstance(value, (tuple, list)):
+        return [item for _, item in shown]
+    return {str(part): item for part, item in shown}
+
+
+@dataclass
+class ModuleCosts:
+    """What one module costs, with all that is in it and that it calls; `own_…` without.
+
+    What was not measured is None: all from `called` on if there was no batch.
+    """
+
+    place: str
+    type: str
+    depth: int
+    parameters: int = 0  # each tensor once, also if it is used in several places
+    own_parameters: int = 0
+    trainable: int = 0
+    parameter_bytes: int = 0
+    buffer_bytes: int = 0
+    shared_with: list[str] = field(default_factory=list[str])  # modules with the same parameters
+    aliases: list[str] = field(default_factory=list[str])  # other names of the same module
+    called: bool | None = None
+    calls: int | None = None
+    inputs: Any = None  # shapes by argument, of the first call
+    output: Any = None  # shapes, of the first call
+    dtype: str | None = None  # of the first tensor in the output
+    varies: bool = False  # whether a later call had an output of another shape
+    activation_bytes: int | None = None  # of the outputs of all calls
+    flops: int | None = None
+    own_flops: int | None = None
+    backward_flops: int | None = None
+    own_backward_flops: int | None = None
+    seconds: float | None = None
+    backward_seconds: float | None = None
+
+
+class Summary:
+    """What each module of a model costs: `summary[place]`, `summary.totals`, a table as text.
+
+    >>> from hookline import summarize
+    >>> print(summarize(nn.Sequential(nn.Linear(8, 16), nn.ReLU()), (32, 8)))
+    Sequential: 3 modules, 144 parameters (576 B), 8.19 KFLOPs, 4.1 KB activations
+      place  type        input     output    parameters  activations   FLOPs
+      ''     Sequential  (32, 8)   (32, 16)         144       2.0 KB  8.19 K
+      0      Linear      (32, 8)   (32, 16)         144       2.0 KB  8.19 K
+      1      ReLU        (32, 16)  (32, 16)                   2.0 KB
+    """
+
+    def __init__(self, model: str, modules: list[ModuleCosts]) -> None:
+        self.model = model
+        self.modules = modules
+        whole = modules[0]
+        self.totals: dict[str, Any] = {
+            "modules": len(modules),
+            "called": None,
+            "parameters": whole.parameters,
+            "trainable": whole.trainable,
+            "parameter_bytes": whole.parameter_bytes,
+            "buffer_bytes": whole.buffer_bytes,
+            "input_bytes": None,
+            "activation_bytes": None,
+            "flops": None,
+            "backward_flops": None,
+            "seconds": None,
+            "backward_seconds": None,
+            "peak_bytes": None,
+            "uncounted": {},
+        }
+
+    def __getitem__(self, place: str) -> ModuleCosts:
+        """What the module at a place costs; one of its other names will do."""
+        for row in self.modules:
+            if place == row.place or place in row.aliases:
+                return row
+        raise PlaceNotFound(
+            f"What the module {place!r} costs was asked for.",
+            f"{self.model} has no such module.",
+            "List them with [row.place for row in summary.modules].",
+        )
+
+    def __iter__(self) -> Iterator[ModuleCosts]:
+        return iter(self.modules)
+
+    def __len__(self) -> int:
+        return len(self.modules)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as plain values, ready for JSON: `model`, `totals`, `modules`."""
+        rows = [asdict(row) for row in self.modules]
+        return {"model": self.model, "totals": dict(self.totals), "modules": rows}
+
+    def to_pandas(self) -> Any:
+        """A pandas DataFrame with one row a module; the totals are in its `attrs`."""
+        content = self.to_dict()
+        frame = pandas("summary.to_pandas()").DataFrame(content["modules"])
+        frame.attrs.update(model=self.model, totals=content["totals"])
+        return frame
+
+    def show(
+        self, where: Where | None = None, *, depth: int | None = None, width: int = 120
+    ) -> str:
+        """The table as text.
+
+        Args:
+            where: only the modules at these places: globs, regular expressions, predicates.
+            depth: only modules at most so deep; the model itself has depth 0. Without it, as deep
+                as 60 rows go.
+            width: of the longest line; shapes and names are cut.
+        """
+        rows, left_out = self._rows(where, depth)
+        title = wrap(self._title(), width, subsequent_indent="  ", break_long_words=False)
+        return "\n".join([*title, *as_lines(_cells(rows), width), *self._notes(left_out)])
+
+    def __str__(self) -> str:
+        return self.show()
+
+    def __repr__(self) -> str:
+        return self.show()
+
+    def _repr_html_(self) -> str:
+        rows, left_out = self._rows(None, None)
+        return as_html(self._title(), _cells(rows), self._notes(left_out))
+
+    def _rows(self, where: Where | None, depth: int | None) -> tuple[list[ModuleCosts], int]:
+        """The rows to be shown, and how many are left out for being too deep."""
+        rows = self.modules
+        if where is not None:
+            paths = {place.path for place in select(_skeleton([r.place for r in rows]), where)}
+            rows = [row for row in rows if row.place in paths]
+        if depth is None:
+            counts = [sum(row.depth <= d for row in rows) for d in range(max_depth(rows) + 1)]
+            depth = max((d for d, n in enumerate(counts) if n <= _MOST), default=0)
+        shown = [row for row in rows if row.depth <= depth]
+        return shown[:_MOST] if where is None else shown, len(rows) - len(shown)
+
+    def _title(self) -> str:
+        totals = self.totals
+        sizes = f"{show_count(totals['parameters'])} parameters"
+        parts = [f"{len(self)} modules", f"{sizes} ({show_bytes(totals['parameter_bytes'])})"]
+        if totals["trainable"] != totals["parameters"]:
+            parts.append(f"{show_count(totals['trainable'])} of them trainable")
+        if totals["flops"] is not None:
+            parts.append(f"{show_count(totals['flops'])}FLOPs")
+        if totals["backward_flops"] is not None:
+            parts.append(f"{show_count(totals['backward_flops'])}FLOPs backward")
+        if totals["activation_bytes"] is not None:
+            parts.append(f"{show_bytes(totals['activation_bytes'])} activations")
+        if totals["peak_bytes"] is not None:
+            parts.append(f"{show_bytes(totals['peak_bytes'])} at the peak")
+        if totals["seconds"] is not None:
+            parts.append(show_seconds(totals["seconds"]))
+        if totals["backward_seconds"] is not None:
+            parts.append(f"{show_seconds(totals['backward_seconds'])} backward")
+        return f"{self.model}: {', '.join(parts)}"
+
+    def _notes(self, left_out: int) -> list[str]:
+        notes: list[str] = []
+        if left_out:
+            notes.append(f"{left_out} deeper modules: summary.show(depth=…)")
+        if self.totals["uncounted"]:
+            calls = ", ".join(f"{name} ({n} ×)" for name, n in self.totals["uncounted"].items())
+            notes.append(f"without a formula, and so not in the FLOPs: {calls}")
+        return notes
+
+
+def max_depth(rows: Sequence[ModuleCosts]) -> int:
+    """The depth of the deepest module."""
+    return max((row.depth for row in rows), default=0)
+
+
+class _Node(nn.Module):
+    """A module without content: `select` finds places in a tree of them."""
+
+    def forward(self) -> None:
+        """Nothing passes through."""
+
+
+def _skeleton(paths: Sequence[str]) -> nn.Module:
+    root = _Node()
+    for path in paths:
+        module: Any = root
+        for name in path.split(".") if path else ():
+            module = module._modules.setdefault(name, _Node())
+    return root
+
+
+def _cells(rows: Sequence[ModuleCosts]) -> list[list[str]]:
+    """The table: a head, then a row a module; columns that say nothing are left out."""
+    ran = any(row.called is not None for row in rows)
+    columns: dict[str, list[str]] = {
+        "place": [row.place or "''" for row in rows],
+        "type": [row.type for row in rows],
+    }
+    if ran:
+        columns["input"] = [show_shapes(row.inputs) for row in rows]
+        columns["output"] = [_output(row) for row in rows]
+    if any((row.calls or 0) > 1 for row in rows):
+        columns["calls"] = [str(row.calls or "") for row in rows]
+    columns["parameters"] = [show_count(row.parameters) if row.parameters else "" for row in rows]
+    if ran:
+        columns["activations"] = [_or_empty(show_bytes, row.activation_bytes) for row in rows]
+        columns["FLOPs"] = [_or_empty(show_count, row.flops) for row in rows]
+    else:
+        columns["bytes"] = [_or_empty(show_bytes, row.parameter_bytes) for row in rows]
+        columns["buffers"] = [_or_empty(show_bytes, row.buffer_bytes) for row in rows]
+    if any(row.backward_flops is not None for row in rows):
+        columns["backward"] = [_or_empty(show_count, row.backward_flops) for row in rows]
+    if any(row.seconds is not None for row in rows):
+        columns["time"] = [_or_empty(show_seconds, row.seconds) for row in rows]
+    if any(row.backward_seconds is not None for row in rows):
+        columns["backward time"] = [_or_empty(show_seconds, row.backward_seconds) for row in rows]
+    return [list(columns), *map(list, zip(*columns.values(), strict=True))]
+
+
+def _or_empty(show: Callable[[Any], str], number: float | None) -> str:
+    return show(number) if number else ""
+
+
+def _output(row: ModuleCosts) -> str:
+    if row.called is False:
+        return "not called"
+    return show_shapes(row.output) + (" varies" if row.varies else "")

@@ -1,0 +1,184 @@
+"""Runs that leave no trace: how `summarize`, `compare` and `sweep` call a model.
+
+- `trial(*models, mode=None)`: a context; afterwards the models and random numbers are as before
+- `run(model, batch)`: call a model on a batch, or let a function call it
+- `copied(batch)`: the same batch in memory of its own, as models may write into it
+- `same_random_numbers(*models)`: a context; random numbers drawn inside are drawn again after it
+- `pull_back(roots)`: a backward that leaves no gradient; `nodes_of(roots)`: what it visits
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any, Literal, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hookline.core.nested import map_leaves
+from hookline.core.operations import call
+from hookline.core.parameters import preserve
+from hookline.core.places import Place
+from hookline.core.snapshots import duplicate
+from hookline.core.tree import join, walk
+
+__all__ = ["Mode", "copied", "nodes_of", "pull_back", "run", "same_random_numbers", "trial"]
+
+Mode = Literal["eval", "train"]
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, nn.Module)
+
+
+def run(model: nn.Module, batch: Any) -> Any:
+    """Call a model: a dict gives arguments by name, a tuple or list by position.
+
+    >>> run(nn.ReLU(), {"input": torch.tensor([-1.0, 1.0])})
+    tensor([0., 1.])
+    >>> run(nn.ReLU(), lambda model: model(torch.tensor([-1.0, 1.0])))
+    tensor([0., 1.])
+    """
+    if callable(batch) and not isinstance(batch, (Tensor, nn.Module)):
+        return cast("Callable[[nn.Module], Any]", batch)(model)
+    return call(model, batch)
+
+
+def copied(batch: Any) -> Any:
+    """The same batch in memory of its own; what cannot be copied stays as it is.
+
+    >>> x = torch.zeros(2)
+    >>> _ = copied({"x": x})["x"].fill_(7)
+    >>> x
+    tensor([0., 0.])
+    """
+    return map_leaves(_copy, batch)
+
+
+def _copy(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return duplicate(leaf).requires_grad_(leaf.requires_grad)
+    if not isinstance(leaf, _PLAIN) and not callable(leaf):
+        with suppress(Exception):  # a cache of keys and values can be copied, a stream cannot
+            return copy.deepcopy(leaf)
+    return leaf
+
+
+@contextmanager
+def trial(*models: nn.Module, mode: Mode | None = None) -> Generator[None]:
+    """Run models inside; afterwards modes, buffers, gradients and random numbers are as before.
+
+    >>> norm = nn.BatchNorm1d(2)
+    >>> with trial(norm):
+    ...     _ = norm(torch.randn(8, 2))
+    >>> norm.running_mean, norm.num_batches_tracked
+    (tensor([0., 0.]), tensor(0))
+
+    Args:
+        models: the models that run.
+        mode: "eval" or "train" to run them so; each module has its own mode again afterwards.
+    """
+    modules = [module for model in models for _, module in walk(model)]
+    training = [(module, module.training) for module in modules]
+    parameters = [p for module in modules for p in module._parameters.values() if p is not None]
+    flags = [(p, p.requires_grad, p.grad) for p in parameters]
+    tables = [(module._buffers, dict(module._buffers)) for module in modules]
+    with ExitStack() as stack:
+        stack.enter_context(same_random_numbers(*models))
+        for model in models:
+            names = _buffers_of(model)
+            if names:
+                stack.enter_context(preserve(model, names))
+        try:
+            if mode is not None:
+                for model in models:
+                    model.train(mode == "train")
+            yield
+        finally:
+            for module, was in training:
+                module.training = was
+            for parameter, required, grad in flags:
+                if parameter.requires_grad != required and parameter.is_leaf:
+                    parameter.requires_grad_(required)
+                if parameter.grad is not grad:
+                    parameter.grad = grad
+            for table, before in tables:
+                _drop_new(table, before)
+
+
+def _drop_new(table: dict[str, Any], before: dict[str, Any]) -> None:
+    """Take out the buffers that a run has registered; `preserve` has seen to the old ones."""
+    for name in list(table):
+        if name not in before:
+            del table[name]
+        elif before[name] is None:
+            table[name] = None
+
+
+def _buffers_of(model: nn.Module) -> list[Place]:
+    return [
+        Place(join(path, name), "value")
+        for path, module in walk(model)
+        for name, buffer in module._buffers.items()
+        if buffer is not None and not buffer.is_meta
+    ]
+
+
+@contextmanager
+def same_random_numbers(*models: nn.Module) -> Generator[None]:
+    """Random numbers drawn inside, from torch, Python or numpy, are drawn again after it.
+
+    >>> with same_random_numbers():
+    ...     first = torch.rand(3)
+    >>> bool((first == torch.rand(3)).all())
+    True
+    """
+    found = {p.device for model in models for p in model.parameters() if p.device.type == "cuda"}
+    devices = sorted({device.index or 0 for device in found})
+    python, numbers = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=devices):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numbers)
+
+
+def nodes_of(roots: list[Tensor]) -> list[Any]:
+    """The autograd nodes that a backward from these tensors visits."""
+    seen: set[Any] = set()
+    waiting: list[Any] = [tensor.grad_fn for tensor in roots]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            waiting += [following for following, _ in node.next_functions]
+    return list(seen)
+
+
+def pull_back(roots: list[Tensor], nodes: list[Any] | None = None) -> None:
+    """A backward that leaves no gradient anywhere.
+
+    >>> layer = nn.Linear(2, 2)
+    >>> pull_back([layer(torch.ones(1, 2))])
+    >>> layer.weight.grad is None
+    True
+    """
+    nodes = nodes_of(roots) if nodes is None else nodes
+    starts = [torch.ones_like(tensor) for tensor in roots]
+    variables = [node.variable for node in nodes if hasattr(node, "variable")]
+    variables = [variable for variable in variables if variable.requires_grad]
+    reentrant = any(node.name() == "CheckpointFunctionBackward" for node in nodes)
+    if variables and not reentrant:
+        torch.autograd.grad(roots, variables, starts, allow_unused=True)
+        return
+    # Reentrant checkpointing works in backward() only, which leaves gradients behind.
+    before = [(variable, variable.grad) for variable in variables]
+    try:
+        for variable in variables:
+            variable.grad = None  # else it is added to, in place
+        torch.autograd.backward(roots, starts)
+    finally:
+        for variable, grad in before:
+            variable.grad = grad

@@ -1,0 +1,461 @@
+"""compare: differences are worked out by hand, with plain hooks and numpy."""
+
+import copy
+import json
+import subprocess
+import sys
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from helpers import assert_clean, assert_same_state, state_bits
+from torch import nn
+
+import hookline as hl
+
+
+def stack(*widths):
+    layers = [nn.Sequential(nn.Linear(a, b), nn.Tanh()) for a, b in pairwise(widths)]
+    return nn.Sequential(*layers)
+
+
+def outputs(model, x):
+    """Every module's output by plain hooks, in the order in which calls end."""
+    found = {}
+    handles = [
+        module.register_forward_hook(lambda m, i, o, name=name: found.__setitem__(name, o.detach()))
+        for name, module in model.named_modules()
+    ]
+    model(x)
+    for handle in handles:
+        handle.remove()
+    return found
+
+
+def test_errors_are_those_of_plain_hooks_in_the_order_of_the_calls():
+    a, b, x = stack(4, 6, 5, 3), stack(4, 6, 5, 3), torch.randn(7, 4)
+    comparison = hl.compare(a, b, x)
+    first, second = outputs(a, x), outputs(b, x)
+    assert [row.place for row in comparison] == list(first)
+    for row in comparison:
+        u, v = (t[row.place].double().numpy().ravel() for t in (first, second))
+        assert row.error == pytest.approx(np.abs(u - v).max())
+        assert row.relative == pytest.approx(np.linalg.norm(u - v) / np.linalg.norm(u))
+        assert row.cosine == pytest.approx(u @ v / np.linalg.norm(u) / np.linalg.norm(v))
+        assert (row.shape, row.dtype, row.calls) == (
+            str(tuple(first[row.place].shape)),
+            "float32",
+            1,
+        )
+
+
+@pytest.mark.parametrize("layer", [0, 1, 2])
+def test_the_first_place_is_the_one_that_was_changed(layer):
+    a = stack(4, 6, 5, 3)
+    b = copy.deepcopy(a)
+    assert hl.compare(a, b, torch.randn(7, 4)).equal
+    with torch.no_grad():
+        b[layer][0].weight.mul_(1.01)
+    comparison = hl.compare(a, b, torch.randn(7, 4))
+    assert not comparison.equal
+    assert not comparison
+    assert comparison.first.place == f"{layer}.0"
+    assert comparison.first.diverges
+    assert f"they part at '{layer}.0': relative error 0.0" in str(comparison)
+    assert comparison["0.0"].error == 0 or layer == 0
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [(torch.float64, 1e-4), (torch.bfloat16, 0.05), (torch.float16, 0.01)],
+)
+def test_the_tolerance_follows_the_coarser_dtype(dtype, tolerance):
+    a = stack(8, 16, 4)
+    b = copy.deepcopy(a).to(dtype)
+    x = torch.randn(5, 8)
+    comparison = hl.compare(a, b, x, batch_b=x.to(dtype))
+    assert comparison.equal
+    assert {row.tolerance for row in comparison} == {tolerance}
+    assert comparison[""].error > 0
+    assert "float32, " + str(dtype).removeprefix("torch.") in str(comparison)
+    assert not hl.compare(a, b, x, batch_b=x.to(dtype), tolerance=1e-12)
+    assert not hl.compare(a, b, x, batch_b=x.to(dtype), tolerance={dtype: 0, torch.float32: 0})
+
+
+def test_whole_numbers_are_to_be_equal():
+    class Index(nn.Module):
+        def __init__(self, step):
+            super().__init__()
+            self.step = step
+
+        def forward(self, x):
+            return x + self.step
+
+    ids = torch.tensor([1000, 2000])
+    assert hl.compare(Index(0), Index(0), ids)
+    found = hl.compare(Index(0), Index(1), ids)
+    assert found.first.error == 1
+    assert found.first.tolerance == 0
+
+
+class Old(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.head, self.old = stack(4, 4), nn.Linear(4, 2), nn.Identity()
+
+    def forward(self, x):
+        return self.old(self.head(self.encoder(x)))
+
+
+class New(nn.Module):
+    def __init__(self, old):
+        super().__init__()
+        self.enc, self.out, self.new = old.encoder, old.head, nn.Identity()
+
+    def forward(self, x):
+        return self.out(self.enc(self.new(x)))
+
+
+@pytest.mark.parametrize(
+    "mapping",
+    [
+        {"encoder": "enc", "head": "out"},
+        lambda path: path.replace("encoder", "enc").replace("head", "out"),
+    ],
+    ids=["a dict", "a function"],
+)
+def test_names_are_mapped_and_what_one_model_lacks_is_listed(mapping):
+    old = Old()
+    comparison = hl.compare(old, New(old), torch.randn(3, 4), mapping=mapping)
+    assert comparison.equal
+    pairs = {row.place: row.place_b for row in comparison}
+    assert pairs["encoder.0.1"] == "enc.0.1"
+    assert pairs["head"] == "out"
+    assert pairs[""] == ""
+    assert comparison.only_a == ["old"]
+    assert comparison.only_b == ["new"]
+    assert "only in the first model: old" in str(comparison)
+    assert comparison["out"] is comparison["head"]
+
+
+def test_a_mapping_can_leave_places_out_and_move_to_the_root():
+    inner = stack(4, 4)
+    outer = nn.Sequential()
+    outer.add_module("core", inner)
+    x = torch.randn(3, 4)
+    comparison = hl.compare(outer, inner, x, where="core.**", mapping={"core": ""})
+    assert {row.place: row.place_b for row in comparison}["core.0.0"] == "0.0"
+    left = hl.compare(inner, inner, x, mapping=lambda p: None if p.endswith("1") else p)
+    assert "0.1" not in [row.place for row in left]
+
+
+def test_models_without_a_common_place_are_an_error():
+    old = Old()
+    with pytest.raises(hl.PlaceNotFound, match=r"the second has none.*mapping="):
+        hl.compare(old, New(old), torch.randn(3, 4), where="encoder")
+    with pytest.raises(hl.PlaceNotFound):
+        hl.compare(old, old, torch.randn(3, 4), where="nothing")
+    with pytest.raises(hl.PlaceError, match="Only forwards are run"):
+        hl.compare(old, old, torch.randn(3, 4), where="head:grad_output")
+    with pytest.raises(hl.BatchError, match="At none of them both have a value"):
+        hl.compare(old, old, lambda model: None)
+
+
+class Loop(nn.Module):
+    def __init__(self, steps, bad=None):
+        super().__init__()
+        self.cell, self.steps, self.bad = nn.Tanh(), steps, bad
+
+    def forward(self, x):
+        for n in range(self.steps):
+            x = self.cell(x + (n == self.bad))
+        return x
+
+
+def test_several_calls_are_compared_one_by_one():
+    x = torch.randn(3)
+    row = hl.compare(Loop(4), Loop(4, bad=2), x)["cell"]
+    assert row.calls == 4
+    assert row.call == 2
+    assert row.diverges
+    assert hl.compare(Loop(4), Loop(4), x)["cell"].calls == 4
+    more = hl.compare(Loop(2), Loop(4), x, where="cell")
+    assert more["cell"].calls == 2
+    assert more.notes == ["'cell' was called 2 times more in the second model"]
+    fewer = hl.compare(Loop(4), Loop(2), x, where="cell")
+    assert fewer.notes == ["'cell' was called 2 times more in the first model"]
+
+
+def test_modules_that_only_one_model_calls_are_listed():
+    class Skips(nn.Module):
+        def __init__(self, skip):
+            super().__init__()
+            self.a, self.b, self.skip = nn.Tanh(), nn.Identity(), skip
+
+        def forward(self, x):
+            return self.a(x) if self.skip else self.b(self.a(x))
+
+    x = torch.randn(3)
+    assert hl.compare(Skips(False), Skips(True), x).only_a == ["b"]
+    assert hl.compare(Skips(True), Skips(False), x).only_b == ["b"]
+
+
+class Gives(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+def test_nested_values_are_compared_part_by_part():
+    a = Gives(lambda x: {"h": (x, x * 2), "n": None})
+    b = Gives(lambda x: {"h": (x, x * 3), "extra": x})
+    comparison = hl.compare(a, b, torch.ones(2))
+    assert comparison["[h][0]"].error == 0
+    assert comparison["[h][1]"].relative == 0.5
+    assert comparison["[extra]"].remark == "only in the second"
+    assert comparison["[extra]"].diverges
+
+
+def test_shapes_that_differ_are_named():
+    comparison = hl.compare(Gives(lambda x: x), Gives(lambda x: x[:1]), torch.ones(2, 3))
+    assert comparison.first.remark == "shapes (2, 3) and (1, 3)"
+    assert "they part at '': shapes (2, 3) and (1, 3)" in str(comparison)
+    assert comparison.to_dict()["places"][0]["error"] is None
+
+
+def test_nan_and_infinity_are_equal_only_to_themselves():
+    nan, inf = float("nan"), float("inf")
+    x = torch.tensor([1.0, nan, inf, -inf])
+    assert hl.compare(Gives(lambda x: x), Gives(lambda x: x), x).equal
+    found = hl.compare(
+        Gives(lambda x: x), Gives(lambda x: torch.tensor([1.0, 2.0, inf, inf])), x
+    ).first
+    assert found.error == inf
+    assert found.diverges
+    assert not np.isnan(found.cosine)
+    assert (
+        found.remark == "NaN in the first and inf in the first and inf in the second, 2 of 4 differ"
+    )
+    content = hl.compare(Gives(lambda x: x), Gives(lambda x: x * nan), torch.ones(2)).to_dict()
+    assert json.loads(json.dumps(content, allow_nan=False)) == content
+
+
+def test_zeros_and_nothing_have_an_error_too():
+    zero, one = Gives(lambda x: x * 0), Gives(lambda x: x)
+    assert hl.compare(zero, zero, torch.ones(2)).first is None
+    assert hl.compare(zero, zero, torch.ones(2))[""].cosine == 1
+    assert hl.compare(zero, one, torch.ones(2)).first.relative == float("inf")
+    assert hl.compare(one, one, torch.ones(0, 3)).equal
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_a_quantised_model_is_compared_with_the_float_one():
+    torch.manual_seed(0)
+    model = stack(16, 32, 8).eval()
+    quantised = torch.ao.quantization.quantize_dynamic(model, {nn.Linear})
+    comparison = hl.compare(model, quantised, torch.randn(4, 16))
+    assert comparison["0.0"].error > 0
+    assert comparison["0.0"].cosine > 0.99
+    assert comparison.first is not None
+    assert comparison.first.place == "0.0"
+    assert hl.compare(model, quantised, torch.randn(4, 16), tolerance=0.1).equal
+    packed = Gives(lambda x: torch.quantize_per_tensor(x, 0.01, 0, torch.qint8))
+    row = hl.compare(Gives(lambda x: x), packed, torch.linspace(-1, 1, 7))[""]
+    assert 0 < row.error <= 0.0051
+    assert row.tolerance == 0.2
+    assert row.dtype_b == "qint8"
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_sparse_ragged_and_complex_values_are_compared():
+    x = torch.eye(3)
+    assert hl.compare(Gives(lambda x: x.to_sparse()), Gives(lambda x: x), x).equal
+    ragged = Gives(lambda x: torch.nested.nested_tensor([x[0], x[1, :2]]))
+    assert hl.compare(ragged, ragged, x).equal
+    row = hl.compare(Gives(lambda x: x * 1j), Gives(lambda x: x * 2j), x)[""]
+    assert row.relative == 1
+    assert row.error == 1
+
+
+def test_parameters_inputs_and_operations_are_compared_where_asked():
+    a = stack(4, 4)
+    b = copy.deepcopy(a)
+    with torch.no_grad():
+        b[0][0].bias.add_(1)
+    x = torch.randn(2, 4)
+    found = hl.compare(a, b, x, where=["0.0.weight", "0.0.bias", "0.0:input", "0.1:input"])
+    assert found["0.0.weight"].error == 0
+    assert found["0.0.bias"].error == pytest.approx(1)
+    assert found["0.0:input"].error == 0
+    assert found["0.1:input"].error == pytest.approx(1)
+
+
+# -- compiled -------------------------------------------------------------------------------------
+
+COMPILED = """
+import torch, warnings
+from torch import nn
+import hookline as hl
+warnings.simplefilter("error")
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Tanh(), nn.Linear(4, 2)))
+other = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Tanh(), nn.Linear(4, 2)))
+other.load_state_dict(model.state_dict())
+seen = []
+def backend(graph, inputs):
+    seen.append(len(graph.graph.nodes))
+    def run(*args):
+        return graph.forward(*args)
+    return run
+compiled = torch.compile(other, backend=backend)
+x = torch.randn(3, 4)
+found = hl.compare(model, compiled, x)
+assert seen, "the compiled model ran"
+assert [row.place for row in found if row.place] and found.equal and not found.notes, found
+print(sorted(row.place for row in found))
+"""
+
+
+def test_a_compiled_model_that_has_not_run_is_compared_inside():
+    done = subprocess.run([sys.executable, "-c", COMPILED], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == str(["", "0", "1", "1.0", "1.1"])
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_of_a_compiled_model_that_has_run_the_output_is_compared():
+    model, ran = stack(4, 4), []
+
+    def backend(graph, inputs):
+        def run(*args):
+            ran.append(1)
+            return [out * 1.5 for out in graph.forward(*args)]  # a compiler with a bug
+
+        return run
+
+    compiled = torch.compile(copy.deepcopy(model), backend=backend)
+    x = torch.randn(3, 4)
+    with torch.no_grad():
+        compiled(x)
+    ran.clear()
+    comparison = hl.compare(model, compiled, x)
+    assert ran, "the graph ran, not the eager model"
+    assert [row.place for row in comparison] == [""]
+    assert comparison.first.relative == pytest.approx(0.5)
+    assert "was compiled, and has run" in comparison.notes[0]
+    with pytest.raises(hl.BatchError, match="which was not asked for"):
+        hl.compare(model, compiled, x, where="0")
+
+
+# -- all is as before -----------------------------------------------------------------------------
+
+
+def test_both_run_with_the_same_random_numbers_and_nothing_is_changed():
+    class Random(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.drop = nn.BatchNorm1d(4), nn.Dropout(0.5)
+
+        def forward(self, x):
+            return self.drop(self.norm(x)) + torch.rand(1)
+
+    a, b = Random(), Random()
+    b.norm.eval()
+    states = state_bits(a), state_bits(b)
+    random, x = torch.get_rng_state(), torch.randn(8, 4, generator=torch.Generator())
+    assert hl.compare(a, a, x).equal
+    assert not hl.compare(a, b, x).equal
+    assert hl.compare(a, b, x, mode="eval").equal
+    assert torch.equal(random, torch.get_rng_state())
+    assert a.norm.training
+    assert not b.norm.training
+    assert_same_state(a, states[0]), assert_same_state(b, states[1])
+    assert_clean(a, b)
+
+
+def test_a_model_that_writes_into_its_batch_does_not_disturb_the_other():
+    x = torch.tensor([-1.0, 2.0])
+    assert hl.compare(nn.ReLU(inplace=True), nn.ReLU(inplace=True), x).equal
+    assert x.tolist() == [-1, 2]
+    in_place = nn.Sequential(nn.Identity(), nn.ReLU(inplace=True))
+    plain = nn.Sequential(nn.Identity(), nn.ReLU())
+    assert hl.compare(in_place, plain, x).equal
+    assert hl.compare(plain, in_place, x).equal
+
+
+def test_nothing_is_left_when_a_model_raises():
+    a, b = stack(4, 4), stack(3, 3)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        hl.compare(a, b, torch.randn(2, 4))
+    assert_clean(a, b)
+    with torch.device("meta"):
+        nowhere = stack(4, 4)
+    with pytest.raises((hl.BatchError, RuntimeError), match="meta"):
+        hl.compare(nowhere, nowhere, torch.randn(2, 4, device="meta"))
+    assert_clean(nowhere)
+
+
+def test_values_of_the_first_model_are_let_go_as_they_are_compared():
+    alive = []
+
+    class Counts(nn.Module):
+        def forward(self, x):
+            y = x + 1
+            alive.append(sum(len(calls) for calls in kept))
+            return y
+
+    import hookline.comparison as module
+
+    kept = []
+    meeting = module._Meeting
+
+    class Spy(meeting):
+        def __init__(self, found, *rest):
+            super().__init__(found, *rest)
+            kept.extend(found.values())
+
+    module._Meeting = Spy
+    try:
+        model = nn.Sequential(Counts(), Counts(), Counts())
+        hl.compare(model, model, torch.ones(2))
+    finally:
+        module._Meeting = meeting
+    assert alive[3:] == [4, 3, 2]  # with the whole model's own
+
+
+# -- showing --------------------------------------------------------------------------------------
+
+
+def test_a_comparison_is_shown_and_is_plain_data():
+    a, b = stack(4, 6, 3), stack(4, 6, 3)
+    comparison = hl.compare(a, b, torch.randn(2, 4))
+    content = comparison.to_dict()
+    assert json.loads(json.dumps(content)) == content
+    assert content["first"] == "0.0"
+    assert content["equal"] is False
+    assert content["places"][0]["diverges"] is True
+    frame = comparison.to_pandas()
+    assert list(frame["place"]) == [row.place for row in comparison]
+    assert frame["diverges"].any()
+    for width in (60, 80, 120):
+        assert max(map(len, comparison.show(width=width).splitlines())) <= width
+    assert "<table>" in comparison._repr_html_()
+    assert "diverges" in comparison._repr_html_()
+    with pytest.raises(hl.NotCaptured, match="only_a and only_b"):
+        comparison["nowhere"]
+
+
+def test_of_many_rows_those_around_the_first_divergence_are_shown():
+    a = nn.Sequential(*[nn.Linear(2, 2) for _ in range(100)])
+    b = copy.deepcopy(a)
+    with torch.no_grad():
+        b[80].bias.add_(1)
+    text = str(hl.compare(a, b, torch.randn(1, 2)))
+    assert "they part at '80'" in text
+    assert "\n  80 " in text
+    assert "\n  30 " not in text
+    assert "41 more rows in comparison.rows" in text

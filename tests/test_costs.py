@@ -1,0 +1,690 @@
+"""summarize: torch's own flop counter, and sums written out by hand, are the oracle."""
+
+import json
+import random
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import assert_clean, assert_same_state, state_bits
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+import hookline as hl
+from hookline.flops import FlopCounter
+
+aten = torch.ops.aten
+
+
+class Block(nn.Module):
+    def __init__(self, width=8, heads=2):
+        super().__init__()
+        self.norm, self.qkv, self.out = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 3 * width),
+            nn.Linear(width, width),
+        )
+        self.up, self.down, self.heads = (
+            nn.Linear(width, 4 * width),
+            nn.Linear(4 * width, width),
+            heads,
+        )
+
+    def forward(self, x):
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Conv(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Conv2d(3, 8, 3, padding=1)
+        self.norm = nn.BatchNorm2d(8)
+        self.b = nn.Conv2d(8, 8, 3, groups=4, stride=2)
+        self.up = nn.ConvTranspose2d(8, 4, 2, stride=2)
+        self.drop = nn.Dropout(0.5)
+        self.head = nn.Linear(4, 5)
+
+    def forward(self, x):
+        x = self.up(self.b(F.relu(self.norm(self.a(x)), inplace=True)))
+        return self.head(self.drop(x.mean((2, 3))))
+
+
+MODELS = {
+    "convolutions": (Conv, lambda: torch.randn(2, 3, 9, 9)),
+    "a transformer": (Tied, lambda: torch.randint(11, (2, 6))),
+    "torch's encoder": (
+        lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2),
+        lambda: torch.randn(2, 5, 8),
+    ),
+    "a GRU": (lambda: nn.GRU(4, 5, 2), lambda: torch.randn(3, 2, 4)),
+    "an LSTM cell": (lambda: nn.LSTMCell(4, 5), lambda: torch.randn(2, 4)),
+}  # fmt: skip
+
+
+def torchs(model, batch, backward=False):
+    """What torch's counter finds, by module, with formulas for the attention kernels it lacks."""
+    kernels = {
+        aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *a, out_shape=None, **o: (
+            4 * q[0] * q[1] * q[2] * k[2] * q[3]
+        ),
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+            lambda g, q, k, v, *a, out_shape=None, **o: 10 * q[0] * q[1] * q[2] * k[2] * q[3]
+        ),
+    }
+    batch = batch if isinstance(batch, tuple) else (batch,)
+    with FlopCounterMode(display=False, custom_mapping=kernels) as counter:
+        with torch.set_grad_enabled(backward):
+            output = model(*batch)
+            if backward:
+                parts = output if isinstance(output, tuple) else (output,)
+                torch.autograd.backward(parts, [torch.ones_like(part) for part in parts])
+    model.zero_grad()
+    found = {k: sum(v.values()) for k, v in counter.get_flop_counts().items()}
+    return counter.get_total_flops(), found
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("backward", [False, True])
+def test_flops_are_those_of_torchs_counter(name, training, backward):
+    make, batch = MODELS[name]
+    model, x = make(), batch()
+    # torch has no formula for the fast path of attention in eval mode.
+    total, by_module = torchs(model.train(training or not backward), x, backward)
+    summary = hl.summarize(model.train(training), x, backward=backward)
+    assert summary.totals["flops"] + (summary.totals["backward_flops"] or 0) == total > 0
+    assert (summary.totals["backward_flops"] is not None) == backward
+    assert summary[""].flops == summary.totals["flops"]
+    assert summary[""].backward_flops == summary.totals["backward_flops"]
+    root = type(model).__name__
+    for row in summary if not backward else ():  # torch's tracker is not exact in a backward
+        expected = by_module.get(f"{root}.{row.place}" if row.place else root, 0)
+        assert row.flops == expected, row.place
+    assert_clean(model)
+
+
+@pytest.mark.parametrize("name", ["convolutions", "a transformer"])
+def test_the_flops_of_a_backward_are_those_of_each_layer_alone(name):
+    make, batch = MODELS[name]
+    model, x = make(), batch()
+    layers = [m for m in model.modules() if isinstance(m, nn.Linear | nn.Conv2d)]
+    with hl.capture(model, *[(layer, ":input") for layer in layers]) as record:
+        model(x)
+    summary = hl.summarize(model, x, backward=True)
+    for place in record.places():
+        given = record[place]
+        layer, given = (
+            hl.get_module(model, place.path),
+            given.detach().requires_grad_(given.requires_grad),
+        )
+        total, _ = torchs(layer, given, backward=True)
+        row = summary[place.path]
+        assert row.flops + row.backward_flops == row.own_flops + row.own_backward_flops == total
+
+
+def test_forward_and_backward_are_told_apart():
+    summary = hl.summarize(nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3)), (5, 4), backward=True)
+    assert summary["0"].flops == 2 * 5 * 4 * 6
+    assert summary["0"].backward_flops == 2 * 5 * 4 * 6  # no gradient of the batch is needed
+    assert summary["1"].backward_flops == 2 * (2 * 5 * 6 * 3)
+    assert summary[""].own_flops == 0
+    assert summary[""].own_backward_flops == 0
+
+
+def test_attention_kernels_have_the_flops_of_attention_written_out():
+    class Attend(nn.Module):
+        def forward(self, q, k, v):
+            return F.scaled_dot_product_attention(q, k, v)
+
+    q, kv = torch.randn(2, 3, 7, 16), torch.randn(2, 3, 11, 16)
+    fast = hl.summarize(Attend(), (q, kv, kv)).totals["flops"]
+    with sdpa_kernel(SDPBackend.MATH):
+        written, _ = torchs(Attend(), (q, kv, kv))
+    assert fast == written == 2 * (2 * 2 * 3 * 7 * 11 * 16)
+
+
+@pytest.mark.filterwarnings("ignore:TF32")
+@pytest.mark.parametrize("directions", [False, True])
+def test_an_lstm_has_the_flops_of_its_matrix_products(directions):
+    model, x = nn.LSTM(4, 5, 2, bidirectional=directions), torch.randn(3, 2, 4)
+    with torch.backends.mkldnn.flags(enabled=False):
+        expected, _ = torchs(model, x)
+    assert hl.summarize(model, x).totals["flops"] == expected > 0
+    found = hl.summarize(model, x, backward=True).totals
+    assert found["backward_flops"] == 2 * expected
+
+
+def test_the_fast_path_of_attention_has_the_flops_of_the_slow_one():
+    model, x = nn.MultiheadAttention(8, 2, batch_first=True), torch.randn(3, 5, 8)
+    expected, _ = torchs(model.train(), (x, x, x))
+    assert hl.summarize(model.eval(), (x, x, x)).totals["flops"] == expected > 0
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputed_calls_count_in_the_backward_and_no_gradient_is_left(reentrant):
+    class Saving(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.inner = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+
+        def forward(self, x):
+            return checkpoint(self.inner, self.first(x), use_reentrant=reentrant)
+
+    model, x = Saving(), torch.randn(3, 4)
+    marker = model.first.weight.grad = torch.full((4, 4), 7.0)
+    summary = hl.summarize(model, x, backward=True)
+    assert model.first.weight.grad is marker
+    assert bool((marker == 7).all())
+    assert model.inner[0].weight.grad is None
+    one = 2 * 3 * 4 * 4
+    assert summary["inner.0"].flops == one
+    assert summary["inner.0"].backward_flops == 3 * one  # again, and two gradients
+    assert summary["first"].backward_flops == one
+    assert summary.totals["backward_flops"] == 4 * one
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_what_is_remembered_of_earlier_calls_is_what_counting_them_gives(inference, monkeypatch):
+    model, ids = Tied(), torch.randint(11, (2, 6))
+    with torch.inference_mode(inference):
+        remembered = hl.summarize(model, ids).to_dict()
+        monkeypatch.setattr("hookline.flops._no_dispatch", None)
+        counted = hl.summarize(model, ids).to_dict()
+    assert remembered == counted
+    assert counted["totals"]["flops"] > 0
+
+
+def test_the_users_own_dispatch_modes_still_see_everything():
+    model, ids = Tied(), torch.randint(11, (2, 6))
+    with FlopCounterMode(display=False) as bare:
+        model(ids)
+    with FlopCounterMode(display=False) as counter:
+        hl.summarize(model, ids)
+    assert counter.get_total_flops() == bare.get_total_flops()
+
+
+def test_operations_of_other_libraries_are_named_and_not_counted_as_nothing():
+    with torch.library._scoped_library("hookline_test", "DEF") as library:
+        library.define("twice(Tensor x) -> Tensor")
+        library.impl("twice", lambda x: x * 2, "CompositeExplicitAutograd")
+
+        class Twice(nn.Module):
+            def forward(self, x):
+                return torch.ops.hookline_test.twice(torch.ops.hookline_test.twice(x))
+
+        summary = hl.summarize(Twice(), (2, 3))
+    assert summary.totals["uncounted"] == {"hookline_test.twice": 2}
+    assert "without a formula, and so not in the FLOPs: hookline_test.twice (2 ×)" in str(summary)
+
+
+# -- sizes ----------------------------------------------------------------------------------------
+
+
+def test_sizes_count_every_parameter_once():
+    model = Tied()
+    model.blocks[0].requires_grad_(False)
+    summary = hl.summarize(model)
+    count = sum(p.numel() for p in model.parameters())
+    assert summary.totals["parameters"] == count == summary[""].parameters
+    assert summary.totals["parameter_bytes"] == 4 * count
+    frozen = sum(p.numel() for p in model.blocks[0].parameters())
+    assert summary.totals["trainable"] == count - frozen
+    assert summary["blocks.0"].trainable == 0
+    assert summary["blocks.0"].parameters == frozen
+    assert summary["head"].shared_with == ["embed"]
+    assert summary["embed"].shared_with == ["head"]
+    assert summary["head"].parameters == summary["head"].own_parameters == 88
+    assert summary[""].own_parameters == 0
+    assert "of them trainable" in str(summary)
+
+
+def test_without_a_batch_nothing_runs_and_what_needs_a_run_is_none():
+    class Never(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("steps", torch.zeros(3, dtype=torch.int64))
+
+        def forward(self):
+            raise AssertionError("it ran")
+
+    summary = hl.summarize(Never())
+    assert summary[""].buffer_bytes == 24
+    assert summary[""].called is None
+    assert summary.totals["flops"] is None
+    assert summary[""].flops is None
+    assert "FLOPs" not in str(summary)
+    assert "not called" not in str(summary)
+
+
+def test_a_shared_module_has_one_row_and_its_other_names():
+    layer = nn.Linear(4, 4)
+    model = nn.Sequential(layer, nn.ReLU(), layer)
+    summary = hl.summarize(model, (3, 4))
+    assert [row.place for row in summary] == ["", "0", "1"]
+    assert summary["2"] is summary["0"]
+    assert summary["0"].aliases == ["2"]
+    assert summary["0"].calls == 2
+    assert summary["0"].flops == 2 * (2 * 3 * 4 * 4)
+    assert summary.totals["parameters"] == 20
+    assert "calls" in str(summary)
+
+
+def test_activation_bytes_are_those_of_all_calls_and_the_total_that_of_the_innermost():
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 6), nn.ReLU()), nn.Linear(6, 2))
+    summary = hl.summarize(model, (3, 4))
+    assert summary["0"].activation_bytes == 3 * 6 * 4
+    assert summary.totals["activation_bytes"] == (3 * 6 + 3 * 6 + 3 * 2) * 4
+    assert summary.totals["input_bytes"] == 3 * 4 * 4
+    assert summary.totals["peak_bytes"] is None
+
+
+# -- batches --------------------------------------------------------------------------------------
+
+
+@dataclass
+class Pair:
+    left: torch.Tensor
+    right: torch.Tensor
+
+
+class Nested(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(3, 2)
+
+    def forward(self, pair, scale=1.0, mask=None):
+        left = self.inner(pair.left) * scale
+        return {"left": left, "states": (pair.right, [left, None])}
+
+
+def test_nested_values_keep_their_structure():
+    pair = Pair(torch.randn(5, 3), torch.randn(4))
+    for batch in (pair, {"pair": pair, "scale": 2.0}, (pair, 2.0), lambda m: m(pair, scale=2.0)):
+        row = hl.summarize(Nested(), batch)[""]
+        assert row.inputs["pair"] == {"left": "(5, 3)", "right": "(4,)"}
+        assert row.inputs.get("scale", "float") == "float"
+        assert row.output == {"left": "(5, 2)", "states": ["(4,)", ["(5, 2)", None]]}
+        assert row.activation_bytes == (5 * 2 + 4) * 4  # what stands twice counts once
+        assert row.dtype == "float32"
+    assert "(5, 2), [(4,), [(5, 2)]]" in str(hl.summarize(Nested(), pair))
+
+
+def test_a_tuple_of_whole_numbers_is_a_shape_and_nothing_else_is():
+    class Two(nn.Module):
+        def forward(self, a, b):
+            return a, b
+
+    assert hl.summarize(Two(), [(2, 3), (4,)])[""].inputs == {"a": "(2, 3)", "b": "(4,)"}
+    assert hl.summarize(Two(), {"a": (2, 3), "b": [4]})[""].inputs == {"a": "(2, 3)", "b": ["int"]}
+    mixed = hl.summarize(Two(), (torch.zeros(1), (2, 2)))[""].inputs
+    assert mixed == {"a": "(1,)", "b": "(2, 2)"}
+    model = nn.Linear(3, 2).double()
+    assert hl.summarize(model, (5, 3))[""].dtype == "float64"
+    assert hl.summarize(nn.ReLU(), (5, 3))[""].dtype == "float32"
+
+
+def test_shapes_become_whole_numbers_where_the_model_wants_tokens():
+    model = Tied()
+    assert (
+        hl.summarize(model, (2, 6)).totals == hl.summarize(model, torch.zeros(2, 6).long()).totals
+    )
+    assert hl.summarize(model, (2, 6), dtype=torch.int32)[""].output == "(2, 6, 11)"
+
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(4, 3)
+
+        def forward(self, ids, x):
+            return self.embed(ids) + x
+
+    with pytest.raises(
+        hl.BatchError, match=r"\(2,\), \(2, 3\)\. .*whole numbers.*dtype=torch.long"
+    ):
+        hl.summarize(Both(), [(2,), (2, 3)])
+    with pytest.raises(hl.BatchError, match=r"in torch\.float32"):
+        hl.summarize(model, (2, 6), dtype=torch.float32)
+    with pytest.raises(hl.BatchError, match="negative"):
+        hl.summarize(nn.ReLU(), (-1, 3))
+
+
+def test_what_is_no_model_and_what_is_no_batch_are_refused():
+    with pytest.raises(TypeError, match=r"A model is a torch\.nn\.Module"):
+        hl.summarize(torch.zeros(2))
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        hl.summarize(nn.Linear(3, 2), (5, 4))
+    with pytest.raises(hl.BatchError, match="Nothing that the model returned has a gradient"):
+        hl.summarize(nn.ReLU(), (2, 3), backward=True)
+
+
+def test_the_batch_is_not_written_to():
+    x = torch.randn(4, 3, requires_grad=True)
+    before = x.detach().clone()
+    model = nn.Sequential(nn.Identity(), nn.ReLU(inplace=True))
+    with torch.no_grad():
+        hl.summarize(model, x)
+    hl.summarize(nn.Linear(3, 2), x, backward=True)
+    assert torch.equal(x, before)
+    assert x.grad is None
+    assert x.requires_grad
+
+
+def test_the_loss_of_the_output_or_a_function_is_where_the_backward_starts():
+    class WithLoss(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x):
+            return {"loss": self.a(x).sum(), "other": self.b(x)}
+
+    summary = hl.summarize(WithLoss(), (2, 3), backward=True)
+    assert summary["a"].backward_flops
+    assert not summary["b"].backward_flops
+    summary = hl.summarize(WithLoss(), (2, 3), backward=lambda output: output["other"].sum())
+    assert summary["b"].backward_flops
+    assert not summary["a"].backward_flops
+
+
+# -- where models live ----------------------------------------------------------------------------
+
+
+def test_on_the_meta_device_the_numbers_are_the_same():
+    real = hl.summarize(Tied(), torch.zeros(2, 6, dtype=torch.long), backward=True).to_dict()
+    with torch.device("meta"):
+        model = Tied()
+    for batch in (torch.zeros(2, 6, dtype=torch.long), torch.zeros(2, 6).long().to("meta"), (2, 6)):
+        found = hl.summarize(model, batch, backward=True)
+        assert found.totals["flops"] == real["totals"]["flops"]
+        assert found.totals["parameters"] == real["totals"]["parameters"]
+        assert found.totals["activation_bytes"] == real["totals"]["activation_bytes"]
+    assert model.embed.weight.is_meta
+
+
+def test_a_large_model_on_the_meta_device_takes_no_memory():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(100_000, 100_000), nn.BatchNorm1d(100_000))
+    summary = hl.summarize(model, (64, 100_000))
+    assert summary.totals["flops"] == 2 * 64 * 100_000**2
+    assert summary.totals["parameter_bytes"] > 40e9
+
+
+def test_a_lazy_model_is_measured_and_stays_lazy():
+    model = nn.Sequential(nn.LazyLinear(8), nn.ReLU(), nn.LazyLinear(2))
+    assert hl.summarize(model).totals["parameters"] == 0
+    summary = hl.summarize(model, (5, 3))
+    assert summary.totals["parameters"] == (3 + 1) * 8 + (8 + 1) * 2
+    assert summary["0"].flops == 2 * 5 * 3 * 8
+    assert isinstance(model[0], nn.LazyLinear)
+    assert nn.parameter.is_lazy(model[0].weight)
+
+
+def test_modules_that_were_not_called_are_marked_and_containers_are_not():
+    class Lazybones(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.unused = nn.ModuleList([nn.ReLU()]), nn.Linear(2, 2)
+
+        def forward(self, x):
+            return self.used[0](x)
+
+    summary = hl.summarize(Lazybones(), (2,))
+    assert summary["unused"].called is False
+    assert summary["unused"].calls == 0
+    assert summary["used"].called is None
+    assert summary["used.0"].called is True
+    assert summary.totals["called"] == 2
+    lines = [line for line in str(summary).splitlines() if "not called" in line]
+    assert len(lines) == 1
+    assert "unused" in lines[0]
+
+
+def test_a_module_whose_output_varies_is_marked():
+    class Growing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.act = nn.ReLU()
+
+        def forward(self, x):
+            return self.act(torch.cat([self.act(x), x]))
+
+    row = hl.summarize(Growing(), (2, 3))["act"]
+    assert row.output == "(2, 3)"
+    assert row.varies
+    assert row.calls == 2
+
+
+def test_a_recursive_module_counts_its_flops_once():
+    class Recursive(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+
+        def forward(self, x, depth=2):
+            x = self.layer(x)
+            return self(x, depth - 1) if depth else x
+
+    summary = hl.summarize(Recursive(), (2, 3), time=True)
+    assert summary[""].flops == summary["layer"].flops == 3 * (2 * 2 * 3 * 3)
+    assert summary[""].calls == 3
+    assert summary[""].seconds <= summary.totals["seconds"]
+
+
+def test_calls_that_raise_and_are_caught_do_not_take_what_comes_after():
+    class Careless(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bad, self.good = nn.Linear(5, 5), nn.Linear(3, 3)
+
+        def forward(self, x):
+            try:
+                return self.bad(x)
+            except RuntimeError:
+                return self.good(x) + x @ x.new_ones(3, 3)
+
+    summary = hl.summarize(Careless(), (2, 3))
+    one = 2 * 2 * 3 * 3
+    assert summary["bad"].flops == 0
+    assert summary["good"].flops == one
+    assert summary[""].own_flops == one
+    assert summary[""].flops == 2 * one
+    assert summary["bad"].called
+    assert summary["bad"].output is None
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_compiled_model_is_measured_eagerly():
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    compiled = torch.compile(model, backend="eager")
+    compiled(torch.zeros(2, 4))
+    assert hl.summarize(compiled, (2, 4))["_orig_mod.0"].flops == 2 * 2 * 4 * 4
+
+
+# -- all is as before -----------------------------------------------------------------------------
+
+
+class Mixed(nn.Module):
+    def __init__(self, fails=False):
+        super().__init__()
+        self.norm, self.drop, self.fc = nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 4)
+        self.register_buffer("late", None)
+        self.fails = fails
+
+    def forward(self, x):
+        x = self.fc(self.drop(self.norm(x)))
+        self.late = x.detach()
+        self.register_buffer("new", torch.ones(2))
+        self.fc.weight.requires_grad_(False)
+        random.random(), np.random.rand(), torch.rand(1)
+        if self.fails:
+            raise KeyError("on purpose")
+        return x
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("mode", [None, "eval", "train"])
+@pytest.mark.parametrize("backward", [False, True])
+def test_everything_is_put_back_also_after_an_error(fails, mode, backward):
+    model = Mixed(fails)
+    model.drop.eval()
+    grad = model.fc.weight.grad = torch.ones(4, 4)
+    state, modes = state_bits(model), [m.training for m in model.modules()]
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    try:
+        hl.summarize(
+            model,
+            torch.randn(6, 4, generator=torch.Generator()),
+            mode=mode,
+            backward=backward,
+            time=True,
+        )
+    except KeyError:
+        assert fails
+    else:
+        assert not fails
+    assert_clean(model)
+    assert_same_state(model, state)
+    assert [m.training for m in model.modules()] == modes
+    assert model.late is None
+    assert "new" not in model._buffers
+    assert model.fc.weight.requires_grad
+    assert model.fc.weight.grad is grad
+    assert bool((grad == 1).all())
+    assert model.fc.bias.grad is None
+    assert torch.equal(states[0], torch.get_rng_state())
+    assert states[1] == random.getstate()
+    assert states[2] == np.random.get_state()[1].tolist()
+    assert torch.is_grad_enabled()
+    assert torch._C._len_torch_dispatch_stack() == 0
+    assert torch._C._len_torch_function_stack() == 0
+
+
+def test_hooks_that_step_an_optimiser_in_the_backward_do_not_run():
+    model, ran = nn.Linear(3, 2), []
+    model.weight.register_post_accumulate_grad_hook(ran.append)
+    hl.summarize(model, (4, 3), backward=True)
+    assert not ran
+    assert model.weight.grad is None
+
+
+def test_the_mode_that_is_asked_for_is_the_one_in_which_it_runs():
+    class Tells(nn.Module):
+        def forward(self, x):
+            return x[:1] if self.training else x
+
+    model = Tells()
+    assert hl.summarize(model, (2, 3))[""].output == "(1, 3)"
+    assert hl.summarize(model, (2, 3), mode="eval")[""].output == "(2, 3)"
+    assert hl.summarize(model.eval(), (2, 3), mode="train")[""].output == "(1, 3)"
+    assert not model.training
+
+
+def test_torchs_encoder_runs_its_layers_in_eval_mode_too():
+    model = MODELS["torch's encoder"][0]().eval()
+    mask = torch.tensor([[False, False, True], [False, False, False]])
+    summary = hl.summarize(model, {"src": torch.randn(2, 3, 8), "src_key_padding_mask": mask})
+    assert summary["layers.1.linear2"].called
+    assert_clean(model)
+
+
+# -- time -----------------------------------------------------------------------------------------
+
+
+def test_times_are_measured_only_if_asked_for():
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU())
+    assert hl.summarize(model, (8, 64)).totals["seconds"] is None
+    summary = hl.summarize(model, (8, 64), time=True)
+    assert summary["0"].seconds > 0
+    assert summary.totals["seconds"] >= summary[""].seconds
+    assert summary["0"].backward_seconds is None
+    summary = hl.summarize(model, (8, 64), time=True, backward=True)
+    assert 0 < summary["0"].backward_seconds <= summary.totals["backward_seconds"]
+    assert summary[""].backward_seconds >= summary["0"].backward_seconds
+    assert "backward time" in str(summary)
+
+
+# -- showing --------------------------------------------------------------------------------------
+
+
+def test_the_table_is_filtered_and_no_wider_than_asked():
+    summary = hl.summarize(Tied(), (2, 6), backward=True, time=True)
+    for width in (60, 80, 100):
+        lines = summary.show(depth=9, width=width).splitlines()
+        assert max(map(len, lines)) <= width
+    assert summary.show(depth=1).count("\n") < summary.show().count("\n")
+    shown = summary.show("blocks.*.qkv", width=200).splitlines()
+    assert [line.split()[0] for line in shown[2:]] == ["blocks.0.qkv", "blocks.1.qkv"]
+    with pytest.raises(hl.PlaceNotFound):
+        summary.show("layers.*")
+    with pytest.raises(hl.PlaceNotFound, match="Tied has no such module"):
+        summary["layers"]
+
+
+def test_a_large_model_is_shown_as_deep_as_sixty_rows_go():
+    model = nn.Sequential(*[nn.Sequential(nn.ReLU(), nn.ReLU()) for _ in range(30)])
+    text = str(hl.summarize(model, (2,)))
+    assert "60 deeper modules: summary.show(depth=…)" in text
+    assert len(text.splitlines()) == 1 + 1 + 31 + 1
+    wide = nn.Sequential(*[nn.ReLU() for _ in range(100)])
+    assert "100 deeper modules" in str(hl.summarize(wide))
+
+
+def test_a_summary_is_plain_data():
+    summary = hl.summarize(Tied(), (2, 6), backward=True, time=True)
+    content = summary.to_dict()
+    assert json.loads(json.dumps(content)) == content
+    assert set(content) == {"model", "totals", "modules"}
+    assert content["model"] == "Tied"
+    wanted = {
+        "place", "type", "depth", "inputs", "output", "parameters", "trainable", "parameter_bytes",
+        "buffer_bytes", "activation_bytes", "flops", "backward_flops", "seconds",
+        "backward_seconds", "calls", "called", "shared_with",
+    }  # fmt: skip
+    assert wanted <= set(content["modules"][0])
+    frame = summary.to_pandas()
+    assert list(frame["place"]) == [row.place for row in summary]
+    assert len(frame) == len(summary)
+    assert frame.attrs["totals"]["flops"] == summary.totals["flops"]
+
+
+def test_names_are_escaped_in_html():
+    model = nn.Sequential()
+    model.add_module("<script>", nn.ReLU())
+    text = hl.summarize(model, (2,))._repr_html_()
+    assert "&lt;script&gt;" in text
+    assert "<script>" not in text
+
+
+def test_without_pandas_the_error_says_how_to_get_it(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "pandas", None)
+    with pytest.raises(hl.MissingExtra, match="pip install pandas"):
+        hl.summarize(nn.ReLU()).to_pandas()
+
+
+def test_the_counter_can_be_left_by_an_error():
+    with pytest.raises(ZeroDivisionError), FlopCounter(lambda n: None):
+        raise ZeroDivisionError
+    assert torch._C._len_torch_dispatch_stack() == 0
+    assert torch._C._len_torch_function_stack() == 0
