@@ -16,8 +16,6 @@ from torch.nn import functional as F
 import hookline as hl
 from hookline import demo
 from hookline.pages import figures
-from hookline.run_files import STATISTICS, Row
-from hookline.run_writing import RunWriter
 
 
 class Attention(nn.Module):
@@ -48,32 +46,18 @@ class Reader(nn.Module):
 
 def watched(model, digits, folder):
     """Train, and write down what each layer gave at every second step."""
-    places = ["conv1", "relu1", "conv2", "relu2", "pool", "fc"]
-    rows = [Row(place, "output", type(hl.get_module(model, place)).__name__) for place in places]
     optimizer = torch.optim.Adam(model.parameters(), lr=0.003)
-    with RunWriter(folder, rows, model="digits") as writer:
-        for step in range(120):
-            chosen = torch.randperm(len(digits.labels))[:64]
-            with hl.capture(model, places, detach=True) as record:
-                loss = F.cross_entropy(model(digits.images[chosen]), digits.labels[chosen])
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            if step % 2 == 0:
-                found = np.full((len(places), len(STATISTICS)), np.nan)
-                found[:, STATISTICS.index("std")] = [record[p].std().item() for p in places]
-                writer.values(step, found)
+    with hl.watch(model, every=2, optimizer=optimizer, to=folder):
+        train(model, digits, optimizer, steps=120)
     return hl.Run(folder)
 
 
-def trained(model, digits):
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.005)
-    for _ in range(150):
-        chosen = torch.randperm(len(digits.labels))[:128]
-        optimizer.zero_grad()
+def train(model, digits, optimizer, steps):
+    for _ in range(steps):
+        chosen = torch.randperm(len(digits.labels))[:64]
         F.cross_entropy(model(digits.images[chosen]), digits.labels[chosen]).backward()
         optimizer.step()
-    return model
+        optimizer.zero_grad()
 
 
 def ablated(model, digits):
@@ -92,7 +76,8 @@ known, unseen = demo.load_digits()
 with tempfile.TemporaryDirectory() as folder:
     model = demo.make_model()
     run = watched(model, known, folder)
-    reader = trained(Reader(), known)
+    reader = Reader()
+    train(reader, known, torch.optim.Adam(reader.parameters(), lr=0.005), steps=200)
 
     with hl.capture(model, "**", "**:grad_output", detach=True) as record:
         F.cross_entropy(model(unseen.images), unseen.labels).backward()

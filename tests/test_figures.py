@@ -502,6 +502,21 @@ def test_effects_have_labels_and_numbers():
     assert "Accuracy (%)" in words(centered)
 
 
+def test_the_effects_of_a_sweep_are_its_matrix():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    clean, corrupt = torch.randn(1, 5, 3), torch.randn(1, 5, 3)
+    for positions in (None, "all"):
+        found = hl.sweep(model, clean, corrupt, "*", lambda out: out.sum(), positions=positions)
+        figure = renders(figures.effects(found))
+        assert np.allclose(image(figure), found.matrix)
+        ax = figure.axes[0]
+        assert [t.get_text() for t in ax.get_yticklabels()] == ["0", "1", "2"]
+        across = [t.get_text() for t in ax.get_xticklabels()]
+        assert across == (["whole value"] if positions is None else list("01234"))
+        assert f"{found.corrupt:.4g} corrupt, {found.clean:.4g} clean" in words(figure)
+
+
 # -- runs -----------------------------------------------------------------------------------------
 
 

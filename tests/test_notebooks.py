@@ -93,6 +93,9 @@ def test_values_of_both_signs_are_blue_and_red_around_a_neutral_middle():
     assert abs(red[1] - blue[1]) < 0.1
     assert red[2] > blue[2] + 0.1
     assert red[3] > blue[3] + 0.3
+    (uneven,) = pixels(thumbnail(torch.tensor([[-1.0, 0.0, 4.0]])))
+    assert abs(uneven[0, 1, 0] - uneven[0, 1, 2]) < 0.1  # zero is in the middle all the same
+    assert uneven[0, 0, 2] > uneven[0, 0, 0]
 
 
 def test_nan_and_infinities_have_colours_of_their_own():
@@ -214,6 +217,7 @@ def test_a_large_record_is_bounded_and_folds():
     page = Page(text)
     assert page.tags.count("details") == 2
     assert page.tags.count("img") == 40
+    assert len(page.rows) == 60 + 2  # and the heads of both tables
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

@@ -31,6 +31,7 @@ from hookline.pages.figures.canvas import (
 from hookline.pages.figures.samples import counted, numbers
 from hookline.pages.figures.sources import Named, gather, kept_places, one, unfit
 from hookline.runs import Run
+from hookline.sweeps import Sweep
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -215,7 +216,7 @@ def effects(
     rows: Sequence[Any] | None = None,
     columns: Sequence[Any] | None = None,
     *,
-    words: str = "effect",
+    words: str | None = None,
     center: float | None = 0.0,
     ax: Axes | None = None,
 ) -> Figure:
@@ -227,7 +228,8 @@ def effects(
     ['0.5', '-1']
 
     Args:
-        found: a matrix (a tensor, an array, nested lists), a pandas DataFrame, or a dict of rows.
+        found: what `hookline.sweep` gives, a matrix (a tensor, an array, nested lists), a pandas
+            DataFrame, or a dict of rows.
         rows: labels of the rows, top to bottom.
         columns: labels of the columns.
         words: what the numbers are, with their unit.
@@ -235,6 +237,12 @@ def effects(
         ax: Axes to draw on.
     """
     array, own_rows, own_columns = _labelled(found)
+    extra: list[str] = []
+    if isinstance(found, Sweep):
+        words = words or "change of the metric"
+        extra = [f"{found.corrupt:.4g} corrupt, {found.clean:.4g} clean"]
+        extra += ["approximate"] * found.approximate
+    words = words or "effect"
     rows = [str(r) for r in (own_rows if rows is None else rows) or range(len(array))]
     columns = [
         str(c) for c in (own_columns if columns is None else columns) or range(array.shape[1])
@@ -255,12 +263,16 @@ def effects(
         _write(ax, array, image)
     along = label_ticks(ax, "y", rows) if not fewer else []
     across = label_ticks(ax, "x", columns) if not fewer else []
-    title(ax, words[:1].upper() + words[1:], [*fewer, *dict.fromkeys(along + across), *notes])
+    remarks = [*extra, *fewer, *dict.fromkeys(along + across), *notes]
+    title(ax, words[:1].upper() + words[1:], remarks)
     return figure_of(ax)
 
 
 def _labelled(found: Any) -> tuple[Array, list[str] | None, list[str] | None]:
     """A matrix with the labels that it brings along."""
+    if isinstance(found, Sweep):
+        columns = ["whole value" if at is None else str(at) for at in found.positions]
+        return numbers(found.matrix), list(found.places), columns
     if hasattr(found, "to_numpy") and hasattr(found, "columns") and hasattr(found, "index"):
         return np.asarray(found.to_numpy(), dtype=float), list(found.index), list(found.columns)
     if isinstance(found, dict):
