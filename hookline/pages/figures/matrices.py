@@ -78,7 +78,8 @@ def weights(
         return figure_of(ax)
     columns = columns_for(len(found), 4)
     outer, cells = panels(ax, -(-len(found) // columns), columns, (2.2, 2.2), 0.74)
-    names, start = shorten([named.name for named in found], 20)
+    wide = outer.get_window_extent().width / figure_of(outer).dpi * 72 / columns  # points
+    names, start = shorten([named.name for named in found], max(10, int(wide / 5)))
     flat = [cell for line in cells for cell in line]
     said_of: list[str] = []
     for cell, named, name in zip(flat, found, names, strict=False):
