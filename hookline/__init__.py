@@ -12,6 +12,7 @@ Every value inside a model has an address, its place (`"layer1.0.conv2"`, `"fc:i
   over a whole data set → `Measurements`
 - `summarize`: what each module costs: parameters, memory, FLOPs, time → `Summary`
 - `compare`: where two models part, and by how much → `Comparison`
+- `sweep`: which places and positions matter to a metric, by patching → `Sweep`
 - `hook`: call a function with every value; the primitive
 - `preserve`, `replace_module`, `get_module`, `get_parameter`: parameters and modules
 - `attention`: the attention patterns of models that never compute them
@@ -71,6 +72,9 @@ from hookline.core.slices import (
     heads,
     last_token,
 )
+from hookline.core.tables import (
+    render_with,
+)
 from hookline.core.taps import (
     Call,
 )
@@ -84,6 +88,7 @@ from hookline.differences import (
 from hookline.errors import (
     BatchError,
     ChangeError,
+    FigureError,
     GradientNotAvailable,
     HarvestError,
     HooklineError,
@@ -114,6 +119,9 @@ from hookline.guards import (
 )
 from hookline.harvesting import (
     harvest,
+)
+from hookline.notebooks import (
+    render,
 )
 from hookline.ready_changes import (
     add,
@@ -160,6 +168,13 @@ from hookline.summaries import (
     ModuleCosts,
     Summary,
 )
+from hookline.sweeping import (
+    sweep,
+)
+from hookline.sweeps import (
+    Effect,
+    Sweep,
+)
 from hookline.watching import (
     Measured,
     watch,
@@ -174,6 +189,8 @@ __all__ = [
     "Comparison",
     "Covariance",
     "Difference",
+    "Effect",
+    "FigureError",
     "Finding",
     "GradientNotAvailable",
     "HarvestError",
@@ -209,6 +226,7 @@ __all__ = [
     "Store",
     "StoreError",
     "Summary",
+    "Sweep",
     "TopK",
     "ValueChanged",
     "Variance",
@@ -242,6 +260,7 @@ __all__ = [
     "scale",
     "select",
     "summarize",
+    "sweep",
     "watch",
     "zero",
 ]

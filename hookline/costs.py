@@ -23,7 +23,7 @@ from hookline.errors import BatchError
 from hookline.flops import FlopCounter
 from hookline.made_batches import make_batch, needs_whole_numbers, refused_shapes
 from hookline.summaries import ModuleCosts, Summary
-from hookline.trial_runs import Mode, copied, run, trial
+from hookline.trial_runs import Mode, copied, nodes_of, pull_back, run, trial
 
 __all__ = ["summarize"]
 
@@ -225,7 +225,7 @@ def _run(model: nn.Module, batch: Any, backward: bool | Loss) -> None:
         output = run(model, copied(batch))
         if backward is not False:
             roots = _roots(output, backward)
-            _pull_back(roots, _nodes(roots))
+            pull_back(roots)
 
 
 def _roots(output: Any, backward: bool | Loss) -> list[Tensor]:
@@ -246,38 +246,6 @@ def _roots(output: Any, backward: bool | Loss) -> list[Tensor]:
     return roots
 
 
-def _nodes(roots: list[Tensor]) -> list[Any]:
-    """The autograd nodes that a backward from these tensors visits."""
-    seen: set[Any] = set()
-    waiting: list[Any] = [tensor.grad_fn for tensor in roots]
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            waiting += [following for following, _ in node.next_functions]
-    return list(seen)
-
-
-def _pull_back(roots: list[Tensor], nodes: list[Any]) -> None:
-    """A backward that leaves no gradient anywhere."""
-    starts = [torch.ones_like(tensor) for tensor in roots]
-    variables = [node.variable for node in nodes if hasattr(node, "variable")]
-    variables = [variable for variable in variables if variable.requires_grad]
-    reentrant = any(node.name() == "CheckpointFunctionBackward" for node in nodes)
-    if variables and not reentrant:
-        torch.autograd.grad(roots, variables, starts, allow_unused=True)
-        return
-    # Reentrant checkpointing works in backward() only, which leaves gradients behind.
-    before = [(variable, variable.grad) for variable in variables]
-    try:
-        for variable in variables:
-            variable.grad = None  # else it is added to, in place
-        torch.autograd.backward(roots, starts)
-    finally:
-        for variable, grad in before:
-            variable.grad = grad
-
-
 def _timed(
     model: nn.Module, batch: Any, backward: bool | Loss, device: torch.device | None
 ) -> tuple[CallTree, float, float]:
@@ -296,11 +264,11 @@ def _timed(
         if backward is False:
             return tree, middle - start, 0.0
         roots = _roots(output, backward)
-        nodes = _nodes(roots)
+        nodes = nodes_of(roots)
         handles = [handle for node in nodes for handle in _watch(node, tree, clock)]
         middle, forward = clock(), middle - start
         try:
-            _pull_back(roots, nodes)
+            pull_back(roots, nodes)
         finally:
             for handle in handles:
                 handle.remove()

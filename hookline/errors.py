@@ -21,7 +21,8 @@
     ├── RunError (ValueError)              a run directory cannot be written or read as asked
     ├── NonFiniteError (ArithmeticError)   guard found a NaN or an infinity
     ├── ReplayError (ValueError)           what a guard has written cannot be run again
-    └── ReportError (ValueError)           a page cannot be made or served as asked
+    ├── ReportError (ValueError)           a page cannot be made or served as asked
+    └── FigureError (ValueError)           a figure cannot be drawn of what was given
 
     HooklineWarning (UserWarning)
 
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BatchError",
     "ChangeError",
+    "FigureError",
     "GradientNotAvailable",
     "HarvestError",
     "HooklineError",
@@ -174,6 +176,10 @@ class ReplayError(HooklineError, ValueError):
 
 class ReportError(HooklineError, ValueError):
     """A page cannot be made of that, or a folder cannot be served."""
+
+
+class FigureError(HooklineError, ValueError):
+    """A figure cannot be drawn of what was given."""
 
 
 class HooklineWarning(UserWarning):

@@ -1,6 +1,7 @@
 """What is wrong with a training run, in words and numbers.
 
 - `Finding`: one thing that was noticed: what, where, at which step, by which evidence
+- `Findings`: a list of them that notebooks show as a table
 - `to_json`, `from_json`: numbers, also those that are not finite
 """
 
@@ -11,7 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
-__all__ = ["Finding", "Severity", "from_json", "to_json"]
+from hookline.core.tables import as_html
+
+__all__ = ["Finding", "Findings", "Severity", "from_json", "to_json"]
 
 Severity = Literal["warning", "error"]
 
@@ -48,6 +51,9 @@ class Finding:
         text = f"step {self.step}: {self.kind}{where}: {self.message} {self.advice}"
         return text.rstrip()
 
+    def _repr_html_(self) -> str:
+        return Findings([self])._repr_html_()
+
     def to_dict(self) -> dict[str, Any]:
         """What it holds, fit for JSON: numbers that are not finite are spelled as text."""
         found = {name: getattr(self, name) for name in _TEXTS}
@@ -69,6 +75,24 @@ class Finding:
         numbers = {str(name): from_json(value) for name, value in named.items()}
         texts: dict[str, Any] = {name: content[name] for name in _TEXTS}
         return cls(step=step, evidence=numbers, **texts)
+
+
+class Findings(list[Finding]):
+    """What was noticed, in its order: a list, which notebooks show as a table.
+
+    >>> Findings([Finding("dead units", "2", 150, "31 of 64 units gave only zeros.")])
+    [Finding(kind='dead units', place='2', step=150, ...)]
+    """
+
+    def _repr_html_(self) -> str:
+        errors = sum(one.severity == "error" for one in self)
+        title = f"{len(self) or 'No'} finding{'s' * (len(self) != 1)}"
+        title += f", {errors} of them error{'s' * (errors != 1)}" if errors else ""
+        rows = [("place", "step", "found", "", "what to try")]
+        for one in self:
+            what = f"{one.severity}: {one.kind}" if one.severity == "error" else one.kind
+            rows.append((one.place or "''", f"{one.step:,}", what, one.message, one.advice))
+        return as_html(title, rows)
 
 
 _TEXTS = ("kind", "place", "message", "advice", "severity")

@@ -165,7 +165,7 @@ class Recipe:
         return as_text(*self._table()) if self._entries else self._table()[0]
 
     def _repr_html_(self) -> str:
-        return as_html(*self._table()) if self._entries else html.escape(self._table()[0])
+        return as_html(*self._table(), self) if self._entries else html.escape(self._table()[0])
 
     def _table(self) -> tuple[str, list[tuple[str, ...]]]:
         count = len(self._entries)

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from hookline.core.tables import as_html, as_text
 from hookline.errors import NotCaptured
-from hookline.findings import Finding, from_json
+from hookline.findings import Finding, Findings, from_json
 from hookline.run_files import (
     Head,
     Row,
@@ -291,7 +291,7 @@ class Run:
 
     def findings(self) -> list[Finding]:
         """What was noticed, in the order of its being written."""
-        return [one for number in self.segments for one in self._segments[number].findings]
+        return Findings(one for n in self.segments for one in self._segments[n].findings)
 
     # -- inside ---------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@
 - `run(model, batch)`: call a model on a batch, or let a function call it
 - `copied(batch)`: the same batch in memory of its own, as models may write into it
 - `same_random_numbers(*models)`: a context; random numbers drawn inside are drawn again after it
+- `pull_back(roots)`: a backward that leaves no gradient; `nodes_of(roots)`: what it visits
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from hookline.core.places import Place
 from hookline.core.snapshots import duplicate
 from hookline.core.tree import join, walk
 
-__all__ = ["Mode", "copied", "run", "same_random_numbers", "trial"]
+__all__ = ["Mode", "copied", "nodes_of", "pull_back", "run", "same_random_numbers", "trial"]
 
 Mode = Literal["eval", "train"]
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, nn.Module)
@@ -142,3 +143,42 @@ def same_random_numbers(*models: nn.Module) -> Generator[None]:
         finally:
             random.setstate(python)
             np.random.set_state(numbers)
+
+
+def nodes_of(roots: list[Tensor]) -> list[Any]:
+    """The autograd nodes that a backward from these tensors visits."""
+    seen: set[Any] = set()
+    waiting: list[Any] = [tensor.grad_fn for tensor in roots]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            waiting += [following for following, _ in node.next_functions]
+    return list(seen)
+
+
+def pull_back(roots: list[Tensor], nodes: list[Any] | None = None) -> None:
+    """A backward that leaves no gradient anywhere.
+
+    >>> layer = nn.Linear(2, 2)
+    >>> pull_back([layer(torch.ones(1, 2))])
+    >>> layer.weight.grad is None
+    True
+    """
+    nodes = nodes_of(roots) if nodes is None else nodes
+    starts = [torch.ones_like(tensor) for tensor in roots]
+    variables = [node.variable for node in nodes if hasattr(node, "variable")]
+    variables = [variable for variable in variables if variable.requires_grad]
+    reentrant = any(node.name() == "CheckpointFunctionBackward" for node in nodes)
+    if variables and not reentrant:
+        torch.autograd.grad(roots, variables, starts, allow_unused=True)
+        return
+    # Reentrant checkpointing works in backward() only, which leaves gradients behind.
+    before = [(variable, variable.grad) for variable in variables]
+    try:
+        for variable in variables:
+            variable.grad = None  # else it is added to, in place
+        torch.autograd.backward(roots, starts)
+    finally:
+        for variable, grad in before:
+            variable.grad = grad

@@ -21,7 +21,7 @@ from hookline.core.contexts import Anchored
 from hookline.core.places import Where
 from hookline.diagnosis import Diagnosis
 from hookline.errors import HooklineWarning, PlaceError, RunError
-from hookline.findings import Finding
+from hookline.findings import Finding, Findings
 from hookline.looking import Looking, Plan, unwrapped
 from hookline.ranks import gathered, rank_of, ranks_in
 from hookline.run_files import BINS, ROW_KINDS
@@ -256,7 +256,7 @@ class watch(Anchored):
 
     def findings(self) -> list[Finding]:
         """What was noticed so far, in order; each thing once."""
-        return list(self._found)
+        return Findings(self._found)
 
     def log(self, step: int | None = None, /, **scalars: float | torch.Tensor) -> None:
         """Write numbers such as the loss: `watching.log(loss=loss)` before the step ends.

@@ -270,9 +270,12 @@ def test_a_quantised_model_is_compared_with_the_float_one():
     assert row.dtype_b == "qint8"
 
 
-def test_sparse_and_complex_values_are_compared():
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_sparse_ragged_and_complex_values_are_compared():
     x = torch.eye(3)
     assert hl.compare(Gives(lambda x: x.to_sparse()), Gives(lambda x: x), x).equal
+    ragged = Gives(lambda x: torch.nested.nested_tensor([x[0], x[1, :2]]))
+    assert hl.compare(ragged, ragged, x).equal
     row = hl.compare(Gives(lambda x: x * 1j), Gives(lambda x: x * 2j), x)[""]
     assert row.relative == 1
     assert row.error == 1

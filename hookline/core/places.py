@@ -1,6 +1,7 @@
 """Every value inside a model has an address, its place.
 
 - `Place`: the address of a value, a string with its pieces as attributes
+- `Places`: a list of them that notebooks show as a table
 - `select(model, *where)`: the places that match, in model order
 - `Target`: a place found in a model, with the module that it belongs to
 - `resolve(model, wheres)`: what was asked for, as targets
@@ -23,7 +24,7 @@ from hookline.core.nested import Path, show_path
 from hookline.core.tree import Step, exists, find, find_tensors, join, tensors_of, walk
 from hookline.errors import HooklineError, NotHookable, PlaceError, PlaceNotFound
 
-__all__ = ["Place", "Request", "Target", "Where", "resolve", "select"]
+__all__ = ["Place", "Places", "Request", "Target", "Where", "resolve", "select"]
 
 _LIST = "List what there is with hookline.select(model, '**', '**:value')."
 Predicate = Callable[[str, nn.Module], bool]
@@ -55,6 +56,21 @@ class Place(str):
 
     def __getnewargs__(self) -> tuple[Any, ...]:
         return self.path, self.port, self.parts, self.operation
+
+
+class Places(list[Place]):
+    """The places that `select` found: a list, which notebooks show as a table."""
+
+    def __init__(self, found: dict[Place, str]) -> None:
+        super().__init__(found)
+        self._kinds = found  # the type of the module, or the shape of the parameter or buffer
+
+    def _repr_html_(self) -> str:
+        from hookline.core.tables import as_html
+
+        rows = [(str(place) or "''", self._kinds.get(place, "")) for place in self]
+        title = f"{len(self)} place{'s' * (len(self) != 1)}"
+        return as_html(title, [("place", "of"), *rows])
 
 
 class Target:
@@ -139,7 +155,16 @@ def select(model: nn.Module | Tensor, *where: Where, inputs: Any = None) -> list
         return [target.place for target in targets]
     names = {id(module): (n, path) for n, (path, module) in enumerate(walk(model))}
     targets.sort(key=lambda target: names[target.ident])
-    return list(dict.fromkeys(t.place_at(names[t.ident][1]) for t in targets))
+    return Places({t.place_at(names[t.ident][1]): _kind_of(t) for t in targets})
+
+
+def _kind_of(target: Target) -> str:
+    if target.attribute is None:
+        return type(target.module).__name__
+    from hookline.core.tables import describe
+
+    tensor = target.tensor()
+    return "" if tensor is None else describe(tensor)
 
 
 def resolve(

@@ -252,7 +252,7 @@ class Record:
         return tables.as_text(*self._table())
 
     def _repr_html_(self) -> str:
-        return tables.as_html(*self._table())
+        return tables.as_html(*self._table(), self)
 
     def _table(self) -> tuple[str, list[tuple[str, ...]]]:
         rows: list[tuple[str, ...]] = [("place", "calls", "shape", "dtype", "")]

@@ -1,7 +1,8 @@
 """Small tables: what a record looks like as text and in a notebook.
 
 - `rows_of(place, values, checks, spread)`: the rows for one place
-- `as_text(title, rows)`, `as_html(title, rows)`: a table
+- `as_text(title, rows)`, `as_html(title, rows, subject)`: a table
+- `render_with(function)`: what makes the HTML from now on
 - `bytes_of(tensor)`, `show_bytes(n)`: a size, and a size for people
 """
 
@@ -16,7 +17,7 @@ from torch import Tensor
 from hookline.core.distributed import local, placements
 from hookline.core.nested import Path, children, leaves, show_path
 
-__all__ = ["as_html", "as_text", "bytes_of", "describe", "rows_of", "show_bytes"]
+__all__ = ["as_html", "as_text", "bytes_of", "describe", "render_with", "rows_of", "show_bytes"]
 
 _MOST = 60  # rows shown
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
@@ -99,8 +100,19 @@ def as_text(title: str, rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([title, *(form.format(*row).rstrip() for row in rows)])
 
 
-def as_html(title: str, rows: Sequence[Sequence[str]]) -> str:
-    """The same as a small HTML table; names are escaped."""
+Renderer = Callable[[str, Sequence[Sequence[str]], Any], str]
+_renderers: list[Renderer] = []
+
+
+def render_with(function: Renderer) -> None:
+    """Let a function make the HTML: hookline.notebooks has one, and nothing here knows of it."""
+    _renderers[:] = [function]
+
+
+def as_html(title: str, rows: Sequence[Sequence[str]], subject: Any = None) -> str:
+    """The same as a small HTML table; names are escaped. The subject is what the rows describe."""
+    for render in _renderers:
+        return render(title, rows, subject)
     cell = "<{0} style='text-align:left'>{1}</{0}>".format
     table = ""
     for n, row in enumerate(_shown(rows)):

@@ -139,7 +139,7 @@ class Measurements(Mapping[str, Mapping[str, Any]]):
         return as_text(title, rows) if len(rows) > 1 else title
 
     def _repr_html_(self) -> str:
-        return as_html(*self._table())
+        return as_html(*self._table(), self)
 
     def _table(self) -> tuple[str, list[tuple[str, ...]]]:
         names = list(dict.fromkeys(name for named in self.statistics.values() for name in named))

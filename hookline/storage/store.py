@@ -177,7 +177,8 @@ class Store:
         return repr(self.info())
 
     def _repr_html_(self) -> str:
-        return self.info()._repr_html_()
+        info = self.info()
+        return as_html(info.title, info.table, self)
 
 
 @dataclass(frozen=True, repr=False)

@@ -1,0 +1,328 @@
+"""sweep: patching by hand, with plain hooks, is the oracle."""
+
+import json
+
+import pytest
+import torch
+from helpers import assert_clean, assert_same_state, state_bits
+from torch import nn
+
+import hookline as hl
+
+
+class Mixer(nn.Module):
+    """Tokens that see one another, as in a small transformer; values are batch × token × width."""
+
+    def __init__(self, linear=False):
+        super().__init__()
+        self.embed = nn.Embedding(9, 6)
+        self.blocks = nn.ModuleList([nn.Linear(6, 6) for _ in range(3)])
+        self.act = nn.Identity() if linear else nn.Tanh()
+        self.head = nn.Linear(6, 9)
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = x + self.act(block(x + x.cumsum(1)))
+        return self.head(x)[:, -1]
+
+
+def metric(logits):
+    return (logits[:, 1] - logits[:, 2]).mean()
+
+
+CLEAN = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
+CORRUPT = torch.tensor([[1, 0, 3, 4], [5, 0, 7, 1]])
+
+
+@torch.no_grad()
+def by_hand(model, clean, corrupt, name, position, measure=metric):
+    """Patch one place with a plain hook."""
+    module, kept = model.get_submodule(name), []
+    handle = module.register_forward_hook(lambda m, i, o: kept.append(o.clone()))
+    model(clean)
+    handle.remove()
+
+    def put(m, i, o):
+        new = o.clone()
+        if position is None:
+            return kept[0]
+        new[:, position] = kept[0][:, position]
+        return new
+
+    handle = module.register_forward_hook(put)
+    value = float(measure(model(corrupt)))
+    handle.remove()
+    return value
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 5, 100])
+@pytest.mark.parametrize("positions", [None, "all", [0, -1]])
+def test_a_sweep_gives_what_patching_by_hand_gives(batch_size, positions):
+    model, where = Mixer(), ["embed", "blocks.*", "head"]
+    found = hl.sweep(
+        model, CLEAN, CORRUPT, where, metric, positions=positions, batch_size=batch_size
+    )
+    wanted = {None: [None], "all": [0, 1, 2, 3]}.get(
+        positions if isinstance(positions, str | None) else 0, [0, 3]
+    )
+    assert found.places == ["embed", "blocks.0", "blocks.1", "blocks.2", "head"]
+    assert [(e.place, e.position) for e in found] == [(p, n) for p in found.places for n in wanted]
+    with torch.no_grad():
+        corrupt, clean = float(metric(model(CORRUPT))), float(metric(model(CLEAN)))
+    assert found.corrupt == pytest.approx(corrupt)
+    assert found.clean == pytest.approx(clean)
+    for effect in found:
+        expected = by_hand(model, CLEAN, CORRUPT, effect.place, effect.position)
+        assert effect.value == pytest.approx(expected, abs=1e-6)
+        assert effect.change == pytest.approx(expected - corrupt, abs=1e-6)
+        assert effect.share == pytest.approx((expected - corrupt) / (clean - corrupt), abs=1e-5)
+    assert found.matrix.shape == (5, len(wanted))
+    assert found.matrix[3, -1] == found["blocks.2", wanted[-1]].change
+    assert torch.allclose(found.shares, found.matrix / (found.clean - found.corrupt))
+    if batch_size > 1:
+        assert found.runs == 1 + -(-len(found) // batch_size)
+        assert not found.notes
+    else:
+        assert found.runs == len(found)
+
+
+def test_a_whole_value_late_in_the_model_restores_everything():
+    found = hl.sweep(Mixer(), CLEAN, CORRUPT, "head", metric)
+    assert found["head"].share == pytest.approx(1)
+    assert found.best is found["head"]
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("positions", [None, "all"])
+def test_the_estimate_is_exact_for_a_linear_model(positions, frozen):
+    model = Mixer(linear=True).requires_grad_(not frozen)
+    where = ["embed", "blocks.*", "head", "blocks.1:input"]
+    exact = hl.sweep(model, CLEAN, CORRUPT, where, metric, positions=positions)
+    guess = hl.sweep(model, CLEAN, CORRUPT, where, metric, positions=positions, approximate=True)
+    assert guess.places == exact.places
+    assert guess.positions == exact.positions
+    assert torch.allclose(guess.matrix, exact.matrix, atol=1e-5)
+    assert exact.matrix.abs().max() > 0.01
+    assert guess.approximate
+    assert guess.runs == 0
+    assert "approximate" in str(guess)
+    assert all(p.grad is None and p.requires_grad != frozen for p in model.parameters())
+
+
+def test_the_estimate_is_gradient_times_difference_for_any_model():
+    model = Mixer()
+    guess = hl.sweep(model, CLEAN, CORRUPT, "blocks.0", metric, approximate=True)
+    kept = []
+    handle = model.blocks[0].register_forward_hook(lambda m, i, o: kept.append(o))
+    model(CLEAN)
+    loss = metric(model(CORRUPT))
+    handle.remove()
+    (gradient,) = torch.autograd.grad(loss, kept[1])
+    expected = ((kept[0] - kept[1]) * gradient).sum().detach()
+    assert guess["blocks.0"].change == pytest.approx(float(expected), rel=1e-4)
+
+
+def test_in_place_modules_and_inputs_are_estimated_too():
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(inplace=True), nn.Linear(4, 1, bias=False))
+    with torch.no_grad():
+        model[0].weight.abs_(), model[0].bias.fill_(1)  # the ReLU is linear here
+    clean, corrupt = torch.rand(2, 3), torch.rand(2, 3)
+    where = ["0", "1", "0:input"]
+    exact = hl.sweep(model, clean, corrupt, where, torch.sum)
+    guess = hl.sweep(model, clean, corrupt, where, torch.sum, approximate=True)
+    assert torch.allclose(guess.matrix, exact.matrix, atol=1e-5)
+    assert exact["0"].share == pytest.approx(1)
+
+
+def test_other_changes_are_swept_too():
+    model = Mixer()
+    for change in (
+        hl.zero(),
+        hl.zero,
+        torch.zeros_like,
+        lambda value, call: value * 0,
+        torch.tensor(0.0),
+    ):
+        found = hl.sweep(model, CLEAN, CORRUPT, "blocks.*", metric, change=change, positions="all")
+        for effect in found:
+            spot = (slice(None), slice(effect.position, effect.position + 1))
+            with torch.no_grad(), hl.edit(model, effect.place, hl.zero(), at=spot):
+                assert effect.value == pytest.approx(float(metric(model(CORRUPT))), abs=1e-6)
+    with pytest.raises(hl.BatchError, match="Only what the clean run had"):
+        hl.sweep(model, CLEAN, CORRUPT, "head", metric, change=hl.zero(), approximate=True)
+
+
+class Mean(nn.Module):
+    """Samples mix: each row sees the mean of the batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(3, 3)
+
+    def forward(self, x):
+        x = self.fc(x)
+        return (x - x.mean(0)) * torch.arange(1.0, 1 + len(x))[:, None]
+
+
+def test_models_that_mix_samples_run_one_change_at_a_time():
+    model, clean, corrupt = Mean(), torch.randn(2, 3), torch.randn(2, 3)
+    found = hl.sweep(model, clean, corrupt, "fc", lambda out: out[0, 0], positions="all")
+    for effect in found:
+        expected = by_hand(model, clean, corrupt, "fc", effect.position, lambda out: out[0, 0])
+        assert effect.value == pytest.approx(expected, abs=1e-5)
+    assert found.notes == [
+        "one change a forward: copies of the batch in one forward do not give what it gives alone"
+    ]
+
+
+def test_where_the_batch_is_not_first_one_change_runs_at_a_time():
+    model = nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0)  # positions come first
+
+    class Turned(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.out = model, nn.Linear(6, 1)
+
+        def forward(self, x):
+            return self.out(self.layer(x.transpose(0, 1)).transpose(0, 1))
+
+    turned, clean, corrupt = Turned(), torch.randn(2, 4, 6), torch.randn(2, 4, 6)
+    found = hl.sweep(turned, clean, corrupt, ["layer", "out"], torch.sum, positions=[0], dim=0)
+    assert "the batch is not first" in found.notes[0]
+    together = hl.sweep(turned, clean, corrupt, ["layer", "out"], torch.sum)
+    assert together["out"].share == pytest.approx(1, abs=1e-4)
+    alone = hl.sweep(turned, clean, corrupt, ["layer", "out"], torch.sum, batch_size=1)
+    assert torch.allclose(together.matrix, alone.matrix, atol=1e-4)
+
+
+def test_dicts_tuples_and_functions_are_batches_too():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x, y):
+            return {"sum": self.a(x) + self.b(y)}
+
+    model = Two()
+    (x, y), (u, v) = torch.randn(2, 2, 3), torch.randn(2, 2, 3)
+    measure = lambda out: out["sum"].sum()  # noqa: E731
+    by_tuple = hl.sweep(model, (x, y), (u, v), "*", measure, positions="all")
+    by_dict = hl.sweep(model, {"x": x, "y": y}, {"x": u, "y": v}, "*", measure, positions="all")
+    by_call = hl.sweep(model, lambda m: m(x, y), lambda m: m(u, v), "*", measure, positions="all")
+    assert torch.allclose(by_tuple.matrix, by_dict.matrix, atol=1e-5)
+    assert torch.allclose(by_tuple.matrix, by_call.matrix, atol=1e-5)
+    assert by_call.runs == len(by_call) > by_dict.runs
+
+
+def test_parts_of_nested_values_are_swept():
+    model = nn.Sequential(nn.LSTM(3, 4, batch_first=True))
+    clean, corrupt = torch.randn(2, 5, 3), torch.randn(2, 5, 3)
+    measure = lambda out: out[0].sum()  # noqa: E731
+    found = hl.sweep(model, clean, corrupt, "0[0]", measure, positions="all")
+    for effect in found:
+        with torch.no_grad(), hl.capture(model, "0[0]") as record:
+            model(clean)
+        spot = (slice(None), effect.position)
+        with torch.no_grad(), hl.edit(model, "0[0]", hl.patch(record), at=spot):
+            assert effect.value == pytest.approx(float(measure(model(corrupt))), abs=1e-5)
+    with pytest.raises(hl.SeveralTensors, match=r"\[0\].*\[1\]\[0\]"):
+        hl.sweep(model, clean, corrupt, "0", measure)
+
+
+def test_modules_that_are_not_called_are_left_out_of_a_glob():
+    model = Mixer()
+    model.unused = nn.Linear(2, 2)
+    assert "unused" not in hl.sweep(model, CLEAN, CORRUPT, "*", metric).places
+    with pytest.raises(hl.NeverFired, match="unused"):
+        hl.sweep(model, CLEAN, CORRUPT, "unused", metric)
+
+
+def test_what_cannot_be_swept_is_refused_with_a_remedy():
+    model = Mixer()
+    with pytest.raises(hl.BatchError, match=r"one number\. It gave a Tensor of shape \(2, 9\)"):
+        hl.sweep(model, CLEAN, CORRUPT, "head", lambda out: out)
+    with pytest.raises(hl.BatchError, match=r"It gave a str\."):
+        hl.sweep(model, CLEAN, CORRUPT, "head", lambda out: "much")
+    with pytest.raises(hl.BatchError, match=r"\[7\] along dim=1 .* has the shape \(2, 4, 9\)"):
+        hl.sweep(model, CLEAN, CORRUPT, "head", metric, positions=[7])
+    with pytest.raises(hl.BatchError, match="dim=3"):
+        hl.sweep(model, CLEAN, CORRUPT, "head", metric, positions="all", dim=3)
+    with pytest.raises(hl.PlaceError, match="not parameters or gradients"):
+        hl.sweep(model, CLEAN, CORRUPT, "head.weight", metric)
+    with pytest.raises(hl.ChangeError, match=r"\(2, 3, 6\).*\(2, 4, 6\)"):
+        hl.sweep(model, CLEAN[:, :3], CORRUPT, "embed", metric)
+    with pytest.raises(hl.BatchError, match="The metric has no gradient"):
+        hl.sweep(model, CLEAN, CORRUPT, "head", lambda out: float(metric(out)), approximate=True)
+    with pytest.raises(hl.BatchError, match="of the same shape"):
+        hl.sweep(model, CLEAN[:, :3], CORRUPT, "embed", metric, approximate=True)
+    assert_clean(model)
+
+
+@pytest.mark.parametrize("approximate", [False, True])
+def test_the_model_is_as_before(approximate):
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout(0.5), nn.Linear(3, 1))
+    model[2].eval()
+    grad = model[0].weight.grad = torch.ones(3, 3)
+    state, random = state_bits(model), torch.get_rng_state()
+    modes = [m.training for m in model.modules()]
+    clean, corrupt = (torch.randn(4, 3, generator=torch.Generator()) for _ in range(2))
+    hl.sweep(model, clean, corrupt, "0", torch.sum, approximate=approximate)
+    assert_clean(model)
+    assert_same_state(model, state)
+    assert torch.equal(random, torch.get_rng_state())
+    assert [m.training for m in model.modules()] == modes
+    assert model[0].weight.grad is grad
+    assert bool((grad == 1).all())
+    assert model[3].weight.grad is None
+
+
+def test_dropout_draws_the_same_numbers_in_every_run():
+    model = nn.Sequential(nn.Linear(3, 30), nn.Dropout(0.5), nn.Identity())
+    clean, corrupt = torch.randn(2, 3), torch.randn(2, 3)
+    found = hl.sweep(model, clean, clean, "*", torch.sum)
+    assert found.matrix.abs().max() < 1e-5  # nothing differs
+    found = hl.sweep(model, clean, corrupt, "2", torch.sum)
+    assert found["2"].value == pytest.approx(found.clean, abs=1e-4)
+
+
+def test_progress_is_told_or_drawn(capsys):
+    told = []
+    model = Mixer()
+    hl.sweep(
+        model, CLEAN, CORRUPT, "blocks.*", metric, batch_size=2, progress=lambda *n: told.append(n)
+    )
+    assert told == [(2, 3), (3, 3)]
+    hl.sweep(model, CLEAN, CORRUPT, "blocks.*", metric, progress=False)
+    assert capsys.readouterr().err == ""
+
+
+def test_without_tqdm_there_is_no_bar(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "tqdm.auto", None)
+    assert len(hl.sweep(Mixer(), CLEAN, CORRUPT, "blocks.*", metric)) == 3
+
+
+def test_a_sweep_is_shown_and_is_plain_data():
+    found = hl.sweep(Mixer(), CLEAN, CORRUPT, "blocks.*", metric, positions="all")
+    content = found.to_dict()
+    assert json.loads(json.dumps(content)) == content
+    assert content["positions"] == [0, 1, 2, 3]
+    assert len(content["effects"]) == 12
+    frame = found.to_pandas()
+    assert list(frame.columns) == ["place", "position", "value", "change", "share"]
+    assert frame.pivot(index="place", columns="position", values="change").shape == (3, 4)
+    assert "Sweep over 3 places × 4 positions" in str(found)
+    assert "<table>" in found._repr_html_()
+    assert max(map(len, found.show(width=60).splitlines())) <= 60
+    with pytest.raises(hl.NotCaptured, match="12 results"):
+        found["blocks.0"]
+    same = hl.sweep(Mixer(), CLEAN, CLEAN, "blocks.0", metric)
+    assert same["blocks.0"].share is None
+    assert same.shares.isnan().all()
+
+
+def test_of_many_effects_the_largest_are_shown():
+    model = nn.Sequential(*[nn.Identity() for _ in range(70)])
+    found = hl.sweep(model, torch.ones(1, 2), torch.zeros(1, 2), "*", torch.sum)
+    assert "the 60 largest changes of 70; all are in sweep.rows" in str(found)
