@@ -1,6 +1,7 @@
 """Which call of which module something happens in, forward and backward.
 
 - `CallTree(model)`: a context that follows all calls while a model runs
+- `size_of(tensor)`: its bytes
 - `Step`: one call of one module, with the call that it was made from
 
 Forwards are followed by hooks. In a backward, the sequence number of an autograd node tells in
@@ -11,10 +12,11 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hookline.core.gradients import is_over, sequence
 from hookline.core.hooks import Context
@@ -24,9 +26,18 @@ from hookline.core.sites import KEEP, Frame, Tap
 from hookline.core.tables import bytes_of
 from hookline.summaries import shapes_of
 
-__all__ = ["CallTree", "Step"]
+__all__ = ["CallTree", "Step", "size_of"]
 
+_PLAIN = (Tensor, nn.Parameter)
+# Under a mode, to read the shape of a tensor is a torch call that the mode sees.
+_no_modes: Any = torch._C.DisableTorchFunction
 _node: Any = getattr(torch._C, "_current_autograd_node", lambda: None)
+
+
+def size_of(tensor: Tensor) -> int:
+    """The bytes of a tensor; quickly, as most are plain."""
+    plain = type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_nested
+    return tensor.nbytes if plain else bytes_of(tensor)
 
 
 class Step:
@@ -109,7 +120,7 @@ class CallTree(Context[Tap]):
     def _tap(self, target: Target, ref: Any) -> Tap:
         return _Begin(target, ref) if target.port == "inputs" else _End(target, ref)
 
-    @property
+    @cached_property
     def hooked(self) -> set[str]:
         """The modules that can be seen."""
         return {target.path for request in self._requests for target in request.targets}
@@ -119,6 +130,10 @@ class CallTree(Context[Tap]):
 
     def begin(self, path: str, inputs: Any, running: Any) -> None:
         """A module is called."""
+        with _no_modes():
+            self._begin(path, inputs, running)
+
+    def _begin(self, path: str, inputs: Any, running: Any) -> None:
         above = self._now()
         step = Step(path, above, running)
         if above is not None:
@@ -140,6 +155,10 @@ class CallTree(Context[Tap]):
 
     def end(self, path: str, output: Any) -> None:
         """A call is complete."""
+        with _no_modes():
+            self._end(path, output)
+
+    def _end(self, path: str, output: Any) -> None:
         now = 0.0 if self.clock is None else self.clock()
         step = self._now()
         if step is None or step.path != path:  # this was entered while the module was running
@@ -149,13 +168,13 @@ class CallTree(Context[Tap]):
         if self.clock is not None:
             step.seconds = now - step.begun
             return
-        tensors = {id(tensor): tensor for _, tensor in leaves(output)}
-        step.bytes = sum([bytes_of(tensor) for tensor in tensors.values()])
+        tensors = [output] if type(output) is Tensor else [tensor for _, tensor in leaves(output)]
+        distinct = {id(tensor): tensor for tensor in tensors}
+        step.bytes = sum([size_of(tensor) for tensor in distinct.values()])
         inputs, known, dtype = self.seen[path]
         shapes = shapes_of(output)
         if dtype is None:
-            first = next(iter(tensors.values()), None)
-            dtype = "" if first is None else str(first.dtype).removeprefix("torch.")
+            dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
             self.seen[path] = inputs, shapes, dtype
         elif known != shapes:
             self.varies.add(path)
