@@ -103,6 +103,7 @@ def _measured(model: nn.Module, batch: Any, backward: bool | Loss, time: bool) -
     if device is not None:
         torch.cuda.reset_peak_memory_stats(device)
     with tree, counter:
+        tree.remembers = counter.remembers
         _run(model, batch, backward)
     summary = _sizes(model)
     _fill(summary, tree, backward is not False)
