@@ -1,6 +1,7 @@
 """Which call of which module something happens in, forward and backward.
 
 - `CallTree(model)`: a context that follows all calls while a model runs
+- `size_of(tensor)`: its bytes
 - `Step`: one call of one module, with the call that it was made from
 
 Forwards are followed by hooks. In a backward, the sequence number of an autograd node tells in
@@ -9,32 +10,46 @@ which call the node was made: the numbers count up, so each call has a range of 
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_right
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from hookline.core.arguments import bind
 from hookline.core.gradients import sequence
 from hookline.core.hooks import Context
 from hookline.core.nested import leaves
 from hookline.core.places import Request, Target, resolve
+from hookline.core.sites import ACTIVE, Site
 from hookline.core.tables import bytes_of
-from hookline.core.taps import KEEP, Frame, Tap, is_over
+from hookline.core.taps import Tap, is_over
+from hookline.flops import key_of, no_dispatch
 from hookline.summaries import shapes_of
 
-__all__ = ["CallTree", "Step"]
+__all__ = ["CallTree", "Step", "size_of"]
 
+_PLAIN = (Tensor, nn.Parameter)
+# Under a mode, to read the shape of a tensor is a torch call that the mode sees.
+_no_modes: Any = torch._C.DisableTorchFunction
 _node: Any = getattr(torch._C, "_current_autograd_node", lambda: None)
+
+
+def size_of(tensor: Tensor) -> int:
+    """The bytes of a tensor; quickly, as most are plain."""
+    plain = type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_nested
+    return tensor.nbytes if plain else bytes_of(tensor)
 
 
 class Step:
     """One call of one module, in the tree of calls."""
 
     __slots__ = (
-        "backward", "begun", "bytes", "flops", "inner", "parent", "path", "running", "seconds",
-        "start", "stop",
+        "backward", "begun", "bytes", "flops", "inner", "key", "parent", "path",
+        "running", "seconds", "start", "stop",
     )  # fmt: skip
 
     def __init__(self, path: str, parent: Step | None, running: Any) -> None:
@@ -44,6 +59,7 @@ class Step:
         self.backward: float = 0  # FLOPs, or seconds where those are measured
         self.begun = self.seconds = 0.0
         self.inner = False  # whether it called other modules
+        self.key: Any = None  # what its FLOPs depend on, if that is known
 
     def above(self) -> set[str]:
         """The modules in whose calls this one stands, its own too; a recursive one once."""
@@ -55,20 +71,35 @@ class Step:
         return found
 
 
-class _Begin(Tap):
-    replaces = False
+class _Site(Site):
+    """The hooks of a tree on one module: with less to do in a call than other contexts have."""
 
-    def receive(self, value: Any, index: int, recomputed: bool, frame: Frame | None) -> Any:
-        cast("CallTree", self.context()).begin(self.target.path, value, cast(Frame, frame).running)
-        return KEEP
+    path = ""
 
+    def prepare(self) -> None:
+        self.paired = True  # both hooks are wanted
 
-class _End(Tap):
-    replaces = False
+    def before(self, module: nn.Module, args: Any, kwargs: dict[str, Any] | None = None) -> None:
+        """The pre-forward hook."""
+        tree = self._tree(module)
+        if tree is not None:
+            tree.wake()
+            with _no_modes():
+                known = tree.begin(module, self.path, args, kwargs or {}, sys._getframe(1))
+            if known:
+                tree.sleep()
 
-    def receive(self, value: Any, index: int, recomputed: bool, frame: Frame | None) -> Any:
-        cast("CallTree", self.context()).end(self.target.path, value)
-        return KEEP
+    def after(self, module: nn.Module, args: Any, *rest: Any) -> None:
+        """The forward hook."""
+        tree = self._tree(module)
+        if tree is not None:
+            tree.wake()
+            with _no_modes():
+                tree.end(self.path, rest[-1])
+
+    def _tree(self, module: nn.Module) -> CallTree | None:
+        ours = not self.closed and module is self.module and self.owner in ACTIVE.get()
+        return cast("Any", self.context)() if ours else None
 
 
 def _every(name: str, module: nn.Module) -> bool:
@@ -102,14 +133,37 @@ class CallTree(Context[Tap]):
         self.seen: dict[str, tuple[Any, Any, str | None]] = {}
         self.varies: set[str] = set()
         self.outside = self.outside_backward = 0  # FLOPs in no call
+        self.known: dict[Any, int] = {}  # FLOPs of calls of simple modules
+        self.remembers = False  # whether such calls are counted only once
+        self.guards: Any = None  # that keep modes off while such a call runs
 
     def _resolve(self) -> list[Request]:
-        return resolve(self._model, ((_every, ":inputs"), _every))
+        return resolve(self._model, (_every,))
 
-    def _tap(self, target: Target, ref: Any) -> Tap:
-        return _Begin(target, ref) if target.port == "inputs" else _End(target, ref)
+    def _place(self, target: Target, ref: Any, owner: int | None) -> None:
+        self._taps[target.key] = Tap(target, ref)
+        site = _Site(target.module, ref, owner)
+        site.path = target.path
+        self._sites[target.ident] = (target.module, site)
 
-    @property
+    def _stop(self) -> None:
+        self.wake()
+        super()._stop()
+
+    def sleep(self) -> None:
+        """Let no mode see the operations of the call that begins: what they cost is known."""
+        function = _no_modes()
+        function.__enter__()
+        self.guards = function, no_dispatch()
+
+    def wake(self) -> None:
+        """The call has ended, or raised; fine if nothing is asleep."""
+        if self.guards is not None:
+            function, _ = self.guards
+            self.guards = None
+            function.__exit__(None, None, None)
+
+    @cached_property
     def hooked(self) -> set[str]:
         """The modules that can be seen."""
         return {target.path for request in self._requests for target in request.targets}
@@ -117,8 +171,8 @@ class CallTree(Context[Tap]):
     def _verify(self) -> None:
         """That a module was not called is told in the summary, and no error."""
 
-    def begin(self, path: str, inputs: Any, running: Any) -> None:
-        """A module is called."""
+    def begin(self, module: nn.Module, path: str, args: Any, kwargs: Any, running: Any) -> bool:
+        """A module is called; whether its FLOPs are known."""
         above = self._now()
         step = Step(path, above, running)
         if above is not None:
@@ -128,8 +182,14 @@ class CallTree(Context[Tap]):
         self.starts.append(step.start)
         if self.clock is not None:
             step.begun = self.clock()
-        elif path not in self.seen:
-            self.seen[path] = shapes_of(inputs), None, None
+            return False
+        if path not in self.seen:
+            self.seen[path] = shapes_of(bind(module, args, kwargs)), None, None
+        if self.remembers and _node() is None:
+            step.key = key_of(module, args, kwargs)
+            step.flops = self.known.get(step.key, 0)
+            return step.key in self.known
+        return False
 
     def _now(self) -> Step | None:
         """The innermost running call."""
@@ -146,16 +206,18 @@ class CallTree(Context[Tap]):
             return
         self.stack.pop()
         step.running, step.stop = None, sequence()
+        if step.key is not None and not step.inner:
+            self.known[step.key] = step.flops
         if self.clock is not None:
             step.seconds = now - step.begun
             return
-        tensors = {id(tensor): tensor for _, tensor in leaves(output)}
-        step.bytes = sum([bytes_of(tensor) for tensor in tensors.values()])
+        tensors = [output] if type(output) is Tensor else [tensor for _, tensor in leaves(output)]
+        distinct = {id(tensor): tensor for tensor in tensors}
+        step.bytes = sum([size_of(tensor) for tensor in distinct.values()])
         inputs, known, dtype = self.seen[path]
         shapes = shapes_of(output)
         if dtype is None:
-            first = next(iter(tensors.values()), None)
-            dtype = "" if first is None else str(first.dtype).removeprefix("torch.")
+            dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
             self.seen[path] = inputs, shapes, dtype
         elif known != shapes:
             self.varies.add(path)

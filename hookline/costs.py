@@ -6,24 +6,32 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from statistics import median
 from time import perf_counter
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from hookline.call_trees import CallTree
+from hookline.call_trees import CallTree, size_of
 from hookline.core.nested import get_part, leaves
-from hookline.core.tables import bytes_of
-from hookline.core.tree import walk
+from hookline.core.tree import join, walk
 from hookline.errors import BatchError
 from hookline.flops import FlopCounter
 from hookline.made_batches import make_batch, needs_whole_numbers, refused_shapes
 from hookline.summaries import ModuleCosts, Summary
-from hookline.trial_runs import Mode, copied, nodes_of, pull_back, run, trial
+from hookline.trial_runs import (
+    Mode,
+    copied,
+    cuda_devices,
+    nodes_of,
+    pull_back,
+    run,
+    tensors_in,
+    trial,
+)
 
 __all__ = ["summarize"]
 
@@ -72,7 +80,7 @@ def summarize(
         )
     if batch is None:
         return _sizes(model)
-    if any(is_lazy(tensor) for tensor in (*model.parameters(), *model.buffers())):
+    if any(map(is_lazy, tensors_in(model))):
         model = copy.deepcopy(model)
     made, shapes = make_batch(model, batch, dtype)
     with trial(model, mode=mode):
@@ -91,14 +99,15 @@ def _measured(model: nn.Module, batch: Any, backward: bool | Loss, time: bool) -
     """Run a model once to count, and some more times if time is asked for."""
     tree = CallTree(model)
     counter = FlopCounter(tree.count)
-    device = next((p.device for p in model.parameters() if p.device.type == "cuda"), None)
+    device = next(iter(cuda_devices(model)), None)
     if device is not None:
         torch.cuda.reset_peak_memory_stats(device)
     with tree, counter:
+        tree.remembers = counter.remembers
         _run(model, batch, backward)
     summary = _sizes(model)
     _fill(summary, tree, backward is not False)
-    summary.totals["input_bytes"] = sum(bytes_of(tensor) for _, tensor in leaves(batch))
+    summary.totals["input_bytes"] = sum(size_of(tensor) for _, tensor in leaves(batch))
     summary.totals["uncounted"] = counter.uncounted
     if device is not None:
         summary.totals["peak_bytes"] = torch.cuda.max_memory_allocated(device)
@@ -114,47 +123,59 @@ def _measured(model: nn.Module, batch: Any, backward: bool | Loss, time: bool) -
 def _sizes(model: nn.Module) -> Summary:
     """What can be told without a run."""
     named = walk(model)
+    names = _all_names(model)
     owners: dict[int, list[str]] = {}
     for path, module in named:
         for tensor in module._parameters.values():
             if tensor is not None:
                 owners.setdefault(id(tensor), []).append(path)
-    names: dict[int, list[str]] = {}
-    every = cast("Any", model).named_modules(remove_duplicate=False)
-    for path, module in cast("Iterable[tuple[str, nn.Module]]", every):
-        names.setdefault(id(module), []).append(path)
-    held: dict[int, dict[int, Tensor]] = {}
+    known: dict[int, _Size] = {}
+    held: dict[int, set[int]] = {}
     rows: list[ModuleCosts] = []
     for path, module in reversed(named):  # children first
-        own = {id(p): p for p in module._parameters.values() if p is not None}
-        tensors: dict[int, Tensor] = {**own}
-        tensors.update({id(b): b for b in module._buffers.values() if b is not None})
-        for child in module._modules.values():
-            if child is not None:
-                tensors.update(held.get(id(child), {}))
-        held[id(module)] = tensors
+        own = [(p, True) for p in module._parameters.values() if p is not None]
+        mine: set[int] = {id(parameter) for parameter, _ in own}
+        buffers = [(b, False) for b in module._buffers.values() if b is not None]
+        for tensor, is_parameter in (*own, *buffers):
+            known.setdefault(id(tensor), _size(tensor, is_parameter))
         row = ModuleCosts(path, type(module).__name__, path.count(".") + 1 if path else 0)
-        for tensor in tensors.values():
-            _add_size(row, tensor)
-        row.own_parameters = sum(_numel(p) for p in own.values())
-        row.shared_with = [n for n in dict.fromkeys(n for i in own for n in owners[i]) if n != path]
-        row.aliases = [name for name in names[id(module)] if name != path]
+        row.own_parameters = sum(known[tensor][0] for tensor in mine)
+        shared = dict.fromkeys(name for tensor in mine for name in owners[tensor])
+        row.shared_with = [name for name in shared if name != path]
+        row.aliases = names[id(module)][1:]
+        mine.update(id(buffer) for buffer, _ in buffers)
+        for child in module._modules.values():
+            mine |= held.get(id(child), set())
+        held[id(module)] = mine
+        sizes = zip(*(known[tensor] for tensor in mine), strict=True) if mine else ((0,),) * 4
+        row.parameters, row.trainable, row.parameter_bytes, row.buffer_bytes = map(sum, sizes)
         rows.append(row)
     return Summary(type(model).__name__, rows[::-1])
 
 
-def _numel(tensor: Tensor) -> int:
-    return 0 if is_lazy(tensor) else tensor.numel()
+# Of a tensor: parameters, trainable ones, bytes as a parameter, bytes as a buffer.
+_Size = tuple[int, int, int, int]
 
 
-def _add_size(row: ModuleCosts, tensor: Tensor) -> None:
-    size = 0 if is_lazy(tensor) else bytes_of(tensor)
-    if isinstance(tensor, nn.Parameter):
-        row.parameters += _numel(tensor)
-        row.trainable += _numel(tensor) if tensor.requires_grad else 0
-        row.parameter_bytes += size
-    else:
-        row.buffer_bytes += size
+def _size(tensor: Tensor, is_parameter: bool) -> _Size:
+    if is_lazy(tensor):
+        return 0, 0, 0, 0
+    if not is_parameter:
+        return 0, 0, 0, size_of(tensor)
+    count = tensor.numel()
+    return count, count if tensor.requires_grad else 0, size_of(tensor), 0
+
+
+def _all_names(model: nn.Module) -> dict[int, list[str]]:
+    """All names of every module, the first one first."""
+    names: dict[int, list[str]] = {}
+    waiting: list[tuple[str, nn.Module]] = [("", model)]
+    while waiting:
+        path, module = waiting.pop()
+        names.setdefault(id(module), []).append(path)
+        children = [(join(path, n), m) for n, m in module._modules.items() if m is not None]
+        waiting += children[::-1]
+    return names
 
 
 # -- what a run has shown -------------------------------------------------------------------------

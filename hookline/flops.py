@@ -1,6 +1,8 @@
 """Floating-point operations, counted at torch's dispatcher by torch's own formulas.
 
 - `FlopCounter(add)`: a context in which every operation's FLOPs are given to a function
+- `key_of(module, args, kwargs)`: calls with the same key have the same FLOPs
+- `no_dispatch()`: what lets operations past all dispatch modes, as long as it exists
 
 torch's counter (`torch.utils.flop_counter`) brings the formulas, and is what the sums are compared
 with. Some kernels have none there: attention and recurrent layers on the CPU, recurrent layers of
@@ -18,11 +20,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["FlopCounter"]
+__all__ = ["FlopCounter", "key_of", "no_dispatch"]
 
 Formula = Callable[..., int]
 _aten: Any = torch.ops.aten
-_no_dispatch: Any = getattr(torch._C, "_DisableTorchDispatch", None)  # private, so detected
+no_dispatch: Any = getattr(torch._C, "_DisableTorchDispatch", None)  # private, so detected
 _formulas: dict[Any, Formula] = {}
 
 
@@ -194,7 +196,7 @@ class _Remembering(TorchFunctionMode):
             if self.counting.uncounted == missed:
                 self.known[key] = self.counting.total - before
             return result
-        guard = _no_dispatch()
+        guard = no_dispatch()
         try:
             result = func(*args, **kwargs)
         finally:
@@ -222,6 +224,36 @@ def _key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return tuple(found)
 
 
+# Modules of torch whose calls are alike if their settings and their first argument are.
+_SIMPLE_MODULES = frozenset({
+    nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding, nn.LayerNorm, nn.GroupNorm,
+    nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid,
+    nn.Softmax, nn.Dropout, nn.Identity, nn.Flatten, nn.MaxPool2d, nn.AvgPool2d,
+    nn.AdaptiveAvgPool2d,
+})  # fmt: skip
+
+
+def key_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What the FLOPs of a module's call depend on; None if that is not known.
+
+    >>> layer, x = nn.Linear(2, 3), torch.zeros(5, 2)
+    >>> key_of(layer, (x,), {}) == key_of(nn.Linear(2, 3), (x + 1,), {})
+    True
+    """
+    kind = type(module)
+    if kind not in _SIMPLE_MODULES or len(args) != 1 or kwargs or type(args[0]) is not Tensor:
+        return None
+    given = args[0]
+    if given.is_nested or given.layout is not torch.strided or "forward" in module.__dict__:
+        return None
+    if len(module.__dict__["_forward_hooks"]) > 1:  # others than ours, who may compute, too
+        return None
+    for weight in module._parameters.values():
+        if weight is not None and type(weight) is not nn.Parameter:
+            return None
+    return kind, given.shape, given.dtype, module.extra_repr()
+
+
 class FlopCounter:
     """Inside, the FLOPs of every operation are given to a function as they happen.
 
@@ -246,11 +278,16 @@ class FlopCounter:
     def uncounted(self) -> dict[str, int]:
         return self._mode.uncounted
 
+    @property
+    def remembers(self) -> bool:
+        """Whether calls may be let past it: not if others, too, want to see all operations."""
+        return self._memory is not None
+
     def __enter__(self) -> FlopCounter:
         self._mode.__enter__()
         # Others' modes would be passed by, too.
         alone = torch._C._len_torch_dispatch_stack() == 1
-        if _no_dispatch is not None and alone:
+        if no_dispatch is not None and alone:
             self._memory = _Remembering(self._mode)
             self._memory.__enter__()
         return self

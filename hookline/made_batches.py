@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from hookline.core.nested import map_leaves
 from hookline.errors import BatchError
+from hookline.trial_runs import tensors_in
 
 __all__ = ["is_shape", "make_batch", "needs_whole_numbers", "refused_shapes"]
 
@@ -67,8 +68,7 @@ def make_batch(
 
 def _first(model: nn.Module) -> Tensor | None:
     """The first floating-point parameter or buffer."""
-    tensors = (*model.parameters(), *model.buffers())
-    return next((tensor for tensor in tensors if tensor.is_floating_point()), None)
+    return next((tensor for tensor in tensors_in(model) if tensor.is_floating_point()), None)
 
 
 def _tensor(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensor:

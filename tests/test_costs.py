@@ -210,7 +210,7 @@ def test_what_is_remembered_of_earlier_calls_is_what_counting_them_gives(inferen
     model, ids = Tied(), torch.randint(11, (2, 6))
     with torch.inference_mode(inference):
         remembered = hl.summarize(model, ids).to_dict()
-        monkeypatch.setattr("hookline.flops._no_dispatch", None)
+        monkeypatch.setattr("hookline.flops.no_dispatch", None)
         counted = hl.summarize(model, ids).to_dict()
     assert remembered == counted
     assert counted["totals"]["flops"] > 0
@@ -577,6 +577,7 @@ def test_everything_is_put_back_also_after_an_error(fails, mode, backward):
     assert states[1] == random.getstate()
     assert states[2] == np.random.get_state()[1].tolist()
     assert torch.is_grad_enabled()
+    assert torch._C._is_torch_function_enabled()
     assert torch._C._len_torch_dispatch_stack() == 0
     assert torch._C._len_torch_function_stack() == 0
 

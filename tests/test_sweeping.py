@@ -254,7 +254,7 @@ def test_what_cannot_be_swept_is_refused_with_a_remedy():
     with pytest.raises(hl.ChangeError, match=r"\(2, 3, 6\).*\(2, 4, 6\)"):
         hl.sweep(model, CLEAN[:, :3], CORRUPT, "embed", metric)
     with pytest.raises(hl.BatchError, match="The metric has no gradient"):
-        hl.sweep(model, CLEAN, CORRUPT, "head", lambda out: float(metric(out)), approximate=True)
+        hl.sweep(model, CLEAN, CORRUPT, "head", lambda out: metric(out).item(), approximate=True)
     with pytest.raises(hl.BatchError, match="of the same shape"):
         hl.sweep(model, CLEAN[:, :3], CORRUPT, "embed", metric, approximate=True)
     assert_clean(model)
