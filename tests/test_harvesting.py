@@ -514,6 +514,22 @@ def test_an_error_of_the_writing_thread_does_not_hang_the_harvest(to, monkeypatc
     assert not [t for t in threading.enumerate() if t.name == "hookline harvest"]
 
 
+def test_an_error_of_the_last_append_is_raised_too(data, to, monkeypatch):
+    append = store_writing.StoreWriter.append
+
+    def failing(self, values, *, ids, mark):
+        if mark["batch"] == len(data) - 1:
+            raise ZeroDivisionError("in the thread")
+        append(self, values, ids=ids, mark=mark)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store_writing.StoreWriter, "append", failing)
+        with pytest.raises(ZeroDivisionError):
+            hl.harvest(small(), data, "0", to=to, quiet=True)
+    assert not (to / "harvest.json").exists()
+    assert len(hl.harvest(small(), data, "0", to=to, quiet=True)) == 50
+
+
 def test_memory_is_bounded_when_the_disk_is_slow(data, to, monkeypatch):
     append, going = store_writing.StoreWriter.append, threading.Event()
     made, seen = [], []
