@@ -42,6 +42,9 @@ def fingerprint(model: nn.Module) -> str:
     for name, module in modules:
         seen.update(f"{name}\0{type(module).__qualname__}\0".encode())
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if nn.parameter.is_lazy(tensor):  # it has no shape yet
+            seen.update(name.encode())
+            continue
         shape = f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0"
         seen.update(shape.encode() + _content(tensor))
     return seen.hexdigest()[:16]

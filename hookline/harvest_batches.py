@@ -15,7 +15,7 @@ from itertools import count
 from typing import Any, cast
 
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from hookline.errors import HarvestError
 
@@ -64,11 +64,11 @@ class Share:
 
     def size(self, batches: int) -> int:
         """How many of so many batches this rank still takes."""
-        return sum(1 for _ in range(self._next(), batches, self.world))
+        return len(range(self._next(), batches, self.world))
 
     def done(self) -> int:
         """How many of its batches are done."""
-        return sum(1 for _ in range(self.rank, self.last + 1, self.world))
+        return len(range(self.rank, self.last + 1, self.world))
 
     def _next(self) -> int:
         return self.rank if self.last < 0 else self.last + self.world
@@ -130,7 +130,8 @@ class Source:
 
 def _can_skip(data: Any) -> bool:
     """Whether it is a plain loader that knows beforehand which samples a batch has."""
-    return type(data) is DataLoader and data.batch_sampler is not None
+    loader = type(data) is DataLoader and data.batch_sampler is not None
+    return loader and not isinstance(data.dataset, IterableDataset)
 
 
 def _iterable(data: Any) -> bool:

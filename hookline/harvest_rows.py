@@ -44,6 +44,16 @@ class Taking:
     ids: str | Callable[[Any], Any] | None = None
     forward: Callable[[Any, Any], Any] | None = None
 
+    def __post_init__(self) -> None:
+        if self.stop not in (True, False, "auto") or not isinstance(
+            self.dtype, (torch.dtype, type(None))
+        ):
+            raise HarvestError(
+                f"A harvest with stop={self.stop!r} and dtype={self.dtype!r} was asked for.",
+                "stop is True, False or 'auto'; dtype one of torch's.",
+                "Leave them out if unsure.",
+            )
+
     def mask_of(self, batch: Any) -> Tensor | None:
         """Where values count, batch × position; None if there is no mask."""
         if self.mask is None:
@@ -85,8 +95,9 @@ class Taker:
             # It would wait for ranks that have fewer batches.
             model = cast("nn.Module", model.module)
         self.model, self.taking = model, taking
-        given = cast("Any", where)
-        self._where: Any = list(given) if isinstance(given, Iterator) else given
+        self._where: Any = where
+        if isinstance(where, Iterator):
+            self._where = list(cast("Iterator[Any]", where))
         self.asked = _places(model, self._where)
         self.places: list[Place] = []  # those that fire; empty before the first batch
         self.stops = taking.stop is True

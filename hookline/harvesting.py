@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -135,8 +136,7 @@ class _Harvest:
                 self.measuring.catch_up()
             if first is not None:
                 self._write_all(first[0], first[1], taken, batches)
-            if self.measuring is not None:
-                self.measuring.save(now=True)
+            self._save()
             kinds = None if self.measuring is None else self.measuring.kinds
             done = {"done": True, "length": length, "batches": self._count(), "kinds": kinds}
             self.writer.note({**self.writer.mark, **done})
@@ -163,15 +163,19 @@ class _Harvest:
                 for number, batch in batches:
                     background.put((number, self._known(batch), self._take(number, batch)))
         except BaseException as error:
+            with suppress(Exception):  # the first error counts; what is not saved is made again
+                self._save()
             error.add_note(
                 f"hookline: the store in {str(self.folder)!r} is sound and has "
                 f"{self.writer.samples} samples; the same harvest again goes on from there."
             )
             raise
-        finally:
-            measuring = self.measuring
-            if measuring is not None and measuring.samples == self.writer.samples:
-                measuring.save(now=True)
+
+    def _save(self) -> None:
+        """Save the statistics, unless they are ahead of what could be written."""
+        measuring = self.measuring
+        if measuring is not None and measuring.samples == self.writer.samples:
+            measuring.save(now=True)
 
     def _write(self, item: tuple[int, int, Taken]) -> None:
         """On the thread: a batch, its statistics and how far we are, all or nothing."""

@@ -866,7 +866,7 @@ def test_indexes_and_headers_are_spelled_as_json_spells_them(names, numbers, sha
     index = store_files.Index(3, samples, following, series)
     fields = ("place", "part", "dtype", "shape", "shard_rows", "rows", "shards")
     content = {
-        "format": "hookline.storage.store.index", "version": 1, **vars(index),
+        "format": "hookline.store.index", "version": 1, **vars(index),
         "series": [{name: getattr(one, name) for name in fields} for one in series],
     }  # fmt: skip
     assert store_files.spell_index(index) == json.dumps(content, sort_keys=True)
@@ -876,3 +876,38 @@ def test_indexes_and_headers_are_spelled_as_json_spells_them(names, numbers, sha
         entry = {"dtype": "BF16", "shape": [rows, *shape], "data_offsets": [0, end]}
         text = json.dumps({name: entry}, separators=(",", ":")).encode()
         assert store_files.header_of(one, rows) == struct.pack("<Q", HEADER - 8) + text
+
+
+# Marks
+
+
+def test_a_mark_is_committed_with_its_samples_and_kept_until_the_next(tmp_path):
+    with Store.create(tmp_path) as writer:
+        assert writer.mark == {}
+        writer.append({"h": torch.zeros(1, 2)}, mark={"batch": 3, "word": 'a "b"'})
+        writer.append({"h": torch.zeros(1, 2)})
+        assert writer.mark == {"batch": 3, "word": 'a "b"'}
+    with Store.create(tmp_path, resume=True) as writer:
+        assert writer.mark == {"batch": 3, "word": 'a "b"'}
+        writer.note({"done": True})
+    with Store.create(tmp_path, resume=True) as writer:
+        assert (writer.mark, writer.samples) == ({"done": True}, 2)
+
+
+def test_an_append_that_fails_leaves_the_mark_as_it_was(tmp_path):
+    with Store.create(tmp_path) as writer:
+        writer.append({"h": torch.zeros(1, 2)}, mark={"batch": 0})
+        with pytest.raises(StoreError):
+            writer.append({"h": torch.zeros(1, 3)}, mark={"batch": 1})
+        assert writer.mark == {"batch": 0}
+
+
+def test_a_mark_that_is_no_object_is_refused(counted):
+    rewrite_index(counted, lambda content: content.update(mark=[1]))
+    with pytest.raises(StoreError, match="mark"):
+        Store.open(counted)
+
+
+def test_an_index_without_a_mark_can_be_read(counted):
+    rewrite_index(counted, lambda content: content.pop("mark"))
+    check_counted(counted, 21)

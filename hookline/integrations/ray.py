@@ -144,10 +144,10 @@ class Harvester:
         self.close()
 
 
-def _run(model: nn.Module, batch: dict[str, Any], *, inputs: str | Mapping[str, str]) -> Any:
+def _run(model: nn.Module, batch: dict[str, Any], *, inputs: str | Mapping[str, str] | None) -> Any:
     if isinstance(inputs, str):
         return model(batch[inputs])
-    return model(**{name: batch[column] for name, column in inputs.items()})
+    return model(**{name: batch[column] for name, column in (inputs or {}).items()})
 
 
 def _free_writer(folder: Path, wanted: dict[str, Any]) -> StoreWriter:

@@ -19,7 +19,7 @@ from hookline.storage.small_files import corrupt, read_json, write_json
 
 __all__ = ["describe", "read_description", "settle"]
 
-_FORMAT = {"format": "hookline.storage.store", "version": 1}
+_FORMAT = {"format": "hookline.store", "version": 1}
 
 
 def describe(folder: Path, metadata: Mapping[str, Any] | None, rank: int) -> None:

@@ -50,7 +50,7 @@ __all__ = [
 
 HEADER = 65536  # bytes that a shard reserves in front of its data
 PAGE = 4096  # what lies in one page is written whole or not at all, also by a killed process
-_FORMAT, _VERSION = "hookline.storage.store.index", 1
+_FORMAT, _VERSION = "hookline.store.index", 1
 
 
 @dataclass(frozen=True)
