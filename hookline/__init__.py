@@ -31,60 +31,21 @@ Every value inside a model has an address, its place (`"layer1.0.conv2"`, `"fc:i
 All of them act inside `with`, or from `.attach()` to `.remove()`, and leave nothing behind.
 """
 
-from typing import (
-    TYPE_CHECKING,
-    Any,
-)
-
-from hookline.attention_patterns import (
-    attention,
-)
-from hookline.comparison import (
-    compare,
-)
+from hookline.attention_patterns import attention
+from hookline.comparison import compare
 from hookline.core.captures import capture
-from hookline.core.changes import (
-    Chain,
-    Change,
-    replace,
-)
-from hookline.core.contexts import (
-    attached,
-)
-from hookline.core.edits import (
-    edit,
-)
-from hookline.core.hooks import (
-    hook,
-)
-from hookline.core.parameters import (
-    get_module,
-    get_parameter,
-    preserve,
-    replace_module,
-)
-from hookline.core.places import (
-    Place,
-    select,
-)
+from hookline.core.changes import Chain, Change, replace
+from hookline.core.contexts import attached
+from hookline.core.edits import edit
+from hookline.core.hooks import hook
+from hookline.core.parameters import get_module, get_parameter, preserve, replace_module
+from hookline.core.places import Place, select
 from hookline.core.records import Record
-from hookline.core.slices import (
-    heads,
-    last_token,
-)
-from hookline.core.tables import (
-    render_with,
-)
-from hookline.core.taps import (
-    Call,
-)
-from hookline.costs import (
-    summarize,
-)
-from hookline.differences import (
-    Comparison,
-    Difference,
-)
+from hookline.core.slices import heads, last_token
+from hookline.core.tables import render_with as _render_with
+from hookline.core.taps import Call
+from hookline.costs import summarize
+from hookline.differences import Comparison, Difference
 from hookline.errors import (
     BatchError,
     ChangeError,
@@ -111,18 +72,10 @@ from hookline.errors import (
     StoreError,
     ValueChanged,
 )
-from hookline.findings import (
-    Finding,
-)
-from hookline.guards import (
-    guard,
-)
-from hookline.harvesting import (
-    harvest,
-)
-from hookline.notebooks import (
-    render,
-)
+from hookline.findings import Finding
+from hookline.guards import guard
+from hookline.harvesting import harvest
+from hookline.notebooks import render as _render
 from hookline.ready_changes import (
     add,
     blend,
@@ -134,19 +87,10 @@ from hookline.ready_changes import (
     scale,
     zero,
 )
-from hookline.recipes import (
-    Recipe,
-)
-from hookline.replaying import (
-    replay,
-)
-from hookline.runs import (
-    Run,
-)
-from hookline.saved_records import (
-    load_record,
-    save_record,
-)
+from hookline.recipes import Recipe
+from hookline.replaying import replay
+from hookline.runs import Run
+from hookline.saved_records import load_record, save_record
 from hookline.statistics.kinds import (
     Covariance,
     Histogram,
@@ -157,28 +101,15 @@ from hookline.statistics.kinds import (
     TopK,
     Variance,
 )
-from hookline.statistics.measuring import (
-    Measurements,
-    measure,
-)
-from hookline.storage.store import (
-    Store,
-)
-from hookline.summaries import (
-    ModuleCosts,
-    Summary,
-)
-from hookline.sweeping import (
-    sweep,
-)
-from hookline.sweeps import (
-    Effect,
-    Sweep,
-)
-from hookline.watching import (
-    Measured,
-    watch,
-)
+from hookline.statistics.measuring import Measurements, measure
+from hookline.storage.store import Store
+from hookline.summaries import ModuleCosts, Summary
+from hookline.sweeping import sweep
+from hookline.sweeps import Effect, Sweep
+from hookline.watching import Measured, watch
+
+if TYPE_CHECKING:
+    from hookline.pages.reporting import report
 
 __all__ = [
     "BatchError",
@@ -265,4 +196,15 @@ __all__ = [
     "zero",
 ]
 
+_render_with(_render)  # notebooks see tables with pictures
+
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    """`report` is loaded when it is first asked for: most programs make no page."""
+    if name == "report":
+        from hookline.pages.reporting import report
+
+        return report
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -23,7 +23,7 @@ from hookline.core.hooks import Context
 from hookline.core.nested import leaves
 from hookline.core.places import Request, Target, Where, resolve
 from hookline.core.recomputation import in_backward
-from hookline.core.taps import KEEP, Frame, Tap
+from hookline.core.taps import KEEP, Frame, Tap, is_over
 from hookline.errors import NonFiniteError, NotHookable, PlaceNotFound
 from hookline.finite_checks import Numbers, all_finite, is_bad, numbers, probe
 from hookline.guard_gradients import Backward
@@ -397,4 +397,4 @@ def _must_be_waited_for(probes: list[Tensor]) -> bool:
 
 
 def _is_over(frame: Frame) -> bool:
-    return frame.running is None or taps.is_over(frame.running)
+    return frame.running is None or is_over(frame.running)
