@@ -23,13 +23,13 @@ Every value inside a model has an address, its place (`"layer1.0.conv2"`, `"fc:i
   reads what it has written
 - `save_record`, `load_record`: what a capture has kept, on disk
 - `harvest`: run a model over a data set and store values, on one process or many ranks
-- `Run`: what was measured while a model was trained, read from its directory; `Finding`: what
-  was noticed there
 - `attached`: all that is live on a model
 - `heads`, `last_token`: slices for `at=`
 
 All of them act inside `with`, or from `.attach()` to `.remove()`, and leave nothing behind.
 """
+
+from typing import TYPE_CHECKING, Any
 
 from hookline.attention_patterns import attention
 from hookline.comparison import compare
