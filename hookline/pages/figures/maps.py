@@ -54,7 +54,8 @@ def feature_maps(
 ) -> Figure:
     """The channels of one sample of an image-like value, in a grid.
 
-    >>>     >>> figure = feature_maps({"conv": torch.rand(2, 4, 8, 8)}, "conv", sample=1)
+    >>> import torch
+    >>> figure = feature_maps({"conv": torch.rand(2, 4, 8, 8)}, "conv", sample=1)
     >>> figure.axes[0].get_title("left")
     'Feature maps of conv'
 
@@ -202,7 +203,8 @@ def attention_maps(
 ) -> Figure:
     """What each head attends to: a row of maps for each place, queries down and keys across.
 
-    >>>     >>> figure = attention_maps(torch.rand(1, 2, 5, 5).softmax(-1))
+    >>> import torch
+    >>> figure = attention_maps(torch.rand(1, 2, 5, 5).softmax(-1))
     >>> [len(ax.images) for ax in figure.axes[0].child_axes]
     [1, 1]
 
