@@ -29,10 +29,9 @@ Every value inside a model has an address, its place (`"layer1.0.conv2"`, `"fc:i
 All of them act inside `with`, or from `.attach()` to `.remove()`, and leave nothing behind.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from hookline.attention_patterns import attention
-from hookline.comparison import compare
 from hookline.core.captures import capture
 from hookline.core.changes import Chain, Change, replace
 from hookline.core.contexts import attached
@@ -44,8 +43,6 @@ from hookline.core.records import Record
 from hookline.core.slices import heads, last_token
 from hookline.core.tables import render_with as _render_with
 from hookline.core.taps import Call
-from hookline.costs import summarize
-from hookline.differences import Comparison, Difference
 from hookline.errors import (
     BatchError,
     ChangeError,
@@ -72,10 +69,6 @@ from hookline.errors import (
     StoreError,
     ValueChanged,
 )
-from hookline.findings import Finding
-from hookline.guards import guard
-from hookline.harvesting import harvest
-from hookline.notebooks import render as _render
 from hookline.ready_changes import (
     add,
     blend,
@@ -87,29 +80,36 @@ from hookline.ready_changes import (
     scale,
     zero,
 )
-from hookline.recipes import Recipe
-from hookline.replaying import replay
-from hookline.runs import Run
-from hookline.saved_records import load_record, save_record
-from hookline.statistics.kinds import (
-    Covariance,
-    Histogram,
-    Mean,
-    Norm,
-    Sparsity,
-    Statistic,
-    TopK,
-    Variance,
-)
-from hookline.statistics.measuring import Measurements, measure
-from hookline.storage.store import Store
-from hookline.summaries import ModuleCosts, Summary
-from hookline.sweeping import sweep
-from hookline.sweeps import Effect, Sweep
-from hookline.watching import Measured, watch
 
 if TYPE_CHECKING:
+    from hookline.attention_patterns import attention
+    from hookline.comparison import compare
+    from hookline.costs import summarize
+    from hookline.differences import Comparison, Difference
+    from hookline.findings import Finding
+    from hookline.guards import guard
+    from hookline.harvesting import harvest
     from hookline.pages.reporting import report
+    from hookline.recipes import Recipe
+    from hookline.replaying import replay
+    from hookline.runs import Run
+    from hookline.saved_records import load_record, save_record
+    from hookline.statistics.kinds import (
+        Covariance,
+        Histogram,
+        Mean,
+        Norm,
+        Sparsity,
+        Statistic,
+        TopK,
+        Variance,
+    )
+    from hookline.statistics.measuring import Measurements, measure
+    from hookline.storage.store import Store
+    from hookline.summaries import ModuleCosts, Summary
+    from hookline.sweeping import sweep
+    from hookline.sweeps import Effect, Sweep
+    from hookline.watching import Measured, watch
 
 __all__ = [
     "BatchError",
@@ -196,15 +196,48 @@ __all__ = [
     "zero",
 ]
 
-_render_with(_render)  # notebooks see tables with pictures
-
 __version__ = "0.1.0"
+
+# Most programs use a few verbs: those that stand on the core are loaded when they are first used.
+_LATER = {
+    "attention_patterns": "attention",
+    "comparison": "compare",
+    "costs": "summarize",
+    "differences": "Comparison Difference",
+    "findings": "Finding",
+    "guards": "guard",
+    "harvesting": "harvest",
+    "pages.reporting": "report",
+    "recipes": "Recipe",
+    "replaying": "replay",
+    "runs": "Run",
+    "saved_records": "load_record save_record",
+    "statistics.kinds": "Covariance Histogram Mean Norm Sparsity Statistic TopK Variance",
+    "statistics.measuring": "Measurements measure",
+    "storage.store": "Store",
+    "summaries": "ModuleCosts Summary",
+    "sweeping": "sweep",
+    "sweeps": "Effect Sweep",
+    "watching": "Measured watch",
+}
+_HOMES = {name: home for home, names in _LATER.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:
-    """`report` is loaded when it is first asked for: most programs make no page."""
-    if name == "report":
-        from hookline.pages.reporting import report
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return value
 
-        return report
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+def _render(title: str, rows: Any, subject: Any) -> str:
+    from hookline.notebooks import render
+
+    return render(title, rows, subject)
+
+
+_render_with(_render)  # notebooks see tables with pictures
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *_HOMES]
