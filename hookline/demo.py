@@ -1,11 +1,16 @@
-"""What hookline does, end to end on real data: `python -m hookline.demo`, or `make demo`.
+"""What hookline does, end to end on real data: `hookline demo`, or `make demo`.
 
-A small CNN learns to read scikit-learn's handwritten digits. Then its values are looked at and
-changed while it reads digits that it has not seen, and at the end it is as it was.
+A small CNN learns to read scikit-learn's handwritten digits. Something is wrong with it; hookline
+says what. Then its values are kept, changed and guarded, and a page is written that shows them.
 """
 
+import logging
+import os
 import sys
-from textwrap import fill, indent
+import tempfile
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -17,8 +22,6 @@ import hookline as hl
 
 __all__ = ["main"]
 
-Rows = list[tuple[str, ...]]
-
 
 class Digits(NamedTuple):
     """Grey images of 8 x 8 pixels, and the digit that each one shows."""
@@ -27,37 +30,141 @@ class Digits(NamedTuple):
     labels: Tensor
 
 
-def main() -> None:
-    """Run the whole demonstration and print an account of it."""
+class Net(nn.Module):
+    """Two convolutions and a classifier."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(1, 16, kernel_size=3, padding=1)
+        self.relu1 = nn.ReLU(inplace=True)
+        self.conv2 = nn.Conv2d(16, 16, kernel_size=3, padding=1)
+        self.relu2 = nn.ReLU(inplace=True)
+        self.pool = nn.MaxPool2d(2)
+        self.fc = nn.Linear(16 * 4 * 4, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.relu2(self.conv2(self.relu1(self.conv1(x))))
+        return self.fc(self.pool(x).flatten(1))
+
+
+def main(folder: str | Path | None = None) -> Path:
+    """Run the whole demonstration, print an account of it, and give the page that it wrote."""
     torch.set_num_threads(1)  # the same figures whatever the number of cores
     torch.manual_seed(0)
-
+    folder = Path(tempfile.mkdtemp(prefix="hookline-demo-") if folder is None else folder)
     known, unseen = load_digits()
-    model = train(make_model(), known)
-    logits, weights = predict(model, unseen), copy_state(model)
+    model = Net()
 
-    print(f"A CNN of {len(weights):,} weights learned {len(known.labels):,} handwritten digits.")
-    print(f"Of {len(unseen.labels)} others it reads {accuracy(model, unseen)} correctly.")
-
-    heading("Look: values and gradients at some places", "with hl.capture(model, ...) as record:")
-    show_values(model, unseen)
-
-    heading("Change: the same model, edited while it runs", "with hl.edit(model, place, change):")
-    show_edits(model, unseen)
-
-    heading("Ablate: what each channel of conv2 is for", "with hl.edit(..., at=np.s_[:, channel]):")
+    show_training(model, known, unseen, folder / "run")
+    model.eval()
+    before = copy_state(model)
+    show_harvest(model, known, folder / "activations")
     show_channels(model, unseen)
+    show_patching(model, unseen)
+    show_guard(model, unseen, folder / "fault")
 
-    heading("Ask for what is not there", "with hl.capture(model, 'conv3'):")
-    show_mistake(model, unseen)
+    heading("Afterwards", "hl.attached(model)")
+    same = torch.equal(before, copy_state(model)) and not hl.attached(model)
+    say(f"    the weights are the same bit for bit, no hook is left: {same}")
 
-    heading("Afterwards, everything is as it was")
-    rows: Rows = [
-        ("outputs, bit for bit", same(predict(model, unseen), logits)),
-        ("weights, bit for bit", same(copy_state(model), weights)),
-        ("hooks left on the model", str(len(hl.attached(model)))),
-    ]
-    table(rows, "<<")
+    heading("See it all: one file, no network", "hl.report(run, to=…)")
+    page = hl.report(hl.Run.open(folder / "run"), folder / "report.html", model=model)
+    say(f"    {page}", "bold")
+    return page
+
+
+# -- the acts -------------------------------------------------------------------------------------
+
+
+def show_training(model: Net, known: Digits, unseen: Digits, run: Path) -> None:
+    """Train with something wrong, be told what it is, mend it, train on."""
+    heading("Train, and be told what is wrong", "with hl.watch(model, every=5, to=run):")
+    with torch.no_grad():
+        cast(Tensor, model.conv2.bias).fill_(-8.0)  # what is wrong
+    findings, loss = train(model, known, run, epochs=2)
+    say(f"    2 epochs: loss {loss:.2f}, {accuracy(model, unseen):.1%} of unseen digits are read")
+    for finding in findings[:1]:
+        say(f"    ! {finding.kind} at {finding.place}, step {finding.step}", "red")
+        lines(finding.message)
+        lines(finding.advice, "dim")
+    with torch.no_grad():
+        cast(Tensor, model.conv2.bias).zero_()
+    findings, loss = train(model, known, run, epochs=10, start=2 * 22)
+    say(
+        f"    the bias of conv2 set to 0, 10 epochs more: loss {loss:.2f}, "
+        f"{accuracy(model, unseen):.1%} are read, {len(findings)} findings",
+        "green",
+    )
+
+
+def train(
+    model: nn.Module, digits: Digits, run: Path, epochs: int, start: int = 0
+) -> tuple[list[hl.Finding], float]:
+    """Train while it is watched: what was noticed, and the last loss."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    loss = torch.tensor(0.0)
+    logging.getLogger("hookline").setLevel(logging.ERROR)  # findings are printed here instead
+    with hl.watch(model, every=5, to=run, optimizer=optimizer, start=start) as watching:
+        for _ in range(epochs):
+            for batch in torch.split(torch.randperm(len(digits.labels)), 64):
+                optimizer.zero_grad()
+                loss = F.cross_entropy(model(digits.images[batch]), digits.labels[batch])
+                loss.backward()
+                watching.log(loss=loss.item())
+                optimizer.step()
+    optimizer.zero_grad()
+    return watching.findings(), loss.item()
+
+
+def show_harvest(model: nn.Module, digits: Digits, folder: Path) -> None:
+    """Keep what relu2 gives for every digit, on disk."""
+    heading("Keep activations on disk", 'hl.harvest(model, batches, "relu2", to=…)')
+    batches = torch.split(digits.images, 128)
+    store = hl.harvest(model, batches, "relu2", to=folder, dtype=torch.bfloat16, quiet=True)
+    active = (store["relu2"][:] > 0).float().mean((0, 2, 3))
+    say(
+        f"    {tuple(store['relu2'].shape)} in {store.info().nbytes / 1e6:.1f} MB of safetensors; "
+        f"channels are active on {active.min():.0%} to {active.max():.0%} of the pixels"
+    )
+
+
+def show_channels(model: nn.Module, digits: Digits) -> None:
+    """Switch off one channel after another."""
+    heading("Ablate: which channels matter?", 'hl.edit(model, "conv2", hl.zero(), at=np.s_[:, n])')
+    whole, falls = accuracy(model, digits), list[float]()
+    for channel in range(16):
+        with hl.edit(model, "conv2", hl.zero(), at=np.s_[:, channel]):
+            falls.append(whole - accuracy(model, digits))
+    worst = max(range(16), key=falls.__getitem__)
+    row = strip(falls, max(falls))
+    say(f"    {row}  without channel {worst}: {falls[worst]:.1%} fewer are read")
+
+
+def show_patching(model: nn.Module, digits: Digits) -> None:
+    """Put rows of values from a run on a 3 into a run on an 8."""
+    heading("Patch: what tells a 3 from an 8?", 'hl.sweep(model, three, eight, "conv*", metric, …)')
+    three, eight = (digits.images[digits.labels == digit][:1] for digit in (3, 8))
+    sweep = hl.sweep(
+        model, three, eight, "conv*", lambda logits: (logits[:, 3] - logits[:, 8]).sum(),
+        positions="all", dim=2, progress=False,
+    )  # fmt: skip
+    for place, changes in zip(sweep.places, sweep.matrix.tolist(), strict=True):
+        say(f"    {strip(changes, sweep.matrix.max().item())}  rows 0 to 7 at {place}")
+
+
+def show_guard(model: nn.Module, digits: Digits, folder: Path) -> None:
+    """Make a weight too large, and be told where the first bad number comes from."""
+    heading("Guard: who made the infinity?", "with hl.guard(model):")
+    try:
+        with hl.edit(model, "conv2.weight", hl.scale(1e38)), hl.guard(model, to=folder):
+            model(digits.images * 100)
+    except hl.NonFiniteError as error:
+        lines(error.asked)
+        for line in error.found.splitlines()[:3]:
+            lines(line.strip(), "dim")
+
+
+# -- the data and the model -----------------------------------------------------------------------
 
 
 def load_digits() -> tuple[Digits, Digits]:
@@ -77,106 +184,10 @@ def load_digits() -> tuple[Digits, Digits]:
     return Digits(images[:split], labels[:split]), Digits(images[split:], labels[split:])
 
 
-def make_model() -> nn.Module:
-    """Two convolutions and a classifier, untrained."""
-    model = nn.Sequential()
-    model.add_module("conv1", nn.Conv2d(1, 8, kernel_size=3, padding=1))
-    model.add_module("relu1", nn.ReLU(inplace=True))
-    model.add_module("conv2", nn.Conv2d(8, 8, kernel_size=3, padding=1))
-    model.add_module("relu2", nn.ReLU(inplace=True))
-    model.add_module("pool", nn.MaxPool2d(2))
-    model.add_module("flatten", nn.Flatten())
-    model.add_module("fc", nn.Linear(8 * 4 * 4, 10))
-    return model
-
-
-def train(model: nn.Module, digits: Digits, epochs: int = 12) -> nn.Module:
-    """The model, trained in about a second."""
-    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-    for _ in range(epochs):
-        for batch in torch.split(torch.randperm(len(digits.labels)), 64):
-            optimizer.zero_grad()
-            loss = F.cross_entropy(model(digits.images[batch]), digits.labels[batch])
-            loss.backward()
-            optimizer.step()
-    optimizer.zero_grad()
-    return model.eval()
-
-
 @torch.no_grad()
-def predict(model: nn.Module, digits: Digits) -> Tensor:
-    """The logits of every image."""
-    return model(digits.images)
-
-
-def accuracy(model: nn.Module, digits: Digits) -> str:
-    """The share of images that are read correctly, as a percentage."""
-    return percent(predict(model, digits).argmax(1) == digits.labels)
-
-
-def read_by_digit(model: nn.Module, digits: Digits) -> Tensor:
-    """For each of the ten digits, the share of its images that are read correctly."""
-    right = predict(model, digits).argmax(1) == digits.labels
-    return torch.stack([right[digits.labels == digit].float().mean() for digit in range(10)])
-
-
-def show_values(model: nn.Module, digits: Digits) -> None:
-    """Capture outputs and their gradients in one run, and print a line for each place."""
-    # detach=True takes snapshots: the in-place ReLUs overwrite the convolutions' outputs.
-    places = ["conv*", "fc", "conv*:grad_output", "fc:grad_output"]
-    with hl.capture(model, places, detach=True) as record:
-        F.cross_entropy(model(digits.images), digits.labels).backward()
-    model.zero_grad()
-
-    rows: Rows = [("place", "shape", "lowest", "mean", "highest", "mean |gradient|")]
-    for place in hl.select(model, "conv*", "fc"):
-        value, gradient = record[place], record[f"{place}:grad_output"]
-        shape = " x ".join(map(str, value.shape))
-        figures = (f"{figure:.2f}" for figure in (value.min(), value.mean(), value.max()))
-        rows.append((place, shape, *figures, f"{gradient.abs().mean():.1e}"))
-    table(rows, "<<>>>>")
-    print("\n  The values of conv1 and conv2 are those from before the in-place ReLUs behind them.")
-
-
-def show_edits(model: nn.Module, digits: Digits) -> None:
-    """Print the accuracy under several edits: of activations, of an input, of a weight."""
-    edits = [
-        ("conv2", "zero()", hl.zero()),
-        ("conv2", "scale(0.5)", hl.scale(0.5)),
-        ("conv2", "noise(1.0, relative=True)", hl.noise(1.0, relative=True, seed=0)),
-        ("fc:input", "clamp(max=1.0)", hl.clamp(max=1.0)),
-        ("fc.weight", "noise(0.3)", hl.noise(0.3, seed=0)),
-    ]
-    rows: Rows = [("place", "change", "accuracy"), ("", "none", accuracy(model, digits))]
-    for place, name, change in edits:
-        with hl.edit(model, place, change):
-            rows.append((place, name, accuracy(model, digits)))
-    table(rows, "<<>")
-
-
-def show_channels(model: nn.Module, digits: Digits) -> None:
-    """Switch off one channel after another, and print what it was for."""
-    with hl.capture(model, "relu2") as record:
-        before = read_by_digit(model, digits)
-    channels = record["relu2"].transpose(0, 1)
-
-    rows: Rows = [("channel", "active", "accuracy without it", "digit that suffers most")]
-    for channel, values in enumerate(channels):
-        with hl.edit(model, "conv2", hl.zero(), at=np.s_[:, channel]):
-            score, after = accuracy(model, digits), read_by_digit(model, digits)
-        worst = int((before - after).argmax())
-        fall = f"{worst}: {before[worst]:.0%} -> {after[worst]:.0%}"
-        rows.append((str(channel), percent(values > 0), score, fall))
-    table(rows, ">>><")
-
-
-def show_mistake(model: nn.Module, digits: Digits) -> None:
-    """Print what a misspelt place is answered with."""
-    try:
-        with hl.capture(model, "conv3"):
-            predict(model, digits)
-    except hl.PlaceNotFound as error:
-        print(indent(fill(f"{type(error).__name__}: {error}", 80), "  "))
+def accuracy(model: nn.Module, digits: Digits) -> float:
+    """The share of images that are read correctly."""
+    return (model(digits.images).argmax(1) == digits.labels).float().mean().item()
 
 
 def copy_state(model: nn.Module) -> Tensor:
@@ -184,30 +195,33 @@ def copy_state(model: nn.Module) -> Tensor:
     return torch.cat([tensor.flatten() for tensor in model.state_dict().values()])
 
 
-def same(left: Tensor, right: Tensor) -> str:
-    """Whether two tensors are equal, in words."""
-    return "the same" if torch.equal(left, right) else "DIFFERENT"
+# -- the account ----------------------------------------------------------------------------------
+
+_STYLES = {"bold": "1", "dim": "2", "red": "1;31", "green": "32", "title": "1;36"}
 
 
-def percent(hits: Tensor) -> str:
-    """The share of True, as a percentage."""
-    return f"{hits.float().mean():.1%}"
+def say(text: str, style: str = "") -> None:
+    """Print one line of the account, with colours on a terminal."""
+    colours = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    print(f"\x1b[{_STYLES[style]}m{text}\x1b[0m" if style and colours else text)
 
 
-def heading(title: str, code: str = "") -> None:
+def heading(title: str, code: str) -> None:
     """Print the title of a section and the line of code that it is about."""
-    print(f"\n{title}")
-    if code:
-        print(f"  {code}\n")
+    say(f"\n{title}", "title")
+    say(f"  {code}", "dim")
 
 
-def table(rows: Rows, align: str) -> None:
-    """Print rows in columns, each aligned to the left (<) or to the right (>)."""
-    columns = list(zip(*rows, strict=True))
-    widths = [max(map(len, column)) for column in columns]
-    for row in zip(*columns, strict=True):
-        cells = (f"{c:{a}{w}}" for c, a, w in zip(row, align, widths, strict=True))
-        print("  " + "   ".join(cells).rstrip())
+def lines(text: str, style: str = "") -> None:
+    """Print a longer text, folded and set in."""
+    for line in textwrap.wrap(text, 86):
+        say(f"    {line}", style)
+
+
+def strip(values: Sequence[float], highest: float) -> str:
+    """Numbers as a row of small bars."""
+    blocks = " ▁▂▃▄▅▆▇█"
+    return "".join(blocks[min(8, max(0, round(8 * value / highest)))] for value in values)
 
 
 if __name__ == "__main__":
