@@ -157,7 +157,6 @@ class StoreWriter:
             return
         series = [replace(one, shards=[*one.shards]) for one in self._index.series]
         new = replace(self._index, samples=self._index.samples + samples, series=series)
-        new.mark = self._index.mark if mark is None else dict(mark)
         if not new.series:
             new.series = [replace(series) for series, _ in blocks]
             for series in new.series:
@@ -176,6 +175,7 @@ class StoreWriter:
                 full = series.rows_in(position) == series.shard_rows
                 if self._sync == "commit" or (full and self._sync == "shard"):
                     os.fsync(self._files[number])
+            new.mark = self._index.mark if mark is None else dict(mark)
             write_index(self.folder, new, self._sync == "commit")
         except BaseException as error:
             self._take_back(new)
@@ -189,7 +189,7 @@ class StoreWriter:
 
     def note(self, mark: Mapping[str, Any]) -> None:
         """Commit a mark without samples."""
-        new = replace(self._index, mark=dict(mark))
+        new = Index(**{**vars(self._index), "mark": dict(mark)})
         try:
             write_index(self.folder, new, self._sync == "commit")
         except OSError as error:
