@@ -189,7 +189,8 @@ class StoreWriter:
 
     def note(self, mark: Mapping[str, Any]) -> None:
         """Commit a mark without samples."""
-        new = Index(**{**vars(self._index), "mark": dict(mark)})
+        old = self._index
+        new = Index(old.rank, old.samples, old.next_shard, old.series, dict(mark))
         try:
             write_index(self.folder, new, self._sync == "commit")
         except OSError as error:
