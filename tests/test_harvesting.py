@@ -488,7 +488,7 @@ def test_a_disk_that_fills_up_raises_here_and_leaves_a_sound_store(data, to, mon
 
     def failing(file, content, place):
         count.append(1)
-        if len(count) > 20:
+        if len(count) > 20 and place >= 65536:  # what is written over needs no space
             raise OSError(28, "No space left on device")
         write(file, content, place)
 

@@ -558,6 +558,41 @@ def test_many_killed_writers_lose_nothing_committed(tmp_path):
     assert kill_writers(tmp_path, rounds=600, seed=1) > 0
 
 
+# Marks
+
+
+def test_a_mark_is_committed_with_its_samples_and_kept_until_the_next(tmp_path):
+    with Store.create(tmp_path) as writer:
+        assert writer.mark == {}
+        writer.append({"h": torch.zeros(1, 2)}, mark={"batch": 3, "word": 'a "b"'})
+        writer.append({"h": torch.zeros(1, 2)})
+        assert writer.mark == {"batch": 3, "word": 'a "b"'}
+    with Store.create(tmp_path, resume=True) as writer:
+        assert writer.mark == {"batch": 3, "word": 'a "b"'}
+        writer.note({"done": True})
+    with Store.create(tmp_path, resume=True) as writer:
+        assert (writer.mark, writer.samples) == ({"done": True}, 2)
+
+
+def test_an_append_that_fails_leaves_the_mark_as_it_was(tmp_path):
+    with Store.create(tmp_path) as writer:
+        writer.append({"h": torch.zeros(1, 2)}, mark={"batch": 0})
+        with pytest.raises(StoreError):
+            writer.append({"h": torch.zeros(1, 3)}, mark={"batch": 1})
+        assert writer.mark == {"batch": 0}
+
+
+def test_a_mark_that_is_no_object_is_refused(counted):
+    rewrite_index(counted, lambda content: content.update(mark=[1]))
+    with pytest.raises(StoreError, match="mark"):
+        Store.open(counted)
+
+
+def test_an_index_without_a_mark_can_be_read(counted):
+    rewrite_index(counted, lambda content: content.pop("mark"))
+    check_counted(counted, 21)
+
+
 # Files that are not sound
 
 
@@ -876,38 +911,3 @@ def test_indexes_and_headers_are_spelled_as_json_spells_them(names, numbers, sha
         entry = {"dtype": "BF16", "shape": [rows, *shape], "data_offsets": [0, end]}
         text = json.dumps({name: entry}, separators=(",", ":")).encode()
         assert store_files.header_of(one, rows) == struct.pack("<Q", HEADER - 8) + text
-
-
-# Marks
-
-
-def test_a_mark_is_committed_with_its_samples_and_kept_until_the_next(tmp_path):
-    with Store.create(tmp_path) as writer:
-        assert writer.mark == {}
-        writer.append({"h": torch.zeros(1, 2)}, mark={"batch": 3, "word": 'a "b"'})
-        writer.append({"h": torch.zeros(1, 2)})
-        assert writer.mark == {"batch": 3, "word": 'a "b"'}
-    with Store.create(tmp_path, resume=True) as writer:
-        assert writer.mark == {"batch": 3, "word": 'a "b"'}
-        writer.note({"done": True})
-    with Store.create(tmp_path, resume=True) as writer:
-        assert (writer.mark, writer.samples) == ({"done": True}, 2)
-
-
-def test_an_append_that_fails_leaves_the_mark_as_it_was(tmp_path):
-    with Store.create(tmp_path) as writer:
-        writer.append({"h": torch.zeros(1, 2)}, mark={"batch": 0})
-        with pytest.raises(StoreError):
-            writer.append({"h": torch.zeros(1, 3)}, mark={"batch": 1})
-        assert writer.mark == {"batch": 0}
-
-
-def test_a_mark_that_is_no_object_is_refused(counted):
-    rewrite_index(counted, lambda content: content.update(mark=[1]))
-    with pytest.raises(StoreError, match="mark"):
-        Store.open(counted)
-
-
-def test_an_index_without_a_mark_can_be_read(counted):
-    rewrite_index(counted, lambda content: content.pop("mark"))
-    check_counted(counted, 21)
