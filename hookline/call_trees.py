@@ -14,7 +14,7 @@ import sys
 from bisect import bisect_right
 from collections.abc import Callable
 from functools import cached_property
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -75,6 +75,7 @@ class _Site(Site):
     """The hooks of a tree on one module: with less to do in a call than other contexts have."""
 
     path = ""
+    tree: Any = None  # a weak reference
 
     def prepare(self) -> None:
         self.paired = True  # both hooks are wanted
@@ -99,7 +100,7 @@ class _Site(Site):
 
     def _tree(self, module: nn.Module) -> CallTree | None:
         ours = not self.closed and module is self.module and self.owner in ACTIVE.get()
-        return cast("Any", self.context)() if ours else None
+        return self.tree() if ours else None
 
 
 def _every(name: str, module: nn.Module) -> bool:
@@ -143,7 +144,7 @@ class CallTree(Context[Tap]):
     def _place(self, target: Target, ref: Any, owner: int | None) -> None:
         self._taps[target.key] = Tap(target, ref)
         site = _Site(target.module, ref, owner)
-        site.path = target.path
+        site.path, site.tree = target.path, ref
         self._sites[target.ident] = (target.module, site)
 
     def _stop(self) -> None:
@@ -184,7 +185,9 @@ class CallTree(Context[Tap]):
             step.begun = self.clock()
             return False
         if path not in self.seen:
-            self.seen[path] = shapes_of(bind(module, args, kwargs)), None, None
+            given = bind(module, args, kwargs)
+            shapes: Any = {str(name): shapes_of(value) for name, value in given.items()}
+            self.seen[path] = shapes, None, None
         if self.remembers and _node() is None:
             step.key = key_of(module, args, kwargs)
             step.flops = self.known.get(step.key, 0)
@@ -206,7 +209,9 @@ class CallTree(Context[Tap]):
             return
         self.stack.pop()
         step.running, step.stop = None, sequence()
-        if step.key is not None and not step.inner:
+        # A formula of the user's may give FLOPs to what else has none: then nothing is known.
+        by_kind = isinstance(step.key, type) and bool(step.flops)
+        if step.key is not None and not step.inner and not by_kind:
             self.known[step.key] = step.flops
         if self.clock is not None:
             step.seconds = now - step.begun

@@ -80,7 +80,7 @@ def summarize(
         )
     if batch is None:
         return _sizes(model)
-    if any(map(is_lazy, tensors_in(model))):
+    if any(map(_lazy, tensors_in(model))):
         model = copy.deepcopy(model)
     made, shapes = make_batch(model, batch, dtype)
     with trial(model, mode=mode):
@@ -125,45 +125,56 @@ def _sizes(model: nn.Module) -> Summary:
     named = walk(model)
     names = _all_names(model)
     owners: dict[int, list[str]] = {}
-    for path, module in named:
-        for tensor in module._parameters.values():
-            if tensor is not None:
-                owners.setdefault(id(tensor), []).append(path)
     known: dict[int, _Size] = {}
+    for path, module in named:
+        for table in (module._parameters, module._buffers):
+            for tensor in table.values():
+                if tensor is not None:
+                    owners.setdefault(id(tensor), []).append(path)
+                    known[id(tensor)] = _size(tensor, table is module._parameters)
     held: dict[int, set[int]] = {}
     rows: list[ModuleCosts] = []
     for path, module in reversed(named):  # children first
-        own = [(p, True) for p in module._parameters.values() if p is not None]
-        mine: set[int] = {id(parameter) for parameter, _ in own}
-        buffers = [(b, False) for b in module._buffers.values() if b is not None]
-        for tensor, is_parameter in (*own, *buffers):
-            known.setdefault(id(tensor), _size(tensor, is_parameter))
         row = ModuleCosts(path, type(module).__name__, path.count(".") + 1 if path else 0)
-        row.own_parameters = sum(known[tensor][0] for tensor in mine)
-        shared = dict.fromkeys(name for tensor in mine for name in owners[tensor])
-        row.shared_with = [name for name in shared if name != path]
-        row.aliases = names[id(module)][1:]
-        mine.update(id(buffer) for buffer, _ in buffers)
+        own = [id(p) for p in module._parameters.values() if p is not None]
+        for tensor in own:
+            row.own_parameters += known[tensor][0]
+            if len(owners[tensor]) > 1:
+                others = [name for name in owners[tensor] if name not in (path, *row.shared_with)]
+                row.shared_with = [*row.shared_with, *others]
+        mine = set(own)
+        mine.update([id(b) for b in module._buffers.values() if b is not None])
         for child in module._modules.values():
-            mine |= held.get(id(child), set())
+            mine |= held.get(id(child), _NONE)
         held[id(module)] = mine
-        sizes = zip(*(known[tensor] for tensor in mine), strict=True) if mine else ((0,),) * 4
-        row.parameters, row.trainable, row.parameter_bytes, row.buffer_bytes = map(sum, sizes)
+        for tensor in mine:
+            count, trainable, size, buffer = known[tensor]
+            row.parameters += count
+            row.trainable += trainable
+            row.parameter_bytes += size
+            row.buffer_bytes += buffer
+        if len(names[id(module)]) > 1:
+            row.aliases = names[id(module)][1:]
         rows.append(row)
     return Summary(type(model).__name__, rows[::-1])
 
 
+_NONE: set[int] = set()
 # Of a tensor: parameters, trainable ones, bytes as a parameter, bytes as a buffer.
 _Size = tuple[int, int, int, int]
 
 
 def _size(tensor: Tensor, is_parameter: bool) -> _Size:
-    if is_lazy(tensor):
+    if _lazy(tensor):
         return 0, 0, 0, 0
     if not is_parameter:
         return 0, 0, 0, size_of(tensor)
     count = tensor.numel()
     return count, count if tensor.requires_grad else 0, size_of(tensor), 0
+
+
+def _lazy(tensor: Tensor) -> bool:
+    return type(tensor) not in (nn.Parameter, Tensor) and is_lazy(tensor)
 
 
 def _all_names(model: nn.Module) -> dict[int, list[str]]:

@@ -224,13 +224,14 @@ def _key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return tuple(found)
 
 
-# Modules of torch whose calls are alike if their settings and their first argument are.
-_SIMPLE_MODULES = frozenset({
-    nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding, nn.LayerNorm, nn.GroupNorm,
-    nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid,
-    nn.Softmax, nn.Dropout, nn.Identity, nn.Flatten, nn.MaxPool2d, nn.AvgPool2d,
-    nn.AdaptiveAvgPool2d,
+# Modules of torch whose calls have no FLOPs, and others whose calls are alike if their settings
+# and their first argument are.
+_FREE = frozenset({
+    nn.Embedding, nn.LayerNorm, nn.GroupNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d,
+    nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.Softmax, nn.Dropout, nn.Identity, nn.Flatten,
+    nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d,
 })  # fmt: skip
+_SIMPLE_MODULES = _FREE | {nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d}
 
 
 def key_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -243,15 +244,19 @@ def key_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     kind = type(module)
     if kind not in _SIMPLE_MODULES or len(args) != 1 or kwargs or type(args[0]) is not Tensor:
         return None
-    given = args[0]
-    if given.is_nested or given.layout is not torch.strided or "forward" in module.__dict__:
+    given, own = args[0], module.__dict__
+    if "forward" in own or len(own["_forward_hooks"]) > 1:  # others' hooks may compute, too
         return None
-    if len(module.__dict__["_forward_hooks"]) > 1:  # others than ours, who may compute, too
+    if given.is_nested or given.layout is not torch.strided:
         return None
     for weight in module._parameters.values():
         if weight is not None and type(weight) is not nn.Parameter:
             return None
-    return kind, given.shape, given.dtype, module.extra_repr()
+    if kind in _FREE:
+        return kind
+    if kind is nn.Linear:
+        return given.shape, cast(Tensor, module._parameters["weight"]).shape
+    return kind, given.shape, module.extra_repr()
 
 
 class FlopCounter:

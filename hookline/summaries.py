@@ -7,8 +7,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import accumulate
 from textwrap import wrap
 from typing import Any
 
@@ -61,26 +63,27 @@ class ModuleCosts:
     place: str
     type: str
     depth: int
-    parameters: int = 0  # each tensor once, also if it is used in several places
-    own_parameters: int = 0
-    trainable: int = 0
-    parameter_bytes: int = 0
-    buffer_bytes: int = 0
-    shared_with: list[str] = field(default_factory=list[str])  # modules with the same parameters
-    aliases: list[str] = field(default_factory=list[str])  # other names of the same module
-    called: bool | None = None
-    calls: int | None = None
-    inputs: Any = None  # shapes by argument, of the first call
-    output: Any = None  # shapes, of the first call
-    dtype: str | None = None  # of the first tensor in the output
-    varies: bool = False  # whether a later call had an output of another shape
-    activation_bytes: int | None = None  # of the outputs of all calls
-    flops: int | None = None
-    own_flops: int | None = None
-    backward_flops: int | None = None
-    own_backward_flops: int | None = None
-    seconds: float | None = None
-    backward_seconds: float | None = None
+    # Of all below, what is not set is as it stands here.
+    parameters: int = field(default=0, init=False)  # each tensor counts once
+    own_parameters: int = field(default=0, init=False)
+    trainable: int = field(default=0, init=False)
+    parameter_bytes: int = field(default=0, init=False)
+    buffer_bytes: int = field(default=0, init=False)
+    shared_with: Sequence[str] = field(default=(), init=False)  # modules with the same parameters
+    aliases: Sequence[str] = field(default=(), init=False)  # other names of the same module
+    called: bool | None = field(default=None, init=False)
+    calls: int | None = field(default=None, init=False)
+    inputs: Any = field(default=None, init=False)  # shapes by argument, of the first call
+    output: Any = field(default=None, init=False)  # shapes, of the first call
+    dtype: str | None = field(default=None, init=False)  # of the first tensor in the output
+    varies: bool = field(default=False, init=False)  # whether a later call had another shape
+    activation_bytes: int | None = field(default=None, init=False)  # of the outputs of all calls
+    flops: int | None = field(default=None, init=False)
+    own_flops: int | None = field(default=None, init=False)
+    backward_flops: int | None = field(default=None, init=False)
+    own_backward_flops: int | None = field(default=None, init=False)
+    seconds: float | None = field(default=None, init=False)
+    backward_seconds: float | None = field(default=None, init=False)
 
 
 class Summary:
@@ -136,6 +139,8 @@ class Summary:
     def to_dict(self) -> dict[str, Any]:
         """All of it as plain values, ready for JSON: `model`, `totals`, `modules`."""
         rows = [asdict(row) for row in self.modules]
+        for row in rows:
+            row["shared_with"], row["aliases"] = list(row["shared_with"]), list(row["aliases"])
         return {"model": self.model, "totals": dict(self.totals), "modules": rows}
 
     def to_pandas(self) -> Any:
@@ -177,8 +182,9 @@ class Summary:
             paths = {place.path for place in select(_skeleton([r.place for r in rows]), where)}
             rows = [row for row in rows if row.place in paths]
         if depth is None:
-            counts = [sum(row.depth <= d for row in rows) for d in range(max_depth(rows) + 1)]
-            depth = max((d for d, n in enumerate(counts) if n <= _MOST), default=0)
+            at = Counter(row.depth for row in rows)
+            sums = accumulate(at[depth] for depth in range(max(at, default=0) + 1))
+            depth = max((depth for depth, count in enumerate(sums) if count <= _MOST), default=0)
         shown = [row for row in rows if row.depth <= depth]
         return shown[:_MOST] if where is None else shown, len(rows) - len(shown)
 
@@ -210,11 +216,6 @@ class Summary:
             calls = ", ".join(f"{name} ({n} ×)" for name, n in self.totals["uncounted"].items())
             notes.append(f"without a formula, and so not in the FLOPs: {calls}")
         return notes
-
-
-def max_depth(rows: Sequence[ModuleCosts]) -> int:
-    """The depth of the deepest module."""
-    return max((row.depth for row in rows), default=0)
 
 
 class _Node(nn.Module):

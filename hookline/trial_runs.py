@@ -25,7 +25,7 @@ from hookline.core.operations import call
 from hookline.core.parameters import preserve
 from hookline.core.places import Place
 from hookline.core.snapshots import duplicate
-from hookline.core.tree import join, tensors_of, walk
+from hookline.core.tree import Step, join, tensors_of, walk
 
 __all__ = [
     "Mode",
@@ -101,15 +101,16 @@ def trial(*models: nn.Module, mode: Mode | None = None) -> Generator[None]:
         models: the models that run.
         mode: "eval" or "train" to run them so; each module has its own mode again afterwards.
     """
-    modules = [module for model in models for _, module in walk(model)]
+    walks = [walk(model) for model in models]
+    modules = [module for steps in walks for _, module in steps]
     training = [(module, module.training) for module in modules]
     parameters = [p for module in modules for p in module._parameters.values() if p is not None]
     flags = [(p, p.requires_grad, p.grad) for p in parameters]
     tables = [(module._buffers, dict(module._buffers)) for module in modules]
     with ExitStack() as stack:
         stack.enter_context(same_random_numbers(*models))
-        for model in models:
-            names = _buffers_of(model)
+        for model, steps in zip(models, walks, strict=True):
+            names = _buffers_of(steps)
             if names:
                 stack.enter_context(preserve(model, names))
         try:
@@ -119,14 +120,16 @@ def trial(*models: nn.Module, mode: Mode | None = None) -> Generator[None]:
             yield
         finally:
             for module, was in training:
-                module.training = was
+                if module.training != was:
+                    module.training = was
             for parameter, required, grad in flags:
                 if parameter.requires_grad != required and parameter.is_leaf:
                     parameter.requires_grad_(required)
                 if parameter.grad is not grad:
                     parameter.grad = grad
             for table, before in tables:
-                _drop_new(table, before)
+                if table or before:
+                    _drop_new(table, before)
 
 
 def _drop_new(table: dict[str, Any], before: dict[str, Any]) -> None:
@@ -138,10 +141,10 @@ def _drop_new(table: dict[str, Any], before: dict[str, Any]) -> None:
             table[name] = None
 
 
-def _buffers_of(model: nn.Module) -> list[Place]:
+def _buffers_of(steps: list[Step]) -> list[Place]:
     return [
         Place(join(path, name), "value")
-        for path, module in walk(model)
+        for path, module in steps
         for name, buffer in module._buffers.items()
         if buffer is not None and not buffer.is_meta
     ]
