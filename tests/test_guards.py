@@ -459,6 +459,34 @@ def test_inputs_that_were_changed_in_place_are_noticed_and_modules_checked_from_
     assert [label for label, _ in found.value.fault.given] == ["0"]
 
 
+def test_inputs_are_copied_as_soon_as_a_call_was_seen_to_change_them():
+    model = nn.Sequential(Doing(lambda x: x.add_(1)), nn.Linear(3, 3), Doing(torch.abs))
+    weight = model[1].weight
+
+    def run():
+        model(torch.ones(3))
+        model[2].function = lambda x: x.log() if x.sum() > 5 else x / 0
+        nn.init.ones_(weight), nn.init.zeros_(model[1].bias)
+        x = torch.zeros(3)
+        model(x - 1)  # makes 0 / 0; a second run on the changed input would take the logarithm
+
+    fault = fault_in(run, model)
+    assert (fault.step, fault.place) == (1, "2/div")
+
+
+def test_where_graphs_are_held_only_few_are():
+    model = nn.Linear(3, 3)
+    guard = guarded(model, careful=True).attach()
+    for _ in range(10):
+        model(torch.ones(3))
+    assert len(guard._looked) == 4
+    model(torch.ones(3)).sum().backward()
+    assert len(guard._looked) == 3
+    assert repr(guard) == "<hookline guard of Linear, every module, attached>"
+    guard.remove()
+    assert repr(guard) == "<hookline guard of Linear, every module, closed>"
+
+
 def test_an_attached_guard_checks_modules_after_a_call_that_it_could_not_repeat():
     state = iter(range(100))  # no rerun is like the first run
     model = nn.Sequential(
