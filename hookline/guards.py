@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
@@ -174,9 +173,9 @@ class guard(Context[_Tap]):
     def _verify(self) -> None:
         pending, self._pending = self._pending, []
         self._check(pending)
-        literal = self._requests[0]
-        if not self._taps[literal.targets[0].key].fired:
-            raise self._never_fired(literal, literal.targets[0])
+        target = self._requests[0].targets[0]
+        if not self._taps[target.key].fired:
+            raise self._never_fired(self._requests[0], target)
 
     def __repr__(self) -> str:
         state = "attached" if self._attached else "open" if self._open else "closed"
@@ -271,9 +270,7 @@ class guard(Context[_Tap]):
         if found is None:
             raise self._unknown(kept.number, False, seen, doubts)
         if not found.bad or (not found.same and not found.origins):
-            doubts = [
-                "the second run gave finite values: something of it is random, or was changed"
-            ]
+            doubts = ["the second run gave finite values: something of it is random, or changed"]
             raise self._unknown(kept.number, False, seen, doubts)
         if not found.origins:
             for path, tensor in bad:

@@ -249,6 +249,7 @@ def run_bad(model, x, fails):
     """The operations that were found to be at fault."""
     try:
         out = model(x, bad=True)
+        torch.rand(3), random.random()  # as a loss may do
         if fails == "backward":
             out.sum().backward()
     except hl.NonFiniteError as error:
@@ -263,7 +264,7 @@ def test_after_a_fault_all_is_as_without_a_guard(fails):
         torch.manual_seed(0)
         model = Faulty(fails)
         context = guarded(model).attach() if guard else None
-        torch.manual_seed(1)
+        torch.manual_seed(1), random.seed(1)
         model(x).sum().backward()
         model.zero_grad()
         faults = run_bad(model, x, fails)
@@ -272,7 +273,8 @@ def test_after_a_fault_all_is_as_without_a_guard(fails):
             context.remove()
         grads = [p.grad for p in model.parameters()]
         assert all(module.training for module in model.modules())
-        seen.append([*model.state_dict().values(), torch.get_rng_state(), *grads])
+        drawn = torch.tensor(random.random()) if fails == "backward" else torch.zeros(1)
+        seen.append([*model.state_dict().values(), torch.get_rng_state(), drawn, *grads])
         assert not hooks_of(model)
     for one, two in zip(*seen, strict=True):
         assert (one is None and two is None) or torch.equal(one.nan_to_num(), two.nan_to_num())
@@ -314,6 +316,25 @@ def test_the_dropout_of_the_failing_step_is_repeated():
     fault = fault_in(lambda: [model(torch.ones(8)) for _ in range(500)], model)
     assert (fault.place, fault.remarks) == ("/log", [])
     assert fault.step > 1
+
+
+def test_the_buffers_of_the_failing_step_are_put_back_for_the_second_run():
+    """The fault depends on a counter that every call moves on."""
+
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, x):
+            out = x / (self.count - 3)
+            self.count += 1
+            return out
+
+    model = nn.Sequential(nn.Linear(3, 3), Counting())
+    fault = fault_in(lambda: [model(torch.ones(3)) for _ in range(9)], model)
+    assert (fault.step, fault.place, fault.remarks) == (3, "1/div", [])
+    assert model[1].count == 4
 
 
 # -- when it looks --------------------------------------------------------------------------------
