@@ -249,8 +249,8 @@ def run_bad(model, x, fails):
     """The operations that were found to be at fault."""
     try:
         out = model(x, bad=True)
-        torch.rand(3), random.random()  # as a loss may do
         if fails == "backward":
+            torch.rand(3), random.random()  # as a loss may do
             out.sum().backward()
     except hl.NonFiniteError as error:
         return [error.fault.operation]
@@ -667,6 +667,7 @@ def test_infinite_inputs_that_are_no_mask_came_in_bad():
         (lambda x: -x.masked_fill(x > 0, -INF), None),
         (lambda x: x.masked_fill(x > 1, -INF) * 1e30 * 1e30, "/mul#1"),  # +inf is new
         (lambda x: (x.masked_fill(x > 1, -INF) - 3e38) - 3e38, "/sub#1"),  # -inf at new places
+        (lambda x: x.masked_fill(x > 1, -INF).square(), "/square"),  # of another sign
         (lambda x: x.masked_fill(x > 1, -INF).exp().log(), "/log"),
         (lambda x: x.masked_fill(x > 0, math.nan), "/masked_fill"),
         (lambda x: x.masked_fill(x > 1, -INF) * 0, "/mul"),
