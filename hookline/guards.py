@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
@@ -29,7 +28,7 @@ from hookline.finite_checks import Numbers, all_finite, is_bad, numbers, probe
 from hookline.guard_gradients import Backward
 from hookline.guard_origins import Ignored, Labelled, Origin
 from hookline.guard_reports import fault_of
-from hookline.guard_runs import Holder, Kept, Parts, is_spread, unwrapped
+from hookline.guard_runs import Holder, Kept, Parts, at_end, is_spread, unwrapped
 from hookline.guard_search import find_forward, of_outputs, parameter_names
 from hookline.guard_telling import Teller, bad_gradients, label_of
 from hookline.guard_tracing import Modules, Trace
@@ -37,7 +36,8 @@ from hookline.guard_tracing import Modules, Trace
 __all__ = ["guard"]
 
 _DIFFERENT = "The second run was bad at other places than the first: something of it is random."
-_RECENT = 64  # calls whose backward may still come
+_GRAPHS = 4  # that are held, where all nodes are looked at, until their backward comes
+_RECENT = 64
 Part = tuple[Any, ...]
 
 
@@ -173,9 +173,14 @@ class guard(Context[_Tap]):
     def _verify(self) -> None:
         pending, self._pending = self._pending, []
         self._check(pending)
-        literal = self._requests[0]
-        if not self._taps[literal.targets[0].key].fired:
-            raise self._never_fired(literal, literal.targets[0])
+        target = self._requests[0].targets[0]
+        if not self._taps[target.key].fired:
+            raise self._never_fired(self._requests[0], target)
+
+    def __repr__(self) -> str:
+        state = "attached" if self._attached else "open" if self._open else "closed"
+        every = ", every module" if self.careful else ""
+        return f"<hookline guard of {type(self._model).__name__}{every}, {state}>"
 
     @property
     def model(self) -> nn.Module:
@@ -226,7 +231,7 @@ class guard(Context[_Tap]):
             return
         _, kept = running.pop()
         kept.number = index
-        kept.lost = self._parts.buffers.learn(kept.buffers)
+        kept.learn()
         found = leaves(output)
         graphs = [t for _, t in found if t.requires_grad and t.grad_fn is not None]
         for tensor in graphs:
@@ -265,9 +270,7 @@ class guard(Context[_Tap]):
         if found is None:
             raise self._unknown(kept.number, False, seen, doubts)
         if not found.bad or (not found.same and not found.origins):
-            doubts = [
-                "the second run gave finite values: something of it is random, or was changed"
-            ]
+            doubts = ["the second run gave finite values: something of it is random, or changed"]
             raise self._unknown(kept.number, False, seen, doubts)
         if not found.origins:
             for path, tensor in bad:
@@ -304,7 +307,7 @@ class guard(Context[_Tap]):
             kept.backward = Backward(kept.trace, parameter_names(self._model))
             kept.backward.watch(tensor for _, tensor in leaves(output))
             self._looked.append(kept)
-            if len(self._looked) > _RECENT:
+            if len(self._looked) > _GRAPHS:
                 self._looked.popleft().close()
 
     # -- backward -------------------------------------------------------------------------------
@@ -315,7 +318,7 @@ class guard(Context[_Tap]):
         if task not in self._passes:
             self._passes[task] = _Pass()
             # Again from there, so that it comes after those of others: DDP has work to end.
-            _queue(lambda: _queue(lambda: self._backward_ended(task)))
+            at_end(lambda: at_end(lambda: self._backward_ended(task)))
         found = self._passes[task]
         if tap.target.port == "grad_output":
             kept = self._calls.get(index)
@@ -343,6 +346,8 @@ class guard(Context[_Tap]):
                 for kept in found.calls.values():
                     kept.gradients = {}
                     kept.close()
+                    if kept in self._looked:
+                        self._looked.remove(kept)
 
     def _backward_failed(self, found: _Pass) -> None:
         flagged = {tap.name for tap, one in found.probes if not one.isfinite()} - {""}
@@ -378,12 +383,6 @@ class guard(Context[_Tap]):
         """What the scaler multiplies the loss with."""
         scaler = self._scaler
         return scaler.get_scale() if scaler is not None and scaler.is_enabled() else 1.0
-
-
-def _queue(function: Callable[[], None]) -> None:
-    """Call a function at the end of the backward that is running."""
-    engine: Any = torch.autograd.Variable._execution_engine
-    engine.queue_callback(function)
 
 
 def _gradient(tap: Tap) -> Tensor | None:
