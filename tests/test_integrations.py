@@ -98,6 +98,8 @@ def wandb_records(content):
             at += 32768 - at % 32768
             continue
         _, size, kind = struct.unpack_from("<IHB", content, at)
+        if at + 7 + size > len(content):  # it is being written
+            return
         pieces += content[at + 7 : at + 7 + size]
         at += 7 + size
         if kind in (1, 4):  # whole, or the last piece
