@@ -3,6 +3,7 @@
 import json
 import math
 import struct
+import time
 
 import numpy as np
 import pytest
@@ -97,6 +98,8 @@ def wandb_records(content):
             at += 32768 - at % 32768
             continue
         _, size, kind = struct.unpack_from("<IHB", content, at)
+        if at + 7 + size > len(content):  # it is being written
+            return
         pieces += content[at + 7 : at + 7 + size]
         at += 7 + size
         if kind in (1, 4):  # whole, or the last piece
@@ -105,17 +108,23 @@ def wandb_records(content):
 
 
 def wandb_rows(folder):
-    """The rows of the history in the file of an offline run."""
+    """The rows of the history in the file of an offline run, once wandb's process has ended it."""
     from wandb.proto import wandb_internal_pb2
 
     (path,) = folder.glob("wandb/offline-run-*/*.wandb")
-    rows = []
-    for content in wandb_records(path.read_bytes()):
-        record = wandb_internal_pb2.Record()
-        record.ParseFromString(content)
-        if record.WhichOneof("record_type") == "history":
+    until, kinds = time.monotonic() + 30, []
+    while "exit" not in kinds and time.monotonic() < until:
+        rows, kinds = [], []
+        for content in wandb_records(path.read_bytes()):
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(content)
+            kinds.append(record.WhichOneof("record_type"))
             items = record.history.item
-            rows.append({".".join(i.nested_key) or i.key: json.loads(i.value_json) for i in items})
+            if items:
+                names = [".".join(item.nested_key) or item.key for item in items]
+                values = [json.loads(item.value_json) for item in items]
+                rows.append(dict(zip(names, values, strict=True)))
+        time.sleep(0.05)
     return rows
 
 
