@@ -14,7 +14,7 @@ from torch import nn
 import hookline as hl
 from hookline.findings import Finding
 from hookline.pages.serving import serve
-from hookline.run_files import Row
+from hookline.run_files import STATISTICS, Row
 from hookline.run_writing import Bins, RunWriter
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -132,7 +132,9 @@ def test_the_slider_goes_through_the_calls(tab, record_page):
     slider = tab.get_by_role("slider", name="call")
     slider.focus()
     tab.keyboard.press("ArrowRight")
-    tab.wait_for_function("text => document.querySelector('.statistics dd').innerText != text", arg=before)
+    tab.wait_for_function(
+        "text => document.querySelector('.statistics dd').innerText != text", arg=before
+    )
     assert "call=1" in tab.url
     assert tab.locator(".slider output").inner_text() == "call 1"
     tab.reload()
@@ -218,7 +220,9 @@ def test_a_narrow_screen_has_no_sideways_scrolling_and_a_drawer_for_the_tree(tab
     tab.set_viewport_size({"width": 390, "height": 844})
     visit(tab, record_page, "#place=blocks.0.conv")
     tab.wait_for_selector(".statistics")
-    wide = "document.querySelector('main').scrollWidth <= document.querySelector('main').clientWidth"
+    wide = (
+        "document.querySelector('main').scrollWidth <= document.querySelector('main').clientWidth"
+    )
     assert tab.evaluate(wide)
     assert not tab.locator(".tree").is_visible()
     tab.get_by_role("button", name="Modules").click()
@@ -277,7 +281,7 @@ ROWS = [Row(f"h.{n}", kind, "Block", (2, 3)) for n in range(5) for kind in ("out
 
 def write(writer, steps):
     for step in steps:
-        values = np.random.default_rng(step).random((len(ROWS), 9), np.float32)
+        values = np.random.default_rng(step).random((len(ROWS), len(STATISTICS)), np.float32)
         writer.histograms(step, [(0, Bins(-1.0, 1.0, np.arange(64)))])
         writer.values(step, values)
         writer.scalar(step, "loss", 1.0 / (1 + step))
