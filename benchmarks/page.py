@@ -30,7 +30,7 @@ from timing import machine
 from torch import nn
 
 import hookline as hl
-from hookline.run_files import Row
+from hookline.run_files import STATISTICS, Row
 from hookline.run_writing import Bins, RunWriter
 
 RESULTS = Path(__file__).resolve().parent / "results" / "page.json"
@@ -86,7 +86,7 @@ def run_page(folder: Path) -> Path:
             if step % 50 == 0:
                 bins = [Bins(-3.0, 3.0, draw.integers(0, 99, 64)) for _ in rows]
                 writer.histograms(step, enumerate(bins))
-            writer.values(step, draw.random((len(rows), 9), np.float32))
+            writer.values(step, draw.random((len(rows), len(STATISTICS)), np.float32))
             writer.scalar(step, "loss", 1 / (1 + step))
     return hl.report(folder / "run", folder / "run.html")
 

@@ -14,7 +14,7 @@ from torch import nn
 import hookline as hl
 from hookline.findings import Finding
 from hookline.pages.serving import serve
-from hookline.run_files import Row
+from hookline.run_files import STATISTICS, Row
 from hookline.run_writing import Bins, RunWriter
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -281,7 +281,7 @@ ROWS = [Row(f"h.{n}", kind, "Block", (2, 3)) for n in range(5) for kind in ("out
 
 def write(writer, steps):
     for step in steps:
-        values = np.random.default_rng(step).random((len(ROWS), 9), np.float32)
+        values = np.random.default_rng(step).random((len(ROWS), len(STATISTICS)), np.float32)
         writer.histograms(step, [(0, Bins(-1.0, 1.0, np.arange(64)))])
         writer.values(step, values)
         writer.scalar(step, "loss", 1.0 / (1 + step))

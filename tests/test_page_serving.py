@@ -12,7 +12,7 @@ from torch import nn
 import hookline as hl
 from hookline.pages.chunks import unpack
 from hookline.pages.serving import serve
-from hookline.run_files import Row
+from hookline.run_files import STATISTICS, Row
 from hookline.run_writing import RunWriter
 
 ROWS = [Row("h.0", "output", "Block"), Row("h.1", "output", "Block")]
@@ -20,7 +20,7 @@ ROWS = [Row("h.0", "output", "Block"), Row("h.1", "output", "Block")]
 
 def write(writer, *steps):
     for step in steps:
-        values = np.full((len(writer.head.rows), 9), float(step), np.float32)
+        values = np.full((len(writer.head.rows), len(STATISTICS)), float(step), np.float32)
         writer.values(step, values)
         writer.scalar(step, "loss", 1.0 / (1 + step))
 

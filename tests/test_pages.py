@@ -18,7 +18,7 @@ from hookline.pages.files import as_html
 from hookline.pages.outlines import read_place
 from hookline.pages.portraits import numbers_of, portray, spread
 from hookline.pages.reporting import page_of
-from hookline.run_files import Row
+from hookline.run_files import STATISTICS, Row
 from hookline.run_writing import Bins, RunWriter
 
 HOSTILE = [
@@ -375,7 +375,7 @@ ROWS = [
 def write_run(folder, steps, start=0.0, rows=ROWS):
     with RunWriter(folder, rows, model="Net") as writer:
         for step in steps:
-            values = np.full((len(rows), 9), np.nan, np.float32)
+            values = np.full((len(rows), len(STATISTICS)), np.nan, np.float32)
             values[:, 1] = start + step + np.arange(len(rows)) / 10
             writer.histograms(step, [(0, Bins(-1.0, 1.0, np.arange(64)))])
             writer.values(step, values)
