@@ -30,8 +30,8 @@ from timing import machine
 from torch import nn
 
 import hookline as hl
-from hookline.run_files import STATISTICS, Row
-from hookline.run_writing import Bins, RunWriter
+from hookline.training.run_files import STATISTICS, Row
+from hookline.training.run_writing import Bins, RunWriter
 
 RESULTS = Path(__file__).resolve().parent / "results" / "page.json"
 FLAGS = [

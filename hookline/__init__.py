@@ -83,16 +83,17 @@ from hookline.ready_changes import (
 
 if TYPE_CHECKING:
     from hookline.attention_patterns import attention
-    from hookline.comparison import compare
-    from hookline.costs import summarize
-    from hookline.differences import Comparison, Difference
-    from hookline.findings import Finding
-    from hookline.guards import guard
-    from hookline.harvesting import harvest
+    from hookline.comparisons.comparison import compare
+    from hookline.comparisons.differences import Comparison, Difference
+    from hookline.comparisons.sweeping import sweep
+    from hookline.comparisons.sweeps import Effect, Sweep
+    from hookline.costs.summaries import ModuleCosts, Summary
+    from hookline.costs.summarizing import summarize
+    from hookline.guards.guarding import guard
+    from hookline.guards.replaying import replay
+    from hookline.harvests.harvesting import harvest
     from hookline.pages.reporting import report
     from hookline.recipes import Recipe
-    from hookline.replaying import replay
-    from hookline.runs import Run
     from hookline.saved_records import load_record, save_record
     from hookline.statistics.kinds import (
         Covariance,
@@ -106,10 +107,9 @@ if TYPE_CHECKING:
     )
     from hookline.statistics.measuring import Measurements, measure
     from hookline.storage.store import Store
-    from hookline.summaries import ModuleCosts, Summary
-    from hookline.sweeping import sweep
-    from hookline.sweeps import Effect, Sweep
-    from hookline.watching import Measured, watch
+    from hookline.training.findings import Finding
+    from hookline.training.runs import Run
+    from hookline.training.watching import Measured, watch
 
 __all__ = [
     "BatchError",
@@ -201,24 +201,24 @@ __version__ = "0.1.0"
 # Most programs use a few verbs: those that stand on the core are loaded when they are first used.
 _LATER = {
     "attention_patterns": "attention",
-    "comparison": "compare",
-    "costs": "summarize",
-    "differences": "Comparison Difference",
-    "findings": "Finding",
-    "guards": "guard",
-    "harvesting": "harvest",
+    "comparisons.comparison": "compare",
+    "costs.summarizing": "summarize",
+    "comparisons.differences": "Comparison Difference",
+    "training.findings": "Finding",
+    "guards.guarding": "guard",
+    "harvests.harvesting": "harvest",
     "pages.reporting": "report",
     "recipes": "Recipe",
-    "replaying": "replay",
-    "runs": "Run",
+    "guards.replaying": "replay",
+    "training.runs": "Run",
     "saved_records": "load_record save_record",
     "statistics.kinds": "Covariance Histogram Mean Norm Sparsity Statistic TopK Variance",
     "statistics.measuring": "Measurements measure",
     "storage.store": "Store",
-    "summaries": "ModuleCosts Summary",
-    "sweeping": "sweep",
-    "sweeps": "Effect Sweep",
-    "watching": "Measured watch",
+    "costs.summaries": "ModuleCosts Summary",
+    "comparisons.sweeping": "sweep",
+    "comparisons.sweeps": "Effect Sweep",
+    "training.watching": "Measured watch",
 }
 _HOMES = {name: home for home, names in _LATER.items() for name in names.split()}
 
@@ -231,7 +231,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _render(title: str, rows: Any, subject: Any) -> str:
-    from hookline.notebooks import render
+    from hookline.pages.notebooks import render
 
     return render(title, rows, subject)
 

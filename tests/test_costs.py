@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import hookline as hl
-from hookline.flops import FlopCounter
+from hookline.costs.flops import FlopCounter
 
 aten = torch.ops.aten
 
@@ -210,7 +210,7 @@ def test_what_is_remembered_of_earlier_calls_is_what_counting_them_gives(inferen
     model, ids = Tied(), torch.randint(11, (2, 6))
     with torch.inference_mode(inference):
         remembered = hl.summarize(model, ids).to_dict()
-        monkeypatch.setattr("hookline.flops.no_dispatch", None)
+        monkeypatch.setattr("hookline.costs.flops.no_dispatch", None)
         counted = hl.summarize(model, ids).to_dict()
     assert remembered == counted
     assert counted["totals"]["flops"] > 0

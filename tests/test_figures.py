@@ -19,8 +19,8 @@ from hookline.pages import figures
 from hookline.pages.figures.canvas import shorten
 from hookline.pages.figures.samples import MOST, spaced
 from hookline.pages.figures.sources import matching
-from hookline.run_files import STATISTICS, Row
-from hookline.run_writing import RunWriter
+from hookline.training.run_files import STATISTICS, Row
+from hookline.training.run_writing import RunWriter
 
 
 def net():

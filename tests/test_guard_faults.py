@@ -296,7 +296,7 @@ def test_an_overflow_of_half_precision_in_a_backward_is_named(layer, operation):
 
 
 def explained(fault):
-    from hookline.guard_reports import explain
+    from hookline.guards.reports import explain
 
     return explain(fault, scaled=False)
 

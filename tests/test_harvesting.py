@@ -19,8 +19,10 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 import hookline as hl
-from hookline import harvest_batches, harvest_plans, harvest_rows
-from hookline.fingerprints import digest, fingerprint, spell
+from hookline.harvests import batches as harvest_batches
+from hookline.harvests import plans as harvest_plans
+from hookline.harvests import rows as harvest_rows
+from hookline.harvests.fingerprints import digest, fingerprint, spell
 from hookline.storage import writing as store_writing
 
 ROOT = Path(__file__).parents[1]
@@ -654,7 +656,7 @@ def test_rank_0_waits_for_the_others(data, to):
 
 
 def test_rank_0_gives_up_at_last_and_says_who_is_missing(data, to, monkeypatch):
-    monkeypatch.setattr("hookline.harvest_ranks._PATIENCE", 0.1)
+    monkeypatch.setattr("hookline.harvests.ranks._PATIENCE", 0.1)
     with as_rank(0, 2), pytest.warns(hl.HooklineWarning, match=r"Ranks \[1\]"):
         store = hl.harvest(small(), data, "0", to=to, quiet=True)
     assert len(store) == 26

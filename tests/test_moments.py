@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from hookline import moments as moments_module
-from hookline.moments import Moments, binned, is_measurable, moments, sampled, settle
-from hookline.run_files import STATISTICS
+from hookline.training.moments import Moments, binned, is_measurable, moments, sampled, settle
+from hookline.training.run_files import STATISTICS
 
 
 def named(found: Moments) -> dict[str, float]:

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 import hookline as hl
 from hookline.core import tables
-from hookline.findings import Findings
-from hookline.thumbnails import bars, extent, thumbnail
+from hookline.pages.thumbnails import bars, extent, thumbnail
+from hookline.training.findings import Findings
 
 NAMES = [
     "<img src=x onerror=alert(1)>",
@@ -250,7 +250,7 @@ def test_a_repr_survives_a_picture_that_fails(monkeypatch):
 
     record = captured([torch.ones(2, 2)])
     for name in ("thumbnail", "leaves"):
-        monkeypatch.setattr(f"hookline.notebooks.{name}", broken)
+        monkeypatch.setattr(f"hookline.pages.notebooks.{name}", broken)
         page = Page(record._repr_html_())
         assert "img" not in page.tags
         assert page.rows[1][:3] == ["''", "1", "(2, 2)"]

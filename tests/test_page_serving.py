@@ -12,8 +12,8 @@ from torch import nn
 import hookline as hl
 from hookline.pages.chunks import unpack
 from hookline.pages.serving import serve
-from hookline.run_files import STATISTICS, Row
-from hookline.run_writing import RunWriter
+from hookline.training.run_files import STATISTICS, Row
+from hookline.training.run_writing import RunWriter
 
 ROWS = [Row("h.0", "output", "Block"), Row("h.1", "output", "Block")]
 

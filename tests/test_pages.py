@@ -18,8 +18,8 @@ from hookline.pages.files import as_html
 from hookline.pages.outlines import read_place
 from hookline.pages.portraits import numbers_of, portray, spread
 from hookline.pages.reporting import page_of
-from hookline.run_files import STATISTICS, Row
-from hookline.run_writing import Bins, RunWriter
+from hookline.training.run_files import STATISTICS, Row
+from hookline.training.run_writing import Bins, RunWriter
 
 HOSTILE = [
     "<img src=x onerror=alert(1)>",

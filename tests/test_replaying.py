@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import hookline as hl
-from hookline.guard_dumps import Speller, constructor_of, function_named, name_of, read_value
+from hookline.guards.dumps import Speller, constructor_of, function_named, name_of, read_value
 
 INF = math.inf
 

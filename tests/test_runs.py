@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 import hookline as hl
 from hookline import Finding, NotCaptured, Run, RunError
-from hookline.run_files import STATISTICS, Row
-from hookline.run_writing import Bins, RunWriter
+from hookline.training.run_files import STATISTICS, Row
+from hookline.training.run_writing import Bins, RunWriter
 
 ROWS = [
     Row("h.0", "output", "Linear", (8, 4)),
@@ -391,7 +391,7 @@ def test_a_full_disk_leaves_whole_records(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     with RunWriter(tmp_path, ROWS) as writer:
-        monkeypatch.setattr("hookline.run_writing.os.write", scarce)
+        monkeypatch.setattr("hookline.training.run_writing.os.write", scarce)
         writer.values(0, values(0))
         writer.values(1, values(1))
         with pytest.raises(RunError, match="No space"):
@@ -406,7 +406,7 @@ def test_a_full_disk_leaves_whole_records(tmp_path, monkeypatch):
 def test_a_write_that_was_cut_short_goes_on(tmp_path, monkeypatch):
     real = os.write
     with RunWriter(tmp_path, ROWS) as writer:
-        monkeypatch.setattr("hookline.run_writing.os.write", lambda n, c: real(n, c[:100]))
+        monkeypatch.setattr("hookline.training.run_writing.os.write", lambda n, c: real(n, c[:100]))
         writer.values(0, values(0))
         writer.values(1, values(1))
         monkeypatch.undo()
@@ -429,8 +429,8 @@ def test_a_closed_writer_says_so(tmp_path):
 
 def test_a_killed_writer_loses_nothing_that_was_written(tmp_path):
     program = (
-        "import os, sys; from hookline.run_writing import RunWriter; "
-        "from hookline.run_files import Row\n"
+        "import os, sys; from hookline.training.run_writing import RunWriter; "
+        "from hookline.training.run_files import Row\n"
         f"writer = RunWriter({str(tmp_path)!r}, [Row('fc', 'output')])\n"
         "for step in range(100):\n"
         "    writer.values(step, [[step] * 10]); writer.scalar(step, 'loss', 1)\n"

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import hookline as hl
-from hookline.run_files import STATISTICS
-from hookline.writers import Writer
+from hookline.training.run_files import STATISTICS
+from hookline.training.writers import Writer
 
 
 class Net(nn.Module):
@@ -219,7 +219,7 @@ def test_a_shared_module_has_one_row_with_all_its_calls():
 
 def test_what_a_block_hands_on_is_measured_once_and_stands_at_both_places():
     model = nn.Sequential(nn.Sequential(nn.Linear(3, 3), nn.ReLU()), nn.Linear(3, 1))
-    from hookline import looking
+    from hookline.training import looking
 
     counted, real = [], looking.moments
     try:
@@ -729,7 +729,7 @@ def test_a_disk_that_is_full_does_not_end_the_training(tmp_path, monkeypatch, ca
         def full(*args):
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr("hookline.run_writing.os.write", full)
+        monkeypatch.setattr("hookline.training.run_writing.os.write", full)
         train(model, optimizer, 2)
     assert steps == [0, 1, 2]
     told = [record for record in caplog.records if "No space left" in record.getMessage()]

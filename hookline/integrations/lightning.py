@@ -17,9 +17,9 @@ from torch import nn
 
 from hookline.core.places import select
 from hookline.errors import NotHookable
-from hookline.guards import guard
+from hookline.guards.guarding import guard
 from hookline.integrations.missing import load
-from hookline.watching import watch
+from hookline.training.watching import watch
 
 __all__ = ["GuardCallback", "WatchCallback"]
 

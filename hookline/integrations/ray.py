@@ -22,8 +22,8 @@ from torch import nn
 
 from hookline.core.places import Where
 from hookline.errors import HarvestError, StoreError
-from hookline.harvest_plans import describe, refuse_changes
-from hookline.harvest_rows import Taker, Taking
+from hookline.harvests.plans import describe, refuse_changes
+from hookline.harvests.rows import Taker, Taking
 from hookline.storage.files import ranks_of, read_index
 from hookline.storage.locks import locked
 from hookline.storage.store import Store

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from hookline.findings import Finding
 from hookline.integrations.missing import load
-from hookline.run_files import STATISTICS
-from hookline.writers import Measured, Writer
+from hookline.training.findings import Finding
+from hookline.training.run_files import STATISTICS
+from hookline.training.writers import Measured, Writer
 
 __all__ = ["TensorBoardWriter"]
 

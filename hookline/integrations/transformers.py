@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from hookline.guards import guard
+from hookline.guards.guarding import guard
 from hookline.integrations.missing import load
-from hookline.watching import watch
+from hookline.training.watching import watch
 
 __all__ = ["GuardCallback", "WatchCallback"]
 

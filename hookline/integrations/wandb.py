@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from hookline.findings import Finding
 from hookline.integrations.missing import load
-from hookline.run_files import STATISTICS, Row
-from hookline.writers import Measured, Writer
+from hookline.training.findings import Finding
+from hookline.training.run_files import STATISTICS, Row
+from hookline.training.writers import Measured, Writer
 
 __all__ = ["WandbWriter"]
 

@@ -17,7 +17,7 @@ from hookline.core.captures import capture
 from hookline.core.places import Place
 from hookline.core.records import Record
 from hookline.core.tree import join, tensors_of, walk
-from hookline.costs import summarize
+from hookline.costs.summarizing import summarize
 from hookline.errors import HooklineError
 from hookline.pages.chunks import Chunk, Page
 from hookline.pages.outlines import Outline
@@ -31,7 +31,7 @@ from hookline.pages.record_pages import (
     share,
 )
 from hookline.pages.remarks import remark
-from hookline.trial_runs import copied, run, trial
+from hookline.trials.runs import copied, run, trial
 
 __all__ = ["page_of_model"]
 

@@ -13,8 +13,8 @@ from typing import Any
 from hookline.core.grammar import parse
 from hookline.core.places import Place
 from hookline.core.tree import join
+from hookline.costs.summaries import Summary
 from hookline.errors import HooklineError
-from hookline.summaries import Summary
 
 __all__ = ["Entry", "Outline", "read_place"]
 

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from hookline.core.places import Place
 from hookline.core.records import Record
 from hookline.core.tables import show_bytes
-from hookline.costs import summarize
+from hookline.costs.summaries import Summary
+from hookline.costs.summarizing import summarize
 from hookline.errors import HooklineError
 from hookline.pages.chunks import Chunk, Page
 from hookline.pages.outlines import Outline
 from hookline.pages.portraits import MOST, Portrait, portray, portray_value, spread
 from hookline.pages.remarks import remark
-from hookline.summaries import Summary
 
 __all__ = [
     "BUDGET", "facts_of", "gather", "items_chunk", "mark_called", "never_called", "page_of_record",

@@ -21,9 +21,9 @@ from hookline.pages.model_pages import page_of_model
 from hookline.pages.record_pages import BUDGET, page_of_record
 from hookline.pages.run_pages import page_of_run
 from hookline.pages.store_pages import page_of_store
-from hookline.run_files import segments_in
-from hookline.runs import Run
 from hookline.storage.store import Store
+from hookline.training.run_files import segments_in
+from hookline.training.runs import Run
 
 __all__ = ["page_of", "report"]
 

@@ -16,13 +16,13 @@ import numpy.typing as npt
 from torch import nn
 
 from hookline.core.places import Place
-from hookline.costs import summarize
+from hookline.costs.summarizing import summarize
 from hookline.pages.chunks import Chunk, Page
 from hookline.pages.outlines import Outline, read_place
 from hookline.pages.portraits import spread
 from hookline.pages.run_tables import RunTable
-from hookline.run_files import Row
-from hookline.runs import Run
+from hookline.training.run_files import Row
+from hookline.training.runs import Run
 
 __all__ = ["RunPage", "page_of_run"]
 

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from hookline.pages.portraits import spread
-from hookline.run_files import Row, values_dtype
-from hookline.runs import Run
+from hookline.training.run_files import Row, values_dtype
+from hookline.training.runs import Run
 
 __all__ = ["RunTable"]
 

@@ -14,7 +14,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from hookline.core.tables import show_bytes
-from hookline.costs import summarize
+from hookline.costs.summarizing import summarize
 from hookline.pages.chunks import Chunk, Page
 from hookline.pages.outlines import Outline
 from hookline.pages.portraits import MOST, portray, spread

@@ -16,11 +16,11 @@ from hookline.errors import HooklineError, ReportError
 from hookline.pages.chunks import Chunk, Page
 from hookline.pages.run_pages import RunPage
 from hookline.pages.store_pages import page_of_store, sample_chunk
-from hookline.run_files import read_head, segment_path, segments_in
-from hookline.runs import Run
 from hookline.storage.description import read_description
 from hookline.storage.files import ranks_of, read_index
 from hookline.storage.store import Store
+from hookline.training.run_files import read_head, segment_path, segments_in
+from hookline.training.runs import Run
 
 __all__ = ["Gallery", "RunView", "Shown", "StoreView"]
 

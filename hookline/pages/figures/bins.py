@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 from hookline.pages.figures.samples import Sample, remarks, take
 from hookline.pages.figures.sources import gather, kept_places, matching, unfit
-from hookline.runs import Run
 from hookline.statistics.kinds import Bins, Histogram
 from hookline.statistics.measuring import Measurements
+from hookline.training.runs import Run
 
 __all__ = ["Counts", "distributions", "edges_of"]
 

@@ -27,9 +27,9 @@ from hookline.pages.figures.canvas import (
 )
 from hookline.pages.figures.samples import Sample, take
 from hookline.pages.figures.sources import gather, kept_places, matching, unfit
-from hookline.runs import Run
 from hookline.statistics.kinds import Histogram, Variance
 from hookline.statistics.measuring import Measurements
+from hookline.training.runs import Run
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

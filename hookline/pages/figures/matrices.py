@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from hookline.comparisons.sweeps import Sweep
 from hookline.pages.figures.canvas import (
     axes_for,
     colour_bar,
@@ -30,8 +31,7 @@ from hookline.pages.figures.canvas import (
 )
 from hookline.pages.figures.samples import counted, numbers
 from hookline.pages.figures.sources import Named, gather, kept_places, one, unfit
-from hookline.runs import Run
-from hookline.sweeps import Sweep
+from hookline.training.runs import Run
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

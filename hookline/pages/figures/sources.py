@@ -26,9 +26,9 @@ from hookline.core.places import select
 from hookline.core.records import Record
 from hookline.errors import FigureError, HooklineError
 from hookline.pages.figures.samples import MOST, spaced
-from hookline.runs import Run
 from hookline.storage.rows import StoredSamples
 from hookline.storage.store import Store
+from hookline.training.runs import Run
 
 __all__ = ["Named", "gather", "kept_places", "matching", "named_places", "one", "plain", "unfit"]
 

@@ -1,0 +1,329 @@
+"""Where two models part, and by how much.
+
+- `compare(model_a, model_b, batch)`: run both, and compare them place by place → `Comparison`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from hookline.comparisons.differences import (
+    Comparison,
+    Difference,
+    Tolerance,
+    measure_difference,
+    tolerance_of,
+)
+from hookline.core import compiling
+from hookline.core.captures import capture
+from hookline.core.hooks import hook
+from hookline.core.nested import Path, leaves, map_leaves
+from hookline.core.places import Place, Where, select
+from hookline.core.snapshots import snapshot
+from hookline.core.tables import describe
+from hookline.core.taps import Call
+from hookline.core.tree import walk
+from hookline.errors import BatchError, NeverFired, NotHookable, PlaceError, PlaceNotFound
+from hookline.trials.runs import Mode, copied, run, same_random_numbers, trial
+
+__all__ = ["compare"]
+
+Renaming = Mapping[str, str] | Callable[[str], str | None]
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+_COMPILED = (
+    "was compiled, and has run: only its output is compared, as no hook fires in a graph. Compare "
+    "before the first call of a compiled model to see inside."
+)
+
+
+def compare(
+    model_a: nn.Module,
+    model_b: nn.Module,
+    batch: Any,
+    where: Where = ("**", ""),
+    *,
+    mapping: Renaming | None = None,
+    tolerance: Tolerance | None = None,
+    batch_b: Any = None,
+    mode: Mode | None = None,
+) -> Comparison:
+    """Run two models on the same batch, and tell where they part and by how much.
+
+    >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    >>> other = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    >>> other.load_state_dict(model.state_dict())
+    <All keys matched successfully>
+    >>> bool(compare(model, other, torch.randn(3, 4)))
+    True
+
+    Args:
+        model_a: the first model, to which errors are relative.
+        model_b: the second.
+        batch: a tensor is the model's argument, a tuple or list are its arguments, a dict its
+            arguments by name; a function is called with each model.
+        where: places of the first model: outputs, inputs, operations, parameters.
+        mapping: the paths in the second model, where they differ: a dict of paths or of their
+            beginnings, or a function of the path, which may give None to leave a place out.
+        tolerance: the relative error that is no divergence: a number, or one for each dtype.
+            Otherwise it follows the coarser of the two dtypes: 1e-9 for float64, 1e-4 for float32,
+            0.01 for float16, 0.05 for bfloat16, 0.2 for quantised values, 0 for whole numbers.
+        batch_b: another batch for the second model.
+        mode: "eval" or "train", to run both so.
+
+    Both run without gradients, with the same random numbers, and are afterwards as before. The
+    values of the first model are kept until the second has its own; those are not kept.
+    """
+    pairs, comparison = _paired(model_a, model_b, where, mapping)
+    with trial(model_a, model_b, mode=mode):
+        kept: dict[Place, dict[int, Any]] = {}
+
+        def keep(place: Place, index: int, value: Any) -> None:
+            kept.setdefault(place, {})[index] = map_leaves(_kept, value)
+
+        first = "The first model" if model_a is not model_b else "The model"
+        _follow(model_a, copied(batch), list(pairs), keep, first, comparison)
+        meeting = _Meeting(kept, {b: a for a, b in pairs.items()}, tolerance)
+        given = copied(batch if batch_b is None else batch_b)
+        _follow(model_b, given, list(pairs.values()), meeting.meet, "The second model", comparison)
+    meeting.finish(comparison)
+    if not comparison.rows:
+        raise BatchError(
+            f"Two models were compared at {len(pairs)} places.",
+            "At none of them both have a value.",
+            "Let the batch run both models, and name places that are called.",
+        )
+    return comparison
+
+
+def _kept(leaf: Any) -> Any:
+    return snapshot(leaf) if isinstance(leaf, Tensor) else leaf
+
+
+# -- which place is which -------------------------------------------------------------------------
+
+
+def _paired(
+    model_a: nn.Module, model_b: nn.Module, where: Where, mapping: Renaming | None
+) -> tuple[dict[Place, Place], Comparison]:
+    """The places of both models that belong together, and a comparison with all others."""
+    names = [type(model).__name__ for model in (model_a, model_b)]
+    comparison = Comparison((names[0], names[1]))
+    pairs: dict[Place, Place] = {}
+    for place in _select(model_a, where):
+        if place.port.startswith("grad"):
+            raise PlaceError(
+                f"Models were to be compared at {str(place)!r}.",
+                "Only forwards are run.",
+                "Capture gradients of both with hookline.capture, and compare those.",
+            )
+        path = _renamed(_short(place.path), mapping)
+        if path is None:
+            continue
+        found = _find(model_b, Place(path, place.port, place.parts, place.operation))
+        if found is None:
+            comparison.only_a.append(str(place) or "''")
+        else:
+            pairs[place] = found
+    with suppress(PlaceNotFound, NotHookable):
+        others = [p for p in _select(model_b, where) if p not in pairs.values()]
+        comparison.only_b = [str(place) or "''" for place in others]
+    if not pairs:
+        raise PlaceNotFound(
+            f"Two models were to be compared at {where!r}.",
+            f"Of the {len(comparison.only_a)} places of the first, the second has none.",
+            "Give mapping={'path in the first': 'path in the second'}, or a function.",
+        )
+    return pairs, comparison
+
+
+def _select(model: nn.Module, where: Where) -> list[Place]:
+    if where == ("**", "") and not model._modules:
+        where = ""
+    return select(model, where)
+
+
+def _short(path: str) -> str:
+    """A path without the names that wrappers of torch put into it."""
+    return ".".join(name for name in path.split(".") if name not in _WRAPPERS)
+
+
+def _renamed(path: str, mapping: Renaming | None) -> str | None:
+    """The path in the second model."""
+    if mapping is None:
+        return path
+    if callable(mapping):
+        return mapping(path)
+    starts = [start for start in mapping if path == start or path.startswith(f"{start}.")]
+    if not starts:
+        return path
+    start = max(starts, key=len)
+    rest = path[len(start) :]
+    return mapping[start] + rest if mapping[start] else rest.removeprefix(".")
+
+
+def _find(model: nn.Module, place: Place) -> Place | None:
+    with suppress(PlaceNotFound, NotHookable, PlaceError):
+        (found,) = select(model, place)
+        return found
+    return None
+
+
+# -- following a run ------------------------------------------------------------------------------
+
+
+def _follow(
+    model: nn.Module,
+    batch: Any,
+    places: list[Place],
+    take: Callable[[Place, int, Any], None],
+    name: str,
+    comparison: Comparison,
+) -> None:
+    """Run a model, and give the values at places to a function, in the order of the calls."""
+    with torch.no_grad(), same_random_numbers(model):
+        if _is_compiled(model):
+            _follow_compiled(model, batch, places, take, name, comparison)
+            return
+
+        def look(value: Any, call: Call) -> None:
+            if not call.recomputed:
+                take(call.place, call.index, value)
+
+        with suppress(NeverFired):  # what one model lacks is listed in the comparison
+            with hook(model, places, look):
+                run(model, batch)
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    """Whether the model, or a part of it, runs as a graph of torch.compile."""
+    modules = [module for _, module in walk(model)]
+    kinds = {type(module).__name__ for module in modules}
+    called = any(getattr(module, "_compiled_call_impl", None) is not None for module in modules)
+    return compiling.loaded() and ("OptimizedModule" in kinds or called)
+
+
+def _follow_compiled(
+    model: nn.Module, batch: Any, places: list[Place], take: Any, name: str, comparison: Comparison
+) -> None:
+    """The same for a compiled model: its values are those of the graph, not of the eager model."""
+    inside = all(p.port == "output" and not p.parts and not p.operation for p in places)
+    if not (compiling.untouched() and inside):
+        take(_root(places), 0, run(model, batch))
+        comparison.notes.append(f"{name} {_COMPILED}")
+        return
+    capturing = capture(model, places, keep="last")
+    with suppress(NeverFired):
+        with capturing:
+            run(model, batch)
+    for place in capturing.record.places():
+        take(place, 0, capturing.record[place])
+
+
+def _root(places: list[Place]) -> Place:
+    for place in places:
+        if _short(place.path) == "" and place.port == "output" and not place.parts:
+            return place
+    raise BatchError(
+        "A compiled model was to be compared.",
+        "It has run before, so that only its output can be seen, which was not asked for.",
+        "Leave out where=, or compare before the first call of a compiled model.",
+    )
+
+
+class _Meeting:
+    """The values of the second model meet those of the first."""
+
+    def __init__(
+        self, kept: dict[Place, dict[int, Any]], pairs: dict[Place, Place], tolerance: Any
+    ) -> None:
+        self.kept, self.pairs, self.tolerance = kept, pairs, tolerance
+        self.rows: dict[tuple[Place, Path], Difference] = {}
+        self.alone: dict[Place, int] = {}  # calls of the second model that the first did not make
+        self.met: set[Place] = set()
+
+    def meet(self, place: Place, index: int, value: Any) -> None:
+        """The second model has a value: compare it, and let the first one's go."""
+        mine = self.pairs[place]
+        if index not in self.kept.get(mine, {}):
+            self.alone[place] = self.alone.get(place, 0) + 1
+            return
+        self.met.add(mine)
+        first = dict(leaves(self.kept[mine].pop(index)))
+        second = dict(leaves(value))
+        for path in dict.fromkeys((*first, *second)):
+            found = _difference(first.get(path), second.get(path), self.tolerance)
+            found.place, found.place_b = str(_part(mine, path)), str(_part(place, path))
+            found.call = index
+            self._add(mine, path, found)
+
+    def _add(self, place: Place, path: Path, found: Difference) -> None:
+        known = self.rows.get((place, path))
+        if known is not None:
+            found.calls = known.calls + 1
+            worse = found.diverges and not known.diverges
+            if not worse and not found.relative > known.relative:
+                known.calls += 1
+                return
+        self.rows[place, path] = found
+
+    def finish(self, comparison: Comparison) -> None:
+        """Write what was found into a comparison; tell of values that met none."""
+        comparison.rows = list(self.rows.values())
+        for place, mine in self.pairs.items():
+            left, alone = len(self.kept.get(mine, {})), self.alone.get(place, 0)
+            if mine in self.met and (left or alone):
+                more = "first" if left else "second"
+                comparison.notes.append(
+                    f"{str(mine)!r} was called {left or alone} times more in the {more} model"
+                )
+            elif left:
+                comparison.only_a.append(str(mine) or "''")
+            elif alone:
+                comparison.only_b.append(str(place) or "''")
+
+
+def _part(place: Place, path: Path) -> Place:
+    return Place(place.path, place.port, place.parts + path, place.operation)
+
+
+def _difference(a: Tensor | None, b: Tensor | None, tolerance: Tolerance | None) -> Difference:
+    """What is between two tensors; the places are filled in by the caller."""
+    shape = "" if a is None else describe(a).rpartition(" ")[0]
+    dtypes = ["" if t is None else str(t.dtype).removeprefix("torch.") for t in (a, b)]
+    far = float("inf")
+    found = Difference("", "", shape, dtypes[0], dtypes[1], 1, 0, far, far, 0.0, 0.0)
+    if a is None or b is None:
+        found.remark = f"only in the {'second' if a is None else 'first'}"
+        return found
+    found.tolerance = tolerance_of(a, b, tolerance)
+    first, second = _plain(a), _plain(b)
+    if first.shape != second.shape:
+        found.remark = f"shapes {tuple(first.shape)} and {tuple(second.shape)}"
+        return found
+    if first.is_meta or second.is_meta:
+        raise BatchError(
+            "Two models were compared.",
+            "One is on the meta device, where tensors have no values.",
+            "Move it to a real device.",
+        )
+    found.error, found.relative, found.cosine, found.remark = measure_difference(first, second)
+    return found
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """The values as a dense tensor of floats on the CPU, where any two can meet."""
+    tensor = tensor.detach()
+    if tensor.is_quantized:
+        tensor = tensor.dequantize()
+    if tensor.is_nested:
+        tensor = cast(Tensor, cast(Any, torch.nested).to_padded_tensor(tensor, 0.0))
+    if tensor.layout is not torch.strided:
+        tensor = tensor.to_dense()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    return tensor if tensor.is_meta else tensor.to("cpu", torch.float64)

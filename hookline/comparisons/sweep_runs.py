@@ -1,0 +1,212 @@
+"""The runs of a sweep: a model on the corrupt batch, with changes, several in one forward.
+
+- `Runner`: runs a model with changes, and gives the metric of each
+- `Job`: one change to try, at a place and a position
+- `one_number(value)`: a metric as a number
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from hookline.comparisons.sweeps import Sweep
+from hookline.core.changes import Change, replace
+from hookline.core.edits import edit
+from hookline.core.hooks import hook, takes_call
+from hookline.core.nested import leaves, map_leaves, only_tensor, set_part
+from hookline.core.places import Place
+from hookline.core.records import Record
+from hookline.core.taps import Call
+from hookline.errors import BatchError
+from hookline.ready_changes import patch
+from hookline.trials.runs import copied, run, same_random_numbers
+
+__all__ = ["Job", "Metric", "Runner", "one_number"]
+
+Metric = Callable[[Any], Any]
+
+
+class Job(NamedTuple):
+    """One change to try; without a position, at the whole value."""
+
+    place: Place
+    position: int | None
+
+
+def one_number(value: Any) -> float:
+    """A metric as a number; an error if it is none.
+
+    >>> one_number(torch.tensor([2.5]))
+    2.5
+    """
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return float(value.detach())
+    if isinstance(value, (int, float)):
+        return float(value)
+    kind = type(value).__name__
+    raise BatchError(
+        "A metric was to give one number.",
+        f"It gave a {kind}{f' of shape {tuple(value.shape)}' if kind == 'Tensor' else ''}.",
+        "Let it end with .mean() or .sum().",
+    )
+
+
+class Runner:
+    """Runs a model on the corrupt batch, with changes."""
+
+    def __init__(
+        self, model: nn.Module, batch: Any, metric: Metric, record: Record, change: Any, dim: int
+    ) -> None:
+        self.model, self.batch, self.metric = model, batch, metric
+        self.record, self.dim, self.runs = record, dim, 0
+        self.change = change() if isinstance(change, type) and change is not patch else change
+        self.copies, self.samples = 1, 0
+        self.together: set[Place] = set()  # where several changes can be tried in one forward
+        self.output: Any = None  # of the corrupt batch as it is
+
+    def baseline(self, places: list[Place]) -> float:
+        """The metric of the corrupt batch as it is."""
+        self.shapes = self._shapes(places, copied(self.batch))
+        return one_number(self.metric(self.output))
+
+    def _shapes(self, places: list[Place], batch: Any) -> dict[Place, torch.Size]:
+        """Run a batch without changes: the shapes at places."""
+        found: dict[Place, torch.Size] = {}
+
+        def look(value: Any, call: Call) -> None:
+            found[call.place] = only_tensor(value, f"The value at {str(call.place)!r}")[1].shape
+
+        self.output = self._forward(batch, hook(self.model, places, look))
+        return found
+
+    def _forward(self, batch: Any, context: Any) -> Any:
+        with torch.no_grad(), same_random_numbers(self.model), context:
+            return run(self.model, batch)
+
+    # -- several changes in one forward ---------------------------------------------------------
+
+    def try_stacking(self, places: list[Place], copies: int, found: Sweep) -> None:
+        """Find out where several changes can be tried in one forward.
+
+        The copies must give what the batch alone gives, and a value must have a row a sample.
+        """
+        firsts = {tensor.shape[:1] for _, tensor in leaves(self.batch)}
+        samples = next(iter(firsts), ())
+        if copies < 2 or len(firsts) != 1 or not samples or callable(self.batch):
+            return
+        alone, self.samples, self.copies = self.output, samples[0], copies
+        try:
+            shapes = self._shapes(places, self._stacked(copies))
+        except (RuntimeError, ValueError, IndexError, AssertionError) as error:
+            why = f"copies of the batch cannot be run together: {str(error).splitlines()[0]:.80}"
+        else:
+            self.runs += 1
+            why = "copies of the batch in one forward do not give what it gives alone"
+            if all(_alike(self._share(n), alone) for n in (0, copies - 1)):
+                self.together = {p for p in places if self._has_rows(p, shapes[p], copies)}
+                every = len(self.together) == len(places)
+                why = "" if every else "the batch is not first at some places"
+        self.output = alone
+        if why:
+            found.notes.append(f"one change a forward: {why}")
+
+    def _stacked(self, copies: int) -> Any:
+        def repeat(leaf: Any) -> Any:
+            return torch.cat([leaf] * copies) if isinstance(leaf, Tensor) else leaf
+
+        return map_leaves(repeat, copied(self.batch))
+
+    def _has_rows(self, place: Place, shape: torch.Size, copies: int) -> bool:
+        alone = self.shapes[place]
+        positions_first = self.dim % max(len(alone), 1) == 0
+        rows = alone[:1] == (self.samples,) and shape[:1] == (self.samples * copies,)
+        return rows and not positions_first
+
+    def _share(self, number: int) -> Any:
+        """What one of the copies gave."""
+        start = number * self.samples
+        rows = self.samples * self.copies
+
+        def part(leaf: Any) -> Any:
+            stacked = isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == rows
+            return leaf[start : start + self.samples] if stacked else leaf
+
+        return map_leaves(part, self.output)
+
+    # -- running --------------------------------------------------------------------------------
+
+    def chunks(self, jobs: list[Job]) -> Iterator[list[Job]]:
+        """The jobs, in lists of those that run in one forward."""
+        together = [job for job in jobs if job.place in self.together]
+        size = self.copies
+        for start in range(0, len(together), size):
+            yield together[start : start + size]
+        yield from ([job] for job in jobs if job.place not in self.together)
+
+    def run(self, jobs: list[Job]) -> list[float]:
+        """The metric with each of these changes."""
+        self.runs += 1
+        stacked = jobs[0].place in self.together
+        self.copies = len(jobs)
+        batch = self._stacked(len(jobs)) if stacked else copied(self.batch)
+        at: dict[Place, list[tuple[int | None, int | None]]] = {}
+        for number, job in enumerate(jobs):
+            at.setdefault(job.place, []).append((number if stacked else None, job.position))
+        changes = {place: self._changing(spots) for place, spots in at.items()}
+        self.output = self._forward(batch, edit(self.model, cast("Any", changes)))
+        if not stacked:
+            return [one_number(self.metric(self.output))]
+        return [one_number(self.metric(self._share(number))) for number in range(len(jobs))]
+
+    def _changing(self, spots: list[tuple[int | None, int | None]]) -> Callable[[Any, Call], Any]:
+        """What an edit does at one place: the change, at rows and positions."""
+
+        def changed(value: Any, call: Call) -> Any:
+            path, tensor = only_tensor(value, f"The value at {str(call.place)!r}")
+            tensor = tensor.clone()
+            for number, position in spots:
+                rows = slice(None)
+                if number is not None:
+                    rows = slice(number * self.samples, (number + 1) * self.samples)
+                part = tensor[rows]
+                if position is not None:
+                    part = part.narrow(self.dim, position, 1)
+                part.copy_(self._new(part.clone(), position, call))
+            return set_part(value, path, tensor)
+
+        return changed
+
+    def _new(self, part: Tensor, position: int | None, call: Call) -> Tensor:
+        """What the change makes of a part of a value."""
+        if self.change is patch:
+            source = only_tensor(self.record.of_call(call.place, call.index))[1]
+            source = source if position is None else source.narrow(self.dim, position, 1)
+            return cast(Tensor, replace(source).meet(part, call))
+        change: Any = self.change
+        if isinstance(change, Tensor):
+            change = replace(change)
+        if isinstance(change, Change):
+            return cast(Tensor, change.meet(part, call))
+        return cast(Tensor, change(part, call) if takes_call(change) else change(part))
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Whether two outputs are the same but for rounding."""
+    first, second = dict(leaves(one)), dict(leaves(other))
+    if first.keys() != second.keys():
+        return False
+    for path, a in first.items():
+        b = second[path]
+        if a.shape != b.shape:
+            return False
+        if a.is_floating_point() and a.numel():
+            room = 100 * torch.finfo(a.dtype).eps * max(float(b.abs().nan_to_num().max()), 1e-6)
+            if not torch.allclose(a, b, rtol=1e-3, atol=room, equal_nan=True):
+                return False
+        elif not torch.equal(a, b):
+            return False
+    return True

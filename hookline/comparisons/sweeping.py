@@ -1,0 +1,219 @@
+"""Which places and positions matter: activation patching, exact or approximate.
+
+- `sweep(model, clean, corrupt, where, metric)`: change one place after the other → `Sweep`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+
+from hookline.comparisons.sweep_runs import Job, Metric, Runner, one_number
+from hookline.comparisons.sweeps import Sweep
+from hookline.core.captures import capture
+from hookline.core.changes import Change
+from hookline.core.nested import leaves, map_leaves, only_tensor
+from hookline.core.places import Place, Where, select
+from hookline.core.records import Record
+from hookline.errors import BatchError, PlaceError
+from hookline.ready_changes import patch
+from hookline.trials.runs import Mode, copied, pull_back, run, same_random_numbers, trial
+
+__all__ = ["sweep"]
+
+Tell = Callable[[int, int], None]
+Positions = Literal["all"] | Sequence[int] | None
+
+
+def sweep(
+    model: nn.Module,
+    clean: Any,
+    corrupt: Any,
+    where: Where,
+    metric: Metric,
+    *,
+    change: type[patch] | Change | Callable[..., Any] = patch,
+    positions: Positions = None,
+    dim: int = 1,
+    batch_size: int = 16,
+    approximate: bool = False,
+    progress: bool | Tell = True,
+    mode: Mode | None = None,
+) -> Sweep:
+    """Run a model on a corrupt batch with one value at a time as in the clean run, and tell what
+    that does to a metric.
+
+    >>> model = nn.Sequential(nn.Identity(), nn.ReLU(), nn.Identity())
+    >>> found = sweep(model, torch.tensor([[5.0]]), torch.tensor([[-3.0]]), "*", torch.sum)
+    >>> found.corrupt, found.clean, [effect.value for effect in found]
+    (0.0, 5.0, [5.0, 5.0, 5.0])
+
+    Args:
+        model: any module. It runs in the mode in which it is.
+        clean: the batch from which values are taken: a tensor is the model's argument, a tuple
+            or list are its arguments, a dict its arguments by name.
+        corrupt: the batch on which the model runs.
+        where: places, one tensor at each.
+        metric: a function of the model's output that gives one number.
+        change: what is done at each place: `patch`, which puts in what the clean run had, or any
+            other change, such as `hookline.zero()` to ablate.
+        positions: None changes whole values, "all" one position after the other, a list some.
+        dim: the dimension of the positions.
+        batch_size: how many changes are tried in one forward, on copies of the corrupt batch put
+            one behind the other, where that is safe: the samples of a batch must not mix. It is
+            tried out first; otherwise one forward is run for each.
+        approximate: estimate all changes with one backward, as (clean - corrupt) · gradient.
+        progress: whether to show a bar, if tqdm is installed; or a function of (done, total).
+        mode: "eval" or "train", to run the model so.
+
+    The model is afterwards as before; all runs have the same random numbers.
+    """
+    where = list(where) if hasattr(where, "__next__") else where  # pyright: ignore
+    _check(select(model, where))
+    if approximate and change is not patch:
+        raise BatchError(
+            f"An approximate sweep of {change!r} was asked for.",
+            "Only what the clean run had can be estimated by its gradient.",
+            "Leave out change= or approximate=.",
+        )
+    with trial(model, mode=mode):
+        with torch.no_grad(), same_random_numbers(model):
+            with capture(model, where, detach=True) as record:
+                output = run(model, copied(clean))
+        places = record.places()
+        reference = one_number(metric(output))
+        jobs = _jobs(record, places, positions, dim)
+        if approximate:
+            return _estimated(model, corrupt, metric, record, reference, jobs, dim)
+        runner = Runner(model, corrupt, metric, record, change, dim)
+        found = Sweep(reference, runner.baseline(places), approximate=False)
+        runner.try_stacking(places, batch_size, found)
+        with _bar(progress, len(jobs)) as advance:
+            for chunk in runner.chunks(jobs):
+                for job, value in zip(chunk, runner.run(chunk), strict=True):
+                    found.add(str(job.place), job.position, value - found.corrupt)
+                advance(len(chunk))
+        found.runs = runner.runs
+        order = {job: n for n, job in enumerate(jobs)}
+        found.rows.sort(key=lambda row: order[Job(cast(Place, row.place), row.position)])
+        return found
+
+
+def _check(places: list[Place]) -> None:
+    for place in places:
+        if place.port not in ("output", "input", "inputs"):
+            raise PlaceError(
+                f"A sweep over {str(place)!r} was asked for.",
+                "Values of calls are put in, not parameters or gradients.",
+                "Name outputs or inputs of modules, or operations.",
+            )
+
+
+def _jobs(record: Record, places: list[Place], positions: Positions, dim: int) -> list[Job]:
+    """All changes to try; an error if a place has no such positions."""
+    jobs: list[Job] = []
+    for place in places:
+        shape = only_tensor(record.calls(place)[0], f"The value at {str(place)!r}")[1].shape
+        if positions is None:
+            jobs.append(Job(place, None))
+            continue
+        size = shape[dim] if -len(shape) <= dim < len(shape) else 0
+        wanted = range(size) if positions == "all" else positions
+        if not size or not all(-size <= p < size for p in wanted):
+            raise BatchError(
+                f"The positions {positions!r} along dim={dim} were asked for.",
+                f"The value at {str(place)!r} has the shape {tuple(shape)}.",
+                "Give positions that all places have, or another dim=.",
+            )
+        jobs += [Job(place, p % size) for p in wanted]
+    return jobs
+
+
+def _estimated(
+    model: nn.Module, batch: Any, metric: Metric, record: Record, reference: float, jobs: list[Job],
+    dim: int,
+) -> Sweep:  # fmt: skip
+    """All changes at once: the metric's slope times how far the clean values are away."""
+    places = list(dict.fromkeys(job.place for job in jobs))
+    slopes = {place: _gradient_place(place) for place in places}
+    for parameter in model.parameters():
+        if parameter.is_floating_point():  # also in a frozen model; put back afterwards
+            parameter.requires_grad_(True)
+    batch = map_leaves(_with_gradient, copied(batch))
+    with capture(model, places, list(slopes.values()), detach=True) as corrupt:
+        with torch.enable_grad(), same_random_numbers(model):
+            result = metric(run(model, batch))
+            found = Sweep(reference, one_number(result), approximate=True)
+            if not isinstance(result, Tensor) or not result.requires_grad:
+                raise BatchError(
+                    "An approximate sweep was asked for.",
+                    "The metric has no gradient.",
+                    "Let it return a tensor, made of the output by operations of torch alone.",
+                )
+            pull_back([result])
+    for place in places:
+        _add_estimates(found, place, slopes[place], record, corrupt, jobs, dim)
+    return found
+
+
+def _with_gradient(leaf: Any) -> Any:
+    wants = isinstance(leaf, Tensor) and leaf.is_floating_point()
+    return leaf.requires_grad_(True) if wants else leaf
+
+
+def _gradient_place(place: Place) -> Place:
+    port = {"output": "grad_output", "input": "grad_input", "inputs": "grad_inputs"}[place.port]
+    return Place(place.path, port, place.parts, place.operation)
+
+
+def _add_estimates(
+    found: Sweep, place: Place, slope: Place, record: Record, corrupt: Record, jobs: list[Job],
+    dim: int,
+) -> None:  # fmt: skip
+    """The estimates at one place, summed over its calls and all but the positions."""
+    total: Tensor | None = None
+    values, gradients = corrupt.calls(place), corrupt.calls(slope)
+    for clean, value, gradient in zip(record.calls(place), values, gradients, strict=True):
+        goal, now = only_tensor(clean)[1], only_tensor(value)[1]
+        given = leaves(gradient)
+        if goal.shape != now.shape:
+            raise BatchError(
+                f"The clean value at {str(place)!r} was to be put in.",
+                f"Its shape is {tuple(goal.shape)}, that of the corrupt one {tuple(now.shape)}.",
+                "Give batches of the same shape.",
+            )
+        step = (goal.double() - now.double()) * (given[0][1].double() if given else 0.0)
+        total = step if total is None else total + step
+    total = cast(Tensor, total)
+    for job in jobs:
+        if job.place == place:
+            part = total if job.position is None else total.select(dim, job.position)
+            found.add(str(place), job.position, float(part.sum()))
+
+
+@contextmanager
+def _bar(
+    progress: bool | Callable[[int, int], None], total: int
+) -> Generator[Callable[[int], None]]:
+    """A function to be told of progress: a bar of tqdm's, or what the user gave."""
+    done = 0
+
+    def tell(count: int) -> None:
+        nonlocal done
+        done += count
+        if callable(progress):
+            progress(done, total)
+
+    tqdm: Any = None
+    if progress is True:
+        with suppress(ImportError):
+            from tqdm.auto import tqdm
+    if tqdm is None:
+        yield tell
+        return
+    with tqdm(total=total, desc="sweep", leave=False, disable=None) as bar:
+        yield bar.update

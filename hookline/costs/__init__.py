@@ -1,0 +1,1 @@
+"""What each module of a model costs: parameters, memory, FLOPs, time."""

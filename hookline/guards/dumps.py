@@ -1,0 +1,273 @@
+"""What a guard writes of a producer: its arguments, state and random numbers, as plain files.
+
+- `write_dump(folder, fault, sample, kept)`: a new folder with `guard.json` and `guard.safetensors`
+- `Speller`: arguments as JSON, with their tensors beside it
+- `read_value(spelled, tensors)`: such arguments, read without trust
+- `function_named(name)`, `name_of(function)`: torch's functions by name
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn, overrides
+
+from hookline import folders
+from hookline.core.nested import leaves
+from hookline.core.tree import join, tensors_of, walk
+from hookline.guards.reports import Fault
+from hookline.guards.runs import Kept
+from hookline.guards.tracing import Sample
+
+__all__ = ["KIND", "Speller", "function_named", "name_of", "read_value", "write_dump"]
+
+KIND = "guard"
+_MOST = 2 * 10**9  # bytes of a module's state
+_LEVELS = 32
+# Of torch's functions none is called that reads files or runs code that it is given.
+_REFUSED = frozenset({"from_file", "load", "save", "apply_", "map_", "map2_", "backward", "numpy"})
+_WORDS = {
+    str(word): word
+    for word in (
+        torch.strided, torch.sparse_coo, torch.contiguous_format, torch.channels_last,
+        torch.channels_last_3d, torch.preserve_format,
+    )
+}  # fmt: skip
+
+
+class Speller:
+    """Arguments as JSON; `tensors` are those that were met."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self._known: dict[int, tuple[Tensor, str]] = {}
+
+    def tensor(self, tensor: Tensor) -> dict[str, Any]:
+        """A tensor by its number; the same one twice has one number."""
+        plain = tensor.detach()
+        if plain.layout != torch.strided or plain.is_quantized or plain.is_meta:
+            raise TypeError(f"a {plain.layout} tensor of {plain.dtype} on {plain.device}")
+        if id(tensor) not in self._known:
+            name = str(len(self.tensors))
+            self.tensors[name] = (
+                torch.view_as_real(plain.resolve_conj()) if (plain.is_complex()) else plain
+            )
+            self._known[id(tensor)] = (tensor, name)
+        return {"tensor": self._known[id(tensor)][1], "complex": plain.is_complex()}
+
+    def value(self, value: Any) -> Any:
+        """A nested value; TypeError, naming what it is, for what no JSON can hold."""
+        if isinstance(value, Tensor):
+            return self.tensor(value)
+        if value is None or isinstance(value, (bool, int, str)):
+            return value
+        if isinstance(value, float):
+            return value if math.isfinite(value) else {"float": repr(value)}
+        if isinstance(value, complex):
+            return {"number": [self.value(value.real), self.value(value.imag)]}
+        if value is Ellipsis:
+            return {"ellipsis": True}
+        if isinstance(value, slice):
+            own = cast("Any", value)
+            return {"slice": [self.value(step) for step in (own.start, own.stop, own.step)]}
+        if isinstance(value, (torch.dtype, torch.device)):
+            kind = "dtype" if isinstance(value, torch.dtype) else "device"
+            return {kind: str(value).removeprefix("torch.")}
+        if str(value) in _WORDS:
+            return {"torch": str(value)}
+        kind = cast("type[Any]", type(value))
+        if kind is list:
+            return [self.value(item) for item in cast("list[Any]", value)]
+        if kind is tuple or kind is torch.Size:
+            return {"tuple": [self.value(item) for item in cast("tuple[Any, ...]", value)]}
+        if kind is dict:
+            named = cast("dict[Any, Any]", value)
+            return {"dict": [[self.value(k), self.value(v)] for k, v in named.items()]}
+        raise TypeError(f"a {kind.__name__}")
+
+
+def read_value(spelled: Any, tensors: dict[str, Tensor], level: int = 0) -> Any:
+    """What a Speller spelled; ValueError for anything else."""
+    if level > _LEVELS:
+        raise ValueError("it is nested too deeply")
+    if spelled is None or isinstance(spelled, (bool, int, float, str)):
+        return spelled
+
+    def read(value: Any) -> Any:
+        return read_value(value, tensors, level + 1)
+
+    if isinstance(spelled, list):
+        return [read(item) for item in cast("list[Any]", spelled)]
+    if not isinstance(spelled, dict) or not spelled:
+        raise ValueError(f"{spelled!r:.40} is nothing that is known")
+    held = cast("dict[str, Any]", spelled)
+    tag, content = next(iter(held.items()))
+    if tag == "tensor":
+        found = tensors[content]
+        return torch.view_as_complex(found) if held.get("complex") else found
+    if tag == "dtype" and isinstance(found := getattr(torch, str(content), None), torch.dtype):
+        return found
+    readers: dict[str, Callable[[], Any]] = {
+        "float": lambda: {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}[content],
+        "number": lambda: complex(*map(read, content)),
+        "ellipsis": lambda: ...,
+        "slice": lambda: slice(*map(read, content)),
+        "device": lambda: torch.device("cpu"),  # what was there is here now
+        "torch": lambda: _WORDS[content],
+        "tuple": lambda: tuple(map(read, content)),
+        "dict": lambda: {read(key): read(value) for key, value in content},
+    }
+    if tag not in readers:
+        raise ValueError(f"{tag!r:.40} is nothing that is known")
+    return readers[tag]()
+
+
+@cache
+def _functions() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for group in cast("dict[Any, list[Any]]", overrides.get_overridable_functions()).values():
+        for function in group:
+            name = overrides.resolve_name(function)
+            if name and function.__name__ not in _REFUSED:
+                found[name] = function
+    return found
+
+
+def name_of(function: Any) -> str | None:
+    """The name of a torch function, if it is one that can be found by it."""
+    name = overrides.resolve_name(function)
+    return name if name in _functions() else None
+
+
+def function_named(name: Any) -> Any:
+    """The torch function of that name; None if there is none, or none that may be called."""
+    return _functions().get(name) if isinstance(name, str) else None
+
+
+# -- modules --------------------------------------------------------------------------------------
+
+
+def constructor_of(module: nn.Module, speller: Speller) -> dict[str, Any] | None:
+    """The arguments that make such a module of torch.nn again; None if they cannot be told.
+
+    They are read from its attributes and tried out: what they make must look the same, and hold
+    tensors of the same names and shapes.
+    """
+    kind = type(module)
+    if getattr(nn, kind.__name__, None) is not kind or "forward" in vars(module):
+        return None
+    found: dict[str, Any] = {}
+    for name in _parameters(kind):
+        if name in ("device", "dtype", "mode") or not hasattr(module, name):
+            continue
+        value = getattr(module, name)
+        is_switch = isinstance(value, Tensor) or (name == "bias" and value is None)
+        found[name] = value is not None if is_switch else value
+    try:
+        spelled = {name: speller.value(value) for name, value in found.items()}
+        with torch.device("meta"):
+            made = kind(**found)
+    except (TypeError, ValueError, RuntimeError):
+        return None
+    shapes = [{n: tuple(t.shape) for n, t in one.state_dict().items()} for one in (made, module)]
+    return spelled if repr(made) == repr(module) and shapes[0] == shapes[1] else None
+
+
+def _parameters(kind: type[nn.Module]) -> list[str]:
+    """The names that a constructor takes; one that passes all on takes those of its base."""
+    for base in kind.__mro__:
+        parameters = list(inspect.signature(base.__init__).parameters.values())[1:]
+        if not any(p.kind is p.VAR_POSITIONAL for p in parameters):
+            return [p.name for p in parameters]
+    return []
+
+
+def _state_of(module: nn.Module, kept: Kept) -> dict[str, Tensor]:
+    """The parameters and buffers of a module, as they were before the call."""
+    before = {id(tensor): copy for _, _, _, tensor, _, copy in kept.buffers if copy is not None}
+    found: dict[str, Tensor] = {}
+    for path, inner in walk(module):
+        for name, tensor in tensors_of(inner):
+            found[join(path, name)] = before.get(id(tensor), tensor)
+    return found
+
+
+def _module(
+    sample: Sample, kept: Kept, speller: Speller, missing: dict[str, str]
+) -> dict[str, Any]:
+    module = cast(nn.Module, sample.module)
+    kind = type(module)
+    modes = {id(m): mode for m, mode in zip(kept.parts.modules, kept.modes, strict=True)}
+    told: dict[str, Any] = {
+        "path": sample.path, "class": f"{kind.__module__}.{kind.__qualname__}",
+        "training": {path: modes.get(id(inner), True) for path, inner in walk(module)},
+        "constructor": None, "inputs": None, "positional": sample.positional, "state": None,
+        "random": speller.tensor(sample.module_random),
+    }  # fmt: skip
+    try:
+        told["inputs"] = speller.value(dict(sample.inputs))
+    except TypeError as error:
+        missing["inputs"] = f"the module was given {error}, which no plain file can hold"
+    state = _state_of(module, kept)
+    size = sum(tensor.nbytes for tensor in state.values())
+    if size > _MOST:
+        missing["state"] = f"the state of the module has {size} bytes, more than {_MOST}"
+    else:
+        told["constructor"] = constructor_of(module, speller)
+        told["state"] = {name: speller.tensor(tensor) for name, tensor in state.items()}
+    return told
+
+
+def _operation(sample: Sample, speller: Speller, missing: dict[str, str]) -> dict[str, Any] | None:
+    if sample.arguments is None:
+        missing["operation"] = "no operation of torch was seen to make it"
+        return None
+    name = name_of(sample.function)
+    if name is None:
+        missing["operation"] = "it is no function of torch that can be found by its name"
+        return None
+    try:
+        args, kwargs = sample.arguments
+        told = {"args": speller.value(list(args)), "kwargs": speller.value(dict(kwargs))}
+    except TypeError as error:
+        missing["operation"] = f"the operation was given {error}, which no plain file can hold"
+        return None
+    return {"function": name, **told, "random": speller.tensor(sample.random)}
+
+
+def write_dump(folder: str | Path, fault: Fault, sample: Sample, kept: Kept) -> Path:
+    """Write what a producer was given into a new folder inside `folder`; that folder."""
+    speller, missing = Speller(), dict[str, str]()
+    autocast = [[kind, on, str(dtype).removeprefix("torch.")] for kind, on, dtype in kept.autocast]
+    content: dict[str, Any] = {
+        "fault": fault.spelled(),
+        "operation": _operation(sample, speller, missing) if sample.is_operation else None,
+        "module": _module(sample, kept, speller, missing),
+        "gradients": {
+            name: [[list(path), speller.tensor(tensor)] for path, tensor in given.items()]
+            for name, given in (
+                ("operation", sample.gradients), ("module", sample.module_gradients)
+            )
+        },
+        "output": [[list(p), speller.tensor(t)] for p, t in leaves(sample.output) if _plain(t)],
+        "autocast": autocast, "torch": torch.__version__, "missing": missing,
+    }  # fmt: skip
+    base = Path(folder)
+    number = 0
+    while True:  # several processes may write at the same time
+        try:
+            (base / f"step{fault.step:06}-{number}").mkdir(parents=True)
+            break
+        except FileExistsError:
+            number += 1
+    return folders.write(base / f"step{fault.step:06}-{number}", KIND, content, speller.tensors)
+
+
+def _plain(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided and not tensor.is_quantized and not tensor.is_meta

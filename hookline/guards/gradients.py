@@ -1,0 +1,139 @@
+"""Where bad gradients come from: every node of a graph is looked at while a backward runs.
+
+A node that was given finite gradients and passes on one that is not is their origin. In the end
+only what reached a parameter or an input counts.
+
+- `Backward`: the hooks on the nodes of a graph, and what they found
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path as File
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+from hookline.core.nested import leaves
+from hookline.guards.finite_checks import Numbers, is_bad
+from hookline.guards.origins import Labelled, Origin
+from hookline.guards.tracing import Span, Trace
+
+__all__ = ["Backward"]
+
+Edge = tuple[Any, int]
+
+
+class Backward:
+    """The hooks on the nodes of a graph; `bad` are the leaves that a bad gradient reached."""
+
+    def __init__(self, trace: Trace, names: dict[int, str]) -> None:
+        self.trace = trace
+        self.names = names  # of parameters and inputs, by id
+        self.bad: dict[str, tuple[Origin, ...]] = {}
+        self.origins: list[Origin] = []
+        self._of: dict[Edge, tuple[Origin, ...]] = {}
+        self._nodes: dict[Any, Any] = {}  # with the handles of the hooks
+
+    def watch(self, tensors: Iterable[Tensor]) -> None:
+        """Put hooks on all nodes that lead to these tensors."""
+        stack = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+        while stack:
+            node = cast(Any, stack.pop())
+            if node in self._nodes or not node.next_functions:
+                continue
+            self._nodes[node] = node.register_hook(partial(self._at, node))
+            stack += [follows for follows, _ in node.next_functions if follows is not None]
+
+    def recomputed(self, module: nn.Module, output: Any) -> None:
+        """A module was called inside the backward: the graph of that call is new."""
+        self.watch(tensor for _, tensor in leaves(output))
+
+    def remove(self) -> None:
+        """Take all hooks off, and forget the graph."""
+        for handle in self._nodes.values():
+            handle.remove()
+        self._nodes.clear()
+        self._of.clear()
+
+    def _at(self, node: Any, passed: tuple[Any, ...], given: tuple[Any, ...]) -> None:
+        bad = [n for n, gradient in enumerate(passed) if gradient is not None and is_bad(gradient)]
+        if not bad:
+            return
+        came = [n for n, gradient in enumerate(given) if gradient is not None and is_bad(gradient)]
+        origins = [o for n in came for o in self._of.get((node, n), ())]
+        if not came:
+            origins = [self._origin("operation", node, passed, given)]
+        elif not origins:
+            # Every share that flowed in was finite, or was none of the model's.
+            origins = [self._origin("sum", node, passed, given)]
+        for n in bad:
+            edge: Edge = node.next_functions[n]
+            before = self._of.get(edge, ())
+            self._of[edge] = tuple(dict.fromkeys((*before, *origins)))[:8]
+            leaf = getattr(edge[0], "variable", None)
+            if leaf is not None and id(leaf) in self.names:
+                self.bad[self.names[id(leaf)]] = self._of[edge]
+
+    def _origin(self, kind: str, node: Any, passed: Any, given: Any) -> Origin:
+        span = self._span(node)
+        origin = Origin(kind, "" if span is None else span.path, backward=True, node=node.name())
+        if span is not None:
+            origin.operation, origin.use = span.operation, span.use
+            origin.source, origin.number = span.source, span.number
+        if not origin.source:
+            origin.source = _defined(node)
+        origin.values = _described(passed, "gradient of argument")
+        origin.given = _described(given, "gradient of the result")
+        origin.ignored = origin.meant = self._is_ignored(origin)
+        self.origins.append(origin)
+        return origin
+
+    def _span(self, node: Any) -> Span | None:
+        """The operation or call that made a node: the narrowest of those whose numbers fit."""
+        number = node._sequence_nr()
+        fitting = [span for span in self.trace.spans if span.start <= number < span.end]
+        return min(fitting, key=lambda s: (s.end - s.start, not s.operation), default=None)
+
+    def _is_ignored(self, origin: Origin) -> bool:
+        ignored = self.trace.ignored
+        if not ignored:
+            return False
+        module: nn.Module | None = None
+        names = origin.path.split(".") if origin.path else []
+        for depth in range(len(names), -1, -1):  # all that is in an ignored module is
+            module = self.trace.model.get_submodule(".".join(names[:depth]))
+            if ignored.module(module):
+                return True
+        owner = self.trace.model.get_submodule(origin.path)
+        return bool(origin.operation) and ignored.operation(owner, origin.operation, origin.use)
+
+    def settle(self, gradients: dict[str, Tensor | None]) -> None:
+        """What came out in the end; a sum of finite shares may be bad, too."""
+        for name, gradient in gradients.items():
+            if gradient is None or not is_bad(gradient):
+                self.bad.pop(name, None)
+            elif name not in self.bad:
+                origin = Origin("sum", name, backward=True)
+                origin.values = [("gradient", Numbers.of(gradient))]
+                self.origins.append(origin)
+                self.bad[name] = (origin,)
+
+
+def _described(gradients: tuple[Any, ...], label: str) -> Labelled:
+    found = [(n, Numbers.of(g)) for n, g in enumerate(gradients) if g is not None]
+    return [(f"{label} {n}" if len(gradients) > 1 else label, own) for n, own in found]
+
+
+def _defined(node: Any) -> str:
+    """Where the backward of a custom autograd function is written."""
+    function: Any = getattr(getattr(node, "_forward_cls", None), "backward", None)
+    if function is None:
+        return ""
+    try:
+        lines, first = inspect.getsourcelines(function)
+        return f"{File(inspect.getfile(function)).name}:{first}  {lines[0].strip()}"
+    except (OSError, TypeError):  # written where no source is
+        return ""

@@ -1,0 +1,399 @@
+"""Stop at the first producer of a NaN or an infinity.
+
+- `guard(model)`: a context in which a bad number that leaves the model, forward or backward, is an
+  error that names what made it
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, cast
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor, nn
+
+from hookline.core import gradients
+from hookline.core.hooks import Context
+from hookline.core.nested import leaves
+from hookline.core.places import Request, Target, Where, resolve
+from hookline.core.recomputation import in_backward
+from hookline.core.taps import KEEP, Frame, Tap, is_over
+from hookline.errors import NonFiniteError, NotHookable, PlaceNotFound
+from hookline.guards.finite_checks import Numbers, all_finite, is_bad, numbers, probe
+from hookline.guards.gradients import Backward
+from hookline.guards.origins import Ignored, Labelled, Origin
+from hookline.guards.reports import fault_of
+from hookline.guards.runs import Holder, Kept, Parts, at_end, is_spread, unwrapped
+from hookline.guards.search import find_forward, of_outputs, parameter_names
+from hookline.guards.telling import Teller, bad_gradients, label_of
+from hookline.guards.tracing import Modules, Trace
+
+__all__ = ["guard"]
+
+_DIFFERENT = "The second run was bad at other places than the first: something of it is random."
+_GRAPHS = 4  # that are held, where all nodes are looked at, until their backward comes
+_RECENT = 64
+Part = tuple[Any, ...]
+
+
+class _Tap(Tap):
+    replaces = False
+    name = ""  # of a parameter
+
+    def receive(self, value: Any, index: int, recomputed: bool, frame: Frame | None) -> Any:
+        context: Any = self.context()
+        self.fired += 1
+        if context is not None and not recomputed and not context.busy():
+            if frame is None:
+                context.ended(value, index)
+            else:
+                context.began(value, frame)
+        return KEEP
+
+    def gradient(self, grad: Tensor, index: int, path: Part) -> None:
+        context: Any = self.context()
+        self.fired += 1
+        if context is not None and not context.busy():
+            context.arrived(self, grad, index, path)
+
+
+class _Pass:
+    """One backward: the probes of its gradients, and the calls that it went through."""
+
+    def __init__(self) -> None:
+        self.probes: list[tuple[_Tap, Tensor]] = []
+        self.calls: dict[int, Kept] = {}
+
+
+class guard(Context[_Tap]):
+    """Stop at the first producer of a NaN or an infinity, in the forward or in the backward.
+
+    >>> class Normed(nn.Module):
+    ...     def forward(self, x):
+    ...         return x / x.norm(dim=-1, keepdim=True)
+    >>> model = nn.Sequential(nn.ReLU(), Normed())
+    >>> with guard(model, to=None):
+    ...     model(torch.tensor([[-1.0, -2.0], [3.0, 4.0]]))
+    Traceback (most recent call last):
+    hookline.errors.NonFiniteError: guard found numbers that are not finite in step 0, ...
+
+    Args:
+        model: any module.
+        ignore: places whose bad numbers are meant: modules, operations (`"attn/log"`), parameters,
+            parts of the model's inputs (`":inputs[mask]"`) or outputs.
+        scaler: the `GradScaler` of mixed precision. Gradients that are bad only because of its
+            scale are left to it: it skips the step.
+        to: the folder for what `hookline.replay` runs again; None to write nothing.
+        careful: check every module as it runs. The guard does so by itself where a call cannot be
+            run again as it was.
+
+    It acts inside `with`, or from `.attach()` to `.remove()`, over any number of steps; a step is
+    a call of the model and its backward. A bad number is a fault if it leaves the model, in an
+    output or in the gradient of a parameter or an input: what was masked away inside is none. The
+    error is a `NonFiniteError`; its `fault` has all that is known. Each step is checked by one
+    number for each output and gradient; only if one of them is bad, the call is run again, from
+    its inputs, random numbers and buffers, with all operations looked at. Modules with hooks of
+    yours run them again, too.
+    """
+
+    _verb = "guard"
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        ignore: Where | None = None,
+        scaler: Any = None,
+        to: str | Path | None = "hookline-guard",
+        careful: bool = False,
+    ) -> None:
+        super().__init__(unwrapped(model), ("", ":inputs", ":grad_output"))
+        self._ignore = () if ignore is None else (ignore,)
+        self._scaler, self._to = scaler, to
+        self.careful = careful
+        self.skipped = 0  # backwards that were left to the scaler
+
+    # -- entering and leaving -------------------------------------------------------------------
+
+    def _resolve(self) -> list[Request]:
+        requests = resolve(self._model, self._wheres)
+        with suppress(PlaceNotFound, NotHookable):  # a model without parameters
+            requests += resolve(self._model, ("**:grad",))
+        return requests
+
+    def _tap(self, target: Target, ref: weakref.ref[Context[Any]]) -> _Tap:
+        tap = _Tap(target, ref)
+        if target.port == "grad":
+            tap.name = str(target.place).removesuffix(":grad")
+        return tap
+
+    def _start(self, attached: bool) -> None:
+        self._running: dict[int, list[tuple[Frame, Kept]]] = {}
+        # A call is kept by a hook on its output's graph: as long as a backward may come.
+        self._calls: WeakValueDictionary[int, Kept] = WeakValueDictionary()
+        self._looked: deque[Kept] = deque()  # whose graph has hooks on all nodes
+        self._pending: list[tuple[Kept, list[Tensor]]] = []
+        self._passes: dict[int, _Pass] = {}
+        self._meant: dict[Part, Tensor] = {}  # where an output is infinite on purpose
+        self._modules: Modules | None = None
+        self._ended: Kept | None = None  # a call whose trace is not yet looked at
+        self._ignored = Ignored(self._model, self._ignore)
+        self._teller = Teller(self._model, self._ignored, self._to, self._scaler is not None)
+        super()._start(attached)
+        self._parts = Parts(self._model)
+        target = self._requests[1].targets[0]  # of the inputs
+        self._input_tap = _Tap(target, weakref.ref(self))
+        self._watched: dict[int, weakref.ref[Tensor]] = {}
+        if self.careful or is_spread(self._model):
+            self._look_closely()
+
+    def _look_closely(self) -> None:
+        """Check every module from now on."""
+        self.careful = True
+        if self._modules is None and self._open:
+            self._modules = Modules(self._model, None, self._left)
+            self._modules._enter(attached=False)
+
+    def _stop(self) -> None:
+        super()._stop()
+        if self._modules is not None:
+            self._modules._leave()
+            self._modules = None
+        for kept in self._looked:
+            kept.close()
+        self._looked.clear()
+        self._calls.clear()
+        self._running.clear()
+
+    def _verify(self) -> None:
+        pending, self._pending = self._pending, []
+        self._check(pending)
+        target = self._requests[0].targets[0]
+        if not self._taps[target.key].fired:
+            raise self._never_fired(self._requests[0], target)
+
+    def __repr__(self) -> str:
+        state = "attached" if self._attached else "open" if self._open else "closed"
+        every = ", every module" if self.careful else ""
+        return f"<hookline guard of {type(self._model).__name__}{every}, {state}>"
+
+    @property
+    def model(self) -> nn.Module:
+        """The model that is guarded; of one in DDP or compiled, that inside."""
+        return self._model
+
+    def busy(self) -> bool:
+        """Whether a call is being run again: the guard does not look at it."""
+        return self._teller.busy
+
+    # -- forward --------------------------------------------------------------------------------
+
+    def began(self, inputs: Any, frame: Frame) -> None:
+        """A call of the model begins."""
+        pending, self._pending = self._pending, []
+        self._check(pending)  # of a call without a backward
+        if in_backward() == -1:
+            self._passes.clear()  # of backwards that raised
+        running = self._running.setdefault(threading.get_ident(), [])
+        running[:] = [(f, kept) for f, kept in running if not _is_over(f)]
+        kept = Kept(self._parts, inputs, frame.positional)
+        running.append((frame, kept))
+        if self._modules is not None:
+            self._modules.trace = kept.trace = Trace(self._model, self._ignored, operations=False)
+        if kept.grad:
+            self._watch_more(inputs)
+
+    def _watch_more(self, inputs: Any) -> None:
+        """Watch inputs that require grad, and parameters that do so since this was entered."""
+        for tap in self._taps.values():
+            if tap.name and tap.reasons:  # it did not require grad
+                tensor = tap.target.tensor()
+                if tensor is not None and tensor.requires_grad:
+                    tap.reasons = {}
+                    gradients.watch_tensor(tap, tensor)
+        for _, tensor in leaves(inputs):
+            known = self._watched.get(id(tensor))
+            if tensor.requires_grad and (known is None or known() is not tensor):
+                if len(self._watched) > _RECENT:
+                    self._watched = {i: r for i, r in self._watched.items() if r() is not None}
+                self._watched[id(tensor)] = weakref.ref(tensor)
+                gradients.watch_tensor(self._input_tap, tensor)
+
+    def ended(self, output: Any, index: int) -> None:
+        """A call of the model ends."""
+        running = self._running.get(threading.get_ident())
+        if not running:  # entered while it was running
+            return
+        _, kept = running.pop()
+        kept.number = index
+        kept.learn()
+        found = leaves(output)
+        graphs = [t for _, t in found if t.requires_grad and t.grad_fn is not None]
+        for tensor in graphs:
+            self._calls[index] = kept
+            self.handles().append(gradients.put_hook(tensor, Holder(kept)))
+        if kept.trace is not None:
+            self._ended = kept
+            return  # it is looked at when the trace knows that the call has ended
+        kept.outputs = [(path, tensor.detach()) for path, tensor in found]
+        probes = [one for _, tensor in kept.outputs if (one := probe(tensor)) is not None]
+        if graphs and _must_be_waited_for(probes):  # one wait for the whole step
+            self._pending.append((kept, probes))
+        else:
+            self._check([(kept, probes)])
+
+    def _check(self, pending: list[tuple[Kept, list[Tensor]]]) -> None:
+        """Look at the probes of outputs."""
+        for kept, probes in pending:
+            if not all_finite(probes):
+                self._forward_failed(kept)
+            kept.outputs = []
+
+    def _forward_failed(self, kept: Kept) -> None:
+        bad = [
+            (path, tensor)
+            for path, tensor in kept.outputs
+            if is_bad(tensor) and not self._ignored.output(path, self._model)
+        ]
+        if not bad or all(self._is_known(path, tensor) for path, tensor in bad):
+            return  # the sum has overflowed, or it is meant
+        seen: Labelled = [(label_of(path), Numbers.of(tensor)) for path, tensor in bad]
+        doubts = kept.doubts()
+        if doubts:
+            raise self._unknown(kept.number, False, seen, doubts)
+        found = self._teller.again(doubts, find_forward, kept, self._ignored)
+        if found is None:
+            raise self._unknown(kept.number, False, seen, doubts)
+        if not found.bad or (not found.same and not found.origins):
+            doubts = ["the second run gave finite values: something of it is random, or changed"]
+            raise self._unknown(kept.number, False, seen, doubts)
+        if not found.origins:
+            for path, tensor in bad:
+                self._meant[path] = cast(Tensor, numbers(tensor)).isfinite()
+            return
+        fault = fault_of(found.origins, found.trace.often, kept.number, seen)
+        if not found.same:
+            fault.remarks.append(_DIFFERENT)
+            self._look_closely()
+        raise self._teller.told(kept, found.origins[0], fault)
+
+    def _is_known(self, path: Part, tensor: Tensor) -> bool:
+        """Whether an output is infinite just where it was before, on purpose."""
+        known, own = self._meant.get(path), cast(Tensor, numbers(tensor))
+        same = known is not None and known.shape == own.shape and torch.equal(known, own.isfinite())
+        return same and not own.isnan().any()
+
+    def _left(self, module: nn.Module, output: Any) -> None:
+        """Where every module is checked: a call of one has ended."""
+        if in_backward() != -1:
+            for kept in self._looked:  # it may be recomputed
+                kept.backward.recomputed(module, output)
+                break
+        kept, self._ended = (self._ended, None) if module is self._model else (None, self._ended)
+        if kept is None:
+            return
+        found = of_outputs(kept.trace, output, self._ignored)
+        if found.origins:
+            bad = [(path, tensor) for path, tensor in leaves(output) if is_bad(tensor)]
+            seen: Labelled = [(label_of(path), Numbers.of(tensor)) for path, tensor in bad]
+            fault = fault_of(found.origins, set(), kept.number, seen)
+            raise self._teller.told(kept, found.origins[0], fault)
+        if kept.number in self._calls:
+            kept.backward = Backward(kept.trace, parameter_names(self._model))
+            kept.backward.watch(tensor for _, tensor in leaves(output))
+            self._looked.append(kept)
+            if len(self._looked) > _GRAPHS:
+                self._looked.popleft().close()
+
+    # -- backward -------------------------------------------------------------------------------
+
+    def arrived(self, tap: _Tap, gradient: Tensor, index: int, path: Part) -> None:
+        """A gradient arrives, of a parameter, of an input, or of an output of the model."""
+        task = in_backward()
+        if task not in self._passes:
+            self._passes[task] = _Pass()
+            # Again from there, so that it comes after those of others: DDP has work to end.
+            at_end(lambda: at_end(lambda: self._backward_ended(task)))
+        found = self._passes[task]
+        if tap.target.port == "grad_output":
+            kept = self._calls.get(index)
+            if kept is not None:
+                found.calls[index] = kept
+                kept.gradients[path] = (gradient, gradient._version)
+        else:
+            one = probe(gradient)  # the gradient itself is not kept, or torch would have to copy it
+            if one is not None:
+                found.probes.append((tap, one))
+
+    def _backward_ended(self, task: int) -> None:
+        found = self._passes.pop(task, None)
+        if found is None or not self._open:
+            return
+        for outer in self._passes.values():  # a checkpoint runs a backward inside another
+            found.calls |= outer.calls
+        pending, self._pending = self._pending, []
+        try:
+            self._check(pending)
+            if not all_finite([one for _, one in found.probes]):
+                self._backward_failed(found)
+        finally:
+            if not self._passes:
+                for kept in found.calls.values():
+                    kept.gradients = {}
+                    kept.close()
+                    if kept in self._looked:
+                        self._looked.remove(kept)
+
+    def _backward_failed(self, found: _Pass) -> None:
+        flagged = {tap.name for tap, one in found.probes if not one.isfinite()} - {""}
+        known = {t.name: _gradient(t) for t in self._taps.values() if t.name in flagged}
+        bad = [(n, g) for n, g in known.items() if g is not None and is_bad(g)]
+        if known and not bad and all(g is not None for g in known.values()):
+            return  # sums that have overflowed
+        seen: Labelled = [(f"the gradient of {n!r}", Numbers.of(g)) for n, g in bad]
+        # The last call first: what flows out of it may flow into the one before.
+        calls = [found.calls[index] for index in sorted(found.calls, reverse=True)]
+        given = [(kept, bad_gradients(kept)) for kept in calls]
+        scale = self._scale()
+        doubts = self._teller.search_backward([k for k, wrong in given if not wrong], seen, scale)
+        if doubts is None or scale > 1:
+            self.skipped += scale > 1
+            return
+        for kept, wrong in given:
+            if wrong:
+                origin = Origin("loss", "", backward=True, values=wrong)
+                raise self._teller.finish(fault_of([origin], set(), kept.number, seen or wrong))
+        if bad or doubts:
+            doubts = doubts or ["the second run gave finite gradients: something of it is random"]
+            raise self._unknown(calls[0].number if calls else -1, True, seen, doubts)
+
+    def _unknown(
+        self, step: int, backward: bool, seen: Labelled, doubts: list[str]
+    ) -> NonFiniteError:
+        """The error where a call cannot be run again as it was: modules are checked from now on."""
+        self._look_closely()
+        return self._teller.unknown(step, backward, seen, doubts)
+
+    def _scale(self) -> float:
+        """What the scaler multiplies the loss with."""
+        scaler = self._scaler
+        return scaler.get_scale() if scaler is not None and scaler.is_enabled() else 1.0
+
+
+def _gradient(tap: Tap) -> Tensor | None:
+    tensor = tap.target.tensor()
+    return None if tensor is None else tensor.grad
+
+
+def _must_be_waited_for(probes: list[Tensor]) -> bool:
+    """Whether reading probes makes the program wait for another device."""
+    return not all(one.is_cpu for one in probes)
+
+
+def _is_over(frame: Frame) -> bool:
+    return frame.running is None or is_over(frame.running)

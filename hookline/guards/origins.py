@@ -1,0 +1,198 @@
+"""Where numbers that are not finite come from, and which infinities are meant.
+
+- `Origin`: a producer: an operation, a module, a parameter, an input, the loss
+- `is_meant(...)`: the rule for infinities that were put there on purpose
+- `Ignored`: the places whose values are not looked at
+- `source_line(frame)`: the line of the user's program that is running
+"""
+
+from __future__ import annotations
+
+import linecache
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from hookline.core.grammar import parse
+from hookline.core.nested import children, leaves, show_path
+from hookline.core.places import Place, Target, Where, resolve
+from hookline.errors import PlaceError
+from hookline.guards.finite_checks import Numbers, numbers, signs
+
+__all__ = ["Ignored", "Origin", "infinite", "is_meant", "labelled", "source_line"]
+
+_OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+# Of these the numbers in the result stand where they stand in the arguments.
+_ELEMENTWISE = frozenset({"add", "sub", "subtract", "rsub", "mul", "multiply", "div", "pow", "exp"})
+_TURNS = frozenset({"neg", "negative", "abs", "absolute", "sub", "subtract", "rsub"})
+
+Labelled = list[tuple[str, Numbers]]
+
+
+@dataclass(eq=False)
+class Origin:
+    """A producer of numbers that are not finite, or the place where they came in."""
+
+    kind: str  # operation, memory, module, parameter, buffer, input, loss, sum, outside
+    path: str  # of the module, or of the parameter; for an input its part
+    backward: bool = False
+    operation: str = ""
+    use: int = 0  # which use of that operation in the module's call
+    node: str = ""  # of autograd, in a backward
+    source: str = ""  # the line of the user's program
+    number: int = 0  # of the operation or call in a trace, by which it is found in another
+    meant: bool = False
+    ignored: bool = False
+    values: Labelled = field(default_factory=lambda: cast(Labelled, []))
+    given: Labelled = field(default_factory=lambda: cast(Labelled, []))
+    sample: Any = None  # what it was given and made, where that was kept at once
+
+    def place(self, often: bool = False) -> Place:
+        """Its place; the use of an operation is told where there were several."""
+        if self.kind == "input":
+            return Place("", "inputs")
+        name = f"{self.operation}#{self.use}" if often else self.operation
+        return Place(self.path, operation=name or None)
+
+
+def labelled(values: Any) -> Labelled:
+    """What can be said of every tensor with numbers in a nested value, by its path."""
+    found: Labelled = []
+    for path, tensor in leaves(values):
+        if numbers(tensor) is not None:
+            first, *rest = path or ("",)
+            found.append((f"{first}{show_path(tuple(rest))}", Numbers.of(tensor)))
+    return found
+
+
+def infinite(tensor: Tensor) -> Tensor:
+    """Where a tensor is infinite."""
+    found = numbers(tensor)
+    return torch.zeros((), dtype=torch.bool) if found is None else found.isinf()
+
+
+def _names_infinity(value: Any, depth: int = 0) -> bool:
+    """Whether a plain number among the arguments is infinite."""
+    if isinstance(value, float):
+        return math.isinf(value)
+    if depth > 3 or isinstance(value, Tensor):
+        return False
+    return any(_names_infinity(item, depth + 1) for _, item in children(value) or ())
+
+
+def is_meant(
+    name: str, arguments: Any, held: Sequence[tuple[frozenset[str], Tensor]], made: Sequence[Tensor]
+) -> bool:
+    """Whether the infinities that an operation made are there on purpose.
+
+    A NaN never is. An infinity is, if the operation was given one as a plain number, as in
+    `masked_fill(mask, -inf)`; or if the operation only passes on infinities that were meant: of
+    no other sign, and, where each number has its place, at no other place.
+
+    Args:
+        name: of the operation.
+        arguments: of the call.
+        held: of the arguments that held infinities, all of them meant: their signs, and where
+            they were, before the call.
+        made: the results that are not finite.
+    """
+    found = frozenset[str]().union(*(signs(one) for one in made))
+    if "n" in found:
+        return False
+    if _names_infinity(arguments):
+        return True
+    if not held:
+        return False
+    name = name.strip("_")
+    allowed = frozenset[str]().union(*(one for one, _ in held))
+    if not found <= allowed and name not in _TURNS:
+        return False
+    return name not in _ELEMENTWISE or not any(_is_new(one, [w for _, w in held]) for one in made)
+
+
+def _is_new(made: Tensor, before: Sequence[Tensor]) -> bool:
+    """Whether a result is infinite where none of the arguments was."""
+    where = infinite(made)
+    for one in before:
+        try:
+            where = where & ~one
+        except RuntimeError:  # does not broadcast: of another kind than thought
+            return False
+    return bool(where.any())
+
+
+class Ignored:
+    """The places whose values are not looked at: modules, operations, parameters, inputs."""
+
+    def __init__(self, model: nn.Module, wheres: Sequence[Where]) -> None:
+        requests = resolve(model, wheres, wild=True) if wheres else []
+        self.targets = [target for request in requests for target in request.targets]
+        for target in self.targets:
+            inner = target.port in ("input", "inputs") and target.module is model
+            if "grad" in target.port or (target.port not in ("output", "value") and not inner):
+                raise PlaceError(
+                    f"guard was told to ignore {str(target.place)!r}.",
+                    "It looks at what modules and operations make, at parameters, and at the "
+                    "model's own inputs.",
+                    "Name a module, an operation, a parameter, or an input of the model.",
+                )
+        self._modules = {t.ident: t for t in self.targets if t.operation is None and _whole(t)}
+
+    def __bool__(self) -> bool:
+        return bool(self.targets)
+
+    def module(self, module: nn.Module) -> bool:
+        """Whether the output of a module is ignored."""
+        return id(module) in self._modules
+
+    def output(self, path: tuple[Any, ...], model: nn.Module) -> bool:
+        """Whether a part of the model's own output is ignored."""
+        return any(
+            t.module is model and t.port == "output" and t.operation is None
+            and t.attribute is None and path[: len(t.parts)] == t.parts
+            for t in self.targets
+        )  # fmt: skip
+
+    def operation(self, module: nn.Module, name: str, use: int) -> bool:
+        """Whether an operation in the forward of a module is ignored."""
+        for target in self.targets:
+            if target.operation is not None and target.module is module:
+                wanted, _, nth = target.operation.partition("#")
+                (segment,) = parse(wanted).paths[0]
+                fits = name == segment if isinstance(segment, str) else segment.fullmatch(name)
+                if fits and nth in ("", str(use)):
+                    return True
+        return False
+
+    def tensor(self, path: str) -> bool:
+        """Whether a parameter or buffer is ignored."""
+        return any(t.attribute is not None and str(t.place) == path for t in self.targets)
+
+    def input(self, path: tuple[Any, ...], first: Any) -> bool:
+        """Whether a part of the model's inputs is ignored; `first` is the name of the first."""
+        for target in self.targets:
+            if target.port == "inputs" and path[: len(target.parts)] == target.parts:
+                return True
+            if target.port == "input" and path[: 1 + len(target.parts)] == (first, *target.parts):
+                return True
+        return False
+
+
+def _whole(target: Target) -> bool:
+    return target.attribute is None and target.port == "output" and not target.parts
+
+
+def source_line(frame: FrameType | None) -> str:
+    """The innermost line that is neither torch's nor ours: where the user's program stands."""
+    while frame is not None and frame.f_code.co_filename.startswith(_OURS):
+        frame = frame.f_back
+    if frame is None:
+        return ""
+    file, line = frame.f_code.co_filename, frame.f_lineno
+    return f"{Path(file).name}:{line}  {linecache.getline(file, line).strip()}".strip()

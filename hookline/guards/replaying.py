@@ -1,0 +1,330 @@
+"""Run again what a guard has written of a producer of NaN or infinity.
+
+- `replay(folder, model=None)`: run it again → `Replay`
+- `Replay`: what came out, and whether it is what was written
+"""
+
+# What is read from a file is of any type.
+# pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn, cast
+
+import torch
+from torch import Tensor, nn
+
+from hookline import folders
+from hookline.core.nested import get_part, leaves, map_leaves
+from hookline.core.snapshots import same_bits
+from hookline.core.tree import walk
+from hookline.errors import ReplayError
+from hookline.guards.dumps import KIND, function_named, read_value
+from hookline.guards.origins import Labelled, labelled
+
+__all__ = ["Replay", "replay"]
+
+_WRITTEN = "Give a folder that a guard has written."
+
+
+@dataclass(eq=False)
+class Replay:
+    """What came out when a producer was run again.
+
+    `reproduced` is whether bad numbers came out again; `exact`, of a forward, whether they are
+    those of the first run bit for bit. `output` and `gradients` are what was computed, `inputs`
+    what it was computed from.
+    """
+
+    place: str
+    what: str  # the function or module that was run
+    backward: bool
+    inputs: Any
+    output: Any
+    gradients: dict[str, Tensor]
+    reproduced: bool
+    exact: bool | None
+    values: Labelled
+
+    def __repr__(self) -> str:
+        way = "backward" if self.backward else "forward"
+        said = "bad numbers again" if self.reproduced else "only finite numbers this time"
+        exactly = ", bit for bit those of the first run" if self.exact else ""
+        rows = [(label or "result", str(own)) for label, own in self.values]
+        width = max((len(label) for label, _ in rows), default=0)
+        lines = [f"  {label:{width}}  {text}" for label, text in rows]
+        head = f"Replay of {self.place!r}, {way} of {self.what}: {said}{exactly}"
+        return "\n".join([head, *lines])
+
+
+def _autocast(kind: str, enabled: bool, name: str) -> torch.dtype | None:
+    """The dtype of autocast, if it was on."""
+    dtype = {"bfloat16": torch.bfloat16, "float16": torch.float16}[name] if enabled else None
+    return dtype if kind in ("cpu", "cuda") else None
+
+
+class _Dump:
+    """A folder that a guard has written, read without trust."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = folder
+        self.content, self.tensors = folders.read(folder, KIND, ReplayError)
+        try:
+            self.fault = dict(self.content["fault"])
+            self.backward = self.fault["backward"] is True
+            self.place = str(self.fault["place"])
+            self.missing = dict(self.content["missing"])
+            self.operation = self.content["operation"]
+            self.module: dict[str, Any] = dict(self.content["module"])
+            self.module["training"] = dict(self.module["training"])
+            if self.module["state"] is not None:
+                self.module["state"] = dict(self.module["state"])
+            self.given = dict(self.content["gradients"])
+            self.autocast = [_autocast(*one) for one in self.content["autocast"]]
+        except (KeyError, TypeError, ValueError) as error:
+            self.refuse(f"It is not spelled as a guard does: {error!r:.80}.")
+
+    def refuse(self, found: str, remedy: str = _WRITTEN) -> NoReturn:
+        asked = f"What a guard has written to {str(self.folder)!r} was to be run again."
+        raise ReplayError(asked, found, remedy) from None
+
+    def value(self, spelled: Any) -> Any:
+        """A value that was spelled, or an error."""
+        try:
+            return read_value(spelled, self.tensors)
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            self.refuse(f"A value in it is not spelled as a guard does: {error!r:.80}.")
+
+    def pairs(self, name: str, spelled: Any) -> dict[tuple[Any, ...], Tensor]:
+        """Tensors by their paths."""
+        try:
+            found = {tuple(path): self.value(tensor) for path, tensor in spelled}
+        except (TypeError, ValueError) as error:
+            self.refuse(f"Its {name} are not spelled as a guard does: {error!r:.80}.")
+        return found
+
+    def why_not(self, part: str) -> str:
+        """Why a part was not written."""
+        return f"{self.missing.get(part, 'it was not written')}."
+
+
+def replay(folder: str | Path, model: nn.Module | None = None) -> Replay:
+    """Run again what a guard has written: the operation alone, or the module in a model.
+
+    >>> import tempfile
+    >>> import hookline
+    >>> class Log(nn.Module):
+    ...     def forward(self, x):
+    ...         return torch.log(x)
+    >>> folder = tempfile.mkdtemp()
+    >>> try:
+    ...     with hookline.guard(Log(), to=folder) as own:
+    ...         own.model(torch.tensor([1.0, 0.0]))
+    ... except hookline.NonFiniteError as error:
+    ...     print(replay(error.fault.folder))
+    Replay of '/log', forward of torch.log: bad numbers again, bit for bit those of the first run
+      result  (2,) float32: 1 -Inf of 2, first at [1]; finite 0
+
+    Args:
+        folder: `error.fault.folder` of a `NonFiniteError`, or a folder that was copied from there.
+        model: to run the whole module that the producer is in, with the inputs and the state that
+            were written; the model itself is not changed. It is needed if what was written is no
+            function of torch and no plain module of `torch.nn`: no code is kept in the folder.
+
+    Random numbers are those of the first run, and afterwards as before. It runs on the CPU, or
+    where the model is. Nothing is unpickled, and only torch's own functions and modules are called.
+    """
+    dump = _Dump(folder)
+    if model is not None:
+        return _run_module(dump, _find_module(dump, model))
+    if isinstance(dump.operation, dict):
+        return _run_operation(dump)
+    return _run_module(dump, _make_module(dump))
+
+
+@contextmanager
+def _settings(dump: _Dump, random: Any, device: str) -> Generator[None]:
+    """Random numbers and autocast as they were; afterwards as they are now."""
+    now = torch.get_rng_state()
+    state = dump.value(random)
+    try:
+        with ExitStack() as stack:
+            for dtype in dump.autocast:
+                if dtype is not None:
+                    stack.enter_context(torch.autocast(device, dtype))
+            stack.enter_context(torch.set_grad_enabled(dump.backward))
+            torch.set_rng_state(state)
+            yield
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        dump.refuse(f"Its settings or arguments do not fit: {error!r:.120}.")
+    finally:
+        torch.set_rng_state(now)
+
+
+def _leaves(value: Any, wanted: dict[str, Tensor], prefix: str = "") -> Any:
+    """A copy of a value whose numbers require grad; the leaves are put into `wanted`."""
+    names = {id(tensor): f"{prefix}{path[-1] if path else ''}" for path, tensor in leaves(value)}
+
+    def leaf(one: Any) -> Any:
+        if not isinstance(one, Tensor) or not (one.is_floating_point() or one.is_complex()):
+            return one
+        made = one.detach().clone().requires_grad_()
+        wanted[names[id(one)]] = made
+        return made.clone()  # it may be changed in place, which a leaf does not allow
+
+    return map_leaves(leaf, value)
+
+
+def _finish(
+    dump: _Dump, what: str, inputs: Any, output: Any, wanted: dict[str, Tensor], given: Any,
+    whole: bool,
+) -> Replay:  # fmt: skip
+    """What is to be said of an output, and of its gradients."""
+    found: dict[str, Tensor] = {}
+    exact = None
+    if dump.backward:
+        ends = [(get_part(output, path), gradient) for path, gradient in given.items()]
+        ends = [(end, g.to(end.device)) for end, g in ends if end.requires_grad]
+        if not ends:
+            dump.refuse("The gradients of its result were not written.")
+        own: Any = torch.autograd.grad(
+            [end for end, _ in ends], list(wanted.values()), [g for _, g in ends], allow_unused=True
+        )
+        found = {n: g for n, g in zip(wanted, own, strict=True) if g is not None}
+        values = labelled({f"gradient of {name}": g for name, g in found.items()})
+    else:
+        values = labelled({"": output})
+        if not whole:
+            first = dump.pairs("outputs", dump.content.get("output"))
+            exact = all(same_bits(get_part(output, path), own) for path, own in first.items())
+    bad = [(label, own) for label, own in values if own.bad]
+    return Replay(
+        dump.place, what, dump.backward, inputs, output, found, bool(bad), exact, bad or values[:4]
+    )
+
+
+def _run_operation(dump: _Dump) -> Replay:
+    told = dump.operation
+    function = function_named(told.get("function"))
+    if function is None:
+        dump.refuse(f"It names {told.get('function')!r:.60}, which is no function of torch's.")
+    args, kwargs = dump.value(told.get("args")), dump.value(told.get("kwargs"))
+    if not isinstance(args, list) or not isinstance(kwargs, dict):
+        dump.refuse("Its arguments are not spelled as a guard does.")
+    wanted: dict[str, Tensor] = {}
+    with _settings(dump, told.get("random"), "cpu"):
+        own_args, own_kwargs = map_leaves(_copied, (args, kwargs))
+        if dump.backward:
+            own_args, own_kwargs = _leaves((args, kwargs), wanted, "argument ")
+        output = function(*own_args, **own_kwargs)
+        if not leaves(output):  # as x[0] = y: it has changed its argument
+            output = [own_args[0]]
+        given = dump.pairs("gradients", dump.given["operation"])
+        inputs = {"args": args, "kwargs": kwargs}
+        return _finish(dump, told["function"], inputs, output, wanted, given, False)
+
+
+def _copied(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, Tensor) else leaf
+
+
+# -- modules --------------------------------------------------------------------------------------
+
+
+def _find_module(dump: _Dump, model: nn.Module) -> nn.Module:
+    told = dump.module
+    path: Any = told.get("path")
+    try:
+        module = model.get_submodule(path)
+    except (AttributeError, TypeError):
+        dump.refuse(f"The model has no module {path!r}.", "Give the model that was guarded.")
+    kind = type(module)
+    if (
+        f"{kind.__module__}.{kind.__qualname__}".rpartition(".")[2]
+        != str(told.get("class")).rpartition(".")[2]
+    ):
+        found = f"{path!r} is a {kind.__name__} in this model, and was a {told.get('class')}."
+        dump.refuse(found, "Give the model that was guarded.")
+    return module
+
+
+def _make_module(dump: _Dump) -> nn.Module:
+    told = dump.module
+    name = str(told.get("class")).rpartition(".")[2]
+    kind = getattr(nn, name, None)
+    ours = str(told.get("class")).startswith("torch.nn.")
+    given = told.get("constructor")
+    if not ours or given is None or not isinstance(kind, type) or not issubclass(kind, nn.Module):
+        why = dump.why_not("operation") if "operation" in dump.missing else ""
+        dump.refuse(
+            f"It needs the module {told.get('path')!r}, a {told.get('class')}, whose code is not "
+            f"in the folder. {why}".strip(),
+            "Give the model: hookline.replay(folder, model).",
+        )
+    try:
+        return kind(**{key: dump.value(value) for key, value in given.items()})
+    except (TypeError, ValueError, AttributeError) as error:
+        dump.refuse(f"A {name} cannot be made of what was written: {error!r:.80}.")
+
+
+def _run_module(dump: _Dump, module: nn.Module) -> Replay:
+    told = dump.module
+    if told.get("inputs") is None:
+        dump.refuse(
+            f"The inputs are not there: {dump.why_not('inputs')}", "It cannot be run again."
+        )
+    inputs = dump.value(told["inputs"])
+    if not isinstance(inputs, dict):
+        dump.refuse("Its inputs are not spelled as a guard does.")
+    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    state = _state(dump, module, told.get("state"), device)
+    inputs = map_leaves(lambda one: one.to(device) if isinstance(one, Tensor) else one, inputs)
+    wanted: dict[str, Tensor] = {}
+    own: Any = map_leaves(_copied, inputs)
+    if dump.backward:
+        own = _leaves(inputs, wanted)
+        for name, tensor in state.items():
+            if tensor.is_floating_point() and isinstance(_own(module, name), nn.Parameter):
+                wanted[name] = state[name] = tensor.requires_grad_()
+    names, positional = list(own), int(told.get("positional", 0))
+    args = tuple(own[name] for name in names[:positional])
+    kwargs = {str(name): own[name] for name in names[positional:]}
+    modes = [(inner, inner.training) for _, inner in walk(module)]
+    try:
+        for path, inner in walk(module):
+            inner.training = told["training"].get(path, inner.training) is True
+        with _settings(dump, told.get("random"), device.type):
+            output = torch.func.functional_call(module, state, args, kwargs)
+            given = dump.pairs("gradients", dump.given["module"])
+            what = f"the module {told.get('path')!r} ({type(module).__name__})"
+            whole = dump.operation is not None
+            return _finish(dump, what, inputs, output, wanted, given, whole)
+    finally:
+        for inner, mode in modes:
+            inner.training = mode
+
+
+def _own(module: nn.Module, name: str) -> Any:
+    path, _, attribute = name.rpartition(".")
+    return getattr(module.get_submodule(path), attribute, None)
+
+
+def _state(dump: _Dump, module: nn.Module, told: Any, device: Any) -> dict[str, Tensor]:
+    """The state that was written, for a module that holds the same; its own if none was."""
+    if told is None:
+        return {}
+    own = dict(_named(module))
+    found = {name: dump.value(tensor) for name, tensor in told.items()}
+    wrong = [n for n, t in found.items() if n not in own or own[n].shape != t.shape]
+    if wrong:
+        dump.refuse(f"The module has no {wrong[0]!r} of that shape.", "Give the guarded model.")
+    return {name: tensor.to(device).clone() for name, tensor in found.items()}
+
+
+def _named(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from cast("Any", module.named_parameters(remove_duplicate=False))
+    yield from module.named_buffers(remove_duplicate=False)

@@ -1,0 +1,219 @@
+"""Run a kept call again, and find what made the numbers that are not finite.
+
+- `find_forward(kept, ignored)`: the origins of bad outputs
+- `find_backward(kept, ignored, scale)`: the origins of bad gradients
+- `take_sample(kept, ignored, origin, scale)`: what the producer was given and made
+- `Found`: what a search found, and whether it can be trusted
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hookline.core.arguments import bind
+from hookline.core.nested import Path, get_part, leaves
+from hookline.core.tree import join, tensors_of, walk
+from hookline.guards.finite_checks import Numbers, bad_leaves, numbers, signs
+from hookline.guards.gradients import Backward
+from hookline.guards.origins import Ignored, Labelled, Origin, labelled
+from hookline.guards.runs import Kept
+from hookline.guards.tracing import Modules, Operations, Sample, Trace
+
+__all__ = [
+    "Found", "describe_sample", "find_backward", "find_forward", "of_outputs", "parameter_names",
+    "take_sample",
+]  # fmt: skip
+
+
+@dataclass
+class Found:
+    """The origins that reached an end; none if what is there is meant, or nothing was bad."""
+
+    trace: Trace
+    origins: list[Origin] = field(default_factory=list[Origin])
+    seen: Labelled = field(default_factory=Labelled)
+    bad: bool = False  # whether the second run was bad at all
+    same: bool = True  # whether it was bad where the first was
+
+
+def _run(kept: Kept, trace: Trace, args: Any, kwargs: Any, modules: Modules | None = None) -> Any:
+    """Call the model again, with everything shown to a trace."""
+    model = kept.parts.model
+    with nullcontext() if modules is not None else Modules(model, trace), Operations(trace):
+        return model(*args, **kwargs)
+
+
+def find_forward(kept: Kept, ignored: Ignored) -> Found:
+    """Run a call again and find the origins of what is not finite in its outputs."""
+    trace = Trace(kept.parts.model, ignored, operations=True)
+    with kept.again(gradients=False) as (args, kwargs, _):
+        output = _run(kept, trace, args, kwargs)
+        found = of_outputs(trace, output, ignored)
+        for path, tensor in kept.outputs:
+            try:
+                found.same &= _alike(tensor, get_part(output, path))
+            except LookupError:
+                found.same = False
+        return found
+
+
+def of_outputs(trace: Trace, output: Any, ignored: Ignored) -> Found:
+    """The origins of what is not finite in an output of the model."""
+    found = Found(trace)
+    for path, tensor in bad_leaves(output):
+        if ignored.output(path, trace.model):
+            continue
+        found.bad = True
+        origins = [o for o in trace.origins_of(tensor) if not o.meant]
+        found.origins += [o for o in origins if o not in found.origins]
+    found.origins.sort(key=trace.origins.index)
+    return found
+
+
+def _alike(one: Tensor, other: Any) -> bool:
+    """Whether two tensors are not finite at the same places."""
+    first, second = numbers(one), numbers(other) if isinstance(other, Tensor) else None
+    if first is None or second is None or first.shape != second.shape:
+        return first is second
+    return torch.equal(first.isfinite(), second.isfinite())
+
+
+def parameter_names(model: nn.Module) -> dict[int, str]:
+    """The first name of every parameter, by id."""
+    found: dict[int, str] = {}
+    for path, module in walk(model):
+        for name, tensor in tensors_of(module):
+            found.setdefault(id(tensor), join(path, name))
+    return found
+
+
+def find_backward(kept: Kept, ignored: Ignored, scale: float = 1.0) -> Found:
+    """Run a call and its backward again and find the origins of bad gradients."""
+    trace = Trace(kept.parts.model, ignored, operations=True)
+    backward = None
+    modules = Modules(kept.parts.model, trace)  # until after the backward: it may recompute calls
+    try:
+        with kept.again(gradients=True) as (args, kwargs, inputs), modules:
+            output = _run(kept, trace, args, kwargs, modules)
+            names = {id(p): n for p, n in _trainable(kept)} | {id(t): n for n, t in inputs}
+            backward = Backward(trace, names)
+            backward.watch(tensor for _, tensor in leaves(output))
+            modules.left = backward.recomputed
+            wanted = [(n, p) for p, n in _trainable(kept)] + inputs
+            backward.settle(_gradients(kept, output, wanted, scale))
+            wrong = [p for p, t in leaves(output) if "n" in signs(t)]
+            same = all(ignored.output(path, trace.model) for path in wrong)
+            found = Found(trace, bad=bool(backward.bad), same=same)
+            for origins in backward.bad.values():
+                wrong = [o for o in origins if not o.meant]
+                found.origins += [o for o in wrong if o not in found.origins]
+            found.origins.sort(key=backward.origins.index)
+            return found
+    finally:
+        if backward is not None:
+            backward.remove()
+
+
+def _trainable(kept: Kept) -> list[tuple[Tensor, str]]:
+    names = parameter_names(kept.parts.model)
+    parameters = kept.parts.model.parameters()
+    return [(p, names[id(p)]) for p in parameters if p.requires_grad]
+
+
+def _gradients(
+    kept: Kept, output: Any, wanted: list[tuple[str, Tensor]], scale: float
+) -> dict[str, Tensor | None]:
+    ends: list[Tensor] = []
+    given: list[Tensor] = []
+    for path, (gradient, _) in kept.gradients.items():
+        tensor = get_part(output, path)
+        if tensor.requires_grad:
+            ends.append(tensor)
+            given.append(gradient / scale if scale != 1 else gradient)
+    if not ends or not wanted:
+        return {}
+    tensors = [tensor for _, tensor in wanted]
+    names = [name for name, _ in wanted]
+    if not _recomputes(ends):
+        found = torch.autograd.grad(ends, tensors, given, allow_unused=True)
+        return dict(zip(names, found, strict=True))
+    # The older checkpointing runs backwards of its own, which write to .grad: put back what is
+    # there, since it knows no other way.
+    before = [tensor.grad for tensor in tensors]
+    try:
+        for tensor in tensors:
+            tensor.grad = None
+        torch.autograd.backward(ends, given)
+        return {name: tensor.grad for name, tensor in wanted}
+    finally:
+        for tensor, gradient in zip(tensors, before, strict=True):
+            tensor.grad = gradient
+
+
+def _recomputes(tensors: list[Tensor]) -> bool:
+    """Whether a graph holds a checkpoint of the older kind."""
+    seen: set[Any] = set()
+    stack: list[Any] = [tensor.grad_fn for tensor in tensors]
+    while stack:
+        node = stack.pop()
+        if node is not None and node not in seen:
+            if node.name() == "CheckpointFunctionBackward":
+                return True
+            seen.add(node)
+            stack += [follows for follows, _ in node.next_functions]
+    return False
+
+
+# -- what the producer was given ------------------------------------------------------------------
+
+
+def take_sample(kept: Kept, ignored: Ignored, origin: Origin, scale: float = 1.0) -> Sample | None:
+    """Run a call again and keep what the producer was given and made; None if it did not come."""
+    trace = Trace(kept.parts.model, ignored, operations=True)
+    sample = trace.sample = Sample(origin.number, bool(origin.operation))
+    with kept.again(gradients=origin.backward) as (args, kwargs, inputs):
+        output = _run(kept, trace, args, kwargs)
+        if sample.module is None or sample.made is None:
+            return None
+        if origin.backward:
+            _take_gradients(sample.made, sample.gradients)
+            if sample.whole is not None and sample.whole is not sample.made:
+                _take_gradients(sample.whole, sample.module_gradients)
+            wanted = [(n, p) for p, n in _trainable(kept)] + inputs
+            _gradients(kept, output, wanted, scale)
+            if sample.whole is sample.made:
+                sample.module_gradients = sample.gradients
+        sample.whole = sample.made = None
+    return sample
+
+
+def _take_gradients(value: Any, kept: dict[Path, Tensor]) -> None:
+    for path, tensor in leaves(value):
+        if tensor.requires_grad and tensor.grad_fn is not None:
+
+            def keep(gradient: Tensor, path: Path = path) -> None:
+                kept[path] = gradient.detach().clone()
+
+            tensor.register_hook(keep)
+
+
+def describe_sample(sample: Sample, origin: Origin) -> None:
+    """Put into an origin what its sample shows."""
+    if sample.arguments is not None:
+        args, kwargs = sample.arguments
+        told: Any = bind(sample.function, args, kwargs)
+    else:
+        told = sample.inputs
+    given = labelled(told)
+    if origin.backward:
+        origin.given = [*given, *origin.given]
+    else:
+        origin.given = given
+        origin.values = [
+            (label, own) for label, own in labelled({"": sample.output}) if own.bad
+        ] or [("", Numbers.of(t)) for _, t in leaves(sample.output)][:1]

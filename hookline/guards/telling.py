@@ -1,0 +1,126 @@
+"""From what was found to the error: what the producer was given, a dump of it, the words.
+
+- `Teller`: makes the errors of a guard
+- `bad_gradients(kept)`: the gradients that came into a call's outputs bad
+- `label_of(path)`: a part of the model's output in words
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import nn
+
+from hookline.core.nested import show_path
+from hookline.errors import NonFiniteError
+from hookline.guards.dumps import write_dump
+from hookline.guards.finite_checks import Numbers, is_bad
+from hookline.guards.origins import Ignored, Labelled, Origin
+from hookline.guards.reports import Fault, explain, fault_of
+from hookline.guards.runs import Kept
+from hookline.guards.search import describe_sample, find_backward, take_sample
+
+__all__ = ["Teller", "bad_gradients", "label_of"]
+
+T = TypeVar("T")
+
+
+def label_of(path: tuple[Any, ...]) -> str:
+    """A part of the model's output in words.
+
+    >>> label_of(("logits", 0))
+    "the model's output[logits][0]"
+    """
+    return f"the model's output{show_path(path)}"
+
+
+def bad_gradients(kept: Kept) -> Labelled:
+    """The gradients that came into a call's outputs bad."""
+    found = [(path, gradient) for path, (gradient, _) in kept.gradients.items() if is_bad(gradient)]
+    return [(f"gradient of {label_of(path)}", Numbers.of(gradient)) for path, gradient in found]
+
+
+class Teller:
+    """Makes the errors of a guard."""
+
+    def __init__(
+        self, model: nn.Module, ignored: Ignored, to: str | Path | None, scaled: bool
+    ) -> None:
+        self.model, self.ignored, self.to, self.scaled = model, ignored, to, scaled
+        self.busy = False  # whether a call is being run again
+
+    def again(self, doubts: list[str], search: Callable[..., T], *given: Any) -> T | None:
+        """Run a call again, in some way; if that fails, it is one more doubt."""
+        self.busy = True
+        try:
+            return search(*given)
+        except Exception as error:  # noqa: BLE001 - the model's own, and the fault counts more
+            doubts.append(f"the second run raised {type(error).__name__}: {error}")
+            return None
+        finally:
+            self.busy = False
+
+    def search_backward(self, calls: list[Kept], seen: Labelled, scale: float) -> list[str] | None:
+        """Raise if a producer is found; else why it may not have been, or None if all is meant."""
+        doubts: list[str] = []
+        for kept in calls:
+            if kept.backward is not None:  # every node was looked at
+                origins = [o for own in kept.backward.bad.values() for o in own if not o.meant]
+                origins.sort(key=kept.backward.origins.index)
+                if origins and scale <= 1:
+                    fault = fault_of(list(dict.fromkeys(origins)), set(), kept.number, seen)
+                    raise self.finish(fault)
+                if kept.backward.bad and not origins:
+                    return None
+                continue
+            own = kept.doubts()
+            again = None if own else self.again(own, find_backward, kept, self.ignored, scale)
+            if again is not None and again.origins and again.same:
+                fault = fault_of(again.origins, again.trace.often, kept.number, seen)
+                raise self.told(kept, again.origins[0], fault, scale)
+            if again is not None and again.bad and again.same:
+                return None  # all of it is ignored
+            if again is not None and not again.same:
+                own.append("the second forward was not finite, as the first was")
+            doubts += own
+        return doubts
+
+    def told(self, kept: Kept, origin: Origin, fault: Fault, scale: float = 1.0) -> NonFiniteError:
+        """The error for a fault, with what the producer was given, and a dump of it."""
+        sample = origin.sample
+        if origin.number and kept.trace is None:
+            sample = self.again([], take_sample, kept, self.ignored, origin, scale)
+            if sample is not None:
+                describe_sample(sample, origin)
+                fault.values, fault.given = origin.values, origin.given
+        elif origin.kind == "parameter":
+            fault.values = [("", Numbers.of(self.model.get_parameter(origin.path)))]
+        elif origin.kind == "buffer":
+            fault.values = [("", Numbers.of(self.model.get_buffer(origin.path)))]
+        elif origin.kind == "input":
+            named = [(f"{path[0]}{show_path(path[1:])}", t) for path, t, _ in kept.versions]
+            fault.values = [("", Numbers.of(t)) for name, t in named if name == origin.path][:1]
+        if self.to is not None and sample is not None and origin.kind != "sum":
+            try:
+                fault.folder = write_dump(self.to, fault, sample, kept)
+            except (OSError, RuntimeError) as error:  # what was found counts more
+                fault.remarks.append(f"The dump could not be written: {error}.")
+        return self.finish(fault)
+
+    def unknown(
+        self, step: int, backward: bool, seen: Labelled, doubts: list[str]
+    ) -> NonFiniteError:
+        """The error where a call cannot be run again as it was."""
+        fault = Fault(step, backward, seen)
+        fault.remarks = [f"No second run shows it: {one}." for one in dict.fromkeys(doubts)]
+        return self.finish(fault)
+
+    def finish(self, fault: Fault) -> NonFiniteError:
+        """The error for a fault of which all is known."""
+        if fault.kind not in ("parameter", "buffer", "input", "loss", "unknown"):
+            with suppress(AttributeError):  # a parameter's, in a sum
+                fault.owner = type(self.model.get_submodule(fault.path)).__name__
+        return explain(fault, self.scaled)

@@ -1,0 +1,372 @@
+"""A run of a model in which every value is looked at: where do bad numbers come from?
+
+A value that is not finite is followed by its memory. An operation that makes one from finite
+arguments is its origin; one that was given some passes their origins on. In the end only what
+reached the model's outputs counts, by its origins: what was masked away has done no harm.
+
+- `Trace`: what is known of one run: origins, running calls, spans of autograd's numbers
+- `Operations`: the mode of torch's that shows every operation to a trace
+- `Modules`: the hooks that show every call of a module to a trace
+- `Sample`: what an operation or call was given and made, kept on the way
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hookline.core.gradients import sequence
+from hookline.core.hooks import Context, first_names
+from hookline.core.nested import Path, leaves, map_leaves, show_path
+from hookline.core.operations import _innermost, _Mode, _name_of
+from hookline.core.places import Request, Target, resolve
+from hookline.core.snapshots import snapshot
+from hookline.core.taps import KEEP, Frame, Tap
+from hookline.core.tree import join, tensors_of, walk
+from hookline.errors import NotHookable, PlaceNotFound
+from hookline.guards.finite_checks import bad_leaves, is_bad, is_mask, signs
+from hookline.guards.origins import Ignored, Origin, infinite, is_meant, labelled, source_line
+
+__all__ = ["Modules", "Operations", "Running", "Sample", "Span", "Trace", "kept_value"]
+
+_UNWRITTEN = frozenset({
+    "empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted",
+    "resize_", "resize_as_",
+})  # fmt: skip
+_MOST = 8  # origins that are followed for one value
+
+
+def kept_value(value: Any) -> Any:
+    """A nested value whose tensors stay as they are now, detached."""
+    return map_leaves(lambda leaf: snapshot(leaf) if isinstance(leaf, Tensor) else leaf, value)
+
+
+class Running:
+    """A call of a module that is running."""
+
+    __slots__ = (
+        "inputs", "module", "number", "origins", "path", "positional", "random", "start",
+    )  # fmt: skip
+
+    def __init__(self, module: nn.Module, path: str, number: int, start: int) -> None:
+        self.module, self.path, self.number, self.start = module, path, number, start
+        self.inputs: Any = None
+        self.positional = 0
+        self.random = torch.get_rng_state()
+        self.origins: tuple[Origin, ...] = ()  # of what it was given
+
+
+class Span:
+    """The numbers of the autograd nodes that an operation or a call has made."""
+
+    __slots__ = ("end", "number", "operation", "path", "source", "start", "use")
+
+    def __init__(self, start: int, end: int, number: int, path: str) -> None:
+        self.start, self.end, self.number, self.path = start, end, number, path
+        self.operation, self.use, self.source = "", 0, ""
+
+
+class Sample:
+    """What one operation or call of a trace was given and made, by its number."""
+
+    def __init__(self, number: int, operation: bool) -> None:
+        self.number, self.is_operation = number, operation
+        self.function: Any = None  # of an operation
+        self.arguments: tuple[Any, Any] | None = None  # of an operation, as they were passed
+        self.inputs: Any = None  # of the module, by name
+        self.positional = 0
+        self.path = ""
+        self.module: nn.Module | None = None
+        self.made: Any = None  # live, so that its gradients can be asked for
+        self.output: Any = None  # the same as it was when it was made
+        self.random = self.module_random = torch.empty(0, dtype=torch.uint8)
+        self.whole: Any = None  # the output of the module around an operation
+        self.gradients: dict[Path, Tensor] = {}  # of what was made
+        self.module_gradients: dict[Path, Tensor] = {}
+
+    def of(self, running: Running) -> None:
+        """Keep what is known of a running call."""
+        self.inputs, self.positional = running.inputs, running.positional
+        self.path, self.module, self.module_random = running.path, running.module, running.random
+
+
+class Trace:
+    """What is known of one run: where bad numbers came from, and what was running."""
+
+    def __init__(self, model: nn.Module, ignored: Ignored, operations: bool) -> None:
+        self.model, self.ignored, self.sees_operations = model, ignored, operations
+        self.names = first_names(model)
+        self.clock = 0  # numbers operations and calls
+        self.origins: list[Origin] = []
+        self.often: set[tuple[str, str]] = set()  # operations that a call used several times
+        self.running: list[Running] = []
+        self.spans: list[Span] = []
+        self.sample: Sample | None = None  # to be filled
+        self._of: dict[int, tuple[Tensor, tuple[Origin, ...]]] = {}  # by the memory
+        self._states: dict[int, tuple[str, str, Tensor]] = {}
+        self._inputs: dict[int, tuple[str, Tensor, bool]] = {}
+        for path, module in walk(model):
+            for name, tensor in tensors_of(module):
+                kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
+                self._states.setdefault(_memory(tensor), (kind, join(path, name), tensor))
+
+    def give(self, inputs: Any) -> None:
+        """Note the inputs of the model, by name."""
+        first = next(iter(inputs), None)
+        for path, tensor in leaves(inputs):
+            ignored = self.ignored.input(path, first)
+            self._inputs.setdefault(_memory(tensor), (_show(path), tensor, ignored))
+
+    # -- following values -----------------------------------------------------------------------
+
+    def origins_of(self, tensor: Tensor) -> tuple[Origin, ...]:
+        """Where a tensor's bad numbers came from, as far as is known."""
+        memory = _memory(tensor)
+        if memory in self._of:
+            return self._of[memory][1]
+        origin = None
+        if memory in self._states:
+            kind, path, own = self._states[memory]
+            origin = Origin(kind, path, ignored=self.ignored.tensor(path))
+        elif memory in self._inputs:
+            path, own, ignored = self._inputs[memory]
+            origin = Origin("input", path, ignored=ignored)
+        else:
+            return ()
+        # What is trained is no mask.
+        origin.meant = origin.ignored or (is_mask(own) and not own.requires_grad)
+        self._add(origin)
+        self._of[memory] = (own, (origin,))
+        return (origin,)
+
+    def _add(self, origin: Origin) -> Origin:
+        self.origins.append(origin)
+        return origin
+
+    def _follow(self, tensors: list[Tensor], origins: tuple[Origin, ...]) -> None:
+        ordered = sorted(set(origins), key=self.origins.index)[:_MOST]
+        for tensor in tensors:  # kept, so that its memory is not used again
+            self._of[_memory(tensor)] = (tensor, tuple(ordered))
+
+    # -- operations -----------------------------------------------------------------------------
+
+    def note_operation(
+        self, name: str, use: int, module: nn.Module | None, given: Any,
+        bad: list[tuple[Tensor, frozenset[str], Tensor]], made: list[Tensor], frame: FrameType,
+    ) -> None:  # fmt: skip
+        """An operation has made something that is not finite."""
+        inner = self._innermost(module)
+        path = "" if inner is None else inner.path
+        known = [(self.origins_of(tensor), sign, where) for tensor, sign, where in bad]
+        held = [origin for origins, _, _ in known for origin in origins]
+        if any(not origins for origins, _, _ in known):  # nothing that was seen has made it
+            source = source_line(frame)
+            strange = Origin("outside", path, False, name, use, source=source, number=self.clock)
+            held.append(self._add(strange))
+        wrong = [origin for origin in held if not origin.meant]
+        if wrong or any(origin.ignored for origin in held):
+            self._follow(made, tuple(wrong or held))
+            return
+        meant = is_meant(name, given, [(sign, where) for _, sign, where in known], made)
+        if held and meant:
+            self._follow(made, tuple(held))
+            return
+        kind = "memory" if name in _UNWRITTEN else "operation"
+        origin = Origin(kind, path, False, name, use, source=source_line(frame), number=self.clock)
+        origin.ignored = module is not None and self.ignored.operation(module, name, use)
+        origin.meant = meant or origin.ignored
+        self._follow(made, (self._add(origin),))
+
+    def _innermost(self, module: nn.Module | None) -> Running | None:
+        for running in reversed(self.running):
+            if module is None or running.module is module:
+                return running
+        return self.running[-1] if self.running else None
+
+    # -- modules --------------------------------------------------------------------------------
+
+    def enter(self, module: nn.Module, inputs: Any, positional: int) -> None:
+        """A call of a module begins."""
+        self.clock += 1
+        running = Running(module, self.names.get(id(module), ""), self.clock, sequence())
+        running.inputs, running.positional = kept_value(inputs), positional
+        if module is self.model and not self.running:
+            self.give(inputs)
+        if not self.sees_operations:
+            bad = [tensor for _, tensor in bad_leaves(inputs)]
+            running.origins = self._of_inputs(bad)
+        self.running.append(running)
+        if self.sample is not None and self.sample.number == self.clock:
+            self.sample.of(running)
+
+    def _of_inputs(self, bad: list[Tensor]) -> tuple[Origin, ...]:
+        """Where the bad inputs of a call came from, if only calls of modules are seen."""
+        found: list[Origin] = []
+        for tensor in bad:
+            origins = self.origins_of(tensor)
+            if not origins and self.running:  # made in the forward that called this
+                origins = self._inside(self.running[-1], tensor)
+                self._follow([tensor], origins)
+            found += origins
+        return tuple(dict.fromkeys(found))
+
+    def _inside(self, running: Running, value: Tensor) -> tuple[Origin, ...]:
+        """The origins of what a forward made: of calls in it, of its inputs, or itself."""
+        found = [o for o in self.origins if o.number > running.number and not o.meant]
+        found = found or [o for o in running.origins if not o.meant]
+        if not found:
+            for name, tensor in tensors_of(running.module):
+                if is_bad(tensor):
+                    path = join(running.path, name)
+                    held = self.origins_of(tensor)
+                    found += [o for o in held if o.path == path and not o.meant]
+        if found:
+            return tuple(found)
+        origin = Origin("module", running.path, number=running.number)
+        origin.ignored = origin.meant = self.ignored.module(running.module)
+        if not self.sees_operations:
+            origin.values = labelled({"": value})
+            origin.given = labelled(running.inputs)
+            origin.sample = Sample(running.number, operation=False)
+            origin.sample.of(running)
+            origin.sample.output = kept_value(value)
+        return (self._add(origin),)
+
+    def leave(self, module: nn.Module, output: Any) -> None:
+        """A call of a module ends."""
+        running = None
+        while self.running and running is None:
+            last = self.running.pop()  # calls that raised are dropped
+            running = last if last.module is module else None
+        if running is None:
+            return
+        self.spans.append(Span(running.start, sequence(), running.number, running.path))
+        for _, tensor in bad_leaves(output):
+            if self.ignored.module(module):
+                origin = Origin("module", running.path, number=running.number)
+                origin.ignored = origin.meant = True
+                self._follow([tensor], (self._add(origin),))
+            elif not self.origins_of(tensor):
+                self._follow([tensor], self._inside(running, tensor))
+        if self.sample is not None and self.sample.number == running.number:
+            self.sample.made, self.sample.output = output, kept_value(output)
+        if self.sample is not None and self.sample.module is module and self.sample.whole is None:
+            self.sample.whole = output
+
+
+def _show(path: Path) -> str:
+    return f"{path[0]}{show_path(path[1:])}" if path else ""
+
+
+def _memory(tensor: Tensor) -> int:
+    """What tells the memory of a tensor from others."""
+    try:
+        return tensor.untyped_storage()._cdata  # its address would end copy-on-write
+    except (NotImplementedError, RuntimeError):  # no storage of its own: sparse, nested
+        return id(tensor)
+
+
+class Operations(_Mode):
+    """The mode of torch's that shows every operation to a trace."""
+
+    def __init__(self, trace: Trace) -> None:
+        super().__init__()
+        self.trace = trace
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs, trace, name = kwargs or {}, self.trace, _name_of(func)
+        trace.clock += 1
+        number, start, frame = trace.clock, sequence(), sys._getframe(1)
+        given = [tensor for _, tensor in leaves((args, kwargs))]
+        versions = [_version(tensor) for tensor in given]
+        bad = [(t, signs(t), infinite(t)) for t in given if is_bad(t)]
+        found = _innermost(frame)
+        module = None if found is None else found[0]
+        use = 0 if found is None else self.count(name, *found)
+        sample = trace.sample if trace.sample and trace.sample.number == number else None
+        if sample is not None:
+            self._before(sample, func, args, kwargs, module)
+        output = func(*args, **kwargs)
+        changed = [t for t, v in zip(given, versions, strict=True) if _version(t) != v]
+        made = [t for _, t in leaves(output)] + changed
+        if sample is not None:
+            sample.made = output if leaves(output) else changed[:1]
+            sample.output = kept_value(sample.made)
+        if use:
+            trace.often.add((trace.names.get(id(module), ""), name))
+        if sequence() > start:
+            span = Span(start, sequence(), number, trace.names.get(id(module), ""))
+            span.operation, span.use, span.source = name, use, source_line(frame)
+            if module is None and trace.running:
+                span.path = trace.running[-1].path
+            trace.spans.append(span)
+        wrong = [tensor for tensor in made if is_bad(tensor)]
+        if wrong:
+            trace.note_operation(name, use, module, (args, kwargs), bad, wrong, frame)
+        return output
+
+    def _before(self, sample: Sample, func: Any, args: Any, kwargs: Any, module: Any) -> None:
+        sample.function, sample.arguments = func, kept_value((args, kwargs))
+        sample.random = torch.get_rng_state()
+        running = self.trace._innermost(module)
+        if running is not None:
+            sample.of(running)
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+class _ModuleTap(Tap):
+    replaces = False
+
+    def receive(self, value: Any, index: int, recomputed: bool, frame: Frame | None) -> Any:
+        context: Any = self.context()
+        if context is None or context.trace is None:
+            return KEEP
+        self.fired += 1
+        with torch._C.DisableTorchFunction():  # what is computed here is not the model's
+            if frame is None:
+                context.trace.leave(self.target.module, value)
+            else:
+                context.trace.enter(self.target.module, value, frame.positional)
+        if frame is None and context.left is not None:
+            context.left(self.target.module, value)
+        return KEEP
+
+
+class Modules(Context[_ModuleTap]):
+    """The hooks that show every call of every module to a trace."""
+
+    _verb = "guard"
+
+    def __init__(self, model: nn.Module, trace: Trace | None, left: Any = None) -> None:
+        super().__init__(model, ("", ":inputs"))
+        self.trace = trace
+        self.left: Callable[[nn.Module, Any], None] | None = left  # called after a call has ended
+        self._entered = True  # one that is never entered is not a forgotten one
+
+    def _resolve(self) -> list[Request]:
+        requests = resolve(self._model, self._wheres)
+        with suppress(PlaceNotFound, NotHookable):  # a model without children
+            requests += resolve(self._model, ("**", "**:inputs"))
+        return requests
+
+    def _tap(self, target: Target, ref: weakref.ref[Context[Any]]) -> _ModuleTap:
+        return _ModuleTap(target, ref)
+
+    def __enter__(self) -> Modules:
+        self._enter(attached=False)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._leave()

@@ -1,0 +1,1 @@
+"""A model over a data set, values on disk: on one process, on many ranks, after a crash."""

@@ -1,0 +1,252 @@
+"""Run a model over a data set and keep values on disk.
+
+- `harvest(model, data, where, to=folder)`: does it, and goes on after a crash → `Store`
+
+docs/harvesting.md tells the rest: padding, statistics, many ranks, and the arithmetic.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from hookline.core.places import Where
+from hookline.errors import HarvestError
+from hookline.harvests.batches import Share, Source, ranks
+from hookline.harvests.fingerprints import digest
+from hookline.harvests.plans import describe, plan_for, refuse_changes
+from hookline.harvests.progress import Progress
+from hookline.harvests.ranks import earlier, finish, open_writer
+from hookline.harvests.rows import Taken, Taker, Taking, batch_size, rows_in
+from hookline.harvests.statistics import Measuring
+from hookline.harvests.writing import Background
+from hookline.statistics.measuring import Statistics
+from hookline.storage.store import Store
+from hookline.storage.writing import StoreWriter
+
+__all__ = ["harvest"]
+
+
+def harvest(
+    model: nn.Module,
+    data: Any,
+    where: Where,
+    *,
+    to: str | os.PathLike[str],
+    at: Any = None,
+    transform: Callable[[Any], Any] | None = None,
+    dtype: torch.dtype | None = None,
+    stop: bool | Literal["auto"] = "auto",
+    mask: str | Callable[[Any], Any] | None = None,
+    ids: str | Callable[[Any], Any] | None = None,
+    forward: Callable[[Any, Any], Any] | None = None,
+    statistics: Statistics | None = None,
+    quiet: bool = False,
+) -> Store:
+    """Run a model over data and store the values at places; run again, it goes on.
+
+    >>> import tempfile
+    >>> model = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
+    >>> data = torch.randn(100, 4).split(32)
+    >>> store = harvest(model, data, "1", to=tempfile.mkdtemp() + "/acts", quiet=True)
+    >>> len(store), store["1"].shape
+    (100, torch.Size([100, 3]))
+
+    Args:
+        model: any module. It runs in the mode in which it is, without gradients.
+        data: batches: a DataLoader, a list, any iterable, or a function that returns one (and is
+            given the number of the first batch that is needed, if it takes an argument). A tensor
+            is the model's argument, a tuple or list are its arguments, a dict its arguments by
+            name, any other object is its argument. They must come in the same order each time.
+        where: places, or anything else that `select` takes.
+        to: the folder of the store. If a harvest there was stopped, it is completed.
+        at: take only this slice of each value, or what a function makes of it; `last_token`
+            itself, with a mask, is the last token of each sequence.
+        transform: a function of the value (after `at`); what it returns is stored.
+        dtype: how to store floating-point values.
+        stop: "auto" ends each forward after the last place that is needed, where that is safe;
+            True always does, once each place has fired; False never.
+        mask: which positions of a sequence are stored, nonzero for tokens and zero for padding: the
+            name of a part of the batch, or a function of it. Samples then vary in length.
+        ids: a number or a word for each sample: the name of a part of the batch, or a function of
+            it. Without, samples are numbered as they come in the data.
+        forward: a function of the model and a batch that runs the one on the other.
+        statistics: `Mean()`, `TopK(k=5)` and so on, measured of what is stored and saved in
+            the folder `statistics` of the store, for `Measurements.load`.
+        quiet: show neither the plan nor the progress, which go to stderr.
+
+    First the plan is shown; what will not fit on the disk is refused. While the model runs,
+    another thread writes. After Ctrl-C, a crash or kill -9 the store is sound, and the same call
+    completes it, without a duplicate and without a gap, if nothing else was changed: another
+    model, other places, options or data are refused.
+
+    Under torchrun and the like (the variables RANK and WORLD_SIZE) each rank takes its share of
+    the batches. Rank 0 waits for the others and returns the whole store; what the others return may
+    lack what is still being written.
+    """
+    taking = Taking(at, transform, dtype, stop, mask, ids, forward)
+    rank, world = ranks()
+    work = _Harvest(Taker(model, where, taking), Source(data), Path(to).absolute(), rank, world)
+    if statistics is not None:
+        work.measuring = Measuring(statistics, work.folder, rank, world)
+    work.progress = Progress(quiet=quiet or rank > 0)
+    try:
+        work.run()
+    finally:
+        work.progress.end()
+    return Store.open(work.folder)
+
+
+class _Harvest:
+    """The harvest of one rank."""
+
+    measuring: Measuring | None = None
+    progress: Progress
+    writer: StoreWriter
+
+    def __init__(self, taker: Taker, source: Source, folder: Path, rank: int, world: int) -> None:
+        self.taker, self.source, self.folder = taker, source, folder
+        self.world = world
+        self.wanted = describe(taker, world)
+        refuse_changes(folder, self.wanted)
+        before = earlier(folder, rank)
+        self.mark = before.mark
+        self.share = Share(rank, world, self.mark.get("batch", -1))
+        self.numbered = before.samples  # samples that have an id, of a single rank
+        self.size: int | None = None  # of batch 0
+
+    def run(self) -> None:
+        """Write what is missing of this rank's share, and finish."""
+        self.source.begin(max(self.share.last, 0) if self.share.last >= 0 else self.share.rank)
+        length = self.source.length
+        complete = bool(self.mark.get("done")) and length in (None, self.mark.get("length"))
+        batches = iter(()) if complete else self._batches()
+        first = next(batches, None)
+        taken = None if first is None else self._take(*first)
+        if taken is not None:
+            self._plan(taken, length)
+        with open_writer(self.folder, self.share.rank, self.wanted) as self.writer:
+            if self.measuring is not None:
+                self.measuring.catch_up()
+            if first is not None:
+                self._write_all(first[0], first[1], taken, batches)
+            self._save()
+            kinds = None if self.measuring is None else self.measuring.kinds
+            done = {"done": True, "length": length, "batches": self._count(), "kinds": kinds}
+            self.writer.note({**self.writer.mark, **done})
+            if self.share.rank == 0 and self.world > 1:
+                self.progress.show("done with the share of rank 0; waiting for the others")
+            finish(self.writer, self.world, kinds)
+        self.progress.show(f"done: {str(self.folder)!r}")
+
+    def _plan(self, taken: Taken, length: int | None) -> None:
+        share = self.share
+        batches = None if length is None else share.done() + share.size(length)
+        stops = self.taker.stops
+        plan = plan_for(taken, self.folder, batches, share.done(), self.world, stops)
+        self.progress.show(repr(plan))
+        plan.check_space()
+        self.progress.begin(batches, share.done())
+
+    def _write_all(
+        self, number: int, batch: Any, taken: Taken | None, batches: Iterator[tuple[int, Any]]
+    ) -> None:
+        try:
+            with Background(self._write) as background:
+                background.put((number, self._known(batch), taken))
+                for number, batch in batches:
+                    background.put((number, self._known(batch), self._take(number, batch)))
+        except BaseException as error:
+            with suppress(Exception):  # the first error counts; what is not saved is made again
+                self._save()
+            error.add_note(
+                f"hookline: the store in {str(self.folder)!r} is sound and has "
+                f"{self.writer.samples} samples; the same harvest again goes on from there."
+            )
+            raise
+
+    def _save(self) -> None:
+        """Save the statistics, unless they are ahead of what could be written."""
+        measuring = self.measuring
+        if measuring is not None and measuring.samples == self.writer.samples:
+            measuring.save(now=True)
+
+    def _write(self, item: tuple[int, int, Taken]) -> None:
+        """On the thread: a batch, its statistics and how far we are, all or nothing."""
+        number, known, taken = item
+        if taken.samples:
+            if self.measuring is not None:
+                self.measuring.update(taken.rows, taken.samples, taken.ids)
+            mark = {"batch": number, "known": known}
+            self.writer.append(taken.rows, ids=taken.ids, mark=mark)
+            if self.measuring is not None:
+                self.measuring.save()
+        self.progress.step(rows_in(taken.rows))
+
+    def _count(self) -> int:
+        last: int = self.writer.mark.get("batch", -1)
+        return Share(self.share.rank, self.world, last).done()
+
+    # -- the batches, and that they are the same --------------------------------------------------
+
+    def _batches(self) -> Iterator[tuple[int, Any]]:
+        """The batches that this rank takes. Before the first one, all checks have been made."""
+        number = -1
+        checked = self.share.last < 0
+        for number, batch in self.source.numbered(self.share):
+            if number == 0 and not self.source.skips:
+                self.size = batch_size(batch)
+                self.wanted["data"] = self._known(batch)
+                refuse_changes(self.folder, self.wanted)
+            if number == self.share.last:
+                checked = True
+                if self._known(batch) != self.mark.get("known"):
+                    self._refuse(f"Batch {number}, the last one that was stored, differs.")
+            if self.share.takes(number):
+                if not checked:
+                    self._refuse(f"Batch {self.share.last}, the last one stored, is missing.")
+                yield number, batch
+        if not checked:
+            self._refuse(f"It ends before batch {self.share.last}, the last one that was stored.")
+        if number < 0 and not self.source.skips:
+            raise HarvestError(
+                f"A harvest into {str(self.folder)!r} was asked for.",
+                "The data has no batches; a generator that was gone through before has none left.",
+                "Give a list, a loader, or a function that returns batches.",
+            )
+
+    def _known(self, batch: Any) -> int:
+        """What a batch is known by: its ids, if the caller gives some, or its content."""
+        own = self.taker.taking.ids_of(batch)
+        return digest(batch if own is None else own)
+
+    def _refuse(self, found: str) -> None:
+        raise HarvestError(
+            f"A harvest was to go on in {str(self.folder)!r}.",
+            f"The data is not the same: {found}",
+            "Give the data in the same order each time (shuffle=False), or give ids=, which are "
+            "then compared instead. Or choose another folder.",
+        )
+
+    def _take(self, number: int, batch: Any) -> Taken:
+        taken = self.taker.take(batch)
+        if taken.ids is not None:
+            return taken
+        if self.world == 1:
+            first = self.numbered
+            self.numbered += taken.samples
+        else:
+            if self.size is None or taken.samples > self.size:
+                raise HarvestError(
+                    f"The samples of batch {number} were to be numbered, on {self.world} ranks.",
+                    f"It has {taken.samples}; the first batch has {self.size or 'nobody knows'}.",
+                    "Let all batches but the last have the same size, or give ids=.",
+                )
+            first = number * self.size
+        return Taken(taken.rows, taken.samples, range(first, first + taken.samples))

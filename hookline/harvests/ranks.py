@@ -1,0 +1,114 @@
+"""The end of a harvest on many ranks: wait for the others, then say once what there is.
+
+- `finish(writer, world, statistics)`: what each rank does when its share is written
+- `earlier(folder, rank)`: how many samples a rank has committed, and its mark
+- `open_writer(folder, rank, metadata)`: the writer of a rank, also right after a crash
+
+harvest.json is there when all ranks are done. Rank 0 writes it; if that one is gone, the rank that
+ends last does.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+from hookline import folders
+from hookline.errors import HooklineWarning, StoreError
+from hookline.harvests.plans import refuse_changes
+from hookline.harvests.statistics import merge_ranks
+from hookline.storage.files import Index, index_path, read_index
+from hookline.storage.locks import locked
+from hookline.storage.store import Store
+from hookline.storage.writing import StoreWriter
+
+__all__ = ["earlier", "finish", "open_writer"]
+
+_LOOK = 0.2  # seconds between two looks at the other ranks
+_PATIENCE = 600.0  # seconds in which no other rank commits anything
+_ORPHANS = 15.0  # seconds that the workers of a killed process take to notice, and let go of locks
+
+
+def earlier(folder: Path, rank: int) -> Index:
+    """What a rank has committed so far."""
+    return read_index(folder, rank) if index_path(folder, rank).exists() else Index(rank)
+
+
+def open_writer(folder: Path, rank: int, wanted: dict[str, Any]) -> StoreWriter:
+    """The writer of a rank, which goes on where it stopped; `wanted` is what `describe` gave."""
+    until = time.monotonic() + _ORPHANS
+    while True:
+        known = (folder / "store.json").exists()
+        metadata = None if known else {"harvest": wanted}
+        try:
+            return Store.create(folder, metadata=metadata, rank=rank, resume=True)
+        except StoreError:
+            refuse_changes(folder, wanted)  # another rank was quicker, and sees other data
+            with locked(folder, rank) as free:
+                if free or time.monotonic() > until or not folder.is_dir():
+                    raise
+        time.sleep(_LOOK)
+
+
+def finish(writer: StoreWriter, world: int, statistics: str | None) -> None:
+    """Called when a rank is done and has said so in its mark, before its writer is closed."""
+    folder = writer.folder
+    if writer.rank == 0:
+        missing = _wait(folder, world, statistics)
+        if not missing:
+            _describe(folder, world)
+        else:
+            warnings.warn(
+                f"Ranks {missing} have committed nothing for a while and are not done. What there "
+                f"is can be read; start them again to complete the store in {str(folder)!r}.",
+                HooklineWarning,
+                stacklevel=3,
+            )
+    elif not _missing(folder, world, statistics):
+        with locked(folder, 0) as free:  # if not, rank 0 is there and does it
+            if free:
+                _describe(folder, world)
+
+
+def _missing(folder: Path, world: int, statistics: str | None) -> list[int]:
+    marks = [_mark(folder, rank) for rank in range(world)]
+    return [n for n, m in enumerate(marks) if not m.get("done") or m.get("kinds") != statistics]
+
+
+def _mark(folder: Path, rank: int) -> dict[str, Any]:
+    try:
+        return earlier(folder, rank).mark
+    except StoreError:  # it is just being written
+        return {}
+
+
+def _wait(folder: Path, world: int, statistics: str | None) -> list[int]:
+    """The ranks that are still missing after none of them has committed anything for long."""
+    seen: list[Any] = []
+    since = time.monotonic()
+    while missing := _missing(folder, world, statistics):
+        now = [_mark(folder, rank) for rank in missing]
+        if now != seen:
+            seen, since = now, time.monotonic()
+        if time.monotonic() - since > _PATIENCE:
+            break
+        time.sleep(_LOOK)
+    return missing
+
+
+def _describe(folder: Path, world: int) -> None:
+    """Write harvest.json, and the statistics of all ranks as one."""
+    indexes = [read_index(folder, rank) for rank in range(world)]
+    measured = merge_ranks(folder, world)
+    content = {
+        "samples": sum(index.samples for index in indexes),
+        "batches": sum(index.mark["batches"] for index in indexes),
+        "statistics": None if measured is None else "statistics",
+        "ranks": [
+            {"rank": n, "samples": index.samples, "batches": index.mark["batches"]}
+            for n, index in enumerate(indexes)
+        ],
+    }
+    folders.write(folder, "harvest", content, {})

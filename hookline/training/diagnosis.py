@@ -1,0 +1,342 @@
+"""Tell from what was measured what is wrong with a training.
+
+- `Diagnosis`: takes one measured step after the other and gives findings, each once
+
+Only values that are not finite are told at once. All else must hold at several measured steps in a
+row: a step says little, and much that looks ill in the first steps (layers that begin with zeros,
+a learning rate that is warmed up) is well later. The limits are far from what healthy trainings
+show; `docs/watching.md` lists them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from statistics import median
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from hookline.training.findings import Finding, Severity
+from hookline.training.looking import Looking, Plan
+from hookline.training.moments import Moments
+from hookline.training.run_files import STATISTICS
+
+if TYPE_CHECKING:
+    from hookline.training.writers import Measured
+
+__all__ = ["Diagnosis"]
+
+PATIENCE = 3  # measured steps in a row
+EXAMPLES = 500  # values that a unit must have been zero for, to be called dead
+DEAD = 0.4  # of the units of a layer
+SATURATED = 0.6  # of the values
+VANISHING = 1e-5  # of the gradient of a later layer
+EXPLODING = 1e3  # times the gradient of the later layers
+LEAP = 100  # times the gradients of the steps before
+STILL = 1e-4  # of the update ratio of the other layers
+CONSTANT = 1e-6  # of the largest value
+_RELUS = ("ReLU", "ReLU6", "Threshold", "LeakyReLU", "PReLU")
+
+
+class Diagnosis:
+    """Takes one measured step after the other and gives findings, each once."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.rows = plan.rows
+        self._streaks: dict[tuple[str, int], int] = {}
+        self._told: set[tuple[str, int]] = set()
+        self._dead: dict[int, tuple[Tensor, float, int]] = {}  # masks, values a unit, steps
+        self._totals: list[float] = []
+        self._last_parameter = max(plan.of_kind("weight_grad") or plan.of_kind("weight") or [-1])
+
+    def update(self, measured: Measured, looking: Looking) -> list[Finding]:
+        """What is new at this step."""
+        self._step, self._looking, self._values = measured.step, looking, measured.values
+        sick = self._nonfinite()
+        if sick:  # all else follows from it
+            return sick
+        vanishing, exploding = self._depths()
+        return [
+            *vanishing, *exploding, *self._leap(), *self._dead_units(), *self._saturated(),
+            *self._still(), *self._unused(), *self._constant(),
+        ]  # fmt: skip
+
+    # -- helpers --------------------------------------------------------------------------------
+
+    def _of(self, number: int, statistic: str) -> float:
+        return float(self._values[number, STATISTICS.index(statistic)])
+
+    def _name(self, number: int) -> str:
+        row = self.rows[number]
+        return f"{row.place!r} ({row.type})"
+
+    def _lasting(self, kind: str, found: Iterable[int], among: Iterable[int]) -> list[int]:
+        """Of the rows where something was found, those where it has lasted, and was not told."""
+        found = set(found)
+        for number in among:
+            key = kind, number
+            self._streaks[key] = self._streaks.get(key, 0) + 1 if number in found else 0
+        lasting = [n for n in sorted(found) if self._streaks[kind, n] >= PATIENCE]
+        new = [n for n in lasting if (kind, n) not in self._told]
+        self._told |= {(kind, n) for n in new}
+        return new
+
+    def _finding(
+        self,
+        kind: str,
+        number: int,
+        message: str,
+        evidence: Mapping[str, float],
+        advice: str,
+        others: int = 0,
+        severity: Severity = "warning",
+    ) -> Finding:
+        more = f" So it is at {others} other place{'s' * (others > 1)}." if others else ""
+        place = self.rows[number].place
+        return Finding(kind, place, self._step, message + more, evidence, advice, severity)
+
+    # -- values that are not finite -------------------------------------------------------------
+
+    def _nonfinite(self) -> list[Finding]:
+        kind, found = "non-finite values", self._looking.found
+        # -inf in an output may be a mask, and is no harm before a softmax.
+        wrong = [n for n, one in sorted(found.items()) if self._is_wrong(n, one.bad, one.nonfinite)]
+        new = [n for n in wrong if (kind, n) not in self._told]
+        if not new:
+            return []
+        self._told |= {(kind, n) for n in range(len(self.rows))}  # they spread, and say no more
+        # Forward they come from the first place, backward from the last; parameters follow.
+        forward = [n for n in new if self.rows[n].kind == "output"]
+        backward = [n for kind in ("weight_grad", "grad") for n in new if self.rows[n].kind == kind]
+        first = forward[0] if forward else backward[-1] if backward else new[0]
+        row, share = self.rows[first], self._of(first, "nonfinite")
+        names = {"grad": "gradient at the output", "weight_grad": "gradient", "weight": "values"}
+        what = names.get(row.kind, row.kind)
+        message = f"{share:.2%} of the {what} of {self._name(first)} are NaN or infinite."
+        advice = (
+            "Find the operation with hookline.guard(model); lower the learning rate, clip "
+            "gradients, or look for a division or logarithm of zero."
+        )
+        evidence = {"nonfinite": share, "places": float(len(new))}
+        return [self._finding(kind, first, message, evidence, advice, len(new) - 1, "error")]
+
+    def _is_wrong(self, number: int, bad: float, nonfinite: float) -> bool:
+        return bad > 0 if self.rows[number].kind == "output" else nonfinite > 0
+
+    def overflow(self, step: int, count: int, scale: float) -> list[Finding]:
+        """A scaler has skipped that many steps in a row: it cannot be its scale."""
+        message = (
+            f"The last {count} backwards had gradients that are not finite, at scale {scale:g}."
+        )
+        advice = "It is not the scale: find the operation with hookline.guard(model)."
+        evidence = {"backwards": float(count), "scale": scale}
+        return [Finding("non-finite values", "", step, message, evidence, advice, "error")]
+
+    # -- gradients ------------------------------------------------------------------------------
+
+    def _matrices(self, kind: str) -> list[int]:
+        """The rows of parameters that are matrices, or more: biases and scales differ too much."""
+        return [
+            n for n in self.plan.of_kind(kind)
+            if n in self._looking.found and len(self.rows[n].shape or self._shape(n)) > 1
+        ]  # fmt: skip
+
+    def _shape(self, number: int) -> tuple[int, ...]:
+        tensor = self.plan.parameter(number)
+        return () if tensor is None else tuple(tensor.shape)
+
+    def _depths(self) -> tuple[list[Finding], list[Finding]]:
+        """Gradients that vanish or explode on their way to the first layers."""
+        rows = self._matrices("weight_grad")
+        sizes = {n: math.sqrt(f.square / max(f.count, 1)) for n in rows for f in [self._found(n)]}
+        small: dict[int, float] = {}
+        large: dict[int, float] = {}
+        for at, number in enumerate(rows[:-1]):
+            later = [sizes[n] for n in rows[at + 1 :]]
+            if sizes[number] < VANISHING * max(later):
+                small[number] = sizes[number] / max(later)
+            elif sizes[number] > EXPLODING * median(later) > 0:
+                large[number] = sizes[number] / median(later)
+        vanishing, exploding = "vanishing gradient", "exploding gradient"
+        gone: list[Finding] = []
+        new = self._lasting(vanishing, small, rows)
+        if new:
+            share = small[new[0]]
+            message = f"The gradient of {self._name(new[0])} is " + (
+                f"{share:.1e} of that of a later layer." if share else "zero everywhere."
+            )
+            advice = (
+                "Use normalisation layers, residual connections, ReLU or GELU in place of sigmoid "
+                "and tanh, or an initialisation that suits the activation."
+            )
+            evidence = {"rms": sizes[new[0]], "relative": share}
+            gone = [self._finding(vanishing, new[0], message, evidence, advice, len(new) - 1)]
+        new = self._lasting(exploding, large, rows)
+        if not new:
+            return gone, []
+        message = (
+            f"The gradient of {self._name(new[0])} is {large[new[0]]:.1e} times that of the later "
+            f"layers."
+        )
+        advice = "Initialise with smaller weights, use normalisation layers, or clip gradients."
+        evidence = {"rms": sizes[new[0]], "relative": large[new[0]]}
+        return gone, [self._finding(exploding, new[0], message, evidence, advice, len(new) - 1)]
+
+    def _found(self, number: int) -> Moments:
+        return self._looking.found[number]
+
+    def _leap(self) -> list[Finding]:
+        """Gradients that explode from one step to the next."""
+        kind = "exploding gradient"
+        rows = [n for n in self.plan.of_kind("weight_grad") if n in self._looking.found]
+        total = math.sqrt(sum(self._found(n).square for n in rows))
+        before, self._totals = self._totals, [*self._totals, total]
+        if len(before) < PATIENCE or (kind, -1) in self._told or not rows:
+            return []
+        first, recent = median(before[:5]), median(before[-10:])
+        if not (total > LEAP * recent and total > LEAP / 10 * first) and total <= 10 * LEAP * first:
+            return []
+        self._told.add((kind, -1))
+        worst = max(rows, key=lambda n: self._found(n).square)
+        message = (
+            f"The gradient of all parameters has the norm {total:.3g}, where it was {recent:.3g} "
+            f"before and {first:.3g} in the first steps; most of it is at {self._name(worst)}."
+        )
+        advice = "Lower the learning rate, warm it up, or clip gradients."
+        evidence = {"norm": total, "recent": recent, "first": first}
+        return [self._finding(kind, worst, message, evidence, advice)]
+
+    # -- units ----------------------------------------------------------------------------------
+
+    def _outputs(self) -> list[int]:
+        """The rows of outputs that were measured, but for those that hand an earlier one on."""
+        return [
+            n for n in self.plan.of_kind("output")
+            if n in self._looking.found and n not in self._looking.aliases
+        ]  # fmt: skip
+
+    def _dead_units(self) -> list[Finding]:
+        kind, found = "dead units", list[Finding]()
+        for number in self._outputs():
+            one, row = self._found(number), self.rows[number]
+            own = not type(self.plan.modules[number]).__module__.startswith("torch.nn")
+            clipped = row.type in _RELUS or (own and float(one.low.min()) == 0 and one.zeros > 0)
+            if not clipped or (kind, number) in self._told:
+                continue
+            mask, each, steps = one.dead, one.each, 1
+            before = self._dead.get(number)
+            if before is not None and before[0].shape == mask.shape:
+                both = before[0] & mask
+                # A unit that comes to life is not dead: the count begins anew with what is left.
+                if both.float().mean() >= DEAD:
+                    mask, each, steps = both, before[1] + each, before[2] + 1
+            self._dead[number] = mask, each, steps
+            share, count = float(mask.float().mean()), len(mask)
+            if share < DEAD or steps < PATIENCE or each < EXAMPLES or count < 2:
+                continue
+            self._told.add((kind, number))
+            message = (
+                f"{int(mask.sum())} of {count} units of {self._name(number)} were zero for all "
+                f"{each:.0f} values of the last {steps} measured steps."
+            )
+            advice = (
+                "Lower the learning rate, look at the bias and the initialisation of the layer "
+                "before, or use LeakyReLU or GELU."
+            )
+            evidence = {"dead": share, "units": float(count), "values": each}
+            found.append(self._finding(kind, number, message, evidence, advice))
+        return found
+
+    def _saturated(self) -> list[Finding]:
+        kind, rows = "saturated units", self._outputs()
+        full = [n for n in rows if self._of(n, "saturated") >= SATURATED and self._is_hidden(n)]
+        found: list[Finding] = []
+        for number in self._lasting(kind, full, rows):
+            share = self._of(number, "saturated")
+            message = f"{share:.0%} of the outputs of {self._name(number)} are at its flat ends."
+            advice = (
+                "Scale the inputs, initialise the layer before with smaller weights, or put a "
+                "normalisation layer between them."
+            )
+            found.append(self._finding(kind, number, message, {"saturated": share}, advice))
+        return found
+
+    def _is_hidden(self, number: int) -> bool:
+        """Whether layers come behind: at the end of a model, a sigmoid may be as sure as it is."""
+        return number < self._last_parameter
+
+    def _constant(self) -> list[Finding]:
+        kind, rows = "constant output", self._outputs()
+        still = [n for n in rows if self._of(n, "spread") <= CONSTANT]
+        new = self._lasting(kind, still, rows)
+        new = [n for n in new if ("dead units", n) not in self._told]
+        if not new:
+            return []
+        first, value = new[0], self._of(new[0], "absmax")
+        message = (
+            f"The output of {self._name(first)} is the same for every input: its units differ by "
+            f"{self._of(first, 'spread'):.1e} of the largest value, {value:.3g}."
+        )
+        advice = (
+            "Look at what comes in there; a layer before may be dead, saturated, or far too large "
+            "for its normalisation."
+        )
+        evidence = {"spread": self._of(first, "spread"), "absmax": value}
+        return [self._finding(kind, first, message, evidence, advice, len(new) - 1)]
+
+    # -- parameters -----------------------------------------------------------------------------
+
+    def _still(self) -> list[Finding]:
+        """Layers that get gradients, but hardly change."""
+        kind = "layer does not learn"
+        grads = {self.rows[n].place: n for n in self._matrices("weight_grad")}
+        ratios = {n: self._of(n, "ratio") for n in self._matrices("update")}
+        ratios = {
+            n: ratio for n, ratio in ratios.items()
+            if not math.isnan(ratio) and self._moves(grads.get(self.rows[n].place))
+        }  # fmt: skip
+        moving = [ratio for ratio in ratios.values() if ratio > 0]
+        usual = median(moving) if moving else 0.0
+        still = [n for n, ratio in ratios.items() if ratio < STILL * usual]
+        new = self._lasting(kind, still, ratios)
+        new = [
+            n for n in new if ("vanishing gradient", grads[self.rows[n].place]) not in self._told
+        ]
+        if not new:
+            return []
+        ratio = ratios[new[0]]
+        message = (
+            f"A step changes {self._name(new[0])} by {ratio:.1e} of its norm, where others change "
+            f"by {usual:.1e}, though it has a gradient."
+        )
+        advice = (
+            "See that the optimizer has this parameter, and with which learning rate; in half "
+            "precision, small updates are lost: keep the parameters in float32."
+        )
+        evidence = {"ratio": ratio, "median": usual}
+        return [self._finding(kind, new[0], message, evidence, advice, len(new) - 1)]
+
+    def _moves(self, number: int | None) -> bool:
+        return number is not None and self._found(number).square > 0
+
+    def _unused(self) -> list[Finding]:
+        kind, rows = "unused parameters", self.plan.of_kind("weight_grad")
+        came = [n for n in rows if n in self._looking.found]
+        missing = [n for n in rows if n not in self._looking.found and self._is_trained(n)]
+        new = self._lasting(kind, missing if came else [], rows)
+        if not new:
+            return []
+        names = ", ".join(self._name(n) for n in new[:4]) + ", …" * (len(new) > 4)
+        plural = "s have" if len(new) > 1 else " has"
+        message = f"{len(new)} parameter{plural} had no gradient so far: {names}."
+        advice = (
+            "The loss does not depend on them: call their modules, take them out, or set "
+            "requires_grad to False."
+        )
+        return [self._finding(kind, new[0], message, {"parameters": float(len(new))}, advice)]
+
+    def _is_trained(self, number: int) -> bool:
+        tensor = self.plan.parameter(number)
+        return tensor is not None and tensor.requires_grad

@@ -1,0 +1,380 @@
+"""Look at everything that happens in one step of training: outputs, gradients, parameters.
+
+- `Plan`: what is measured, as rows, with the modules and parameters behind them
+- `Looking`: one measured step: attached when it begins, `finish()` gives what was found
+- `unwrapped(model)`: the model inside DDP, compile and the like
+
+Outputs and their gradients come from taps of the core, which replace nothing. The gradient of a
+parameter is looked at when a backward has ended: what `.grad` has then, over all micro-batches, is
+what the optimizer will meet, before anyone clips it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from hookline.core.distributed import local
+from hookline.core.hooks import Context, first_names
+from hookline.core.nested import leaves
+from hookline.core.places import Place, Request, Target, Where, resolve
+from hookline.core.recomputation import in_backward
+from hookline.core.taps import KEEP, Frame, Tap
+from hookline.core.tree import join
+from hookline.errors import PlaceError
+from hookline.training.moments import Flat, Moments, is_measurable, moments, sampled, settle
+from hookline.training.run_files import ROW_KINDS, Row
+
+__all__ = ["Looking", "Plan", "unwrapped"]
+
+_WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+_UPDATES = 4096  # elements of a parameter that are compared before and after a step
+_OVERFLOWS = 20  # more than a scaler needs to come down from where it begins
+_FLAT: dict[str, Flat] = {
+    "Tanh": (-0.97, 0.97), "Softsign": (-0.97, 0.97), "Sigmoid": (0.03, 0.97),
+    "Hardsigmoid": (0.0, 1.0),
+}  # fmt: skip
+_CHANNELS = ("Conv", "BatchNorm", "InstanceNorm", "GroupNorm", "Pool", "Dropout1d", "Dropout2d")
+_engine: Any = cast(Any, torch.autograd.Variable)._execution_engine
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside of wrappers such as DDP's: its places have the names that the user gave.
+
+    >>> unwrapped(nn.DataParallel(nn.ReLU()))
+    ReLU()
+    """
+    while True:
+        names = list(model._modules)
+        if len(names) != 1 or names[0] not in _WRAPPERS or model._parameters or model._buffers:
+            return model
+        model = cast(nn.Module, model._modules[names[0]])
+
+
+class Plan:
+    """What is measured, as rows in model order, with the modules and parameters behind them."""
+
+    def __init__(self, model: nn.Module, where: Where, kinds: Iterable[str]) -> None:
+        self.model, self.kinds = model, tuple(kinds)
+        for kind in self.kinds:
+            if kind not in ROW_KINDS:
+                raise PlaceError(
+                    f"watch was asked for the kind {kind!r}.",
+                    "There is no such kind.",
+                    f"Name some of {', '.join(ROW_KINDS)}.",
+                )
+        self.rows: list[Row] = []
+        self.modules: list[nn.Module] = []  # of each row
+        self.attributes: list[str | None] = []  # of rows of parameters: the name in the module
+        self.targets: list[Target] = []
+        self.numbers: dict[Any, int] = {}  # the row of a target's key, or of a parameter
+        # The parameters that the model itself holds belong to all of it, too.
+        everything = isinstance(where, str) and where == "**"
+        requests = resolve(model, ["" if everything and not model._modules else where])
+        self.literal = [r.targets[0].place for r in requests if r.literal]
+        names = first_names(model)
+        order = {ident: n for n, ident in enumerate(names)}
+        targets = {t.key: t for request in requests for t in request.targets}
+        if everything:
+            own = [Target(model, "", "value", (), n) for n in model._parameters]
+            targets = {t.key: t for t in own} | targets
+        seen: set[int] = set()
+        for target in sorted(targets.values(), key=lambda target: order[target.ident]):
+            path = names[target.ident]
+            if target.port == "output" and target.operation is None:
+                self._add_module(target, path)
+                held = target.module._parameters if not target.parts else {}
+                self._add_parameters(target.module, path, list(held), seen)
+            elif target.port == "value":
+                self._add_parameters(target.module, path, [cast(str, target.attribute)], seen)
+            else:
+                raise PlaceError(
+                    f"watch was given the place {str(target.place)!r}.",
+                    "It watches modules, with their outputs and gradients, and parameters.",
+                    "Name a module without a port, or a parameter; kinds= says what to measure.",
+                )
+
+    def _add_module(self, target: Target, path: str) -> None:
+        place, kind = target.place_at(path), type(target.module).__name__
+        for port, name in (("output", "output"), ("grad_output", "grad")):
+            if name in self.kinds:
+                one = Target(target.module, path, port, target.parts)
+                self.targets.append(one)
+                self.numbers[one.key] = len(self.rows)
+                self._add(Row(str(place), name, kind), target.module, None)
+
+    def _add_parameters(
+        self, module: nn.Module, path: str, names: list[str], seen: set[int]
+    ) -> None:
+        for name in names:
+            tensor = module._parameters.get(name)
+            if tensor is None or not tensor.requires_grad or id(tensor) in seen:
+                continue
+            seen.add(id(tensor))
+            place = str(Place(join(path, name), "value"))
+            for kind in ("weight", "weight_grad", "update"):
+                if kind in self.kinds:
+                    shown = None if is_lazy(tensor) else tuple(tensor.shape)
+                    self._add(Row(place, kind, type(module).__name__, shown), module, name)
+
+    def _add(self, row: Row, module: nn.Module, attribute: str | None) -> None:
+        self.rows.append(row)
+        self.modules.append(module)
+        self.attributes.append(attribute)
+
+    def parameter(self, number: int) -> Tensor | None:
+        """The parameter of a row, as it is now; it may have been exchanged since."""
+        tensor = self.modules[number]._parameters.get(cast(str, self.attributes[number]))
+        return None if tensor is None or is_lazy(tensor) else tensor
+
+    def of_kind(self, kind: str) -> list[int]:
+        """The numbers of the rows of a kind."""
+        return [number for number, row in enumerate(self.rows) if row.kind == kind]
+
+
+def _unit(module: nn.Module, tensor: Tensor) -> int:
+    """Which dimension of an output counts units."""
+    name = type(module).__name__
+    if tensor.ndim >= 4 or (tensor.ndim == 3 and name.startswith(_CHANNELS)):
+        return 1
+    return -1
+
+
+def _flat(module: nn.Module) -> Flat | None:
+    """Between which ends an activation function is not flat; None if it is no such function."""
+    if type(module) is nn.Hardtanh:
+        return module.min_val, module.max_val
+    return _FLAT.get(type(module).__name__)
+
+
+def _first(value: Any) -> Tensor | None:
+    """The tensor in an output that is measured: the first of floating point."""
+    if isinstance(value, Tensor):
+        return value if value.is_floating_point() else None
+    return next((tensor for _, tensor in leaves(value) if tensor.is_floating_point()), None)
+
+
+class _LookTap(Tap):
+    """Measures the outputs of one module, or their gradients."""
+
+    replaces = False
+    wanted: Any = ()  # of a nested output: where the tensor stands whose gradient is measured
+
+    def receive(self, value: Any, index: int, recomputed: bool, frame: Frame | None) -> Any:
+        looking = cast("Looking | None", self.context())
+        tensor = None if recomputed else _first(value)
+        if looking is not None and tensor is not None:
+            looking.take_output(self.target, tensor)
+        return KEEP
+
+    def expect(self, value: Any, index: int, tensors: Any) -> None:
+        if not isinstance(value, Tensor):
+            found = (path for path, tensor in leaves(value) if tensor.is_floating_point())
+            self.wanted = next(found, None)
+
+    def gradient(self, grad: Tensor, index: int, path: Any) -> Tensor | None:
+        looking = cast("Looking | None", self.context())
+        if looking is not None and path == self.wanted:
+            looking.take_gradient(self.target, grad)
+        return None
+
+
+class Looking(Context[_LookTap]):
+    """Everything that is measured in one step: attach it when the step begins.
+
+    `counts` says whether a forward belongs to the training, `scale` by what the loss was
+    multiplied; `alarm` is called if that cannot be the reason why gradients are not finite.
+    """
+
+    _verb = "watch"
+
+    def __init__(
+        self,
+        plan: Plan,
+        counts: Callable[[], bool],
+        scale: Callable[[], float | None],
+        alarm: Callable[[int, float], None],
+    ) -> None:
+        super().__init__(plan.model, ())
+        self.plan = plan
+        self.found: dict[int, Moments] = {}  # by the number of the row
+        self.squares: dict[int, float] = {}  # of updates: of the parameter as it was before
+        self.aliases: dict[int, int] = {}  # rows whose tensor is that of an earlier row
+        self.backwards = self.overflows = 0  # and those that a scaler will make nothing of
+        self._counts, self._scale, self._alarm = counts, scale, alarm
+        self._outputs: list[tuple[int, Moments]] = []
+        self._grads: list[tuple[int, Moments]] = []  # of the backward that runs
+        self._arrived: dict[int, None] = {}  # parameters whose gradients have changed in it
+        self._tasks: set[int] = set()  # backwards whose end is waited for
+        self._last: dict[str, tuple[Any, int, Moments, int]] = {}
+        self._before: dict[int, Tensor] = {}
+        self._hooks: list[Any] = []
+
+    def _resolve(self) -> list[Request]:
+        request = Request("'**'", False, None, ())
+        request.targets = self.plan.targets
+        return [request]
+
+    def _tap(self, target: Target, ref: weakref.ref[Context[Any]]) -> _LookTap:
+        return _LookTap(target, ref)
+
+    def _start(self, attached: bool) -> None:
+        if self.plan.targets:
+            super()._start(attached)
+        own: weakref.ref[Looking] = weakref.ref(self)
+        for number in self.plan.of_kind("weight_grad"):
+            tensor = self.plan.parameter(number)
+            if tensor is not None and tensor.requires_grad:
+                hook = partial(_arrived, own, number)
+                self._hooks.append(tensor.register_post_accumulate_grad_hook(hook))
+        for number in self.plan.of_kind("update"):
+            tensor = _held(self.plan.parameter(number))
+            if tensor is not None:
+                self._before[number] = sampled(tensor, _UPDATES)
+
+    def _stop(self) -> None:
+        super()._stop()
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    # -- what comes while the step runs ---------------------------------------------------------
+
+    def take_output(self, target: Target, tensor: Tensor) -> None:
+        """An output was made."""
+        if self._counts():
+            number = self.plan.numbers[target.key]
+            found = self._measure("output", tensor, target.module, number)
+            if found is not None:
+                self._outputs.append((number, found))
+                if found.waiting is None:
+                    self._fold()
+
+    def take_gradient(self, target: Target, grad: Tensor) -> None:
+        """The gradient of an output has come; whether it counts is known when the backward ends."""
+        number = self.plan.numbers[target.key]
+        found = self._measure("grad", grad, target.module, number)
+        if found is not None:
+            self._grads.append((number, found))
+            self._await_end()
+
+    def take_arrival(self, number: int) -> None:
+        """The gradient of a parameter has changed."""
+        self._arrived[number] = None
+        self._await_end()
+
+    def _measure(self, kind: str, tensor: Tensor, module: nn.Module, number: int) -> Moments | None:
+        # A block often returns what its last layer returned: the same tensor, just measured.
+        ref, version, found, other = self._last.get(kind, (None, 0, None, 0))
+        if ref is not None and ref() is tensor and version == tensor._version:
+            self.aliases.setdefault(number, other)
+            return found
+        with torch.no_grad():
+            if not is_measurable(local(tensor)):
+                return None
+            flat = _flat(module) if kind == "output" else None
+            found = moments(tensor, _unit(module, tensor), flat)
+        if not tensor.is_inference():
+            self._last[kind] = weakref.ref(tensor), tensor._version, found, number
+        return found
+
+    # -- the end of a backward ------------------------------------------------------------------
+
+    def _await_end(self) -> None:
+        task = in_backward()
+        if task != -1 and task not in self._tasks:
+            self._tasks.add(task)
+            _engine.queue_callback(partial(_ended, weakref.ref(self), again=True))
+
+    def take_end(self) -> None:
+        """A backward has ended: gradients are summed over its paths, and over ranks."""
+        self._tasks.discard(in_backward())
+        scale = self._scale()
+        for number in self._arrived:
+            parameter = self.plan.parameter(number)
+            grad = _held(None if parameter is None else parameter.grad)
+            if grad is not None:
+                self._grads.append((number, moments(grad, 0)))
+        self._arrived = {}
+        self._fold()
+        settle([found for _, found in self._grads])
+        self.backwards += 1
+        if scale is not None and any(found.nonfinite for _, found in self._grads):
+            self.overflows += 1  # the scaler makes no step of it, and nor does this
+            self._grads = []
+            if self.overflows == _OVERFLOWS:
+                self._alarm(self.overflows, scale)
+        for number, found in self._grads:
+            if scale is not None:
+                found = found.scaled(1 / scale)
+            self._add(number, found)
+        self._grads = []
+
+    def _fold(self) -> None:
+        settle([found for _, found in self._outputs])
+        for number, found in self._outputs:
+            self._add(number, found)
+        self._outputs = []
+
+    def _add(self, number: int, found: Moments) -> None:
+        own = self.found.get(number)
+        # What a parameter has is the sum over all backwards already.
+        total = own is None or self.plan.rows[number].kind == "weight_grad"
+        self.found[number] = found if total else cast(Moments, own).merged(found)
+
+    # -- the end of the step --------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """The step has ended: look at what it made of the parameters, and leave the model."""
+        with torch.no_grad():
+            self._fold()
+            late: dict[int, Moments] = {}
+            for number in self.plan.of_kind("weight"):
+                tensor = _held(self.plan.parameter(number))
+                if tensor is not None:
+                    late[number] = moments(tensor, 0)
+            pairs: dict[int, tuple[Moments, Moments, float]] = {}
+            for number, before in self._before.items():
+                tensor = _held(self.plan.parameter(number))
+                after = None if tensor is None else sampled(tensor, _UPDATES)
+                if tensor is not None and after is not None and after.shape == before.shape:
+                    share = tensor.numel() / len(before)
+                    pairs[number] = moments(after - before), moments(before, most=1), share
+            settle([*late.values(), *(one for pair in pairs.values() for one in pair[:2])])
+            self.found |= late
+            for number, (update, old, share) in pairs.items():
+                self.found[number] = update.grown(share)
+                self.squares[number] = old.square * share
+        self.remove()
+
+
+def _held(tensor: Tensor | None) -> Tensor | None:
+    """What this rank holds of a parameter or its gradient, if it can be measured."""
+    if tensor is None:
+        return None
+    found = local(tensor.detach())
+    if found.layout is torch.sparse_coo:  # of an embedding: the rows that were used
+        found = found.coalesce().values()
+    return found if is_measurable(found) else None
+
+
+def _arrived(looking: weakref.ref[Looking], number: int, parameter: Tensor) -> None:
+    found = looking()
+    if found is not None:
+        found.take_arrival(number)
+
+
+def _ended(looking: weakref.ref[Looking], again: bool) -> None:
+    # DDP and FSDP, too, do their last work in such a callback: theirs come first.
+    if again:
+        _engine.queue_callback(partial(_ended, looking, again=False))
+        return
+    found = looking()
+    if found is not None:
+        with torch.no_grad():
+            found.take_end()

@@ -1,0 +1,183 @@
+"""Write a run directory: whole records, each with one write, never over what is there.
+
+- `RunWriter`: a new segment in a run directory
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+from hookline.errors import RunError
+from hookline.training.findings import Finding, to_json
+from hookline.training.run_files import (
+    Head,
+    Row,
+    histogram_dtype,
+    segment_path,
+    values_dtype,
+)
+
+__all__ = ["Bins", "RunWriter"]
+
+
+class Bins(NamedTuple):
+    """A histogram: counts of equal bins between two ends."""
+
+    low: float
+    high: float
+    counts: Sequence[int] | npt.NDArray[Any]
+
+
+class RunWriter:
+    """A new segment of a run directory, which is made if it is not there.
+
+    >>> import tempfile
+    >>> from hookline.training.runs import Run
+    >>> folder = tempfile.mkdtemp()
+    >>> with RunWriter(folder, [Row("fc", "output", "Linear")], model="Net") as writer:
+    ...     writer.values(10, [[0.5, 1.0, 2.0, 3.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]])
+    ...     writer.scalar(10, "loss", 2.3)
+    >>> Run(folder).series("fc", "output", "std")
+    (array([10]), array([1.], dtype=float32))
+
+    A segment belongs to one writer; older ones are never touched. A record is appended with one
+    write; if the disk is full, what was written of it is cut off again, and the error is raised.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        rows: Iterable[Row],
+        *,
+        model: str = "",
+        options: dict[str, Any] | None = None,
+        bins: int = 64,
+    ) -> None:
+        self.folder = Path(folder)
+        self._files: dict[str, tuple[int, int]] = {}  # ending → file number and good size
+        head = Head(tuple(rows), time.time(), model, dict(options or {}), bins=bins)
+        self.head = head
+        self._values, self._histogram = values_dtype(head), histogram_dtype(bins)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.number = self._claim()
+            self._write_head()
+        except OSError as error:
+            self._refuse(error)
+
+    def _claim(self) -> int:
+        """Make the first file of a segment whose number nobody has; two writers never share one."""
+        number = 0
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND
+        while True:
+            path = segment_path(self.folder, number, "values")
+            try:
+                if not segment_path(self.folder, number, "json").exists():
+                    self._files["values"] = os.open(path, flags, 0o666), 0
+                    return number
+            except FileExistsError:
+                pass  # claimed by another, who has not written its head yet, or never did
+            number += 1
+
+    def _write_head(self) -> None:
+        """Whole or not at all."""
+        path = segment_path(self.folder, self.number, "json")
+        part = path.with_suffix(".json.part")
+        text = json.dumps(self.head.to_dict(), allow_nan=False)
+        part.write_text(text + "\n", encoding="utf-8")
+        part.replace(path)
+
+    def shapes(self, shapes: Sequence[tuple[int, ...] | None]) -> None:
+        """Write the head again, with the shapes of the rows, once they are known."""
+        given = zip(self.head.rows, shapes, strict=True)
+        rows = tuple(replace(row, shape=shape or row.shape) for row, shape in given)
+        if rows != self.head.rows:
+            self.head = replace(self.head, rows=rows)
+            try:
+                self._write_head()
+            except OSError as error:
+                self._refuse(error)
+
+    def values(self, step: int, values: npt.ArrayLike, at: float | None = None) -> None:
+        """Append what was measured at a step: rows × statistics; NaN where nothing was."""
+        record = np.zeros((), self._values)
+        record["step"], record["time"] = step, time.time() if at is None else at
+        record["values"] = values
+        self._append("values", record.tobytes())
+
+    def histograms(self, step: int, found: Iterable[tuple[int, Bins]]) -> None:
+        """Append histograms of some rows, by their numbers. They come before the step's values."""
+        given = list(found)
+        records = np.zeros(len(given), self._histogram)
+        for record, (row, bins) in zip(records, given, strict=True):
+            record["step"], record["row"] = step, row
+            record["low"], record["high"], record["counts"] = bins
+        if given:
+            self._append("histograms", records.tobytes())
+
+    def scalar(self, step: int, name: str, value: float) -> None:
+        """Append a number with a name, such as the loss."""
+        content = {"step": int(step), "time": time.time(), "name": name}
+        self._line("scalars.jsonl", content | {"value": to_json(float(value))})
+
+    def finding(self, finding: Finding) -> None:
+        """Append a finding."""
+        self._line("findings.jsonl", {"time": time.time()} | finding.to_dict())
+
+    def _line(self, ending: str, content: dict[str, Any]) -> None:
+        line = json.dumps(content, allow_nan=False, ensure_ascii=False)
+        self._append(ending, line.encode("utf-8", "surrogatepass") + b"\n")
+
+    def _append(self, ending: str, content: bytes) -> None:
+        number, size = self._open(ending)
+        try:
+            written = os.write(number, content)
+            while written < len(content):  # a full disk, or a signal: go on, or say why not
+                written += os.write(number, content[written:])
+        except OSError as error:
+            os.ftruncate(number, size)
+            self._refuse(error)
+        self._files[ending] = number, size + len(content)
+
+    def _open(self, ending: str) -> tuple[int, int]:
+        if ending not in self._files:
+            if "values" not in self._files:
+                raise RunError(
+                    f"Something was to be written to {str(self.folder)!r}.",
+                    "This writer is closed.",
+                    "Make another, which begins a new segment.",
+                )
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+            path = segment_path(self.folder, self.number, ending)
+            self._files[ending] = os.open(path, flags, 0o666), 0
+        return self._files[ending]
+
+    def _refuse(self, error: OSError) -> NoReturn:
+        raise RunError(
+            f"A run was to be written to {str(self.folder)!r}.",
+            f"{type(error).__name__}: {error}.",
+            "Name a directory that can be written, on a disk with space.",
+        ) from error
+
+    def close(self) -> None:
+        """Close the files; may be called twice."""
+        for ending in list(self._files):
+            os.close(self._files.pop(ending)[0])
+
+    def __enter__(self) -> RunWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<hookline run writer, segment {self.number} of {str(self.folder)!r}>"

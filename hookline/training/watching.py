@@ -1,0 +1,289 @@
+"""Watch a training: what happens at every place, at every so many steps, and what is wrong with it.
+
+- `watch(model, every=50, to="run")`: statistics and findings while a model is trained
+- `Measured`: what was found at one step
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import warnings
+import weakref
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from hookline.core.contexts import Anchored
+from hookline.core.places import Where
+from hookline.errors import HooklineWarning, PlaceError, RunError
+from hookline.training.diagnosis import Diagnosis
+from hookline.training.findings import Finding, Findings
+from hookline.training.looking import Looking, Plan, unwrapped
+from hookline.training.ranks import gathered, rank_of, ranks_in
+from hookline.training.run_files import BINS, ROW_KINDS
+from hookline.training.writers import Measured, Writer, writer_for
+
+__all__ = ["Measured", "watch"]
+
+_log = logging.getLogger("hookline.watch")
+_SHOWN = 3  # findings of one kind at one step that are logged one by one
+
+
+class watch(Anchored):
+    """Measure what happens at every place while a model is trained, and say what is wrong.
+
+    >>> import torch
+    >>> _ = torch.manual_seed(0)
+    >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> with watch(model, every=10, optimizer=optimizer) as watching:
+    ...     for _ in range(30):
+    ...         loss = model(torch.randn(16, 4)).square().mean()
+    ...         loss.backward()
+    ...         optimizer.step()
+    ...         optimizer.zero_grad()
+    >>> watching.steps, watching.findings()
+    (30, [])
+    >>> watching.last.step, round(watching.last["1", "output"]["zeros"], 1)
+    (20, 0.6)
+
+    Args:
+        model: any module, also one in DDP, FSDP2 or `torch.compile`.
+        where: modules, with the parameters that they hold, or single parameters. The default is all
+            of the model.
+        every: measure at the steps 0, `every`, 2 × `every` …; in between nothing is hooked.
+        to: where it goes: a directory (see `Run`), a file that ends in `.jsonl`, a function that
+            takes a `Measured`, a writer such as those in `hookline.integrations`, or a list.
+        optimizer: its steps are the steps that are counted. Without one, the first optimizer that
+            steps a parameter of the model is found; `step()` counts by hand.
+        scaler: the `GradScaler` of mixed precision: gradients are measured as they are without it,
+            and what overflows is left out, since the scaler makes no step of it.
+        start: the number of the first step, when a training is gone on with.
+        kinds: what is measured, of `output`, `grad`, `weight`, `weight_grad` and `update`.
+        ranks: `"own"` (rank 0 measures what it has, the others nothing) or `"all"` (every rank
+            measures, and all is put together; every rank must watch).
+
+    It acts inside `with`, or from `.attach()` to `.remove()`. It changes nothing: no mode, no
+    gradient, no random number. Forwards without gradients of a model in evaluation mode are not
+    measured, and recomputed calls are not measured twice. Within a step, outputs and their
+    gradients are those of all micro-batches; the gradient of a parameter is the accumulated one,
+    before it is clipped.
+    """
+
+    _verb = "watch"
+
+    def __init__(
+        self,
+        model: nn.Module,
+        where: Where = "**",
+        *,
+        every: int = 50,
+        to: Any = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        scaler: Any = None,
+        start: int = 0,
+        kinds: Sequence[str] = ROW_KINDS,
+        ranks: str = "own",
+    ) -> None:
+        self.steps = start  # steps that have ended, counted from `start`
+        self.last: Measured | None = None
+        if every < 1 or ranks not in ("own", "all"):
+            raise PlaceError(
+                f"watch was given every={every!r} and ranks={ranks!r}.",
+                "It measures at every so many steps, on one rank or on all.",
+                "Give every= 1 or more, and ranks= 'own' or 'all'.",
+            )
+        where = list(where) if hasattr(where, "__next__") else where  # pyright: ignore
+        self._wheres, self._every, self._to, self._kinds = (where,), every, to, tuple(kinds)
+        self._optimizer, self._scaler, self._ranks = optimizer, scaler, ranks
+        self._begin = start
+        self._writers: list[Writer] = []
+        self._looking: Looking | None = None
+        self._hooks: list[Any] = []
+        self._counted: Any = None
+        self._by_hand = False
+        self._diagnosis: Diagnosis | None = None
+        self._found: list[Finding] = []
+        super().__init__(model)
+        self._inner = unwrapped(model)
+
+    # -- entering and leaving -------------------------------------------------------------------
+
+    def _runs_compiled(self) -> bool:
+        return True  # between the steps that are measured; those run eagerly
+
+    def _enter(self, attached: bool) -> None:
+        super()._enter(attached)
+        self._unseen = False  # what is compiled later runs eagerly in the steps that are measured
+
+    def _start(self, attached: bool) -> None:
+        self.steps, self.last, self._found = self._begin, None, []
+        self._by_hand, self._counted = False, None
+        plan = Plan(self._inner, self._wheres[0], self._kinds)
+        self._plan, self._diagnosis = plan, Diagnosis(plan)
+        self._silent = dict.fromkeys(plan.literal)
+        self._own = {id(p) for p in self._inner.parameters()}
+        own: weakref.ref[watch] = weakref.ref(self)
+        if self._optimizer is None:
+            hook = register_optimizer_step_post_hook(_Stepped(own))
+        else:
+            hook = self._optimizer.register_step_post_hook(_Stepped(own))
+        self._hooks.append(hook)
+        self._measures = self._ranks == "all" or rank_of() == 0
+        if rank_of() == 0:
+            self._open_writers(plan)
+        self._begin_step()
+
+    def _open_writers(self, plan: Plan) -> None:
+        given: list[Any] = [*self._to] if isinstance(self._to, (list, tuple)) else [self._to]
+        options = {
+            "every": self._every, "where": [repr(where)[:200] for where in self._wheres],
+            "ranks": self._ranks, "world": ranks_in(), "scaled": self._scaler is not None,
+        }  # fmt: skip
+        for target in given:
+            if target is not None:
+                writer = writer_for(target)
+                writer.start(plan.rows, type(self._inner).__name__, options)
+                self._writers.append(writer)
+
+    def _stop(self) -> None:
+        while self._hooks:
+            self._hooks.pop().remove()
+        if self._looking is not None:
+            self._looking.remove()
+            self._looking = None
+        while self._writers:
+            self._writers.pop().close()
+
+    def _verify(self) -> None:
+        if self.steps == self._begin:
+            warnings.warn(
+                f"{self!r} saw no step: no optimizer has stepped a parameter of the model. Give "
+                f"optimizer=, or call watching.step() at the end of each step.",
+                HooklineWarning,
+                stacklevel=3,
+            )
+        elif self._silent and self.last is not None:
+            shown = ", ".join(map(repr, self._silent))
+            warnings.warn(
+                f"Nothing was measured at {shown}: hookline.capture says why.",
+                HooklineWarning,
+                stacklevel=3,
+            )
+
+    # -- steps ----------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """End a step by hand, where no optimizer of torch's does so; then only this counts.
+
+        >>> model = nn.Linear(2, 1)
+        >>> with watch(model, every=1) as watching:
+        ...     model(torch.ones(1, 2)).sum().backward()
+        ...     watching.step()
+        >>> watching.last.step
+        0
+        """
+        first, self._by_hand = not self._by_hand, True
+        if not first or self.steps == self._begin:  # else the optimizer has ended it already
+            self._end_step()
+
+    def _stepped(self, optimizer: Any) -> None:
+        """An optimizer has made a step."""
+        if self._by_hand:
+            return
+        if self._optimizer is None:
+            known = None if self._counted is None else self._counted()
+            if known is None:
+                if not any(id(p) in self._own for g in optimizer.param_groups for p in g["params"]):
+                    return
+                self._counted = weakref.ref(optimizer)
+            elif known is not optimizer:
+                return
+        self._end_step()
+
+    def _begin_step(self) -> None:
+        if self.steps % self._every == 0 and self._measures:
+            self._looking = Looking(self._plan, self._counts, self._scale, self._alarm).attach()
+
+    def _alarm(self, count: int, scale: float) -> None:
+        self._note(cast(Diagnosis, self._diagnosis).overflow(self.steps, count, scale))
+
+    def _end_step(self) -> None:
+        looking, self._looking = self._looking, None
+        step, self.steps = self.steps, self.steps + 1
+        if looking is not None:
+            looking.finish()
+            self._report(step, looking)
+        self._begin_step()
+
+    def _counts(self) -> bool:
+        """Whether a forward that runs now is one of the training's."""
+        return self._inner.training or torch.is_grad_enabled()
+
+    def _scale(self) -> float | None:
+        scaler = self._scaler
+        return scaler.get_scale() if scaler is not None and scaler.is_enabled() else None
+
+    # -- what was found -------------------------------------------------------------------------
+
+    def _report(self, step: int, looking: Looking) -> None:
+        if self._ranks == "all":
+            gathered(looking)
+        measured = Measured.of(step, time.time(), looking, BINS)
+        for row in list(looking.found):
+            self._silent.pop(cast(Any, looking.plan.rows[row].place), None)
+        self.last = measured
+        if rank_of() != 0:
+            return
+        self._write("measured", measured)
+        self._note(cast(Diagnosis, self._diagnosis).update(measured, looking))
+
+    def _note(self, found: list[Finding]) -> None:
+        self._found += found
+        for finding in found:
+            self._write("finding", finding)
+        for kind in dict.fromkeys(finding.kind for finding in found):
+            alike = [finding for finding in found if finding.kind == kind]
+            for finding in alike[:_SHOWN]:
+                level = logging.ERROR if finding.severity == "error" else logging.WARNING
+                _log.log(level, "%s", finding)
+            if len(alike) > _SHOWN:
+                _log.warning("and %d more places: watch.findings()", len(alike) - _SHOWN)
+
+    def findings(self) -> list[Finding]:
+        """What was noticed so far, in order; each thing once."""
+        return Findings(self._found)
+
+    def log(self, step: int | None = None, /, **scalars: float | torch.Tensor) -> None:
+        """Write numbers such as the loss: `watching.log(loss=loss)` before the step ends.
+
+        Without a number they belong to the step that has not ended yet.
+        """
+        for name, value in scalars.items():
+            number = float(value.detach() if isinstance(value, torch.Tensor) else value)
+            self._write("scalar", self.steps if step is None else step, name, number)
+
+    def _write(self, method: str, *content: Any) -> None:
+        """Give something to every writer; a full disk ends the writing, and not the training."""
+        for writer in list(self._writers):  # of which only rank 0 has any
+            try:
+                getattr(writer, method)(*content)
+            except RunError as error:
+                _log.error("watch has stopped to write: %s", error)
+                self._writers.remove(writer)
+
+
+class _Stepped:
+    """The hook of an optimizer; it keeps nothing alive."""
+
+    def __init__(self, watching: weakref.ref[watch]) -> None:
+        self.watching = watching
+
+    def __call__(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        watching = self.watching()
+        if watching is not None:
+            watching._stepped(optimizer)

@@ -1,0 +1,1 @@
+"""Runs that leave no trace, and the batches for them."""

@@ -1,0 +1,106 @@
+"""Batches made from shapes.
+
+- `make_batch(model, batch, dtype)`: the batch, with a tensor for every shape in it
+- `is_shape(value)`: whether a value is taken for a shape
+- `needs_whole_numbers(error)`: whether a run failed for want of whole numbers, such as tokens
+- `refused_shapes(shapes, dtype, error)`: the error if that cannot be mended
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from hookline.core.nested import map_leaves
+from hookline.errors import BatchError
+from hookline.trials.runs import tensors_in
+
+__all__ = ["is_shape", "make_batch", "needs_whole_numbers", "refused_shapes"]
+
+Shape = tuple[int, ...]
+
+
+def is_shape(value: Any) -> bool:
+    """Whether a value is taken for a shape: it is a tuple of whole numbers.
+
+    >>> is_shape((1, 3, 224, 224)), is_shape([1, 3]), is_shape((1.0, 3))
+    (True, False, False)
+    """
+    items = cast("tuple[Any, ...]", value if isinstance(value, tuple) else ())
+    return bool(items) and all(type(item) is int for item in items)
+
+
+def make_batch(
+    model: nn.Module, batch: Any, dtype: torch.dtype | None = None
+) -> tuple[Any, list[Shape]]:
+    """The batch with a tensor for every shape, on the model's device; and the shapes.
+
+    >>> batch, shapes = make_batch(nn.Linear(3, 2), {"input": (5, 3)})
+    >>> batch["input"].shape, shapes
+    (torch.Size([5, 3]), [(5, 3)])
+    """
+    parameter = _first(model)
+    device = torch.device("cpu") if parameter is None else parameter.device
+    if dtype is None:
+        dtype = torch.float32 if parameter is None else parameter.dtype
+    shapes: list[Shape] = []
+
+    def filled(value: Any) -> Any:
+        if not is_shape(value):
+            return value
+        shapes.append(tuple(value))
+        return _tensor(tuple(value), dtype, device)
+
+    made: Any = batch
+    if is_shape(batch):
+        made = filled(batch)
+    elif type(batch) in (tuple, list):
+        made = [filled(value) for value in batch]
+    elif isinstance(batch, Mapping) and any(map(is_shape, made.values())):
+        made = {name: filled(value) for name, value in made.items()}
+    if parameter is not None and parameter.is_meta:
+        made = map_leaves(_to_meta, made)
+    return made, shapes
+
+
+def _first(model: nn.Module) -> Tensor | None:
+    """The first floating-point parameter or buffer."""
+    return next((tensor for tensor in tensors_in(model) if tensor.is_floating_point()), None)
+
+
+def _tensor(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensor:
+    if any(size < 0 for size in shape):
+        raise BatchError(
+            f"A tensor of shape {shape} was to be made.",
+            "A size is negative.",
+            "Give the whole shape, with the size of the batch.",
+        )
+    # A generator of its own: the user's random numbers are left alone.
+    if dtype.is_floating_point and device.type != "meta":
+        generator = torch.Generator().manual_seed(0)
+        return torch.randn(shape, generator=generator).to(device, dtype)
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+def _to_meta(leaf: Any) -> Any:
+    return leaf.to("meta") if isinstance(leaf, Tensor) else leaf
+
+
+def needs_whole_numbers(error: BaseException) -> bool:
+    """Whether a run failed for the reason that an embedding was given other than whole numbers."""
+    text = str(error)
+    return "scalar types: Long, Int" in text or "must be IntTensor or LongTensor" in text
+
+
+def refused_shapes(
+    shapes: list[Shape], dtype: torch.dtype | None, error: BaseException
+) -> BatchError:
+    """The error if a model cannot take what was made for shapes."""
+    return BatchError(
+        f"A batch was made of {', '.join(map(str, shapes))}{f' in {dtype}' if dtype else ''}.",
+        f"The model takes whole numbers somewhere: {str(error).splitlines()[0]:.120}",
+        "Give dtype=torch.long if all of them are such, or tensors instead of shapes.",
+    )
