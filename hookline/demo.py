@@ -148,8 +148,9 @@ def show_patching(model: nn.Module, digits: Digits) -> None:
         model, three, eight, "conv*", lambda logits: (logits[:, 3] - logits[:, 8]).sum(),
         positions="all", dim=2, progress=False,
     )  # fmt: skip
-    for place, changes in zip(sweep.places, sweep.matrix.tolist(), strict=True):
-        say(f"    {strip(changes, sweep.matrix.max().item())}  rows 0 to 7 at {place}")
+    for place, changes in zip(sweep.places, sweep.matrix, strict=True):
+        row = strip([float(change) for change in changes], sweep.matrix.max().item())
+        say(f"    {row}  rows 0 to 7 at {place}")
 
 
 def show_guard(model: nn.Module, digits: Digits, folder: Path) -> None:

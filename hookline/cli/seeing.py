@@ -78,9 +78,9 @@ def view(path: Path, port: int, opened: bool) -> None:
     from hookline.pages.serving import serve
 
     server = serve(path, port=port)
-    click.echo(server.url)
+    click.echo(server.address)
     if opened:
-        webbrowser.open(server.url)
+        webbrowser.open(server.address)
     server.serve_forever()
 
 

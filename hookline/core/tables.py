@@ -105,7 +105,7 @@ _renderers: list[Renderer] = []
 
 
 def render_with(function: Renderer) -> None:
-    """Let a function make the HTML: hookline.pages.notebooks has one, and nothing here knows of it."""
+    """Let a function make the HTML, such as that of hookline.pages.notebooks."""
     _renderers[:] = [function]
 
 
