@@ -1,5 +1,6 @@
 """Harvests: what is on disk is what plain torch hooks see, also after crashes and in shares."""
 
+import io
 import json
 import os
 import signal
@@ -19,7 +20,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 import hookline as hl
-from hookline import harvest_batches, harvest_plans, harvest_rows, store_writing
+from hookline import harvest_batches, harvest_plans, harvest_progress, harvest_rows, store_writing
 from hookline.fingerprints import digest, fingerprint, spell
 
 ROOT = Path(__file__).parents[1]
@@ -439,6 +440,16 @@ def test_with_ids_the_ids_are_compared_and_not_the_batches(data, to):
     assert store.ids == list(range(50))
 
 
+def test_two_at_once_do_not_write_twice(data, to):
+    def meanwhile():
+        hl.harvest(small(), data[:3], "0", to=to, quiet=True)
+        yield from data
+
+    with pytest.raises(hl.HarvestError, match="in the meantime"):
+        hl.harvest(small(), meanwhile(), "0", to=to, quiet=True)
+    assert len(hl.harvest(small(), data, "0", to=to, quiet=True)) == 50
+
+
 def test_a_folder_with_something_else_is_refused(data, to):
     with hl.Store.create(to) as writer:
         writer.append({"0": torch.zeros(1, 6)})
@@ -464,6 +475,31 @@ def test_the_plan_is_shown_first(data, to, capsys):
     assert str(to) in last
     hl.harvest(small(), (x for x in data), "0", to=to / "unknown")
     assert "nobody knows how many" in capsys.readouterr().err
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(installed, data, to, monkeypatch):
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr(harvest_progress, "_EVERY", -1.0)
+    if not installed:
+        monkeypatch.setitem(sys.modules, "tqdm", None)
+    hl.harvest(small(), data, "0", to=to)
+    plan, told = terminal.getvalue().split("have fired\n")
+    assert plan.startswith("Harvest of 1 place into")
+    if installed:
+        assert "7/7 [" in told
+        assert "100%" in told
+    else:
+        assert told.count("0:00:00 left") == 7
+        assert "7 of 7 batches, 50 rows, " in told
+    assert "rows/s" in told
+    assert told.endswith(f"done: {str(to)!r}\n")
 
 
 def test_the_bytes_of_the_plan_are_those_on_disk(data, to, monkeypatch):
