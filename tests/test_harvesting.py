@@ -496,7 +496,7 @@ def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(installed, data, to
         assert "7/7 [" in told
         assert "100%" in told
     else:
-        assert told.count("0:00:00 left") == 7
+        assert told.count(" left\n") == 7
         assert "7 of 7 batches, 50 rows, " in told
     assert "rows/s" in told
     assert told.endswith(f"done: {str(to)!r}\n")
@@ -871,7 +871,7 @@ def run(folder):
 
 whole = run(base / "whole")
 append = store_writing.StoreWriter.append
-killed = dropped = complete = 0
+killed = dropped = complete = grown = 0
 folder = base / "0"
 while killed < rounds:
     read, write = os.pipe()
@@ -888,10 +888,12 @@ while killed < rounds:
         run(folder)
         os._exit(0)
     os.close(write)
-    time.sleep(dice.random() * 0.06)
+    # Sometimes while it begins, more often while it writes.
+    said = os.read(read, 4) if dice.random() < 0.8 else b""
+    time.sleep(dice.random() * 0.03)
     os.kill(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
-    said = b""
+    grown += bool(said)
     while piece := os.read(read, 1 << 16):
         said += piece
     os.close(read)
@@ -917,7 +919,8 @@ while killed < rounds:
             assert torch.equal(found[place]["topk"].values, expected[place]["topk"].values)
         complete += 1
         folder = base / str(killed) / str(complete)
-print(json.dumps({"killed": killed, "dropped": dropped, "complete": complete}))
+print(json.dumps({"killed": killed, "dropped": dropped, "complete": complete,
+                  "grown": grown}))
 """
 
 
@@ -941,17 +944,18 @@ def kill_harvests(folder, rounds, seed):
     told = json.loads(result.stdout)
     assert told["killed"] >= rounds
     assert told["complete"] > 0
+    assert told["grown"] > rounds / 3  # killed while it was writing
     return told
 
 
 def test_killed_harvests_lose_nothing_and_are_completed(tmp_path):
-    kill_harvests(tmp_path, rounds=52, seed=0)
+    kill_harvests(tmp_path, rounds=24, seed=0)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_many_killed_harvests_lose_nothing_and_are_completed(tmp_path):
-    assert kill_harvests(tmp_path, rounds=500, seed=1)["dropped"] > 0
+    kill_harvests(tmp_path, rounds=150, seed=1)
 
 
 def test_warnings_of_what_was_dropped_are_given_when_it_goes_on(data, to):
