@@ -24,6 +24,7 @@ BUILTINS = {
     "GradientNotAvailable": RuntimeError,
     "ChangeError": ValueError,
     "StoreError": ValueError,
+    "HarvestError": ValueError,
     "RecipeError": ValueError,
     "StatisticsError": ValueError,
 }
@@ -116,6 +117,7 @@ def raised():
         hl.GradientNotAvailable: lambda: gradients["0:grad_output"],
         hl.ChangeError: change,
         hl.StoreError: lambda: hl.Store.open("no such folder"),
+        hl.HarvestError: lambda: hl.harvest(torch.nn.Linear(1, 1), 3, "", to="nowhere"),
         hl.RecipeError: lambda: hl.Recipe([("0", lambda value: value)]).save("nowhere"),
         hl.StatisticsError: lambda: hl.Mean(dim=5).update(x),
     }

@@ -116,14 +116,14 @@ class _Harvest:
         self.wanted = describe(taker, world)
         refuse_changes(folder, self.wanted)
         before = earlier(folder, rank)
-        self.mark = before.mark
+        self.before, self.mark = before, before.mark
         self.share = Share(rank, world, self.mark.get("batch", -1))
         self.numbered = before.samples  # samples that have an id, of a single rank
         self.size: int | None = None  # of batch 0
 
     def run(self) -> None:
         """Write what is missing of this rank's share, and finish."""
-        self.source.begin(max(self.share.last, 0) if self.share.last >= 0 else self.share.rank)
+        self.source.begin(self.share.rank if self.share.last < 0 else self.share.last)
         length = self.source.length
         complete = bool(self.mark.get("done")) and length in (None, self.mark.get("length"))
         batches = iter(()) if complete else self._batches()
@@ -132,10 +132,17 @@ class _Harvest:
         if taken is not None:
             self._plan(taken, length)
         with open_writer(self.folder, self.share.rank, self.wanted) as self.writer:
+            if (self.writer.mark, self.writer.samples) != (self.mark, self.before.samples):
+                raise HarvestError(
+                    f"A harvest was to go on in {str(self.folder)!r}.",
+                    "Another process has written there as the same rank in the meantime.",
+                    "Run it again, once, to see whether something is missing.",
+                )
             if self.measuring is not None:
                 self.measuring.catch_up()
             if first is not None:
                 self._write_all(first[0], first[1], taken, batches)
+                self.progress.end()
             self._save()
             kinds = None if self.measuring is None else self.measuring.kinds
             done = {"done": True, "length": length, "batches": self._count(), "kinds": kinds}
