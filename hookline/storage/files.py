@@ -74,8 +74,7 @@ def _kinds() -> dict[str, Kind]:
         "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "C64": "complex64",
     }  # fmt: skip
     carriers = {"BF16": "uint16", "F8_E4M3": "uint8", "F8_E5M2": "uint8", "BOOL": "uint8"}
-    # A memoryview of complex numbers cannot be cut into bytes.
-    carried = {**carriers, "BF16": "int16", "C64": "int64"}
+    carried = {**carriers, "BF16": "int16"}
     kinds: dict[str, Kind] = {}
     for name, word in names.items():
         carrier = getattr(torch, carried[name]) if name in carried else None
