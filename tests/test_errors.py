@@ -26,6 +26,8 @@ BUILTINS = {
     "StoreError": ValueError,
     "RecipeError": ValueError,
     "StatisticsError": ValueError,
+    "BatchError": ValueError,
+    "MissingExtra": ImportError,
 }
 
 
