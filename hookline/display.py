@@ -149,5 +149,5 @@ def pandas(what: str) -> Any:
         return importlib.import_module("pandas")
     except ImportError:
         raise MissingExtra(
-            f"{what} was called.", "It needs pandas.", "Install it with: pip install pandas"
+            f"{what} was called.", "It needs pandas.", "Install it with `pip install pandas`."
         ) from None

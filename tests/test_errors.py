@@ -4,6 +4,8 @@ import copy
 import inspect
 import pickle
 import re
+import sys
+from unittest import mock
 
 import pytest
 import torch
@@ -106,6 +108,10 @@ def raised():
         with hl.edit(model, "0", torch.ones(7)):
             model(x)
 
+    def missing_extra():
+        with mock.patch.dict(sys.modules, pandas=None):
+            hl.summarize(model).to_pandas()
+
     return {
         hl.PlaceError: lambda: hl.select(model, "0:outptu"),
         hl.PlaceNotFound: lambda: hl.select(model, "00"),
@@ -120,6 +126,8 @@ def raised():
         hl.StoreError: lambda: hl.Store.open("no such folder"),
         hl.RecipeError: lambda: hl.Recipe([("0", lambda value: value)]).save("nowhere"),
         hl.StatisticsError: lambda: hl.Mean(dim=5).update(x),
+        hl.BatchError: lambda: hl.summarize(nn.ReLU(), (-1, 3)),
+        hl.MissingExtra: missing_extra,
     }
 
 
