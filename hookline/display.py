@@ -105,9 +105,12 @@ def as_lines(cells: Sequence[Sequence[str]], width: int) -> list[str]:
             at = list(head).index(name)
             return as_lines([[*row[:at], *row[at + 1 :]] for row in cells], width)
     while sum(widths) + 2 * len(widths) > width:
-        widest = max(text, key=lambda n: widths[n], default=0)
-        if not text or widths[widest] <= _LEAST:
+        # Names are cut last: they are what one copies.
+        long = [n for n in text if widths[n] > _LEAST]
+        long = [n for n in long if head[n] != "place"] or long
+        if not long:
             break
+        widest = max(long, key=lambda n: widths[n])
         widths[widest] -= 1
     lines: list[str] = []
     for row in cells:
@@ -146,5 +149,5 @@ def pandas(what: str) -> Any:
         return importlib.import_module("pandas")
     except ImportError:
         raise MissingExtra(
-            f"{what} was called.", "It needs pandas.", "Install it with: pip install pandas"
+            f"{what} was called.", "It needs pandas.", "Install it with `pip install pandas`."
         ) from None

@@ -176,10 +176,15 @@ def test_an_lstm_has_the_flops_of_its_matrix_products(directions):
     assert found["backward_flops"] == 2 * expected
 
 
-def test_the_fast_path_of_attention_has_the_flops_of_the_slow_one():
+def test_the_fast_path_of_attention_has_the_flops_of_the_slow_one(monkeypatch):
     model, x = nn.MultiheadAttention(8, 2, batch_first=True), torch.randn(3, 5, 8)
     expected, _ = torchs(model.train(), (x, x, x))
     assert hl.summarize(model.eval(), (x, x, x)).totals["flops"] == expected > 0
+    counted = []  # a function mode, as summarize has, turns the fast path off
+    monkeypatch.setattr("hookline.flops.no_dispatch", None)
+    with torch.no_grad(), FlopCounter(counted.append):
+        model(x, x, x, need_weights=False)
+    assert counted == [expected]
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -340,6 +345,12 @@ def test_a_tuple_of_whole_numbers_is_a_shape_and_nothing_else_is():
     assert hl.summarize(Two(), {"a": (2, 3), "b": [4]})[""].inputs == {"a": "(2, 3)", "b": ["int"]}
     mixed = hl.summarize(Two(), (torch.zeros(1), (2, 2)))[""].inputs
     assert mixed == {"a": "(1,)", "b": "(2, 2)"}
+    seen = []
+    hl.summarize(Two(), [(50,), lambda: seen])  # a function in a list is no batch by itself
+    spread = nn.Identity()
+    with hl.hook(spread, "", lambda value: seen.append(float(value.std()))):
+        hl.summarize(spread, (50,))
+    assert 0.5 < seen[0] < 2  # random numbers, not zeros
     model = nn.Linear(3, 2).double()
     assert hl.summarize(model, (5, 3))[""].dtype == "float64"
     assert hl.summarize(nn.ReLU(), (5, 3))[""].dtype == "float32"

@@ -4,6 +4,8 @@ import copy
 import inspect
 import pickle
 import re
+import sys
+from unittest import mock
 
 import pytest
 import torch
@@ -29,6 +31,8 @@ BUILTINS = {
     "StatisticsError": ValueError,
     "NonFiniteError": ArithmeticError,
     "ReplayError": ValueError,
+    "BatchError": ValueError,
+    "MissingExtra": ImportError,
 }
 
 
@@ -111,6 +115,10 @@ def raised():
         with hl.guard(model, to=None):
             model(x * float("nan"))
 
+    def missing_extra():
+        with mock.patch.dict(sys.modules, pandas=None):
+            hl.summarize(model).to_pandas()
+
     return {
         hl.PlaceError: lambda: hl.select(model, "0:outptu"),
         hl.PlaceNotFound: lambda: hl.select(model, "00"),
@@ -128,6 +136,8 @@ def raised():
         hl.StatisticsError: lambda: hl.Mean(dim=5).update(x),
         hl.NonFiniteError: guarded,
         hl.ReplayError: lambda: hl.replay("no such folder"),
+        hl.BatchError: lambda: hl.summarize(nn.ReLU(), (-1, 3)),
+        hl.MissingExtra: missing_extra,
     }
 
 

@@ -121,10 +121,8 @@ class Runner:
         return map_leaves(repeat, copied(self.batch))
 
     def _has_rows(self, place: Place, shape: torch.Size, copies: int) -> bool:
-        alone = self.shapes[place]
-        positions_first = self.dim % max(len(alone), 1) == 0
-        rows = alone[:1] == (self.samples,) and shape[:1] == (self.samples * copies,)
-        return rows and not positions_first
+        alone = self.shapes[place][:1] == (self.samples,)
+        return alone and shape[:1] == (self.samples * copies,)
 
     def _share(self, number: int) -> Any:
         """What one of the copies gave."""

@@ -30,6 +30,7 @@ from hookline.core.tree import Step, join, tensors_of, walk
 __all__ = [
     "Mode",
     "copied",
+    "cuda_devices",
     "nodes_of",
     "pull_back",
     "run",
