@@ -79,7 +79,7 @@ class Fault:
 
     def headline(self) -> str:
         """What made them, in a sentence."""
-        owner = f"{self.path or 'the model itself'!r}"
+        owner = repr(self.path) if self.path else "the model itself"
         owner += f" ({self.owner})" if self.owner else ""
         op, place = self.operation, str(self.place)
         if self.kind == "operation" and self.backward:

@@ -5,26 +5,28 @@
 - `Buffers`: the buffers of a model, copied before a call if calls change them
 - `Randomness`: the states of the random number generators
 - `Holder`: a hook that keeps a call as long as its graph lives
+- `at_end(function)`: call a function at the end of the backward that is running
 - `unwrapped(model)`, `is_spread(model)`: what of a model can be run again in one process
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.utils import hooks as torch_hooks
 
 from hookline.core import distributed
 from hookline.core.nested import Path, children, leaves, map_leaves, show_path
 from hookline.core.snapshots import same_bits
 from hookline.core.tree import join, walk
 
-__all__ = ["Buffers", "Holder", "Kept", "Parts", "Randomness", "is_spread", "unwrapped"]
+__all__ = ["Buffers", "Holder", "Kept", "Parts", "Randomness", "at_end", "is_spread", "unwrapped"]
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device)
 _WRAPPERS = {"DistributedDataParallel": "module", "OptimizedModule": "_orig_mod"}
@@ -109,6 +111,8 @@ class Parts:
         self.modules = [module for _, module in walk(model)]
         self.parameters = list(model.parameters())
         self.buffers = Buffers(model)
+        self.devices = {p.device.index or 0 for p in self.parameters if p.is_cuda}
+        self.changes_inputs = False  # whether a call was seen to change what it was given
 
 
 class Kept:
@@ -117,13 +121,16 @@ class Kept:
     def __init__(self, parts: Parts, inputs: Any, positional: int) -> None:
         names = list(inputs)
         plain = all(isinstance(value, Tensor) for value in inputs.values())
-        # Containers are copied, since a list may grow; tensors are not, their versions are noted.
-        held = inputs if plain else map_leaves(lambda leaf: leaf, dict(inputs))
+        # Containers are copied, since a list may grow; tensors are not, their versions are noted,
+        # unless the model is known to change them.
+        function = _copied if parts.changes_inputs else _itself
+        held = inputs if plain and function is _itself else map_leaves(function, dict(inputs))
         self.args = tuple(held[name] for name in names[:positional])
         self.kwargs = {name: held[name] for name in names[positional:]}
         self.inputs, self.positional = held, positional
         self.versions = [(path, t, _version(t)) for path, t in leaves(held)]
-        self.devices = sorted({t.device.index or 0 for _, t, _ in self.versions if t.is_cuda})
+        own = {t.device.index or 0 for _, t, _ in self.versions if t.is_cuda}
+        self.devices = sorted(own | parts.devices)
         self.randomness = Randomness(self.devices)
         self.parts = parts
         self.buffers = parts.buffers.now()
@@ -142,6 +149,12 @@ class Kept:
         self.number = 0  # of the call
         self.trace: Any = None  # where every module is checked: what is known of the call
         self.backward: Any = None
+
+    def learn(self) -> None:
+        """After the call: note what it has changed."""
+        self.lost = self.parts.buffers.learn(self.buffers)
+        if any(_version(tensor) != version for _, tensor, version in self.versions):
+            self.parts.changes_inputs = True
 
     def close(self) -> None:
         """Take the hooks off its graph."""
@@ -218,6 +231,16 @@ class Kept:
         return args, kwargs, found
 
 
+def _itself(leaf: Any) -> Any:
+    return leaf
+
+
+def _copied(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+
+
 def _opaque(value: Any) -> str:
     """The type of an argument that is no tensor, number, text or container."""
     inside = children(value)
@@ -227,6 +250,7 @@ def _opaque(value: Any) -> str:
     return "" if plain else type(value).__name__
 
 
+@torch_hooks.unserializable_hook
 class Holder:
     """A hook on an output that does nothing but keep its call as long as the graph lives."""
 
@@ -250,3 +274,9 @@ def is_spread(model: nn.Module) -> bool:
         or (isinstance(module, nn.SyncBatchNorm) and torch.distributed.is_initialized())
         for module in model.modules()
     ) or any(distributed.placements(p) is not None for p in model.parameters())
+
+
+def at_end(function: Callable[[], None]) -> None:
+    """Call a function at the end of the backward that is running."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(function)

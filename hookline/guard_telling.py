@@ -1,6 +1,7 @@
 """From what was found to the error: what the producer was given, a dump of it, the words.
 
 - `Teller`: makes the errors of a guard
+- `bad_gradients(kept)`: the gradients that came into a call's outputs bad
 - `label_of(path)`: a part of the model's output in words
 """
 
@@ -15,14 +16,14 @@ from torch import nn
 
 from hookline.core.nested import show_path
 from hookline.errors import NonFiniteError
-from hookline.finite_checks import Numbers
+from hookline.finite_checks import Numbers, is_bad
 from hookline.guard_dumps import write_dump
 from hookline.guard_origins import Ignored, Labelled, Origin
-from hookline.guard_reports import Fault, explain
+from hookline.guard_reports import Fault, explain, fault_of
 from hookline.guard_runs import Kept
-from hookline.guard_search import describe_sample, take_sample
+from hookline.guard_search import describe_sample, find_backward, take_sample
 
-__all__ = ["Teller", "label_of"]
+__all__ = ["Teller", "bad_gradients", "label_of"]
 
 T = TypeVar("T")
 
@@ -34,6 +35,12 @@ def label_of(path: tuple[Any, ...]) -> str:
     "the model's output[logits][0]"
     """
     return f"the model's output{show_path(path)}"
+
+
+def bad_gradients(kept: Kept) -> Labelled:
+    """The gradients that came into a call's outputs bad."""
+    found = [(path, gradient) for path, (gradient, _) in kept.gradients.items() if is_bad(gradient)]
+    return [(f"gradient of {label_of(path)}", Numbers.of(gradient)) for path, gradient in found]
 
 
 class Teller:
@@ -55,6 +62,31 @@ class Teller:
             return None
         finally:
             self.busy = False
+
+    def search_backward(self, calls: list[Kept], seen: Labelled, scale: float) -> list[str] | None:
+        """Raise if a producer is found; else why it may not have been, or None if all is meant."""
+        doubts: list[str] = []
+        for kept in calls:
+            if kept.backward is not None:  # every node was looked at
+                origins = [o for own in kept.backward.bad.values() for o in own if not o.meant]
+                origins.sort(key=kept.backward.origins.index)
+                if origins and scale <= 1:
+                    fault = fault_of(list(dict.fromkeys(origins)), set(), kept.number, seen)
+                    raise self.finish(fault)
+                if kept.backward.bad and not origins:
+                    return None
+                continue
+            own = kept.doubts()
+            again = None if own else self.again(own, find_backward, kept, self.ignored, scale)
+            if again is not None and again.origins and again.same:
+                fault = fault_of(again.origins, again.trace.often, kept.number, seen)
+                raise self.told(kept, again.origins[0], fault, scale)
+            if again is not None and again.bad and again.same:
+                return None  # all of it is ignored
+            if again is not None and not again.same:
+                own.append("the second forward was not finite, as the first was")
+            doubts += own
+        return doubts
 
     def told(self, kept: Kept, origin: Origin, fault: Fault, scale: float = 1.0) -> NonFiniteError:
         """The error for a fault, with what the producer was given, and a dump of it."""

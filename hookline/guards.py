@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
@@ -29,16 +28,16 @@ from hookline.finite_checks import Numbers, all_finite, is_bad, numbers, probe
 from hookline.guard_gradients import Backward
 from hookline.guard_origins import Ignored, Labelled, Origin
 from hookline.guard_reports import fault_of
-from hookline.guard_runs import Holder, Kept, Parts, is_spread, unwrapped
-from hookline.guard_search import find_backward, find_forward, of_outputs, parameter_names
-from hookline.guard_telling import Teller, label_of
+from hookline.guard_runs import Holder, Kept, Parts, at_end, is_spread, unwrapped
+from hookline.guard_search import find_forward, of_outputs, parameter_names
+from hookline.guard_telling import Teller, bad_gradients, label_of
 from hookline.guard_tracing import Modules, Trace
 
 __all__ = ["guard"]
 
 _DIFFERENT = "The second run was bad at other places than the first: something of it is random."
-_MANY = 64
-_RECENT = 16  # calls whose backward may still come
+_GRAPHS = 4  # that are held, where all nodes are looked at, until their backward comes
+_RECENT = 64
 Part = tuple[Any, ...]
 
 
@@ -174,9 +173,19 @@ class guard(Context[_Tap]):
     def _verify(self) -> None:
         pending, self._pending = self._pending, []
         self._check(pending)
-        literal = self._requests[0]
-        if not self._taps[literal.targets[0].key].fired:
-            raise self._never_fired(literal, literal.targets[0])
+        target = self._requests[0].targets[0]
+        if not self._taps[target.key].fired:
+            raise self._never_fired(self._requests[0], target)
+
+    def __repr__(self) -> str:
+        state = "attached" if self._attached else "open" if self._open else "closed"
+        every = ", every module" if self.careful else ""
+        return f"<hookline guard of {type(self._model).__name__}{every}, {state}>"
+
+    @property
+    def model(self) -> nn.Module:
+        """The model that is guarded; of one in DDP or compiled, that inside."""
+        return self._model
 
     def busy(self) -> bool:
         """Whether a call is being run again: the guard does not look at it."""
@@ -210,7 +219,7 @@ class guard(Context[_Tap]):
         for _, tensor in leaves(inputs):
             known = self._watched.get(id(tensor))
             if tensor.requires_grad and (known is None or known() is not tensor):
-                if len(self._watched) > _MANY:
+                if len(self._watched) > _RECENT:
                     self._watched = {i: r for i, r in self._watched.items() if r() is not None}
                 self._watched[id(tensor)] = weakref.ref(tensor)
                 gradients.watch_tensor(self._input_tap, tensor)
@@ -222,7 +231,7 @@ class guard(Context[_Tap]):
             return
         _, kept = running.pop()
         kept.number = index
-        kept.lost = self._parts.buffers.learn(kept.buffers)
+        kept.learn()
         found = leaves(output)
         graphs = [t for _, t in found if t.requires_grad and t.grad_fn is not None]
         for tensor in graphs:
@@ -261,9 +270,7 @@ class guard(Context[_Tap]):
         if found is None:
             raise self._unknown(kept.number, False, seen, doubts)
         if not found.bad or (not found.same and not found.origins):
-            doubts = [
-                "the second run gave finite values: something of it is random, or was changed"
-            ]
+            doubts = ["the second run gave finite values: something of it is random, or changed"]
             raise self._unknown(kept.number, False, seen, doubts)
         if not found.origins:
             for path, tensor in bad:
@@ -300,7 +307,7 @@ class guard(Context[_Tap]):
             kept.backward = Backward(kept.trace, parameter_names(self._model))
             kept.backward.watch(tensor for _, tensor in leaves(output))
             self._looked.append(kept)
-            if len(self._looked) > _RECENT:
+            if len(self._looked) > _GRAPHS:
                 self._looked.popleft().close()
 
     # -- backward -------------------------------------------------------------------------------
@@ -311,7 +318,7 @@ class guard(Context[_Tap]):
         if task not in self._passes:
             self._passes[task] = _Pass()
             # Again from there, so that it comes after those of others: DDP has work to end.
-            _queue(lambda: _queue(lambda: self._backward_ended(task)))
+            at_end(lambda: at_end(lambda: self._backward_ended(task)))
         found = self._passes[task]
         if tap.target.port == "grad_output":
             kept = self._calls.get(index)
@@ -339,19 +346,21 @@ class guard(Context[_Tap]):
                 for kept in found.calls.values():
                     kept.gradients = {}
                     kept.close()
+                    if kept in self._looked:
+                        self._looked.remove(kept)
 
     def _backward_failed(self, found: _Pass) -> None:
-        flagged = {tap.name: tap for tap, one in found.probes if not one.isfinite()}
-        known = {name: _gradient(tap) for name, tap in flagged.items() if name}
+        flagged = {tap.name for tap, one in found.probes if not one.isfinite()} - {""}
+        known = {t.name: _gradient(t) for t in self._taps.values() if t.name in flagged}
         bad = [(n, g) for n, g in known.items() if g is not None and is_bad(g)]
         if known and not bad and all(g is not None for g in known.values()):
             return  # sums that have overflowed
         seen: Labelled = [(f"the gradient of {n!r}", Numbers.of(g)) for n, g in bad]
         # The last call first: what flows out of it may flow into the one before.
         calls = [found.calls[index] for index in sorted(found.calls, reverse=True)]
-        given = [(kept, _bad_gradients(kept)) for kept in calls]
+        given = [(kept, bad_gradients(kept)) for kept in calls]
         scale = self._scale()
-        doubts = self._search_backward([k for k, wrong in given if not wrong], seen, scale)
+        doubts = self._teller.search_backward([k for k, wrong in given if not wrong], seen, scale)
         if doubts is None or scale > 1:
             self.skipped += scale > 1
             return
@@ -362,33 +371,6 @@ class guard(Context[_Tap]):
         if bad or doubts:
             doubts = doubts or ["the second run gave finite gradients: something of it is random"]
             raise self._unknown(calls[0].number if calls else -1, True, seen, doubts)
-
-    def _search_backward(self, calls: list[Kept], seen: Labelled, scale: float) -> list[str] | None:
-        """Raise if a producer is found; else why it may not have been, or None if all is meant."""
-        doubts: list[str] = []
-        for kept in calls:
-            if kept.backward is not None:  # every node was looked at
-                origins = [o for own in kept.backward.bad.values() for o in own if not o.meant]
-                origins.sort(key=kept.backward.origins.index)
-                if origins and scale <= 1:
-                    fault = fault_of(list(dict.fromkeys(origins)), set(), kept.number, seen)
-                    raise self._teller.finish(fault)
-                if kept.backward.bad and not origins:
-                    return None
-                continue
-            own = kept.doubts()
-            again = (
-                None if own else self._teller.again(own, find_backward, kept, self._ignored, scale)
-            )
-            if again is not None and again.origins and again.same:
-                fault = fault_of(again.origins, again.trace.often, kept.number, seen)
-                raise self._teller.told(kept, again.origins[0], fault, scale)
-            if again is not None and again.bad and again.same:
-                return None  # all of it is ignored
-            if again is not None and not again.same:
-                own.append("the second forward was not finite, as the first was")
-            doubts += own
-        return doubts
 
     def _unknown(
         self, step: int, backward: bool, seen: Labelled, doubts: list[str]
@@ -403,21 +385,9 @@ class guard(Context[_Tap]):
         return scaler.get_scale() if scaler is not None and scaler.is_enabled() else 1.0
 
 
-def _queue(function: Callable[[], None]) -> None:
-    """Call a function at the end of the backward that is running."""
-    engine: Any = torch.autograd.Variable._execution_engine
-    engine.queue_callback(function)
-
-
 def _gradient(tap: Tap) -> Tensor | None:
     tensor = tap.target.tensor()
     return None if tensor is None else tensor.grad
-
-
-def _bad_gradients(kept: Kept) -> Labelled:
-    """The gradients that came into a call's outputs bad."""
-    found = [(path, gradient) for path, (gradient, _) in kept.gradients.items() if is_bad(gradient)]
-    return [(f"gradient of {label_of(path)}", Numbers.of(gradient)) for path, gradient in found]
 
 
 def _must_be_waited_for(probes: list[Tensor]) -> bool:

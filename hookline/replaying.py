@@ -123,7 +123,7 @@ def replay(folder: str | Path, model: nn.Module | None = None) -> Replay:
     >>> folder = tempfile.mkdtemp()
     >>> try:
     ...     with hookline.guard(Log(), to=folder) as own:
-    ...         own._model(torch.tensor([1.0, 0.0]))
+    ...         own.model(torch.tensor([1.0, 0.0]))
     ... except hookline.NonFiniteError as error:
     ...     print(replay(error.fault.folder))
     Replay of '/log', forward of torch.log: bad numbers again, bit for bit those of the first run

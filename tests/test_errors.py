@@ -26,6 +26,9 @@ BUILTINS = {
     "StoreError": ValueError,
     "RecipeError": ValueError,
     "StatisticsError": ValueError,
+    "NonFiniteError": ArithmeticError,
+    "ReplayError": ValueError,
+    "RunError": ValueError,
 }
 
 
@@ -104,6 +107,10 @@ def raised():
         with hl.edit(model, "0", torch.ones(7)):
             model(x)
 
+    def guarded():
+        with hl.guard(model, to=None):
+            model(x * float("nan"))
+
     return {
         hl.PlaceError: lambda: hl.select(model, "0:outptu"),
         hl.PlaceNotFound: lambda: hl.select(model, "00"),
@@ -118,6 +125,9 @@ def raised():
         hl.StoreError: lambda: hl.Store.open("no such folder"),
         hl.RecipeError: lambda: hl.Recipe([("0", lambda value: value)]).save("nowhere"),
         hl.StatisticsError: lambda: hl.Mean(dim=5).update(x),
+        hl.NonFiniteError: guarded,
+        hl.ReplayError: lambda: hl.replay("no such folder"),
+        hl.RunError: lambda: hl.Run("no such folder"),
     }
 
 
@@ -131,7 +141,7 @@ def test_each_error_says_what_was_asked_what_was_found_and_what_to_do(kind):
     assert error.found
     assert error.remedy
     assert error.remedy.endswith((".", ")"))
-    assert "\n" not in str(error)
+    assert "\n" not in str(error) or kind is hl.NonFiniteError  # which has a table
 
 
 def test_a_wrong_model_is_told_at_once():

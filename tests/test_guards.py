@@ -17,6 +17,12 @@ import hookline as hl
 INF = math.inf
 
 
+@pytest.fixture(autouse=True)
+def seeded():
+    """The same weights every time."""
+    torch.manual_seed(0)
+
+
 class Doing(nn.Module):
     """Calls a function of its arguments."""
 
@@ -188,6 +194,23 @@ def test_gradients_whose_sum_overflows_are_not_accused():
     assert model.weight.grad.sum().isinf()
 
 
+def test_gradients_whose_sum_overflows_are_not_accused_where_no_second_run_is_possible():
+    class Cache:
+        pass
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(4, 4, bias=False)
+
+        def forward(self, x, cache):
+            return self.fc(x)
+
+    model = Net()
+    with guarded(model):
+        (model(torch.ones(1, 4), Cache()) * 2e38).sum().backward()
+
+
 # -- nothing is changed ---------------------------------------------------------------------------
 
 
@@ -250,6 +273,7 @@ def run_bad(model, x, fails):
     try:
         out = model(x, bad=True)
         if fails == "backward":
+            torch.rand(3), random.random()  # as a loss may do
             out.sum().backward()
     except hl.NonFiniteError as error:
         return [error.fault.operation]
@@ -263,7 +287,7 @@ def test_after_a_fault_all_is_as_without_a_guard(fails):
         torch.manual_seed(0)
         model = Faulty(fails)
         context = guarded(model).attach() if guard else None
-        torch.manual_seed(1)
+        torch.manual_seed(1), random.seed(1)
         model(x).sum().backward()
         model.zero_grad()
         faults = run_bad(model, x, fails)
@@ -272,7 +296,8 @@ def test_after_a_fault_all_is_as_without_a_guard(fails):
             context.remove()
         grads = [p.grad for p in model.parameters()]
         assert all(module.training for module in model.modules())
-        seen.append([*model.state_dict().values(), torch.get_rng_state(), *grads])
+        drawn = torch.tensor(random.random()) if fails == "backward" else torch.zeros(1)
+        seen.append([*model.state_dict().values(), torch.get_rng_state(), drawn, *grads])
         assert not hooks_of(model)
     for one, two in zip(*seen, strict=True):
         assert (one is None and two is None) or torch.equal(one.nan_to_num(), two.nan_to_num())
@@ -314,6 +339,25 @@ def test_the_dropout_of_the_failing_step_is_repeated():
     fault = fault_in(lambda: [model(torch.ones(8)) for _ in range(500)], model)
     assert (fault.place, fault.remarks) == ("/log", [])
     assert fault.step > 1
+
+
+def test_the_buffers_of_the_failing_step_are_put_back_for_the_second_run():
+    """The fault depends on a counter that every call moves on."""
+
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, x):
+            out = x / (self.count - 3)
+            self.count += 1
+            return out
+
+    model = nn.Sequential(nn.Linear(3, 3), Counting())
+    fault = fault_in(lambda: [model(torch.ones(3)) for _ in range(9)], model)
+    assert (fault.step, fault.place, fault.remarks) == (3, "1/div", [])
+    assert model[1].count == 4
 
 
 # -- when it looks --------------------------------------------------------------------------------
@@ -437,8 +481,10 @@ def test_checkpointed_modules_are_looked_into(reentrant):
     model = Net(lambda x: (x * 0).log())
     assert fault_in(lambda: model(torch.ones(3)), model).place == "inner.1/log"
     model = Net(lambda x: (x * 0).sqrt())
+    before = model.first.weight.grad = torch.ones(3, 3)
     fault = fault_in(lambda: model(torch.ones(3)).sum().backward(), model)
     assert (fault.path, fault.node) == ("inner.1", "SqrtBackward0")
+    assert model.first.weight.grad is before
 
 
 # -- where a call cannot be run again -------------------------------------------------------------
@@ -457,6 +503,34 @@ def test_inputs_that_were_changed_in_place_are_noticed_and_modules_checked_from_
         model(torch.ones(3))
     assert (found.value.fault.kind, found.value.fault.place) == ("module", "2")
     assert [label for label, _ in found.value.fault.given] == ["0"]
+
+
+def test_inputs_are_copied_as_soon_as_a_call_was_seen_to_change_them():
+    model = nn.Sequential(Doing(lambda x: x.add_(1)), nn.Linear(3, 3), Doing(torch.abs))
+    weight = model[1].weight
+
+    def run():
+        model(torch.ones(3))
+        model[2].function = lambda x: x.log() if x.sum() > 5 else x / 0
+        nn.init.ones_(weight), nn.init.zeros_(model[1].bias)
+        x = torch.zeros(3)
+        model(x - 1)  # makes 0 / 0; a second run on the changed input would take the logarithm
+
+    fault = fault_in(run, model)
+    assert (fault.step, fault.place) == (1, "2/div")
+
+
+def test_where_graphs_are_held_only_few_are():
+    model = nn.Linear(3, 3)
+    guard = guarded(model, careful=True).attach()
+    for _ in range(10):
+        model(torch.ones(3))
+    assert len(guard._looked) == 4
+    model(torch.ones(3)).sum().backward()
+    assert len(guard._looked) == 3
+    assert repr(guard) == "<hookline guard of Linear, every module, attached>"
+    guard.remove()
+    assert repr(guard) == "<hookline guard of Linear, every module, closed>"
 
 
 def test_an_attached_guard_checks_modules_after_a_call_that_it_could_not_repeat():
@@ -544,7 +618,7 @@ def test_where_modules_are_checked_the_innermost_producer_is_named():
             nn.init.zeros_(model[0].bias)
         fault = fault_in(lambda: model(x), model, careful=True)  # noqa: B023
         assert (fault.kind, fault.place) == ("module", place)
-    model = nn.Sequential(Between(), nn.ReLU())
+    model = nn.Sequential(Between(), nn.Identity())
     fault = fault_in(lambda: model(torch.ones(3)), model, careful=True)
     assert (fault.kind, fault.place) == ("module", "0")
 
@@ -618,6 +692,7 @@ def test_infinite_inputs_that_are_no_mask_came_in_bad():
         (lambda x: -x.masked_fill(x > 0, -INF), None),
         (lambda x: x.masked_fill(x > 1, -INF) * 1e30 * 1e30, "/mul#1"),  # +inf is new
         (lambda x: (x.masked_fill(x > 1, -INF) - 3e38) - 3e38, "/sub#1"),  # -inf at new places
+        (lambda x: x.masked_fill(x > 1, -INF).square(), "/square"),  # of another sign
         (lambda x: x.masked_fill(x > 1, -INF).exp().log(), "/log"),
         (lambda x: x.masked_fill(x > 0, math.nan), "/masked_fill"),
         (lambda x: x.masked_fill(x > 1, -INF) * 0, "/mul"),

@@ -18,6 +18,12 @@ from hookline.guard_dumps import Speller, constructor_of, function_named, name_o
 INF = math.inf
 
 
+@pytest.fixture(autouse=True)
+def seeded():
+    """The same weights every time."""
+    torch.manual_seed(0)
+
+
 class Doing(nn.Module):
     def __init__(self, function):
         super().__init__()
