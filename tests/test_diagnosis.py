@@ -111,7 +111,15 @@ HEALTHY = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", HEALTHY)
+SLOW = {
+    "mlp, every step", "mlp, trained to the end", "mlp with gelu", "cnn, SGD",
+    "transformer, norm last", "transformer, AdamW",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in HEALTHY]
+)
 def test_a_healthy_training_has_no_finding(name):
     make, settings, options = HEALTHY[name]
     torch.manual_seed(0)
@@ -209,7 +217,7 @@ def test_a_gradient_that_explodes_on_its_way_is_found():
         layers += [nn.Linear(64, 64), nn.Tanh()]
         nn.init.normal_(layers[-2].weight, std=2.5 / 8)
     model = nn.Sequential(*layers, nn.Linear(64, 10))
-    watching, _ = train(model, 6, torch.optim.SGD(model.parameters(), 1e-5), every=1)
+    watching, _ = train(model, 4, torch.optim.SGD(model.parameters(), 1e-5), every=1, size=16)
     finding = one(watching, "exploding gradient")
     assert int(finding.place.split(".")[0]) < 60  # of 180
     assert finding.evidence["relative"] > 1e3

@@ -33,6 +33,7 @@ BUILTINS = {
     "ReplayError": ValueError,
     "BatchError": ValueError,
     "MissingExtra": ImportError,
+    "RunError": ValueError,
 }
 
 
@@ -138,6 +139,7 @@ def raised():
         hl.ReplayError: lambda: hl.replay("no such folder"),
         hl.BatchError: lambda: hl.summarize(nn.ReLU(), (-1, 3)),
         hl.MissingExtra: missing_extra,
+        hl.RunError: lambda: hl.Run("no such folder"),
     }
 
 

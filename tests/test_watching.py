@@ -270,6 +270,25 @@ def test_kinds_and_places_limit_what_is_measured():
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("kinds", [("weight",), ("update",), ("weight_grad",), ("grad",)])
+def test_a_single_kind_can_be_measured(kinds):
+    model, optimizer = fresh()
+    with hl.watch(model, every=1, kinds=kinds, optimizer=optimizer) as watching:
+        train(model, optimizer, 2)
+    assert {row.kind for row in watching.last.rows} == set(kinds)
+    assert all(watching.last[row.place, row.kind]["norm"] > 0 for row in watching.last.rows)
+    assert_clean(model)
+
+
+def test_a_place_is_named_by_any_of_its_names():
+    model = nn.Sequential(nn.Linear(2, 2))
+    model.add_module("again", model[0])
+    with hl.watch(model, ["again", model[0], "again.weight"], every=1) as watching:
+        model(torch.ones(3, 2)).sum().backward()
+        watching.step()
+    assert {row.place for row in watching.last.rows} == {"0", "0.weight", "0.bias"}
+
+
 def test_frozen_parameters_have_no_rows():
     model, optimizer = fresh()
     model.first.requires_grad_(False)

@@ -77,8 +77,9 @@ class Plan:
         # The parameters that the model itself holds belong to all of it, too.
         everything = isinstance(where, str) and where == "**"
         requests = resolve(model, ["" if everything and not model._modules else where])
-        self.literal = [r.targets[0].place for r in requests if r.literal]
         names = first_names(model)
+        named = [r.targets[0] for r in requests if r.literal]
+        self.literal = [str(target.place_at(names[target.ident])) for target in named]
         order = {ident: n for n, ident in enumerate(names)}
         targets = {t.key: t for request in requests for t in request.targets}
         if everything:
@@ -215,6 +216,9 @@ class Looking(Context[_LookTap]):
         self._last: dict[str, tuple[Any, int, Moments, int]] = {}
         self._before: dict[int, Tensor] = {}
         self._hooks: list[Any] = []
+
+    def __repr__(self) -> str:
+        return "<hookline watch, in a step that is measured>"
 
     def _resolve(self) -> list[Request]:
         request = Request("'**'", False, None, ())

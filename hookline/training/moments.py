@@ -139,7 +139,7 @@ def is_measurable(tensor: Tensor) -> bool:
     )
 
 
-def moments(tensor: Tensor, unit: int = -1, flat: Flat | None = None, most: int = 2048) -> Moments:
+def moments(tensor: Tensor, unit: int = -1, flat: Flat | None = None, most: int = 1024) -> Moments:
     """What is to be said of one tensor.
 
     Args:

@@ -235,7 +235,7 @@ class watch(Anchored):
             gathered(looking)
         measured = Measured.of(step, time.time(), looking, BINS)
         for row in list(looking.found):
-            self._silent.pop(cast(Any, looking.plan.rows[row].place), None)
+            self._silent.pop(looking.plan.rows[row].place, None)
         self.last = measured
         if rank_of() != 0:
             return
