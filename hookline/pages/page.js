@@ -1,4 +1,4 @@
-/* Built from frontend/src by npm run build; source sha256 8491cf7001d7bfdafcac2cfa87706cf296a33c12b6f45ac31e6b00bc00223f0f
+/* Built from frontend/src by npm run build; source sha256 c3fb1cbf29682ea37de3429f786a87e013d170739315868e304704d0ef601564
 With uPlot (https://github.com/leeoniya/uPlot):
 The MIT License (MIT)
 
