@@ -203,6 +203,7 @@ def test_a_record_page_has_every_call_and_pairs_values_with_gradients():
     assert found["head:input"]["group"] == "input"
     owner = page.content["modules"][found["head.weight:grad"]["module"]]
     assert owner["path"] == "head"
+    assert items(page, "head.weight:grad")[0][0]["axes"][2:] == ["rows", "columns"]
     calls, arrays = items(page, "conv")
     assert [item["label"] for item in calls] == ["0", "1", "2"]
     for item, value in zip(calls, record.calls("conv"), strict=True):
