@@ -231,9 +231,16 @@ def test_a_narrow_screen_has_no_sideways_scrolling_and_a_drawer_for_the_tree(tab
     assert not tab.locator(".tree").is_visible()
 
 
-def test_on_paper_there_is_only_the_content(tab, record_page):
+def test_on_paper_there_is_only_the_content_and_it_is_light(tab, record_page):
+    tab.emulate_media(color_scheme="dark")
     visit(tab, record_page)
+    chart = tab.locator("canvas[aria-label^='Standard deviation']")
+    dark = chart.evaluate("node => node.toDataURL()")
     tab.emulate_media(media="print")
+    assert tab.evaluate("getComputedStyle(document.querySelector('.tile')).backgroundColor") == (
+        "rgb(255, 255, 255)"
+    )
+    assert chart.evaluate("node => node.toDataURL()") != dark
     assert not tab.locator(".sidebar").is_visible()
     assert tab.locator(".facts").is_visible()
     assert tab.evaluate("getComputedStyle(document.querySelector('main')).overflow") == "visible"

@@ -203,6 +203,7 @@ def test_a_record_page_has_every_call_and_pairs_values_with_gradients():
     assert found["head:input"]["group"] == "input"
     owner = page.content["modules"][found["head.weight:grad"]["module"]]
     assert owner["path"] == "head"
+    assert items(page, "head.weight:grad")[0][0]["axes"][2:] == ["rows", "columns"]
     calls, arrays = items(page, "conv")
     assert [item["label"] for item in calls] == ["0", "1", "2"]
     for item, value in zip(calls, record.calls("conv"), strict=True):
@@ -219,6 +220,20 @@ def test_nested_values_have_an_entry_for_each_tensor():
     page = page_of(record)
     assert list(entries(page)) == ["cell[0]", "cell[1][0]", "cell[1][1]"]
     assert entries(page)["cell[1][0]"]["group"] == "output[1][0]"
+
+
+def test_a_value_that_has_other_parts_in_some_calls_says_where_it_is_missing():
+    class Fickle(nn.Module):
+        def forward(self, x, extra):
+            return (x, x + 1) if extra else (x,)
+
+    model = nn.Sequential(Fickle())
+    with hl.capture(model, "0") as record:
+        for extra in (False, True, False):
+            model[0](torch.zeros(2, 2), extra)
+    found, _ = items(page_of(record), "0[1]")
+    assert [item.get("missing", False) for item in found] == [True, False, True]
+    assert found[1]["statistics"]["mean"] == 1
 
 
 def test_many_calls_are_sampled_and_the_page_says_so():
@@ -416,10 +431,10 @@ def test_a_long_run_is_shown_at_spread_steps_and_says_so(tmp_path):
 
 def test_a_later_start_replaces_the_steps_that_it_repeats(tmp_path):
     write_run(tmp_path, range(0, 50, 10))
-    write_run(tmp_path, range(30, 60, 10), start=1000)
+    write_run(tmp_path, [25, 45], start=1000)  # 30 and 40 belong to what was given up
     whole = page_of(tmp_path).chunks["map:0:0"]().arrays
     steps, values = hl.Run(tmp_path).series("h.0", "output", "std")
-    assert whole["steps"].tolist() == steps.tolist() == [0, 10, 20, 30, 40, 50]
+    assert whole["steps"].tolist() == steps.tolist() == [0, 10, 20, 25, 45]
     assert np.allclose(whole["values"][0], values)
 
 
@@ -467,6 +482,16 @@ def test_the_file_allows_its_own_script_and_style_only_and_names_nothing_outside
         assert f"{rule} 'sha256-{digest}'" in rules
     assert not re.search(r'(src|href)="?(https?:)?//', text.partition("<body>")[0])
     assert text.count('data-chunk="e0"') == 1
+
+
+def test_arrays_in_a_chunk_lie_where_a_typed_array_may_begin():
+    arrays = {"a": np.zeros(3, np.uint8), "b": np.ones(1, np.float64), "c": np.ones(5, np.float16)}
+    content = pack(Chunk({"x": 1}, arrays))
+    start = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:start])
+    offsets = [start + offset for _, offset, _ in header["arrays"].values()]
+    assert all(offset % 8 == 0 for offset in offsets)
+    assert unpack(content).arrays["b"].tolist() == [1.0]
 
 
 def test_numbers_that_json_cannot_hold_become_null():

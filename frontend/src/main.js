@@ -7,7 +7,7 @@ import { placeView } from "./place.js";
 import { readRoute, writeRoute } from "./route.js";
 import { indexModules } from "./rows.js";
 import { FileSource, LiveSource } from "./sources.js";
-import { setTheme, theme } from "./surface.js";
+import { drawForPaper, setTheme, theme } from "./surface.js";
 import { Tree } from "./tree.js";
 
 class App {
@@ -33,6 +33,10 @@ class App {
       this.paintSwitch();
     });
     document.addEventListener("keydown", (event) => this.key(event));
+    window.matchMedia("print").addEventListener("change", ({ matches }) => {
+      drawForPaper(matches);
+      redrawCurves();
+    });
     this.show();
     if (this.source.live) this.listen();
     document.documentElement.dataset.ready = "true";

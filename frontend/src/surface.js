@@ -18,6 +18,13 @@ export function setTheme(choice) {
   for (const redraw of surfaces) redraw();
 }
 
+/** Draw everything light while the page is printed, and as it was afterwards. */
+export function drawForPaper(printing) {
+  const dark = document.documentElement.dataset.theme === "dark" || (!document.documentElement.dataset.theme && window.matchMedia("(prefers-color-scheme: dark)").matches);
+  current = dark && !printing ? "dark" : "light";
+  for (const redraw of surfaces) redraw();
+}
+
 export function colour(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 }

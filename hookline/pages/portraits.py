@@ -12,7 +12,7 @@ n-th is taken along a dimension, and the portrait says so.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -129,7 +129,8 @@ def _statistics(
         "min": low,
         "max": high,
         "zeros": float((finite == 0).double().mean()),
-        "norm": float(torch.linalg.vector_norm(finite)) * math.sqrt(total / max(flat.numel(), 1)),
+        "norm": float(cast("Tensor", torch.linalg.vector_norm(finite)))
+        * math.sqrt(total / max(flat.numel(), 1)),
     }
     if low == high:
         return found, low, high, np.array([finite.numel()], np.uint32)

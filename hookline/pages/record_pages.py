@@ -51,7 +51,8 @@ def page_of_record(record: Record, model: nn.Module | None = None, budget: int =
         except HooklineError as error:
             outline.entry(place, note=str(error), count=0, chunk="")
             continue
-        gather(outline, chunks, place, calls, most, notes)
+        weight = place.port in ("value", "grad")
+        gather(outline, chunks, place, calls, most, notes, weight=weight)
     unfired = record.unfired()
     for place, reason in unfired.items():
         never_called(outline, place, reason)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gzip
 import os
+import sys
 import time
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -105,6 +106,8 @@ class _HTTPServer(ThreadingHTTPServer):
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A browser that goes away in the middle of an answer is nothing to report."""
+        if not isinstance(sys.exc_info()[1], (ConnectionError, TimeoutError)):
+            super().handle_error(request, client_address)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -136,7 +139,9 @@ class _Handler(BaseHTTPRequestHandler):
             return self._refuse(HTTPStatus.NOT_FOUND, "There is nothing at this address.")
         try:
             return answer(self, query)
-        except HooklineError as error:
+        except (ConnectionError, TimeoutError):
+            raise  # the browser is gone
+        except (HooklineError, OSError) as error:  # not sound, or deleted meanwhile
             return self._refuse(HTTPStatus.CONFLICT, str(error))
 
     def _only_get(self) -> None:
