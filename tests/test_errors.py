@@ -13,6 +13,7 @@ from torch import nn
 
 import hookline as hl
 from hookline import errors
+from hookline.pages import figures
 
 BUILTINS = {
     "PlaceError": ValueError,
@@ -34,6 +35,9 @@ BUILTINS = {
     "BatchError": ValueError,
     "MissingExtra": ImportError,
     "RunError": ValueError,
+    "RecordError": ValueError,
+    "ReportError": ValueError,
+    "FigureError": ValueError,
 }
 
 
@@ -140,6 +144,9 @@ def raised():
         hl.BatchError: lambda: hl.summarize(nn.ReLU(), (-1, 3)),
         hl.MissingExtra: missing_extra,
         hl.RunError: lambda: hl.Run("no such folder"),
+        hl.RecordError: lambda: hl.load_record("no such folder"),
+        hl.ReportError: lambda: hl.report(3),
+        hl.FigureError: lambda: figures.histograms(hl.Mean()),
     }
 
 

@@ -109,6 +109,26 @@ def test_a_run_is_described_and_its_chunks_are_made_when_asked_for(server):
     assert unpack(body).arrays["values"].tolist() == [[0, 1, 2], [0, 1, 2]]
 
 
+def test_a_saved_record_is_shown_and_read_again_when_it_was_saved_again(server, folder):
+    model = nn.Sequential(nn.Linear(2, 3))
+    with hl.capture(model, "0", detach=True) as record:
+        model(torch.ones(4, 2))
+    hl.save_record(record, folder / "values")
+    assert {"name": "values", "kind": "record"} in ask_json(server, "/api/sources")["sources"]
+    page = ask_json(server, "/api/page?source=values")
+    assert [entry["place"] for entry in page["entries"]] == ["0"]
+    chunk = page["entries"][0]["chunk"]
+    status, _, body = ask(server, f"/api/chunk?source=values&id={chunk}")
+    assert status == 200
+    assert body
+    with hl.capture(model, "0", "", detach=True) as record:
+        model(torch.ones(4, 2))
+    hl.save_record(record, folder / "values")
+    again = ask_json(server, "/api/page?source=values")
+    assert {entry["place"] for entry in again["entries"]} == {"", "0"}
+    assert again["revision"] != page["revision"]
+
+
 def test_answers_are_packed_for_those_who_take_it(server):
     status, headers, body = ask(server, "/", Accept_Encoding="gzip")
     assert (status, headers["Content-Encoding"], body[:2]) == (200, "gzip", b"\x1f\x8b")

@@ -501,7 +501,7 @@ def test_numbers_that_json_cannot_hold_become_null():
 def test_what_is_no_subject_is_refused_in_three_parts(tmp_path):
     with pytest.raises(hl.ReportError, match="The subject is a int"):
         hl.report(3, tmp_path / "r.html")
-    with pytest.raises(hl.ReportError, match="neither a store nor a run"):
+    with pytest.raises(hl.ReportError, match="no store, run or record"):
         hl.report(tmp_path, tmp_path / "r.html")
     model = nn.Linear(2, 2)
     with hl.capture(model, "") as record:

@@ -21,6 +21,7 @@ from hookline.pages.model_pages import page_of_model
 from hookline.pages.record_pages import BUDGET, page_of_record
 from hookline.pages.run_pages import page_of_run
 from hookline.pages.store_pages import page_of_store
+from hookline.saved_records import load_record
 from hookline.storage.store import Store
 from hookline.training.run_files import segments_in
 from hookline.training.runs import Run
@@ -91,10 +92,10 @@ def page_of(
             f"The subject is a {type(subject).__name__}, which is not run.",
             "Leave them out, or give the model itself.",
         )
-    if isinstance(subject, Record):
-        return page_of_record(subject, model, budget)
     if isinstance(subject, (str, os.PathLike)):
         subject = _open(Path(cast("str", subject)))
+    if isinstance(subject, Record):
+        return page_of_record(subject, model, budget)
     if isinstance(subject, Store):
         return page_of_store(subject, model, budget)
     if isinstance(subject, Run):
@@ -106,14 +107,16 @@ def page_of(
     )
 
 
-def _open(folder: Path) -> Store | Run:
+def _open(folder: Path) -> Store | Run | Record:
     """What lies in a folder."""
     if (folder / "store.json").is_file():
         return Store.open(folder)
+    if (folder / "record.json").is_file():
+        return load_record(folder)
     if segments_in(folder):
         return Run(folder)
     raise ReportError(
         f"A report of {str(folder)!r} was asked for.",
-        "There is neither a store nor a run in it." if folder.is_dir() else "It is no folder.",
-        "Give the folder that Store.create or watch has written.",
+        "There is no store, run or record in it." if folder.is_dir() else "It is no folder.",
+        "Give the folder that harvest, watch or save_record has written.",
     )

@@ -20,7 +20,7 @@ from urllib.parse import parse_qs, quote, urlsplit
 from hookline.errors import HooklineError, ReportError
 from hookline.pages.chunks import pack, plain_json
 from hookline.pages.files import policy, shell
-from hookline.pages.views import Gallery, RunView, StoreView
+from hookline.pages.views import Gallery, View
 
 __all__ = ["Server", "serve"]
 
@@ -217,7 +217,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     # -- sending --------------------------------------------------------------------------------
 
-    def _view(self, query: dict[str, str]) -> RunView | StoreView | None:
+    def _view(self, query: dict[str, str]) -> View | None:
         view = self._own.gallery.view(query.get("source", ""))
         if view is None:
             self._refuse(HTTPStatus.NOT_FOUND, "There is no run or store of that name.")

@@ -1,7 +1,7 @@
-"""What the live view shows: the runs, stores and reports in a folder, read and never written.
+"""What the live view shows: runs, stores, records and reports in a folder, read, never written.
 
 - `Gallery`: what lies in a folder, opened when it is asked for
-- `RunView`, `StoreView`: one of them, as the page of the moment
+- `RunView`, `StoreView`, `RecordView`: one of them, as the page of the moment
 """
 
 from __future__ import annotations
@@ -14,21 +14,23 @@ from typing import Any, NamedTuple
 
 from hookline.errors import HooklineError, ReportError
 from hookline.pages.chunks import Chunk, Page
+from hookline.pages.record_pages import page_of_record
 from hookline.pages.run_pages import RunPage
 from hookline.pages.store_pages import page_of_store, sample_chunk
+from hookline.saved_records import load_record
 from hookline.storage.description import read_description
 from hookline.storage.files import ranks_of, read_index
 from hookline.storage.store import Store
 from hookline.training.run_files import read_head, segment_path, segments_in
 from hookline.training.runs import Run
 
-__all__ = ["Gallery", "RunView", "Shown", "StoreView"]
+__all__ = ["Gallery", "RecordView", "RunView", "Shown", "StoreView", "View"]
 
 _MARK = b'<meta name="generator" content="hookline">'
 
 
 class Shown(NamedTuple):
-    """Something that can be shown: a `run`, a `store` or a `report`."""
+    """Something that can be shown: a `run`, a `store`, a `record` or a `report`."""
 
     name: str
     kind: str
@@ -181,11 +183,63 @@ class StoreView:
         return (self.revision,)
 
 
-_VIEWS: dict[str, Callable[[Path], RunView | StoreView]] = {"run": RunView, "store": StoreView}
+class RecordView:
+    """A saved record; it is read again when it was saved again."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._lock = path, RLock()
+        self._open()
+
+    def _open(self) -> None:
+        self._stamp = self._path.joinpath("record.json").stat().st_mtime_ns
+        self._page = page_of_record(load_record(self._path))
+        self._page.content |= {"live": True, "revision": self.revision}
+
+    @property
+    def revision(self) -> str:
+        """Another one whenever it was saved anew."""
+        return f"{self._stamp & 0xFFFFFFFF:x}"
+
+    def refresh(self) -> str:
+        """Read the record again if it was saved anew; the revision then."""
+        with self._lock:
+            try:
+                if self._path.joinpath("record.json").stat().st_mtime_ns != self._stamp:
+                    self._open()
+            except (HooklineError, OSError):
+                return self.revision  # gone, or being saved: what was read of it stays on the page
+            return self.revision
+
+    def page(self) -> dict[str, Any]:
+        """The description of the page."""
+        with self._lock:
+            return self._page.content
+
+    def chunk(self, name: str) -> Chunk | None:
+        """A chunk of the page, None if there is none of that name."""
+        with self._lock:
+            make = self._page.chunks.get(name)
+            return None if make is None else make()
+
+    def update(self, known: tuple[Any, ...] | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """A record that was saved anew is read anew as a whole."""
+        return self.form(), {"revision": self.revision, "restructured": True}
+
+    def form(self) -> tuple[Any, ...]:
+        """What the tree of the page is made of."""
+        return (self.revision,)
+
+
+View = RunView | StoreView | RecordView
+_VIEWS: dict[str, Callable[[Path], View]] = {
+    "run": RunView,
+    "store": StoreView,
+    "record": RecordView,
+}
 
 
 class Gallery:
-    """The runs, stores and reports in a folder, or the folder itself if it is one.
+    """The runs, stores, records and reports in a folder, or the folder itself if it is one.
 
     A name that a browser sends is looked up among those that were found; it never becomes a path.
     """
@@ -193,7 +247,7 @@ class Gallery:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._lock = RLock()
-        self._views: dict[str, RunView | StoreView] = {}
+        self._views: dict[str, View] = {}
 
     def shown(self) -> list[Shown]:
         """What there is now, by name; what links lead out of the folder is left out."""
@@ -211,7 +265,7 @@ class Gallery:
         """What has that name."""
         return next((one for one in self.shown() if one.name == name), None)
 
-    def view(self, name: str) -> RunView | StoreView | None:
+    def view(self, name: str) -> View | None:
         """What has that name, opened; None if there is nothing that can be."""
         with self._lock:
             if name not in self._views:
@@ -223,11 +277,13 @@ class Gallery:
 
 
 def _kind_of(path: Path) -> str | None:
-    """What lies at a path: a run, a store, a report, or nothing that can be shown."""
+    """What lies at a path: a run, a store, a record, a report, or nothing that can be shown."""
     try:
         if path.is_dir():
             if (path / "store.json").is_file():
                 return "store"
+            if (path / "record.json").is_file():
+                return "record"
             return "run" if segments_in(path) else None
         if path.suffix == ".html" and path.is_file():
             with path.open("rb") as file:
