@@ -82,7 +82,7 @@ def show_training(model: Net, known: Digits, unseen: Digits, run: Path) -> None:
     with torch.no_grad():
         cast(Tensor, model.conv2.bias).fill_(-8.0)  # what is wrong
     findings, loss = train(model, known, run, epochs=2)
-    say(f"    2 epochs: loss {loss:.2f}, {accuracy(model, unseen):.1%} of unseen digits are read")
+    say(f"    2 epochs: loss {loss:.3f}, {accuracy(model, unseen):.1%} of unseen digits are read")
     for finding in findings[:1]:
         say(f"    ! {finding.kind} at {finding.place}, step {finding.step}", "red")
         lines(finding.message)
@@ -91,7 +91,7 @@ def show_training(model: Net, known: Digits, unseen: Digits, run: Path) -> None:
         cast(Tensor, model.conv2.bias).zero_()
     findings, loss = train(model, known, run, epochs=10, start=2 * 22)
     say(
-        f"    the bias of conv2 set to 0, 10 epochs more: loss {loss:.2f}, "
+        f"    the bias of conv2 set to 0, 10 epochs more: loss {loss:.3f}, "
         f"{accuracy(model, unseen):.1%} are read, {len(findings)} findings",
         "green",
     )
@@ -221,7 +221,7 @@ def lines(text: str, style: str = "") -> None:
 
 def strip(values: Sequence[float], highest: float) -> str:
     """Numbers as a row of small bars."""
-    blocks = " ▁▂▃▄▅▆▇█"
+    blocks = "·▁▂▃▄▅▆▇█"
     return "".join(blocks[min(8, max(0, round(8 * value / highest)))] for value in values)
 
 
