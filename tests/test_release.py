@@ -1,0 +1,146 @@
+"""What is released: a wheel that works where only torch, numpy and safetensors are installed."""
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import hookline
+
+ROOT = Path(__file__).parents[1]
+
+WITHOUT_EXTRAS = """
+import sys
+
+class Without:
+    \"\"\"Finds all but the optional libraries, as if they were not installed.\"\"\"
+
+    def __init__(self, finder):
+        self.finder = finder
+
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {names!r}:
+            return None
+        return self.finder.find_spec(name, path, target)
+
+sys.meta_path[:] = [Without(finder) for finder in sys.meta_path]
+sys.path.insert(0, {folder!r})
+"""
+
+OPTIONAL = (
+    "sklearn", "matplotlib", "click", "rich", "tqdm", "ray", "lightning", "transformers",
+    "tensorboard", "wandb", "pandas", "PIL",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """The wheel, unpacked as pip would."""
+    folder = tmp_path_factory.mktemp("wheel")
+    subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)],
+        check=True, capture_output=True, cwd=ROOT,
+    )  # fmt: skip
+    (built,) = folder.glob("*.whl")
+    with zipfile.ZipFile(built) as archive:
+        archive.extractall(folder / "site")
+    return folder / "site"
+
+
+def run(wheel, program, *, without=OPTIONAL, cwd):
+    """A program that has the wheel and no optional library: stdout."""
+    start = WITHOUT_EXTRAS.format(names=without, folder=str(wheel))
+    result = subprocess.run(
+        [sys.executable, "-W", "error", "-c", start + program],
+        capture_output=True, text=True, cwd=cwd,
+        env={key: value for key, value in os.environ.items() if key != "PYTHONPATH"},
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_the_wheel_holds_the_package_and_its_files_only(wheel):
+    names = {path.relative_to(wheel).as_posix() for path in wheel.rglob("*") if path.is_file()}
+    for needed in ("hookline/py.typed", "hookline/pages/page.js", "hookline/pages/page.css"):
+        assert needed in names
+    foreign = {name for name in names if not name.startswith(("hookline/", "hookline-"))}
+    assert not foreign
+    assert not [name for name in names if "__pycache__" in name or "node_modules" in name]
+    (entry,) = wheel.glob("*.dist-info/entry_points.txt")
+    assert "hookline = hookline.__main__:main" in entry.read_text()
+    (metadata,) = wheel.glob("*.dist-info/METADATA")
+    assert f"Version: {hookline.__version__}\n" in metadata.read_text()
+
+
+def test_the_wheel_works_without_any_extra(wheel, tmp_path):
+    program = """
+import torch, hookline as hl
+from torch import nn
+assert hl.__file__.startswith(sys.path[0]), hl.__file__
+model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 10))
+x = torch.randn(8, 1, 8, 8)
+with hl.capture(model, "*", "*:grad_output", detach=True) as record:
+    model(x).square().mean().backward()
+with hl.edit(model, "1", hl.zero()):
+    assert torch.equal(model(x)[0], model[3].bias)
+hl.load_record(hl.save_record(record, "record"))
+hl.report(record, "page.html")
+hl.Recipe([("1", hl.scale(2.0))]).save("recipe")
+assert len(hl.harvest(model, x.split(4), "1", to="acts", quiet=True)) == 8
+print(hl.summarize(model, x).totals["flops"])
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with hl.watch(model, every=1, to="run", optimizer=optimizer), hl.guard(model):
+    model(x).square().mean().backward()
+    optimizer.step()
+print(len(hl.Run("run").steps()), len(hl.measure(model, "*", statistics=[hl.Mean()], data=[x])))
+print(hl.compare(model, model, x).equal)
+"""
+    flops, counts, equal = run(wheel, program, cwd=tmp_path).splitlines()
+    assert int(flops) > 0
+    assert counts.split()[0] == "1"
+    assert equal == "True"
+
+
+@pytest.mark.parametrize(
+    ("program", "extra"),
+    [
+        ("from hookline.pages import figures\nfigures.histograms(torch.ones(3))", "report"),
+        (
+            "from hookline.integrations.tensorboard import TensorBoardWriter as W\nW('x')",
+            "tensorboard",
+        ),
+        ("from hookline.integrations.wandb import WandbWriter as W\nW()", "wandb"),
+        ("from hookline.integrations import lightning", "lightning"),
+        ("from hookline.integrations import transformers", "transformers"),
+    ],
+)
+def test_a_missing_extra_gives_the_line_that_installs_it(wheel, tmp_path, program, extra):
+    wrapped = "\n".join(f"    {line}" for line in program.splitlines())
+    whole = f"import torch\ntry:\n{wrapped}\nexcept ImportError as error:\n    print(error)\n"
+    assert f"pip install 'hookline[{extra}]'" in run(wheel, whole, cwd=tmp_path)
+
+
+def test_types_reach_a_user_s_project(wheel, tmp_path):
+    pytest.importorskip("pyright")
+    (tmp_path / "user.py").write_text(
+        "import torch\nfrom torch import nn\nimport hookline as hl\n\n"
+        "model = nn.Sequential(nn.Linear(2, 2))\n"
+        "with hl.capture(model, '0') as record:\n    model(torch.ones(1, 2))\n"
+        "reveal_type(hl.select(model))\nreveal_type(hl.Store.open('x'))\n"
+        "reveal_type(hl.summarize(model))\n"
+        "hl.harvest(model)\n"
+    )
+    (tmp_path / "pyrightconfig.json").write_text(f'{{"extraPaths": ["{wheel}"]}}')
+    result = subprocess.run(
+        [sys.executable, "-m", "pyright", "--pythonpath", sys.executable, "user.py"],
+        capture_output=True, text=True, cwd=tmp_path,
+        env={**os.environ, "PYRIGHT_PYTHON_IGNORE_WARNINGS": "1"},
+    )  # fmt: skip
+    assert '"Store"' in result.stdout
+    assert '"Summary"' in result.stdout
+    errors = [line for line in result.stdout.splitlines() if " error: " in line]
+    assert len(errors) == 1, result.stdout  # harvest without data and places
+    assert ":11:" in errors[0]
