@@ -5,8 +5,10 @@ import os
 import pty
 import re
 import shlex
+import signal
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 
 import numpy as np
@@ -441,6 +443,67 @@ def test_the_doctor_s_exit_code_tells_of_a_problem(monkeypatch):
     code, out, _ = run("doctor")
     assert code == 1
     assert "edits will not work (RuntimeError: torn)" in out
+
+
+def test_two_models_are_compared_with_an_exit_code_as_diff_has():
+    code, out, _ = run("compare", "nets.py:make", "nets.py:make", "-i", "2x1x4x4")
+    assert code == 0
+    code, out, _ = run(
+        "compare", "nets.py:make", "nets.py:other", "-i", "2x1x4x4", "--format", "json"
+    )
+    assert code == 1
+    rows = {row["place"]: row["diverges"] for row in json.loads(out)["places"]}
+    assert not rows["conv"]
+    assert rows["fc"]
+    code, _, err = run("compare", "nets.py:make", "nets.py:tokens", "-i", "2x1x4x4")
+    assert code == 2
+    assert "Error" in err
+
+
+@pytest.mark.parametrize("source", ["values", "acts", "run", "nets.py:make"])
+def test_a_report_is_written_of_a_record_a_store_a_run_and_a_model(source):
+    run("capture", "nets.py:make", "-i", "2x1x4x4", "--to", "values")
+    args = ["--model", "nets.py:make", "--data", "nets.py:batches", "-w", "fc", "-q"]
+    run("harvest", *args, "--to", "acts")
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with hl.watch(model, every=1, to="run", optimizer=optimizer):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    code, out, err = run("report", source, "--to", "page.html", "-i", "2x1x4x4")
+    assert (code, out) == (0, "page.html\n"), err
+    assert Path("page.html").read_text().startswith("<!doctype html>")
+
+
+def test_a_report_of_nothing_is_an_error(folder):
+    (folder / "empty").mkdir()
+    code, _, err = run("report", "empty")
+    assert code == 2
+    assert "no record, store or run" in err
+    code, _, err = run("report", "nowhere")
+    assert code == 2
+    assert not Path("report.html").exists()
+
+
+def test_a_live_view_is_served_until_ctrl_c(folder):
+    run("capture", "nets.py:make", "-i", "2x1x4x4", "--to", "shown/values")
+    root = str(Path(hl.__file__).parent.parent)
+    program = [sys.executable, "-u", "-m", "hookline", "view", "shown"]
+    view = subprocess.Popen(
+        program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": root},
+    )  # fmt: skip
+    try:
+        address = view.stdout.readline().strip()
+        with urllib.request.urlopen(address + "api/sources", timeout=60) as answer:
+            assert json.load(answer) == {"sources": [{"name": "values", "kind": "record"}]}
+        view.send_signal(signal.SIGINT)
+        _, err = view.communicate(timeout=60)
+    finally:
+        view.kill()
+        view.wait()
+    assert view.returncode == 130
+    assert "Traceback" not in err
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
