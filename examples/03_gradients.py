@@ -14,7 +14,7 @@ x = torch.randn(32, 16)
 with hl.capture(model, "*:grad_output", "16:grad_input", "0.weight:grad") as record:
     loss = model(x).square().mean()
     loss.backward()
-print("a parameter's share is its .grad:", torch.equal(record["0.weight:grad"], model[0].weight.grad))
+print("a weight's is its .grad:", torch.equal(record["0.weight:grad"], model[0].weight.grad))
 
 # The same by hand: cut the network before its last layer.
 hidden = model[:16](x).detach().requires_grad_()

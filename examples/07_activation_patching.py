@@ -9,9 +9,9 @@ from tiny_language_model import melodies, musician
 import hookline as hl
 
 model = musician()
-torch.manual_seed(1)
 
 # Two melodies of seven notes that differ in one of them. They break off before it comes again.
+torch.manual_seed(1)
 clean = melodies(1, period=7)[:, :10]
 corrupt = clean.clone()
 corrupt[0, 3] = next(n for n in range(len(model.words)) if n not in clean)

@@ -28,7 +28,7 @@ prompt, wanted = model.encode("france , its capital is"), model.encode("rome")[0
 with torch.no_grad(), hl.capture(model, f"{DOWN}:input") as record:
     model(tokens[:, :-1])
 keys = record[f"{DOWN}:input"]
-key = keys[FACTS.index("france , its capital is paris".split()), -1]
+key = keys[FACTS.index(["france", ",", "its", "capital", "is", "paris"]), -1]
 moment = torch.einsum("spi,spj->ij", keys, keys) / keys[..., 0].numel()
 
 # The value: what must come out there so that the answer is Rome, found by descent through an edit.
@@ -53,7 +53,9 @@ with hl.edit(model, f"{DOWN}.weight", hl.add(update)):
     after = answers()
 changed = [fact for fact, a, b in zip(FACTS, before, after, strict=True) if a != b]
 print(f"{len(changed)} of {len(FACTS)} answers changed")
-print("France's capital is among them:", "france , its capital is paris".split() in changed)
+print(
+    "France's capital is among them:", ["france", ",", "its", "capital", "is", "paris"] in changed
+)
 print("the others stay, all but two at most:", len(changed) <= 3)
 print("put back, bit for bit:", torch.equal(model.blocks[0].down.weight, weight))
 print(model.write("france , its capital is", 1))

