@@ -1,4 +1,4 @@
-"""Gradients: look at them along the layers, find where they vanish, and change them on their way."""
+"""Gradients: look at them along the layers, find where they vanish, change them on their way."""
 
 import torch
 from torch import nn

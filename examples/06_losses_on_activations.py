@@ -1,4 +1,4 @@
-"""Losses on activations: a network that learns with few active units, and one that imitates another."""
+"""Losses on activations: a network with few active units, and one that imitates another."""
 
 import torch
 from torch.nn import functional as F

@@ -28,7 +28,8 @@ prompt, wanted = model.encode("france , its capital is"), model.encode("rome")[0
 with torch.no_grad(), hl.capture(model, f"{DOWN}:input") as record:
     model(tokens[:, :-1])
 keys = record[f"{DOWN}:input"]
-key = keys[FACTS.index(["france", ",", "its", "capital", "is", "paris"]), -1]
+fact = FACTS.index(["france", ",", "its", "capital", "is", "paris"])
+key = keys[fact, -1]
 moment = torch.einsum("spi,spj->ij", keys, keys) / keys[..., 0].numel()
 
 # The value: what must come out there so that the answer is Rome, found by descent through an edit.
@@ -51,11 +52,9 @@ with hl.edit(model, f"{DOWN}.weight", hl.add(update)):
     print(model.write("france , its capital is", 1))
     print(model.write("france , its language is", 1))
     after = answers()
-changed = [fact for fact, a, b in zip(FACTS, before, after, strict=True) if a != b]
+changed = [n for n in range(len(FACTS)) if before[n] != after[n]]
 print(f"{len(changed)} of {len(FACTS)} answers changed")
-print(
-    "France's capital is among them:", ["france", ",", "its", "capital", "is", "paris"] in changed
-)
+print("France's capital is among them:", fact in changed)
 print("the others stay, all but two at most:", len(changed) <= 3)
 print("put back, bit for bit:", torch.equal(model.blocks[0].down.weight, weight))
 print(model.write("france , its capital is", 1))
