@@ -173,7 +173,7 @@ def test_columns_are_given_to_the_model_by_name_or_by_a_function(tmp_path):
         harvester(tmp_path / "c", forward=lambda model, columns: None)
 
 
-# Ray itself: see also examples/05_harvest_ray.py, which test_examples.py runs
+# Ray itself: see also examples/18_harvest_ray.py, which test_examples.py runs
 
 
 RAY = """

@@ -1,6 +1,6 @@
 """All figures on one sheet, of two small networks that learn to read handwritten digits.
 
-`python examples/04_figures.py docs/images/figures.png` draws the sheet of docs/figures.md.
+`python examples/19_figures.py docs/images/figures.png` draws the sheet of docs/figures.md.
 """
 
 import sys

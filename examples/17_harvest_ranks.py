@@ -1,6 +1,6 @@
 """Harvest on many ranks: each process takes its share of the batches, and writes its own shards.
 
-    torchrun --nproc-per-node 2 examples/04_harvest_ranks.py acts
+    torchrun --nproc-per-node 2 examples/17_harvest_ranks.py acts
 
 Run it again after a crash, or after kill -9 of any process: it completes the store. Without
 torchrun it is one process that takes everything.
