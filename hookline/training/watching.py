@@ -71,7 +71,8 @@ class watch(Anchored):
     gradient, no random number. Forwards without gradients of a model in evaluation mode are not
     measured, and recomputed calls are not measured twice. Within a step, outputs and their
     gradients are those of all micro-batches; the gradient of a parameter is the accumulated one,
-    before it is clipped.
+    before it is clipped. What is wrong is in `findings()`, and is logged once by the logger
+    `hookline.watch`.
     """
 
     _verb = "watch"
