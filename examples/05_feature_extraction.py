@@ -1,13 +1,13 @@
 """Features of a trained network, without running what comes after them."""
 
+import handwritten
 import torch
 
 import hookline as hl
-from hookline import demo
 
 torch.manual_seed(0)
-known, unseen = demo.load_digits()
-model = demo.train(demo.make_model(), known, epochs=4)
+known, unseen = handwritten.load_digits()
+model = handwritten.train(handwritten.make_model(), known, epochs=4)
 
 
 def features(images, place):

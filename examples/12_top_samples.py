@@ -1,13 +1,13 @@
 """Which handwritten digits excite each channel of a network most?"""
 
+import handwritten
 import torch
 
 import hookline as hl
-from hookline import demo
 
 torch.manual_seed(0)
-known, unseen = demo.load_digits()
-model = demo.train(demo.make_model(), known, epochs=4)
+known, unseen = handwritten.load_digits()
+model = handwritten.train(handwritten.make_model(), known, epochs=4)
 
 # One pass over the data; of each channel only the top nine are kept, with sample and position.
 found = hl.measure(model, "relu2", statistics=[hl.TopK(k=9, dim=1)], data=known.images.split(100))

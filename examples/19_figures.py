@@ -7,6 +7,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import handwritten
 import numpy as np
 import torch
 from matplotlib.figure import Figure
@@ -14,7 +15,6 @@ from torch import nn
 from torch.nn import functional as F
 
 import hookline as hl
-from hookline import demo
 from hookline.pages import figures
 
 
@@ -62,19 +62,19 @@ def train(model, digits, optimizer, steps):
 
 def ablated(model, digits):
     """The change of the share of each digit that is read, without each channel."""
-    whole = demo.read_by_digit(model, digits)
+    whole = handwritten.read_by_digit(model, digits)
     lost = []
     for channel in range(8):
         with hl.edit(model, "conv2", hl.zero(), at=np.s_[:, channel]):
-            lost.append(demo.read_by_digit(model, digits) - whole)
+            lost.append(handwritten.read_by_digit(model, digits) - whole)
     return torch.stack(lost).double() * 100
 
 
 torch.manual_seed(0)
 torch.set_num_threads(1)
-known, unseen = demo.load_digits()
+known, unseen = handwritten.load_digits()
 with tempfile.TemporaryDirectory() as folder:
-    model = demo.make_model()
+    model = handwritten.make_model()
     run = watched(model, known, folder)
     reader = Reader()
     train(reader, known, torch.optim.Adam(reader.parameters(), lr=0.005), steps=200)

@@ -181,7 +181,7 @@ def test_the_fast_path_of_attention_has_the_flops_of_the_slow_one(monkeypatch):
     expected, _ = torchs(model.train(), (x, x, x))
     assert hl.summarize(model.eval(), (x, x, x)).totals["flops"] == expected > 0
     counted = []  # a function mode, as summarize has, turns the fast path off
-    monkeypatch.setattr("hookline.flops.no_dispatch", None)
+    monkeypatch.setattr("hookline.costs.flops.no_dispatch", None)
     with torch.no_grad(), FlopCounter(counted.append):
         model(x, x, x, need_weights=False)
     assert counted == [expected]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from hookline import moments as moments_module
+from hookline.training import moments as moments_module
 from hookline.training.moments import Moments, binned, is_measurable, moments, sampled, settle
 from hookline.training.run_files import STATISTICS
 
