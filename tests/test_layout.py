@@ -223,7 +223,7 @@ def test_a_file_begins_with_a_docstring_and_is_short_or_says_why(name):
 def test_the_core_does_not_grow():
     # The aim is about 1,800 lines. This number only ever goes down.
     total = sum(lines_of_code(path.read_text()) for path in CORE)
-    assert total < 3_880, total
+    assert total < 3_815, total
 
 
 def test_no_file_is_named_like_a_public_function_or_a_drawer():

@@ -103,6 +103,12 @@ class Target:
     def place(self) -> Place:
         return self.place_at(self.path)
 
+    @property
+    def spelled(self) -> str:
+        """The place as plain text, which is quicker to make."""
+        plain = self.port == "output" and not self.parts and self.operation is None
+        return escape(self.path) if plain and self.attribute is None else self.place
+
     def place_at(self, path: str) -> Place:
         """The place, if the module's path is `path`."""
         return Place(self.named(path), self.port, self.parts, self.operation)

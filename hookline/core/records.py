@@ -296,7 +296,7 @@ class Record:
     def _find(self, where: Any) -> tuple[CaptureTap, Path]:
         """The tap that holds a place, and the parts to take of its values."""
         if self._by_name is None:
-            self._by_name = {tap.target.place: tap for tap in reversed(self._taps)}
+            self._by_name = {tap.target.spelled: tap for tap in reversed(self._taps)}
         if isinstance(where, str) and where in self._by_name:
             return self._by_name[where], ()
         if isinstance(where, str) and where in self._refused:
