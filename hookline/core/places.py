@@ -69,8 +69,7 @@ class Places(list[Place]):
         from hookline.core.tables import as_html
 
         rows = [(str(place) or "''", self._kinds.get(place, "")) for place in self]
-        title = f"{len(self)} place{'s' * (len(self) != 1)}"
-        return as_html(title, [("place", "of"), *rows])
+        return as_html(f"{len(self)} place{'s' * (len(self) != 1)}", [("place", "of"), *rows])
 
 
 class Target:
@@ -106,7 +105,7 @@ class Target:
     @property
     def spelled(self) -> str:
         """The place as plain text, which is quicker to make."""
-        plain = self.port == "output" and not self.parts and self.operation is None
+        plain = (self.port, self.parts, self.operation) == ("output", (), None)
         return escape(self.path) if plain and self.attribute is None else self.place
 
     def place_at(self, path: str) -> Place:
