@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import tokenize
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -191,12 +192,14 @@ def _rank(word):
     return (0 if word.isupper() else 1 if word[:1].isupper() else 2, word)
 
 
+@cache
+def _imports(source):
+    return [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)]
+
+
 def _imported_from(source, module):
     return {
-        alias.name
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.ImportFrom) and node.module == module
-        for alias in node.names
+        alias.name for node in _imports(source) if node.module == module for alias in node.names
     }
 
 
