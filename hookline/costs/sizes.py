@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from hookline.core.tree import Step, join, walk
+from hookline.core.tree import Step, join, tensors_of, walk
 from hookline.costs.footprints import size_of
 from hookline.costs.summaries import ModuleCosts, Summary
 
@@ -26,35 +26,37 @@ def sizes(model: nn.Module) -> Summary:
     9
     """
     named = walk(model)
-    aliases = _aliases(model, named)
-    known, owners = _tensors(named)
-    # Of each module with all below it: what has one place only is summed up; of the rest it must be
-    # known which tensors they are, so that each counts once.
+    aliases, owners = _aliases(model, named), _owners(named)
+    # Of each module with all below it: the sums of what has one place only; of what has several,
+    # the tensors themselves, so that each counts once.
     sums: dict[int, list[int]] = {}
-    rest: dict[int, set[int]] = {}
+    several: dict[int, dict[int, _Size]] = {}
     rows: list[ModuleCosts] = []
     for path, module in reversed(named):  # children first
         row = ModuleCosts(path, type(module).__name__, path.count(".") + 1 if path else 0)
         ident = id(module)
-        total, several = [0, 0, 0, 0], set[int]()
-        sums[ident], rest[ident] = total, several
-        for tensor in (*module._parameters.values(), *module._buffers.values()):
-            if tensor is not None:
-                key = id(tensor)
-                row.own_parameters += known[key][0]
-                if key in owners or ident in aliases:
-                    several.add(key)
-                else:
-                    _add(total, known[key])
-        for child in module._modules.values():
-            if child is not None and id(child) in sums:
-                _add(total, sums[id(child)])
-                several |= rest[id(child)]
-        _fill(row, total, [known[key] for key in several])
-        if owners:
+        total = sums[ident] = [0, 0, 0, 0]
+        shared: dict[int, _Size] = {}
+        for tensor, size in _held(module):
+            row.own_parameters += size[0]
+            if id(tensor) in owners or ident in aliases:
+                shared[id(tensor)] = size
+            else:
+                _add(total, size)
+        for child in map(id, module._modules.values()):
+            if child in sums:
+                _add(total, sums[child])
+                if child in several:
+                    shared.update(several[child])
+        if shared:
+            several[ident] = shared
+            total = [*total]
+            for size in shared.values():
+                _add(total, size)
             row.shared_with = _sharing(module, path, owners)
         if ident in aliases:
             row.aliases = aliases[ident]
+        row.parameters, row.trainable, row.parameter_bytes, row.buffer_bytes = total
         rows.append(row)
     return Summary(type(model).__name__, rows[::-1])
 
@@ -66,40 +68,18 @@ def _add(total: list[int], size: list[int] | _Size) -> None:
     total[3] += size[3]
 
 
-def _fill(row: ModuleCosts, total: list[int], more: list[_Size]) -> None:
-    if more:
-        total = [*total]
-        for size in more:
-            _add(total, size)
-    row.parameters, row.trainable, row.parameter_bytes, row.buffer_bytes = total
-
-
-def _tensors(named: list[Step]) -> tuple[dict[int, _Size], dict[int, list[str]]]:
-    """The sizes of all tensors by id; and of those that stand in several places, the modules."""
-    known: dict[int, _Size] = {}
-    first: dict[int, str] = {}
-    owners: dict[int, list[str]] = {}
-    for path, module in named:
-        for table in (module._parameters, module._buffers):
-            for tensor in table.values():
-                if tensor is None:
-                    continue
-                key = id(tensor)
-                if key in known:
-                    owners.setdefault(key, [first[key]]).append(path)
-                else:
-                    known[key] = _size(tensor, table is module._parameters)
-                    first[key] = path
-    return known, owners
-
-
-def _size(tensor: Tensor, is_parameter: bool) -> _Size:
-    if is_unmade(tensor):
-        return 0, 0, 0, 0
-    if not is_parameter:
-        return 0, 0, 0, size_of(tensor)
-    count = tensor.numel()
-    return count, count if tensor.requires_grad else 0, size_of(tensor), 0
+def _held(module: nn.Module) -> list[tuple[Tensor, _Size]]:
+    """The parameters and buffers of a module itself, with their sizes."""
+    found: list[tuple[Tensor, _Size]] = []
+    for tensor in module._parameters.values():
+        if tensor is not None and not is_unmade(tensor):
+            count = tensor.numel()
+            trainable = count if tensor.requires_grad else 0
+            found.append((tensor, (count, trainable, size_of(tensor), 0)))
+    for tensor in module._buffers.values():
+        if tensor is not None and not is_unmade(tensor):
+            found.append((tensor, (0, 0, 0, size_of(tensor))))
+    return found
 
 
 def is_unmade(tensor: Tensor) -> bool:
@@ -115,6 +95,18 @@ def _sharing(module: nn.Module, path: str, owners: dict[int, list[str]]) -> list
             if name != path and name not in found:
                 found.append(name)
     return found
+
+
+def _owners(named: list[Step]) -> dict[int, list[str]]:
+    """The modules of every tensor that is held by more than one."""
+    held = [id(tensor) for _, module in named for _, tensor in tensors_of(module)]
+    if len(set(held)) == len(held):
+        return {}
+    found: dict[int, list[str]] = {}
+    for path, module in named:
+        for _, tensor in tensors_of(module):
+            found.setdefault(id(tensor), []).append(path)
+    return {key: paths for key, paths in found.items() if len(paths) > 1}
 
 
 def _aliases(model: nn.Module, named: list[Step]) -> dict[int, list[str]]:
