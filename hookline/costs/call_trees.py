@@ -178,18 +178,19 @@ class CallTree(Context[Tap]):
         if self.clock is not None:
             step.begun = self.clock()
             return False
+        plain = not kwargs and len(args) == 1 and is_plain(args[0])
         if path not in self.given:
-            self.given[path] = self._given(module, args, kwargs)
-        if self.remembers and _node() is None:
-            key = step.key = key_of(module, args, kwargs)
+            self.given[path] = self._given(module, args, kwargs, plain)
+        if plain and self.remembers and _node() is None:
+            key = step.key = key_of(module, args[0])
             if key in self.known:
                 step.flops = self.known[key]
                 return True
         return False
 
-    def _given(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _given(self, module: nn.Module, args: Any, kwargs: Any, plain: bool) -> Any:
         """What is kept of the arguments: shapes by name, quickly if there is but one tensor."""
-        if kwargs or len(args) != 1 or not is_plain(args[0]) or "forward" in module.__dict__:
+        if not plain or "forward" in module.__dict__:
             given = bind(module, args, kwargs)
             return {str(name): shapes_of(value) for name, value in given.items()}
         kind = type(module)

@@ -1,7 +1,7 @@
 """Floating-point operations, counted at torch's dispatcher by torch's own formulas.
 
 - `FlopCounter(add)`: a context in which every operation's FLOPs are given to a function
-- `key_of(module, args, kwargs)`: calls with the same key have the same FLOPs
+- `key_of(module, given)`: calls with the same key have the same FLOPs
 - `no_dispatch()`: what lets operations past all dispatch modes, as long as it exists
 
 torch's counter (`torch.utils.flop_counter`) brings the formulas, and is what the sums are compared
@@ -12,6 +12,7 @@ cuDNN, and the fast path of `nn.MultiheadAttention`. Theirs are here.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -25,7 +26,7 @@ __all__ = ["FlopCounter", "key_of", "no_dispatch"]
 Formula = Callable[..., int]
 _aten: Any = torch.ops.aten
 no_dispatch: Any = getattr(torch._C, "_DisableTorchDispatch", None)  # private, so detected
-_formulas: dict[Any, Formula] = {}
+_own: dict[Any, Formula] = {}
 
 
 def _recurrent(tokens: Tensor, weights: list[Any]) -> int:
@@ -63,15 +64,15 @@ def _attention_layer(
     return 2 * rows * width * width + attention
 
 
-def _all_formulas() -> dict[Any, Formula]:
-    """All formulas: those of torch, and ours for what it has none for."""
-    if not _formulas:
-        from torch.utils import flop_counter
+def _formula_of(operation: Any) -> Formula | None:
+    """The formula of an operation: torch's or the user's, or ours for what those have none for."""
+    from torch.utils import flop_counter
 
-        known = cast("dict[Any, Formula]", flop_counter.flop_registry)
+    known = cast("dict[Any, Formula]", flop_counter.flop_registry)
+    if not _own:
         attention = known[_aten._scaled_dot_product_flash_attention]
         backward = known[_aten._scaled_dot_product_flash_attention_backward]
-        own: dict[str, Formula] = {
+        formulas: dict[str, Formula] = {
             "_scaled_dot_product_flash_attention_for_cpu": attention,
             "_scaled_dot_product_flash_attention_for_cpu_backward": backward,
             "mkldnn_rnn_layer": _rnn_layer,
@@ -80,11 +81,27 @@ def _all_formulas() -> dict[Any, Formula]:
             "_cudnn_rnn_backward": _cudnn_rnn_backward,
             "_native_multi_head_attention": _attention_layer,
         }
-        for name, formula in own.items():
+        for name, formula in formulas.items():
             if hasattr(_aten, name):  # not every build of torch has all of them
-                _formulas[getattr(_aten, name)] = formula
-        _formulas.update(known)
-    return _formulas
+                _own[getattr(_aten, name)] = formula
+    return known.get(operation) or _own.get(operation)
+
+
+def _flops_of(formula: Any, args: Any, kwargs: Any, out: Any) -> int:
+    """Ask a formula, most of which want shapes: torch's way to them is slow."""
+    inner = getattr(formula, "__wrapped__", None)
+    simple = type(out) is Tensor and all(type(arg) in _SIMPLE or type(arg) is Tensor for arg in args)
+    if inner is None or formula.__code__ is not _wrapper() or kwargs or not simple:
+        return formula(*args, **kwargs, out_val=out)
+    return inner(*[arg.shape if type(arg) is Tensor else arg for arg in args], out_shape=out.shape)
+
+
+@cache
+def _wrapper() -> Any:
+    """The code of the function that torch puts around a formula for shapes."""
+    from torch.utils import flop_counter
+
+    return cast(Any, flop_counter).shape_wrapper(_unknown).__code__
 
 
 # What a mode does with an operation.
@@ -113,7 +130,6 @@ class _Counting(TorchDispatchMode):
     def __init__(self, add: Callable[[int], None]) -> None:
         super().__init__()
         self.add = add
-        self.formulas = _all_formulas()
         self.kinds: dict[Any, Any] = {}
         self.total = 0
         self.uncounted: dict[str, int] = {}
@@ -141,7 +157,7 @@ class _Counting(TorchDispatchMode):
             return _DECLINE  # torch then runs what is in it, which comes here
         if func._schema.name in _GEOMETRY:
             return _DECLINE
-        formula = self.formulas.get(func._overloadpacket)
+        formula = _formula_of(func._overloadpacket)
         if formula is not None:
             return formula
         if func._can_decompose():
@@ -150,7 +166,7 @@ class _Counting(TorchDispatchMode):
 
     def _count(self, func: Any, formula: Formula, args: Any, kwargs: Any, out: Any) -> None:
         try:
-            flops = formula(*args, **kwargs, out_val=out)
+            flops = _flops_of(formula, args, kwargs, out)
         except (TypeError, RuntimeError, AttributeError, ValueError, IndexError):
             # No formula, or none that takes such tensors: it is told, not passed over.
             name = str(func._overloadpacket)
@@ -166,15 +182,20 @@ def _unknown(*args: Any, **kwargs: Any) -> int:
 
 # Functions that are nothing but operations, the same ones whenever the arguments are alike.
 _PURE: frozenset[Any] = frozenset({
-    F.linear, F.scaled_dot_product_attention, F.layer_norm, F.embedding, F.silu, F.gelu, F.relu,
-    F.softmax, F.group_norm, torch.conv1d, torch.conv2d, torch.conv3d, torch.matmul, torch.bmm,
-    torch.mm, torch.addmm, torch.baddbmm, torch.relu, torch.softmax, Tensor.matmul,
-    Tensor.__matmul__, Tensor.bmm, Tensor.mm, Tensor.softmax, Tensor.add, Tensor.__add__,
-    Tensor.__iadd__, Tensor.mul, Tensor.__mul__, Tensor.view, Tensor.reshape, Tensor.transpose,
-    Tensor.permute, Tensor.contiguous, Tensor.unflatten, Tensor.flatten, Tensor.__truediv__,
+    F.linear, F.scaled_dot_product_attention, torch.conv1d, torch.conv2d, torch.conv3d,
+    torch.matmul, torch.bmm, torch.mm, torch.addmm, torch.baddbmm, Tensor.matmul,
+    Tensor.__matmul__, Tensor.bmm, Tensor.mm,
+})  # fmt: skip
+# Of these all calls are alike, unless a formula of the user's gives them FLOPs.
+_FREE_FUNCTIONS: frozenset[Any] = frozenset({
+    F.layer_norm, F.embedding, F.silu, F.gelu, F.relu, F.softmax, F.group_norm, torch.relu,
+    torch.softmax, Tensor.softmax, Tensor.add, Tensor.__add__, Tensor.__iadd__, Tensor.mul,
+    Tensor.__mul__, Tensor.view, Tensor.reshape, Tensor.transpose, Tensor.permute,
+    Tensor.contiguous, Tensor.unflatten, Tensor.flatten, Tensor.__truediv__,
 })  # fmt: skip
 _SIMPLE = (type(None), bool, int, float, str, torch.dtype)
 _TENSORS = (Tensor, nn.Parameter)
+_PLAIN = frozenset({*_TENSORS, *_SIMPLE})
 
 
 class _Remembering(TorchFunctionMode):
@@ -192,16 +213,16 @@ class _Remembering(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        key = _key(func, args, kwargs) if func in _PURE else None
+        key = None
+        if func in _FREE_FUNCTIONS:
+            key = func if not kwargs and _PLAIN.issuperset(map(type, args)) else None
+        elif func in _PURE:
+            key = _key(func, args, kwargs)
         if key is None:
             return func(*args, **kwargs)
         flops = self.known.get(key)
         if flops is None:
-            before, missed = self.counting.total, dict(self.counting.uncounted)
-            result = func(*args, **kwargs)
-            if self.counting.uncounted == missed:
-                self.known[key] = self.counting.total - before
-            return result
+            return self._first(key, func, args, kwargs)
         guard = no_dispatch()
         try:
             result = func(*args, **kwargs)
@@ -210,6 +231,16 @@ class _Remembering(TorchFunctionMode):
         if flops:
             self.counting.total += flops
             self.counting.add(flops)
+        return result
+
+
+    def _first(self, key: Any, func: Any, args: Any, kwargs: Any) -> Any:
+        """Let a call be counted, and remember what it has."""
+        before, missed = self.counting.total, dict(self.counting.uncounted)
+        result = func(*args, **kwargs)
+        flops = self.counting.total - before
+        if self.counting.uncounted == missed and not (key is func and flops):
+            self.known[key] = flops
         return result
 
 
@@ -240,20 +271,18 @@ _FREE = frozenset({
 _SIMPLE_MODULES = _FREE | {nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d}
 
 
-def key_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What the FLOPs of a module's call depend on; None if that is not known.
+def key_of(module: nn.Module, given: Tensor) -> Any:
+    """What the FLOPs of a module's call with one plain tensor depend on; None if it is not known.
 
     >>> layer, x = nn.Linear(2, 3), torch.zeros(5, 2)
-    >>> key_of(layer, (x,), {}) == key_of(nn.Linear(2, 3), (x + 1,), {})
+    >>> key_of(layer, x) == key_of(nn.Linear(2, 3), x + 1)
     True
     """
     kind = type(module)
-    if kind not in _SIMPLE_MODULES or len(args) != 1 or kwargs or type(args[0]) is not Tensor:
+    if kind not in _SIMPLE_MODULES:
         return None
-    given, own = args[0], module.__dict__
+    own = module.__dict__
     if "forward" in own or len(own["_forward_hooks"]) > 1:  # others' hooks may compute, too
-        return None
-    if given.is_nested or given.layout is not torch.strided:
         return None
     for weight in module._parameters.values():
         if weight is not None and type(weight) is not nn.Parameter:
