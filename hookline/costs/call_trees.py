@@ -25,7 +25,7 @@ from hookline.core.places import Request, Target, resolve
 from hookline.core.sites import ACTIVE, Site
 from hookline.core.taps import Tap, is_over
 from hookline.costs.footprints import Footprint, Noted, footprint_of, is_plain, note
-from hookline.costs.flops import key_of, no_dispatch
+from hookline.costs.flops import no_dispatch, settings_of
 from hookline.costs.summaries import shapes_of
 
 __all__ = ["CallTree", "Step"]
@@ -74,6 +74,7 @@ class _Site(Site):
     """The hooks of a tree on one module: with less to do in a call than other contexts have."""
 
     path = ""
+    settings: Any = None  # what the FLOPs of its calls depend on, if that is known
 
     def prepare(self) -> None:
         self.paired = True  # both hooks are wanted
@@ -85,20 +86,31 @@ class _Site(Site):
             return
         if tree.guards is not None:
             tree.wake()
-        with _no_modes():
-            known = tree.begin(module, self.path, args, kwargs or _NOTHING, sys._getframe(1))
-        if known:
-            tree.sleep()
+        modes = _no_modes()
+        modes.__enter__()
+        known = False
+        try:
+            known = tree.begin(module, self, args, kwargs or _NOTHING, sys._getframe(1))
+        finally:
+            if known:  # no mode has to see what the module does
+                tree.guards = modes, no_dispatch()
+            else:
+                modes.__exit__(None, None, None)
 
     def after(self, module: nn.Module, args: Any, *rest: Any) -> None:
         """The forward hook."""
         tree = self.context() if module is self.module and self.owner in ACTIVE.get() else None
         if tree is None or self.closed:
             return
-        if tree.guards is not None:
-            tree.wake()
-        with _no_modes():
-            tree.end(self.path, rest[-1], sys._getframe(1))
+        guards, tree.guards = tree.guards, None
+        if guards is None:
+            with _no_modes():
+                tree.end(rest[-1], sys._getframe(1))
+            return
+        try:
+            tree.end(rest[-1], sys._getframe(1))
+        finally:
+            guards[0].__exit__(None, None, None)
 
 
 class CallTree(Context[Tap]):
@@ -138,18 +150,12 @@ class CallTree(Context[Tap]):
         for target in targets:
             module = target.module
             site = _Site(module, ref, owner)
-            site.path = target.path
+            site.path, site.settings = target.path, settings_of(module)
             self._sites[target.ident] = (module, site)
 
     def _stop(self) -> None:
         self.wake()
         super()._stop()
-
-    def sleep(self) -> None:
-        """Let no mode see the operations of the call that begins: what they cost is known."""
-        function = _no_modes()
-        function.__enter__()
-        self.guards = function, no_dispatch()
 
     def wake(self) -> None:
         """The call has ended, or raised; fine if nothing is asleep."""
@@ -166,9 +172,9 @@ class CallTree(Context[Tap]):
     def _verify(self) -> None:
         """That a module was not called is told in the summary, and no error."""
 
-    def begin(self, module: nn.Module, path: str, args: Any, kwargs: Any, running: Any) -> bool:
+    def begin(self, module: nn.Module, site: _Site, args: Any, kwargs: Any, running: Any) -> bool:
         """A module is called; whether its FLOPs are known."""
-        above = self._now()
+        above, path = self._now(), site.path
         step = Step(path, above, running)
         if above is not None:
             above.inner = True
@@ -181,8 +187,12 @@ class CallTree(Context[Tap]):
         plain = not kwargs and len(args) == 1 and is_plain(args[0])
         if path not in self.given:
             self.given[path] = self._given(module, args, kwargs, plain)
-        if plain and self.remembers and _node() is None:
-            key = step.key = key_of(module, args[0])
+        settings = site.settings
+        if settings is None or not plain or not self.remembers or _node() is not None:
+            return False
+        if len(module._forward_hooks) == 1:  # others' hooks may compute, too
+            free = isinstance(settings, type)
+            key = step.key = settings if free else (args[0].shape, settings)
             if key in self.known:
                 step.flops = self.known[key]
                 return True
@@ -210,7 +220,7 @@ class CallTree(Context[Tap]):
             stack.pop()
         return stack[-1] if stack else None
 
-    def end(self, path: str, output: Any, running: Any) -> None:
+    def end(self, output: Any, running: Any) -> None:
         """A call is complete."""
         now = 0.0 if self.clock is None else self.clock()
         stack = self.stack

@@ -1,7 +1,7 @@
 """Floating-point operations, counted at torch's dispatcher by torch's own formulas.
 
 - `FlopCounter(add)`: a context in which every operation's FLOPs are given to a function
-- `key_of(module, given)`: calls with the same key have the same FLOPs
+- `settings_of(module)`: calls of modules with the same ones have the same FLOPs for one shape
 - `no_dispatch()`: what lets operations past all dispatch modes, as long as it exists
 
 torch's counter (`torch.utils.flop_counter`) brings the formulas, and is what the sums are compared
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["FlopCounter", "key_of", "no_dispatch"]
+__all__ = ["FlopCounter", "no_dispatch", "settings_of"]
 
 Formula = Callable[..., int]
 _aten: Any = torch.ops.aten
@@ -153,16 +153,8 @@ class _Counting(TorchDispatchMode):
         return out
 
     def _kind_of(self, func: Any) -> Any:
-        if isinstance(func, torch._ops.HigherOrderOperator):
-            return _DECLINE  # torch then runs what is in it, which comes here
-        if func._schema.name in _GEOMETRY:
-            return _DECLINE
-        formula = _formula_of(func._overloadpacket)
-        if formula is not None:
-            return formula
-        if func._can_decompose():
-            return _DECOMPOSE
-        return _PASS if func.namespace in _OURS else _unknown
+        kind = _nature(func)
+        return (_formula_of(func._overloadpacket) or kind) if kind is not _DECLINE else kind
 
     def _count(self, func: Any, formula: Formula, args: Any, kwargs: Any, out: Any) -> None:
         try:
@@ -174,6 +166,18 @@ class _Counting(TorchDispatchMode):
             return
         self.total += flops
         self.add(flops)
+
+
+@cache
+def _nature(func: Any) -> Any:
+    """What is done with an operation that has no formula."""
+    if isinstance(func, torch._ops.HigherOrderOperator):
+        return _DECLINE  # torch then runs what is in it, which comes here
+    if func._schema.name in _GEOMETRY:
+        return _DECLINE
+    if func._can_decompose():
+        return _DECOMPOSE
+    return _PASS if func.namespace in _OURS else _unknown
 
 
 def _unknown(*args: Any, **kwargs: Any) -> int:
@@ -271,27 +275,26 @@ _FREE = frozenset({
 _SIMPLE_MODULES = _FREE | {nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d}
 
 
-def key_of(module: nn.Module, given: Tensor) -> Any:
-    """What the FLOPs of a module's call with one plain tensor depend on; None if it is not known.
+def settings_of(module: nn.Module) -> Any:
+    """What the FLOPs of a module's calls depend on, besides the shape of one plain argument.
 
-    >>> layer, x = nn.Linear(2, 3), torch.zeros(5, 2)
-    >>> key_of(layer, x) == key_of(nn.Linear(2, 3), x + 1)
+    >>> settings_of(nn.Linear(2, 3)) == settings_of(nn.Linear(2, 3)) != settings_of(nn.Linear(2, 4))
     True
+
+    The type alone if its calls have no FLOPs; None if it is not known.
     """
-    kind = type(module)
-    if kind not in _SIMPLE_MODULES:
+    kind, parameters = type(module), module._parameters
+    if kind not in _SIMPLE_MODULES or "forward" in module.__dict__:
         return None
-    own = module.__dict__
-    if "forward" in own or len(own["_forward_hooks"]) > 1:  # others' hooks may compute, too
-        return None
-    for weight in module._parameters.values():
+    for weight in parameters.values():
         if weight is not None and type(weight) is not nn.Parameter:
             return None
     if kind in _FREE:
         return kind
-    if kind is nn.Linear:
-        return given.shape, cast(Tensor, module._parameters["weight"]).shape
-    return kind, given.shape, module.extra_repr()
+    weight = parameters.get("weight")
+    if weight is None or kind is nn.Linear:  # it may be computed from others at each call
+        return None if weight is None else weight.shape
+    return kind, module.extra_repr()
 
 
 class FlopCounter:
