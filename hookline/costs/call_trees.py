@@ -12,11 +12,10 @@ from __future__ import annotations
 import sys
 from bisect import bisect_right
 from collections.abc import Callable
-from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from hookline.core.arguments import bind
 from hookline.core.gradients import sequence
@@ -24,8 +23,8 @@ from hookline.core.hooks import Context
 from hookline.core.places import Request, Target, resolve
 from hookline.core.sites import ACTIVE, Site
 from hookline.core.taps import Tap, is_over
-from hookline.costs.footprints import Footprint, Noted, footprint_of, is_plain, note
 from hookline.costs.flops import no_dispatch, settings_of
+from hookline.costs.footprints import Noted, footprint_of, is_plain, note
 from hookline.costs.summaries import shapes_of
 
 __all__ = ["CallTree", "Step"]
@@ -74,6 +73,7 @@ class _Site(Site):
     """The hooks of a tree on one module: with less to do in a call than other contexts have."""
 
     path = ""
+    tree: Any = None  # a weak reference
     settings: Any = None  # what the FLOPs of its calls depend on, if that is known
 
     def prepare(self) -> None:
@@ -81,7 +81,7 @@ class _Site(Site):
 
     def before(self, module: nn.Module, args: Any, kwargs: dict[str, Any] | None = None) -> None:
         """The pre-forward hook."""
-        tree = self.context() if module is self.module and self.owner in ACTIVE.get() else None
+        tree = self.tree() if module is self.module and self.owner in ACTIVE.get() else None
         if tree is None or self.closed:
             return
         if tree.guards is not None:
@@ -99,7 +99,7 @@ class _Site(Site):
 
     def after(self, module: nn.Module, args: Any, *rest: Any) -> None:
         """The forward hook."""
-        tree = self.context() if module is self.module and self.owner in ACTIVE.get() else None
+        tree = self.tree() if module is self.module and self.owner in ACTIVE.get() else None
         if tree is None or self.closed:
             return
         guards, tree.guards = tree.guards, None
@@ -137,6 +137,7 @@ class CallTree(Context[Tap]):
         self.steps: list[Step] = []
         self.starts: list[int] = []
         self.given: dict[str, Any] = {}  # what is kept of the arguments of each module's first call
+        self.texts: dict[torch.Size, str] = {}
         self.names: dict[type, str] = {}  # of the first argument of a kind of module
         self.outside = self.outside_backward = 0  # FLOPs in no call
         self.known: dict[Any, int] = {}  # FLOPs of calls of simple modules
@@ -150,7 +151,8 @@ class CallTree(Context[Tap]):
         for target in targets:
             module = target.module
             site = _Site(module, ref, owner)
-            site.path, site.settings = target.path, settings_of(module)
+            site.path, site.tree = target.path, ref
+            site.settings = None if self.clock else settings_of(module)
             self._sites[target.ident] = (module, site)
 
     def _stop(self) -> None:
@@ -164,7 +166,6 @@ class CallTree(Context[Tap]):
             self.guards = None
             function.__exit__(None, None, None)
 
-    @cached_property
     def hooked(self) -> set[str]:
         """The modules that can be seen."""
         return {target.path for request in self._requests for target in request.targets}
@@ -190,7 +191,7 @@ class CallTree(Context[Tap]):
         settings = site.settings
         if settings is None or not plain or not self.remembers or _node() is not None:
             return False
-        if len(module._forward_hooks) == 1:  # others' hooks may compute, too
+        if len(module.__dict__["_forward_hooks"]) == 1:  # others' hooks may compute, too
             free = isinstance(settings, type)
             key = step.key = settings if free else (args[0].shape, settings)
             if key in self.known:
@@ -210,8 +211,13 @@ class CallTree(Context[Tap]):
 
     def inputs_of(self, path: str) -> dict[str, Any] | None:
         """The shapes of the arguments by name, in the first call of a module."""
-        given = self.given.get(path)
-        return {given[0]: str(tuple(given[1]))} if isinstance(given, tuple) else given
+        given: Any = self.given.get(path)
+        if type(given) is not tuple:
+            return given
+        name, shape = cast("tuple[str, torch.Size]", given)
+        if shape not in self.texts:  # there are few in a model
+            self.texts[shape] = str(tuple(shape))
+        return {name: self.texts[shape]}
 
     def _now(self) -> Step | None:
         """The innermost running call."""

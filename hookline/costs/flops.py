@@ -89,11 +89,12 @@ def _formula_of(operation: Any) -> Formula | None:
 
 def _flops_of(formula: Any, args: Any, kwargs: Any, out: Any) -> int:
     """Ask a formula, most of which want shapes: torch's way to them is slow."""
-    inner = getattr(formula, "__wrapped__", None)
-    simple = type(out) is Tensor and all(type(arg) in _SIMPLE or type(arg) is Tensor for arg in args)
-    if inner is None or formula.__code__ is not _wrapper() or kwargs or not simple:
+    inner = formula.__wrapped__ if getattr(formula, "__code__", None) is _wrapper() else None
+    if inner is None or kwargs or type(out) is not Tensor or not _PLAIN.issuperset(map(type, args)):
         return formula(*args, **kwargs, out_val=out)
-    return inner(*[arg.shape if type(arg) is Tensor else arg for arg in args], out_shape=out.shape)
+    return inner(
+        *[arg.shape if isinstance(arg, Tensor) else arg for arg in args], out_shape=out.shape
+    )
 
 
 @cache
@@ -236,7 +237,6 @@ class _Remembering(TorchFunctionMode):
             self.counting.total += flops
             self.counting.add(flops)
         return result
-
 
     def _first(self, key: Any, func: Any, args: Any, kwargs: Any) -> Any:
         """Let a call be counted, and remember what it has."""

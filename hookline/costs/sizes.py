@@ -1,7 +1,7 @@
 """What the modules of a model hold, told without a run: parameters, buffers, their bytes.
 
 - `sizes(model)`: a `Summary` with all that needs no batch
-- `is_unmade(tensor)`: whether it belongs to a lazy module, and has no size so far
+- `has_unmade(model)`: whether it has lazy modules, which have no size so far
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from hookline.core.tree import Step, join, tensors_of, walk
 from hookline.costs.footprints import size_of
 from hookline.costs.summaries import ModuleCosts, Summary
 
-__all__ = ["is_unmade", "sizes"]
+__all__ = ["has_unmade", "sizes"]
 
 # Parameters, trainable ones, bytes of parameters, bytes of buffers.
 _Size = tuple[int, int, int, int]
+_MADE = {nn.Parameter, Tensor, type(None)}
 
 
 def sizes(model: nn.Module) -> Summary:
@@ -31,10 +32,11 @@ def sizes(model: nn.Module) -> Summary:
     # the tensors themselves, so that each counts once.
     sums: dict[int, list[int]] = {}
     several: dict[int, dict[int, _Size]] = {}
-    rows: list[ModuleCosts] = []
-    for path, module in reversed(named):  # children first
+    rows: dict[int, ModuleCosts] = {}
+    for path, module in _inner_first(named) if aliases else reversed(named):
         row = ModuleCosts(path, type(module).__name__, path.count(".") + 1 if path else 0)
         ident = id(module)
+        rows[ident] = row
         total = sums[ident] = [0, 0, 0, 0]
         shared: dict[int, _Size] = {}
         for tensor, size in _held(module):
@@ -44,7 +46,7 @@ def sizes(model: nn.Module) -> Summary:
             else:
                 _add(total, size)
         for child in map(id, module._modules.values()):
-            if child in sums:
+            if child in sums:  # else there is none
                 _add(total, sums[child])
                 if child in several:
                     shared.update(several[child])
@@ -57,8 +59,7 @@ def sizes(model: nn.Module) -> Summary:
         if ident in aliases:
             row.aliases = aliases[ident]
         row.parameters, row.trainable, row.parameter_bytes, row.buffer_bytes = total
-        rows.append(row)
-    return Summary(type(model).__name__, rows[::-1])
+    return Summary(type(model).__name__, [rows[id(module)] for _, module in named])
 
 
 def _add(total: list[int], size: list[int] | _Size) -> None:
@@ -72,19 +73,25 @@ def _held(module: nn.Module) -> list[tuple[Tensor, _Size]]:
     """The parameters and buffers of a module itself, with their sizes."""
     found: list[tuple[Tensor, _Size]] = []
     for tensor in module._parameters.values():
-        if tensor is not None and not is_unmade(tensor):
+        if tensor is not None and not _is_unmade(tensor):
             count = tensor.numel()
-            trainable = count if tensor.requires_grad else 0
-            found.append((tensor, (count, trainable, size_of(tensor), 0)))
-    for tensor in module._buffers.values():
-        if tensor is not None and not is_unmade(tensor):
-            found.append((tensor, (0, 0, 0, size_of(tensor))))
-    return found
+            found.append((tensor, (count, count * tensor.requires_grad, size_of(tensor), 0)))
+    buffers = [b for b in module._buffers.values() if b is not None and not _is_unmade(b)]
+    return [*found, *((buffer, (0, 0, 0, size_of(buffer))) for buffer in buffers)]
 
 
-def is_unmade(tensor: Tensor) -> bool:
+def _is_unmade(tensor: Tensor) -> bool:
     """Whether a tensor belongs to a lazy module, and has no size so far."""
-    return type(tensor) not in (nn.Parameter, Tensor) and is_lazy(tensor)
+    return type(tensor) not in _MADE and is_lazy(tensor)
+
+
+def has_unmade(model: nn.Module) -> bool:
+    """Whether some modules of a model are lazy, and were not called so far."""
+    modules = [module for _, module in walk(model)]
+    tensors = [tensor for module in modules for tensor in module._parameters.values()]
+    tensors += [tensor for module in modules for tensor in module._buffers.values()]
+    kinds = set(map(type, tensors))
+    return not kinds <= _MADE and any(t is not None and _is_unmade(t) for t in tensors)
 
 
 def _sharing(module: nn.Module, path: str, owners: dict[int, list[str]]) -> list[str]:
@@ -97,9 +104,25 @@ def _sharing(module: nn.Module, path: str, owners: dict[int, list[str]]) -> list
     return found
 
 
+def _inner_first(named: list[Step]) -> list[Step]:
+    """Every module after all that are in it, also where one stands in several places."""
+    paths = {id(module): path for path, module in named}
+    found: dict[int, Step] = {}
+    waiting = [module for _, module in named[::-1]]
+    while waiting:
+        module = waiting[-1]
+        inside = [m for m in module._modules.values() if m is not None and id(m) not in found]
+        if inside:
+            waiting += inside
+        else:
+            found.setdefault(id(waiting.pop()), (paths[id(module)], module))
+    return list(found.values())
+
+
 def _owners(named: list[Step]) -> dict[int, list[str]]:
     """The modules of every tensor that is held by more than one."""
-    held = [id(tensor) for _, module in named for _, tensor in tensors_of(module)]
+    tables = [table for _, m in named for table in (m._parameters, m._buffers) if table]
+    held = [id(tensor) for table in tables for tensor in table.values() if tensor is not None]
     if len(set(held)) == len(held):
         return {}
     found: dict[int, list[str]] = {}

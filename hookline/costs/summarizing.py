@@ -18,7 +18,7 @@ from hookline.core.nested import get_part, leaves
 from hookline.costs.call_trees import CallTree, Step
 from hookline.costs.flops import FlopCounter
 from hookline.costs.footprints import Footprint, footprint_of, size_of
-from hookline.costs.sizes import is_unmade, sizes
+from hookline.costs.sizes import has_unmade, sizes
 from hookline.costs.summaries import Summary
 from hookline.errors import BatchError
 from hookline.trials.batches import make_batch, needs_whole_numbers, refused_shapes
@@ -29,7 +29,6 @@ from hookline.trials.runs import (
     nodes_of,
     pull_back,
     run,
-    tensors_in,
     trial,
 )
 
@@ -80,7 +79,7 @@ def summarize(
         )
     if batch is None:
         return sizes(model)
-    if any(map(is_unmade, tensors_in(model))):
+    if has_unmade(model):
         model = copy.deepcopy(model)
     made, shapes = make_batch(model, batch, dtype)
     with trial(model, mode=mode):
@@ -123,10 +122,12 @@ def _measured(model: nn.Module, batch: Any, backward: bool | Loss, time: bool) -
 def _fill(summary: Summary, tree: CallTree, backward: bool) -> None:
     """Write into a summary what was counted in the calls."""
     rows: dict[str, Any] = {row.place: row for row in summary.modules}
+    hooked = tree.hooked()
     for path, row in rows.items():
-        row.called = False if path in tree.hooked else None  # a ModuleList cannot be
+        row.called = False if path in hooked else None  # a ModuleList cannot be
         row.calls = row.activation_bytes = row.flops = row.own_flops = 0
-        row.backward_flops = row.own_backward_flops = 0 if backward else None
+        if backward:
+            row.backward_flops = row.own_backward_flops = 0
         row.inputs = tree.inputs_of(path)
     known: dict[Any, Footprint] = {}
     kept = forward = back = 0
