@@ -6,8 +6,10 @@
 The 12-layer transformer of overhead.py, 163 modules, is summarised by each in turn, in a new order
 every round, on tiny and on larger values. Ratios are of fast runs (5th percentile). torchinfo is
 run where it can be imported: in this Python, or in the one that is named, which needs torch, numpy
-and safetensors besides. FLOPs are compared with those of torch's own counter. Goals are printed
-with pass or miss. Writes results/summary.json.
+and safetensors besides. It counts multiplications by the sizes of weights, without a dispatch mode:
+what such a mode costs is shown by an empty one, and what hooks cost by empty ones. FLOPs are
+compared with those of torch's own counter. Goals are printed with pass or miss. Writes
+results/summary.json.
 """
 
 from __future__ import annotations
@@ -20,12 +22,14 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from overhead import TINY, Size
 from timing import Race, machine
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import hookline as hl
@@ -34,6 +38,21 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).resolve().parent / "results" / "summary.json"
 LARGER = Size("4096 elements", batch=2, length=32, width=64)
 GOAL = 3.0
+
+
+class Empty(TorchDispatchMode):
+    """Sees every operation, and does nothing."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else the compiler is asked at every operation
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def nothing(*values: object) -> None:
+    """A hook that does nothing."""
 
 
 def variants(size: Size) -> dict[str, Callable[[], object]]:
@@ -52,18 +71,36 @@ def variants(size: Size) -> dict[str, Callable[[], object]]:
             model(ids)
         return found.get_total_flops()
 
+    def empty_mode() -> object:
+        with torch.no_grad(), Empty():
+            return model(ids)
+
+    def empty_hooks() -> object:
+        handles = [
+            handle
+            for module in model.modules()
+            for handle in (
+                module.register_forward_pre_hook(nothing, with_kwargs=True),
+                module.register_forward_hook(nothing),
+            )
+        ]
+        bare()
+        for handle in handles:
+            handle.remove()
+        return None
+
     ways: dict[str, Callable[[], object]] = {
         "bare": bare,
+        "empty hooks": empty_hooks,
+        "an empty dispatch mode": empty_mode,
         "hookline": hookline,
         "torch's flop counter": counter,
     }
     if importlib.util.find_spec("torchinfo"):
         import torchinfo
 
-        columns = ("input_size", "output_size", "num_params", "mult_adds")
-
         def peer() -> object:
-            return str(torchinfo.summary(model, input_data=ids, col_names=columns, verbose=0))
+            return str(torchinfo.summary(model, input_data=ids, verbose=0))
 
         ways["torchinfo"] = peer
     return ways

@@ -2,6 +2,8 @@
 
 import json
 import random
+import subprocess
+import sys
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +14,7 @@ from helpers import assert_clean, assert_same_state, state_bits
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_flop_formula
 
 import hookline as hl
 from hookline.costs.flops import FlopCounter
@@ -244,6 +246,38 @@ def test_operations_of_other_libraries_are_named_and_not_counted_as_nothing():
     assert "without a formula, and so not in the FLOPs: hookline_test.twice (2 ×)" in str(summary)
 
 
+def test_a_formula_that_is_registered_later_is_seen():
+    model = nn.Sequential(nn.ReLU(), nn.ReLU())
+    assert hl.summarize(model, (2, 3)).totals["flops"] == 0
+    try:
+        register_flop_formula(aten.relu)(lambda shape, out_shape=None: 10 * shape[0] + shape[1])
+        summary = hl.summarize(model, (2, 3))
+    finally:
+        flop_registry.pop(aten.relu)
+    assert [row.flops for row in summary] == [46, 23, 23]
+
+
+def test_a_weight_that_is_computed_at_each_call_is_counted():
+    with pytest.warns(FutureWarning):
+        model = nn.Sequential(*(nn.utils.weight_norm(nn.Linear(4, 4)) for _ in range(2)))
+    assert [row.own_flops for row in hl.summarize(model, (3, 4))] == [
+        0,
+        2 * 3 * 4 * 4,
+        2 * 3 * 4 * 4,
+    ]
+
+
+@pytest.mark.slow
+def test_the_compiler_is_not_imported():
+    code = (
+        "import sys, torch, hookline as hl; from torch import nn\n"
+        "model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.GELU())\n"
+        "hl.summarize(model, torch.zeros(3, 4), backward=True, time=True)\n"
+        "assert 'torch._dynamo' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 # -- sizes ----------------------------------------------------------------------------------------
 
 
@@ -294,6 +328,25 @@ def test_a_shared_module_has_one_row_and_its_other_names():
     assert summary["0"].flops == 2 * (2 * 3 * 4 * 4)
     assert summary.totals["parameters"] == 20
     assert "calls" in str(summary)
+
+
+def test_a_module_without_parameters_has_its_other_names_too():
+    act = nn.ReLU()
+    summary = hl.summarize(nn.Sequential(act, nn.Linear(4, 4), act), (3, 4))
+    assert summary["0"].aliases == ["2"]
+    assert [row.parameters for row in summary] == [20, 0, 20]
+
+
+def test_what_is_shared_inside_a_shared_module_counts_once():
+    inner = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    inner[1].weight = inner[0].weight
+    summary = hl.summarize(nn.Sequential(inner, nn.Sequential(inner, nn.BatchNorm1d(4))))
+    assert summary.totals["parameters"] == 4 * 4 + 2 * 4 + 2 * 4
+    assert summary["1"].parameters == summary.totals["parameters"]
+    assert summary["1"].buffer_bytes == summary.totals["buffer_bytes"] == 2 * 4 * 4 + 8
+    assert summary["0"].aliases == ["1.0"]
+    assert summary["0.0"].shared_with == ["0.1"]
+    assert summary["0.1"].aliases == ["1.0.1"]
 
 
 def test_activation_bytes_are_those_of_all_calls_and_the_total_that_of_the_innermost():

@@ -1,7 +1,6 @@
 """Which call of which module something happens in, forward and backward.
 
 - `CallTree(model)`: a context that follows all calls while a model runs
-- `size_of(tensor)`: its bytes
 - `Step`: one call of one module, with the call that it was made from
 
 Forwards are followed by hooks. In a backward, the sequence number of an autograd node tells in
@@ -13,53 +12,52 @@ from __future__ import annotations
 import sys
 from bisect import bisect_right
 from collections.abc import Callable
-from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from hookline.core.arguments import bind
 from hookline.core.gradients import sequence
 from hookline.core.hooks import Context
-from hookline.core.nested import leaves
 from hookline.core.places import Request, Target, resolve
 from hookline.core.sites import ACTIVE, Site
-from hookline.core.tables import bytes_of
 from hookline.core.taps import Tap, is_over
-from hookline.costs.flops import key_of, no_dispatch
+from hookline.costs.flops import no_dispatch, settings_of
+from hookline.costs.footprints import Noted, footprint_of, is_plain, note
 from hookline.costs.summaries import shapes_of
 
-__all__ = ["CallTree", "Step", "size_of"]
+__all__ = ["CallTree", "Step"]
 
-_PLAIN = (Tensor, nn.Parameter)
 # Under a mode, to read the shape of a tensor is a torch call that the mode sees.
 _no_modes: Any = torch._C.DisableTorchFunction
+_NOTHING: dict[str, Any] = {}
 _node: Any = getattr(torch._C, "_current_autograd_node", lambda: None)
-
-
-def size_of(tensor: Tensor) -> int:
-    """The bytes of a tensor; quickly, as most are plain."""
-    plain = type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_nested
-    return tensor.nbytes if plain else bytes_of(tensor)
 
 
 class Step:
     """One call of one module, in the tree of calls."""
 
-    __slots__ = (
-        "backward", "begun", "bytes", "flops", "inner", "key", "parent", "path",
-        "running", "seconds", "start", "stop",
-    )  # fmt: skip
+    # Of all below, what is not set is as it stands here: that makes a step quick to make.
+    made: Noted | None = None  # its output, once it is complete
+    flops = 0
+    backward: float = 0  # FLOPs, or seconds where those are measured
+    all_flops = 0  # with those of the calls made in it, once they were added up
+    all_backward: float = 0
+    begun = 0.0
+    seconds = 0.0
+    stop = 0  # the first autograd node that is made after it
+    inner = False  # whether it called other modules
+    key: Any = None  # what its FLOPs depend on, if that is known
 
     def __init__(self, path: str, parent: Step | None, running: Any) -> None:
         self.path, self.parent, self.running = path, parent, running
-        self.start, self.stop = sequence(), 0  # of the autograd nodes that are made in it
-        self.flops = self.bytes = 0
-        self.backward: float = 0  # FLOPs, or seconds where those are measured
-        self.begun = self.seconds = 0.0
-        self.inner = False  # whether it called other modules
-        self.key: Any = None  # what its FLOPs depend on, if that is known
+        self.start = sequence()  # the first autograd node that is made in it
+
+    @property
+    def bytes(self) -> int:
+        """Of the output."""
+        return 0 if self.made is None else footprint_of(self.made).bytes
 
     def above(self) -> set[str]:
         """The modules in whose calls this one stands, its own too; a recursive one once."""
@@ -76,35 +74,43 @@ class _Site(Site):
 
     path = ""
     tree: Any = None  # a weak reference
+    settings: Any = None  # what the FLOPs of its calls depend on, if that is known
 
     def prepare(self) -> None:
         self.paired = True  # both hooks are wanted
 
     def before(self, module: nn.Module, args: Any, kwargs: dict[str, Any] | None = None) -> None:
         """The pre-forward hook."""
-        tree = self._tree(module)
-        if tree is not None:
+        tree = self.tree() if module is self.module and self.owner in ACTIVE.get() else None
+        if tree is None or self.closed:
+            return
+        if tree.guards is not None:
             tree.wake()
-            with _no_modes():
-                known = tree.begin(module, self.path, args, kwargs or {}, sys._getframe(1))
-            if known:
-                tree.sleep()
+        modes = _no_modes()
+        modes.__enter__()
+        known = False
+        try:
+            known = tree.begin(module, self, args, kwargs or _NOTHING, sys._getframe(1))
+        finally:
+            if known:  # no mode has to see what the module does
+                tree.guards = modes, no_dispatch()
+            else:
+                modes.__exit__(None, None, None)
 
     def after(self, module: nn.Module, args: Any, *rest: Any) -> None:
         """The forward hook."""
-        tree = self._tree(module)
-        if tree is not None:
-            tree.wake()
+        tree = self.tree() if module is self.module and self.owner in ACTIVE.get() else None
+        if tree is None or self.closed:
+            return
+        guards, tree.guards = tree.guards, None
+        if guards is None:
             with _no_modes():
-                tree.end(self.path, rest[-1])
-
-    def _tree(self, module: nn.Module) -> CallTree | None:
-        ours = not self.closed and module is self.module and self.owner in ACTIVE.get()
-        return self.tree() if ours else None
-
-
-def _every(name: str, module: nn.Module) -> bool:
-    return True
+                tree.end(rest[-1], sys._getframe(1))
+            return
+        try:
+            tree.end(rest[-1], sys._getframe(1))
+        finally:
+            guards[0].__exit__(None, None, None)
 
 
 class CallTree(Context[Tap]):
@@ -130,32 +136,28 @@ class CallTree(Context[Tap]):
         self.stack: list[Step] = []
         self.steps: list[Step] = []
         self.starts: list[int] = []
-        # The shapes of each module's first inputs and output, and the output's first dtype.
-        self.seen: dict[str, tuple[Any, Any, str | None]] = {}
-        self.varies: set[str] = set()
+        self.given: dict[str, Any] = {}  # what is kept of the arguments of each module's first call
+        self.texts: dict[torch.Size, str] = {}
+        self.names: dict[type, str] = {}  # of the first argument of a kind of module
         self.outside = self.outside_backward = 0  # FLOPs in no call
         self.known: dict[Any, int] = {}  # FLOPs of calls of simple modules
         self.remembers = False  # whether such calls are counted only once
         self.guards: Any = None  # that keep modes off while such a call runs
 
     def _resolve(self) -> list[Request]:
-        return resolve(self._model, (_every,))
+        return resolve(self._model, (nn.Module,))
 
-    def _place(self, target: Target, ref: Any, owner: int | None) -> None:
-        self._taps[target.key] = Tap(target, ref)
-        site = _Site(target.module, ref, owner)
-        site.path, site.tree = target.path, ref
-        self._sites[target.ident] = (target.module, site)
+    def _place_all(self, targets: list[Target], ref: Any, owner: int | None) -> None:
+        for target in targets:
+            module = target.module
+            site = _Site(module, ref, owner)
+            site.path, site.tree = target.path, ref
+            site.settings = None if self.clock else settings_of(module)
+            self._sites[target.ident] = (module, site)
 
     def _stop(self) -> None:
         self.wake()
         super()._stop()
-
-    def sleep(self) -> None:
-        """Let no mode see the operations of the call that begins: what they cost is known."""
-        function = _no_modes()
-        function.__enter__()
-        self.guards = function, no_dispatch()
 
     def wake(self) -> None:
         """The call has ended, or raised; fine if nothing is asleep."""
@@ -164,7 +166,6 @@ class CallTree(Context[Tap]):
             self.guards = None
             function.__exit__(None, None, None)
 
-    @cached_property
     def hooked(self) -> set[str]:
         """The modules that can be seen."""
         return {target.path for request in self._requests for target in request.targets}
@@ -172,9 +173,9 @@ class CallTree(Context[Tap]):
     def _verify(self) -> None:
         """That a module was not called is told in the summary, and no error."""
 
-    def begin(self, module: nn.Module, path: str, args: Any, kwargs: Any, running: Any) -> bool:
+    def begin(self, module: nn.Module, site: _Site, args: Any, kwargs: Any, running: Any) -> bool:
         """A module is called; whether its FLOPs are known."""
-        above = self._now()
+        above, path = self._now(), site.path
         step = Step(path, above, running)
         if above is not None:
             above.inner = True
@@ -184,15 +185,39 @@ class CallTree(Context[Tap]):
         if self.clock is not None:
             step.begun = self.clock()
             return False
-        if path not in self.seen:
-            given = bind(module, args, kwargs)
-            shapes: Any = {str(name): shapes_of(value) for name, value in given.items()}
-            self.seen[path] = shapes, None, None
-        if self.remembers and _node() is None:
-            step.key = key_of(module, args, kwargs)
-            step.flops = self.known.get(step.key, 0)
-            return step.key in self.known
+        plain = not kwargs and len(args) == 1 and is_plain(args[0])
+        if path not in self.given:
+            self.given[path] = self._given(module, args, kwargs, plain)
+        settings = site.settings
+        if settings is None or not plain or not self.remembers or _node() is not None:
+            return False
+        if len(module.__dict__["_forward_hooks"]) == 1:  # others' hooks may compute, too
+            free = isinstance(settings, type)
+            key = step.key = settings if free else (args[0].shape, settings)
+            if key in self.known:
+                step.flops = self.known[key]
+                return True
         return False
+
+    def _given(self, module: nn.Module, args: Any, kwargs: Any, plain: bool) -> Any:
+        """What is kept of the arguments: shapes by name, quickly if there is but one tensor."""
+        if not plain or "forward" in module.__dict__:
+            given = bind(module, args, kwargs)
+            return {str(name): shapes_of(value) for name, value in given.items()}
+        kind = type(module)
+        if kind not in self.names:
+            (self.names[kind],) = map(str, bind(module, args, kwargs))
+        return self.names[kind], args[0].shape
+
+    def inputs_of(self, path: str) -> dict[str, Any] | None:
+        """The shapes of the arguments by name, in the first call of a module."""
+        given: Any = self.given.get(path)
+        if type(given) is not tuple:
+            return given
+        name, shape = cast("tuple[str, torch.Size]", given)
+        if shape not in self.texts:  # there are few in a model
+            self.texts[shape] = str(tuple(shape))
+        return {name: self.texts[shape]}
 
     def _now(self) -> Step | None:
         """The innermost running call."""
@@ -201,31 +226,24 @@ class CallTree(Context[Tap]):
             stack.pop()
         return stack[-1] if stack else None
 
-    def end(self, path: str, output: Any) -> None:
+    def end(self, output: Any, running: Any) -> None:
         """A call is complete."""
         now = 0.0 if self.clock is None else self.clock()
-        step = self._now()
-        if step is None or step.path != path:  # this was entered while the module was running
-            return
-        self.stack.pop()
+        stack = self.stack
+        while stack and stack[-1].running is not running and is_over(stack[-1].running):
+            stack.pop()
+        if not stack or stack[-1].running is not running:
+            return  # this was entered while the module was running
+        step = stack.pop()
         step.running, step.stop = None, sequence()
-        # A formula of the user's may give FLOPs to what else has none: then nothing is known.
-        by_kind = isinstance(step.key, type) and bool(step.flops)
-        if step.key is not None and not step.inner and not by_kind:
-            self.known[step.key] = step.flops
         if self.clock is not None:
             step.seconds = now - step.begun
             return
-        tensors = [output] if type(output) is Tensor else [tensor for _, tensor in leaves(output)]
-        distinct = {id(tensor): tensor for tensor in tensors}
-        step.bytes = sum([size_of(tensor) for tensor in distinct.values()])
-        inputs, known, dtype = self.seen[path]
-        shapes = shapes_of(output)
-        if dtype is None:
-            dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
-            self.seen[path] = inputs, shapes, dtype
-        elif known != shapes:
-            self.varies.add(path)
+        key = step.key
+        # A formula of the user's may give FLOPs to what else has none: then nothing is known.
+        if key is not None and not step.inner and not (step.flops and isinstance(key, type)):
+            self.known[key] = step.flops
+        step.made = note(output)
 
     def count(self, flops: int) -> None:
         """FLOPs happen now."""

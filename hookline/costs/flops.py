@@ -1,7 +1,7 @@
 """Floating-point operations, counted at torch's dispatcher by torch's own formulas.
 
 - `FlopCounter(add)`: a context in which every operation's FLOPs are given to a function
-- `key_of(module, args, kwargs)`: calls with the same key have the same FLOPs
+- `settings_of(module)`: calls of modules with the same ones have the same FLOPs for one shape
 - `no_dispatch()`: what lets operations past all dispatch modes, as long as it exists
 
 torch's counter (`torch.utils.flop_counter`) brings the formulas, and is what the sums are compared
@@ -12,6 +12,7 @@ cuDNN, and the fast path of `nn.MultiheadAttention`. Theirs are here.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -20,12 +21,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["FlopCounter", "key_of", "no_dispatch"]
+__all__ = ["FlopCounter", "no_dispatch", "settings_of"]
 
 Formula = Callable[..., int]
 _aten: Any = torch.ops.aten
 no_dispatch: Any = getattr(torch._C, "_DisableTorchDispatch", None)  # private, so detected
-_formulas: dict[Any, Formula] = {}
+_own: dict[Any, Formula] = {}
 
 
 def _recurrent(tokens: Tensor, weights: list[Any]) -> int:
@@ -63,15 +64,15 @@ def _attention_layer(
     return 2 * rows * width * width + attention
 
 
-def _all_formulas() -> dict[Any, Formula]:
-    """All formulas: those of torch, and ours for what it has none for."""
-    if not _formulas:
-        from torch.utils import flop_counter
+def _formula_of(operation: Any) -> Formula | None:
+    """The formula of an operation: torch's or the user's, or ours for what those have none for."""
+    from torch.utils import flop_counter
 
-        known = cast("dict[Any, Formula]", flop_counter.flop_registry)
+    known = cast("dict[Any, Formula]", flop_counter.flop_registry)
+    if not _own:
         attention = known[_aten._scaled_dot_product_flash_attention]
         backward = known[_aten._scaled_dot_product_flash_attention_backward]
-        own: dict[str, Formula] = {
+        formulas: dict[str, Formula] = {
             "_scaled_dot_product_flash_attention_for_cpu": attention,
             "_scaled_dot_product_flash_attention_for_cpu_backward": backward,
             "mkldnn_rnn_layer": _rnn_layer,
@@ -80,11 +81,28 @@ def _all_formulas() -> dict[Any, Formula]:
             "_cudnn_rnn_backward": _cudnn_rnn_backward,
             "_native_multi_head_attention": _attention_layer,
         }
-        for name, formula in own.items():
+        for name, formula in formulas.items():
             if hasattr(_aten, name):  # not every build of torch has all of them
-                _formulas[getattr(_aten, name)] = formula
-        _formulas.update(known)
-    return _formulas
+                _own[getattr(_aten, name)] = formula
+    return known.get(operation) or _own.get(operation)
+
+
+def _flops_of(formula: Any, args: Any, kwargs: Any, out: Any) -> int:
+    """Ask a formula, most of which want shapes: torch's way to them is slow."""
+    inner = formula.__wrapped__ if getattr(formula, "__code__", None) is _wrapper() else None
+    if inner is None or kwargs or type(out) is not Tensor or not _PLAIN.issuperset(map(type, args)):
+        return formula(*args, **kwargs, out_val=out)
+    return inner(
+        *[arg.shape if isinstance(arg, Tensor) else arg for arg in args], out_shape=out.shape
+    )
+
+
+@cache
+def _wrapper() -> Any:
+    """The code of the function that torch puts around a formula for shapes."""
+    from torch.utils import flop_counter
+
+    return cast(Any, flop_counter).shape_wrapper(_unknown).__code__
 
 
 # What a mode does with an operation.
@@ -104,10 +122,15 @@ class _Counting(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Else the first operation imports the compiler, which takes seconds. What is compiled
+        # runs eagerly meanwhile.
+        return False
+
     def __init__(self, add: Callable[[int], None]) -> None:
         super().__init__()
         self.add = add
-        self.formulas = _all_formulas()
         self.kinds: dict[Any, Any] = {}
         self.total = 0
         self.uncounted: dict[str, int] = {}
@@ -131,20 +154,12 @@ class _Counting(TorchDispatchMode):
         return out
 
     def _kind_of(self, func: Any) -> Any:
-        if isinstance(func, torch._ops.HigherOrderOperator):
-            return _DECLINE  # torch then runs what is in it, which comes here
-        if func._schema.name in _GEOMETRY:
-            return _DECLINE
-        formula = self.formulas.get(func._overloadpacket)
-        if formula is not None:
-            return formula
-        if func._can_decompose():
-            return _DECOMPOSE
-        return _PASS if func.namespace in _OURS else _unknown
+        kind = _nature(func)
+        return (_formula_of(func._overloadpacket) or kind) if kind is not _DECLINE else kind
 
     def _count(self, func: Any, formula: Formula, args: Any, kwargs: Any, out: Any) -> None:
         try:
-            flops = formula(*args, **kwargs, out_val=out)
+            flops = _flops_of(formula, args, kwargs, out)
         except (TypeError, RuntimeError, AttributeError, ValueError, IndexError):
             # No formula, or none that takes such tensors: it is told, not passed over.
             name = str(func._overloadpacket)
@@ -154,21 +169,38 @@ class _Counting(TorchDispatchMode):
         self.add(flops)
 
 
+@cache
+def _nature(func: Any) -> Any:
+    """What is done with an operation that has no formula."""
+    if isinstance(func, torch._ops.HigherOrderOperator):
+        return _DECLINE  # torch then runs what is in it, which comes here
+    if func._schema.name in _GEOMETRY:
+        return _DECLINE
+    if func._can_decompose():
+        return _DECOMPOSE
+    return _PASS if func.namespace in _OURS else _unknown
+
+
 def _unknown(*args: Any, **kwargs: Any) -> int:
     raise TypeError("an operation of another library, for which there is no formula")
 
 
 # Functions that are nothing but operations, the same ones whenever the arguments are alike.
 _PURE: frozenset[Any] = frozenset({
-    F.linear, F.scaled_dot_product_attention, F.layer_norm, F.embedding, F.silu, F.gelu, F.relu,
-    F.softmax, F.group_norm, torch.conv1d, torch.conv2d, torch.conv3d, torch.matmul, torch.bmm,
-    torch.mm, torch.addmm, torch.baddbmm, torch.relu, torch.softmax, Tensor.matmul,
-    Tensor.__matmul__, Tensor.bmm, Tensor.mm, Tensor.softmax, Tensor.add, Tensor.__add__,
-    Tensor.__iadd__, Tensor.mul, Tensor.__mul__, Tensor.view, Tensor.reshape, Tensor.transpose,
-    Tensor.permute, Tensor.contiguous, Tensor.unflatten, Tensor.flatten, Tensor.__truediv__,
+    F.linear, F.scaled_dot_product_attention, torch.conv1d, torch.conv2d, torch.conv3d,
+    torch.matmul, torch.bmm, torch.mm, torch.addmm, torch.baddbmm, Tensor.matmul,
+    Tensor.__matmul__, Tensor.bmm, Tensor.mm,
+})  # fmt: skip
+# Of these all calls are alike, unless a formula of the user's gives them FLOPs.
+_FREE_FUNCTIONS: frozenset[Any] = frozenset({
+    F.layer_norm, F.embedding, F.silu, F.gelu, F.relu, F.softmax, F.group_norm, torch.relu,
+    torch.softmax, Tensor.softmax, Tensor.add, Tensor.__add__, Tensor.__iadd__, Tensor.mul,
+    Tensor.__mul__, Tensor.view, Tensor.reshape, Tensor.transpose, Tensor.permute,
+    Tensor.contiguous, Tensor.unflatten, Tensor.flatten, Tensor.__truediv__,
 })  # fmt: skip
 _SIMPLE = (type(None), bool, int, float, str, torch.dtype)
 _TENSORS = (Tensor, nn.Parameter)
+_PLAIN = frozenset({*_TENSORS, *_SIMPLE})
 
 
 class _Remembering(TorchFunctionMode):
@@ -186,16 +218,16 @@ class _Remembering(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        key = _key(func, args, kwargs) if func in _PURE else None
+        key = None
+        if func in _FREE_FUNCTIONS:
+            key = func if not kwargs and _PLAIN.issuperset(map(type, args)) else None
+        elif func in _PURE:
+            key = _key(func, args, kwargs)
         if key is None:
             return func(*args, **kwargs)
         flops = self.known.get(key)
         if flops is None:
-            before, missed = self.counting.total, dict(self.counting.uncounted)
-            result = func(*args, **kwargs)
-            if self.counting.uncounted == missed:
-                self.known[key] = self.counting.total - before
-            return result
+            return self._first(key, func, args, kwargs)
         guard = no_dispatch()
         try:
             result = func(*args, **kwargs)
@@ -204,6 +236,15 @@ class _Remembering(TorchFunctionMode):
         if flops:
             self.counting.total += flops
             self.counting.add(flops)
+        return result
+
+    def _first(self, key: Any, func: Any, args: Any, kwargs: Any) -> Any:
+        """Let a call be counted, and remember what it has."""
+        before, missed = self.counting.total, dict(self.counting.uncounted)
+        result = func(*args, **kwargs)
+        flops = self.counting.total - before
+        if self.counting.uncounted == missed and not (key is func and flops):
+            self.known[key] = flops
         return result
 
 
@@ -234,29 +275,26 @@ _FREE = frozenset({
 _SIMPLE_MODULES = _FREE | {nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d}
 
 
-def key_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What the FLOPs of a module's call depend on; None if that is not known.
+def settings_of(module: nn.Module) -> Any:
+    """What the FLOPs of a module's calls depend on, besides the shape of one plain argument.
 
-    >>> layer, x = nn.Linear(2, 3), torch.zeros(5, 2)
-    >>> key_of(layer, (x,), {}) == key_of(nn.Linear(2, 3), (x + 1,), {})
+    >>> settings_of(nn.Linear(2, 3)) == settings_of(nn.Linear(2, 3)) != settings_of(nn.Linear(2, 4))
     True
+
+    The type alone if its calls have no FLOPs; None if it is not known.
     """
-    kind = type(module)
-    if kind not in _SIMPLE_MODULES or len(args) != 1 or kwargs or type(args[0]) is not Tensor:
+    kind, parameters = type(module), module._parameters
+    if kind not in _SIMPLE_MODULES or "forward" in module.__dict__:
         return None
-    given, own = args[0], module.__dict__
-    if "forward" in own or len(own["_forward_hooks"]) > 1:  # others' hooks may compute, too
-        return None
-    if given.is_nested or given.layout is not torch.strided:
-        return None
-    for weight in module._parameters.values():
+    for weight in parameters.values():
         if weight is not None and type(weight) is not nn.Parameter:
             return None
     if kind in _FREE:
         return kind
-    if kind is nn.Linear:
-        return given.shape, cast(Tensor, module._parameters["weight"]).shape
-    return kind, given.shape, module.extra_repr()
+    weight = parameters.get("weight")
+    if weight is None or kind is nn.Linear:  # it may be computed from others at each call
+        return None if weight is None else weight.shape
+    return kind, module.extra_repr()
 
 
 class FlopCounter:

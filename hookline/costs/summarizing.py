@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from hookline.core.nested import get_part, leaves
-from hookline.core.tree import join, walk
-from hookline.costs.call_trees import CallTree, size_of
+from hookline.costs.call_trees import CallTree, Step
 from hookline.costs.flops import FlopCounter
-from hookline.costs.summaries import ModuleCosts, Summary
+from hookline.costs.footprints import Footprint, footprint_of, size_of
+from hookline.costs.sizes import has_unmade, sizes
+from hookline.costs.summaries import Summary
 from hookline.errors import BatchError
 from hookline.trials.batches import make_batch, needs_whole_numbers, refused_shapes
 from hookline.trials.runs import (
@@ -29,7 +29,6 @@ from hookline.trials.runs import (
     nodes_of,
     pull_back,
     run,
-    tensors_in,
     trial,
 )
 
@@ -79,8 +78,8 @@ def summarize(
             f"Give it first, then a batch or a shape."
         )
     if batch is None:
-        return _sizes(model)
-    if any(map(_lazy, tensors_in(model))):
+        return sizes(model)
+    if has_unmade(model):
         model = copy.deepcopy(model)
     made, shapes = make_batch(model, batch, dtype)
     with trial(model, mode=mode):
@@ -105,7 +104,7 @@ def _measured(model: nn.Module, batch: Any, backward: bool | Loss, time: bool) -
     with tree, counter:
         tree.remembers = counter.remembers
         _run(model, batch, backward)
-    summary = _sizes(model)
+    summary = sizes(model)
     _fill(summary, tree, backward is not False)
     summary.totals["input_bytes"] = sum(size_of(tensor) for _, tensor in leaves(batch))
     summary.totals["uncounted"] = counter.uncounted
@@ -117,109 +116,58 @@ def _measured(model: nn.Module, batch: Any, backward: bool | Loss, time: bool) -
     return summary
 
 
-# -- sizes ----------------------------------------------------------------------------------------
-
-
-def _sizes(model: nn.Module) -> Summary:
-    """What can be told without a run."""
-    named = walk(model)
-    names = _all_names(model)
-    owners: dict[int, list[str]] = {}
-    known: dict[int, _Size] = {}
-    for path, module in named:
-        for table in (module._parameters, module._buffers):
-            for tensor in table.values():
-                if tensor is not None:
-                    owners.setdefault(id(tensor), []).append(path)
-                    known[id(tensor)] = _size(tensor, table is module._parameters)
-    held: dict[int, set[int]] = {}
-    rows: list[ModuleCosts] = []
-    for path, module in reversed(named):  # children first
-        row = ModuleCosts(path, type(module).__name__, path.count(".") + 1 if path else 0)
-        own = [id(p) for p in module._parameters.values() if p is not None]
-        for tensor in own:
-            row.own_parameters += known[tensor][0]
-            if len(owners[tensor]) > 1:
-                others = [name for name in owners[tensor] if name not in (path, *row.shared_with)]
-                row.shared_with = [*row.shared_with, *others]
-        mine = set(own)
-        mine.update([id(b) for b in module._buffers.values() if b is not None])
-        for child in module._modules.values():
-            mine |= held.get(id(child), _NONE)
-        held[id(module)] = mine
-        for tensor in mine:
-            count, trainable, size, buffer = known[tensor]
-            row.parameters += count
-            row.trainable += trainable
-            row.parameter_bytes += size
-            row.buffer_bytes += buffer
-        if len(names[id(module)]) > 1:
-            row.aliases = names[id(module)][1:]
-        rows.append(row)
-    return Summary(type(model).__name__, rows[::-1])
-
-
-_NONE: set[int] = set()
-# Of a tensor: parameters, trainable ones, bytes as a parameter, bytes as a buffer.
-_Size = tuple[int, int, int, int]
-
-
-def _size(tensor: Tensor, is_parameter: bool) -> _Size:
-    if _lazy(tensor):
-        return 0, 0, 0, 0
-    if not is_parameter:
-        return 0, 0, 0, size_of(tensor)
-    count = tensor.numel()
-    return count, count if tensor.requires_grad else 0, size_of(tensor), 0
-
-
-def _lazy(tensor: Tensor) -> bool:
-    return type(tensor) not in (nn.Parameter, Tensor) and is_lazy(tensor)
-
-
-def _all_names(model: nn.Module) -> dict[int, list[str]]:
-    """All names of every module, the first one first."""
-    names: dict[int, list[str]] = {}
-    waiting: list[tuple[str, nn.Module]] = [("", model)]
-    while waiting:
-        path, module = waiting.pop()
-        names.setdefault(id(module), []).append(path)
-        children = [(join(path, n), m) for n, m in module._modules.items() if m is not None]
-        waiting += children[::-1]
-    return names
-
-
 # -- what a run has shown -------------------------------------------------------------------------
 
 
 def _fill(summary: Summary, tree: CallTree, backward: bool) -> None:
     """Write into a summary what was counted in the calls."""
-    kept = 0
-    for row in summary.modules:
-        row.called = False if row.place in tree.hooked else None  # a ModuleList cannot be
-        row.calls = row.activation_bytes = row.flops = row.own_flops = 0
-        row.backward_flops = row.own_backward_flops = 0 if backward else None
-        row.inputs, row.output, row.dtype = tree.seen.get(row.place, (None, None, None))
-        row.varies = row.place in tree.varies
     rows: dict[str, Any] = {row.place: row for row in summary.modules}
+    hooked = tree.hooked()
+    for path, row in rows.items():
+        row.called = False if path in hooked else None  # a ModuleList cannot be
+        row.calls = row.activation_bytes = row.flops = row.own_flops = 0
+        if backward:
+            row.backward_flops = row.own_backward_flops = 0
+        row.inputs = tree.inputs_of(path)
+    known: dict[Any, Footprint] = {}
+    kept = forward = back = 0
     for step in tree.steps:
         row = rows[step.path]
         row.called, row.calls = True, row.calls + 1
-        row.activation_bytes += step.bytes
         row.own_flops += step.flops
-        kept += 0 if step.inner else step.bytes
+        forward += step.flops
         if backward:
             row.own_backward_flops += step.backward
-        if step.flops or step.backward:
-            for place in step.above():
-                rows[place].flops += step.flops
-                if backward:
-                    rows[place].backward_flops += step.backward
-    forward = tree.outside + sum(step.flops for step in tree.steps)
-    back = tree.outside_backward + sum(int(step.backward) for step in tree.steps)
-    summary.totals.update(activation_bytes=kept, flops=forward)
-    summary.totals["backward_flops"] = back if backward else None
-    summary.totals["called"] = sum(bool(row.called) for row in rows.values())
+            back += step.backward
+        if step.made is not None:
+            shapes, size, dtype = footprint_of(step.made, known)
+            row.activation_bytes += size
+            kept += 0 if step.inner else size
+            if row.dtype is None:
+                row.output, row.dtype = shapes, dtype
+            elif row.output != shapes:
+                row.varies = True
+    _add_up(tree.steps, rows, backward)
+    totals = summary.totals
+    totals.update(activation_bytes=kept, flops=forward + tree.outside)
+    totals["backward_flops"] = back + tree.outside_backward if backward else None
+    totals["called"] = len({step.path for step in tree.steps})
+
+
+def _add_up(steps: list[Step], rows: dict[str, Any], backward: bool) -> None:
+    """Give every module the FLOPs of all that was called in its calls; in a recursive one once."""
+    for step in reversed(steps):  # inner calls first
+        flops = step.all_flops = step.all_flops + step.flops
+        pulled = step.all_backward = step.all_backward + step.backward
+        row, parent = rows[step.path], step.parent
+        if parent is not None:
+            parent.all_flops += flops
+            parent.all_backward += pulled
+            if row.calls > 1 and step.path in parent.above():
+                continue
+        row.flops += flops
+        if backward:
+            row.backward_flops += pulled
 
 
 def _fill_times(

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from hookline.core.nested import map_leaves
+from hookline.core.tree import tensors_of
 from hookline.errors import BatchError
-from hookline.trials.runs import tensors_in
 
 __all__ = ["is_shape", "make_batch", "needs_whole_numbers", "refused_shapes"]
 
@@ -68,7 +68,11 @@ def make_batch(
 
 def _first(model: nn.Module) -> Tensor | None:
     """The first floating-point parameter or buffer."""
-    return next((tensor for tensor in tensors_in(model) if tensor.is_floating_point()), None)
+    for module in model.modules():  # not all of them: most often the first that has some will do
+        for _, tensor in tensors_of(module):
+            if tensor.is_floating_point():
+                return tensor
+    return None
 
 
 def _tensor(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensor:

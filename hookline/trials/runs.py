@@ -14,6 +14,7 @@ import copy
 import random
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager, suppress
+from operator import is_not
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -40,6 +41,7 @@ __all__ = [
 ]
 
 Mode = Literal["eval", "train"]
+_EMPTY: dict[str, Any] = {}
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, nn.Module)
 
 
@@ -104,10 +106,11 @@ def trial(*models: nn.Module, mode: Mode | None = None) -> Generator[None]:
     """
     walks = [walk(model) for model in models]
     modules = [module for steps in walks for _, module in steps]
-    training = [(module, module.training) for module in modules]
+    training = [module.training for module in modules]
     parameters = [p for module in modules for p in module._parameters.values() if p is not None]
-    flags = [(p, p.requires_grad, p.grad) for p in parameters]
-    tables = [(module._buffers, dict(module._buffers)) for module in modules]
+    required, grads = [p.requires_grad for p in parameters], [p.grad for p in parameters]
+    tables = [module._buffers for module in modules]
+    buffers = [dict(table) if table else _EMPTY for table in tables]
     with ExitStack() as stack:
         stack.enter_context(same_random_numbers(*models))
         for model, steps in zip(models, walks, strict=True):
@@ -120,17 +123,26 @@ def trial(*models: nn.Module, mode: Mode | None = None) -> Generator[None]:
                     model.train(mode == "train")
             yield
         finally:
-            for module, was in training:
-                if module.training != was:
-                    module.training = was
-            for parameter, required, grad in flags:
-                if parameter.requires_grad != required and parameter.is_leaf:
-                    parameter.requires_grad_(required)
-                if parameter.grad is not grad:
-                    parameter.grad = grad
-            for table, before in tables:
+            # Most often nothing has changed, and that is seen without a loop in Python.
+            if [module.training for module in modules] != training:
+                for module, was in zip(modules, training, strict=True):
+                    if module.training != was:
+                        module.training = was
+            if [p.requires_grad for p in parameters] != required:
+                _require(parameters, required)
+            if any(map(is_not, [p.grad for p in parameters], grads)):
+                for parameter, grad in zip(parameters, grads, strict=True):
+                    if parameter.grad is not grad:
+                        parameter.grad = grad
+            for table, before in zip(tables, buffers, strict=True):
                 if table or before:
                     _drop_new(table, before)
+
+
+def _require(parameters: list[nn.Parameter], required: list[bool]) -> None:
+    for parameter, was in zip(parameters, required, strict=True):
+        if parameter.requires_grad != was and parameter.is_leaf:
+            parameter.requires_grad_(was)
 
 
 def _drop_new(table: dict[str, Any], before: dict[str, Any]) -> None:

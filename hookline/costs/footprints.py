@@ -1,0 +1,77 @@
+"""What is kept of the values in a model while it runs: shapes, dtypes and bytes, no tensors.
+
+- `note(value)`: what is kept of a value; quick, as it is done between the calls of a model
+- `Footprint`: shapes, bytes and dtype of a value; `footprint_of(noted)`: made of what was kept
+- `is_plain(value)`: whether a value is one ordinary tensor, as most are
+- `size_of(tensor)`: its bytes
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from hookline.core.nested import leaves
+from hookline.core.tables import bytes_of
+from hookline.costs.summaries import shapes_of
+
+__all__ = ["Footprint", "footprint_of", "is_plain", "note", "size_of"]
+
+_PLAIN = (Tensor, nn.Parameter)
+
+
+class Footprint(NamedTuple):
+    """The shapes in a value, the bytes of its distinct tensors, the dtype of its first one."""
+
+    shapes: Any
+    bytes: int
+    dtype: str
+
+
+# Of one ordinary tensor its shape and dtype are kept as they are: text is made of them later.
+Noted = Footprint | tuple[torch.Size, torch.dtype]
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value is one ordinary tensor."""
+    return type(value) is Tensor and value.layout is torch.strided and not value.is_nested
+
+
+def size_of(tensor: Tensor) -> int:
+    """The bytes of a tensor; quickly, as most are plain."""
+    plain = type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_nested
+    return tensor.nbytes if plain else bytes_of(tensor)
+
+
+def note(value: Any) -> Noted:
+    """What is kept of a value.
+
+    >>> footprint_of(note((torch.zeros(2, 3), torch.zeros(4))))
+    Footprint(shapes=['(2, 3)', '(4,)'], bytes=40, dtype='float32')
+    """
+    if is_plain(value):
+        return value.shape, value.dtype
+    tensors = [tensor for _, tensor in leaves(value)]
+    distinct = {id(tensor): tensor for tensor in tensors}
+    size = sum([size_of(tensor) for tensor in distinct.values()])
+    return Footprint(shapes_of(value), size, _name(tensors[0].dtype) if tensors else "")
+
+
+def footprint_of(noted: Noted, known: dict[Any, Footprint] | None = None) -> Footprint:
+    """What was kept of a value, readable. Most tensors in a model are alike: see `known`."""
+    if isinstance(noted, Footprint):
+        return noted
+    found = None if known is None else known.get(noted)
+    if found is None:
+        shape, dtype = noted
+        found = Footprint(str(tuple(shape)), prod(shape) * dtype.itemsize, _name(dtype))
+        if known is not None:
+            known[noted] = found
+    return found
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
