@@ -1,0 +1,123 @@
+"""hookline, as in docs/all-of-hookline.md."""
+
+from __future__ import annotations
+
+import hookline as hl
+
+PACKAGE = "hookline"
+TITLE = "hookline"
+SOURCE = "docs/all-of-hookline.md"
+NOTES = {
+    "capture": "values are snapshots that no later in-place operation changes",
+    "to_disk": "one store, readable by any reader of safetensors",
+}
+ABSENT = {}
+
+
+def capture(model, names):
+    def run(*args, **kwargs):
+        with hl.capture(model, *names) as record:
+            model(*args, **kwargs)
+        return {name: record[name] for name in names}
+
+    return run
+
+
+def calls(model, names):
+    def run(*args, **kwargs):
+        with hl.capture(model, *names) as record:
+            model(*args, **kwargs)
+        return {name: record.calls(name) for name in names}
+
+    return run
+
+
+def inputs(model, name):
+    def run(*args, **kwargs):
+        with hl.capture(model, f"{name}:input") as record:
+            model(*args, **kwargs)
+        return record[f"{name}:input"]
+
+    return run
+
+
+def edit(model, name, change):
+    def run(*args, **kwargs):
+        with hl.edit(model, name, change):
+            return model(*args, **kwargs)
+
+    return run
+
+
+def gradient(model, name):
+    def run(*args, **kwargs):
+        with hl.capture(model, f"{name}:grad_output") as record:
+            model(*args, **kwargs).sum().backward()
+        return record[f"{name}:grad_output"]
+
+    return run
+
+
+def stop(model, name):
+    def run(*args, **kwargs):
+        with hl.capture(model, name, stop=True) as record:
+            model(*args, **kwargs)
+        return record[name]
+
+    return run
+
+
+def operation(model, name, function):
+    def run(*args, **kwargs):
+        with hl.capture(model, f"{name}/{function}") as record:
+            model(*args, **kwargs)
+        return record[f"{name}/{function}"]
+
+    return run
+
+
+def generate(model, names, steps):
+    def run(ids):
+        with hl.capture(model, *names) as record:
+            model.generate(ids, max_new_tokens=steps, min_new_tokens=steps, do_sample=False)
+        return {name: record.calls(name) for name in names}
+
+    return run
+
+
+def to_disk(model, names):
+    def run(batches, folder):
+        with hl.Store.create(folder) as store:
+            for batch in batches:
+                with hl.capture(model, *names, detach=True) as record:
+                    model(batch)
+                store.append(record)
+
+    run.read = lambda folder, name: hl.Store.open(folder)[name][:]
+    return run
+
+
+def edit_parameter(model, name, tensor):
+    def run(*args, **kwargs):
+        with hl.edit(model, name, tensor):
+            return model(*args, **kwargs)
+
+    return run
+
+
+def isolated(model, name):
+    def run(work):
+        with hl.capture(model, name) as record:
+            work()
+        return record.calls(name)
+
+    return run
+
+
+if hasattr(hl, "summarize"):
+
+    def summary(model):
+        return lambda *args: str(hl.summarize(model, *args))
+
+else:
+    ABSENT["summary"] = "this version has no summarize"
