@@ -9,7 +9,7 @@ does what is done at each use, so that the two are timed apart.
 |---|---|
 | `capture(model, names)` | `run(*args, **kwargs)` gives `{name: output}` |
 | `calls(model, names)` | the same with a list of the outputs of every call |
-| `inputs(model, name)` | the first argument of that module |
+| `inputs(model, name, keyword=None)` | the first argument of that module, or that one |
 | `edit(model, name, change)` | the output of the model with that module's output changed |
 | `gradient(model, name)` | the gradient of `model(…).sum()` at that module's output |
 | `stop(model, name)` | that module's output; nothing after it has run |
@@ -18,7 +18,7 @@ does what is done at each use, so that the two are timed apart.
 | `generate(model, names, steps)` | `run(ids)` gives a list of the outputs of every step |
 | `to_disk(model, names)` | `run(batches, folder)` writes; `run.read(folder, name)` reads all rows |
 | `edit_parameter(model, name, tensor)` | the model's output with that parameter replaced |
-| `isolated(model, name)` | `run(work)`: the outputs seen while `work()` runs; see probes.py |
+| `attached(model, name)` | an output that can be used in a loss; else `capture` is tried |
 """
 
 from __future__ import annotations

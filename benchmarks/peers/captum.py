@@ -11,7 +11,9 @@ from captum.attr import LayerActivation
 
 PACKAGE = "captum"
 TITLE = "captum"
-SOURCE = "captum.ai; docstrings of LayerActivation, AV and compute_layer_gradients_and_eval of 0.9.0"
+SOURCE = (
+    "captum.ai; docstrings of LayerActivation, AV and compute_layer_gradients_and_eval of 0.9.0"
+)
 NOTES = {
     "gradient": "compute_layer_gradients_and_eval, on which its layer methods stand",
     "to_disk": "AV.generate_dataset_activations, one torch.save a layer and batch",
@@ -24,7 +26,6 @@ ABSENT = {
     "summary": "none",
     "generate": "LayerActivation calls a forward, not generate",
     "edit_parameter": "none",
-    "isolated": "LayerActivation runs the model itself",
 }
 
 
@@ -39,7 +40,7 @@ def capture(model, names):
     return run
 
 
-def inputs(model, name):
+def inputs(model, name, keyword=None):
     layer = LayerActivation(model, model.get_submodule(name))
 
     def run(*args):
@@ -66,7 +67,9 @@ def to_disk(model, names):
         AV.generate_dataset_activations(folder, model, "model", list(names), batches)
 
     def read(folder, name):
-        files = sorted(Path(folder).glob(f"av/model/default/{name}/*.pt"), key=lambda f: int(f.stem))
+        files = sorted(
+            Path(folder).glob(f"av/model/default/{name}/*.pt"), key=lambda f: int(f.stem)
+        )
         return torch.cat([torch.load(file) for file in files])
 
     run.read = read

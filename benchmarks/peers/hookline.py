@@ -9,7 +9,8 @@ TITLE = "hookline"
 SOURCE = "docs/all-of-hookline.md"
 NOTES = {
     "capture": "values are snapshots that no later in-place operation changes",
-    "to_disk": "one store, readable by any reader of safetensors",
+    "to_disk": 'one store that any reader of safetensors opens; sync="never", since no other library here '
+    "forces its files onto the disk",
 }
 ABSENT = {}
 
@@ -32,7 +33,7 @@ def calls(model, names):
     return run
 
 
-def inputs(model, name):
+def inputs(model, name, keyword=None):
     def run(*args, **kwargs):
         with hl.capture(model, f"{name}:input") as record:
             model(*args, **kwargs)
@@ -87,11 +88,11 @@ def generate(model, names, steps):
 
 def to_disk(model, names):
     def run(batches, folder):
-        with hl.Store.create(folder) as store:
+        with hl.Store.create(folder, sync="never") as store:
             for batch in batches:
                 with hl.capture(model, *names, detach=True) as record:
                     model(batch)
-                store.append(record)
+                store.append({name: record[name] for name in names})
 
     run.read = lambda folder, name: hl.Store.open(folder)[name][:]
     return run
@@ -101,15 +102,6 @@ def edit_parameter(model, name, tensor):
     def run(*args, **kwargs):
         with hl.edit(model, name, tensor):
             return model(*args, **kwargs)
-
-    return run
-
-
-def isolated(model, name):
-    def run(work):
-        with hl.capture(model, name) as record:
-            work()
-        return record.calls(name)
 
     return run
 

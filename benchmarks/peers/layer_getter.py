@@ -18,7 +18,6 @@ ABSENT = {
     "generate": "it calls the model, not generate",
     "to_disk": "none",
     "edit_parameter": "none",
-    "isolated": "a getter runs the model itself",
 }
 
 

@@ -1,6 +1,6 @@
 """The models that the libraries are tried on.
 
-- `plain` the transformer of 163 modules of benchmarks/overhead.py, in a tiny and a larger size
+- `plain` the transformer of 163 modules of benchmarks/transformer.py, in a tiny and a larger size
 - `gpt2` a GPT-2 of transformers from a config, with random weights
 - `tokenizer` one for it, which some libraries ask for
 - `Residual` a model of three layers for the probes, which keeps what it returned
@@ -11,15 +11,15 @@ from __future__ import annotations
 import functools
 import tempfile
 
-import overhead
 import torch
+import transformer
 from torch import Tensor, nn
 
-LARGE = overhead.Size("1 MB", batch=8, length=128, width=256)
+LARGE = transformer.Size("1 MB", batch=8, length=128, width=256)
 GPT2_WIDTH, GPT2_WORDS = 32, 100
 
 
-def plain(size: overhead.Size = overhead.TINY) -> tuple[nn.Module, Tensor]:
+def plain(size: transformer.Size = transformer.TINY) -> tuple[nn.Module, Tensor]:
     model, batch = size.build()
     model.width = size.width  # tdhook must be told how wide a layer is
     return model.eval(), batch

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import nnsight
 from nnsight import NNsight, TransformersModel
 
 PACKAGE = "nnsight"
@@ -11,7 +10,6 @@ SOURCE = "README of 0.8.1; docstrings of tracer.cache, tracer.stop and backward.
 NOTES = {"capture": "tracer.cache; values are detached", "setup": "wrapping the model"}
 ABSENT = {
     "summary": "none", "to_disk": "none", "edit_parameter": "none for parameters",
-    "isolated": "a trace runs the model itself",
 }  # fmt: skip
 
 
@@ -49,14 +47,26 @@ def calls(model, names):
     return listed
 
 
-def inputs(model, name):
+def inputs(model, name, keyword=None):
     wrapped = wrap(model)
     module = wrapped.get(name)
 
     def run(*args, **kwargs):
         with wrapped.trace(*args, **kwargs):
-            value = module.input.save()
+            value = module.input.save() if keyword is None else module.inputs[1][keyword].save()
         return value
+
+    return run
+
+
+def attached(model, name):
+    wrapped = wrap(model)
+    module = wrapped.get(name)
+
+    def run(*args, **kwargs):
+        with wrapped.trace(*args, **kwargs):
+            value = module.output.save()
+        return {name: value}
 
     return run
 
@@ -125,6 +135,3 @@ def generate(model, names, steps):
         return {name: cached(cache, name) for name in names}
 
     return run
-
-
-assert nnsight.__version__

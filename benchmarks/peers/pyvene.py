@@ -25,7 +25,6 @@ ABSENT = {
     "summary": "none",
     "to_disk": "none for values; it saves interventions",
     "edit_parameter": "none",
-    "isolated": "an IntervenableModel runs the model itself",
 }
 
 
@@ -74,7 +73,7 @@ def calls(model, names):
     return run
 
 
-def inputs(model, name):
+def inputs(model, name, keyword=None):
     wrapped = collect(model, [name], "input")
 
     def run(*args, **kwargs):

@@ -64,7 +64,7 @@ def calls(model, names, work=None):
     return run
 
 
-def inputs(model, name):
+def inputs(model, name, keyword=None):
     def run(*args, **kwargs):
         kept = []
 
@@ -149,7 +149,3 @@ def to_disk(model, names):
 
     run.read = read
     return run
-
-
-def isolated(model, name):
-    return lambda work: calls(model, [name], work)()[name]

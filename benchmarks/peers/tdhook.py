@@ -53,14 +53,25 @@ def calls(model, names, work=None):
     return run
 
 
-def inputs(model, name):
-    target = whole(model, name, output_path=(0,))
+def inputs(model, name, keyword=None):
+    path, direction = ((0,), "fwd_pre") if keyword is None else ((1, keyword), "fwd_pre_kwargs")
+    target = whole(model, name, output_path=path)
 
     def run(*args, **kwargs):
         with HookSession(model) as session:
-            found = session.capture(target, direction="fwd_pre")
+            found = session.capture(target, direction=direction)
             model(*args, **kwargs)
         return found.values[0]
+
+    return run
+
+
+def attached(model, name):
+    def run(*args, **kwargs):
+        with HookSession(model) as session:
+            found = session.capture(whole(model, name), detach=False)
+            model(*args, **kwargs)
+        return {name: found.values[0]}
 
     return run
 
@@ -113,7 +124,3 @@ def edit_parameter(model, name, tensor):
             return model(*args, **kwargs)
 
     return run
-
-
-def isolated(model, name):
-    return lambda work: calls(model, [name], work)()[name]

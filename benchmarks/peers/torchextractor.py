@@ -55,7 +55,3 @@ def calls(model, names, work=None):
 def generate(model, names, steps):
     run = calls(model, names, model.generate)
     return lambda ids: run(ids, max_new_tokens=steps, min_new_tokens=steps, do_sample=False)
-
-
-def isolated(model, name):
-    return lambda work: calls(model, [name], work)()[name]

@@ -52,8 +52,3 @@ def generate(model, names, steps):
     manager = Manager(model, names, -1)
     settings = {"max_new_tokens": steps, "min_new_tokens": steps, "do_sample": False}
     return lambda ids: manager.each(model.generate, ids, **settings)
-
-
-def isolated(model, name):
-    manager = Manager(model, [name], -1)
-    return lambda work: manager.each(work)[name]

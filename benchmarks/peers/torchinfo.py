@@ -11,7 +11,7 @@ NOTES = {"summary": "shapes, parameters and multiply-adds; depth=10, to show all
 ABSENT = dict.fromkeys(
     (
         "capture", "calls", "inputs", "edit", "gradient", "stop", "operation", "generate",
-        "to_disk", "edit_parameter", "isolated",
+        "to_disk", "edit_parameter",
     ),
     "summaries only",
 )  # fmt: skip

@@ -15,11 +15,10 @@ NOTES = {
     "which its README names for tight loops, for all of them tl.trace",
     "edit": "tl.trace with intervene=",
     "stop": "tl.record with halt=",
-    "setup": "none, but torch's functions stay wrapped for the process after the first use",
+    "process": "torch's functions stay wrapped for the process after the first use",
 }
 ABSENT = {
     "edit_parameter": "none",
-    "isolated": "a trace runs the model itself",
     "inputs": "operations know their parents; there is no one way to ask for a module's argument",
 }
 MANY = 50
@@ -112,7 +111,10 @@ def generate(model, names, steps):
     def run(ids):
         settings = {"max_new_tokens": steps, "min_new_tokens": steps, "do_sample": False}
         log = tl.trace(model.generate, [ids], settings)
-        return {name: [call.out for call in log.modules[name].calls] for name in names}
+        return {
+            name: [call.out for call in log.modules[f"owner.{name}"].calls.values()]
+            for name in names
+        }
 
     return run
 

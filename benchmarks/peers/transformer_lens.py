@@ -21,7 +21,6 @@ ABSENT = {
     "summary": "none",
     "to_disk": "none",
     "edit_parameter": "none",
-    "isolated": "a bridge runs the model itself",
     "calls": "the cache keeps the last call of a hook point",
 }
 ROUNDING = True
