@@ -9,8 +9,8 @@ TITLE = "hookline"
 SOURCE = "docs/all-of-hookline.md"
 NOTES = {
     "capture": "values are snapshots that no later in-place operation changes",
-    "to_disk": 'one store that any reader of safetensors opens; sync="never", since no other library here '
-    "forces its files onto the disk",
+    "to_disk": "one store that any reader of safetensors opens; sync='never', since no other "
+    "library here forces its files onto the disk",
 }
 ABSENT = {}
 

@@ -113,7 +113,7 @@ def around(results: dict[str, Any]) -> list[str]:
         "import, s",
         "import, MB",
         "set up once, ms",
-        "bare model in its process",
+        "bare model there",
     ]
     return table(head, rows)
 
@@ -150,69 +150,51 @@ def left_out(results: dict[str, Any]) -> list[str]:
     return [f"- {name}: {plain(reason)}" for name, reason in found.items()]
 
 
+TIME = """\
+How long one use takes, as a multiple of the bare model's run: 1.00 is free. Fast runs (5th
+percentile) of all libraries, which took turns in one run. A use is what is done each time: asking,
+running the model, and reading every value by name. What a library does once (wrapping the model,
+adding hooks that stay) is not in it, but under "Around it". *raw hooks, again* is the same code in
+another process: its distance from *raw hooks* is the noise. Every answer was compared with that of
+hooks written by hand; one that is not the same is marked `wrong` and not timed. – means that the
+library does not offer it.
+
+The tensors of the plain model (a transformer of 163 modules) have 32 elements, so this is the worst
+case: nothing hides what a library adds. On a large model all of them come nearer to 1.
+"""
+
+MEMORY = """\
+How far the resident memory grows in one use, as a multiple of the bare model's run. Here every
+activation is 1 MB: 12 blocks or 161 modules that are kept take 12 or 161 MB.
+"""
+
+AROUND = """\
+What happens once: importing, beside torch, and setting up a capture of 12 blocks where that is apart
+from using it. The last column is the bare model's time in the process that uses the library, beside
+that in a clean one.
+"""
+
+FEATURES = """\
+Each cell is a small experiment (`benchmarks/peers/probes.py`), the same code for all. **silent** is a
+wrong value, or nothing, without a word. *no* is said aloud, or shows. – is not offered.
+"""
+
+
 def page(results: dict[str, Any]) -> str:
     where = results["machine"]
     kind = "A quick run, noisy: make no conclusions from it. " if results["quick"] else ""
-    lines = [
-        "# hookline beside other libraries",
-        "",
-        "Made by `make bench` (`benchmarks/side_by_side.py`); do not edit.",
+    place = (
         f"{kind}{where['date']}, {where['cpu']}, {where['cores']} cores, one thread, "
         f"{where['platform']}, Python {where['python']}, torch {where['torch']}; "
-        f"{results['minutes']:.1f} minutes.",
-        "",
-        "## Time",
-        "",
-        "How long one use takes, as a multiple of the bare model's run: 1.00 is free. Fast runs "
-        "(5th percentile) of all libraries, which took turns in one run. A use is what is done each "
-        "time: asking, running the model, and reading every value by name. What a library does once "
-        "(wrapping the model, adding hooks that stay) is not in it, but in the table after the next. "
-        "*raw hooks, again* is the same code in another process: its distance from *raw hooks* is "
-        "the noise. Every answer was compared with that of hooks written by hand; one that is not "
-        "the same is marked `wrong` and not timed. – means that the library does not offer it.",
-        "",
-        "The tensors of the plain model (a transformer of 163 modules) have 32 elements, so this is "
-        "the worst case: nothing hides what a library adds. On a large model all of them come "
-        "nearer to 1.",
-        "",
-        *times(results),
-        "",
-    ]
+        f"{results['minutes']:.1f} minutes."
+    )
+    lines = ["# hookline beside other libraries", ""]
+    lines += ["Made by `make bench` (`benchmarks/side_by_side.py`); do not edit.", place, ""]
+    lines += ["## Time", "", TIME, *times(results), ""]
     if results["memory"]:
-        lines += [
-            "## Memory",
-            "",
-            "How far the resident memory grows in one use, as a multiple of the bare model's run. "
-            "Here every activation is 1 MB: keeping 12 blocks or 161 modules must cost 12 or 161 MB, "
-            "a copy of each as much again.",
-            "",
-            *memory(results),
-            "",
-        ]
-    lines += [
-        "## Around it",
-        "",
-        "What happens once: importing (beside torch, and transformers where it is used), and setting "
-        "up a capture of 12 blocks where that is apart from using it. The last column is the bare "
-        "model's time in the process that uses the library, beside that in a clean one.",
-        "",
-        *around(results),
-        "",
-        "## What each does",
-        "",
-        "Each cell is a small experiment (`benchmarks/peers/probes.py`), the same code for all. "
-        "**silent** is a wrong value, or nothing, without a word. *no* is said aloud or shows. – is "
-        "not offered.",
-        "",
-        *features(results),
-        "",
-        "## How each was used",
-        "",
-        *remarks(results),
-        "",
-        "Looked at and left out:",
-        "",
-        *left_out(results),
-        "",
-    ]
+        lines += ["## Memory", "", MEMORY, *memory(results), ""]
+    lines += ["## Around it", "", AROUND, *around(results), ""]
+    lines += ["## What each does", "", FEATURES, *features(results), ""]
+    lines += ["## How each was used", "", *remarks(results), ""]
+    lines += ["Looked at and left out:", "", *left_out(results), ""]
     return "\n".join(lines)

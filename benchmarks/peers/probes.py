@@ -12,13 +12,11 @@ no silence: where the right value cannot be had, telling so is better than a wro
 from __future__ import annotations
 
 import gc
-import threading
 import warnings
 from collections.abc import Callable
 from types import ModuleType
 
 import torch
-from torch import nn
 
 from peers import models, raw
 
@@ -63,94 +61,6 @@ def home(peer: ModuleType):
 
 def logits(output):
     return getattr(output, "logits", output)
-
-
-# Models that are awkward in one way each.
-
-
-class InPlace(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.width = 4
-        self.first = nn.Linear(4, 4)
-        self.activation = nn.ReLU(inplace=True)
-
-    def forward(self, x):
-        return self.activation(self.first(x))
-
-
-class Recurrent(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.width = 4
-        self.lstm = nn.LSTM(4, 4, batch_first=True)
-
-    def forward(self, x):
-        return self.lstm(x)[0]
-
-
-class Thrice(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.width = 4
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, x):
-        return self.layer(self.layer(self.layer(x)))
-
-
-class Keyword(nn.Module):
-    """A layer that is called with a keyword argument only."""
-
-    class Inner(nn.Linear):
-        def forward(self, *, x):
-            return super().forward(x)
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.width = 4
-        self.inner = self.Inner(4, 4)
-
-    def forward(self, x):
-        return self.inner(x=x * 2)
-
-
-class Meddled(nn.Module):
-    """Another thread uses the same layer while the model runs."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.width = 4
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, x):
-        y = self.layer(x)
-        other = threading.Thread(target=self.layer, args=(x + 1,))
-        other.start()
-        other.join()
-        return y
-
-
-class Failure(Exception):
-    pass
-
-
-class Failing(nn.Module):
-    def forward(self, x):
-        raise Failure("on purpose")
-
-
-class Counting(nn.Linear):
-    ran = 0
-
-    def forward(self, x):
-        Counting.ran += 1
-        return super().forward(x)
 
 
 # What is kept.
@@ -294,7 +204,9 @@ def compiled(peer):
     expected = model.first(x).detach()
     fast = torch.compile(model, backend="eager")
     fast.width = model.width
-    fast(x)
+    for with_gradients in (True, False):  # else a library that turns them off has it compiled anew
+        with torch.set_grad_enabled(with_gradients):
+            fast(x)
     try:
         run, name = capture(fast, ["first"]), "first"
     except (LookupError, AttributeError):
@@ -459,11 +371,13 @@ def model_untouched(peer):
     for name, then in before.items():
         now = after[name]
         if then[4] != now[4]:
-            return "silent", "requires_grad of its parameters is off"
+            return "no", "requires_grad of its parameters is off"
         if then[3] != now[3]:
-            return "silent", f"attributes are new: {', '.join(sorted(set(now[3]) - set(then[3])))}"
-        if then[:3] != now[:3]:
-            return "silent", "modules were replaced, or their mode"
+            return "no", f"attributes are new: {', '.join(sorted(set(now[3]) - set(then[3])))}"
+        if then[2] != now[2]:
+            return "no", "training became evaluation mode"
+        if then[:2] != now[:2]:
+            return "no", "modules were replaced"
     return "yes", ""
 
 

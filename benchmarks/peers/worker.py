@@ -50,6 +50,7 @@ def torch_functions() -> dict[tuple[str, str], object]:
         for name, value in vars(owner).items()
         if callable(value)
     }
+    del found["torch", "manual_seed"]  # torch replaces it itself when its compiler is imported
     return found | {("sys", "excepthook"): sys.excepthook}
 
 
@@ -73,10 +74,13 @@ class Session:
         self.uses: dict[str, Any] = {}
 
     def hello(self) -> dict[str, Any]:
-        package = self.peer.PACKAGE
+        try:
+            version = importlib.metadata.version(self.peer.PACKAGE)
+        except importlib.metadata.PackageNotFoundError:  # imported from the tree
+            version = "not installed"
         return {
             **self.imported,
-            "version": importlib.metadata.version(package),
+            "version": version,
             **{key: getattr(self.peer, key.upper()) for key in ("title", "source", "notes")},
         }
 
@@ -241,12 +245,14 @@ class Worker:
             "MALLOC_MMAP_THRESHOLD_": "65536",  # freed tensors go back to the system at once
             "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent)]),
         }
-        self.log = tempfile.NamedTemporaryFile("w+")
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", f"from peers.worker import serve; serve({name!r})"],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True,
-            env=environment,
-        )  # fmt: skip
+        self.folder = tempfile.TemporaryDirectory()
+        self.log = Path(self.folder.name, "log")
+        command = [sys.executable, "-c", f"from peers.worker import serve; serve({name!r})"]
+        pipe = subprocess.PIPE
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                command, stdin=pipe, stdout=pipe, stderr=log, text=True, env=environment
+            )
 
     def ask(self, do: str, *, within: float = 300, **request: Any) -> dict[str, Any]:
         self.send(do, **request)
@@ -270,9 +276,7 @@ class Worker:
 
     def reason(self) -> str:
         """The last line of what the process said."""
-        if self.log.closed:
-            return "its process ended"
-        lines = Path(self.log.name).read_text().strip().splitlines()
+        lines = self.log.read_text().strip().splitlines()
         return lines[-1][:200] if lines else "its process ended"
 
     def close(self) -> None:
@@ -280,4 +284,4 @@ class Worker:
             self.process.stdin.close()
         self.process.kill()
         self.process.wait()
-        self.log.close()
+        self.folder.cleanup()
