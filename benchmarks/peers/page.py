@@ -170,13 +170,13 @@ activation is 1 MB: 12 blocks or 161 modules that are kept take 12 or 161 MB.
 
 AROUND = """\
 What happens once: importing, beside torch, and setting up a capture of 12 blocks where that is apart
-from using it. The last column is the bare model's time in the process that uses the library, beside
-that in a clean one.
+from using it. The last column is the bare model's time in the process that uses the library, as a
+multiple of that in a clean one.
 """
 
 FEATURES = """\
-Each cell is a small experiment (`benchmarks/peers/probes.py`), the same code for all. **silent** is a
-wrong value, or nothing, without a word. *no* is said aloud, or shows. – is not offered.
+Each cell is a small experiment (`benchmarks/peers/probes.py`), the same code for all. **silent** is
+a wrong value, or nothing, without a word. *no* is said aloud, or shows. – is not offered.
 """
 
 

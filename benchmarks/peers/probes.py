@@ -19,6 +19,16 @@ from types import ModuleType
 import torch
 
 from peers import models, raw
+from peers.awkward import (
+    Counting,
+    Failing,
+    Failure,
+    InPlace,
+    Keyword,
+    Meddled,
+    Recurrent,
+    Thrice,
+)
 
 Verdict = tuple[str, str]
 PROBES: dict[str, Callable[[ModuleType], Verdict]] = {}
@@ -319,6 +329,12 @@ def hooks_on(model):
     return sum(len(getattr(module, kind)) for module in model.modules() for kind in kinds)
 
 
+def tidy(run):
+    """Clean up as the documentation says, where it says that one must."""
+    if hasattr(run, "close"):
+        run.close()
+
+
 @probe("no hook is left when the model raises, and the error is the model's own")
 def no_hook_left(peer):
     capture = verb(peer, "capture")
@@ -335,6 +351,7 @@ def no_hook_left(peer):
         other = f"the error is another one: {said(error)}"
     else:
         other = "the error does not come out"
+    tidy(run)
     del run
     gc.collect()
     left = hooks_on(model)
@@ -363,6 +380,7 @@ def model_untouched(peer):
     before = state_of(model)
     run = capture(model, ["first", "middle"])
     run(x)
+    tidy(run)
     del run
     gc.collect()
     after = state_of(model)

@@ -20,35 +20,36 @@ ABSENT = {
 }
 
 
-class Manager:
-    """The hooks live as long as this does, as with a HookManager."""
-
-    def __init__(self, model, names, max_size):
-        self.model, self.names = model, names
-        self.manager = HookManager(model, max_size=max_size)
-        for name in names:
-            self.manager.add(layer_name=name)
-
-    def one(self, *args, **kwargs):
-        self.model(*args, **kwargs)
-        return {name: self.manager.get(name)[0] for name in self.names}
-
-    def each(self, work, *args, **kwargs):
-        self.manager.clear_features()
-        work(*args, **kwargs)
-        return {name: list(self.manager.get(name)) for name in self.names}
+def manage(model, names, max_size):
+    manager = HookManager(model, max_size=max_size)
+    for name in names:
+        manager.add(layer_name=name)
+    return manager
 
 
 def capture(model, names):
-    return Manager(model, names, 1).one
+    manager = manage(model, names, 1)
+
+    def run(*args, **kwargs):
+        model(*args, **kwargs)
+        return {name: manager.get(name)[0] for name in names}
+
+    run.close = manager.clear_hooks  # "Important!"
+    return run
 
 
-def calls(model, names):
-    manager = Manager(model, names, -1)
-    return lambda *args, **kwargs: manager.each(model, *args, **kwargs)
+def calls(model, names, work=None):
+    manager = manage(model, names, -1)
+
+    def run(*args, **kwargs):
+        manager.clear_features()
+        (work or model)(*args, **kwargs)
+        return {name: list(manager.get(name)) for name in names}
+
+    run.close = manager.clear_hooks
+    return run
 
 
 def generate(model, names, steps):
-    manager = Manager(model, names, -1)
-    settings = {"max_new_tokens": steps, "min_new_tokens": steps, "do_sample": False}
-    return lambda ids: manager.each(model.generate, ids, **settings)
+    run = calls(model, names, model.generate)
+    return lambda ids: run(ids, max_new_tokens=steps, min_new_tokens=steps, do_sample=False)

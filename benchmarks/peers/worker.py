@@ -159,6 +159,8 @@ class Session:
                 verdict, reason = PROBES[title](self.peer)
             except (Absent, NotImplementedError) as error:
                 verdict, reason = "absent", str(error)
+            except NameError:
+                raise  # our own mistake
             except Exception as error:
                 verdict, reason = "no", said(error)
             return {"verdict": verdict, "reason": reason}
@@ -284,4 +286,5 @@ class Worker:
             self.process.stdin.close()
         self.process.kill()
         self.process.wait()
+        self.process.stdout.close()
         self.folder.cleanup()
