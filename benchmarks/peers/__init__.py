@@ -3,7 +3,7 @@
 One file a library. It names what it is (`PACKAGE`, `SOURCE`: where the use was read), what is to be
 known about its numbers (`NOTES`), why it does not do the rest (`ABSENT`), and defines some of these
 functions. Each does what is done once (wrapping the model, say) and returns a function `run` that
-does what is done at each use, so that the two are timed apart. `run.close()`, where there is one, is
+does what is done at each use; the two are timed apart. `run.close()`, where there is one, is
 the cleaning up that the documentation asks for.
 
 | function | `run` |

@@ -169,8 +169,8 @@ activation is 1 MB: 12 blocks or 161 modules that are kept take 12 or 161 MB.
 """
 
 AROUND = """\
-What happens once: importing, beside torch, and setting up a capture of 12 blocks where that is apart
-from using it. The last column is the bare model's time in the process that uses the library, as a
+What happens once: importing, beside torch, and setting up a capture of 12 blocks if it is not
+part of a use. The last column is the bare model's time in the process that uses the library, as a
 multiple of that in a clean one.
 """
 
