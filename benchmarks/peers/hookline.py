@@ -8,16 +8,27 @@ PACKAGE = "hookline"
 TITLE = "hookline"
 SOURCE = "docs/all-of-hookline.md"
 NOTES = {
-    "capture": "values are snapshots that no later in-place operation changes",
+    "capture": "`blocks.*` and `**`; values are snapshots that no later in-place operation changes",
     "to_disk": "one store that any reader of safetensors opens; sync='never', since no other "
     "library here forces its files onto the disk",
 }
 ABSENT = {}
+MANY = 50
+
+
+def where(names):
+    """The places as one would write them: all modules, a row of numbered ones, or their names."""
+    if len(names) > MANY:
+        return ["**"]
+    rows = {name.rpartition(".")[0] for name in names if name.rpartition(".")[2].isdigit()}
+    return [f"{row}.*" for row in rows] if len(rows) == 1 and len(names) > 1 else names
 
 
 def capture(model, names):
+    places = where(names)
+
     def run(*args, **kwargs):
-        with hl.capture(model, *names) as record:
+        with hl.capture(model, *places) as record:
             model(*args, **kwargs)
         return {name: record[name] for name in names}
 
@@ -78,8 +89,10 @@ def operation(model, name, function):
 
 
 def generate(model, names, steps):
+    places = where(names)
+
     def run(ids):
-        with hl.capture(model, *names) as record:
+        with hl.capture(model, *places) as record:
             model.generate(ids, max_new_tokens=steps, min_new_tokens=steps, do_sample=False)
         return {name: record.calls(name) for name in names}
 
@@ -87,10 +100,12 @@ def generate(model, names, steps):
 
 
 def to_disk(model, names):
+    places = where(names)
+
     def run(batches, folder):
         with hl.Store.create(folder, sync="never") as store:
             for batch in batches:
-                with hl.capture(model, *names, detach=True) as record:
+                with hl.capture(model, *places) as record:
                     model(batch)
                 store.append({name: record[name] for name in names})
 

@@ -14,7 +14,7 @@ PACKAGE = "tdhook"
 TITLE = "tdhook"
 SOURCE = "README; docstrings of ActivationCaching, SteeringVectors and HookSession of 0.3.0"
 NOTES = {
-    "capture": "ActivationCaching with a regular expression",
+    "capture": "ActivationCaching with `blocks\\.\\d+$` and `.*`",
     "calls": "HookSession; a Target is told how wide the layer is",
     "stop": "HookSession.stop",
 }
@@ -23,6 +23,7 @@ ABSENT = {
     "summary": "none",
     "to_disk": "a memory-mapped cache of fixed keys holds one batch",
 }
+MANY = 50
 
 
 def whole(model, name, kind="activation", **options):
@@ -31,8 +32,8 @@ def whole(model, name, kind="activation", **options):
 
 
 def capture(model, names):
-    pattern = "(?:" + "|".join(re.escape(name) for name in names) + ")$"
-    caching = ActivationCaching(pattern)
+    forms = {re.sub(r"\d+", r"\\d+", re.escape(name)) for name in names}
+    caching = ActivationCaching(".*" if len(names) > MANY else f"(?:{'|'.join(forms)})$")
 
     def run(x):
         with caching.prepare(model) as hooked:
