@@ -124,7 +124,7 @@ def edit_parameter(model, name, tensor):
 if hasattr(hl, "summarize"):
 
     def summary(model):
-        return lambda *args: str(hl.summarize(model, *args))
+        return lambda *args: hl.summarize(model, *args).show(depth=10)
 
 else:
     ABSENT["summary"] = "this version has no summarize"
