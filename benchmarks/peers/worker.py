@@ -72,6 +72,7 @@ class Session:
         }
         self.works: dict[str, Any] = {}
         self.uses: dict[str, Any] = {}
+        self.took: dict[str, float] = {}
 
     def hello(self) -> dict[str, Any]:
         try:
@@ -93,12 +94,15 @@ class Session:
         found = next(one for one in TASKS if one.name == task)
         if not hasattr(self.peer, found.verb):
             return {"verdict": "absent", "reason": self.peer.ABSENT.get(found.verb, "none")}
-        start = time.perf_counter()
         try:
             with torch.no_grad():
                 work = found.build(self.peer, False)
             with torch.set_grad_enabled(work.gradients):
-                right = work.right(work.make()())
+                use = work.make()
+                start = time.perf_counter()
+                answer = use()
+                took = time.perf_counter() - start
+                right = work.right(answer)
                 start = time.perf_counter()
                 use = work.make()
                 setup = time.perf_counter() - start
@@ -110,8 +114,8 @@ class Session:
             return {"verdict": "error", "reason": said(error)}
         if not right:
             return {"verdict": "wrong", "reason": "not what raw hooks give"}
-        self.works[task], self.uses[task] = work, use
-        return {"verdict": "right", "reason": "", "setup": setup}
+        self.works[task], self.uses[task], self.took[task] = work, use, took
+        return {"verdict": "right", "reason": "", "setup": setup, "took": took}
 
     def time(self, task: str, seconds: float) -> dict[str, Any]:
         """Run the bare model and the use in turn, for about that long."""
@@ -121,8 +125,8 @@ class Session:
         work, use, clock = self.works[task], self.uses[task], time.perf_counter_ns
         bare, used, end = [], [], time.perf_counter() + seconds
         with no_garbage_collection(), torch.set_grad_enabled(work.gradients):
-            for run in (work.bare, use) if seconds > 0.02 else ():  # caches are cold after a pause
-                run()
+            for run in (work.bare, use) if self.took[task] < seconds else ():
+                run()  # caches are cold after a pause
             while not used or time.perf_counter() < end:
                 start = clock()
                 work.bare()
