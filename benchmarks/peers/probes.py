@@ -219,7 +219,7 @@ def compiled(peer):
             fast(x)
     try:
         run, name = capture(fast, ["first"]), "first"
-    except (LookupError, AttributeError):
+    except (LookupError, AttributeError, ValueError):
         name = "_orig_mod.first"
         run = capture(fast, [name])
     try:

@@ -40,7 +40,7 @@ def wrap(model, places):
 
 def asked(model, args, kwargs):
     """Its input is a dict of keyword arguments."""
-    names = list(inspect.signature(model.forward).parameters)
+    names = list(inspect.signature(getattr(model, "_orig_mod", model).forward).parameters)
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 

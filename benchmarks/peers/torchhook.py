@@ -7,7 +7,7 @@ from torchhook import HookManager
 PACKAGE = "TorchHook"
 TITLE = "TorchHook"
 SOURCE = "README of 0.2.7"
-NOTES = {"capture": "values are detached copies on the CPU", "setup": "adding the hooks"}
+NOTES = {"capture": "values are detached, on the CPU", "setup": "adding the hooks"}
 ABSENT = {
     "inputs": "outputs only",
     "edit": "a custom hook can, but its result is kept instead of passed on",
