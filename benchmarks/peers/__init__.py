@@ -19,6 +19,7 @@ the cleaning up that the documentation asks for.
 | `generate(model, names, steps)` | `run(ids)` gives a list of the outputs of every step |
 | `to_disk(model, names)` | `run(batches, folder)` writes; `run.read(folder, name)` reads all rows |
 | `edit_parameter(model, name, tensor)` | the model's output with that parameter replaced |
+| `nested(model, name)` | an output of several tensors, if `capture` is not for that |
 | `attached(model, name)` | an output that can be used in a loss; else `capture` is tried |
 """
 

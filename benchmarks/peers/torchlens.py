@@ -14,7 +14,7 @@ NOTES = {
     "capture": "does much more: every operation with its metadata; for a few modules tl.record, "
     "which its README names for tight loops, for all of them tl.trace",
     "edit": "tl.trace with intervene=",
-    "stop": "tl.record with halt=",
+    "stop": "tl.trace with halt=; with tl.record the rest of the model runs",
     "process": "torch's functions stay wrapped for the process after the first use",
 }
 ABSENT = {
@@ -22,6 +22,7 @@ ABSENT = {
     "inputs": "operations know their parents; there is no one way to ask for a module's argument",
 }
 MANY = 50
+FORKS = False  # it refuses to work in a forked process
 
 
 def selector(names):
@@ -59,6 +60,22 @@ def calls(model, names):
     return run
 
 
+def nested(model, name):
+    def run(*args, **kwargs):
+        return {name: tl.trace(model, args, kwargs or None).modules[name].outs}
+
+    return run
+
+
+def attached(model, name):
+    options = tl.options.CaptureOptions(backward_ready=True)
+
+    def run(*args, **kwargs):
+        return {name: tl.trace(model, args, kwargs or None, capture=options).modules[name].out}
+
+    return run
+
+
 def edit(model, name, change):
     def act(value, *args, **kwargs):
         return change(value)
@@ -87,8 +104,8 @@ def stop(model, name):
     where = tl.module(name)
 
     def run(*args, **kwargs):
-        recording = tl.record(model, args, kwargs or None, save=where, halt=where)
-        return recorded(recording, name)[0]
+        log = tl.trace(model, args, kwargs or None, save=where, halt=where)
+        return log[log.output_layers[0]].out
 
     return run
 
