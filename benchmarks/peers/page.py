@@ -170,9 +170,9 @@ returned).
 """
 
 AROUND = """\
-What happens once: importing, beside torch, and setting up a capture of 12 blocks if it is not
-part of a use. The last column is the bare model's time in the process that uses the library, as a
-multiple of that in a clean one.
+What happens once: importing, beside torch (some import more at the first use), and setting up a
+capture of 12 blocks if it is not part of a use. The last column is the bare model's time in the
+process that uses the library, as a multiple of that in a clean one.
 """
 
 FEATURES = """\

@@ -29,6 +29,7 @@ from peers.awkward import (
     Recurrent,
     Thrice,
 )
+from peers.witnesses import flat, hooks_on, state_of, tidy
 
 Verdict = tuple[str, str]
 PROBES: dict[str, Callable[[ModuleType], Verdict]] = {}
@@ -128,13 +129,6 @@ def usable_in_a_loss(peer):
     (gradient,) = torch.autograd.grad(found.square().sum(), weight)
     (expected,) = torch.autograd.grad(model.first(x).square().sum(), weight)
     return ("yes", "") if torch.allclose(gradient, expected) else ("silent", "wrong gradient")
-
-
-def flat(value):
-    """The tensors in tuples and lists."""
-    if isinstance(value, (tuple, list)):
-        return [tensor for part in value for tensor in flat(part)]
-    return [value]
 
 
 @probe("nested outputs (an LSTM's) are kept whole")
@@ -332,17 +326,6 @@ def stopped(peer):
 # What is left behind.
 
 
-def hooks_on(model):
-    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return sum(len(getattr(module, kind)) for module in model.modules() for kind in kinds)
-
-
-def tidy(run):
-    """Clean up as the documentation says, where it says that one must."""
-    if hasattr(run, "close"):
-        run.close()
-
-
 @probe("no hook is left when the model raises, and the error is the model's own")
 def no_hook_left(peer):
     capture = verb(peer, "capture")
@@ -366,17 +349,6 @@ def no_hook_left(peer):
     if left:
         return "silent", f"{left} left, which act in later runs"
     return ("no", other) if other else ("yes", "")
-
-
-def state_of(model):
-    """All that a library could have changed on a model, but for values."""
-    return {
-        name: (
-            id(module), type(module), module.training, sorted(set(vars(module)) - {"config"}),
-            [(key, id(p), p.requires_grad) for key, p in module.named_parameters(recurse=False)],
-        )
-        for name, module in model.named_modules()
-    }  # fmt: skip
 
 
 @probe("the model is as it was: modules, attributes, flags, hooks")

@@ -15,8 +15,8 @@ TITLE = "tdhook"
 SOURCE = "README; docstrings of ActivationCaching, SteeringVectors and HookSession of 0.3.0"
 NOTES = {
     "capture": "ActivationCaching with `blocks\\.\\d+$` and `.*`",
-    "calls": "HookSession, which keeps clones; a Target is told how wide a layer is, and can name one "
-    "part of a nested output",
+    "calls": "HookSession, which keeps clones; a Target is told how wide a layer is, and can "
+    "name one part of a nested output",
     "stop": "HookSession.stop",
 }
 ABSENT = {
