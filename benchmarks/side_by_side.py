@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import sys
 import time
@@ -181,7 +182,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     chosen = arguments.only or list(peers.ALL)
-    begin = time.perf_counter()
+    begin, load = time.perf_counter(), os.getloadavg()[0]
     comparison = Comparison(["raw", *(name for name in chosen if name != "raw")])
     try:
         say("importing")
@@ -200,7 +201,7 @@ def main() -> None:
         comparison.close()
     results = comparison.results()
     results["minutes"] = (time.perf_counter() - begin) / 60
-    results["quick"] = arguments.quick
+    results["quick"], results["load"] = arguments.quick, load
     (HERE / "results").mkdir(exist_ok=True)
     stored = HERE / "results" / "side_by_side.json"
     if Path(arguments.page) == HERE / "RESULTS.md":

@@ -120,7 +120,7 @@ def results():
     timed = {"ratio": 1.234, "own_bare": 1.0, "setup_ms": 3.0}
     wrong = {"verdict": "wrong", "reason": "not what raw hooks give"}
     return {
-        "machine": machine, "quick": False, "minutes": 7.5, "missing": {"x": "gone"},
+        "machine": machine, "quick": False, "minutes": 7.5, "load": 0.1, "missing": {"x": "gone"},
         "left_out": LEFT_OUT, "peers": {"raw": peer},
         "bare_ms": {task.name: 1.0 for task in TASKS},
         "verdicts": {"raw": {"all": wrong}}, "times": {"raw": {"blocks": timed}},

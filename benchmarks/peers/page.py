@@ -187,7 +187,7 @@ def page(results: dict[str, Any]) -> str:
     place = (
         f"{kind}{where['date']}, {where['cpu']}, {where['cores']} cores, one thread, "
         f"{where['platform']}, Python {where['python']}, torch {where['torch']}; "
-        f"{results['minutes']:.1f} minutes."
+        f"{results['minutes']:.1f} minutes; load average before it {results['load']:.1f}."
     )
     lines = ["# hookline beside other libraries", ""]
     lines += ["Made by `make bench` (`benchmarks/side_by_side.py`); do not edit.", place, ""]

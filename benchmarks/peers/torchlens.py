@@ -14,6 +14,8 @@ NOTES = {
     "capture": "does much more: every operation with its metadata; for a few modules tl.record, "
     "which its README names for tight loops, for all of them tl.trace",
     "edit": "tl.trace with intervene=",
+    "gradient": "save_grads=True keeps those of every operation; with a selector it is faster, and "
+    "wrong without a word where an in-place operation follows",
     "stop": "tl.trace with halt=; with tl.record the rest of the model runs",
     "process": "torch's functions stay wrapped for the process after the first use",
 }
@@ -90,7 +92,7 @@ def edit(model, name, change):
 
 
 def gradient(model, name):
-    options = tl.options.CaptureOptions(save_grads=tl.module(name))
+    options = tl.options.CaptureOptions(save_grads=True)
 
     def run(*args, **kwargs):
         log = tl.trace(model, args, kwargs or None, capture=options)
