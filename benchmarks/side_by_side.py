@@ -192,7 +192,7 @@ def main() -> None:
         if arguments.quick:
             comparison.race(rounds=3, slot=0.03, limit=1.0)
         else:
-            comparison.race(rounds=20, slot=0.08, limit=5.0)
+            comparison.race(rounds=16, slot=0.08, limit=3.0)
             say("memory")
             comparison.measure_memory()
         say("probes")
