@@ -15,7 +15,7 @@ import torch
 import transformer
 from torch import Tensor, nn
 
-LARGE = transformer.Size("1 MB", batch=8, length=128, width=256)
+LARGE = transformer.Size("1 MB", batch=32, length=128, width=64)
 GPT2_WIDTH, GPT2_WORDS = 32, 100
 
 
