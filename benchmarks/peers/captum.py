@@ -15,8 +15,8 @@ SOURCE = (
     "captum.ai; docstrings of LayerActivation, AV and compute_layer_gradients_and_eval of 0.9.0"
 )
 NOTES = {
-    "gradient": "compute_layer_gradients_and_eval, on which its layer methods stand; the backward ends at "
-    "the layer, which is less work than the bare model's whole one",
+    "gradient": "compute_layer_gradients_and_eval, on which its layer methods stand; its backward "
+    "ends at the layer, which is less work than the bare model's whole one",
     "to_disk": "AV.generate_dataset_activations, one torch.save a layer and batch",
 }
 ABSENT = {
