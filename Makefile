@@ -5,11 +5,15 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 TORCH  := $(shell grep '^torch==' constraints.txt)
-PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
+PIP.line := python -m pip install -qq --disable-pip-version-check -c constraints.txt
+PIP    := $(BIN)/$(PIP.line)
 
 # Libraries that hookline.compat is compared with, as they are: without what they depend on, and
 # whichever Python they were made for.
 ORIGINALS.test := torch-tuner
+
+# Where the libraries live that hookline is compared with; `make bench BENCH=--quick` is shorter.
+PEERS := .bench-venv
 
 # Two test processes with one torch thread each are faster than one process with two.
 WORKERS ?= 2
@@ -18,10 +22,11 @@ PYTEST  := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all check bench docs frontend frontend-check clean
+.PHONY: help demo test test-all check bench bench-setup bench-overhead docs clean
 .NOTPARALLEL:
 
 help: ## list the targets
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1@\2/p' Makefile | awk -F@ '{ printf "%-16s %s\n", $$1, $$2 }'
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1@\2/p' Makefile | awk -F@ '{ printf "%-20s %s\n", $$1, $$2 }'
 
 demo: $(VENV)/.has-demo ## train a small CNN, look inside it, change it, put it back
 	@echo "==> running hookline/demo.py"
@@ -43,7 +48,13 @@ check: $(VENV)/.has-check ## ruff and pyright
 	@echo "==> pyright"
 	@PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright
 
-bench: $(VENV)/.has-demo ## measure the cost of hookline against hooks written by hand
+bench: bench-setup ## hookline beside other libraries, eight minutes: benchmarks/RESULTS.md
+	@echo "==> running benchmarks/side_by_side.py"
+	@$(PEERS)/bin/python benchmarks/side_by_side.py $(BENCH)
+
+bench-setup: $(PEERS)/.ready ## install those libraries, into an environment of their own
+
+bench-overhead: $(VENV)/.has-demo ## measure the cost of hookline against hooks written by hand
 	@echo "==> running benchmarks/overhead.py"
 	@$(BIN)/python benchmarks/overhead.py
 
@@ -71,6 +82,9 @@ frontend-check:
 clean: ## delete .venv, caches and everything that was built
 	@echo "==> deleting $(VENV), site/, dist/ and caches"
 	@rm -rf $(VENV) frontend/node_modules site dist .pytest_cache .ruff_cache .hypothesis
+clean: ## delete both environments, caches and everything that was built
+	@echo "==> deleting $(VENV), $(PEERS), site/, dist/ and caches"
+	@rm -rf $(VENV) $(PEERS) site dist .pytest_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
@@ -89,6 +103,14 @@ $(VENV)/.has-%: pyproject.toml constraints.txt | $(BIN)/python
 	@$(PIP) hatchling editables
 	@$(PIP) --no-build-isolation $(TORCH) -e '.[$*]'
 	@$(if $(ORIGINALS.$*),$(PIP) --no-deps --ignore-requires-python $(TORCH) $(ORIGINALS.$*))
+	@touch $@
+
+# torch stands on the same line, so that no library brings another one; and none brings torchvision.
+$(PEERS)/.ready: benchmarks/peers/requirements.txt constraints.txt pyproject.toml | $(BIN)/python
+	@echo "==> installing the libraries of the comparison into $(PEERS) (several minutes)"
+	@$(BIN)/python -m venv $(PEERS)
+	@$(PEERS)/bin/$(PIP.line) $(TORCH) hatchling editables -r benchmarks/peers/requirements.txt
+	@$(PEERS)/bin/$(PIP.line) --no-build-isolation --no-deps -e .
 	@touch $@
 
 # The page is tested in Debian's Chromium. Where there is no apt, those tests are skipped.

@@ -17,9 +17,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from overhead import Size
 from timing import Race, machine
 from torch import Tensor, nn
+from transformer import Size
 
 import hookline as hl
 

@@ -26,95 +26,13 @@ from pathlib import Path
 import torch
 from timing import Race, Ratio, machine
 from torch import Tensor, nn
+from transformer import LARGE, TINY, Size
 
 import hookline as hl
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).resolve().parent / "results" / "overhead.json"
 
-
-# The model: 163 modules, 162 of which have a forward.
-
-
-class Attention(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.query = nn.Linear(width, width)
-        self.key = nn.Linear(width, width)
-        self.value = nn.Linear(width, width)
-        self.out = nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        mixed = nn.functional.scaled_dot_product_attention(
-            self.query(x), self.key(x), self.value(x)
-        )
-        return self.out(mixed)
-
-
-class GatedMLP(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.gate = nn.Linear(width, width)
-        self.activation = nn.SiLU()
-        self.up = nn.Linear(width, width)
-        self.down = nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.activation(self.gate(x)) * self.up(x))
-
-
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm1 = nn.LayerNorm(width)
-        self.attention = Attention(width)
-        self.norm2 = nn.LayerNorm(width)
-        self.mlp = GatedMLP(width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.norm1(x))
-        return x + self.mlp(self.norm2(x))
-
-
-class Transformer(nn.Module):
-    """Every activation has the same size, batch × length × width."""
-
-    def __init__(self, width: int, length: int, layers: int = 12) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(width, width)
-        self.positions = nn.Embedding(length, width)
-        self.embedding_norm = nn.LayerNorm(width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, width)
-        self.register_buffer("steps", torch.arange(length))
-
-    def forward(self, ids: Tensor) -> Tensor:
-        # The positions are given the batch's shape: their activation then has the common size.
-        x = self.tokens(ids) + self.positions(self.steps.expand_as(ids))
-        x = self.embedding_norm(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
-
-
-@dataclass(frozen=True)
-class Size:
-    name: str
-    batch: int
-    length: int
-    width: int
-
-    def build(self) -> tuple[Transformer, Tensor]:
-        torch.manual_seed(0)
-        model = Transformer(self.width, self.length)
-        assert len(list(model.modules())) == 163
-        return model, torch.randint(self.width, (self.batch, self.length))
-
-
-TINY = Size("32 elements", batch=1, length=4, width=8)
-# Short rows keep the arithmetic small beside the memory traffic that cloning is about.
-LARGE = Size("98 KB", batch=96, length=16, width=16)
 
 BLOCKS = ("blocks.*",)
 EVERYTHING = ("", "**")
