@@ -21,14 +21,14 @@ NPM_CI  := npm ci --silent --no-audit --no-fund --fetch-retries 0 --fetch-timeou
 PYTEST  := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all check bench docs frontend frontend-check clean
-.PHONY: help demo test test-all check bench bench-setup bench-overhead docs clean
+.PHONY: help demo test test-all check bench bench-setup bench-overhead docs frontend
+.PHONY: frontend-check clean
 .NOTPARALLEL:
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1@\2/p' Makefile | awk -F@ '{ printf "%-20s %s\n", $$1, $$2 }'
 
-demo: $(VENV)/.has-demo ## train a small CNN, look inside it, change it, put it back
+demo: $(VENV)/.has-demo ## train a small CNN, find what is wrong with it, look inside, write a page
 	@echo "==> running hookline/demo.py"
 	@$(BIN)/python -m hookline.demo
 
