@@ -79,12 +79,9 @@ frontend-check:
 	  said=$$(npm test --silent 2>&1) || { echo "$$said"; exit 1; }; \
 	fi
 
-clean: ## delete .venv, caches and everything that was built
-	@echo "==> deleting $(VENV), site/, dist/ and caches"
-	@rm -rf $(VENV) frontend/node_modules site dist .pytest_cache .ruff_cache .hypothesis
 clean: ## delete both environments, caches and everything that was built
 	@echo "==> deleting $(VENV), $(PEERS), site/, dist/ and caches"
-	@rm -rf $(VENV) $(PEERS) site dist .pytest_cache .ruff_cache .hypothesis
+	@rm -rf $(VENV) $(PEERS) frontend/node_modules site dist .pytest_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
