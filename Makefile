@@ -48,7 +48,7 @@ check: $(VENV)/.has-check ## ruff and pyright
 	@echo "==> pyright"
 	@PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright
 
-bench: bench-setup ## hookline beside other libraries, eight minutes: benchmarks/RESULTS.md
+bench: bench-setup ## hookline beside other libraries, a quarter of an hour: RESULTS.md
 	@echo "==> running benchmarks/side_by_side.py"
 	@$(PEERS)/bin/python benchmarks/side_by_side.py $(BENCH)
 
