@@ -2,6 +2,7 @@
 
 - `show_count(n)`, `show_seconds(s)`, `show_number(x)`, `show_shapes(shapes)`: short text
 - `as_lines(cells, width)`, `as_html(title, cells, notes)`: a table
+- `Tabled`: what shows itself as such a table
 - `pandas(what)`: the library, or an error that says how to install it
 """
 
@@ -10,12 +11,14 @@ from __future__ import annotations
 import html
 import importlib
 from collections.abc import Sequence
+from textwrap import wrap
 from typing import Any, cast
 
 from hookline.errors import MissingExtra
 
 __all__ = [
-    "as_html", "as_lines", "pandas", "show_count", "show_number", "show_seconds", "show_shapes",
+    "Tabled", "as_html", "as_lines", "pandas", "show_count", "show_number", "show_seconds",
+    "show_shapes",
 ]  # fmt: skip
 
 _LEAST = 12  # how far a column of text is cut; then columns are left out
@@ -141,6 +144,30 @@ def as_html(title: str, cells: Sequence[Sequence[str]], notes: Sequence[str] = (
         lines.append(f"<tr>{''.join(shown)}</tr>")
     below = "".join(f"<p>{html.escape(note)}</p>" for note in notes)
     return f"<p><b>{html.escape(title)}</b></p><table>{''.join(lines)}</table>{below}"
+
+
+class Tabled:
+    """What shows itself as a table under a title, as text and in a notebook."""
+
+    def _title(self) -> str:
+        raise AssertionError("a table has a title")
+
+    def _cells(self) -> list[list[str]]:
+        raise AssertionError("a table has cells")
+
+    def _remarks(self) -> list[str]:
+        raise AssertionError("a table has remarks")
+
+    def show(self, *, width: int = 120) -> str:
+        """The table as text; of many rows those that matter most."""
+        title = wrap(self._title(), width, subsequent_indent="  ", break_long_words=False)
+        return "\n".join([*title, *as_lines(self._cells(), width), *self._remarks()])
+
+    def __repr__(self) -> str:
+        return self.show()
+
+    def _repr_html_(self) -> str:
+        return as_html(self._title(), self._cells(), self._remarks())
 
 
 def pandas(what: str) -> Any:

@@ -11,13 +11,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from textwrap import wrap
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hookline.display import as_html, as_lines, pandas, show_number
+from hookline.display import Tabled, pandas, show_number
 from hookline.errors import NotCaptured
 
 __all__ = ["Comparison", "Difference", "Tolerance", "measure_difference", "tolerance_of"]
@@ -61,7 +60,7 @@ class Difference:
         }
 
 
-class Comparison:
+class Comparison(Tabled):
     """Two runs, place by place, in the order of the calls: `first` is where they part.
 
     >>> from torch import nn
@@ -128,20 +127,6 @@ class Comparison:
         frame = pandas("comparison.to_pandas()").DataFrame([asdict(row) for row in self.rows])
         frame["diverges"] = [row.diverges for row in self.rows]
         return frame
-
-    def show(self, *, width: int = 120) -> str:
-        """The table as text; of many rows those around the first divergence."""
-        title = wrap(self._title(), width, subsequent_indent="  ", break_long_words=False)
-        return "\n".join([*title, *as_lines(self._cells(), width), *self._remarks()])
-
-    def __str__(self) -> str:
-        return self.show()
-
-    def __repr__(self) -> str:
-        return self.show()
-
-    def _repr_html_(self) -> str:
-        return as_html(self._title(), self._cells(), self._remarks())
 
     def _title(self) -> str:
         a, b = self.models

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from textwrap import wrap
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from hookline.display import as_html, as_lines, pandas, show_number
+from hookline.display import Tabled, pandas, show_number
 from hookline.errors import NotCaptured
 
 __all__ = ["Effect", "Sweep"]
@@ -33,7 +32,7 @@ class Effect:
     share: float | None  # that, as a share of the way from the corrupt run to the clean one
 
 
-class Sweep:
+class Sweep(Tabled):
     """What a change does to a metric, place by place and position by position.
 
     >>> from torch import nn
@@ -126,20 +125,6 @@ class Sweep:
         frame = pandas("sweep.to_pandas()").DataFrame([asdict(row) for row in self.rows])
         frame.attrs.update(clean=self.clean, corrupt=self.corrupt, approximate=self.approximate)
         return frame
-
-    def show(self, *, width: int = 120) -> str:
-        """The table as text; of many rows those with the largest changes."""
-        title = wrap(self._title(), width, subsequent_indent="  ", break_long_words=False)
-        return "\n".join([*title, *as_lines(self._cells(), width), *self._remarks()])
-
-    def __str__(self) -> str:
-        return self.show()
-
-    def __repr__(self) -> str:
-        return self.show()
-
-    def _repr_html_(self) -> str:
-        return as_html(self._title(), self._cells(), self._remarks())
 
     def _title(self) -> str:
         ends = f"metric {show_number(self.corrupt)} corrupt, {show_number(self.clean)} clean"
