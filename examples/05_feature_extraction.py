@@ -1,13 +1,13 @@
 """Features of a trained network, without running what comes after them."""
 
-import handwritten
+import digit_reader
 import torch
 
 import hookline as hl
 
 torch.manual_seed(0)
-known, unseen = handwritten.load_digits()
-model = handwritten.train(handwritten.make_model(), known, epochs=4)
+known, unseen = digit_reader.load_digits()
+model = digit_reader.train(digit_reader.make_model(), known, epochs=4)
 
 
 def features(images, place):

@@ -1,6 +1,6 @@
 """Losses on activations: a network with few active units, and one that imitates another."""
 
-import handwritten
+import digit_reader
 import torch
 from torch.nn import functional as F
 
@@ -28,10 +28,10 @@ def active(model, digits):
 
 
 torch.manual_seed(0)
-known, unseen = handwritten.load_digits()
+known, unseen = digit_reader.load_digits()
 
 # A captured value is attached to its graph, so that it can stand in a loss. By hand:
-model = handwritten.make_model()
+model = digit_reader.make_model()
 with hl.capture(model, "pool") as record:
     model(unseen.images)
 (gradient,) = torch.autograd.grad(record["pool"].abs().mean(), model.conv1.weight)
@@ -40,13 +40,13 @@ print("the gradient of a captured value is the true one:", torch.allclose(gradie
 
 # A cost of being active: most units fall silent, and the digits are read all the same.
 torch.manual_seed(1)
-plain = train(handwritten.make_model(), known, "pool", lambda value, chosen: 0.0)
+plain = train(digit_reader.make_model(), known, "pool", lambda value, chosen: 0.0)
 torch.manual_seed(1)
 sparse = train(
-    handwritten.make_model(), known, "pool", lambda value, chosen: 0.5 * value.abs().mean()
+    digit_reader.make_model(), known, "pool", lambda value, chosen: 0.5 * value.abs().mean()
 )
 for name, model in (("plain", plain), ("sparse", sparse)):
-    share, right = active(model, unseen), handwritten.accuracy(model, unseen)
+    share, right = active(model, unseen), digit_reader.accuracy(model, unseen)
     print(f"  {name}: {share:.0%} of the units active, {right} of the digits read")
 print("fewer units are active:", active(sparse, unseen) < 0.7 * active(plain, unseen))
 
@@ -54,7 +54,7 @@ print("fewer units are active:", active(sparse, unseen) < 0.7 * active(plain, un
 with torch.no_grad(), hl.capture(plain, "pool") as teacher:
     plain(known.images)
 student = train(
-    handwritten.make_model(), known, "pool",
+    digit_reader.make_model(), known, "pool",
     lambda value, chosen: F.mse_loss(value, teacher["pool"][chosen]),
 )  # fmt: skip
 

@@ -1,13 +1,13 @@
 """Which handwritten digits excite each channel of a network most?"""
 
-import handwritten
+import digit_reader
 import torch
 
 import hookline as hl
 
 torch.manual_seed(0)
-known, unseen = handwritten.load_digits()
-model = handwritten.train(handwritten.make_model(), known, epochs=4)
+known, unseen = digit_reader.load_digits()
+model = digit_reader.train(digit_reader.make_model(), known, epochs=4)
 
 # One pass over the data; of each channel only the top nine are kept, with sample and position.
 found = hl.measure(model, "relu2", statistics=[hl.TopK(k=9, dim=1)], data=known.images.split(100))

@@ -7,7 +7,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-import handwritten
+import digit_reader
 import numpy as np
 import torch
 from matplotlib.figure import Figure
@@ -62,19 +62,19 @@ def train(model, digits, optimizer, steps):
 
 def ablated(model, digits):
     """The change of the share of each digit that is read, without each channel."""
-    whole = handwritten.read_by_digit(model, digits)
+    whole = digit_reader.read_by_digit(model, digits)
     lost = []
     for channel in range(8):
         with hl.edit(model, "conv2", hl.zero(), at=np.s_[:, channel]):
-            lost.append(handwritten.read_by_digit(model, digits) - whole)
+            lost.append(digit_reader.read_by_digit(model, digits) - whole)
     return torch.stack(lost).double() * 100
 
 
 torch.manual_seed(0)
 torch.set_num_threads(1)
-known, unseen = handwritten.load_digits()
+known, unseen = digit_reader.load_digits()
 with tempfile.TemporaryDirectory() as folder:
-    model = handwritten.make_model()
+    model = digit_reader.make_model()
     run = watched(model, known, folder)
     reader = Reader()
     train(reader, known, torch.optim.Adam(reader.parameters(), lr=0.005), steps=200)

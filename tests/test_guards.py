@@ -642,7 +642,7 @@ def test_where_modules_are_checked_a_backward_is_looked_into_as_it_runs():
 
 
 def test_an_output_that_is_infinite_on_purpose_is_looked_into_once(monkeypatch):
-    from hookline.guards.guarding import guarding as guards
+    from hookline.guards import guarding as guards
 
     runs = []
     real = guards.find_forward
@@ -828,7 +828,7 @@ def test_a_model_in_ddp_is_run_again_without_the_other_ranks(tmp_path):
 
 def test_where_a_device_must_be_waited_for_a_step_is_checked_once(monkeypatch):
     """As on a GPU: after the backward, at the next call, or at the end."""
-    from hookline.guards.guarding import guarding as guards
+    from hookline.guards import guarding as guards
 
     monkeypatch.setattr(guards, "_must_be_waited_for", lambda probes: True)
     model = nn.Sequential(nn.Linear(3, 3), Doing(lambda x: x / 0))

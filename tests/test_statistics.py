@@ -15,8 +15,8 @@ from models import small
 from torch import nn
 
 import hookline as hl
-from hookline.statistics.kinds import accumulation
-from hookline.statistics.kinds import kinds as statistics
+from hookline.statistics import accumulation
+from hookline.statistics import kinds as statistics
 
 KINDS = {
     "mean": hl.Mean(),

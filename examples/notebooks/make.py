@@ -27,7 +27,7 @@ def cells(name):
     source = (FOLDER.parent / f"{name}.py").read_text()
     words = ast.get_docstring(ast.parse(source))
     code = source.split('"""', 2)[2].strip()
-    if "tiny_language_model" in code or "handwritten" in code:  # they lie in the folder above
+    if "tiny_language_model" in code or "digit_reader" in code:  # they lie in the folder above
         code = f'import sys\n\nsys.path.insert(0, "..")\n{code}'
     found = [("markdown", f"# {TITLES[name]}\n\n{words}\n\nThis is `examples/{name}.py`.")]
     for part in re.split(r"\n\n+(?=# )", code):  # a comment at the margin begins a cell
