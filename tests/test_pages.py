@@ -526,3 +526,13 @@ def test_what_is_no_subject_is_refused_in_three_parts(tmp_path):
 def test_places_are_read_from_their_text(text, path, port, operation):
     found = read_place(text)
     assert (found.path, found.port, found.operation) == (path, port, operation)
+
+
+def test_facts_that_are_not_there_are_not_shown(tmp_path):
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    modules = page_of(model).content["modules"]
+    assert not any("aliases" in module or "shared_with" in module for module in modules)
+    hl.harvest(model, [torch.ones(3, 2)], "0", to=tmp_path / "acts", quiet=True)
+    facts = dict(page_of(tmp_path / "acts").content["facts"])
+    assert facts["model"] == "Sequential"
+    assert not any("{" in value for value in facts.values())

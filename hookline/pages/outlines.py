@@ -59,7 +59,7 @@ class Outline:
         for row in () if summary is None else summary.modules:
             module = self.modules[self.module(row.place, row.type)]
             known = {name: getattr(row, name) for name in _COSTS}
-            module |= {name: value for name, value in known.items() if value not in (None, [])}
+            module |= {name: value for name, value in known.items() if value not in (None, [], ())}
 
     def module(self, path: str, kind: str = "") -> int:
         """The index of the module with that path, which is added if it is not there yet."""

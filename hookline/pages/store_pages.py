@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from torch import Tensor, nn
@@ -71,7 +71,7 @@ def page_of_store(
                 ["places", f"{len(places):,}"],
                 ["size", show_bytes(info.nbytes)],
                 ["shards", f"{info.shards:,}"],
-                *[[str(key), _short(value)] for key, value in list(store.metadata.items())[:12]],
+                *_facts(store.metadata)[:12],
             ],
             "notes": notes,
             "findings": remark(outline),
@@ -121,6 +121,19 @@ def _sample(store: Store, place: str, position: int) -> Tensor:
     if isinstance(column, StoredSamples) or value.ndim in (2, 3):
         return value[None]
     return value
+
+
+def _facts(metadata: dict[str, Any]) -> list[list[str]]:
+    """What the writer said of a store; of what is nested the plain words and numbers."""
+    found: list[list[str]] = []
+    for key, value in metadata.items():
+        if not isinstance(value, dict):
+            found.append([str(key), _short(value)])
+            continue
+        for name, one in cast("dict[str, Any]", value).items():
+            if isinstance(one, (str, int, float)):
+                found.append([name, _short(one)])
+    return found
 
 
 def _short(value: Any) -> str:
