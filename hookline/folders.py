@@ -31,7 +31,7 @@ def write(
     The JSON holds a digest of the tensors' file, so that two that do not belong together are seen.
     """
     # Their annotations say PathLike, without of what.
-    from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
+    from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType] - untyped
 
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -59,7 +59,7 @@ def read(
     from safetensors import SafetensorError
 
     # Their annotations say PathLike, without of what.
-    from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariableType]
+    from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariableType] - untyped
 
     path = Path(folder) / f"{kind}.json"
 

@@ -221,7 +221,7 @@ def _made(
 def _read_file(path: Path) -> Any:
     """A tensor, or a dict of them. Never unpickles."""
     import numpy as np
-    from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariableType]
+    from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariableType] - untyped
 
     if not path.is_file():
         _bad_input(str(path), "There is no such file.")

@@ -72,7 +72,7 @@ def sweep(
 
     The model is afterwards as before; all runs have the same random numbers.
     """
-    where = list(where) if hasattr(where, "__next__") else where  # pyright: ignore
+    where = list(cast("Any", where)) if hasattr(where, "__next__") else where
     _check(select(model, where))
     if approximate and change is not patch:
         raise BatchError(

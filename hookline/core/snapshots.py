@@ -73,7 +73,7 @@ def settle(tensor: Tensor) -> Tensor:
     try:
         if tensor.untyped_storage().nbytes() > tensor.nbytes:
             return duplicate(tensor)
-    except (NotImplementedError, RuntimeError):
+    except (NotImplementedError, RuntimeError):  # no storage, so no memory to let go of
         pass
     return snapshot(tensor)
 
