@@ -24,7 +24,7 @@ from hookline.core.hooks import first_names, named_place, silence
 from hookline.core.nested import Path, get_part, leaves, map_leaves, only_tensor, show_path
 from hookline.core.places import Place, Target, resolve
 from hookline.core.sites import Site
-from hookline.core.snapshots import same_bits
+from hookline.core.snapshots import unreadable
 from hookline.core.tree import find
 from hookline.errors import (
     GradientNotAvailable,
@@ -43,7 +43,6 @@ __all__ = ["Record"]
 
 _GONE = cast(nn.Module, None)  # a record does not keep modules alive
 _NO_SITE = Site(None, None, None)
-_functorch = cast(Any, torch._C)._functorch
 
 
 class Record:
@@ -407,7 +406,7 @@ class Record:
         if isinstance(checks, int):
             checks = {id(value): (checks, None)}
         for path, tensor in leaves(value):
-            found = _unreadable(tensor, *(checks or {}).get(id(tensor), (None, None)))
+            found = unreadable(tensor, *(checks or {}).get(id(tensor), (None, None)))
             if found is not None:
                 raise ValueChanged(
                     f"The value at {str(self._place(tap)) + show_path((*parts, *path))!r} was "
@@ -415,32 +414,6 @@ class Record:
                     *found,
                 )
         return value
-
-
-def _unreadable(tensor: Tensor, version: int | None, twin: Tensor | None) -> tuple[str, str] | None:
-    """Why a tensor is not what it was when it was captured, and what to do; None if it is."""
-    if _functorch.is_functorch_wrapped_tensor(tensor):
-        level, current = _functorch.maybe_get_level(tensor), _functorch.maybe_current_level()
-        if current is not None and 0 < level <= current:
-            return None
-        return (
-            "It was captured inside a transform of torch.func, which is over: it lives no longer.",
-            "Return it from the transformed function, or capture outside.",
-        )
-    if version is not None:
-        plain = tensor.layout is torch.strided and not tensor.is_meta and tensor.numel()
-        if plain and not tensor.untyped_storage().nbytes():  # before it is compared with a twin
-            return (
-                "It was kept attached, and its memory was freed since.",
-                "Capture with detach=True to keep a copy.",
-            )
-        changes = tensor._version - version
-        if changes or (twin is not None and not same_bits(tensor.detach(), twin)):
-            return (
-                f"It was kept attached, and was changed in place {changes or 'some'} times since.",
-                "Capture with detach=True to keep it as it was, or read it before the change.",
-            )
-    return None
 
 
 def _split(key: Any) -> tuple[Any, int | None]:

@@ -8,18 +8,30 @@ does that in under a microsecond whatever the size: whoever writes first gets a 
 - `duplicate(tensor)`: a plain copy, for what others hold by its address
 - `settle(tensor)`: a snapshot that keeps no larger storage alive
 - `same_bits(one, other)`: whether two tensors hold the same
+- `unreadable(tensor, version, twin)`: why a tensor is not what it was when it was captured
 """
 
 from __future__ import annotations
 
 from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from hookline.core.distributed import copied, local
 
-__all__ = ["LAZY", "duplicate", "gradient_snapshot", "same_bits", "settle", "snapshot"]
+__all__ = [
+    "LAZY",
+    "duplicate",
+    "gradient_snapshot",
+    "same_bits",
+    "settle",
+    "snapshot",
+    "unreadable",
+]
+
+_functorch = cast(Any, torch._C)._functorch
 
 # Private, so detected; checked on torch 2.13. Without them every snapshot is a clone.
 LAZY = hasattr(Tensor, "_lazy_clone") and hasattr(Tensor, "_use_count")
@@ -92,3 +104,29 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
         return torch.equal(*(local(t).reshape(-1).view(torch.uint8) for t in (one, other)))
     except RuntimeError:  # no view as bytes: sparse, freed
         return False
+
+
+def unreadable(tensor: Tensor, version: int | None, twin: Tensor | None) -> tuple[str, str] | None:
+    """Why a tensor is not what it was when it was captured, and what to do; None if it is."""
+    if _functorch.is_functorch_wrapped_tensor(tensor):
+        level, current = _functorch.maybe_get_level(tensor), _functorch.maybe_current_level()
+        if current is not None and 0 < level <= current:
+            return None
+        return (
+            "It was captured inside a transform of torch.func, which is over: it lives no longer.",
+            "Return it from the transformed function, or capture outside.",
+        )
+    if version is not None:
+        plain = tensor.layout is torch.strided and not tensor.is_meta and tensor.numel()
+        if plain and not tensor.untyped_storage().nbytes():  # before it is compared with a twin
+            return (
+                "It was kept attached, and its memory was freed since.",
+                "Capture with detach=True to keep a copy.",
+            )
+        changes = tensor._version - version
+        if changes or (twin is not None and not same_bits(tensor.detach(), twin)):
+            return (
+                f"It was kept attached, and was changed in place {changes or 'some'} times since.",
+                "Capture with detach=True to keep it as it was, or read it before the change.",
+            )
+    return None
