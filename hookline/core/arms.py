@@ -74,13 +74,17 @@ class Arm:
     aliases: Sequence[tuple[Tensor, int]] = ()  # show whether memory was changed in place
     base: tuple[Any, Any] = ((), 0)  # the stride and the offset of a view's base
 
-    def __init__(self, tap: Tap, index: int, path: Path) -> None:
+    def __init__(self, tap: Tap, index: int, path: Path = ()) -> None:
         self.tap = tap.ref
         self.index = index
         self.path = path
 
     def watch(self, tap: Tap, tensor: Tensor) -> None:
         handles(tap).append(put_hook(tensor, self.at_tensor))
+
+    def watch_base(self, tap: Tap, base: Tensor) -> None:
+        self.base = base.stride(), base.storage_offset()
+        handles(tap).append(put_hook(base, self.at_base))
 
     def watch_gate(self, tap: Tap, node: Any) -> None:
         handles(tap).append(node.register_hook(self.at_gate))
@@ -99,6 +103,11 @@ class Arm:
     def lost(self) -> bool:
         return not self.fired and self.changed
 
+    @torch_hooks.unserializable_hook
+    def at_tensor(self, grad: Tensor | None) -> Tensor | None:
+        """The hook on a tensor."""
+        return None if self.aliases and self.changed else self.deliver(grad)
+
     def deliver(self, grad: Tensor | None) -> Tensor | None:
         tap = self.tap()
         if grad is None or tap is None or self.muted:
@@ -107,11 +116,6 @@ class Arm:
             grad = grad.to(self.dtype)
         self.fired = True
         return tap.gradient(grad, self.index, self.path)
-
-    @torch_hooks.unserializable_hook
-    def at_tensor(self, grad: Tensor | None) -> Tensor | None:
-        """The hook on a tensor."""
-        return None if self.aliases and self.changed else self.deliver(grad)
 
     def at_gate(self, grad_inputs: tuple[Tensor | None, ...], _: Any) -> Any:
         """The hook on a gate's node: what has passed the gate."""

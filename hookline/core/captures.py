@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,13 +15,12 @@ from torch import Tensor, nn
 from hookline.core import compiling
 from hookline.core.distributed import recover, recovers
 from hookline.core.hooks import Context
-from hookline.core.keeping import PLAIN, CaptureTap, Keep, Kept, Options
+from hookline.core.keeping import PLAIN, CaptureTap, Keep, Options
 from hookline.core.places import Request, Target, Where
-from hookline.core.recomputation import in_backward
+from hookline.core.quick_taps import QUICK, Common, LastTap, QuickTap
 from hookline.core.records import Record
-from hookline.core.sites import ACTIVE, KEYS, Site
 from hookline.core.slices import check_at
-from hookline.core.snapshots import LAZY, duplicate, snapshot
+from hookline.core.snapshots import duplicate
 from hookline.errors import NeverFired, NotCaptured
 
 __all__ = ["capture"]
@@ -33,97 +32,6 @@ class _Stop(BaseException):
     def __init__(self, serial: int) -> None:
         super().__init__("hookline has what was asked for and ends the forward here")
         self.serial = serial
-
-
-class _Common:
-    """What the taps of one capture have in common, kept once so that making them is cheap."""
-
-    __slots__ = ("closed", "context", "detach", "in_graph", "key", "options", "owner")
-
-    def __init__(self, context: weakref.ref[Any], options: Options, owner: int | None) -> None:
-        self.context = context
-        self.options = options
-        self.owner = owner
-        self.detach = options.detach
-        self.in_graph = False  # whether compiled graphs may keep values by themselves
-        self.key = next(KEYS)
-        self.closed = False
-
-
-class _OutputTap(CaptureTap, Site):
-    """The commonest tap: the whole output of a module, kept as it is. It is its own site."""
-
-    common: _Common = cast(_Common, None)  # in a copied module
-
-    def __init__(self, target: Target, common: _Common) -> None:
-        self.target = target
-        self.module = target.module
-        self.common = common
-        self.kept = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.common, name)
-
-    def unregister(self, module: nn.Module) -> None:
-        module._forward_hooks.pop(self.key, None)
-
-    def after_output(self, module: nn.Module, args: Any, output: Any) -> None:
-        """The forward hook."""
-        common = self.common
-        if module is not self.module or (
-            common.owner is not None and common.owner not in ACTIVE.get()
-        ):
-            return self.stranger(module)
-        if common.closed:
-            return None
-        if in_backward() == -1:
-            self.outside = True
-        elif self.outside:
-            return None  # recomputed
-        if type(output) is not Tensor:
-            self.kept.append(common.options.keeps(output))
-            return None
-        try:
-            if output.requires_grad:
-                if not common.detach:
-                    self.kept.append((output, output._version))
-                    return None
-            elif (  # the commonest snapshot, without a call: see snapshots.py
-                LAZY
-                and output.is_cpu
-                and not output.is_quantized
-                and output.untyped_storage().resizable()
-                and output._use_count() == 1  # pyright: ignore - not in torch's stubs
-            ):
-                self.kept.append((output._lazy_clone(), None))
-                return None
-        except RuntimeError:  # no version (inference mode) or no storage (sparse, nested, vmap)
-            pass
-        self.kept.append((snapshot(output), None))
-        return None
-
-
-class _LastTap(_OutputTap):
-    """The same for the last call only, in a way that torch.compile takes into its graphs."""
-
-    slot: Tensor | None = None  # the value of the last compiled call, if no other came since
-
-    @property
-    def kept(self) -> list[Kept]:
-        return self._kept if self.slot is None else [(self.slot, None)]
-
-    @kept.setter
-    def kept(self, kept: list[Kept]) -> None:
-        self._kept = kept
-
-    def after_output(self, module: nn.Module, args: Any, output: Any) -> None:
-        # In a graph no version can be read and no copy-on-write made, but a copy costs little.
-        if torch.compiler.is_compiling() and self.common.in_graph and type(output) is Tensor:
-            self.slot = output.detach().clone() if self.common.detach else output.clone()
-            return
-        self.slot = None
-        super().after_output(module, args, output)
-        del self._kept[:-1]
 
 
 class capture(Context[CaptureTap]):
@@ -158,7 +66,7 @@ class capture(Context[CaptureTap]):
 
     _verb = "capture"
     _record: Record | None = None
-    _commons: Sequence[_Common] = ()
+    _commons: Sequence[Common] = ()
 
     def __init__(
         self,
@@ -231,30 +139,34 @@ class capture(Context[CaptureTap]):
         return in_graph
 
     def _find_mixed(self, requests: list[Request]) -> set[int] | None:
-        """The modules of which more than the whole output is asked for; None if options are."""
+        """The modules of which more than one whole value is asked for; None if options are."""
         options = self._options
         if options.derives or options.stop or options.keep == "first":
             return None
+        ports = {request.port for request in requests}
+        port = ports.pop() if len(ports) == 1 and options.keep == "all" else None
         return {
             target.ident
             for request in requests
             for target in request.targets
-            if target.port != "output" or target.parts or target.operation
+            if target.port != (port or "output") or target.parts or target.operation
         }
 
     def _place_all(self, targets: list[Target], ref: weakref.ref[Any], owner: int | None) -> None:
         mixed = self._mixed
-        if mixed is None or (mixed and not mixed.isdisjoint(t.ident for t in targets)):
+        port = targets[0].port if targets else ""
+        general = mixed is None or port not in QUICK or (owner is None and port != "output")
+        if general or (mixed and not mixed.isdisjoint(t.ident for t in targets)):
             super()._place_all(targets, ref, owner)
             return
-        common = _Common(ref, self._options, owner)
+        common = Common(ref, self._options, owner)
         self._commons = (*self._commons, common)
-        taps, key = self._taps, common.key
-        kind = _LastTap if self._options.keep == "last" else _OutputTap
+        taps = self._taps
+        kind = LastTap if self._options.keep == "last" else QUICK[port]
         for target in targets:
             if target.key not in taps:
                 tap = taps[target.key] = kind(target, common)
-                target.module._forward_hooks[key] = tap.after_output
+                tap.register(target.module)
                 if self._attached:
                     tap.keeper = self
 
@@ -309,7 +221,7 @@ class capture(Context[CaptureTap]):
                 "Leave out stop=True; what was captured is in the record.",
             )
         for tap in self._taps.values():
-            if not tap.kept:
+            if not (tap.kept or tap.grads):
                 super()._verify()
                 return
 
@@ -317,8 +229,8 @@ class capture(Context[CaptureTap]):
         for common in self._commons:
             common.closed = True
         for tap in self._taps.values() if self._commons else ():
-            if isinstance(tap, _OutputTap) and tap.module is not None:
-                tap.module._forward_hooks.pop(tap.common.key, None)
+            if isinstance(tap, QuickTap) and tap.module is not None:
+                tap.unregister(tap.module)
                 tap.keeper = None
         super()._stop()
         if self._record is not None:

@@ -15,7 +15,7 @@ from other gradients is explained, never guessed.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
 from hookline.core import arguments
-from hookline.core.arms import Arm, Shares, handles, put_hook
+from hookline.core.arms import Arm, Shares, handles
 from hookline.core.nested import Path, leaves, set_part
 from hookline.errors import GradientNotAvailable
 
@@ -32,11 +32,12 @@ if TYPE_CHECKING:
     from hookline.core.taps import Frame, Tap
 
 __all__ = [
-    "note_given", "note_inputs", "sequence", "watch_inputs", "watch_outputs",
-    "watch_tensor",
+    "note_given", "note_inputs", "sequence", "watch_fresh", "watch_inputs", "watch_lone_input",
+    "watch_outputs", "watch_tensor",
 ]  # fmt: skip
 
 Edge = tuple[Any, int]
+_LEAF = 2**64 - 1  # the sequence number of nodes that accumulate, which lead nowhere
 _ONE: list[tuple[Tensor, list[Path]]] = []  # one tensor, the whole value
 
 NO_GRAD = (
@@ -111,15 +112,18 @@ def _grouped(value: Any) -> list[tuple[Tensor, list[Path]]]:
     return list(found.values())
 
 
-def note_given(args: Any, kwargs: Any) -> list[tuple[Tensor, Any, int, Any]]:
-    """Before a call: the tensors that it is given, with their nodes as they are now."""
-    given: list[tuple[Tensor, Any, int, Any]] = []
-    for value in (*args, *kwargs.values()) if kwargs else args:
-        for tensor in _tensors(value):
-            base = tensor._base
-            node = tensor.grad_fn
-            given.append((tensor, node, tensor.output_nr, None if base is None else base.grad_fn))
-    return given
+def note_given(args: Any, kwargs: Any) -> list[tuple[Tensor, Any, int, int]]:
+    """Before a call: the tensors that it is given, with node, number and version as they are."""
+    if len(args) == 1 and not kwargs and type(args[0]) is Tensor:  # the commonest case
+        (tensor,) = args
+        if not tensor.requires_grad:
+            return []
+        return [(tensor, tensor.grad_fn, tensor.output_nr, tensor._version)]
+    return [
+        (tensor, tensor.grad_fn, tensor.output_nr, tensor._version)
+        for value in ((*args, *kwargs.values()) if kwargs else args)
+        for tensor in _tensors(value)
+    ]
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -158,13 +162,12 @@ def _watch_output(
         return tensor
     fresh, given = _made_since(node, frame.sequence), False
     base_fresh = base is not None and _made_since(base.grad_fn, frame.sequence)
-    for other, other_node, _, base_node in frame.given:
+    for other, other_node, _, version in frame.given:
         if other is tensor:
             given = True
             fresh = fresh and other_node is not node
         if base is not None and (other._base is base or other is base):
-            same = base_node if other._base is base else other_node
-            base_fresh = base_fresh and same is not base.grad_fn
+            base_fresh = base_fresh and other._version != version
     distinct = fresh and not reused
     if tap.replaces and not (given and distinct):
         return _gate_output(tap, arm, tensor, distinct and (base is None or base_fresh), frame)
@@ -173,17 +176,42 @@ def _watch_output(
         return tensor
     if base is not None:
         arm.guard(tensor)
-        overlaps = 0 in tensor.stride()
         # Of a base that others hold, for another loss perhaps, not all that flows is the view's.
         shared = sys.getrefcount(base) > _alone()
-        plain = base_fresh and base.dtype == tensor.dtype and not overlaps
-        if plain and not shared and not tap.replaces:
-            arm.base = base.stride(), base.storage_offset()
-            handles(tap).append(put_hook(base, arm.at_base))
+        if base_fresh and not shared and not tap.replaces and _alike(base, tensor):
+            arm.watch_base(tap, base)
         else:
             tap.guard(arm)
     arm.watch(tap, tensor)
     return tensor
+
+
+def watch_fresh(tap: Tap, tensor: Tensor, index: int, start: int, given: Sequence[Any]) -> bool:
+    """The quick way for an output that its call has made; false if there is more to look at."""
+    node: Any = tensor.grad_fn
+    if node is None or node._sequence_nr() < start:
+        return False
+    base = tensor._base
+    for other in given:
+        if other[0] is tensor or (
+            base is not None and (other[0]._base is base or other[0] is base)
+        ):
+            return False
+    arm = Arm(tap, index)
+    if base is not None:
+        if not _made_since(base.grad_fn, start) or not _alike(base, tensor):
+            return False
+        if sys.getrefcount(base) > _alone():
+            return False
+        arm.guard(tensor)
+        arm.watch_base(tap, base)
+    arm.watch(tap, tensor)
+    return True
+
+
+def _alike(base: Tensor, view: Tensor) -> bool:
+    """Whether a view's gradient can be cut out of its base's."""
+    return base.dtype == view.dtype and 0 not in view.stride()
 
 
 @cache
@@ -352,6 +380,25 @@ def _watch_paths(
             tap.explain(index, *(INPUT_CHANGED if moved else NO_PATH), path=path)
 
 
+def watch_lone_input(
+    tap: Tap, output: Tensor, index: int, start: int, given: Sequence[Any]
+) -> bool:
+    """The quick way for a call with one tensor in and one out; false if there is more to it."""
+    last: Any = output.grad_fn
+    base = output._base
+    if last is None or (base is not None and not _made_since(base.grad_fn, start)):
+        return False
+    found = _leading([last], {given[0][1:3]: ()}, (), start)
+    shares: dict[Any, list[tuple[int, Arm]]] = {}
+    for node, position, _ in found:
+        shares.setdefault(node, []).append((position, Arm(tap, index)))
+    for node, arms in shares.items():
+        handles(tap).append(node.register_hook(Shares(arms).at_node))
+    if len(found) > 1:
+        tap.several(index, ())
+    return bool(found)
+
+
 def _views_of_older(tensors: list[Tensor], frame: Frame) -> list[Tensor]:
     """Outputs that are views of something older: in-place changes take their nodes away."""
     return [
@@ -389,6 +436,6 @@ def _leading(
                     stack.append(follows)
             elif follows is None or follows in seen or edge in stops:
                 continue
-            elif follows._sequence_nr() >= start and follows.next_functions:  # leaves lead nowhere
+            elif start <= follows._sequence_nr() < _LEAF:
                 stack.append(follows)
     return found

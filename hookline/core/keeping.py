@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from types import MappingProxyType
 from typing import Any, Literal, cast
 
@@ -24,7 +24,7 @@ from hookline.core.slices import take
 from hookline.core.snapshots import duplicate, gradient_snapshot, settle, snapshot
 from hookline.core.taps import KEEP, Frame, Tap, add_place
 
-__all__ = ["PLAIN", "CaptureTap", "Keep", "Kept", "Options"]
+__all__ = ["PLAIN", "WHOLE", "CaptureTap", "Keep", "Kept", "Options"]
 
 Keep = Literal["all", "first", "last"]
 
@@ -32,7 +32,8 @@ Keep = Literal["all", "first", "last"]
 # int: the version of the tensor that it is. A dict: versions, and twins of parameters, by id.
 Kept = tuple[Any, "int | dict[int, tuple[int, Tensor | None]] | None"]
 
-_WHOLE: tuple[Any, list[list[Path]]] = (None, [[()]])  # the structure of a plain tensor
+WHOLE: tuple[Any, list[list[Path]]] = (None, [[()]])  # the structure of a plain tensor
+_NONE = cast(Any, MappingProxyType({}))
 _RECENT = 4  # calls whose gradients may still come, where not all are kept
 
 
@@ -123,8 +124,8 @@ class CaptureTap(Tap):
     waiting = True  # for stop=True: until it has fired
     layouts: Sequence[Any] = ()  # how a tensor-parallel plan spreads the value
     # Of gradients: the structure of the value by call, and what arrived by call and backward pass.
-    shapes: Mapping[int, tuple[Any, list[list[Path]]]] = MappingProxyType({})
-    grads: Mapping[tuple[int, int], dict[Path, Kept]] = MappingProxyType({})
+    shapes: dict[int, tuple[Any, list[list[Path]]]] = _NONE
+    grads: dict[tuple[int, int], dict[Path, Kept]] = _NONE
 
     def __init__(
         self, target: Target, context: weakref.ref[Context[Any]], options: Options
@@ -186,7 +187,7 @@ class CaptureTap(Tap):
         if not self.shapes:
             self.shapes = {}
         if isinstance(value, Tensor):
-            shape = _WHOLE
+            shape = WHOLE
         else:
             shape = map_leaves(lambda leaf: None, value), [paths for _, paths in tensors]
         _store(self.shapes, index, shape, self.options.keep)
@@ -204,7 +205,7 @@ class CaptureTap(Tap):
                 return None
             if not self.grads or self.options.keep == "last":
                 self.grads = {}
-            parts = cast("dict[Any, Any]", self.grads)[key] = {}
+            parts = self.grads[key] = {}
             self.fired += 1
         if path in parts and self.target.port.startswith("grad_input"):
             grad = parts[path][0] + grad  # the shares of an input come one by one

@@ -1,6 +1,8 @@
 """Which call is being recomputed: activation checkpointing runs a module again in the backward.
 
 - `Regions`: the calls of one site inside checkpointed regions, and which of them comes again
+- `in_backward()`: the number of the backward that runs in this thread, or -1
+- `may_recompute()`: whether a call that begins now may be one of them
 
 A region is known by an object of torch's that lives as long as its graph: the frame of a
 non-reentrant checkpoint, or the `ctx` of a reentrant one (or of any other autograd function that
@@ -18,13 +20,18 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.utils import checkpoint
 
-__all__ = ["Regions", "in_backward"]
+__all__ = ["Regions", "in_backward", "may_recompute"]
 
 in_backward: Callable[[], int] = torch._C._current_graph_task_id
 _autograd = cast(Any, torch._C)._autograd
 _saving: Callable[[bool], Any] = getattr(
     _autograd, "_top_saved_tensors_default_hooks", lambda ignored: None
 )
+
+
+def may_recompute() -> bool:
+    """Whether a call that begins now is recomputed, or may be later."""
+    return in_backward() != -1 or not torch.is_grad_enabled() or _saving(True) is not None
 
 
 class Regions:

@@ -1,0 +1,262 @@
+"""The quick way: taps of which each is its own site, for captures of one whole value a module.
+
+- `Common`: what the taps of one request have in common
+- `OutputTap`: a module's output
+- `LastTap`: the same of the last call only, also in compiled graphs
+- `GradOutputTap`, `GradInputTap`: the gradient at a module's output, or first input
+- `QUICK`: the tap for each port
+
+They do what `Site` and `CaptureTap` do in the commonest cases, with no object made for a call,
+and hand every other call over to these.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from hookline.core import gradients
+from hookline.core.keeping import WHOLE, CaptureTap, Kept, Options
+from hookline.core.places import Target
+from hookline.core.recomputation import Regions, in_backward, may_recompute
+from hookline.core.sites import ACTIVE, KEYS, Site
+from hookline.core.snapshots import LAZY, snapshot
+from hookline.core.taps import Frame, is_over, now
+
+__all__ = ["QUICK", "Common", "GradInputTap", "GradOutputTap", "LastTap", "OutputTap", "QuickTap"]
+
+
+Given = list[tuple[Tensor, Any, int, int]]  # as `note_given` has them
+
+
+class Common:
+    """What the taps of one request have in common, kept once so that making them is cheap."""
+
+    __slots__ = ("closed", "context", "detach", "in_graph", "key", "options", "owner")
+
+    def __init__(self, context: weakref.ref[Any], options: Options, owner: int | None) -> None:
+        self.context = context
+        self.options = options
+        self.owner = owner
+        self.detach = options.detach
+        self.in_graph = False  # whether compiled graphs may keep values by themselves
+        self.key = next(KEYS)
+        self.closed = False
+
+
+class QuickTap(CaptureTap, Site):
+    """A tap that is its own site."""
+
+    common: Common = cast(Common, None)  # in a copied module
+
+    def __init__(self, target: Target, common: Common) -> None:
+        self.target = target
+        self.module = target.module
+        self.common = common
+        self.kept = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.common, name)
+
+
+class OutputTap(QuickTap):
+    """The commonest tap: the whole output of a module, kept as it is."""
+
+    def register(self, module: nn.Module) -> None:
+        module._forward_hooks[self.common.key] = self.after_output
+
+    def unregister(self, module: nn.Module) -> None:
+        module._forward_hooks.pop(self.key, None)
+
+    def after_output(self, module: nn.Module, args: Any, output: Any) -> None:
+        """The forward hook."""
+        common = self.common
+        if module is not self.module or (
+            common.owner is not None and common.owner not in ACTIVE.get()
+        ):
+            return self.stranger(module)
+        if common.closed:
+            return None
+        if in_backward() == -1:
+            self.outside = True
+        elif self.outside:
+            return None  # recomputed
+        if type(output) is not Tensor:
+            self.kept.append(common.options.keeps(output))
+            return None
+        try:
+            if output.requires_grad:
+                if not common.detach:
+                    self.kept.append((output, output._version))
+                    return None
+            elif (  # the commonest snapshot, without a call: see snapshots.py
+                LAZY
+                and output.is_cpu
+                and not output.is_quantized
+                and output.untyped_storage().resizable()
+                and output._use_count() == 1  # pyright: ignore - not in torch's stubs
+            ):
+                self.kept.append((output._lazy_clone(), None))
+                return None
+        except RuntimeError:  # no version (inference mode) or no storage (sparse, nested, vmap)
+            pass
+        self.kept.append((snapshot(output), None))
+        return None
+
+
+class LastTap(OutputTap):
+    """The same for the last call only, in a way that torch.compile takes into its graphs."""
+
+    slot: Tensor | None = None  # the value of the last compiled call, if no other came since
+
+    @property
+    def kept(self) -> list[Kept]:
+        return self._kept if self.slot is None else [(self.slot, None)]
+
+    @kept.setter
+    def kept(self, kept: list[Kept]) -> None:
+        self._kept = kept
+
+    def after_output(self, module: nn.Module, args: Any, output: Any) -> None:
+        # In a graph no version can be read and no copy-on-write made, but a copy costs little.
+        if torch.compiler.is_compiling() and self.common.in_graph and type(output) is Tensor:
+            self.slot = output.detach().clone() if self.common.detach else output.clone()
+            return
+        self.slot = None
+        super().after_output(module, args, output)
+        del self._kept[:-1]
+
+
+class _GradientTap(QuickTap):
+    """What both kinds of gradients have in common: what is known of a call before it begins."""
+
+    paired = True
+    # Hooks what the gradient will come by; false if there is more to look at.
+    quickly: Callable[..., bool]
+
+    def __init__(self, target: Target, common: Common) -> None:
+        super().__init__(target, common)
+        self.context = common.context
+        self.ref = weakref.ref(self)
+        # By the Python frame that calls both hooks of a call: what was known when it began.
+        self.begun: dict[types.FrameType, tuple[int, Given]] = {}
+        self.shapes = {}
+        self.grads = {}
+
+    def register(self, module: nn.Module) -> None:
+        key = self.common.key
+        module._forward_pre_hooks_with_kwargs[key] = True
+        module._forward_pre_hooks[key] = self.before_call
+        module._forward_hooks[key] = self.after_call
+
+    def unregister(self, module: nn.Module) -> None:
+        key = self.key if self.module is None else self.common.key
+        module._forward_hooks.pop(key, None)
+        module._forward_pre_hooks.pop(key, None)
+        module._forward_pre_hooks_with_kwargs.pop(key, None)
+        if self.module is not None and (self.begun or self.regions):
+            self.begun = {}
+            self.grad_inputs = self.grad_outputs = ()
+            self.drain()
+
+    def before_call(self, module: Any, args: Any, kwargs: Any = None) -> Any:
+        """The pre-forward hook."""
+        common = self.common
+        if (
+            kwargs is None
+            or module is not self.module
+            or common.closed
+            or common.owner not in ACTIVE.get()
+        ):
+            return None  # the forward hook counts it
+        caller = sys._getframe(1)
+        if self.begun:
+            for frame in [frame for frame in self.begun if is_over(frame)]:  # that call raised
+                del self.begun[frame]
+        given = None
+        # Other contexts may change this call; a checkpoint may run it again.
+        if len(module._forward_hooks) == 1 and not may_recompute():
+            given = self.noted(args, kwargs)
+        if given is None:
+            if self.regions is None:
+                self.regions = Regions()
+                self.add(self)
+            return self.begin(module, args, kwargs, caller)
+        self.outside = True
+        self.begun[caller] = gradients.sequence(), given
+        return None
+
+    def after_call(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """The forward hook."""
+        common = self.common
+        if module is not self.module or common.owner not in ACTIVE.get():
+            return self.stranger(module)
+        if common.closed:
+            return None
+        caller = sys._getframe(1)
+        begun = self.begun.pop(caller, None)
+        if begun is None:
+            return self.end(output, caller)
+        index = self.count
+        self.count = index + 1
+        self.shapes[index] = WHOLE
+        if type(output) is not Tensor or not self.quickly(output, index, *begun):
+            frame = Frame(index, False, caller)
+            now.frame = 0
+            frame.sequence, frame.given = begun
+            self.thoroughly(output, index, frame)
+        return None
+
+    def noted(self, args: Any, kwargs: Any) -> Given | None:
+        """What a call is given; None if it is not for the quick way."""
+        return gradients.note_given(args, kwargs)
+
+    def thoroughly(self, output: Any, index: int, frame: Frame) -> None:
+        """Hook it in the general way."""
+        raise AssertionError("a tap watches")
+
+    def gradient(self, grad: Tensor, index: int, path: Any) -> Tensor | None:
+        key = (index, in_backward())
+        if key not in self.grads and LAZY and type(grad) is Tensor and grad.is_cpu:
+            try:
+                if not grad.requires_grad and grad.untyped_storage().resizable():
+                    self.grads[key] = {path: (grad._lazy_clone(), None)}
+                    self.fired += 1
+                    return None
+            except RuntimeError:  # no storage
+                pass
+        return super().gradient(grad, index, path)
+
+
+class GradOutputTap(_GradientTap):
+    """The gradient at the whole output of a module."""
+
+    quickly = gradients.watch_fresh
+
+    def thoroughly(self, output: Any, index: int, frame: Frame) -> None:
+        gradients.watch_outputs(self, output, output, index, frame)
+
+
+class GradInputTap(_GradientTap):
+    """The gradient at the first input of a module."""
+
+    def noted(self, args: Any, kwargs: Any) -> Given | None:
+        if len(args) != 1 or kwargs or type(args[0]) is not Tensor or args[0].grad_fn is None:
+            return None
+        return gradients.note_given(args, kwargs)
+
+    quickly = gradients.watch_lone_input
+
+    def thoroughly(self, output: Any, index: int, frame: Frame) -> None:
+        tensor, node, output_nr, _ = frame.given[0]
+        frame.edges = ((self, tensor, [(tensor, [()])], {(node, output_nr): ()}),)
+        gradients.watch_inputs(self, output, index, frame)
+
+
+QUICK = {"output": OutputTap, "grad_output": GradOutputTap, "grad_input": GradInputTap}
