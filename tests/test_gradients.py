@@ -51,6 +51,77 @@ def test_gradients_equal_those_of_the_cut_graph(made, following):
     torch.testing.assert_close(found, list(grad_inputs), rtol=1e-5, atol=1e-6)
 
 
+def told(record, place):
+    """What a record gives for a place: its gradients, or the error that says why there is none."""
+    try:
+        return record.calls(place)
+    except hl.HooklineError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("following", FOLLOWING)
+@pytest.mark.parametrize("made", [*MAKERS, *VIEWERS, "identity", "a parameter"])
+@pytest.mark.parametrize("place", [":grad_output", ":grad_input"])
+def test_a_place_asked_for_alone_tells_the_same_as_with_others(made, following, place):
+    # Alone it is served by a quick tap, with another hook on the module by the general way.
+    others = {"identity": (nn.Identity, (2, 4)), "a parameter": (Returning, (2, 4))}
+    make, shapes = (MAKERS | VIEWERS | others)[made]
+    shapes = shapes if isinstance(shapes[0], tuple) else [shapes]
+    module, inputs = make(), [torch.randn(shape) for shape in shapes]
+    found = []
+    for hooks in ([], [module.register_forward_hook(lambda *_: None)]):
+        torch.manual_seed(0)
+        with contextlib.suppress(RuntimeError):  # some may not be changed in place
+            made_inputs = [x.clone().requires_grad_() * 1 for x in inputs]
+            with contextlib.suppress(hl.NeverFired), hl.capture(module, place) as record:
+                FOLLOWING[following](module(*made_inputs)).backward()
+            found.append(told(record, place))
+        for hook in hooks:
+            hook.remove()
+    assert len(found) in (0, 2)
+    if found:
+        assert str(found[0]) == str(found[1])
+
+
+class Returning(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2, 4))
+
+    def forward(self, x):
+        return self.weight
+
+
+@pytest.mark.parametrize("place", ["0:grad_output", "0:grad_input"])
+def test_a_call_that_raised_holds_nothing_and_spoils_nothing_of_the_next(place):
+    class Failing(nn.Linear):
+        fails = False
+
+        def forward(self, x):
+            if self.fails:
+                raise ValueError("no")
+            return super().forward(x)
+
+    model = nn.Sequential(Failing(3, 3))
+    x = torch.randn(2, 5, 3)
+    with hl.capture(model, place) as record:
+        model[0].fails = True
+        given = x.clone().requires_grad_() * 1
+        alive = weakref.ref(given)
+        with contextlib.suppress(ValueError):
+            model(given)
+        del given
+        model[0].fails = False
+        last = x.clone().requires_grad_() * 1
+        model(last).pow(2).sum().backward()
+        gc.collect()
+        assert alive() is None
+    grad_output, (grad_input,) = cut(model[0], [x], lambda y: y.pow(2).sum())
+    assert len(record.calls(place)) == 1
+    expected = grad_output if "output" in place else grad_input
+    torch.testing.assert_close(record[place], expected)
+
+
 @pytest.mark.parametrize("viewed", VIEWERS)
 def test_gradients_of_views_of_the_input_are_exact(viewed):
     make, shape = VIEWERS[viewed]

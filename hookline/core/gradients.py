@@ -5,7 +5,8 @@ nested values. Instead, around a module's call:
 
 - `watch_tensor`: the gradient of a parameter, a buffer or a plain tensor, before accumulation
 - `note_given` (before the call), `watch_outputs`: what flows into a module's outputs
-- `note_inputs` (before the call), `watch_inputs`: what flows out of a module's inputs
+- `watch_fresh`: the same for one tensor that the call has made, in less time
+- `grouped`, `tensors_in`, `made_since`, `leading`, `is_gate`, `mark_gate`: for `input_gradients.py`
 
 A capture replaces no value: it hooks the output tensors, and the nodes inside the module that
 lead to the inputs. An edit puts a *gate*, an identity, at its place. What cannot be told apart
@@ -20,20 +21,19 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
-from torch.autograd.graph import Node, get_gradient_edge
+from torch import Tensor
+from torch.autograd.graph import Node
 
-from hookline.core import arguments
-from hookline.core.arms import Arm, Shares, handles
+from hookline.core.arms import Arm
 from hookline.core.nested import Path, leaves, set_part
-from hookline.errors import GradientNotAvailable
 
 if TYPE_CHECKING:
     from hookline.core.taps import Frame, Tap
 
 __all__ = [
-    "note_given", "note_inputs", "sequence", "watch_fresh", "watch_inputs", "watch_lone_input",
-    "watch_outputs", "watch_tensor",
+    "NO_GRAD", "PASSED_ON", "Edge", "alias", "grouped", "is_gate", "leading", "made_since",
+    "mark_gate", "note_given", "sequence", "tensors_in", "watch_fresh", "watch_outputs",
+    "watch_tensor",
 ]  # fmt: skip
 
 Edge = tuple[Any, int]
@@ -56,14 +56,6 @@ VIEW_CHANGED = (
     "the value is a view, and its memory was changed in place later: its gradient is lost.",
     "Ask for the gradient of the module before or after it.",
 )
-INPUT_CHANGED = (
-    "the module changed a view in place that it was given: the gradient cannot be reached.",
-    "Ask for the gradient at the module that made the view.",
-)
-NO_PATH = (
-    "no gradient flows from the module's outputs to this input.",
-    "Ask for an input that the outputs depend on.",
-)
 NOT_ASKED = ("it does not require grad.", "Call requires_grad_() on it before.")
 
 
@@ -75,11 +67,12 @@ def _sequence() -> int:
 
 # The number that the next autograd node of this thread will get.
 sequence: Callable[[], int] = getattr(torch.autograd, "_get_sequence_nr", _sequence)
-_alias: Any = torch.ops.aten.alias
+alias: Any = torch.ops.aten.alias
 _MARK = "hookline"  # in the metadata of a gate's node: the serial of the call that it is for
 
 
-def _made_since(node: Any, start: int) -> bool:
+def made_since(node: Any, start: int) -> bool:
+    """Whether a node is there and was made when the sequence had come to `start`, or later."""
     return node is not None and node._sequence_nr() >= start
 
 
@@ -101,7 +94,7 @@ def watch_tensor(tap: Tap, tensor: Tensor | None) -> None:
 # -- outputs --------------------------------------------------------------------------------------
 
 
-def _grouped(value: Any) -> list[tuple[Tensor, list[Path]]]:
+def grouped(value: Any) -> list[tuple[Tensor, list[Path]]]:
     """The tensors of a value that require grad, each once, with the paths where they stand."""
     if isinstance(value, Tensor):
         return [(value, [()])] if value.requires_grad else []
@@ -122,15 +115,15 @@ def note_given(args: Any, kwargs: Any) -> list[tuple[Tensor, Any, int, int]]:
     return [
         (tensor, tensor.grad_fn, tensor.output_nr, tensor._version)
         for value in ((*args, *kwargs.values()) if kwargs else args)
-        for tensor in _tensors(value)
+        for tensor in tensors_in(value)
     ]
 
 
-def _tensors(value: Any) -> list[Tensor]:
+def tensors_in(value: Any) -> list[Tensor]:
     """The tensors of a value that require grad."""
     if isinstance(value, Tensor):
         return [value] if value.requires_grad else []
-    return [tensor for tensor, _ in _grouped(value)]
+    return [tensor for tensor, _ in grouped(value)]
 
 
 def watch_outputs(tap: Tap, value: Any, output: Any, index: int, frame: Frame) -> Any:
@@ -139,7 +132,7 @@ def watch_outputs(tap: Tap, value: Any, output: Any, index: int, frame: Frame) -
     if alone and torch.is_grad_enabled():  # the commonest case, without the lists below
         tap.expect(value, index, _ONE)
         return _watch_output(tap, value, index, (), False, frame)
-    found = _grouped(value) if torch.is_grad_enabled() else []
+    found = grouped(value) if torch.is_grad_enabled() else []
     tap.expect(value, index, found)
     if not found:
         tap.explain(index, *NO_GRAD)
@@ -157,11 +150,11 @@ def _watch_output(
 ) -> Tensor:
     node, base = tensor.grad_fn, tensor._base
     arm = Arm(tap, index, path)
-    if _is_gate(node, frame):  # of an edit that was entered before
+    if is_gate(node, frame):  # of an edit that was entered before
         arm.watch_gate(tap, node)
         return tensor
-    fresh, given = _made_since(node, frame.sequence), False
-    base_fresh = base is not None and _made_since(base.grad_fn, frame.sequence)
+    fresh, given = made_since(node, frame.sequence), False
+    base_fresh = base is not None and made_since(base.grad_fn, frame.sequence)
     for other, other_node, _, version in frame.given:
         if other is tensor:
             given = True
@@ -199,7 +192,7 @@ def watch_fresh(tap: Tap, tensor: Tensor, index: int, start: int, given: Sequenc
             return False
     arm = Arm(tap, index)
     if base is not None:
-        if not _made_since(base.grad_fn, start) or not _alike(base, tensor):
+        if not made_since(base.grad_fn, start) or not _alike(base, tensor):
             return False
         if sys.getrefcount(base) > _alone():
             return False
@@ -228,8 +221,8 @@ def _gate_output(tap: Tap, arm: Arm, tensor: Tensor, own: bool, frame: Frame) ->
     A copy if the module made the memory itself, since a view would be lost with a later in-place
     operation; else a view, so that writing to it still writes to what it is a view of.
     """
-    gate = tensor.clone() if own else _alias(tensor)
-    node = _mark(gate, frame)
+    gate = tensor.clone() if own else alias(tensor)
+    node = mark_gate(gate, frame)
     if not own:
         arm.guard(gate)
         tap.guard(arm)
@@ -245,170 +238,29 @@ def _gate_output(tap: Tap, arm: Arm, tensor: Tensor, own: bool, frame: Frame) ->
     return gate
 
 
-def _mark(gate: Tensor, frame: Frame) -> Any:
+def mark_gate(gate: Tensor, frame: Frame) -> Any:
+    """Remember that a tensor is a gate of this call; its node."""
     node: Any = gate.grad_fn
     node.metadata[_MARK] = frame.serial
     return node
 
 
-def _is_gate(node: Any, frame: Frame) -> bool:
+def is_gate(node: Any, frame: Frame) -> bool:
     """Whether a node is that of a gate which an edit has made for this very call."""
     return node is not None and node.metadata.get(_MARK) == frame.serial
 
 
 def _reused(output: Any, start: int) -> set[int]:
     """The tensors of an output from which others of its tensors were computed."""
-    tensors = _tensors(output)
+    tensors = tensors_in(output)
     if len(tensors) < 2:
         return set()
     edges = {(tensor.grad_fn, tensor.output_nr): id(tensor) for tensor in tensors}
-    found = _leading((tensor.grad_fn for tensor in tensors), edges, (), start)
+    found = leading((tensor.grad_fn for tensor in tensors), edges, (), start)
     return {tensor for _, _, tensor in found}
 
 
-# -- inputs ---------------------------------------------------------------------------------------
-
-
-def note_inputs(
-    tap: Tap, module: nn.Module, args: Any, kwargs: Any, frame: Frame
-) -> tuple[Any, Any] | None:
-    """Before a call: note the gradient edges of its inputs, since in-place modules move them.
-
-    For an edit, returns the arguments with a gate in place of each tensor.
-    """
-    try:
-        value = arguments.read(module, args, kwargs, tap.target)
-    except LookupError as error:
-        frame.edges = (*frame.edges, (tap, None, f"{error}.", {}))
-        return None
-    found = _grouped(value) if torch.is_grad_enabled() else []
-    wanted: dict[Edge, Path] = {}
-    for tensor, paths in found:
-        if tap.replaces:
-            node: Any = tensor.grad_fn
-            if not _is_gate(node, frame):
-                gate: Tensor = _alias(tensor)
-                node = _mark(gate, frame)
-                for path, other in list(leaves((args, kwargs))):
-                    if other is tensor:
-                        args, kwargs = set_part((args, kwargs), path, gate)
-                frame.gates = (*frame.gates, (gate, gate._version))
-            wanted[node, 0] = paths[0]
-        else:
-            wanted[_edge(tensor)] = paths[0]
-    frame.edges = (*frame.edges, (tap, value, found, wanted))
-    return (args, kwargs) if tap.replaces and found else None
-
-
-def _edge(tensor: Tensor) -> Edge:
-    node = tensor.grad_fn
-    if node is not None:
-        return node, tensor.output_nr
-    edge = get_gradient_edge(tensor)
-    return edge.node, edge.output_nr
-
-
-def watch_inputs(tap: Tap, output: Any, index: int, frame: Frame) -> None:
-    """After a call: hook the nodes inside the module that lead to its inputs."""
-    _, value, found, wanted = next(noted for noted in frame.edges if noted[0] is tap)
-    if isinstance(found, str):
-        tap.missing(index, found)
-        return
-    tap.expect(value, index, found)
-    if not wanted and not found:
-        tap.explain(index, *NO_GRAD)
-        return
-    if any(gate._version != version for gate, version in frame.gates):
-        raise GradientNotAvailable(
-            f"The gradient at {str(tap.place)!r} cannot be changed:",
-            "the module changes its input in place.",
-            "Change grad_output of the module that made the input, or of this module.",
-        )
-    tensors = _tensors(output)
-    views = _views_of_older(tensors, frame)
-    for node, _ in [edge for edge in wanted if _is_gate(edge[0], frame)]:
-        arm = Arm(tap, index, wanted.pop((node, _)))
-        if views:
-            arm.guard(*views)
-            tap.guard(arm)
-        arm.watch_gate(tap, node)
-    if wanted:
-        dtypes = {paths[0]: tensor.dtype for tensor, paths in found}
-        _watch_paths(tap, tensors, views, index, wanted, dtypes, frame)
-
-
-def _watch_paths(
-    tap: Tap,
-    tensors: list[Tensor],
-    views: list[Tensor],
-    index: int,
-    wanted: dict[Edge, Path],
-    dtypes: dict[Path, torch.dtype],
-    frame: Frame,
-) -> None:
-    for edge in wanted.keys() & {(tensor.grad_fn, tensor.output_nr) for tensor in tensors}:
-        tap.explain(index, *PASSED_ON, path=wanted.pop(edge))
-    stops = {(node, output_nr) for _, node, output_nr, _ in frame.given}
-    grouped: dict[Any, list[tuple[int, Arm]]] = {}
-    starts = [tensor.grad_fn for tensor in tensors]
-    reached: set[Path] = set()
-    # Autocast keeps the casts of leaves for all modules that use them: they are looked through.
-    casts = torch.is_autocast_cache_enabled() and any(
-        tensor.is_leaf and torch.is_autocast_enabled(tensor.device.type)
-        for tensor, *_ in frame.given
-    )
-    found = _leading(starts, wanted, stops, frame.sequence, casts)
-    for node, position, path in found:
-        if path in reached:
-            tap.several(index, path)
-        reached.add(path)
-        arm = Arm(tap, index, path)
-        if casts:
-            arm.dtype = dtypes[path]
-        if views:
-            arm.guard(*views)
-            tap.guard(arm)
-        grouped.setdefault(node, []).append((position, arm))
-    for node, arms in grouped.items():
-        if _is_gate(node, frame):
-            arms[0][1].watch_gate(tap, node)
-        else:
-            handles(tap).append(node.register_hook(Shares(arms).at_node))
-    moved = any(t._is_view() and t.grad_fn is not node for t, node, _, _ in frame.given)
-    for path in wanted.values():
-        if path not in reached and (moved or not path):  # else None says that none flows
-            tap.explain(index, *(INPUT_CHANGED if moved else NO_PATH), path=path)
-
-
-def watch_lone_input(
-    tap: Tap, output: Tensor, index: int, start: int, given: Sequence[Any]
-) -> bool:
-    """The quick way for a call with one tensor in and one out; false if there is more to it."""
-    last: Any = output.grad_fn
-    base = output._base
-    if last is None or (base is not None and not _made_since(base.grad_fn, start)):
-        return False
-    found = _leading([last], {given[0][1:3]: ()}, (), start)
-    shares: dict[Any, list[tuple[int, Arm]]] = {}
-    for node, position, _ in found:
-        shares.setdefault(node, []).append((position, Arm(tap, index)))
-    for node, arms in shares.items():
-        handles(tap).append(node.register_hook(Shares(arms).at_node))
-    if len(found) > 1:
-        tap.several(index, ())
-    return bool(found)
-
-
-def _views_of_older(tensors: list[Tensor], frame: Frame) -> list[Tensor]:
-    """Outputs that are views of something older: in-place changes take their nodes away."""
-    return [
-        tensor
-        for tensor in tensors
-        if tensor._base is not None and not _made_since(tensor._base.grad_fn, frame.sequence)
-    ]
-
-
-def _leading(
+def leading(
     starts: Iterable[Any],
     wanted: dict[Edge, Any],
     stops: Iterable[Edge],
@@ -418,7 +270,7 @@ def _leading(
     """The nodes made since `start`, reached from `starts`, that have a next edge among `wanted`."""
     found: list[tuple[Any, int, Any]] = []
     seen: set[Node] = set()
-    stack = [node for node in starts if _made_since(node, start)]
+    stack = [node for node in starts if made_since(node, start)]
     while stack:
         node = stack.pop()
         if node in seen:

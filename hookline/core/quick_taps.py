@@ -21,7 +21,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from hookline.core import gradients
+from hookline.core import gradients, input_gradients
 from hookline.core.keeping import WHOLE, CaptureTap, Kept, Options
 from hookline.core.places import Target
 from hookline.core.recomputation import Regions, in_backward, may_recompute
@@ -251,12 +251,12 @@ class GradInputTap(_GradientTap):
             return None
         return gradients.note_given(args, kwargs)
 
-    quickly = gradients.watch_lone_input
+    quickly = input_gradients.watch_lone_input
 
     def thoroughly(self, output: Any, index: int, frame: Frame) -> None:
         tensor, node, output_nr, _ = frame.given[0]
         frame.edges = ((self, tensor, [(tensor, [()])], {(node, output_nr): ()}),)
-        gradients.watch_inputs(self, output, index, frame)
+        input_gradients.watch_inputs(self, output, index, frame)
 
 
 QUICK = {"output": OutputTap, "grad_output": GradOutputTap, "grad_input": GradInputTap}

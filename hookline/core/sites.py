@@ -2,7 +2,7 @@
 
 - `Site`: a context's hooks on one module, at most one forward and one pre-forward hook
 
-Only this file registers hooks on modules, and the fast tap in `captures.py` for whole outputs.
+Only this file registers hooks on modules, and `quick_taps.py` for one whole value a module.
 Hooks are local, appended, forward and pre-forward. Gradients are reached from there, through
 tensors and autograd nodes (`gradients.py`).
 """
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 
-from hookline.core import arguments, gradients
+from hookline.core import arguments, gradients, input_gradients
 from hookline.core.nested import get_part, set_part
 from hookline.core.recomputation import Regions, in_backward
 from hookline.core.taps import KEEP, Frame, Tap, is_over, now
@@ -190,7 +190,7 @@ class Site:
             frame.sequence = gradients.sequence()
             frame.given = gradients.note_given(args, kwargs)
         for tap in self.grad_inputs:
-            new = gradients.note_inputs(tap, module, args, kwargs, frame)
+            new = input_gradients.note_inputs(tap, module, args, kwargs, frame)
             if new is not None:
                 args, kwargs = new
                 changed = True
@@ -277,7 +277,7 @@ class Site:
                 output = _at_part(tap, output, index, tap.watch_outputs, output, index, frame)
         for tap in self.grad_inputs:
             if not recomputed or tap.refused(index):
-                gradients.watch_inputs(tap, output, index, cast(Frame, frame))
+                input_gradients.watch_inputs(tap, output, index, cast(Frame, frame))
         if output is original:
             return None
         self.changed = True

@@ -1,0 +1,187 @@
+"""What flows out of a module's inputs: the part of the gradient that the module itself sends back.
+
+- `note_inputs` (before the call), `watch_inputs`: the gradients at inputs, however they were passed
+- `watch_lone_input`: the same for a call with one tensor in and one out, in less time
+
+Hooks are put on the nodes inside the module that lead to the inputs, which are found by a walk
+back from its outputs; for an edit, on a gate in the input's place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+
+from hookline.core import arguments
+from hookline.core.arms import Arm, Shares, handles
+from hookline.core.gradients import (
+    NO_GRAD,
+    PASSED_ON,
+    Edge,
+    alias,
+    grouped,
+    is_gate,
+    leading,
+    made_since,
+    mark_gate,
+    tensors_in,
+)  # fmt: skip
+from hookline.core.nested import Path, leaves, set_part
+from hookline.errors import GradientNotAvailable
+
+if TYPE_CHECKING:
+    from hookline.core.taps import Frame, Tap
+
+__all__ = ["note_inputs", "watch_inputs", "watch_lone_input"]
+
+INPUT_CHANGED = (
+    "the module changed a view in place that it was given: the gradient cannot be reached.",
+    "Ask for the gradient at the module that made the view.",
+)
+NO_PATH = (
+    "no gradient flows from the module's outputs to this input.",
+    "Ask for an input that the outputs depend on.",
+)
+
+
+def note_inputs(
+    tap: Tap, module: nn.Module, args: Any, kwargs: Any, frame: Frame
+) -> tuple[Any, Any] | None:
+    """Before a call: note the gradient edges of its inputs, since in-place modules move them.
+
+    For an edit, returns the arguments with a gate in place of each tensor.
+    """
+    try:
+        value = arguments.read(module, args, kwargs, tap.target)
+    except LookupError as error:
+        frame.edges = (*frame.edges, (tap, None, f"{error}.", {}))
+        return None
+    found = grouped(value) if torch.is_grad_enabled() else []
+    wanted: dict[Edge, Path] = {}
+    for tensor, paths in found:
+        if tap.replaces:
+            node: Any = tensor.grad_fn
+            if not is_gate(node, frame):
+                gate: Tensor = alias(tensor)
+                node = mark_gate(gate, frame)
+                for path, other in list(leaves((args, kwargs))):
+                    if other is tensor:
+                        args, kwargs = set_part((args, kwargs), path, gate)
+                frame.gates = (*frame.gates, (gate, gate._version))
+            wanted[node, 0] = paths[0]
+        else:
+            wanted[_edge(tensor)] = paths[0]
+    frame.edges = (*frame.edges, (tap, value, found, wanted))
+    return (args, kwargs) if tap.replaces and found else None
+
+
+def _edge(tensor: Tensor) -> Edge:
+    node = tensor.grad_fn
+    if node is not None:
+        return node, tensor.output_nr
+    edge = get_gradient_edge(tensor)
+    return edge.node, edge.output_nr
+
+
+def watch_inputs(tap: Tap, output: Any, index: int, frame: Frame) -> None:
+    """After a call: hook the nodes inside the module that lead to its inputs."""
+    _, value, found, wanted = next(noted for noted in frame.edges if noted[0] is tap)
+    if isinstance(found, str):
+        tap.missing(index, found)
+        return
+    tap.expect(value, index, found)
+    if not wanted and not found:
+        tap.explain(index, *NO_GRAD)
+        return
+    if any(gate._version != version for gate, version in frame.gates):
+        raise GradientNotAvailable(
+            f"The gradient at {str(tap.place)!r} cannot be changed:",
+            "the module changes its input in place.",
+            "Change grad_output of the module that made the input, or of this module.",
+        )
+    tensors = tensors_in(output)
+    views = _views_of_older(tensors, frame)
+    for node, _ in [edge for edge in wanted if is_gate(edge[0], frame)]:
+        arm = Arm(tap, index, wanted.pop((node, _)))
+        if views:
+            arm.guard(*views)
+            tap.guard(arm)
+        arm.watch_gate(tap, node)
+    if wanted:
+        dtypes = {paths[0]: tensor.dtype for tensor, paths in found}
+        _watch_paths(tap, tensors, views, index, wanted, dtypes, frame)
+
+
+def _watch_paths(
+    tap: Tap,
+    tensors: list[Tensor],
+    views: list[Tensor],
+    index: int,
+    wanted: dict[Edge, Path],
+    dtypes: dict[Path, torch.dtype],
+    frame: Frame,
+) -> None:
+    for edge in wanted.keys() & {(tensor.grad_fn, tensor.output_nr) for tensor in tensors}:
+        tap.explain(index, *PASSED_ON, path=wanted.pop(edge))
+    stops = {(node, output_nr) for _, node, output_nr, _ in frame.given}
+    grouped: dict[Any, list[tuple[int, Arm]]] = {}
+    starts = [tensor.grad_fn for tensor in tensors]
+    reached: set[Path] = set()
+    # Autocast keeps the casts of leaves for all modules that use them: they are looked through.
+    casts = torch.is_autocast_cache_enabled() and any(
+        tensor.is_leaf and torch.is_autocast_enabled(tensor.device.type)
+        for tensor, *_ in frame.given
+    )
+    found = leading(starts, wanted, stops, frame.sequence, casts)
+    for node, position, path in found:
+        if path in reached:
+            tap.several(index, path)
+        reached.add(path)
+        arm = Arm(tap, index, path)
+        if casts:
+            arm.dtype = dtypes[path]
+        if views:
+            arm.guard(*views)
+            tap.guard(arm)
+        grouped.setdefault(node, []).append((position, arm))
+    for node, arms in grouped.items():
+        if is_gate(node, frame):
+            arms[0][1].watch_gate(tap, node)
+        else:
+            handles(tap).append(node.register_hook(Shares(arms).at_node))
+    moved = any(t._is_view() and t.grad_fn is not node for t, node, _, _ in frame.given)
+    for path in wanted.values():
+        if path not in reached and (moved or not path):  # else None says that none flows
+            tap.explain(index, *(INPUT_CHANGED if moved else NO_PATH), path=path)
+
+
+def watch_lone_input(
+    tap: Tap, output: Tensor, index: int, start: int, given: Sequence[Any]
+) -> bool:
+    """The quick way for a call with one tensor in and one out; false if there is more to it."""
+    last: Any = output.grad_fn
+    base = output._base
+    if last is None or (base is not None and not made_since(base.grad_fn, start)):
+        return False
+    found = leading([last], {given[0][1:3]: ()}, (), start)
+    shares: dict[Any, list[tuple[int, Arm]]] = {}
+    for node, position, _ in found:
+        shares.setdefault(node, []).append((position, Arm(tap, index)))
+    for node, arms in shares.items():
+        handles(tap).append(node.register_hook(Shares(arms).at_node))
+    if len(found) > 1:
+        tap.several(index, ())
+    return bool(found)
+
+
+def _views_of_older(tensors: list[Tensor], frame: Frame) -> list[Tensor]:
+    """Outputs that are views of something older: in-place changes take their nodes away."""
+    return [
+        tensor
+        for tensor in tensors
+        if tensor._base is not None and not made_since(tensor._base.grad_fn, frame.sequence)
+    ]
