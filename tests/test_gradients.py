@@ -92,6 +92,24 @@ class Returning(nn.Module):
         return self.weight
 
 
+@pytest.mark.parametrize("hooked", [False, True])
+def test_a_tensor_that_a_module_had_before_is_refused_on_read(hooked):
+    class Remembering(nn.Module):
+        memory = None
+
+        def forward(self, x):
+            return self.memory
+
+    module = Remembering()
+    module.memory = torch.randn(2, 3, requires_grad=True) * 2
+    if hooked:
+        module.register_forward_hook(lambda *_: None)
+    with hl.capture(module, ":grad_output") as record:
+        (module(torch.zeros(1)) + module.memory).sum().backward()
+    with pytest.raises(hl.GradientNotAvailable, match="had before"):
+        record[":grad_output"]
+
+
 @pytest.mark.parametrize("place", ["0:grad_output", "0:grad_input"])
 def test_a_call_that_raised_holds_nothing_and_spoils_nothing_of_the_next(place):
     class Failing(nn.Linear):

@@ -338,10 +338,16 @@ def test_a_live_run_updates_itself_and_survives_a_restart(tab, tmp_path):
             write(writer, [11, 12])
             playwright.expect(latest).to_have_text("12")
             playwright.expect(tab.locator(".facts")).to_contain_text("starts")
-            tab.locator(".row", has_text="4").click()
+            tab.locator(".row", has_text="0").click()
             tab.wait_for_selector(".card .readout")
+            chosen = tab.locator(".distribution output").first
+            playwright.expect(chosen).to_have_text("step 12")
+            tab.get_by_label("step", exact=True).first.focus()
+            tab.keyboard.press("Home")
+            playwright.expect(chosen).to_have_text("step 0")
             write(writer, [20])
             playwright.expect(tab.locator(".card .readout").first).to_contain_text("at step 20")
+            playwright.expect(chosen).to_have_text("step 0")  # it stays where it was put
         with RunWriter(tmp_path / "second", ROWS, model="Other") as writer:
             write(writer, [0])
         with RunWriter(tmp_path / "first", ROWS, model="Net") as writer:

@@ -253,7 +253,9 @@ function distribution(app, entry, chunk) {
   const counts = chunk.arrays.histograms.data;
   const lows = chunk.arrays.lows.data;
   const highs = chunk.arrays.highs.data;
-  const wanted = Number(app.route.step ?? NaN);
+  // Where somebody has put the slider it stays while a run goes on; at the end it goes along.
+  const key = `step ${entry.place} ${app.route.step}`;
+  const wanted = Number(app.choices[key] ?? app.route.step ?? NaN);
   let at = count - 1;
   if (Number.isFinite(wanted)) steps.forEach((step, n) => (at = Math.abs(step - wanted) < Math.abs(steps[at] - wanted) ? n : at));
   const label = h("output", {});
@@ -263,7 +265,12 @@ function distribution(app, entry, chunk) {
     fill(holder, histogramView({ counts: counts.subarray(at * bins, (at + 1) * bins), low: lows[at], high: highs[at], logged: app.logged, alt: `Histogram of ${entry.place} at step ${steps[at]}` }));
   };
   draw();
-  const input = h("input", { type: "range", min: 0, max: count - 1, value: at, "aria-label": "step", oninput: () => ((at = Number(input.value)), draw()) });
+  const moved = () => {
+    at = Number(input.value);
+    app.choices[key] = at < count - 1 ? steps[at] : undefined;
+    draw();
+  };
+  const input = h("input", { type: "range", min: 0, max: count - 1, value: at, "aria-label": "step", oninput: moved });
   const flow = count > 1 ? flowView(entry, { steps, counts, lows, highs, count, bins }) : null;
   return h("div", { class: "distribution" }, flow, h("div", { class: "slider small" }, label, input), holder);
 }

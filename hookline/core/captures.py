@@ -231,7 +231,8 @@ class capture(Context[CaptureTap]):
         for tap in self._taps.values() if self._commons else ():
             if isinstance(tap, QuickTap) and tap.module is not None:
                 tap.unregister(tap.module)
-                tap.keeper = None
+                if self._attached:
+                    tap.keeper = None
         super()._stop()
         if self._record is not None:
             self._record._seal()

@@ -59,6 +59,7 @@ class QuickTap(CaptureTap, Site):
         self.target = target
         self.module = target.module
         self.common = common
+        self.key = common.key
         self.kept = []
 
     def __getattr__(self, name: str) -> Any:
@@ -69,7 +70,7 @@ class OutputTap(QuickTap):
     """The commonest tap: the whole output of a module, kept as it is."""
 
     def register(self, module: nn.Module) -> None:
-        module._forward_hooks[self.common.key] = self.after_output
+        module._forward_hooks[self.key] = self.after_output
 
     def unregister(self, module: nn.Module) -> None:
         module._forward_hooks.pop(self.key, None)
@@ -150,13 +151,13 @@ class _GradientTap(QuickTap):
         self.grads = {}
 
     def register(self, module: nn.Module) -> None:
-        key = self.common.key
+        key = self.key
         module._forward_pre_hooks_with_kwargs[key] = True
         module._forward_pre_hooks[key] = self.before_call
         module._forward_hooks[key] = self.after_call
 
     def unregister(self, module: nn.Module) -> None:
-        key = self.key if self.module is None else self.common.key
+        key = self.key
         module._forward_hooks.pop(key, None)
         module._forward_pre_hooks.pop(key, None)
         module._forward_pre_hooks_with_kwargs.pop(key, None)
