@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -139,31 +140,29 @@ class capture(Context[CaptureTap]):
         return in_graph
 
     def _find_mixed(self, requests: list[Request]) -> set[int] | None:
-        """The modules of which more than one whole value is asked for; None if options are."""
+        """The modules of which more than whole values is asked for; None if options are."""
         options = self._options
         if options.derives or options.stop or options.keep == "first":
             return None
-        ports = {request.port for request in requests}
-        port = ports.pop() if len(ports) == 1 and options.keep == "all" else None
+        gradients = options.keep == "all" and self._owned and not self._attached
+        ports = QUICK if gradients else ("output",)
         return {
             target.ident
             for request in requests
             for target in request.targets
-            if target.port != (port or "output") or target.parts or target.operation
+            if target.port not in ports or target.parts or target.operation
         }
 
     def _place_all(self, targets: list[Target], ref: weakref.ref[Any], owner: int | None) -> None:
         mixed = self._mixed
-        port = targets[0].port if targets else ""
-        general = mixed is None or port not in QUICK or (owner is None and port != "output")
-        if general or (mixed and not mixed.isdisjoint(t.ident for t in targets)):
+        if mixed is None or (mixed and not mixed.isdisjoint(t.ident for t in targets)):
             super()._place_all(targets, ref, owner)
             return
         common = Common(ref, self._options, owner)
         self._commons = (*self._commons, common)
         taps = self._taps
-        kind = LastTap if self._options.keep == "last" else QUICK[port]
         for target in targets:
+            kind = LastTap if self._options.keep == "last" else QUICK[target.port]
             if target.key not in taps:
                 tap = taps[target.key] = kind(target, common)
                 tap.register(target.module)
@@ -183,6 +182,11 @@ class capture(Context[CaptureTap]):
                 "stop=True was asked for at a model that FSDP shards. This torch cannot go on "
                 "after a forward that ended early. Leave out stop."
             )
+        if len(self._commons) > 1:
+            quick = [tap for tap in self._taps.values() if isinstance(tap, QuickTap)]
+            counts = Counter(tap.target.ident for tap in quick)
+            for tap in quick:
+                tap.beside = counts[tap.target.ident]
         self._record = Record(list(self._taps.values()), self)
 
     def _result(self) -> Record:

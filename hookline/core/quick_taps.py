@@ -54,6 +54,7 @@ class QuickTap(CaptureTap, Site):
     """A tap that is its own site."""
 
     common: Common = cast(Common, None)  # in a copied module
+    beside = 1  # the quick taps of its context at its module
 
     def __init__(self, target: Target, common: Common) -> None:
         self.target = target
@@ -182,7 +183,7 @@ class _GradientTap(QuickTap):
                 del self.begun[frame]
         given = None
         # Other contexts may change this call; a checkpoint may run it again.
-        if len(module._forward_hooks) == 1 and not may_recompute():
+        if len(module._forward_hooks) == self.beside and not may_recompute():
             given = self.noted(args, kwargs)
         if given is None:
             if self.regions is None:
