@@ -83,8 +83,12 @@ def filled(text: str, results: Results, document: str) -> str:
         )
 
     def made(place: re.Match[str]) -> str:
-        name = place["name"]
-        return f"<!-- measured: {name} -->{results.part(name)}<!-- end -->"
+        name, part = place["name"], results.part(place["name"])
+        begins = not text[: place.start()].rpartition("\n")[2].strip()
+        if begins != ("\n" in part):  # Markdown takes a line that begins with a comment for HTML
+            where = "on a line of its own" if "\n" in part else "within a line"
+            raise Unusable(f"{document}: the part {name!r} belongs {where}.")
+        return f"<!-- measured: {name} -->{part}<!-- end -->"
 
     return PLACE.sub(made, text)
 

@@ -1,0 +1,97 @@
+"""Values on disk: the store and the harvest."""
+
+from __future__ import annotations
+
+import harvest
+from peers.page import number, plain, table
+
+from measured.parts import Results, at_most, count, line, part, times, verdict
+
+
+def store_cases(results: Results) -> dict[str, Results]:
+    return {name: found for name, found in results.items() if name.startswith("batches of ")}
+
+
+@part("store writes")
+def store_writes(results: Results) -> list[str]:
+    cases = store_cases(results)
+    ways = list(next(iter(cases.values())))
+    rows = []
+    for way in ways:
+        found = [case[way] for case in cases.values()]
+        goal = found[0]["goal"]
+        row = [plain(way), "" if goal is None else f"≥ {goal:g} ×"]
+        for one in found:
+            cell = f"{one['GB/s']:.2f} GB/s"
+            if goal is not None:
+                cell += f", {times(one['ratio'])} {verdict(one['met'])}"
+                # What a raw write does not reach, no writer that copies into the cache can.
+                cell += " (raw, too)" if not one["met"] and one["raw"] < goal else ""
+            row.append(cell)
+        rows.append(row)
+    return table(["", "goal: store is", *cases], rows)
+
+
+@part("store reads")
+def store_reads(results: Results) -> list[str]:
+    found = results["random row, µs"]
+    ours, other = found["hookline store"], found["safe_open slice"]
+    rows = [
+        ["hookline store", number(ours), "", ""],
+        ["a slice of `safe_open`", number(other), times(other / ours),
+         f"≥ {found['goal']:g} × {verdict(found['met'])}"],
+    ]  # fmt: skip
+    return table(["one random row", "µs", "store is", "goal"], rows)
+
+
+@part("harvest table")
+def harvest_table(results: Results) -> list[str]:
+    rows = []
+    for way, found in results["ways"].items():
+        goal = found.get("goal", harvest.GOAL if way == "harvest" else None)
+        rows.append(
+            [plain(way), number(found["seconds"]), times(found["ratio"]),
+             times(found["processor ratio"]), *at_most(found["ratio"], goal)]
+        )  # fmt: skip
+    return table(["", "s", "by the clock", "processor time", "goal", ""], rows)
+
+
+@part("harvest memory")
+def harvest_memory(results: Results) -> list[str]:
+    rows = [[f"{int(count):,} batches", f"{found:.0f} MB", "", ""]
+            for count, found in results["peak MB"].items()]  # fmt: skip
+    rows.append(["growth", times(results["growth"]),
+                 *at_most(results["growth"], harvest.GOAL_MEMORY)])  # fmt: skip
+    return table(["peak memory of a process", "", "goal", ""], rows)
+
+
+@part("harvest line")
+def harvest_line(results: Results) -> str:
+    found = results["ways"]["harvest"]
+    return line(found["ratio"], "≤", found.get("goal", harvest.GOAL))
+
+
+@part("store line")
+def store_line(results: Results) -> str:
+    found = results["random row, µs"]
+    return line(found["ratio"], "≥", found["goal"])
+
+
+@part("store write line")
+def store_write_line(results: Results) -> str:
+    found = results["batches of 8 MB, synced"]["raw write"]
+    return line(found["ratio"], "≥", found["goal"])
+
+
+@part("store count")
+def store_count(results: Results) -> str:
+    rows = [row for case in store_cases(results).values() for row in case.values()]
+    return count([row["met"] for row in [*rows, results["random row, µs"]]
+                  if row["met"] is not None])  # fmt: skip
+
+
+@part("harvest count")
+def harvest_count(results: Results) -> str:
+    found = results["ways"]["harvest"]
+    goal = found.get("goal", harvest.GOAL)
+    return count([found["ratio"] <= goal, results["growth"] <= harvest.GOAL_MEMORY])
