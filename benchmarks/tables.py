@@ -78,9 +78,7 @@ def filled(text: str, results: Results, document: str) -> str:
     """A document with its parts made anew."""
     places = len(PLACE.findall(text))
     if len(MARK.findall(text)) != 2 * places:
-        raise Unusable(
-            f"{document}: each <!-- measured: NAME --> needs an <!-- end --> of its own."
-        )
+        raise Unusable(f"{document}: each <!-- measured: NAME --> needs its own <!-- end -->.")
 
     def made(place: re.Match[str]) -> str:
         name, part = place["name"], results.part(place["name"])
