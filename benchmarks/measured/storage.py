@@ -24,12 +24,12 @@ def store_writes(results: Results) -> list[str]:
         for one in found:
             cell = f"{one['GB/s']:.2f} GB/s"
             if goal is not None:
-                cell += f", {times(one['ratio'])} {verdict(one['met'])}"
-                # What a raw write does not reach, no writer that copies into the cache can.
-                cell += " (raw, too)" if not one["met"] and one["raw"] < goal else ""
+                cell = f"{times(one['ratio'])} {verdict(one['met'])}"
+                cell += " †" if not one["met"] and one["raw"] < goal else ""
             row.append(cell)
         rows.append(row)
-    return table(["", "goal: store is", *cases], rows)
+    heads = [plain(name.removeprefix("batches of ")) for name in cases]
+    return table(["", "goal", *heads], rows)
 
 
 @part("store reads")
