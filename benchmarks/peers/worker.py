@@ -171,8 +171,8 @@ class Session:
                 with torch.no_grad():
                     work = found.build(self.peer, True)
                 with torch.set_grad_enabled(work.gradients):
-                    work.bare()
                     if bare:
+                        work.bare()
                         grown["bare"] = growth(work.bare)
                     # A fresh one: where hooks stay on, so do the values of the last run.
                     grown["use"] = growth(work.make())
