@@ -175,7 +175,7 @@ def test_the_bare_model_is_timed_in_clean_processes():
     from side_by_side import Comparison
 
     comparison = Comparison([])
-    comparison.peers = dict.fromkeys(("raw", "raw_again", "torchlens", "hookline", "torchinfo"), {})
+    comparison.peers = {name: {} for name in ("raw", "raw_again", "torchlens", "hookline")}
     comparison.times = {
         ("torchlens", "edit"): {"bare": [9], "use": [9]},
         ("raw_again", "edit"): {"bare": [2], "use": [3]},
