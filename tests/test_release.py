@@ -225,10 +225,10 @@ OUT_OF_REACH = re.compile(
 )
 
 
-@pytest.fixture(scope="module")
-def environment(wheel_file, tmp_path_factory):
+@pytest.fixture
+def environment(wheel_file, tmp_path):
     """A new virtual environment with the wheel and what it depends on, from the package index."""
-    folder = tmp_path_factory.mktemp("environment")
+    folder = tmp_path / "environment"
     subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
     limits = ROOT / "constraints.txt"
     torch_pin = re.search(r"^torch==\S+$", limits.read_text(), re.MULTILINE)[0]
@@ -252,23 +252,17 @@ def clean():
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_wheel_works_in_an_empty_environment(environment, tmp_path):
+    def run(*command):
+        found = subprocess.run(
+            [str(environment / "bin" / command[0]), *command[1:]],
+            capture_output=True, text=True, cwd=tmp_path, env=clean(),
+        )  # fmt: skip
+        return found.returncode, found.stdout, found.stderr
+
     program = SMOKE.format(optional=OPTIONAL)
-    result = subprocess.run(
-        [str(environment / "bin" / "python"), "-W", "error", "-c", program],
-        capture_output=True, text=True, cwd=tmp_path, env=clean(),
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr
-    assert (result.stdout, result.stderr) == (f"{hookline.__version__}\n", "")
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("arguments", [["--help"], ["doctor"]])
-def test_the_command_says_how_to_install_what_it_needs(environment, tmp_path, arguments):
-    result = subprocess.run(
-        [str(environment / "bin" / "hookline"), *arguments],
-        capture_output=True, text=True, cwd=tmp_path, env=clean(),
-    )  # fmt: skip
-    assert (result.returncode, result.stdout) == (2, "")
-    assert "Install it with: pip install 'hookline[cli]'" in result.stderr
-    assert "Traceback" not in result.stderr
+    assert run("python", "-W", "error", "-c", program) == (0, f"{hookline.__version__}\n", "")
+    for asked in ("--help", "doctor"):
+        code, out, told = run("hookline", asked)
+        assert (code, out) == (2, "")
+        assert "Install it with: pip install 'hookline[cli]'" in told
+        assert "Traceback" not in told
