@@ -36,9 +36,10 @@ HEADS = {
 def side_table(results: Results, names: list[str], tasks: list[str]) -> list[str]:
     rows = []
     for name in names:
-        row = [plain(results["peers"][name]["title"])]
-        row += [side_cell(results, name, task) for task in tasks]
-        rows.append([*row, *(memory_cell(results, name, task) for task in ("blocks", "all"))])
+        cells = [side_cell(results, name, task) for task in tasks]
+        cells += [memory_cell(results, name, task) for task in ("blocks", "all")]
+        if set(cells) != {"–"}:
+            rows.append([plain(results["peers"][name]["title"]), *cells])
     head = [HEADS[task] for task in tasks]
     return table(["", *head, "memory, 12 blocks", "memory, 161 modules"], rows)
 
