@@ -87,13 +87,24 @@ def test_a_goal_that_a_raw_write_misses_too_is_marked(folder):
     store = json.loads((folder / "store.json").read_text())
     for case in store.values():
         if isinstance(case, dict) and "save_file per batch" in case:
-            row = {"GB/s": 1.0, "ratio": 1.5, "goal": 2.0, "met": False, "raw": 1.9}
+            row = {"GB/s": 1.0, "ratio": 1.5, "goal": 2.0, "raw": 1.9}
             case["save_file per batch"] = row | {"something new": 1}
             case["torch.save per batch"] = row | {"raw": 2.1}
     (folder / "store.json").write_text(json.dumps(store))
     lines = Results(folder).part("store writes").splitlines()
     marked = {line.split(" | ")[0]: line.count("†") for line in lines}
     assert (marked["| save\\_file per batch"], marked["| torch.save per batch"]) == (4, 0)
+
+
+def test_a_summary_without_torchinfo_beside_it_says_so(folder):
+    from tables import Results
+
+    summary = json.loads((folder / "summary.json").read_text())
+    for found in summary["µs"].values():
+        del found["torchinfo"]
+    (folder / "summary.json").write_text(json.dumps(summary))
+    assert Results(folder).part("summary line") == "torchinfo was not installed"
+    assert Results(folder).part("summary count") == "4 of 4"
 
 
 def test_probes_of_the_readme_are_those_of_the_json(folder):

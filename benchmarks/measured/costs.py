@@ -124,6 +124,8 @@ def summary_flops(results: Results) -> list[str]:
 @part("summary line")
 def summary_line(results: Results) -> str:
     found = results["µs"]["32 elements"]
+    if "torchinfo" not in found:
+        return "torchinfo was not installed"
     return line(found["torchinfo"] / found["hookline"], "≥", summary.GOAL)
 
 

@@ -12,6 +12,11 @@ def store_cases(results: Results) -> dict[str, Results]:
     return {name: found for name, found in results.items() if name.startswith("batches of ")}
 
 
+def beyond_raw(row: Results) -> bool:
+    """A goal that is missed, and that a raw write does not reach either."""
+    return row["ratio"] < row["goal"] and row["raw"] < row["goal"]
+
+
 @part("store writes")
 def store_writes(results: Results) -> list[str]:
     cases = store_cases(results)
@@ -24,8 +29,8 @@ def store_writes(results: Results) -> list[str]:
         for one in found:
             cell = f"{one['GB/s']:.2f} GB/s"
             if goal is not None:
-                cell = f"{times(one['ratio'])} {verdict(one['met'])}"
-                cell += " †" if not one["met"] and one["raw"] < goal else ""
+                cell = f"{times(one['ratio'])} {verdict(one['ratio'] >= goal)}"
+                cell += " †" if beyond_raw(one) else ""
             row.append(cell)
         rows.append(row)
     heads = [plain(name.removeprefix("batches of ")) for name in cases]
@@ -39,7 +44,7 @@ def store_reads(results: Results) -> list[str]:
     rows = [
         ["hookline store", number(ours), "", ""],
         ["a slice of `safe_open`", number(other), times(other / ours),
-         f"≥ {found['goal']:g} × {verdict(found['met'])}"],
+         f"≥ {found['goal']:g} × {verdict(other / ours >= found['goal'])}"],
     ]  # fmt: skip
     return table(["one random row", "µs", "store is", "goal"], rows)
 
@@ -53,6 +58,8 @@ def harvest_table(results: Results) -> list[str]:
             [plain(way), number(found["seconds"]), times(found["ratio"]),
              times(found["processor ratio"]), *at_most(found["ratio"], goal)]
         )  # fmt: skip
+    if "once, seconds" in results:  # files of before have no such field
+        rows.append(["of a harvest, once", number(results["once, seconds"]), "", "", "", ""])
     return table(["", "s", "by the clock", "processor time", "goal", ""], rows)
 
 
@@ -85,9 +92,12 @@ def store_write_line(results: Results) -> str:
 
 @part("store count")
 def store_count(results: Results) -> str:
-    rows = [row for case in store_cases(results).values() for row in case.values()]
-    return count([row["met"] for row in [*rows, results["random row, µs"]]
-                  if row["met"] is not None])  # fmt: skip
+    every = [row for case in store_cases(results).values() for row in case.values()]
+    rows = [row for row in every if row["goal"] is not None]
+    beyond = sum(map(beyond_raw, rows))
+    rows.append(results["random row, µs"])
+    told = count([row["ratio"] >= row["goal"] for row in rows])
+    return f"{told}; {beyond} of the others a raw write misses, too" if beyond else told
 
 
 @part("harvest count")
