@@ -1,7 +1,7 @@
 """hookline beside other libraries, each used as its own documentation says.
 
     python benchmarks/side_by_side.py                     about eight minutes
-    python benchmarks/side_by_side.py --quick             one or two, noisier, without memory
+    python benchmarks/side_by_side.py --quick             two or three, noisier, without memory
     python benchmarks/side_by_side.py --only raw hookline nnsight
 
 Each library has a process of its own (peers/worker.py); they take turns in a new order every
