@@ -21,7 +21,7 @@ NPM_CI  := npm ci --silent --no-audit --no-fund --fetch-retries 0 --fetch-timeou
 PYTEST  := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all check bench bench-setup bench-overhead docs frontend
+.PHONY: help demo test test-all check bench bench-setup bench-overhead tables docs frontend
 .PHONY: frontend-check clean
 .NOTPARALLEL:
 
@@ -48,7 +48,7 @@ check: $(VENV)/.has-check ## ruff and pyright
 	@echo "==> pyright"
 	@PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright
 
-bench: bench-setup ## hookline beside other libraries, a quarter of an hour: RESULTS.md
+bench: bench-setup ## hookline beside other libraries, about eight minutes: RESULTS.md
 	@echo "==> running benchmarks/side_by_side.py"
 	@$(PEERS)/bin/python benchmarks/side_by_side.py $(BENCH)
 
@@ -57,6 +57,9 @@ bench-setup: $(PEERS)/.ready ## install those libraries, into an environment of 
 bench-overhead: $(VENV)/.has-demo ## measure the cost of hookline against hooks written by hand
 	@echo "==> running benchmarks/overhead.py"
 	@$(BIN)/python benchmarks/overhead.py
+
+tables: $(VENV)/.has-demo ## put what the benchmarks measured into the documents
+	@$(BIN)/python benchmarks/tables.py
 
 docs: $(VENV)/.has-docs ## build the documentation into site/
 	@echo "==> building site/"

@@ -1,8 +1,11 @@
 """What is released: a wheel that works where only torch, numpy and safetensors are installed."""
 
 import os
+import re
+import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -36,18 +39,38 @@ OPTIONAL = (
 )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    """The wheel, unpacked as pip would."""
-    folder = tmp_path_factory.mktemp("wheel")
+def build(kind, source, folder):
+    """A wheel or an sdist, made by the build backend."""
     subprocess.run(
-        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)],
-        check=True, capture_output=True, cwd=ROOT,
+        [sys.executable, "-m", "hatchling", "build", "-t", kind, "-d", str(folder)],
+        check=True, capture_output=True, cwd=source,
     )  # fmt: skip
-    (built,) = folder.glob("*.whl")
-    with zipfile.ZipFile(built) as archive:
-        archive.extractall(folder / "site")
-    return folder / "site"
+    (built,) = folder.glob("*.whl" if kind == "wheel" else "*.tar.gz")
+    return built
+
+
+@pytest.fixture(scope="module")
+def wheel_file(tmp_path_factory):
+    return build("wheel", ROOT, tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="module")
+def wheel(wheel_file, tmp_path_factory):
+    """The wheel, unpacked as pip would."""
+    folder = tmp_path_factory.mktemp("site")
+    with zipfile.ZipFile(wheel_file) as archive:
+        archive.extractall(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """The sdist, unpacked."""
+    folder = tmp_path_factory.mktemp("sdist")
+    with tarfile.open(build("sdist", ROOT, folder)) as archive:
+        archive.extractall(folder, filter="data")
+    (unpacked,) = (path for path in folder.iterdir() if path.is_dir())
+    return unpacked
 
 
 def run(wheel, program, *, without=OPTIONAL, cwd):
@@ -55,8 +78,7 @@ def run(wheel, program, *, without=OPTIONAL, cwd):
     start = WITHOUT_EXTRAS.format(names=without, folder=str(wheel))
     result = subprocess.run(
         [sys.executable, "-W", "error", "-c", start + program],
-        capture_output=True, text=True, cwd=cwd,
-        env={key: value for key, value in os.environ.items() if key != "PYTHONPATH"},
+        capture_output=True, text=True, cwd=cwd, env=clean(),
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     return result.stdout
@@ -144,3 +166,102 @@ def test_types_reach_a_user_s_project(wheel, tmp_path):
     errors = [line for line in result.stdout.splitlines() if " error: " in line]
     assert len(errors) == 1, result.stdout  # harvest without data and places
     assert ":11:" in errors[0]
+
+
+def contents(path):
+    with zipfile.ZipFile(path) as archive:
+        return {name: archive.read(name) for name in archive.namelist() if "RECORD" not in name}
+
+
+def test_the_sdist_holds_what_it_takes_to_build_the_wheel_again(source, wheel_file, tmp_path):
+    again = contents(build("wheel", source, tmp_path))
+    assert again == contents(wheel_file)
+    for needed in (
+        "Makefile", "constraints.txt", "frontend/package.json", "tests/test_hooks.py", "LICENSE",
+        "mkdocs.yml", "README.md", "benchmarks/results/guard.json",
+    ):  # fmt: skip
+        assert (source / needed).exists(), needed
+    names = {path.name for path in source.rglob("*")}
+    assert not names & {"node_modules", "__pycache__", ".venv", ".bench-venv", "site"}
+
+
+@pytest.mark.slow
+def test_the_usual_command_builds_both(tmp_path):
+    pytest.importorskip("build")
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(tmp_path)]
+    subprocess.run(command, check=True, capture_output=True, cwd=ROOT)
+    version = hookline.__version__
+    assert {path.name for path in tmp_path.iterdir()} == {
+        f"hookline-{version}.tar.gz", f"hookline-{version}-py3-none-any.whl",
+    }  # fmt: skip
+
+
+SMOKE = """
+import importlib.metadata, importlib.util, sys
+from pathlib import Path
+import torch
+from torch import nn
+import hookline as hl
+
+assert hl.__file__.startswith(sys.prefix), hl.__file__
+assert importlib.metadata.version("hookline") == hl.__version__
+for name in {optional!r}:
+    assert importlib.util.find_spec(name) is None, name
+model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+x = torch.randn(3, 4)
+with hl.capture(model, "1", "2:input", "0.weight:grad") as record:
+    model(x).sum().backward()
+assert torch.equal(record["1"], torch.relu(model[0](x)))
+assert torch.equal(record["0.weight:grad"], model[0].weight.grad)
+with hl.edit(model, "1", hl.zero()):
+    assert torch.equal(model(x)[0], model[2].bias)
+assert "</html>" in Path(hl.report(record, "page.html")).read_text()
+print(hl.__version__)
+"""
+
+
+@pytest.fixture
+def environment(wheel_file, tmp_path):
+    """A new virtual environment with the wheel and what it depends on, from the package index."""
+    folder = tmp_path / "environment"
+    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+    limits = ROOT / "constraints.txt"
+    torch_pin = re.search(r"^torch==\S+$", limits.read_text(), re.MULTILINE)[0]
+
+    def pip(*command):
+        return subprocess.run(
+            [str(folder / "bin" / "python"), "-m", "pip", *command, "-qq", "-c", str(limits)],
+            capture_output=True, text=True, cwd=folder, env=clean(),
+        )  # fmt: skip
+
+    tried = pip("download", "--no-deps", "safetensors")
+    if tried.returncode:
+        pytest.skip(f"the package index is out of reach: {tried.stderr.strip()[-200:]}")
+    installed = pip("install", torch_pin, str(wheel_file))
+    assert installed.returncode == 0, installed.stderr
+    yield folder
+    shutil.rmtree(folder)  # a gigabyte
+
+
+def clean():
+    """The variables of this process, without what would lead to this tree."""
+    return {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_wheel_works_in_an_empty_environment(environment, tmp_path):
+    def run(*command):
+        found = subprocess.run(
+            [str(environment / "bin" / command[0]), *command[1:]],
+            capture_output=True, text=True, cwd=tmp_path, env=clean(),
+        )  # fmt: skip
+        return found.returncode, found.stdout, found.stderr
+
+    program = SMOKE.format(optional=OPTIONAL)
+    assert run("python", "-W", "error", "-c", program) == (0, f"{hookline.__version__}\n", "")
+    for asked in ("--help", "doctor"):
+        code, out, told = run("hookline", asked)
+        assert (code, out) == (2, "")
+        assert "Install it with: pip install 'hookline[cli]'" in told
+        assert "Traceback" not in told

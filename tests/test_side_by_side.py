@@ -151,8 +151,12 @@ def test_a_worker_answers_and_a_broken_one_is_told():
         assert worker.ask("hello")["title"] == "raw hooks"
         assert worker.ask("prepare", task="stop")["verdict"] == "right"
         assert worker.ask("prepare", task="summary")["verdict"] == "absent"
+        assert worker.ask("settle") == {}
         found = worker.ask("time", task="stop", seconds=0.0)
         assert len(found["use"]) == len(found["bare"]) == 1
+        assert len(worker.ask("time", task="stop", seconds=0.5)["use"]) > 1
+        assert worker.ask("memory", task="stop", bare=True).keys() == {"bare", "use"}
+        assert worker.ask("memory", task="stop", bare=False).keys() == {"use"}
         assert worker.ask("probe", title="every call of a module that is called three times") == {
             "verdict": "yes",
             "reason": "",
@@ -165,6 +169,23 @@ def test_a_worker_answers_and_a_broken_one_is_told():
             missing.ask("hello")
     finally:
         missing.close()
+
+
+def test_the_bare_model_is_timed_in_clean_processes():
+    from side_by_side import Comparison
+
+    comparison = Comparison([])
+    comparison.peers = {name: {} for name in ("raw", "raw_again", "torchlens", "hookline")}
+    comparison.times = {
+        ("torchlens", "edit"): {"bare": [9], "use": [9]},
+        ("raw_again", "edit"): {"bare": [2], "use": [3]},
+        ("raw", "edit"): {"bare": [1], "use": [3]},
+        ("torchlens", "disk"): {"bare": [], "use": [9]},
+        ("hookline", "disk"): {"bare": [4], "use": [5]},
+    }
+    assert comparison.bare_runs("edit") == [1, 2]
+    assert comparison.bare_runs("disk") == [4]
+    assert comparison.bare_runs("stop") == []
 
 
 def test_every_library_is_pinned():

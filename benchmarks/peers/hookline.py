@@ -121,10 +121,5 @@ def edit_parameter(model, name, tensor):
     return run
 
 
-if hasattr(hl, "summarize"):
-
-    def summary(model):
-        return lambda *args: hl.summarize(model, *args).show(depth=10)
-
-else:
-    ABSENT["summary"] = "this version has no summarize"
+def summary(model):
+    return lambda *args: hl.summarize(model, *args).show(depth=10)

@@ -160,7 +160,7 @@ hooks written by hand; one that is not the same is marked `wrong` and not timed.
 library does not offer it.
 
 The tensors of the plain model (a transformer of 163 modules) have 32 elements, so this is the worst
-case: nothing hides what a library adds. On a large model all of them come nearer to 1.
+case: nothing hides what a library adds.
 """
 
 MEMORY = """\

@@ -166,11 +166,12 @@ def repeated(peer):
 
 @probe("every step of generate()")
 def steps(peer):
+    generate = verb(peer, "generate")
     model, ids = models.gpt2()
     name = "transformer.h.3"
     with torch.no_grad():
         expected = raw.generate(model, [name], 4)(ids)[name]
-        found = verb(peer, "generate")(model, [name], 4)(ids)[name]
+        found = generate(model, [name], 4)(ids)[name]
     right = len(found) == 4 and all(
         a.shape == b.shape and torch.allclose(a, b, atol=1e-5)
         for a, b in zip(found, expected, strict=True)

@@ -1,7 +1,8 @@
 """The work that is measured: what is asked of every library, and how its answer is checked.
 
 - `TASKS`: the tasks, in the order of the tables
-- `Task.build(peer, large)` gives a `Work`: the bare model's run, the use, and the check
+- `Task.build(peer, large)` gives a `Work`: the bare model's run, the use, and the check, which a
+  large one does without
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ def plain(large: bool):
     return models.plain(models.LARGE if large else transformer.TINY)
 
 
-def captures(peer: ModuleType, model, batch, names) -> Work:
-    expected = raw.capture(model, names)(batch)
+def captures(peer: ModuleType, model, batch, names, large: bool = False) -> Work:
+    expected = {} if large else raw.capture(model, names)(batch)
 
     def make():
         run = peer.capture(model, names)
@@ -64,12 +65,12 @@ def captures(peer: ModuleType, model, batch, names) -> Work:
 
 
 def blocks(peer: ModuleType, large: bool) -> Work:
-    return captures(peer, *plain(large), models.plain_blocks())
+    return captures(peer, *plain(large), models.plain_blocks(), large)
 
 
 def everything(peer: ModuleType, large: bool) -> Work:
     model, batch = plain(large)
-    return captures(peer, model, batch, models.plain_modules(model))
+    return captures(peer, model, batch, models.plain_modules(model), large)
 
 
 def gpt2(peer: ModuleType, large: bool) -> Work:
@@ -82,7 +83,7 @@ def halve(value):
 
 def edit(peer: ModuleType, large: bool) -> Work:
     model, batch = plain(large)
-    expected = raw.edit(model, "blocks.5", halve)(batch)
+    expected = None if large else raw.edit(model, "blocks.5", halve)(batch)
 
     def make():
         run = peer.edit(model, "blocks.5", halve)
@@ -94,7 +95,7 @@ def edit(peer: ModuleType, large: bool) -> Work:
 def gradient(peer: ModuleType, large: bool) -> Work:
     model, batch = plain(large)
     with torch.enable_grad():
-        expected = raw.gradient(model, "blocks.5")(batch)
+        expected = None if large else raw.gradient(model, "blocks.5")(batch)
 
     def make():
         run = peer.gradient(model, "blocks.5")
@@ -108,7 +109,7 @@ def gradient(peer: ModuleType, large: bool) -> Work:
 
 def stop(peer: ModuleType, large: bool) -> Work:
     model, batch = plain(large)
-    expected = raw.capture(model, ["blocks.2"])(batch)["blocks.2"]
+    expected = None if large else raw.capture(model, ["blocks.2"])(batch)["blocks.2"]
 
     def make():
         run = peer.stop(model, "blocks.2")
@@ -154,7 +155,8 @@ def disk(peer: ModuleType, large: bool) -> Work:
     model, batch = models.plain(models.LARGE if large else transformer.LARGE)
     batches = [batch.roll(shift, 0) for shift in range(BATCHES)]
     names = models.plain_blocks()
-    expected = torch.cat([raw.capture(model, names)(one)["blocks.7"] for one in batches])
+    checked = [] if large else batches
+    expected = [raw.capture(model, names)(one)["blocks.7"] for one in checked]
     folder = Path(tempfile.mkdtemp())
     state = {"number": 0}
 
@@ -175,7 +177,7 @@ def disk(peer: ModuleType, large: bool) -> Work:
 
     def right(found):
         run, target = found
-        return torch.equal(run.read(target, "blocks.7"), expected)
+        return torch.equal(run.read(target, "blocks.7"), torch.cat(expected))
 
     return Work(bare, make, right)
 

@@ -18,6 +18,7 @@ NOTES = {
     "wrong without a word where an in-place operation follows",
     "stop": "tl.trace with halt=; with tl.record the rest of the model runs",
     "process": "torch's functions stay wrapped for the process after the first use",
+    "memory": "measured in its process after the timed runs, since it refuses to work in a fork",
 }
 ABSENT = {
     "edit_parameter": "none",

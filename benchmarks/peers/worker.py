@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent.parent
-SLOW = 0.5  # seconds
+SLOW, LONG = 0.5, 5.0  # seconds
 
 
 # The process of one library.
@@ -62,29 +62,41 @@ class Session:
         import torch
 
         torch.set_num_threads(1)
-        from peers import load
-
+        self.name = name
         self.before = torch_functions()
-        megabytes, start = status("VmRSS"), time.perf_counter()
-        self.peer = load(name)
-        self.imported = {
-            "import_seconds": time.perf_counter() - start,
-            "import_megabytes": status("VmRSS") - megabytes,
-        }
         self.works: dict[str, Any] = {}
         self.uses: dict[str, Any] = {}
         self.took: dict[str, float] = {}
 
+    def ready(self) -> dict[str, Any]:
+        """Torch is imported."""
+        return {}
+
     def hello(self) -> dict[str, Any]:
+        """Import the library, and say what it is."""
+        from peers import load
+
+        megabytes, start = status("VmRSS"), time.perf_counter()
+        self.peer = load(self.name)
+        imported = {
+            "import_seconds": time.perf_counter() - start,
+            "import_megabytes": status("VmRSS") - megabytes,
+        }
         try:
             version = importlib.metadata.version(self.peer.PACKAGE)
         except importlib.metadata.PackageNotFoundError:  # imported from the tree
             version = "not installed"
         return {
-            **self.imported,
+            **imported,
             "version": version,
             **{key: getattr(self.peer, key.upper()) for key in ("title", "source", "notes")},
         }
+
+    def load_models(self) -> dict[str, Any]:
+        """Import what the tasks need besides, which no library is to be blamed for."""
+        if hasattr(self.peer, "capture"):
+            importlib.import_module("transformers.models.gpt2.modeling_gpt2")
+        return {}
 
     def prepare(self, task: str) -> dict[str, Any]:
         """Do a task once, and see whether it was done right."""
@@ -102,7 +114,7 @@ class Session:
                 use = work.make()
                 took, answer = timed(use)
                 right = work.right(answer)
-                if took > SLOW:  # some import more at the first use
+                if SLOW < took < LONG:  # some import more at the first use
                     took, _ = timed(use)
                 start = time.perf_counter()
                 use = work.make()
@@ -118,16 +130,25 @@ class Session:
         self.works[task], self.uses[task], self.took[task] = work, use, took
         return {"verdict": "right", "reason": "", "setup": setup, "took": took}
 
+    def settle(self) -> dict[str, Any]:
+        """Take all that was imported and built out of the collector's sight, once for all turns.
+
+        A library may hold a million objects: to scan them takes longer than a turn.
+        """
+        gc.collect()
+        gc.freeze()
+        return {}
+
     def time(self, task: str, seconds: float) -> dict[str, Any]:
         """Run the bare model and the use in turn, for about that long."""
         import torch
-        from timing import no_garbage_collection
 
         work, use, clock = self.works[task], self.uses[task], time.perf_counter_ns
-        bare, used, end = [], [], time.perf_counter() + seconds
-        with no_garbage_collection(), torch.set_grad_enabled(work.gradients):
+        bare, used = [], []
+        with no_garbage(), torch.set_grad_enabled(work.gradients):
             for run in (work.bare, use) if self.took[task] < seconds else ():
                 run()  # caches are cold after a pause
+            end = time.perf_counter() + seconds
             while not used or time.perf_counter() < end:
                 start = clock()
                 work.bare()
@@ -137,24 +158,26 @@ class Session:
                 bare.append(middle - start)
         return {"bare": bare, "use": used}
 
-    def memory(self, task: str) -> dict[str, Any]:
-        """How far the memory grows in one use, and in one run of the bare model."""
+    def memory(self, task: str, bare: bool) -> dict[str, Any]:
+        """How far the memory grows in one use, and if asked in one run of the bare model."""
         import torch
 
         from peers.tasks import TASKS
 
         def measured() -> dict[str, float]:
             found = next(one for one in TASKS if one.name == task)
+            grown: dict[str, float] = {}
             for _ in range(2):  # what is allocated once and stays does not count
                 with torch.no_grad():
                     work = found.build(self.peer, True)
                 with torch.set_grad_enabled(work.gradients):
-                    work.bare()
-                    bare = growth(work.bare)
+                    if bare:
+                        work.bare()
+                        grown["bare"] = growth(work.bare)
                     # A fresh one: where hooks stay on, so do the values of the last run.
-                    used = growth(work.make())
+                    grown["use"] = growth(work.make())
                 del work
-            return {"bare": bare, "use": used}
+            return grown
 
         return self.apart(measured, 120)
 
@@ -190,6 +213,17 @@ class Session:
             return {"verdict": "yes", "reason": ""}
         named = ", ".join(".".join(key) for key in other[:3])
         return {"verdict": "no", "reason": f"{len(other)} are another object, {named} …"}
+
+
+@contextlib.contextmanager
+def no_garbage():
+    """Collect what is left from before, and nothing meanwhile."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def timed(run) -> tuple[float, Any]:

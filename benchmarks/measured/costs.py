@@ -1,0 +1,141 @@
+"""What hookline adds to a model: beside hooks by hand, compiled, and what a summary takes."""
+
+from __future__ import annotations
+
+import summary
+from peers.page import number, plain, table
+
+from measured.parts import Results, count, line, part, times, verdict
+
+
+def overhead_rows(results: Results, ways: tuple[str, ...]) -> list[list[str]]:
+    """One row a case that has these ways: what each adds a place, and that over raw hooks."""
+    rows = []
+    for case in results["cases"]:
+        found = case["variants"]
+        if ways[-1] in found:
+            added = {name: found[name]["added_us"] for name in ("raw", "raw again", *ways)}
+            row = [case["name"], number(found["bare"]["fast_us"] / 1e3)]
+            row.append(number(added["raw"] / case["places"]))
+            for name in ways:
+                row += [number(added[name] / case["places"]), times(added[name] / added["raw"])]
+            rows.append([*row, times(added["raw again"] / added["raw"])])
+    return rows
+
+
+@part("overhead values")
+def overhead_values(results: Results) -> list[str]:
+    head = ["", "bare, ms", "raw", "clone", "/ raw", "hookline", "/ raw", "raw again / raw"]
+    return table(head, overhead_rows(results, ("raw + clone", "hookline")))
+
+
+@part("overhead gradients")
+def overhead_gradients(results: Results) -> list[str]:
+    ways = ("full backward", "hookline :grad_output", "hookline :grad_input")
+    head = [
+        "", "bare, ms", "raw", "full backward", "/ raw", "`:grad_output`", "/ raw", "`:grad_input`",
+        "/ raw", "raw again / raw",
+    ]  # fmt: skip
+    return table(head, overhead_rows(results, ways))
+
+
+@part("overhead goals")
+def overhead_goals(results: Results) -> list[str]:
+    words = {"pass": "met", "miss": "missed", "pass?": "met ?", "miss?": "missed ?"}
+    rows = []
+    for goal in results["goals"]:
+        unit = "" if goal["unit"] == "×" else f" {goal['unit']}"
+        spread = f" ± {goal['error']:.2f}" if goal["error"] else ""
+        measured = number(goal["measured"]) + spread + unit
+        limit = f"≤ {number(goal['at_most'])}{unit}"
+        rows.append([f"{goal['case']}: {goal['goal']}", limit, measured, words[goal["verdict"]]])
+    return table(["what hookline adds / what the other adds", "goal", "measured", ""], rows)
+
+
+def overhead_goal(results: Results, case: str, goal: str) -> str:
+    for one in results["goals"]:
+        if one["case"].startswith(case) and one["goal"] == goal:
+            return times(one["measured"])
+    raise KeyError(f"{case}: {goal}")
+
+
+@part("overhead attached")
+def overhead_attached(results: Results) -> str:
+    return overhead_goal(results, "training, forward, 162 places", "attached / raw")
+
+
+@part("overhead snapshot")
+def overhead_snapshot(results: Results) -> str:
+    return overhead_goal(results, "no_grad, 162 places, 32", "snapshot / raw")
+
+
+@part("overhead gradient")
+def overhead_gradient(results: Results) -> str:
+    return overhead_goal(results, "gradients, 158 places", ":grad_output / full backward hooks")
+
+
+@part("overhead import")
+def overhead_import(results: Results) -> str:
+    (goal,) = (one for one in results["goals"] if one["case"] == "import hookline")
+    return f"{goal['measured']:.0f} ms"
+
+
+@part("compiled")
+def compiled(results: Results) -> list[str]:
+    titles = {
+        "compiled": "the compiled model",
+        "capture in the graph": 'capture in the graph (`keep="last"`, attached first)',
+        "capture, eagerly": "any other capture: the model runs eagerly",
+        "eager": "the model, eagerly, without a capture",
+    }
+    rows = [
+        [title, number(results["fast_us"][way] / 1e3), times(results["times_compiled"][way])]
+        for way, title in titles.items()
+    ]
+    return table([f"with {plain(results['backend'])}", "ms", "× compiled"], rows)
+
+
+@part("summary table")
+def summary_table(results: Results) -> list[str]:
+    sizes = list(results["µs"])
+    rows = []
+    for way in next(iter(results["µs"].values())):
+        row = [plain(way)]
+        for size in sizes:
+            taken, ours = results["µs"][size][way], results["µs"][size]["hookline"]
+            row += [number(taken / 1e3), times(taken / ours)]
+            if way == "torchinfo":
+                row[-1] += f" (goal ≥ {summary.GOAL:g} ×: {verdict(taken / ours >= summary.GOAL)})"
+        rows.append(row)
+    head = [cell for size in sizes for cell in (f"{plain(size)}: ms", "÷ hookline")]
+    return table(["", *head], rows)
+
+
+@part("summary flops")
+def summary_flops(results: Results) -> list[str]:
+    rows = [
+        [plain(name), f"{pair['hookline']:,}", f"{pair['torch']:,}",
+         "yes" if pair["hookline"] == pair["torch"] else "no"]
+        for name, pair in results["flops"].items()
+    ]  # fmt: skip
+    return table(["forward and backward", "hookline", "torch's counter", "equal"], rows)
+
+
+@part("summary line")
+def summary_line(results: Results) -> str:
+    found = results["µs"]["32 elements"]
+    if "torchinfo" not in found:
+        return "torchinfo was not installed"
+    return line(found["torchinfo"] / found["hookline"], "≥", summary.GOAL)
+
+
+@part("overhead count")
+def overhead_count(results: Results) -> str:
+    return count([goal["verdict"].startswith("pass") for goal in results["goals"]])
+
+
+@part("summary count")
+def summary_count(results: Results) -> str:
+    fast = [found["torchinfo"] / found["hookline"] >= summary.GOAL
+            for found in results["µs"].values() if "torchinfo" in found]  # fmt: skip
+    return count(fast + [pair["hookline"] == pair["torch"] for pair in results["flops"].values()])

@@ -1,0 +1,189 @@
+"""The tables of the documents: made of what the benchmarks measured, and up to date."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+BENCHMARKS = ROOT / "benchmarks"
+FILES = (
+    "overhead", "compiled", "side_by_side", "summary", "store", "harvest", "guard", "watch",
+    "page", "zoo",
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def benchmarks_are_importable(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A copy of the results, to be spoiled."""
+    return shutil.copytree(BENCHMARKS / "results", tmp_path / "results")
+
+
+def test_the_documents_hold_what_was_measured():
+    from tables import Results, documents
+
+    for path, text in documents(Results(BENCHMARKS / "results")).items():
+        assert path.read_text() == text, f"{path} is old: make tables"
+
+
+def test_every_part_is_in_a_document_and_every_file_is_used():
+    from measured import PARTS
+    from tables import DOCUMENTS
+
+    written = "".join((ROOT / name).read_text() for name in DOCUMENTS)
+    named = set(re.findall(r"<!-- measured: (.*?) -->", written))
+    assert named == set(PARTS)
+    assert {file for file, _ in PARTS.values()} == set(FILES)
+
+
+def numbers_in(part):
+    return [float(one.replace(",", "")) for one in re.findall(r"\d[\d,]*\.?\d*", part)]
+
+
+def test_a_table_says_what_the_json_says(folder):
+    from tables import Results
+
+    guard = json.loads((folder / "guard.json").read_text())
+    guard["variants"]["guard"] |= {"ms": 123.4, "ratio": 1.0701, "by medians": 1.02, "goal": 1.05}
+    (folder / "guard.json").write_text(json.dumps(guard))
+    (row,) = (
+        line for line in Results(folder).part("guard table").splitlines() if "`guard`" in line
+    )
+    assert row == "| `guard` | 123 | 1.07 × | 1.02 × | ≤ 1.05 × | missed |"
+    assert Results(folder).part("guard line") == "1.07 × (goal ≤ 1.05 ×: missed)"
+    assert Results(folder).part("guard count") == "0 of 1"
+
+
+def test_what_hookline_adds_is_told_a_place_and_over_raw_hooks(folder):
+    from tables import Results
+
+    overhead = json.loads((folder / "overhead.json").read_text())
+    case = overhead["cases"][0]
+    for name, added in {
+        "raw": 100.0,
+        "raw again": 110.0,
+        "raw + clone": 150,
+        "hookline": 125,
+    }.items():
+        case["variants"][name]["added_us"] = added
+    case["places"], case["variants"]["bare"]["fast_us"] = 10, 2500.0
+    (folder / "overhead.json").write_text(json.dumps(overhead))
+    row = Results(folder).part("overhead values").splitlines()[4]
+    assert numbers_in(row.partition("elements |")[2]) == [2.5, 10, 15, 1.5, 12.5, 1.25, 1.1]
+
+
+def test_a_goal_that_a_raw_write_misses_too_is_marked(folder):
+    from tables import Results
+
+    store = json.loads((folder / "store.json").read_text())
+    for case in store.values():
+        if isinstance(case, dict) and "save_file per batch" in case:
+            row = {"GB/s": 1.0, "ratio": 1.5, "goal": 2.0, "raw": 1.9}
+            case["save_file per batch"] = row | {"something new": 1}
+            case["torch.save per batch"] = row | {"raw": 2.1}
+    (folder / "store.json").write_text(json.dumps(store))
+    lines = Results(folder).part("store writes").splitlines()
+    marked = {line.split(" | ")[0]: line.count("†") for line in lines}
+    assert (marked["| save\\_file per batch"], marked["| torch.save per batch"]) == (4, 0)
+
+
+def test_a_summary_without_torchinfo_beside_it_says_so(folder):
+    from tables import Results
+
+    summary = json.loads((folder / "summary.json").read_text())
+    for found in summary["µs"].values():
+        del found["torchinfo"]
+    (folder / "summary.json").write_text(json.dumps(summary))
+    assert Results(folder).part("summary line") == "torchinfo was not installed"
+    assert Results(folder).part("summary count") == "4 of 4"
+
+
+def test_probes_of_the_readme_are_those_of_the_json(folder):
+    from tables import Results
+
+    found = json.loads((folder / "side_by_side.json").read_text())
+    found["features"]["hookline"]["only the calls of one's own thread"]["verdict"] = "silent"
+    found["features"]["nnsight"]["only the calls of one's own thread"]["verdict"] = "absent"
+    (folder / "side_by_side.json").write_text(json.dumps(found))
+    text = Results(folder).part("side_by_side probes")
+    assert re.search(r"own thread \| \w+ \| silent \| – \|", text)
+
+
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("content", [None, "", "{", "[1]", "{}", '{"machine": 3}', b"\xff\xfe"])
+def test_a_missing_or_foreign_file_is_named_with_what_makes_it(folder, file, content):
+    from measured import PARTS
+    from tables import Results, Unusable
+
+    path = folder / f"{file}.json"
+    path.unlink()
+    if content is not None:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    parts = [name for name, (source, _) in PARTS.items() if source == file]
+    assert parts
+    for name in parts:
+        with pytest.raises(Unusable, match=rf"(?s){file}\.json.*{file}\.py"):
+            Results(folder).part(name)
+
+
+def test_one_benchmark_s_file_in_place_of_another_is_told(folder):
+    from tables import Results, Unusable
+
+    shutil.copy(folder / "guard.json", folder / "watch.json")
+    with pytest.raises(Unusable, match=r"watch\.json is not what benchmarks/watch\.py writes"):
+        Results(folder).part("watch table")
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("<!-- measured: guard line -->", "needs its own"),
+        ("A <!-- end -->", "needs its own"),
+        ("A <!-- measured: guard line --> <!-- measured: guard line --><!-- end -->", "its own"),
+        ("A <!-- measured: no such --><!-- end -->", "No part is named 'no such'. There are: "),
+        ("<!-- measured: guard line --><!-- end -->", "belongs within a line"),
+        ("A <!-- measured: guard table --><!-- end -->", "belongs on a line of its own"),
+    ],
+)
+def test_a_document_with_marks_that_do_not_fit_is_told(text, told):
+    from tables import Results, Unusable, filled
+
+    with pytest.raises(Unusable, match=told):
+        filled(text, Results(BENCHMARKS / "results"), "page.md")
+
+
+def run_in_a_copy(tmp_path, *options):
+    """The command, in a copy of the tree that may be spoiled."""
+    command = [sys.executable, str(tmp_path / "benchmarks" / "tables.py"), *options]
+    return subprocess.run(
+        command, capture_output=True, text=True, cwd=tmp_path,
+        env={"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"},
+    )  # fmt: skip
+
+
+def test_the_command_checks_writes_and_says_what_is_missing(tmp_path):
+    for name in ("benchmarks", "docs"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("images"))
+    shutil.copy(ROOT / "README.md", tmp_path)
+    readme = tmp_path / "README.md"
+    text = readme.read_text()
+    readme.write_text(re.sub(r"(<!-- measured: watch line -->).*?(<!--)", r"\g<1>0.5 ×\2", text))
+    old = run_in_a_copy(tmp_path, "--check")
+    assert (old.returncode, old.stderr) == (1, "")
+    assert old.stdout == "README.md: not up to date\nWrite them with: make tables\n"
+    assert run_in_a_copy(tmp_path).stdout == "README.md: written\n"
+    assert readme.read_text() == text
+    (tmp_path / "benchmarks" / "results" / "page.json").unlink()
+    missing = run_in_a_copy(tmp_path)
+    assert (missing.returncode, missing.stdout) == (2, "")
+    assert "page.json. Measure it again: python benchmarks/page.py" in missing.stderr
+    assert "Traceback" not in missing.stderr
