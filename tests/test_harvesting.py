@@ -25,6 +25,7 @@ from hookline.harvests import plans as harvest_plans
 from hookline.harvests import progress as harvest_progress
 from hookline.harvests import rows as harvest_rows
 from hookline.harvests.fingerprints import digest, fingerprint, spell
+from hookline.storage import shards as store_shards
 from hookline.storage import writing as store_writing
 
 ROOT = Path(__file__).parents[1]
@@ -523,7 +524,7 @@ def test_what_does_not_fit_on_the_disk_is_refused(data, to, monkeypatch):
 
 
 def test_a_disk_that_fills_up_raises_here_and_leaves_a_sound_store(data, to, monkeypatch):
-    write, count = store_writing._write, []
+    write, count = store_shards._write, []
 
     def failing(file, content, place):
         count.append(1)
@@ -532,7 +533,7 @@ def test_a_disk_that_fills_up_raises_here_and_leaves_a_sound_store(data, to, mon
         write(file, content, place)
 
     with monkeypatch.context() as patch:
-        patch.setattr(store_writing, "_write", failing)
+        patch.setattr(store_shards, "_write", failing)
         with pytest.raises(hl.StoreError, match="No space left") as caught:
             hl.harvest(small(), data, "0", to=to, quiet=True, statistics=[hl.Mean()])
     assert "the same harvest again goes on" in caught.value.__notes__[0]

@@ -136,7 +136,7 @@ class Series:
     def copy(self) -> Series:
         """Another one, to be changed: made at every append, so not by `dataclasses.replace`."""
         one = object.__new__(Series)
-        one.__dict__.update(self.__dict__, shards=[*self.shards])
+        one.__dict__ = {**self.__dict__, "shards": [*self.shards]}
         return one
 
     def fits(self, rows: torch.Tensor) -> bool:
@@ -161,7 +161,7 @@ class Index:
     def copy(self) -> Index:
         """Another one, to be changed."""
         one = object.__new__(Index)
-        one.__dict__.update(self.__dict__, series=[series.copy() for series in self.series])
+        one.__dict__ = {**self.__dict__, "series": [series.copy() for series in self.series]}
         return one
 
 
