@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import warnings
+import weakref
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -597,6 +598,25 @@ def test_memory_is_bounded_when_the_disk_is_slow(data, to, monkeypatch):
     assert_same(store, seen_by_torch(small(), data, "0"))
 
 
+def test_the_first_batch_is_let_go_of_while_the_others_run(to):
+    made, values, alive = [], [], []
+
+    def batches():
+        for n in range(8):
+            batch = torch.full((2, 4), float(n))
+            made.append(weakref.ref(batch))
+            yield batch
+            del batch
+            alive.append((made[0]() is not None, values[0]() is not None))
+
+    def taken(value):
+        values.append(weakref.ref(value := value + 1))
+        return value
+
+    hl.harvest(small(), batches(), "0", to=to, quiet=True, transform=taken)
+    assert alive[-1] == (False, False)  # of the first, while only a few others can still wait
+
+
 # Statistics
 
 
@@ -755,6 +775,24 @@ def test_a_fingerprint_sees_every_change():
         change()
         seen.add(fingerprint(model))
     assert len(seen) == 5
+
+
+@pytest.mark.parametrize("size", [1, 3, 7, 8, 100, 40_000, 40_001])
+def test_a_fingerprint_is_of_what_stands_in_a_tensor_wherever_it_stands(size):
+    whole = torch.randn(size + 9).half()
+    model = nn.Module()
+    model.register_buffer("a", whole[:size].clone())
+    first = fingerprint(model)
+    for start in range(9):
+        whole[start : start + size] = model.a
+        other = nn.Module()
+        other.register_buffer("a", whole[start : start + size])
+        assert fingerprint(other) == first
+    for place in {0, size // 2, size - 1}:
+        with torch.no_grad():
+            other.a.copy_(model.a)
+            other.a[place] = 9.0
+        assert fingerprint(other) != first
 
 
 def test_modules_that_have_no_shapes_yet_have_a_fingerprint():
