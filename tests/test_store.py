@@ -506,16 +506,19 @@ import json, os, random, signal, sys, time, warnings
 sys.path[:0] = ["tests", "."]
 import torch
 torch.set_num_threads(1)
-from test_store import Store, append_counted, check_counted
+from test_store import Store, append_counted, check_counted, store_shards
 folder, rounds, seed = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 dice = random.Random(seed)
 dropped = total = 0
 for turn in range(rounds):
     here = f"{folder}/{turn // 10}"  # ten writers in a row go on with the same store
+    ahead = turn // 10 % 2  # in every other one with space ahead
+    store_shards.STEP = 1 << 16 if ahead else 1 << 23
+    size = 40_000 if ahead else 400
     read, write = os.pipe()
     child = os.fork()
     if not child:
-        writer = Store.create(here, resume=True, shard_bytes=400, sync="never")
+        writer = Store.create(here, resume=True, shard_bytes=size, sync="never")
         while True:
             append_counted(writer, 1 + writer.samples % 3)
             os.write(write, writer.samples.to_bytes(4, "little"))

@@ -59,10 +59,10 @@ def _fallocate() -> Callable[[int, int, int, int], int] | None:
 def _file_system(folder: Path) -> str:
     """The kind of the file system that a folder is on; empty where Linux does not tell."""
     try:
-        device = folder.stat().st_dev
-        number = f"{os.major(device)}:{os.minor(device)}"
         mounts = [line.split() for line in _MOUNTS.read_text().splitlines()]
+        device = folder.stat().st_dev
     except (OSError, UnicodeDecodeError):
         return ""
+    number = f"{os.major(device)}:{os.minor(device)}"
     kinds = [words[words.index("-") + 1] for words in mounts if words[2] == number]
     return kinds[-1] if kinds else ""
