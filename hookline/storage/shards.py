@@ -40,12 +40,13 @@ class OpenShard:
     def put(self, series: Series, rows: Any, inside: int, count: int) -> None:
         """Write rows, as a buffer, behind those inside, then the header that speaks of them."""
         start = HEADER + inside * series.row_bytes
-        self._end = end = start + count * series.row_bytes
+        end = start + count * series.row_bytes
         if end > self._reserved and start >= STEP and self._ahead:
             most = HEADER + series.shard_rows * series.row_bytes
             self._reserved = min(end + STEP, most)
             self._ahead.reserve(self._file, start, self._reserved)
         _write(self._file, rows, start)
+        self._end = end
         _write(self._file, header_of(series, inside + count).ljust(PAGE), 0)
 
     def send(self) -> None:
