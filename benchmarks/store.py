@@ -9,11 +9,12 @@ between. "synced" forces everything onto the disk: the raw write syncs its one f
 when it begins and when it ends, as a store does by default with its files; the others sync each
 file that they make. "not synced" leaves that to the system. "by hand" makes the calls that a store
 makes (rows, header, index), prepared beforehand: what the safety costs without the Python around
-it. Then single random rows are read.
+it. "raw, space ahead" is the raw write into a file whose space was asked for in one call: a store
+asks for some, too, as it grows. Then single random rows are read.
 
-Ratios are of the best rounds; the goals are printed with pass or miss. The last column is how many
-times as fast a raw write is: where it is below the goal, no writer that copies into the system's
-cache can meet it. Writes results/store.json.
+Ratios are of the best rounds. A goal is met ("pass"), or missed ("miss"), or it is "beyond raw":
+missed, and the raw write of the same bytes does not reach it either. The last column is how many
+times as fast the raw write is. Writes results/store.json.
 """
 
 from __future__ import annotations
@@ -51,8 +52,10 @@ def view(batch: Tensor) -> memoryview:
     return memoryview(batch.view(torch.uint8).numpy()).cast("B")
 
 
-def raw(folder: Path, batches: list[Tensor], synced: bool) -> None:
+def raw(folder: Path, batches: list[Tensor], synced: bool, ahead: bool = False) -> None:
     file = os.open(folder / "raw", os.O_CREAT | os.O_WRONLY)
+    if ahead:
+        os.posix_fallocate(file, 0, sum(batch.nbytes for batch in batches))
     if synced:
         os.fsync(file)
         sync(folder)
@@ -64,6 +67,10 @@ def raw(folder: Path, batches: list[Tensor], synced: bool) -> None:
         os.fsync(file)
         sync(folder)
     os.close(file)
+
+
+def raw_ahead(folder: Path, batches: list[Tensor], synced: bool) -> None:
+    raw(folder, batches, synced, ahead=True)
 
 
 def by_hand(folder: Path, batches: list[Tensor], synced: bool) -> None:
@@ -110,6 +117,7 @@ def torch_save(folder: Path, batches: list[Tensor], synced: bool) -> None:
 WAYS = {
     "raw write": raw,
     "hookline store": store,
+    "raw, space ahead": raw_ahead,
     "by hand": by_hand,
     "save_file per batch": safetensors,
     "torch.save per batch": torch_save,
@@ -177,19 +185,27 @@ def race(ways: dict[str, Run], synced: bool, rounds: int, base: Path) -> dict[st
     return best
 
 
-def table(best: dict[str, float], megabytes: int) -> dict[str, dict[str, float | bool | None]]:
+def table(best: dict[str, float], megabytes: int) -> dict[str, dict[str, float | str | None]]:
     """Print a case; gives it for the results."""
-    print(f"  {'':22} GB/s   store is      goal        raw is")
+    print(f"  {'':22} GB/s   store is      goal              raw is")
     ours, bare = best["hookline store"], best["raw write"]
     rows = {}
     for name, taken in best.items():
         rate, ratio, goal = megabytes * 2**20 / 1e9 / taken, taken / ours, GOALS.get(name)
-        met = None if goal is None else ratio >= goal
-        verdict = "" if met is None else "pass" if met else "miss"
-        told = f"{goal or '':>4} {verdict:4}"
+        found = verdict(ratio, taken / bare, goal)
+        told = f"{goal or '':>4} {found or '':10}"
         print(f"  {name:22} {rate:5.2f}   {ratio:5.2f} ×   {told}   {taken / bare:5.2f} ×")
-        rows[name] = {"GB/s": rate, "ratio": ratio, "goal": goal, "met": met, "raw": taken / bare}
+        rows[name] = {
+            "GB/s": rate, "ratio": ratio, "goal": goal, "verdict": found, "raw": taken / bare,
+        }  # fmt: skip
     return rows
+
+
+def verdict(ratio: float, of_raw: float, goal: float | None) -> str | None:
+    """Whether a goal is met and, if not, whether the raw write meets it."""
+    if goal is None:
+        return None
+    return "pass" if ratio >= goal else "miss" if of_raw >= goal else "beyond raw"
 
 
 def reads(base: Path, batches: list[Tensor], rounds: int) -> dict[str, float]:
@@ -251,11 +267,12 @@ def main() -> None:
             result[name] = "not installed"
         rows = reads(base, batches, options.rounds)
         ratio = rows["safe_open slice"] / rows["hookline store"]
-        result["random row, µs"] = rows | {"ratio": ratio, "goal": 4.0, "met": ratio >= 4}
+        found = "pass" if ratio >= 4 else "miss"
+        result["random row, µs"] = rows | {"ratio": ratio, "goal": 4.0, "verdict": found}
         print(f"\none random row of {2 * WIDTH} bytes")
         for name, taken in rows.items():
             print(f"  {name:22} {taken:6.2f} µs")
-        print(f"  store is {ratio:.1f} × faster; goal 4.0 {'pass' if ratio >= 4 else 'miss'}")
+        print(f"  store is {ratio:.1f} × faster; goal 4.0 {found}")
     finally:
         shutil.rmtree(base)
         peers.close()

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import warnings
+import weakref
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +26,7 @@ from hookline.harvests import plans as harvest_plans
 from hookline.harvests import progress as harvest_progress
 from hookline.harvests import rows as harvest_rows
 from hookline.harvests.fingerprints import digest, fingerprint, spell
+from hookline.storage import shards as store_shards
 from hookline.storage import writing as store_writing
 
 ROOT = Path(__file__).parents[1]
@@ -523,7 +525,7 @@ def test_what_does_not_fit_on_the_disk_is_refused(data, to, monkeypatch):
 
 
 def test_a_disk_that_fills_up_raises_here_and_leaves_a_sound_store(data, to, monkeypatch):
-    write, count = store_writing._write, []
+    write, count = store_shards._write, []
 
     def failing(file, content, place):
         count.append(1)
@@ -532,7 +534,7 @@ def test_a_disk_that_fills_up_raises_here_and_leaves_a_sound_store(data, to, mon
         write(file, content, place)
 
     with monkeypatch.context() as patch:
-        patch.setattr(store_writing, "_write", failing)
+        patch.setattr(store_shards, "_write", failing)
         with pytest.raises(hl.StoreError, match="No space left") as caught:
             hl.harvest(small(), data, "0", to=to, quiet=True, statistics=[hl.Mean()])
     assert "the same harvest again goes on" in caught.value.__notes__[0]
@@ -594,6 +596,25 @@ def test_memory_is_bounded_when_the_disk_is_slow(data, to, monkeypatch):
     timer.join()
     assert seen[0] <= 4 < len(made)  # one is being written, two wait, and one waits to wait
     assert_same(store, seen_by_torch(small(), data, "0"))
+
+
+def test_the_first_batch_is_let_go_of_while_the_others_run(to):
+    made, values, alive = [], [], []
+
+    def batches():
+        for n in range(8):
+            batch = torch.full((2, 4), float(n))
+            made.append(weakref.ref(batch))
+            yield batch
+            del batch
+            alive.append((made[0]() is not None, values[0]() is not None))
+
+    def taken(value):
+        values.append(weakref.ref(value := value + 1))
+        return value
+
+    hl.harvest(small(), batches(), "0", to=to, quiet=True, transform=taken)
+    assert alive[-1] == (False, False)  # of the first, while only a few others can still wait
 
 
 # Statistics
@@ -754,6 +775,24 @@ def test_a_fingerprint_sees_every_change():
         change()
         seen.add(fingerprint(model))
     assert len(seen) == 5
+
+
+@pytest.mark.parametrize("size", [1, 3, 7, 8, 100, 40_000, 40_001])
+def test_a_fingerprint_is_of_what_stands_in_a_tensor_wherever_it_stands(size):
+    whole = torch.randn(size + 9).half()
+    model = nn.Module()
+    model.register_buffer("a", whole[:size].clone())
+    first = fingerprint(model)
+    for start in range(9):
+        whole[start : start + size] = model.a
+        other = nn.Module()
+        other.register_buffer("a", whole[start : start + size])
+        assert fingerprint(other) == first
+    for place in {0, size // 2, size - 1}:
+        with torch.no_grad():
+            other.a.copy_(model.a)
+            other.a[place] = 9.0
+        assert fingerprint(other) != first
 
 
 def test_modules_that_have_no_shapes_yet_have_a_fingerprint():

@@ -199,6 +199,15 @@ def test_a_mask_lies_over_the_first_dimensions_without_the_channels():
             hl.Mean().update(x, wrong)
 
 
+def test_numbers_whose_sum_is_too_large_are_measured_like_others():
+    huge = torch.tensor([[1.2e308, 1.2e308, 0.0]], dtype=torch.float64)
+    for one in (hl.Mean(), hl.Variance()):
+        one.update(huge)
+        assert torch.equal(one.state["mean"], huge[0])
+        assert one.count.tolist() == [1, 1, 1]
+        assert one.skipped.tolist() == [0, 0, 0]
+
+
 def test_nan_and_infinity_are_left_out_and_counted():
     x = torch.tensor([[1.0, torch.nan], [3.0, 5.0], [torch.inf, 7.0]])
     for kind, expected in (

@@ -24,6 +24,8 @@ from torch.utils.data import DataLoader
 import hookline as hl
 from hookline import Store, StoreError
 from hookline.storage import files as store_files
+from hookline.storage import shards as store_shards
+from hookline.storage import space as store_space
 from hookline.storage import writing as store_writing
 
 HEADER = 65536
@@ -504,16 +506,19 @@ import json, os, random, signal, sys, time, warnings
 sys.path[:0] = ["tests", "."]
 import torch
 torch.set_num_threads(1)
-from test_store import Store, append_counted, check_counted
+from test_store import Store, append_counted, check_counted, store_shards
 folder, rounds, seed = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 dice = random.Random(seed)
 dropped = total = 0
 for turn in range(rounds):
     here = f"{folder}/{turn // 10}"  # ten writers in a row go on with the same store
+    ahead = turn // 10 % 2  # in every other one with space ahead
+    store_shards.STEP = 1 << 16 if ahead else 1 << 23
+    size = 40_000 if ahead else 400
     read, write = os.pipe()
     child = os.fork()
     if not child:
-        writer = Store.create(here, resume=True, shard_bytes=400, sync="never")
+        writer = Store.create(here, resume=True, shard_bytes=size, sync="never")
         while True:
             append_counted(writer, 1 + writer.samples % 3)
             os.write(write, writer.samples.to_bytes(4, "little"))
@@ -837,7 +842,7 @@ def test_a_full_shard_is_synced_with_its_name_and_the_index_that_commits_it(tmp_
 
 def test_rows_are_sent_to_the_disk_before_a_sync_asks_for_them(tmp_path, monkeypatch):
     sent = []
-    monkeypatch.setattr(store_writing, "_EARLY", 100_000)
+    monkeypatch.setattr(store_shards, "_EARLY", 100_000)
     monkeypatch.setattr(os, "posix_fadvise", lambda file, *told: sent.append(told), raising=False)
     for sync in ("never", "commit", "shard"):
         with Store.create(tmp_path / sync, sync=sync) as writer:
@@ -847,6 +852,101 @@ def test_rows_are_sent_to_the_disk_before_a_sync_asks_for_them(tmp_path, monkeyp
     starts, lengths, _ = zip(*sent, strict=True)  # of 40,000 bytes an append
     assert starts == (0, HEADER + 40_000)
     assert lengths == (HEADER + 40_000, 120_000)
+
+
+@pytest.fixture
+def reserved(monkeypatch):
+    """Space is asked for from 100,000 bytes on; gives what was asked for: file, start, end."""
+    asked = []
+
+    def fallocate(file, mode, start, length):
+        asked.append((Path(f"/proc/self/fd/{file}").readlink().name, start, start + length))
+        return 0
+
+    monkeypatch.setattr(store_shards, "STEP", 100_000)
+    monkeypatch.setattr(store_space, "_file_system", lambda folder: "ext4")
+    monkeypatch.setattr(store_space, "_fallocate", lambda: fallocate)
+    return asked
+
+
+needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="asks Linux which file it is")
+
+
+@needs_linux
+def test_space_is_reserved_ahead_of_a_file_that_grows(tmp_path, reserved):
+    with Store.create(tmp_path, sync="never", shard_bytes=400_000) as writer:
+        for n in range(21):
+            writer.append({"x": torch.full((5000,), n)})  # 40,000 bytes
+            check_files(tmp_path)
+    first, second = (f"rank00000-0000{n}.safetensors" for n in (0, 1))
+    assert reserved == [  # never behind the end of a full shard
+        (first, HEADER + 40_000, HEADER + 180_000),
+        (first, HEADER + 160_000, HEADER + 300_000),
+        (first, HEADER + 280_000, HEADER + 400_000),
+        (second, HEADER + 40_000, HEADER + 180_000),
+        (second, HEADER + 160_000, HEADER + 300_000),
+        (second, HEADER + 280_000, HEADER + 400_000),
+    ]
+    assert torch.equal(Store.open(tmp_path)["x"][:], torch.arange(21).repeat_interleave(5000))
+
+
+@needs_linux
+@pytest.mark.parametrize("why", ["refused", "little space", "another file system"])
+def test_where_no_space_can_be_reserved_rows_are_written_as_they_come(
+    tmp_path, reserved, monkeypatch, why
+):
+    if why == "refused":
+        monkeypatch.setattr(store_space, "_fallocate", lambda: lambda *told: reserved.append(told))
+    elif why == "little space":
+        monkeypatch.setattr(store_space, "_PLENTY", 1 << 62)
+    else:
+        monkeypatch.setattr(store_space, "_file_system", lambda folder: "tmpfs")
+    with Store.create(tmp_path, sync="never") as writer:
+        for n in range(10):
+            writer.append({"x": torch.full((5000,), n)})
+    assert len(reserved) == (why == "refused")  # once, then never again
+    assert torch.equal(Store.open(tmp_path)["x"][:], torch.arange(10).repeat_interleave(5000))
+
+
+@pytest.mark.parametrize("end", ["close", "an error", "kill"])
+def test_space_that_was_reserved_is_given_back(tmp_path, monkeypatch, end):
+    if store_space._file_system(tmp_path) != "ext4" or not store_space.Ahead(tmp_path):
+        pytest.skip("another file system")
+    monkeypatch.setattr(store_shards, "STEP", 1 << 20)
+    value = torch.ones(1 << 18)  # 1 MB
+    writer = Store.create(tmp_path, sync="never")
+    for _ in range(2):
+        writer.append({"x": value})
+    path = shard_of(tmp_path, "x")
+    size = HEADER + 2 * value.nbytes
+
+    def spare():
+        os.sync()  # only then does the system say which blocks there are
+        return path.stat().st_blocks * 512 - path.stat().st_size
+
+    assert path.stat().st_size == size
+    assert spare() >= 900_000
+    if end == "an error":
+        with monkeypatch.context() as patch:
+            breaking(patch, 1, OSError(errno.ENOSPC, "No space"), half=True)
+            with pytest.raises(StoreError, match="No space"):
+                writer.append({"x": value})
+    if end == "kill":
+        writer._held.close()  # as the end of a process does
+        check_files(tmp_path)
+        assert len(Store.open(tmp_path)) == 2 << 18
+        monkeypatch.setattr(store_shards, "STEP", 1 << 30)
+        writer = Store.create(tmp_path, sync="never", resume=True)
+        writer.append({"x": value[:1]})
+        size += 4
+    else:
+        if end == "close":
+            writer.close()
+        assert spare() < 100_000
+    writer.close()
+    assert path.stat().st_size == size
+    assert spare() < 100_000
+    check_files(tmp_path)
 
 
 def test_a_folder_that_is_gone_is_an_error(tmp_path):
@@ -866,6 +966,64 @@ def test_an_index_of_many_pages_is_replaced_whole(tmp_path):
             assert len(Store.open(tmp_path)) == writer.samples
     assert (tmp_path / "rank00000.index.json").stat().st_size > 4096
     assert Store.open(tmp_path)["a place with a long name, number 59"][:].tolist() == [59] * 3
+
+
+ODD = {
+    "as before": torch.ones(2, 3),
+    "a gradient": torch.ones(2, 3, requires_grad=True),
+    "a parameter": torch.nn.Parameter(torch.ones(2, 3)),
+    "columns": torch.ones(3, 2).T,
+    "negative": torch.complex(torch.zeros(2, 3), -torch.ones(2, 3)).conj().imag,
+    "an array": np.ones((2, 3), "f4"),
+    "sparse": torch.ones(2, 3).to_sparse(),
+    "without data": torch.ones(2, 3, device="meta"),
+    "another dtype": torch.ones(2, 3, dtype=torch.float64),
+    "another row": torch.ones(2, 4),
+    "one row": torch.ones(3),
+    "other samples": torch.ones(3, 3),
+    "a list": [torch.ones(3), torch.ones(3)],
+    "none": torch.ones(0, 3),
+}
+
+
+@pytest.mark.parametrize("form", ODD)
+@pytest.mark.parametrize("ids", [None, [7, 8]])
+def test_a_later_append_is_checked_like_the_first(tmp_path, form, ids):
+    fits = ("as before", "a gradient", "a parameter", "columns", "negative", "an array")
+    numbers = torch.arange(2)
+    with Store.create(tmp_path, sync="never") as writer:
+        writer.append({"a": torch.zeros(2, 3), "b": numbers}, ids=ids)
+        if form in fits:
+            writer.append({"a": ODD[form], "b": numbers}, ids=ids)
+            writer.append({"b": numbers, "a": ODD[form]}, ids=ids)
+        else:
+            with pytest.raises(StoreError):
+                writer.append({"a": ODD[form], "b": numbers}, ids=ids)
+            if ids is None:
+                writer.append({"a": torch.zeros(0, 3), "b": numbers[:0]})
+        with pytest.raises(StoreError):
+            writer.append({"a": torch.zeros(2, 3)}, ids=ids)
+        with pytest.raises(StoreError):
+            writer.append({"a": torch.zeros(2, 3), "c": numbers}, ids=ids)
+        with pytest.raises(StoreError):
+            writer.append({"a": torch.zeros(2, 3), "b": torch.tensor(1)}, ids=ids)
+    store = Store.open(tmp_path)
+    expected = torch.ones(6, 3) if form in fits else torch.zeros(2, 3)
+    expected[:2] = 0
+    assert same(store["a"][:], expected)
+    assert store["b"][:].tolist() == [0, 1] * (len(expected) // 2)
+
+
+def test_a_number_that_torch_has_yet_to_negate_is_stored_negated(tmp_path):
+    lazy = torch.tensor([1 + 2j]).conj()
+    assert lazy.is_conj()
+    assert lazy.imag.is_neg()
+    for name, value in {"whole": lazy, "part": lazy.imag}.items():
+        assert value.is_contiguous()
+        with Store.create(tmp_path / name, sync="never") as writer:
+            for _ in range(2):
+                writer.append({"x": value})
+        assert Store.open(tmp_path / name)["x"][:].tolist() == value.tolist() * 2
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

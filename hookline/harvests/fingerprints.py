@@ -23,7 +23,7 @@ from hookline.spellings import Writer
 
 __all__ = ["digest", "fingerprint", "spell"]
 
-_SAMPLED = 4096  # numbers that are looked at one by one; of the others the sum
+_SAMPLED = 2048  # words of 8 bytes that are looked at one by one; of the others the sum
 
 
 def fingerprint(model: nn.Module) -> str:
@@ -51,7 +51,7 @@ def fingerprint(model: nn.Module) -> str:
 
 
 def _content(tensor: Tensor) -> bytes:
-    """The sum of all bits as whole numbers, in whichever order, and a sample of them."""
+    """The sum of all bits as words of 8 bytes, in whichever order, a sample of them, the rest."""
     tensor = tensor.detach()
     if tensor.is_meta or tensor.layout != torch.strided or type(tensor).__name__ == "DTensor":
         return b""
@@ -59,10 +59,14 @@ def _content(tensor: Tensor) -> bytes:
     if not plain.numel() or plain.is_quantized:
         return str(plain.int_repr().sum() if plain.numel() else "").encode()
     bits = plain.view(torch.uint8)
-    bits = bits.view(torch.int32) if bits.numel() % 4 == 0 else bits
-    total = int(bits.sum(dtype=torch.int64))
-    sample = bits[:: max(1, bits.numel() // _SAMPLED)].cpu().numpy().tobytes()
-    return total.to_bytes(8, "little", signed=True) + sample
+    if bits.storage_offset() % 8:  # torch views as words only what begins where a word may
+        bits = bits.clone()
+    end = bits.numel() // 8 * 8
+    words = bits[:end].view(torch.int64)  # several times as fast to add as any smaller ones
+    total = int(words.sum())
+    sample = words[:: max(1, words.numel() // _SAMPLED)].cpu().numpy().tobytes()
+    rest = bits[end:].cpu().numpy().tobytes()
+    return total.to_bytes(8, "little", signed=True) + sample + rest
 
 
 def spell(thing: Any) -> str | None:

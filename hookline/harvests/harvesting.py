@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,6 +32,8 @@ from hookline.storage.store import Store
 from hookline.storage.writing import StoreWriter
 
 __all__ = ["harvest"]
+
+_Item = tuple[int, int, Taken]  # the number of a batch, what it is known by, and its rows
 
 
 def harvest(
@@ -127,10 +130,9 @@ class _Harvest:
         length = self.source.length
         complete = bool(self.mark.get("done")) and length in (None, self.mark.get("length"))
         batches = iter(()) if complete else self._batches()
-        first = next(batches, None)
-        taken = None if first is None else self._take(*first)
-        if taken is not None:
-            self._plan(taken, length)
+        begun = [self._item(*first) for first in islice(batches, 1)]
+        if begun:
+            self._plan(begun[0][2], length)
         with open_writer(self.folder, self.share.rank, self.wanted) as self.writer:
             if (self.writer.mark, self.writer.samples) != (self.mark, self.before.samples):
                 raise HarvestError(
@@ -140,8 +142,8 @@ class _Harvest:
                 )
             if self.measuring is not None:
                 self.measuring.catch_up()
-            if first is not None:
-                self._write_all(first[0], first[1], taken, batches)
+            if begun:
+                self._write_all(begun, batches)
                 self.progress.end()
             self._save()
             kinds = None if self.measuring is None else self.measuring.kinds
@@ -161,14 +163,12 @@ class _Harvest:
         plan.check_space()
         self.progress.begin(batches, share.done())
 
-    def _write_all(
-        self, number: int, batch: Any, taken: Taken | None, batches: Iterator[tuple[int, Any]]
-    ) -> None:
+    def _write_all(self, begun: list[_Item], batches: Iterator[tuple[int, Any]]) -> None:
         try:
             with Background(self._write) as background:
-                background.put((number, self._known(batch), taken))
+                background.put(begun.pop())  # whoever keeps it keeps its memory for the whole run
                 for number, batch in batches:
-                    background.put((number, self._known(batch), self._take(number, batch)))
+                    background.put(self._item(number, batch))
         except BaseException as error:
             with suppress(Exception):  # the first error counts; what is not saved is made again
                 self._save()
@@ -184,7 +184,10 @@ class _Harvest:
         if measuring is not None and measuring.samples == self.writer.samples:
             measuring.save(now=True)
 
-    def _write(self, item: tuple[int, int, Taken]) -> None:
+    def _item(self, number: int, batch: Any) -> _Item:
+        return number, self._known(batch), self._take(number, batch)
+
+    def _write(self, item: _Item) -> None:
         """On the thread: a batch, its statistics and how far we are, all or nothing."""
         number, known, taken = item
         if taken.samples:

@@ -39,6 +39,14 @@ class Rows(NamedTuple):
     def finite(self) -> Tensor:
         return self.kept & self.values.isfinite()
 
+    def is_whole(self) -> bool:
+        """Whether every number counts, the usual case, for which there are quicker ways.
+
+        A sum tells it many times as fast as a look at each number: it is finite only if they all
+        are. (That of huge numbers may not be; then the slower way is taken, and right as well.)
+        """
+        return bool(self.kept.all()) and bool(self.values.sum().isfinite())
+
 
 @dataclass(frozen=True, eq=False)
 class Statistic:

@@ -21,18 +21,19 @@ from hookline.statistics.accumulation import Rows, State, Statistic, sums
 __all__ = ["Covariance", "Mean", "Norm", "Norms", "Variance"]
 
 
-def _moments(values: Tensor, kept: Tensor) -> State:
-    """Count, mean and sum of squared differences of each column, over what is kept."""
-    count = kept.sum(0)
-    if bool(kept.all()):  # the usual case, in fewer passes
-        mean = values.mean(0) if len(values) else values.new_zeros(values.shape[1])
+def _moments(values: Tensor, kept: Tensor | None) -> State:
+    """Count, mean and sum of squared differences of each column, over what is kept; None is all."""
+    if kept is None:
+        count = values.new_full(values.shape[1:], len(values), dtype=torch.int64)
+        mean = values.sum(0) / count.clamp(min=1)
         apart = values - mean
-        squares = apart.square().sum(0) - apart.sum(0).square() / count.clamp(min=1)
-        return {"count": count, "mean": mean, "squares": squares.clamp(min=0)}
-    mean = torch.where(kept, values, 0.0).sum(0) / count.clamp(min=1)
-    apart = torch.where(kept, values - mean, 0.0)
+    else:
+        count = kept.sum(0)
+        mean = torch.where(kept, values, 0.0).sum(0) / count.clamp(min=1)
+        apart = torch.where(kept, values - mean, 0.0)
     # What rounding left in the mean is taken out of the squares.
-    squares = apart.square().sum(0) - apart.sum(0).square() / count.clamp(min=1)
+    rest = apart.sum(0).square() / count.clamp(min=1)
+    squares = apart.square_().sum(0) - rest
     return {"count": count, "mean": mean, "squares": squares.clamp(min=0)}
 
 
@@ -60,7 +61,11 @@ class Mean(Statistic):
     """
 
     def _of(self, rows: Rows) -> State:
-        return _moments(rows.values, rows.finite) | {"skipped": (rows.kept & ~rows.finite).sum(0)}
+        if rows.is_whole():
+            moments = _moments(rows.values, None)
+            return moments | {"skipped": torch.zeros_like(moments["count"])}
+        finite = rows.finite
+        return _moments(rows.values, finite) | {"skipped": (rows.kept & ~finite).sum(0)}
 
     def _join(self, one: State, other: State) -> State:
         return _join_moments(one, other) | sums(one, other, "skipped")
@@ -123,14 +128,13 @@ class Covariance(Statistic):
         _need_dim(self)
 
     def _of(self, rows: Rows) -> State:
-        finite = rows.finite.all(1)
-        values = rows.values[finite]
+        values, skipped = _vectors(rows)
+        count = torch.full_like(skipped, len(values))
         mean = values.mean(0) if len(values) else values.new_zeros(values.shape[1])
         apart = values - mean
         rest = apart.sum(0)
         products = apart.mT @ apart - torch.outer(rest, rest) / max(1, len(values))
-        counts = {"count": finite.sum(), "skipped": (rows.kept[:, 0] & ~finite).sum()}
-        return {"mean": mean, "products": products, **counts}
+        return {"mean": mean, "products": products, "count": count, "skipped": skipped}
 
     def _join(self, one: State, other: State) -> State:
         count = one["count"] + other["count"]
@@ -186,15 +190,11 @@ class Norm(Statistic):
             raise StatisticsError(asked, "There is no such length.", "Give 1 or 2.")
 
     def _of(self, rows: Rows) -> State:
-        finite = rows.finite.all(1)
-        lengths = cast("Tensor", torch.linalg.vector_norm(rows.values[finite], self.order, dim=1))[
-            :, None
-        ]
-        counts = {"skipped": (rows.kept[:, 0] & ~finite).sum()[None]}
+        values, skipped = _vectors(rows)
+        lengths = cast("Tensor", torch.linalg.vector_norm(values, self.order, dim=1))[:, None]
         least = lengths.amin(0) if len(lengths) else lengths.new_full((1,), torch.inf)
         most = lengths.amax(0) if len(lengths) else lengths.new_full((1,), -torch.inf)
-        moments = _moments(lengths, torch.ones_like(lengths, dtype=torch.bool))
-        return moments | counts | {"min": least, "max": most}
+        return _moments(lengths, None) | {"skipped": skipped[None], "min": least, "max": most}
 
     def _join(self, one: State, other: State) -> State:
         ends = {
@@ -215,6 +215,14 @@ class Norm(Statistic):
         )
         spread = (self._total("squares") / (self.count - 1).clamp(min=1)).sqrt()
         return Norms(mean, torch.where(self.count > 1, spread, torch.nan), least, most)
+
+
+def _vectors(rows: Rows) -> tuple[Tensor, Tensor]:
+    """The rows that count, and how many are left out for a NaN or an infinity."""
+    if rows.is_whole():
+        return rows.values, torch.zeros((), dtype=torch.int64, device=rows.values.device)
+    finite = rows.finite.all(1)
+    return rows.values[finite], (rows.kept[:, 0] & ~finite).sum()
 
 
 def _need_dim(statistic: Statistic) -> None:

@@ -136,7 +136,7 @@ class Series:
     def copy(self) -> Series:
         """Another one, to be changed: made at every append, so not by `dataclasses.replace`."""
         one = object.__new__(Series)
-        one.__dict__.update(self.__dict__, shards=[*self.shards])
+        one.__dict__ = {**self.__dict__, "shards": [*self.shards]}
         return one
 
     def fits(self, rows: torch.Tensor) -> bool:
@@ -161,7 +161,7 @@ class Index:
     def copy(self) -> Index:
         """Another one, to be changed."""
         one = object.__new__(Index)
-        one.__dict__.update(self.__dict__, series=[series.copy() for series in self.series])
+        one.__dict__ = {**self.__dict__, "series": [series.copy() for series in self.series]}
         return one
 
 
@@ -202,14 +202,14 @@ class IndexFile:
     def write(self, index: Index, sync: bool) -> None:
         """Commit: what the index says is there."""
         body = spell_index(index).encode()
-        text = (b'%b, "crc32": %d}' % (body[:-1], zlib.crc32(body))).ljust(PAGE - 1) + b"\n"
+        text = b'%b, "crc32": %d}' % (body[:-1], zlib.crc32(body))
         # To replace a file makes some file systems flush it at once, a millisecond each time. An
         # index that fits in a page is written over: like a header, as a whole or not at all.
-        if len(text) != PAGE or not self._is_page():
+        if len(text) >= PAGE or not self._is_page():
             self.close()
-            replace_file(self._path, text, sync)
+            replace_file(self._path, text.ljust(PAGE - 1) + b"\n", sync)
             return
-        if os.pwrite(self._file, text, 0) != PAGE:
+        if os.pwrite(self._file, b"%-4095b\n" % text, 0) != PAGE:
             raise OSError("the system wrote a part of the index only")
         if sync:
             os.fsync(self._file)
@@ -236,17 +236,15 @@ def spell_index(index: Index) -> str:
 
     Every append spells it, so it is put together here, several times as fast as by `json`.
     """
-    counts = "".join(
-        [
-            f'"{name}": {own if type(own) is int else json.dumps(own, sort_keys=True)}, '
-            for name, own in sorted(vars(index).items())
-            if name != "series"
-        ]
-    )
+    mark = json.dumps(index.mark, sort_keys=True) if index.mark else "{}"
     series = ", ".join(
-        f"{one.spelled[0]}{one.rows}{one.spelled[1]}{one.shards}}}" for one in index.series
+        [f"{one.spelled[0]}{one.rows}{one.spelled[1]}{one.shards}}}" for one in index.series]
     )
-    return f'{{"format": "{_FORMAT}", {counts}"series": [{series}], "version": {_VERSION}}}'
+    return (
+        f'{{"format": "{_FORMAT}", "mark": {mark}, "next_shard": {index.next_shard}, '
+        f'"rank": {index.rank}, "samples": {index.samples}, "series": [{series}], '
+        f'"version": {_VERSION}}}'
+    )
 
 
 def _checksum(content: dict[str, Any]) -> int:

@@ -75,7 +75,8 @@ def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file of bounded size."""
     try:
         with open_regular(path) as file:
-            text = file.read(_LARGEST_JSON + 1)
+            size = os.fstat(file.fileno()).st_size
+            text = file.read(min(size, _LARGEST_JSON) + 1)
     except OSError as error:
         raise corrupt(path, f"It cannot be opened ({error})") from error
     if len(text) > _LARGEST_JSON:

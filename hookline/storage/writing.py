@@ -13,34 +13,31 @@ import contextlib
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from torch import Tensor
 
 from hookline.errors import StoreError
 from hookline.storage.description import describe, settle
 from hookline.storage.files import (
-    HEADER,
-    PAGE,
     Index,
     IndexFile,
     Series,
-    header_of,
     index_path,
-    read_header,
     read_index,
     shard_numbers,
     shard_path,
 )
 from hookline.storage.locks import locked
 from hookline.storage.recovery import recover
+from hookline.storage.shards import OpenShard
 from hookline.storage.small_files import sync_folder
+from hookline.storage.space import Ahead
 from hookline.storage.values import blocks_of
 
 __all__ = ["StoreWriter", "Sync"]
 
 Sync = Literal["commit", "shard", "never"]
-_EARLY = 32 << 20  # bytes that are sent to the disk together before a sync asks for them
 
 
 class StoreWriter:
@@ -75,8 +72,7 @@ class StoreWriter:
         self.folder, self.rank = folder, rank
         self._sync: Sync = sync
         self._shard_bytes = shard_bytes
-        self._files: dict[int, int] = {}
-        self._sent: dict[int, int] = {}  # up to where each shard is on its way to the disk
+        self._open: dict[int, OpenShard] = {}  # by number
         self._index_file = IndexFile(folder, rank)
         self._unclean = False
         self._held = contextlib.ExitStack()
@@ -101,6 +97,7 @@ class StoreWriter:
 
     def _begin(self, metadata: Mapping[str, Any] | None, resume: bool) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
+        self._ahead = Ahead(self.folder)
         if not os.access(self.folder, os.W_OK):
             raise PermissionError(f"{self.folder} may not be written to")
         if not self._held.enter_context(locked(self.folder, self.rank)):
@@ -178,8 +175,7 @@ class StoreWriter:
             raise
         self._index = new
         for number in full:
-            os.close(self._files.pop(number))
-            self._sent.pop(number, None)
+            self._open.pop(number).close()
 
     def note(self, mark: Mapping[str, Any]) -> None:
         """Commit a mark without samples."""
@@ -197,7 +193,7 @@ class StoreWriter:
         A header is written after the rows that it speaks of.
         """
         full: list[int] = []
-        done, total, size = 0, rows.shape[0], series.row_bytes
+        done, total = 0, rows.shape[0]
         if not total:  # samples may all be empty; torch views no such tensor as bytes
             return full
         carrier = series.kind.carrier
@@ -208,44 +204,32 @@ class StoreWriter:
                 series.shards.append(new.next_shard)
                 new.next_shard += 1
             number = series.shards[position]
-            if number not in self._files:
-                self._files[number] = self._open(number, series)
-            file, count = self._files[number], min(total - done, series.shard_rows - inside)
+            if number not in self._open:
+                self._open[number] = self._opened(number, series)
+            shard, count = self._open[number], min(total - done, series.shard_rows - inside)
             part = data if count == total else data[done : done + count]
-            _write(file, memoryview(cast("bytes", part)), HEADER + inside * size)
-            _write(file, memoryview(header_of(series, inside + count).ljust(PAGE)), 0)
+            shard.put(series, part, inside, count)
             series.rows += count
             done += count
             if inside + count == series.shard_rows:
                 full.append(number)
             if self._sync == "commit" or (self._sync == "shard" and number in full):
-                os.fsync(file)
+                shard.sync()
             elif self._sync == "shard":
-                self._send(number, HEADER + series.row_bytes * (inside + count))
+                shard.send()
         return full
 
-    def _send(self, number: int, end: int) -> None:
-        """Let the system begin to write a shard out, so that little is left for the sync."""
-        start = self._sent.setdefault(number, 0)
-        if end - start >= _EARLY and hasattr(os, "posix_fadvise"):
-            self._sent[number] = end
-            # The advice is "not needed soon": Linux starts to write what is not on the disk yet.
-            with contextlib.suppress(OSError):  # some file systems take no advice
-                os.posix_fadvise(self._files[number], start, end - start, os.POSIX_FADV_DONTNEED)
-
-    def _open(self, number: int, series: Series) -> int:
+    def _opened(self, number: int, series: Series) -> OpenShard:
         fresh = number >= self._index.next_shard
-        flags = os.O_RDWR | (os.O_CREAT | os.O_TRUNC if fresh else 0) | getattr(os, "O_BINARY", 0)
-        file = os.open(shard_path(self.folder, self.rank, number), flags, 0o666)
-        if fresh:
+        path = shard_path(self.folder, self.rank, number)
+        shard = OpenShard(path, series, self._ahead, fresh=fresh)
+        if fresh and self._sync == "commit":
             try:
-                _write(file, memoryview(header_of(series, 0).ljust(HEADER)), 0)
-                if self._sync == "commit":
-                    sync_folder(self.folder)
+                sync_folder(self.folder)
             except BaseException:
-                os.close(file)
+                shard.close()
                 raise
-        return file
+        return shard
 
     def _take_back(self, new: Index) -> None:
         """Undo an append that failed, unless its index is already there."""
@@ -254,8 +238,8 @@ class StoreWriter:
             if read_index(self.folder, self.rank) == new and new is not self._index:
                 self._index, self._unclean = new, False
                 return
-            for number in [n for n in self._files if n >= self._index.next_shard]:
-                os.close(self._files.pop(number))
+            for number in [n for n in self._open if n >= self._index.next_shard]:
+                self._open.pop(number).close()
             for number in shard_numbers(self.folder, self.rank):
                 if number >= self._index.next_shard:
                     shard_path(self.folder, self.rank, number).unlink()
@@ -263,22 +247,11 @@ class StoreWriter:
             self._unclean = not all(done)
 
     def _cut(self, series: Series) -> bool:
-        """Cut the last shard of a series to what is committed.
-
-        A header that cannot be put back keeps its rows: the file stays sound by itself.
-        """
+        """Cut the last shard of a series to what is committed."""
         number = series.shards[-1] if series.shards else -1
-        if number not in self._files:
+        if number not in self._open:
             return True
-        rows = series.rows_in(len(series.shards) - 1)
-        path = shard_path(self.folder, self.rank, number)
-        with contextlib.suppress(OSError):
-            if read_header(path, series)[0] != rows:
-                header = memoryview(header_of(series, rows).ljust(PAGE))
-                _write(self._files[number], header, 0)
-            os.ftruncate(self._files[number], HEADER + rows * series.row_bytes)
-            return True
-        return False
+        return self._open[number].cut(series, series.rows_in(len(series.shards) - 1))
 
     def close(self) -> None:
         """Finish: sync what the policy asks for, and let go of the files. Twice is once."""
@@ -287,17 +260,17 @@ class StoreWriter:
         try:
             if self._unclean:
                 self._take_back(self._index)
+            for shard in self._open.values():
+                shard.finish(sync=self._sync != "never")
             if self._sync != "never":
-                for file in self._files.values():
-                    os.fsync(file)
                 self._index_file.write(self._index, True)
                 sync_folder(self.folder)
         except OSError as error:
             raise _failed(f"finish the store in {str(self.folder)!r}", error) from error
         finally:
-            for file in self._files.values():
-                os.close(file)
-            self._files.clear()
+            for shard in self._open.values():
+                shard.close()
+            self._open.clear()
             self._index_file.close()
             self._held.close()
             self._held = _CLOSED
@@ -316,14 +289,6 @@ class StoreWriter:
 
 
 _CLOSED = contextlib.ExitStack()
-
-
-def _write(file: int, data: memoryview, place: int) -> None:
-    """Write all of it: a nearly full disk, or more than 2 GB, takes only a part at first."""
-    while (written := os.pwrite(file, data, place)) < data.nbytes:
-        if written <= 0:
-            raise OSError("the system wrote nothing and gave no reason")
-        data, place = data.cast("B")[written:], place + written
 
 
 def _failed(what: str, error: OSError) -> StoreError:
