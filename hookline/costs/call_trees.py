@@ -10,21 +10,23 @@ which call the node was made: the numbers count up, so each call has a range of 
 from __future__ import annotations
 
 import sys
+import weakref
 from bisect import bisect_right
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 
 from hookline.core.arguments import bind
+from hookline.core.contexts import Entering
 from hookline.core.gradients import sequence
-from hookline.core.hooks import Context
-from hookline.core.places import Request, Target, resolve
+from hookline.core.places import resolve
 from hookline.core.sites import ACTIVE, Site
-from hookline.core.taps import Tap, is_over
-from hookline.costs.flops import no_dispatch, settings_of
-from hookline.costs.footprints import Noted, footprint_of, is_plain, note
+from hookline.core.taps import SERIALS, is_over
+from hookline.costs.flops import no_dispatch
+from hookline.costs.footprints import Footprint, Noted, footprint_of, is_plain, note
+from hookline.costs.shortcuts import flops_of_linear, settings_of
 from hookline.costs.summaries import shapes_of
 
 __all__ = ["CallTree", "Step"]
@@ -33,12 +35,16 @@ __all__ = ["CallTree", "Step"]
 _no_modes: Any = torch._C.DisableTorchFunction
 _NOTHING: dict[str, Any] = {}
 _node: Any = getattr(torch._C, "_current_autograd_node", lambda: None)
+_level: Any = getattr(torch._C._functorch, "peek_interpreter_stack", lambda: None)
+_UP = 6  # frames of Python from `begin` to torch's that runs the hooks of the module above
 
 
 class Step:
     """One call of one module, in the tree of calls."""
 
     # Of all below, what is not set is as it stands here: that makes a step quick to make.
+    running: Any = None  # torch's frame that runs its hooks, until it is complete
+    given: Any = None  # the shape of its argument if that is one plain tensor, else shapes by name
     made: Noted | None = None  # its output, once it is complete
     flops = 0
     backward: float = 0  # FLOPs, or seconds where those are measured
@@ -50,8 +56,8 @@ class Step:
     inner = False  # whether it called other modules
     key: Any = None  # what its FLOPs depend on, if that is known
 
-    def __init__(self, path: str, parent: Step | None, running: Any) -> None:
-        self.path, self.parent, self.running = path, parent, running
+    def __init__(self, path: str, module: nn.Module, parent: Step | None) -> None:
+        self.path, self.module, self.parent = path, module, parent
         self.start = sequence()  # the first autograd node that is made in it
 
     @property
@@ -70,27 +76,33 @@ class Step:
 
 
 class _Site(Site):
-    """The hooks of a tree on one module: with less to do in a call than other contexts have."""
+    """The hooks of a tree, the same ones on all modules: that makes them quick to register."""
 
-    path = ""
-    tree: Any = None  # a weak reference
-    settings: Any = None  # what the FLOPs of its calls depend on, if that is known
+    tree: Any = None
 
     def prepare(self) -> None:
         self.paired = True  # both hooks are wanted
 
+    def path_of(self, module: nn.Module) -> str | None:
+        """The path of a module whose calls are seen here."""
+        if self.tree is None or self.owner not in ACTIVE.get():
+            self.stranger(module)
+            return None
+        return self.tree.paths.get(id(module))
+
     def before(self, module: nn.Module, args: Any, kwargs: dict[str, Any] | None = None) -> None:
         """The pre-forward hook."""
-        tree = self.tree() if module is self.module and self.owner in ACTIVE.get() else None
-        if tree is None or self.closed:
+        path = self.path_of(module)
+        if path is None:
             return
+        tree = self.tree
         if tree.guards is not None:
-            tree.wake()
+            tree.wake(late=True)
         modes = _no_modes()
         modes.__enter__()
         known = False
         try:
-            known = tree.begin(module, self, args, kwargs or _NOTHING, sys._getframe(1))
+            known = tree.begin(path, module, args, kwargs or _NOTHING)
         finally:
             if known:  # no mode has to see what the module does
                 tree.guards = modes, no_dispatch()
@@ -99,21 +111,22 @@ class _Site(Site):
 
     def after(self, module: nn.Module, args: Any, *rest: Any) -> None:
         """The forward hook."""
-        tree = self.tree() if module is self.module and self.owner in ACTIVE.get() else None
-        if tree is None or self.closed:
+        path = self.path_of(module)
+        if path is None:
             return
-        guards, tree.guards = tree.guards, None
-        if guards is None:
-            with _no_modes():
-                tree.end(rest[-1], sys._getframe(1))
+        tree = self.tree
+        if tree.guards is not None and tree.steps[-1].path is path:
+            tree.steps[-1].made = note(rest[-1])
+            tree.finish(tree.steps[-1])
+            tree.wake()
             return
-        try:
+        if tree.guards is not None:
+            tree.wake(late=True)
+        with _no_modes():
             tree.end(rest[-1], sys._getframe(1))
-        finally:
-            guards[0].__exit__(None, None, None)
 
 
-class CallTree(Context[Tap]):
+class CallTree(Entering):
     """Follows the calls of all modules, and what happens in each of them.
 
     >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
@@ -128,96 +141,113 @@ class CallTree(Context[Tap]):
     """
 
     _verb = "summarize"
-    _owned = True
+    _wheres = ("**",)
+    _serial = 0
+    _site: _Site | None = None
 
     def __init__(self, model: nn.Module, clock: Callable[[], float] | None = None) -> None:
-        super().__init__(model, ("**",))
+        super().__init__(model)
         self.clock = clock
         self.stack: list[Step] = []
         self.steps: list[Step] = []
-        self.starts: list[int] = []
-        self.given: dict[str, Any] = {}  # what is kept of the arguments of each module's first call
+        self.modules: list[nn.Module] = []
+        self.paths: dict[int, str] = {}
+        self.settings: dict[int, Any] = {}  # what the FLOPs of a module's calls depend on
         self.texts: dict[torch.Size, str] = {}
         self.names: dict[type, str] = {}  # of the first argument of a kind of module
         self.outside = self.outside_backward = 0  # FLOPs in no call
         self.known: dict[Any, int] = {}  # FLOPs of calls of simple modules
         self.remembers = False  # whether such calls are counted only once
+        self.certain = False  # whether some need not be counted at all
         self.guards: Any = None  # that keep modes off while such a call runs
+        self.doubtful = False  # whether they were on while something else ran
 
-    def _resolve(self) -> list[Request]:
-        return resolve(self._model, (nn.Module,))
-
-    def _place_all(self, targets: list[Target], ref: Any, owner: int | None) -> None:
-        for target in targets:
-            module = target.module
-            site = _Site(module, ref, owner)
-            site.path, site.tree = target.path, ref
-            site.settings = None if self.clock else settings_of(module)
-            self._sites[target.ident] = (module, site)
+    def _start(self, attached: bool) -> None:
+        self.modules, self.paths = [], {}
+        for request in resolve(self._model, (nn.Module,)):
+            for target in request.targets:
+                self.modules.append(target.module)
+                self.paths[id(target.module)] = target.path
+        self._serial = next(SERIALS)
+        site = self._site = _Site(self._model, weakref.ref(self), self._serial)
+        site.tree = self
+        for module in self.modules:
+            site.register(module)
+        ACTIVE.set(ACTIVE.get() | {self._serial})
 
     def _stop(self) -> None:
-        self.wake()
-        super()._stop()
-
-    def wake(self) -> None:
-        """The call has ended, or raised; fine if nothing is asleep."""
         if self.guards is not None:
-            function, _ = self.guards
-            self.guards = None
-            function.__exit__(None, None, None)
+            self.wake(late=True)
+        if self._site is not None:
+            self._site.tree = None
+            for module in self.modules:
+                self._site.unregister(module)
+        ACTIVE.set(ACTIVE.get() - {self._serial})
+
+    def trust(self, certain: bool) -> None:
+        """From now on calls of simple modules are counted once, or not at all."""
+        self.remembers, self.certain = True, certain
+        settings = [(id(module), settings_of(module)) for module in self.modules]
+        self.settings = {ident: found for ident, found in settings if found is not None}
+
+    def wake(self, late: bool = False) -> None:
+        """Let modes see what happens, for the call has ended; or, if that is late, had raised."""
+        modes, _ = self.guards
+        self.guards = None
+        self.doubtful |= late
+        modes.__exit__(None, None, None)
 
     def hooked(self) -> set[str]:
         """The modules that can be seen."""
-        return {target.path for request in self._requests for target in request.targets}
+        return set(self.paths.values())
 
-    def _verify(self) -> None:
-        """That a module was not called is told in the summary, and no error."""
-
-    def begin(self, module: nn.Module, site: _Site, args: Any, kwargs: Any, running: Any) -> bool:
+    def begin(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> bool:
         """A module is called; whether its FLOPs are known."""
-        above, path = self._now(), site.path
-        step = Step(path, above, running)
-        if above is not None:
-            above.inner = True
-        self.stack.append(step)
+        stack = self.stack
+        if stack and stack[-1].running is not _frame(_UP):  # it is not called by its forward
+            self._now()
+        step = Step(path, module, stack[-1] if stack else None)
         self.steps.append(step)
-        self.starts.append(step.start)
-        if self.clock is not None:
-            step.begun = self.clock()
-            return False
-        plain = not kwargs and len(args) == 1 and is_plain(args[0])
-        if path not in self.given:
-            self.given[path] = self._given(module, args, kwargs, plain)
-        settings = site.settings
-        if settings is None or not plain or not self.remembers or _node() is not None:
-            return False
-        if len(module.__dict__["_forward_hooks"]) == 1:  # others' hooks may compute, too
-            free = isinstance(settings, type)
-            key = step.key = settings if free else (args[0].shape, settings)
-            if key in self.known:
-                step.flops = self.known[key]
+        if stack:
+            stack[-1].inner = True
+        if self.clock is None:
+            plain = not kwargs and len(args) == 1 and is_plain(args[0])
+            step.given = args[0].shape if plain else _named(module, args, kwargs)
+            settings = self.settings.get(id(module)) if plain else None
+            if settings is not None and self._is_known(step, settings, module):
                 return True
+        else:
+            step.begun = self.clock()
+        step.running = sys._getframe(2)
+        stack.append(step)
         return False
 
-    def _given(self, module: nn.Module, args: Any, kwargs: Any, plain: bool) -> Any:
-        """What is kept of the arguments: shapes by name, quickly if there is but one tensor."""
-        if not plain or "forward" in module.__dict__:
-            given = bind(module, args, kwargs)
-            return {str(name): shapes_of(value) for name, value in given.items()}
-        kind = type(module)
-        if kind not in self.names:
-            (self.names[kind],) = map(str, bind(module, args, kwargs))
-        return self.names[kind], args[0].shape
+    def _is_known(self, step: Step, settings: Any, module: nn.Module) -> bool:
+        """Whether the FLOPs of a call need not be counted."""
+        # Others' hooks may compute, too; inside vmap, tensors have more than they show.
+        alone = len(module.__dict__["_forward_hooks"]) == 1
+        if not alone or _level() is not None or _node() is not None:
+            return False
+        if self.certain and type(settings) is type:
+            return True
+        if self.certain and type(settings) is torch.Size and len(step.given) > 1:
+            step.key = flops_of_linear
+            return True
+        step.key = step.given, settings
+        step.flops = self.known.get(step.key, 0)
+        return step.key in self.known
 
-    def inputs_of(self, path: str) -> dict[str, Any] | None:
-        """The shapes of the arguments by name, in the first call of a module."""
-        given: Any = self.given.get(path)
-        if type(given) is not tuple:
-            return given
-        name, shape = cast("tuple[str, torch.Size]", given)
+    def inputs_of(self, step: Step) -> Any:
+        """The shapes of the arguments of a call by name."""
+        shape, module = step.given, step.module
+        if type(shape) is not torch.Size:
+            return shape
         if shape not in self.texts:  # there are few in a model
             self.texts[shape] = str(tuple(shape))
-        return {name: self.texts[shape]}
+        kind = type(module)
+        if kind not in self.names or "forward" in module.__dict__:
+            (self.names[kind],) = map(str, bind(module, (None,), _NOTHING))
+        return {self.names[kind]: self.texts[shape]}
 
     def _now(self) -> Step | None:
         """The innermost running call."""
@@ -235,15 +265,22 @@ class CallTree(Context[Tap]):
         if not stack or stack[-1].running is not running:
             return  # this was entered while the module was running
         step = stack.pop()
-        step.running, step.stop = None, sequence()
-        if self.clock is not None:
+        if self.clock is None:
+            step.made = note(output)
+        else:
             step.seconds = now - step.begun
-            return
-        key = step.key
-        # A formula of the user's may give FLOPs to what else has none: then nothing is known.
-        if key is not None and not step.inner and not (step.flops and isinstance(key, type)):
-            self.known[key] = step.flops
-        step.made = note(output)
+        self.finish(step)
+
+    def finish(self, step: Step) -> None:
+        """All is known of a call."""
+        step.running, step.stop = None, sequence()
+        if step.key is flops_of_linear:
+            if step.made is None or isinstance(step.made, Footprint):  # no plain tensor
+                self.doubtful = True
+            else:
+                step.flops = flops_of_linear(step.given, step.made[0])
+        elif step.key is not None and not step.inner:
+            self.known[step.key] = step.flops
 
     def count(self, flops: int) -> None:
         """FLOPs happen now."""
@@ -263,8 +300,24 @@ class CallTree(Context[Tap]):
 
     def maker(self, number: int) -> Step | None:
         """The innermost call in which the autograd node with this number was made."""
-        place = bisect_right(self.starts, number) - 1
+        place = bisect_right(self.steps, number, key=_start_of) - 1
         step = self.steps[place] if place >= 0 else None
         while step is not None and number >= step.stop:
             step = step.parent
         return step
+
+
+def _start_of(step: Step) -> int:
+    return step.start
+
+
+def _frame(up: int) -> Any:
+    try:
+        return sys._getframe(up + 1)
+    except ValueError:  # there are not so many
+        return None
+
+
+def _named(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
+    """The shapes of arguments by name."""
+    return {str(name): shapes_of(value) for name, value in bind(module, args, kwargs).items()}

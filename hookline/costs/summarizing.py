@@ -18,6 +18,7 @@ from hookline.core.nested import get_part, leaves
 from hookline.costs.call_trees import CallTree, Step
 from hookline.costs.flops import FlopCounter
 from hookline.costs.footprints import Footprint, footprint_of, size_of
+from hookline.costs.shortcuts import is_ordinary
 from hookline.costs.sizes import has_unmade, sizes
 from hookline.costs.summaries import Summary
 from hookline.errors import BatchError
@@ -29,12 +30,15 @@ from hookline.trials.runs import (
     nodes_of,
     pull_back,
     run,
+    tensors_in,
     trial,
 )
 
 __all__ = ["summarize"]
 
 Loss = Callable[[Any], Tensor]
+# Hooks on all modules of the process: they may compute, too. Private, so detected.
+_hooks_everywhere: Any = getattr(nn.modules.module, "_has_any_global_hook", lambda: True)
 _RUNS = 3  # that are timed
 
 
@@ -96,14 +100,12 @@ def summarize(
 
 def _measured(model: nn.Module, batch: Any, backward: bool | Loss, time: bool) -> Summary:
     """Run a model once to count, and some more times if time is asked for."""
-    tree = CallTree(model)
-    counter = FlopCounter(tree.count)
     device = next(iter(cuda_devices(model)), None)
     if device is not None:
         torch.cuda.reset_peak_memory_stats(device)
-    with tree, counter:
-        tree.remembers = counter.remembers
-        _run(model, batch, backward)
+    tree, counter = _counted(model, batch, backward)
+    if tree.doubtful:  # a call raised and that was caught: not all was seen from there on
+        tree, counter = _counted(model, batch, backward, shortcuts=False)
     summary = sizes(model)
     _fill(summary, tree, backward is not False)
     summary.totals["input_bytes"] = sum(size_of(tensor) for _, tensor in leaves(batch))
@@ -114,6 +116,22 @@ def _measured(model: nn.Module, batch: Any, backward: bool | Loss, time: bool) -
         timed = [_timed(model, batch, backward, device) for _ in range(_RUNS)]
         _fill_times(summary, timed, backward is not False)
     return summary
+
+
+def _counted(
+    model: nn.Module, batch: Any, backward: bool | Loss, shortcuts: bool = True
+) -> tuple[CallTree, FlopCounter]:
+    """Run a model once, and count."""
+    tree, batch = CallTree(model), copied(batch)
+    counter = FlopCounter(tree.count, shortcuts)
+    with tree, torch.set_grad_enabled(backward is not False), counter:
+        if counter.remembers and not _hooks_everywhere() and is_ordinary(tensors_in(model)):
+            tree.trust(counter.certain)
+        output = run(model, batch)
+        if backward is not False:
+            roots = _roots(output, backward)
+            pull_back(roots)
+    return tree, counter
 
 
 # -- what a run has shown -------------------------------------------------------------------------
@@ -128,11 +146,12 @@ def _fill(summary: Summary, tree: CallTree, backward: bool) -> None:
         row.calls = row.activation_bytes = row.flops = row.own_flops = 0
         if backward:
             row.backward_flops = row.own_backward_flops = 0
-        row.inputs = tree.inputs_of(path)
     known: dict[Any, Footprint] = {}
     kept = forward = back = 0
     for step in tree.steps:
         row = rows[step.path]
+        if not row.calls:
+            row.inputs = tree.inputs_of(step)
         row.called, row.calls = True, row.calls + 1
         row.own_flops += step.flops
         forward += step.flops
@@ -198,14 +217,6 @@ def _times(tree: CallTree) -> tuple[dict[str, float], dict[str, float]]:
 
 
 # -- running --------------------------------------------------------------------------------------
-
-
-def _run(model: nn.Module, batch: Any, backward: bool | Loss) -> None:
-    with torch.set_grad_enabled(backward is not False):
-        output = run(model, copied(batch))
-        if backward is not False:
-            roots = _roots(output, backward)
-            pull_back(roots)
 
 
 def _roots(output: Any, backward: bool | Loss) -> list[Tensor]:

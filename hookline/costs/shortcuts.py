@@ -1,0 +1,193 @@
+"""What need not be counted, for its FLOPs follow from shapes.
+
+- `settings_of(module)`: what the FLOPs of a module's calls depend on, besides one plain argument
+- `flops_of_linear(given, made)`: those of a linear layer, from the shapes of input and output
+- `flops_of_call(function, args, kwargs)`: those of a call of a torch function, if they are known
+- `is_ordinary(tensors)`: whether the tensors of a model are such that all this holds for it
+- `has_torchs_formulas()`: whether the formulas are as torch brings them
+
+To see an operation costs some 5 µs, a linear layer is several of them and attention two dozen.
+What stands here says the same as the count at the dispatcher, and the tests compare both for all
+of it. Where a formula was registered by the user, or one that is not known here is there, nothing
+of it is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+__all__ = [
+    "PURE",
+    "flops_of_call",
+    "flops_of_linear",
+    "has_torchs_formulas",
+    "is_ordinary",
+    "key_of_call",
+    "settings_of",
+]
+
+# Functions that are nothing but operations, the same ones whenever the arguments are alike.
+PURE: frozenset[Any] = frozenset({
+    F.linear, F.scaled_dot_product_attention, torch.conv1d, torch.conv2d, torch.conv3d,
+    torch.matmul, torch.bmm, torch.mm, torch.addmm, torch.baddbmm, Tensor.matmul,
+    Tensor.__matmul__, Tensor.bmm, Tensor.mm,
+})  # fmt: skip
+# Functions and modules of torch whose operations have no formula.
+_FREE_FUNCTIONS: frozenset[Any] = frozenset({
+    F.layer_norm, F.embedding, F.silu, F.gelu, F.relu, F.softmax, F.group_norm, torch.relu,
+    torch.softmax, Tensor.softmax, Tensor.add, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__,
+    Tensor.mul, Tensor.__mul__, Tensor.__rmul__, Tensor.sub, Tensor.__sub__, Tensor.view,
+    Tensor.reshape, Tensor.transpose, Tensor.permute, Tensor.contiguous, Tensor.unflatten,
+    Tensor.flatten, Tensor.__truediv__, Tensor.chunk, Tensor.split, Tensor.squeeze,
+    Tensor.unsqueeze, Tensor.expand, Tensor.mean, Tensor.sum,
+})  # fmt: skip
+_FREE = frozenset({
+    nn.Embedding, nn.LayerNorm, nn.GroupNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d,
+    nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.Softmax, nn.Dropout, nn.Identity, nn.Flatten,
+    nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d,
+})  # fmt: skip
+_CONVOLUTIONS = frozenset({nn.Conv1d, nn.Conv2d, nn.Conv3d})
+# The operations for which torch has formulas: products of matrices, and what is made of them.
+_CONTRACTIONS = frozenset({
+    "mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "convolution", "_convolution",
+    "cudnn_convolution", "convolution_overrideable", "_slow_conv2d_forward", "convolution_backward",
+    "_scaled_dot_product_efficient_attention", "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_efficient_attention_backward",
+    "_scaled_dot_product_flash_attention_backward", "_scaled_dot_product_cudnn_attention_backward",
+    "_flash_attention_forward", "_efficient_attention_forward", "_flash_attention_backward",
+    "_efficient_attention_backward", "flex_attention", "flex_attention_backward",
+})  # fmt: skip
+_SIMPLE = (type(None), bool, int, float, str, torch.dtype)
+_TENSORS = frozenset({Tensor, nn.Parameter})
+_PLAIN = _TENSORS | {*_SIMPLE}
+_DEVICES = frozenset({"cpu", "cuda", "meta"})  # others have kernels of their own
+_level: Callable[[], Any] = getattr(torch._C._functorch, "peek_interpreter_stack", lambda: None)
+
+
+def has_torchs_formulas() -> bool:
+    """Whether torch's formulas are there as it brings them, and no others.
+
+    >>> has_torchs_formulas()
+    True
+    """
+    from torch.utils import flop_counter
+
+    home = flop_counter.__name__
+    known = cast("dict[Any, Any]", flop_counter.flop_registry)
+    for operation, formula in known.items():
+        if operation.__name__ not in _CONTRACTIONS or formula.__module__ != home:
+            return False
+    return True
+
+
+def is_ordinary(tensors: Iterable[Tensor]) -> bool:
+    """Whether tensors are dense, and where their operations are the usual ones.
+
+    >>> is_ordinary([torch.zeros(2)]), is_ordinary([torch.zeros(2).to_sparse()])
+    (True, False)
+    """
+    found = list(tensors)
+    return (
+        _TENSORS.issuperset(map(type, found))
+        and all([tensor.layout is torch.strided for tensor in found])
+        and _DEVICES.issuperset([tensor.device.type for tensor in found])
+        and not any([tensor.is_nested for tensor in found])
+    )
+
+
+def settings_of(module: nn.Module) -> Any:
+    """What the FLOPs of a module's calls depend on, besides the shape of one plain argument.
+
+    >>> settings_of(nn.Linear(2, 3)) == settings_of(nn.Linear(2, 3)) != settings_of(nn.Linear(2, 4))
+    True
+
+    The type alone if its calls have no FLOPs; None if it is not known.
+    """
+    kind = type(module)
+    if "forward" in module.__dict__:
+        return None
+    if kind in _FREE:
+        return kind
+    if kind is nn.Linear or kind in _CONVOLUTIONS:
+        weight = module._parameters.get("weight")
+        if weight is not None:  # else it is computed from others at each call
+            return weight.shape if kind is nn.Linear else (kind, module.extra_repr())
+    return None
+
+
+def flops_of_linear(given: torch.Size, made: torch.Size) -> int:
+    """Every row of the input meets every column of the weights.
+
+    >>> flops_of_linear(torch.Size((5, 7, 2)), torch.Size((5, 7, 3)))
+    420
+    """
+    return 2 * given.numel() * made[-1]
+
+
+def flops_of_call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+    """The FLOPs of a call of a torch function, by torch's own formulas; None if unknown.
+
+    >>> x = torch.zeros(5, 2)
+    >>> flops_of_call(Tensor.add, (x, x), {}), flops_of_call(F.linear, (x, x), {})
+    (0, 100)
+    >>> flops_of_call(torch.einsum, ("ab,ab->a", x, x), {})
+    """
+    if function in _FREE_FUNCTIONS:
+        return 0 if not kwargs and _PLAIN.issuperset(map(type, args)) else None
+    if function is F.scaled_dot_product_attention:
+        return _flops_of_attention(args, kwargs)
+    if function is F.linear and not kwargs and 2 <= len(args) <= 3 and _are_dense(args):
+        given, weight = args[0].shape, args[1].shape
+        if len(given) > 1 and len(weight) == 2:
+            return flops_of_linear(given, weight[:1])
+    return None
+
+
+def _flops_of_attention(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+    """Queries meet keys, and what comes of that meets values."""
+    if len(args) < 3 or len(args) > 6 or not _are_dense((*args, *kwargs.values())):
+        return None
+    if kwargs.get("enable_gqa"):
+        return None
+    queries, keys, values = args[0].shape, args[1].shape, args[2].shape
+    batch = queries[:-2]
+    if len(queries) < 3 or keys[:-2] != batch or values[:-2] != batch:  # they may be broadcast
+        return None
+    return 2 * queries[:-1].numel() * keys[-2] * (queries[-1] + values[-1])
+
+
+def _are_dense(items: Iterable[Any]) -> bool:
+    """Whether all tensors are ordinary, and really have the shape that they show."""
+    for item in items:
+        if type(item) in _TENSORS:
+            if item.layout is not torch.strided or item.is_nested:
+                return False
+            if item.device.type not in _DEVICES:
+                return False
+        elif type(item) not in _SIMPLE:
+            return False
+    return _level() is None  # inside vmap, a tensor has more than it shows
+
+
+def key_of_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What the FLOPs of a call of a pure function depend on; None if that is not known."""
+    if _level() is not None:
+        return None
+    found: list[Any] = [func, torch.is_grad_enabled()]
+    items: tuple[Any, ...] = (*args, *kwargs, *kwargs.values())
+    for item in items:
+        kind = cast(Any, type(item))
+        if kind in _TENSORS:
+            if item.is_nested or item.layout is not torch.strided:
+                return None
+            found.append((item.shape, item.dtype, item.device, item.requires_grad))
+        elif kind in _SIMPLE or (kind is tuple and all(type(n) is int for n in item)):
+            found.append(item)
+        else:
+            return None
+    return tuple(found)
