@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hookline.core.arguments import bind
 from hookline.core.contexts import Entering
@@ -26,7 +26,7 @@ from hookline.core.sites import ACTIVE, Site
 from hookline.core.taps import SERIALS, is_over
 from hookline.costs.flops import no_dispatch
 from hookline.costs.footprints import Footprint, Noted, footprint_of, is_plain, note
-from hookline.costs.shortcuts import flops_of_linear, settings_of
+from hookline.costs.shortcuts import flops_of_linear, is_leaf
 from hookline.costs.summaries import shapes_of
 
 __all__ = ["CallTree", "Step"]
@@ -36,7 +36,10 @@ _no_modes: Any = torch._C.DisableTorchFunction
 _NOTHING: dict[str, Any] = {}
 _node: Any = getattr(torch._C, "_current_autograd_node", lambda: None)
 _level: Any = getattr(torch._C._functorch, "peek_interpreter_stack", lambda: None)
-_UP = 6  # frames of Python from `begin` to torch's that runs the hooks of the module above
+_strided = torch.strided
+# Frames of Python from a hook to the one of torch's that runs the hooks of the module above, if
+# that module's forward calls this one. With another torch it may be none of them: see `Step.calls`.
+_UP = 5
 
 
 class Step:
@@ -52,78 +55,109 @@ class Step:
     all_backward: float = 0
     begun = 0.0
     seconds = 0.0
-    stop = 0  # the first autograd node that is made after it
+    start = stop = 0  # the first autograd nodes that are made in it, and after it
     inner = False  # whether it called other modules
     key: Any = None  # what its FLOPs depend on, if that is known
-
-    def __init__(self, path: str, module: nn.Module, parent: Step | None) -> None:
-        self.path, self.module, self.parent = path, module, parent
-        self.start = sequence()  # the first autograd node that is made in it
+    usual = False  # whether it was called outside of backwards and of vmap
+    # Always set, and by whoever makes it.
+    module: nn.Module
+    parent: Step | None
 
     @property
     def bytes(self) -> int:
         """Of the output."""
         return 0 if self.made is None else footprint_of(self.made).bytes
 
-    def above(self) -> set[str]:
+    def above(self) -> set[nn.Module]:
         """The modules in whose calls this one stands, its own too; a recursive one once."""
-        found: set[str] = set()
+        found: set[nn.Module] = set()
         step: Step | None = self
         while step is not None:
-            found.add(step.path)
+            found.add(step.module)
             step = step.parent
         return found
 
 
-class _Site(Site):
-    """The hooks of a tree, the same ones on all modules: that makes them quick to register."""
+class _LinearStep(Step):
+    """A call of a linear layer that was not counted."""
 
-    tree: Any = None
+
+class _Site(Site):
+    """The hooks of a tree, the same ones on many modules: that makes them quick to register."""
+
+    tree: Any = None  # none once the hooks are off
 
     def prepare(self) -> None:
         self.paired = True  # both hooks are wanted
 
-    def path_of(self, module: nn.Module) -> str | None:
-        """The path of a module whose calls are seen here."""
-        if self.tree is None or self.owner not in ACTIVE.get():
-            self.stranger(module)
-            return None
-        return self.tree.paths.get(id(module))
-
     def before(self, module: nn.Module, args: Any, kwargs: dict[str, Any] | None = None) -> None:
         """The pre-forward hook."""
-        path = self.path_of(module)
-        if path is None:
-            return
         tree = self.tree
-        if tree.guards is not None:
-            tree.wake(late=True)
-        modes = _no_modes()
-        modes.__enter__()
-        known = False
-        try:
-            known = tree.begin(path, module, args, kwargs or _NOTHING)
-        finally:
-            if known:  # no mode has to see what the module does
-                tree.guards = modes, no_dispatch()
-            else:
-                modes.__exit__(None, None, None)
+        if tree is None or self.owner not in ACTIVE.get():
+            return self.stranger(module)
+        return tree.begin(module, args, kwargs, sys._getframe(1))
 
     def after(self, module: nn.Module, args: Any, *rest: Any) -> None:
         """The forward hook."""
-        path = self.path_of(module)
-        if path is None:
-            return
         tree = self.tree
-        if tree.guards is not None and tree.steps[-1].path is path:
-            tree.steps[-1].made = note(rest[-1])
-            tree.finish(tree.steps[-1])
-            tree.wake()
-            return
-        if tree.guards is not None:
+        if tree is None or self.owner not in ACTIVE.get():
+            return self.stranger(module)
+        return tree.end(rest[-1], sys._getframe(1))
+
+
+class _LeafSite(_Site):
+    """The hooks on modules that call no others, and whose FLOPs follow from shapes.
+
+    While such a module runs, no mode has to see what it does.
+    """
+
+    rank = 0  # the fewest dimensions of an argument for which that holds
+    kind: type[Step] = Step
+
+    def before(self, module: nn.Module, args: Any, kwargs: dict[str, Any] | None = None) -> None:
+        """The pre-forward hook. It has to be quick: here a call costs most."""
+        tree = self.tree
+        if tree is None or self.owner not in ACTIVE.get():
+            return self.stranger(module)
+        if tree.guard is not None:
             tree.wake(late=True)
-        with _no_modes():
-            tree.end(rest[-1], sys._getframe(1))
+        parent = tree.stack[-1] if tree.stack else None
+        if parent is None or not parent.usual or parent.running is not _frame(_UP):
+            parent = tree.now()
+            usual = _node() is None and _level() is None
+        else:
+            usual = True
+        if usual and not kwargs and len(args) == 1 and type(args[0]) is Tensor:
+            tree.modes.__enter__()
+            value = args[0]
+            if value.layout is _strided and not value.is_nested and value.ndim >= self.rank:
+                step = self.kind()
+                step.module, step.parent, step.given = module, parent, value.shape
+                if parent is not None:
+                    parent.inner = True
+                if tree.graded:
+                    step.start = sequence()
+                tree.steps.append(step)
+                tree.guard = no_dispatch()
+                return None
+            tree.modes.__exit__(None, None, None)
+        return tree.begin(module, args, kwargs, sys._getframe(1))
+
+    def after(self, module: nn.Module, args: Any, *rest: Any) -> None:
+        """The forward hook."""
+        tree = self.tree
+        if tree is None or self.owner not in ACTIVE.get():
+            return self.stranger(module)
+        step = tree.steps[-1] if tree.guard is not None else None
+        if step is None or step.module is not module:
+            return tree.end(rest[-1], sys._getframe(1))
+        output = rest[-1]
+        step.made = (output.shape, output.dtype) if type(output) is Tensor else note(output)
+        if tree.graded:
+            step.stop = sequence()
+        tree.guard = None
+        tree.modes.__exit__(None, None, None)
+        return None
 
 
 class CallTree(Entering):
@@ -132,110 +166,106 @@ class CallTree(Entering):
     >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
     >>> with torch.no_grad(), CallTree(model) as tree:
     ...     _ = model(torch.zeros(5, 2))
-    >>> [(step.path, step.bytes) for step in tree.steps]
+    >>> [(tree.paths[step.module], step.bytes) for step in tree.steps]
     [('', 60), ('0', 60), ('1', 60)]
 
     Args:
         model: any module.
         clock: a function that tells the time. With one, calls are timed, and nothing else.
+        graded: whether a backward follows.
+        certain: whether calls need not be counted whose FLOPs follow from shapes. No mode sees
+            them, and `settle()` adds them afterwards.
     """
 
     _verb = "summarize"
     _wheres = ("**",)
     _serial = 0
-    _site: _Site | None = None
 
-    def __init__(self, model: nn.Module, clock: Callable[[], float] | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        clock: Callable[[], float] | None = None,
+        graded: bool = True,
+        certain: bool = False,
+    ) -> None:
         super().__init__(model)
-        self.clock = clock
+        self.clock, self.graded, self.certain = clock, graded, certain
         self.stack: list[Step] = []
         self.steps: list[Step] = []
-        self.modules: list[nn.Module] = []
-        self.paths: dict[int, str] = {}
-        self.settings: dict[int, Any] = {}  # what the FLOPs of a module's calls depend on
+        self.paths: dict[nn.Module, str] = {}
+        self._sites: dict[nn.Module, _Site] = {}
         self.texts: dict[torch.Size, str] = {}
         self.names: dict[type, str] = {}  # of the first argument of a kind of module
         self.outside = self.outside_backward = 0  # FLOPs in no call
-        self.known: dict[Any, int] = {}  # FLOPs of calls of simple modules
-        self.remembers = False  # whether such calls are counted only once
-        self.certain = False  # whether some need not be counted at all
-        self.guards: Any = None  # that keep modes off while such a call runs
-        self.doubtful = False  # whether they were on while something else ran
+        # While the call of a leaf runs, torch's modes are off: the one for functions, and the
+        # other as long as its guard exists.
+        self.modes: Any = _no_modes()
+        self.guard: Any = None
+        self.doubtful = False  # whether they were off while something else ran
 
     def _start(self, attached: bool) -> None:
-        self.modules, self.paths = [], {}
-        for request in resolve(self._model, (nn.Module,)):
-            for target in request.targets:
-                self.modules.append(target.module)
-                self.paths[id(target.module)] = target.path
+        requests = resolve(self._model, (nn.Module,))
+        self.paths = {target.module: target.path for r in requests for target in r.targets}
         self._serial = next(SERIALS)
-        site = self._site = _Site(self._model, weakref.ref(self), self._serial)
-        site.tree = self
-        for module in self.modules:
+        free, linear, other = [
+            kind(self._model, weakref.ref(self), self._serial)
+            for kind in (_LeafSite, _LeafSite, _Site)
+        ]
+        linear.rank, linear.kind = 2, _LinearStep
+        free.tree = linear.tree = other.tree = self
+        for module in self.paths:
+            site = other
+            if self.certain and is_leaf(module):
+                site = linear if type(module) is nn.Linear else free
             site.register(module)
+            self._sites[module] = site
         ACTIVE.set(ACTIVE.get() | {self._serial})
 
     def _stop(self) -> None:
-        if self.guards is not None:
+        if self.guard is not None:
             self.wake(late=True)
-        if self._site is not None:
-            self._site.tree = None
-            for module in self.modules:
-                self._site.unregister(module)
+        for module, site in self._sites.items():
+            site.unregister(module)
+            site.tree = None
+        self._sites = {}
         ACTIVE.set(ACTIVE.get() - {self._serial})
-
-    def trust(self, certain: bool) -> None:
-        """From now on calls of simple modules are counted once, or not at all."""
-        self.remembers, self.certain = True, certain
-        settings = [(id(module), settings_of(module)) for module in self.modules]
-        self.settings = {ident: found for ident, found in settings if found is not None}
 
     def wake(self, late: bool = False) -> None:
         """Let modes see what happens, for the call has ended; or, if that is late, had raised."""
-        modes, _ = self.guards
-        self.guards = None
-        self.doubtful |= late
-        modes.__exit__(None, None, None)
+        self.guard = None
+        self.modes.__exit__(None, None, None)
+        if late:
+            self.doubtful = True
 
     def hooked(self) -> set[str]:
         """The modules that can be seen."""
         return set(self.paths.values())
 
-    def begin(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> bool:
-        """A module is called; whether its FLOPs are known."""
-        stack = self.stack
-        if stack and stack[-1].running is not _frame(_UP):  # it is not called by its forward
-            self._now()
-        step = Step(path, module, stack[-1] if stack else None)
+    def begin(self, module: nn.Module, args: Any, kwargs: Any, running: Any) -> None:
+        """A module is called."""
+        if self.guard is not None:
+            self.wake(late=True)
+        step = Step()
+        parent = self.stack[-1] if self.stack else None
+        if parent is not None and parent.running is not _frame(_UP + 1):
+            parent = self.now()
+        step.module, step.parent, step.running = module, parent, running
+        step.usual = _node() is None and _level() is None
+        if parent is not None:
+            parent.inner = True
+        if self.graded:
+            step.start = sequence()
+        self.stack.append(step)
         self.steps.append(step)
-        if stack:
-            stack[-1].inner = True
-        if self.clock is None:
-            plain = not kwargs and len(args) == 1 and is_plain(args[0])
-            step.given = args[0].shape if plain else _named(module, args, kwargs)
-            settings = self.settings.get(id(module)) if plain else None
-            if settings is not None and self._is_known(step, settings, module):
-                return True
-        else:
+        if self.clock is not None:
             step.begun = self.clock()
-        step.running = sys._getframe(2)
-        stack.append(step)
-        return False
-
-    def _is_known(self, step: Step, settings: Any, module: nn.Module) -> bool:
-        """Whether the FLOPs of a call need not be counted."""
-        # Others' hooks may compute, too; inside vmap, tensors have more than they show.
-        alone = len(module.__dict__["_forward_hooks"]) == 1
-        if not alone or _level() is not None or _node() is not None:
-            return False
-        if self.certain and type(settings) is type:
-            return True
-        if self.certain and type(settings) is torch.Size and len(step.given) > 1:
-            step.key = flops_of_linear
-            return True
-        step.key = step.given, settings
-        step.flops = self.known.get(step.key, 0)
-        return step.key in self.known
+            return
+        with self.modes:
+            if not kwargs and len(args) == 1 and is_plain(args[0]):
+                step.given = args[0].shape
+            else:
+                given = bind(module, args, kwargs or _NOTHING)
+                step.given = {str(name): shapes_of(value) for name, value in given.items()}
 
     def inputs_of(self, step: Step) -> Any:
         """The shapes of the arguments of a call by name."""
@@ -249,7 +279,7 @@ class CallTree(Entering):
             (self.names[kind],) = map(str, bind(module, (None,), _NOTHING))
         return {self.names[kind]: self.texts[shape]}
 
-    def _now(self) -> Step | None:
+    def now(self) -> Step | None:
         """The innermost running call."""
         stack = self.stack
         while stack and is_over(stack[-1].running):  # it raised, and someone caught that
@@ -259,32 +289,35 @@ class CallTree(Entering):
     def end(self, output: Any, running: Any) -> None:
         """A call is complete."""
         now = 0.0 if self.clock is None else self.clock()
+        if self.guard is not None:
+            self.wake(late=True)
         stack = self.stack
         while stack and stack[-1].running is not running and is_over(stack[-1].running):
             stack.pop()
         if not stack or stack[-1].running is not running:
             return  # this was entered while the module was running
         step = stack.pop()
-        if self.clock is None:
-            step.made = note(output)
-        else:
+        step.running = None
+        if self.graded:
+            step.stop = sequence()
+        if self.clock is not None:
             step.seconds = now - step.begun
-        self.finish(step)
+            return
+        with self.modes:
+            step.made = note(output)
 
-    def finish(self, step: Step) -> None:
-        """All is known of a call."""
-        step.running, step.stop = None, sequence()
-        if step.key is flops_of_linear:
-            if step.made is None or isinstance(step.made, Footprint):  # no plain tensor
-                self.doubtful = True
-            else:
-                step.flops = flops_of_linear(step.given, step.made[0])
-        elif step.key is not None and not step.inner:
-            self.known[step.key] = step.flops
+    def settle(self) -> None:
+        """Add what was not counted, for it follows from shapes."""
+        for step in self.steps:
+            if type(step) is _LinearStep and step.made is not None:
+                if isinstance(step.made, Footprint):  # no plain tensor
+                    self.doubtful = True
+                else:
+                    step.flops = flops_of_linear(step.given, step.made[0])
 
     def count(self, flops: int) -> None:
         """FLOPs happen now."""
-        step, node = self._now(), _node()
+        step, node = self.now(), _node()
         if node is None:
             if step is None:
                 self.outside += flops
@@ -316,8 +349,3 @@ def _frame(up: int) -> Any:
         return sys._getframe(up + 1)
     except ValueError:  # there are not so many
         return None
-
-
-def _named(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
-    """The shapes of arguments by name."""
-    return {str(name): shapes_of(value) for name, value in bind(module, args, kwargs).items()}

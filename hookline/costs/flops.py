@@ -247,8 +247,11 @@ class FlopCounter:
 
     def __init__(self, add: Callable[[int], None], shortcuts: bool = True) -> None:
         self._mode = _Counting(add)
-        self._shortcuts = shortcuts
+        # Others' modes would be passed by, too.
+        alone = torch._C._len_torch_dispatch_stack() == 0
         self._memory: _Shortcuts | None = None
+        if shortcuts and alone and no_dispatch is not None:
+            self._memory = _Shortcuts(self._mode, has_torchs_formulas())
 
     @property
     def total(self) -> int:
@@ -259,21 +262,13 @@ class FlopCounter:
         return self._mode.uncounted
 
     @property
-    def remembers(self) -> bool:
-        """Whether calls may be let past it: not if others, too, want to see all operations."""
-        return self._memory is not None
-
-    @property
     def certain(self) -> bool:
-        """Whether, besides, what follows from shapes is what the formulas say."""
+        """Whether operations may be kept from it whose FLOPs follow from shapes."""
         return self._memory is not None and self._memory.certain
 
     def __enter__(self) -> FlopCounter:
         self._mode.__enter__()
-        # Others' modes would be passed by, too.
-        alone = torch._C._len_torch_dispatch_stack() == 1
-        if no_dispatch is not None and alone and self._shortcuts:
-            self._memory = _Shortcuts(self._mode, has_torchs_formulas())
+        if self._memory is not None:
             self._memory.__enter__()
         return self
 

@@ -1,8 +1,9 @@
 """What need not be counted, for its FLOPs follow from shapes.
 
-- `settings_of(module)`: what the FLOPs of a module's calls depend on, besides one plain argument
+- `is_leaf(module)`: whether the FLOPs of a module's calls follow from the shape of its argument
 - `flops_of_linear(given, made)`: those of a linear layer, from the shapes of input and output
 - `flops_of_call(function, args, kwargs)`: those of a call of a torch function, if they are known
+- `key_of_call(function, args, kwargs)`: what they depend on if it is one of `PURE`
 - `is_ordinary(tensors)`: whether the tensors of a model are such that all this holds for it
 - `has_torchs_formulas()`: whether the formulas are as torch brings them
 
@@ -26,9 +27,9 @@ __all__ = [
     "flops_of_call",
     "flops_of_linear",
     "has_torchs_formulas",
+    "is_leaf",
     "is_ordinary",
     "key_of_call",
-    "settings_of",
 ]
 
 # Functions that are nothing but operations, the same ones whenever the arguments are alike.
@@ -51,7 +52,6 @@ _FREE = frozenset({
     nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.Softmax, nn.Dropout, nn.Identity, nn.Flatten,
     nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d,
 })  # fmt: skip
-_CONVOLUTIONS = frozenset({nn.Conv1d, nn.Conv2d, nn.Conv3d})
 # The operations for which torch has formulas: products of matrices, and what is made of them.
 _CONTRACTIONS = frozenset({
     "mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "convolution", "_convolution",
@@ -100,24 +100,23 @@ def is_ordinary(tensors: Iterable[Tensor]) -> bool:
     )
 
 
-def settings_of(module: nn.Module) -> Any:
-    """What the FLOPs of a module's calls depend on, besides the shape of one plain argument.
+def is_leaf(module: nn.Module) -> bool:
+    """Whether a module calls no others, and the FLOPs of its calls follow from shapes.
 
-    >>> settings_of(nn.Linear(2, 3)) == settings_of(nn.Linear(2, 3)) != settings_of(nn.Linear(2, 4))
-    True
+    >>> is_leaf(nn.Linear(2, 3)), is_leaf(nn.ReLU()), is_leaf(nn.Sequential())
+    (True, True, False)
 
-    The type alone if its calls have no FLOPs; None if it is not known.
+    Those of a linear layer are `flops_of_linear`, all others have none.
     """
-    kind = type(module)
-    if "forward" in module.__dict__:
-        return None
+    kind, content = type(module), module.__dict__
     if kind in _FREE:
-        return kind
-    if kind is nn.Linear or kind in _CONVOLUTIONS:
-        weight = module._parameters.get("weight")
-        if weight is not None:  # else it is computed from others at each call
-            return weight.shape if kind is nn.Linear else (kind, module.extra_repr())
-    return None
+        weighted = True
+    elif kind is nn.Linear:
+        weighted = content["_parameters"].get("weight") is not None  # else it is computed each time
+    else:
+        return False
+    # Others' hooks may compute, too; those that come later run after ours.
+    return weighted and not content["_forward_hooks"] and "forward" not in content
 
 
 def flops_of_linear(given: torch.Size, made: torch.Size) -> int:

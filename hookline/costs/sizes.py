@@ -30,54 +30,47 @@ def sizes(model: nn.Module) -> Summary:
     aliases, owners = _aliases(model, named), _owners(named)
     # Of each module with all below it: the sums of what has one place only; of what has several,
     # the tensors themselves, so that each counts once.
-    sums: dict[int, list[int]] = {}
-    several: dict[int, dict[int, _Size]] = {}
-    rows: dict[int, ModuleCosts] = {}
+    sums: dict[nn.Module, _Size] = {}
+    several: dict[nn.Module, dict[int, _Size]] = {}
+    rows: list[ModuleCosts] = []
     for path, module in _inner_first(named) if aliases else reversed(named):
         row = ModuleCosts(path, type(module).__name__, path.count(".") + 1 if path else 0)
-        ident = id(module)
-        rows[ident] = row
-        total = sums[ident] = [0, 0, 0, 0]
+        rows.append(row)
         shared: dict[int, _Size] = {}
-        for tensor, size in _held(module):
-            row.own_parameters += size[0]
-            if id(tensor) in owners or ident in aliases:
-                shared[id(tensor)] = size
-            else:
-                _add(total, size)
-        for child in map(id, module._modules.values()):
-            if child in sums:  # else there is none
-                _add(total, sums[child])
+        count = trained = size = kept = 0
+        for tensor in module._parameters.values():
+            if tensor is not None and not _is_unmade(tensor):
+                number, bytes_ = tensor.numel(), size_of(tensor)
+                row.own_parameters += number
+                if id(tensor) in owners or module in aliases:
+                    shared[id(tensor)] = number, number * tensor.requires_grad, bytes_, 0
+                else:
+                    count, size = count + number, size + bytes_
+                    trained += number * tensor.requires_grad
+        for tensor in module._buffers.values():
+            if tensor is not None and not _is_unmade(tensor):
+                if id(tensor) in owners or module in aliases:
+                    shared[id(tensor)] = 0, 0, 0, size_of(tensor)
+                else:
+                    kept += size_of(tensor)
+        for child in module._modules.values():
+            if child is not None:
+                of_child = sums[child]
+                count, trained = count + of_child[0], trained + of_child[1]
+                size, kept = size + of_child[2], kept + of_child[3]
                 if child in several:
                     shared.update(several[child])
+        total = sums[module] = count, trained, size, kept
         if shared:
-            several[ident] = shared
-            total = [*total]
-            for size in shared.values():
-                _add(total, size)
+            several[module] = shared
+            total = tuple(map(sum, zip(total, *shared.values(), strict=True)))
             row.shared_with = _sharing(module, path, owners)
-        if ident in aliases:
-            row.aliases = aliases[ident]
+        if module in aliases:
+            row.aliases = aliases[module]
         row.parameters, row.trainable, row.parameter_bytes, row.buffer_bytes = total
-    return Summary(type(model).__name__, [rows[id(module)] for _, module in named])
-
-
-def _add(total: list[int], size: list[int] | _Size) -> None:
-    total[0] += size[0]
-    total[1] += size[1]
-    total[2] += size[2]
-    total[3] += size[3]
-
-
-def _held(module: nn.Module) -> list[tuple[Tensor, _Size]]:
-    """The parameters and buffers of a module itself, with their sizes."""
-    found: list[tuple[Tensor, _Size]] = []
-    for tensor in module._parameters.values():
-        if tensor is not None and not _is_unmade(tensor):
-            count = tensor.numel()
-            found.append((tensor, (count, count * tensor.requires_grad, size_of(tensor), 0)))
-    buffers = [b for b in module._buffers.values() if b is not None and not _is_unmade(b)]
-    return [*found, *((buffer, (0, 0, 0, size_of(buffer))) for buffer in buffers)]
+    order = {path: place for place, (path, _) in enumerate(named)}
+    rows.sort(key=lambda row: order[row.place])
+    return Summary(type(model).__name__, rows)
 
 
 def _is_unmade(tensor: Tensor) -> bool:
@@ -132,16 +125,16 @@ def _owners(named: list[Step]) -> dict[int, list[str]]:
     return {key: paths for key, paths in found.items() if len(paths) > 1}
 
 
-def _aliases(model: nn.Module, named: list[Step]) -> dict[int, list[str]]:
+def _aliases(model: nn.Module, named: list[Step]) -> dict[nn.Module, list[str]]:
     """The other names of all modules that have some."""
     inside = [len(module._modules) for _, module in named]
     if sum(inside) == len(named) - 1:  # every module but the first stands in one place
         return {}
-    names: dict[int, list[str]] = {}
+    names: dict[nn.Module, list[str]] = {}
     waiting: list[tuple[str, nn.Module]] = [("", model)]
     while waiting:
         path, module = waiting.pop()
-        names.setdefault(id(module), []).append(path)
+        names.setdefault(module, []).append(path)
         children = [(join(path, n), m) for n, m in module._modules.items() if m is not None]
         waiting += children[::-1]
-    return {ident: found[1:] for ident, found in names.items() if len(found) > 1}
+    return {module: found[1:] for module, found in names.items() if len(found) > 1}

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable
 from statistics import median
 from time import perf_counter
@@ -20,7 +21,7 @@ from hookline.costs.flops import FlopCounter
 from hookline.costs.footprints import Footprint, footprint_of, size_of
 from hookline.costs.shortcuts import is_ordinary
 from hookline.costs.sizes import has_unmade, sizes
-from hookline.costs.summaries import Summary
+from hookline.costs.summaries import ModuleCosts, Summary
 from hookline.errors import BatchError
 from hookline.trials.batches import make_batch, needs_whole_numbers, refused_shapes
 from hookline.trials.runs import (
@@ -122,15 +123,16 @@ def _counted(
     model: nn.Module, batch: Any, backward: bool | Loss, shortcuts: bool = True
 ) -> tuple[CallTree, FlopCounter]:
     """Run a model once, and count."""
-    tree, batch = CallTree(model), copied(batch)
+    graded, batch = backward is not False, copied(batch)
+    tree = CallTree(model, graded=graded)
     counter = FlopCounter(tree.count, shortcuts)
-    with tree, torch.set_grad_enabled(backward is not False), counter:
-        if counter.remembers and not _hooks_everywhere() and is_ordinary(tensors_in(model)):
-            tree.trust(counter.certain)
+    tree.certain = counter.certain and not _hooks_everywhere() and is_ordinary(tensors_in(model))
+    with tree, torch.set_grad_enabled(graded), counter:
         output = run(model, batch)
         if backward is not False:
             roots = _roots(output, backward)
             pull_back(roots)
+    tree.settle()
     return tree, counter
 
 
@@ -139,54 +141,52 @@ def _counted(
 
 def _fill(summary: Summary, tree: CallTree, backward: bool) -> None:
     """Write into a summary what was counted in the calls."""
-    rows: dict[str, Any] = {row.place: row for row in summary.modules}
-    hooked = tree.hooked()
-    for path, row in rows.items():
-        row.called = False if path in hooked else None  # a ModuleList cannot be
+    paths = tree.paths
+    at: dict[str, ModuleCosts] = {row.place: row for row in summary.modules}
+    rows = {module: at[path] for module, path in paths.items()}
+    calls = Counter([step.module for step in tree.steps])
+    for row in summary.modules:
         row.calls = row.activation_bytes = row.flops = row.own_flops = 0
         if backward:
             row.backward_flops = row.own_backward_flops = 0
+    for module, row in rows.items():
+        row.called = module in calls  # of a ModuleList it is not told: it cannot be
     known: dict[Any, Footprint] = {}
-    kept = forward = back = 0
-    for step in tree.steps:
-        row = rows[step.path]
-        if not row.calls:
-            row.inputs = tree.inputs_of(step)
-        row.called, row.calls = True, row.calls + 1
+    kept = 0
+    for step in reversed(tree.steps):  # inner calls first
+        module, parent, flops = step.module, step.parent, step.all_flops + step.flops
+        row: Any = rows[module]
+        row.calls += 1
         row.own_flops += step.flops
-        forward += step.flops
+        if parent is not None:
+            parent.all_flops += flops
+        # Of a recursive module, the outermost call has the FLOPs of all.
+        outermost = calls[module] == 1 or parent is None or module not in parent.above()
+        if outermost:
+            row.flops += flops
         if backward:
-            row.own_backward_flops += step.backward
-            back += step.backward
+            _add_backward(row, step, outermost)
+        row.inputs = tree.inputs_of(step)
         if step.made is not None:
             shapes, size, dtype = footprint_of(step.made, known)
             row.activation_bytes += size
             kept += 0 if step.inner else size
-            if row.dtype is None:
-                row.output, row.dtype = shapes, dtype
-            elif row.output != shapes:
-                row.varies = True
-    _add_up(tree.steps, rows, backward)
-    totals = summary.totals
-    totals.update(activation_bytes=kept, flops=forward + tree.outside)
-    totals["backward_flops"] = back + tree.outside_backward if backward else None
-    totals["called"] = len({step.path for step in tree.steps})
+            row.varies |= row.dtype is not None and row.output != shapes
+            row.output, row.dtype = shapes, dtype
+    totals, steps = summary.totals, tree.steps
+    totals["called"], totals["activation_bytes"] = len(calls), kept
+    totals["flops"] = sum([step.flops for step in steps]) + tree.outside
+    if backward:
+        totals["backward_flops"] = sum(step.backward for step in steps) + tree.outside_backward
 
 
-def _add_up(steps: list[Step], rows: dict[str, Any], backward: bool) -> None:
-    """Give every module the FLOPs of all that was called in its calls; in a recursive one once."""
-    for step in reversed(steps):  # inner calls first
-        flops = step.all_flops = step.all_flops + step.flops
-        pulled = step.all_backward = step.all_backward + step.backward
-        row, parent = rows[step.path], step.parent
-        if parent is not None:
-            parent.all_flops += flops
-            parent.all_backward += pulled
-            if row.calls > 1 and step.path in parent.above():
-                continue
-        row.flops += flops
-        if backward:
-            row.backward_flops += pulled
+def _add_backward(row: Any, step: Step, outermost: bool) -> None:
+    row.own_backward_flops += step.backward
+    flops = step.all_backward + step.backward
+    if step.parent is not None:
+        step.parent.all_backward += flops
+    if outermost:
+        row.backward_flops += flops
 
 
 def _fill_times(
@@ -209,10 +209,12 @@ def _times(tree: CallTree) -> tuple[dict[str, float], dict[str, float]]:
     forward: dict[str, float] = {}
     backward: dict[str, float] = {}
     for step in tree.steps:
-        if step.parent is None or step.path not in step.parent.above():
-            forward[step.path] = forward.get(step.path, 0.0) + step.seconds
-        for place in step.above() if step.backward else ():
-            backward[place] = backward.get(place, 0.0) + step.backward
+        if step.parent is None or step.module not in step.parent.above():
+            path = tree.paths[step.module]
+            forward[path] = forward.get(path, 0.0) + step.seconds
+        for module in step.above() if step.backward else ():
+            path = tree.paths[module]
+            backward[path] = backward.get(path, 0.0) + step.backward
     return forward, backward
 
 
