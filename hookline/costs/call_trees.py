@@ -24,6 +24,7 @@ from hookline.core.gradients import sequence
 from hookline.core.places import resolve
 from hookline.core.sites import ACTIVE, Site
 from hookline.core.taps import SERIALS, is_over
+from hookline.core.tree import walk
 from hookline.costs.flops import no_dispatch
 from hookline.costs.footprints import Footprint, Noted, footprint_of, is_plain, note
 from hookline.costs.shortcuts import flops_of_linear, is_leaf
@@ -37,8 +38,9 @@ _NOTHING: dict[str, Any] = {}
 _node: Any = getattr(torch._C, "_current_autograd_node", lambda: None)
 _level: Any = getattr(torch._C._functorch, "peek_interpreter_stack", lambda: None)
 _strided = torch.strided
+_hookable: dict[type[nn.Module], bool] = {}  # types of modules, as far as seen
 # Frames of Python from a hook to the one of torch's that runs the hooks of the module above, if
-# that module's forward calls this one. With another torch it may be none of them: see `Step.calls`.
+# that module's forward calls this one. Else, or with another torch, it takes longer to find out.
 _UP = 5
 
 
@@ -122,11 +124,13 @@ class _LeafSite(_Site):
         if tree.guard is not None:
             tree.wake(late=True)
         parent = tree.stack[-1] if tree.stack else None
-        if parent is None or not parent.usual or parent.running is not _frame(_UP):
+        try:
+            usual = parent is not None and parent.usual and parent.running is sys._getframe(_UP)
+        except ValueError:  # there are not so many
+            usual = False
+        if not usual:
             parent = tree.now()
             usual = _node() is None and _level() is None
-        else:
-            usual = True
         if usual and not kwargs and len(args) == 1 and type(args[0]) is Tensor:
             tree.modes.__enter__()
             value = args[0]
@@ -204,8 +208,7 @@ class CallTree(Entering):
         self.doubtful = False  # whether they were off while something else ran
 
     def _start(self, attached: bool) -> None:
-        requests = resolve(self._model, (nn.Module,))
-        self.paths = {target.module: target.path for r in requests for target in r.targets}
+        self.paths = _called(self._model)
         self._serial = next(SERIALS)
         free, linear, other = [
             kind(self._model, weakref.ref(self), self._serial)
@@ -248,7 +251,7 @@ class CallTree(Entering):
         step = Step()
         parent = self.stack[-1] if self.stack else None
         if parent is not None and parent.running is not _frame(_UP + 1):
-            parent = self.now()
+            parent = self.now()  # else it is called by that one's forward, which is running
         step.module, step.parent, step.running = module, parent, running
         step.usual = _node() is None and _level() is None
         if parent is not None:
@@ -317,7 +320,9 @@ class CallTree(Entering):
 
     def count(self, flops: int) -> None:
         """FLOPs happen now."""
-        step, node = self.now(), _node()
+        step, node = self.stack[-1] if self.stack else None, _node()
+        if step is not None and step.running is not _frame(3):
+            step = self.now()  # else a forward has called a torch function, and is running
         if node is None:
             if step is None:
                 self.outside += flops
@@ -349,3 +354,15 @@ def _frame(up: int) -> Any:
         return sys._getframe(up + 1)
     except ValueError:  # there are not so many
         return None
+
+
+def _called(model: nn.Module) -> dict[nn.Module, str]:
+    """The modules at which hooks can fire, with their paths: containers are not called."""
+    named = walk(model)
+    kinds = {type(module) for _, module in named}
+    if not kinds <= _hookable.keys() or any(["forward" in m.__dict__ for _, m in named]):
+        requests = resolve(model, (nn.Module,))
+        found = {target.module: target.path for r in requests for target in r.targets}
+        _hookable.update({type(m): m in found for _, m in named if "forward" not in m.__dict__})
+        return found
+    return {module: path for path, module in named if _hookable[type(module)]}

@@ -200,17 +200,16 @@ class _Shortcuts(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
         key = None
         flops = flops_of_call(func, args, kwargs) if self.certain else None
         if flops is None and func in PURE:
-            key = key_of_call(func, args, kwargs)
+            key = key_of_call(func, args, kwargs or {})
             flops = None if key is None else self.known.get(key)
         if flops is None:
-            return self._counted(key, func, args, kwargs)
+            return self._counted(key, func, args, kwargs or {})
         guard = no_dispatch()
         try:
-            result = func(*args, **kwargs)
+            result = func(*args, **kwargs) if kwargs else func(*args)
         finally:
             del guard
         if flops:

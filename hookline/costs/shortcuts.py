@@ -95,8 +95,8 @@ def is_ordinary(tensors: Iterable[Tensor]) -> bool:
     return (
         _TENSORS.issuperset(map(type, found))
         and all([tensor.layout is torch.strided for tensor in found])
-        and _DEVICES.issuperset([tensor.device.type for tensor in found])
         and not any([tensor.is_nested for tensor in found])
+        and _DEVICES.issuperset([device.type for device in {tensor.device for tensor in found}])
     )
 
 
@@ -128,49 +128,53 @@ def flops_of_linear(given: torch.Size, made: torch.Size) -> int:
     return 2 * given.numel() * made[-1]
 
 
-def flops_of_call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+def flops_of_call(
+    function: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+) -> int | None:
     """The FLOPs of a call of a torch function, by torch's own formulas; None if unknown.
 
     >>> x = torch.zeros(5, 2)
-    >>> flops_of_call(Tensor.add, (x, x), {}), flops_of_call(F.linear, (x, x), {})
+    >>> flops_of_call(Tensor.add, (x, x)), flops_of_call(F.linear, (x, x))
     (0, 100)
-    >>> flops_of_call(torch.einsum, ("ab,ab->a", x, x), {})
+    >>> flops_of_call(torch.einsum, ("ab,ab->a", x, x))
     """
     if function in _FREE_FUNCTIONS:
         return 0 if not kwargs and _PLAIN.issuperset(map(type, args)) else None
     if function is F.scaled_dot_product_attention:
-        return _flops_of_attention(args, kwargs)
-    if function is F.linear and not kwargs and 2 <= len(args) <= 3 and _are_dense(args):
+        return _flops_of_attention(*args, **(kwargs or {}))
+    if function is F.linear and not kwargs and 2 <= len(args) <= 3 and _are_dense(*args):
         given, weight = args[0].shape, args[1].shape
         if len(given) > 1 and len(weight) == 2:
             return flops_of_linear(given, weight[:1])
     return None
 
 
-def _flops_of_attention(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+def _flops_of_attention(
+    query: Any = None, key: Any = None, value: Any = None, *more: Any, **options: Any
+) -> int | None:
     """Queries meet keys, and what comes of that meets values."""
-    if len(args) < 3 or len(args) > 6 or not _are_dense((*args, *kwargs.values())):
+    if query is None or key is None or value is None or not _are_dense(query, key, value):
         return None
-    if kwargs.get("enable_gqa"):
+    if options.pop("enable_gqa", False):
         return None
-    queries, keys, values = args[0].shape, args[1].shape, args[2].shape
+    if not _PLAIN.issuperset(map(type, (*more, *options.values()))):
+        return None
+    queries, keys, values = query.shape, key.shape, value.shape
     batch = queries[:-2]
     if len(queries) < 3 or keys[:-2] != batch or values[:-2] != batch:  # they may be broadcast
         return None
     return 2 * queries[:-1].numel() * keys[-2] * (queries[-1] + values[-1])
 
 
-def _are_dense(items: Iterable[Any]) -> bool:
-    """Whether all tensors are ordinary, and really have the shape that they show."""
-    for item in items:
-        if type(item) in _TENSORS:
-            if item.layout is not torch.strided or item.is_nested:
-                return False
-            if item.device.type not in _DEVICES:
-                return False
-        elif type(item) not in _SIMPLE:
+def _are_dense(*tensors: Any) -> bool:
+    """Whether all are ordinary tensors, or None, and have really the shape that they show."""
+    for tensor in tensors:
+        if tensor is not None and (
+            type(tensor) not in _TENSORS or tensor.layout is not torch.strided or tensor.is_nested
+        ):
             return False
-    return _level() is None  # inside vmap, a tensor has more than it shows
+    # Inside vmap, a tensor has more than it shows.
+    return tensors[0].device.type in _DEVICES and _level() is None
 
 
 def key_of_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

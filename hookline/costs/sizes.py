@@ -1,7 +1,7 @@
 """What the modules of a model hold, told without a run: parameters, buffers, their bytes.
 
 - `sizes(model)`: a `Summary` with all that needs no batch
-- `has_unmade(model)`: whether it has lazy modules, which have no size so far
+- `has_unmade(tensors)`: whether some are of lazy modules, and have no size so far
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["has_unmade", "sizes"]
 
 # Parameters, trainable ones, bytes of parameters, bytes of buffers.
 _Size = tuple[int, int, int, int]
-_MADE = {nn.Parameter, Tensor, type(None)}
+_MADE = {nn.Parameter, Tensor}
 
 
 def sizes(model: nn.Module) -> Summary:
@@ -78,13 +78,9 @@ def _is_unmade(tensor: Tensor) -> bool:
     return type(tensor) not in _MADE and is_lazy(tensor)
 
 
-def has_unmade(model: nn.Module) -> bool:
-    """Whether some modules of a model are lazy, and were not called so far."""
-    modules = [module for _, module in walk(model)]
-    tensors = [tensor for module in modules for tensor in module._parameters.values()]
-    tensors += [tensor for module in modules for tensor in module._buffers.values()]
-    kinds = set(map(type, tensors))
-    return not kinds <= _MADE and any(t is not None and _is_unmade(t) for t in tensors)
+def has_unmade(tensors: list[Tensor]) -> bool:
+    """Whether some tensors of a model belong to lazy modules that were not called so far."""
+    return not _MADE.issuperset(map(type, tensors)) and any(map(_is_unmade, tensors))
 
 
 def _sharing(module: nn.Module, path: str, owners: dict[int, list[str]]) -> list[str]:

@@ -84,27 +84,31 @@ def summarize(
         )
     if batch is None:
         return sizes(model)
-    if has_unmade(model):
-        model = copy.deepcopy(model)
+    tensors = tensors_in(model)
+    if has_unmade(tensors):
+        model, tensors = copy.deepcopy(model), []
+    shortcuts = not _hooks_everywhere() and is_ordinary(tensors)
     made, shapes = make_batch(model, batch, dtype)
     with trial(model, mode=mode):
         try:
-            return _measured(model, made, backward, time)
+            return _measured(model, made, backward, time, shortcuts)
         except (RuntimeError, IndexError, TypeError) as error:
             if not shapes or not needs_whole_numbers(error):
                 raise
             if dtype is not None or len(shapes) > 1:
                 raise refused_shapes(shapes, dtype, error) from error
         made, _ = make_batch(model, batch, torch.long)
-        return _measured(model, made, backward, time)
+        return _measured(model, made, backward, time, shortcuts)
 
 
-def _measured(model: nn.Module, batch: Any, backward: bool | Loss, time: bool) -> Summary:
+def _measured(
+    model: nn.Module, batch: Any, backward: bool | Loss, time: bool, shortcuts: bool
+) -> Summary:
     """Run a model once to count, and some more times if time is asked for."""
     device = next(iter(cuda_devices(model)), None)
     if device is not None:
         torch.cuda.reset_peak_memory_stats(device)
-    tree, counter = _counted(model, batch, backward)
+    tree, counter = _counted(model, batch, backward, shortcuts)
     if tree.doubtful:  # a call raised and that was caught: not all was seen from there on
         tree, counter = _counted(model, batch, backward, shortcuts=False)
     summary = sizes(model)
@@ -120,13 +124,13 @@ def _measured(model: nn.Module, batch: Any, backward: bool | Loss, time: bool) -
 
 
 def _counted(
-    model: nn.Module, batch: Any, backward: bool | Loss, shortcuts: bool = True
+    model: nn.Module, batch: Any, backward: bool | Loss, shortcuts: bool
 ) -> tuple[CallTree, FlopCounter]:
     """Run a model once, and count."""
     graded, batch = backward is not False, copied(batch)
     tree = CallTree(model, graded=graded)
     counter = FlopCounter(tree.count, shortcuts)
-    tree.certain = counter.certain and not _hooks_everywhere() and is_ordinary(tensors_in(model))
+    tree.certain = counter.certain
     with tree, torch.set_grad_enabled(graded), counter:
         output = run(model, batch)
         if backward is not False:

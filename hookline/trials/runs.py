@@ -26,7 +26,7 @@ from hookline.core.operations import call
 from hookline.core.parameters import preserve
 from hookline.core.places import Place
 from hookline.core.snapshots import duplicate
-from hookline.core.tree import Step, join, tensors_of, walk
+from hookline.core.tree import Step, join, walk
 
 __all__ = [
     "Mode",
@@ -60,7 +60,8 @@ def run(model: nn.Module, batch: Any) -> Any:
 
 def tensors_in(model: nn.Module) -> list[Tensor]:
     """All parameters and buffers, as often as they are registered; faster than torch's walk."""
-    return [tensor for _, module in walk(model) for _, tensor in tensors_of(module)]
+    tables = [table for _, m in walk(model) for table in (m._parameters, m._buffers) if table]
+    return [tensor for table in tables for tensor in table.values() if tensor is not None]
 
 
 def cuda_devices(model: nn.Module) -> set[torch.device]:
