@@ -28,6 +28,7 @@ def sizes(model: nn.Module) -> Summary:
     """
     named = walk(model)
     aliases, owners = _aliases(model, named), _owners(named)
+    several_places = bool(aliases or owners)
     # Of each module with all below it: the sums of what has one place only; of what has several,
     # the tensors themselves, so that each counts once.
     sums: dict[nn.Module, _Size] = {}
@@ -37,19 +38,19 @@ def sizes(model: nn.Module) -> Summary:
         row = ModuleCosts(path, type(module).__name__, path.count(".") + 1 if path else 0)
         rows.append(row)
         shared: dict[int, _Size] = {}
-        count = trained = size = kept = 0
+        own = count = trained = size = kept = 0
         for tensor in module._parameters.values():
-            if tensor is not None and not _is_unmade(tensor):
+            if tensor is not None and (type(tensor) in _MADE or not is_lazy(tensor)):
                 number, bytes_ = tensor.numel(), size_of(tensor)
-                row.own_parameters += number
-                if id(tensor) in owners or module in aliases:
+                own += number
+                if several_places and (id(tensor) in owners or module in aliases):
                     shared[id(tensor)] = number, number * tensor.requires_grad, bytes_, 0
                 else:
                     count, size = count + number, size + bytes_
                     trained += number * tensor.requires_grad
         for tensor in module._buffers.values():
-            if tensor is not None and not _is_unmade(tensor):
-                if id(tensor) in owners or module in aliases:
+            if tensor is not None and (type(tensor) in _MADE or not is_lazy(tensor)):
+                if several_places and (id(tensor) in owners or module in aliases):
                     shared[id(tensor)] = 0, 0, 0, size_of(tensor)
                 else:
                     kept += size_of(tensor)
@@ -67,9 +68,14 @@ def sizes(model: nn.Module) -> Summary:
             row.shared_with = _sharing(module, path, owners)
         if module in aliases:
             row.aliases = aliases[module]
+        if own:
+            row.own_parameters = own
         row.parameters, row.trainable, row.parameter_bytes, row.buffer_bytes = total
-    order = {path: place for place, (path, _) in enumerate(named)}
-    rows.sort(key=lambda row: order[row.place])
+    if aliases:
+        order = {path: place for place, (path, _) in enumerate(named)}
+        rows.sort(key=lambda row: order[row.place])
+    else:
+        rows.reverse()
     return Summary(type(model).__name__, rows)
 
 

@@ -158,24 +158,30 @@ def _fill(summary: Summary, tree: CallTree, backward: bool) -> None:
     known: dict[Any, Footprint] = {}
     kept = 0
     for step in reversed(tree.steps):  # inner calls first
-        module, parent, flops = step.module, step.parent, step.all_flops + step.flops
+        module, parent, own = step.module, step.parent, step.flops
         row: Any = rows[module]
-        row.calls += 1
-        row.own_flops += step.flops
-        if parent is not None:
+        flops = step.all_flops + own
+        if parent is not None and flops:
             parent.all_flops += flops
-        # Of a recursive module, the outermost call has the FLOPs of all.
-        outermost = calls[module] == 1 or parent is None or module not in parent.above()
-        if outermost:
-            row.flops += flops
+        if calls[module] == 1:
+            row.calls, row.flops, row.own_flops = 1, flops, own
+            outermost = True
+        else:
+            # Of a recursive module, the outermost call has the FLOPs of all.
+            outermost = parent is None or module not in parent.above()
+            row.calls, row.own_flops = row.calls + 1, row.own_flops + own
+            row.flops += flops if outermost else 0
         if backward:
             _add_backward(row, step, outermost)
         row.inputs = tree.inputs_of(step)
-        if step.made is not None:
-            shapes, size, dtype = footprint_of(step.made, known)
+        made = step.made
+        if made is not None:
+            shapes, size, dtype = footprint_of(made, known)
             row.activation_bytes += size
-            kept += 0 if step.inner else size
-            row.varies |= row.dtype is not None and row.output != shapes
+            if not step.inner:
+                kept += size
+            if row.dtype is not None and row.output != shapes:
+                row.varies = True
             row.output, row.dtype = shapes, dtype
     totals, steps = summary.totals, tree.steps
     totals["called"], totals["activation_bytes"] = len(calls), kept

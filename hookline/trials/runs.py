@@ -108,7 +108,8 @@ def trial(*models: nn.Module, mode: Mode | None = None) -> Generator[None]:
     walks = [walk(model) for model in models]
     modules = [module for steps in walks for _, module in steps]
     training = [module.training for module in modules]
-    parameters = [p for module in modules for p in module._parameters.values() if p is not None]
+    held = [module._parameters for module in modules if module._parameters]
+    parameters = [p for table in held for p in table.values() if p is not None]
     required, grads = [p.requires_grad for p in parameters], [p.grad for p in parameters]
     tables = [module._buffers for module in modules]
     buffers = [dict(table) if table else _EMPTY for table in tables]
@@ -159,6 +160,7 @@ def _buffers_of(steps: list[Step]) -> list[Place]:
     return [
         Place(join(path, name), "value")
         for path, module in steps
+        if module._buffers
         for name, buffer in module._buffers.items()
         if buffer is not None and not buffer.is_meta
     ]
