@@ -4,6 +4,7 @@ Every case is summarised with shortcuts and without, and compared with torch's c
 module.
 """
 
+import copy
 import warnings
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -309,6 +311,29 @@ def test_formulas_that_torch_does_not_bring_turn_the_shortcuts_off(monkeypatch):
     monkeypatch.undo()
     monkeypatch.setitem(known, aten.native_layer_norm, flop_counter.mm_flop)
     assert not shortcuts.has_torchs_formulas()
+
+
+def test_the_users_own_function_modes_still_see_everything():
+    class Listing(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            if func in (F.linear, F.layer_norm):
+                seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    model, seen = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4)), []
+    with Listing():
+        assert hl.summarize(model, X2).totals["flops"] == 2 * (2 * 5 * 4 * 4)
+    assert seen == [F.linear, F.layer_norm, F.linear]
+    with torch.device("cpu"):  # a function mode as well
+        assert FlopCounter(lambda flops: None).certain
+
+
+def test_a_shallow_copy_that_the_model_calls_is_no_module_of_it():
+    model = Run(lambda a, x: copy.copy(a)(a(x)), nn.Linear(4, 4))
+    summary = hl.summarize(model, X3)
+    one = 2 * 10 * 4 * 4
+    assert summary["layers.0"].calls == 1
+    assert (summary["layers.0"].flops, summary[""].own_flops) == (one, one)
 
 
 PARTS = [

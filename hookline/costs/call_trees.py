@@ -27,7 +27,7 @@ from hookline.core.taps import SERIALS, is_over
 from hookline.core.tree import walk
 from hookline.costs.flops import no_dispatch
 from hookline.costs.footprints import Footprint, Noted, footprint_of, is_plain, note
-from hookline.costs.shortcuts import flops_of_linear, is_leaf
+from hookline.costs.shortcuts import flops_of_linear, is_leaf, vmap_level
 from hookline.costs.summaries import shapes_of
 
 __all__ = ["CallTree", "Step"]
@@ -36,7 +36,6 @@ __all__ = ["CallTree", "Step"]
 _no_modes: Any = torch._C.DisableTorchFunction
 _NOTHING: dict[str, Any] = {}
 _node: Any = getattr(torch._C, "_current_autograd_node", lambda: None)
-_level: Any = getattr(torch._C._functorch, "peek_interpreter_stack", lambda: None)
 _strided = torch.strided
 _hookable: dict[type[nn.Module], bool] = {}  # types of modules, as far as seen
 # Frames of Python from a hook to the one of torch's that runs the hooks of the module above, if
@@ -95,7 +94,7 @@ class _Site(Site):
     def before(self, module: nn.Module, args: Any, kwargs: dict[str, Any] | None = None) -> None:
         """The pre-forward hook."""
         tree = self.tree
-        if tree is None or self.owner not in ACTIVE.get():
+        if tree is None or self.owner not in ACTIVE.get() or module not in tree.paths:
             return self.stranger(module)
         return tree.begin(module, args, kwargs, sys._getframe(1))
 
@@ -119,7 +118,7 @@ class _LeafSite(_Site):
     def before(self, module: nn.Module, args: Any, kwargs: dict[str, Any] | None = None) -> None:
         """The pre-forward hook. It has to be quick: here a call costs most."""
         tree = self.tree
-        if tree is None or self.owner not in ACTIVE.get():
+        if tree is None or self.owner not in ACTIVE.get() or module not in tree.paths:
             return self.stranger(module)
         if tree.guard is not None:
             tree.wake(late=True)
@@ -130,7 +129,7 @@ class _LeafSite(_Site):
             usual = False
         if not usual:
             parent = tree.now()
-            usual = _node() is None and _level() is None
+            usual = _node() is None and vmap_level() is None
         if usual and not kwargs and len(args) == 1 and type(args[0]) is Tensor:
             tree.modes.__enter__()
             value = args[0]
@@ -210,10 +209,8 @@ class CallTree(Entering):
     def _start(self, attached: bool) -> None:
         self.paths = _called(self._model)
         self._serial = next(SERIALS)
-        free, linear, other = [
-            kind(self._model, weakref.ref(self), self._serial)
-            for kind in (_LeafSite, _LeafSite, _Site)
-        ]
+        named = self._model, weakref.ref(self), self._serial
+        free, linear, other = _LeafSite(*named), _LeafSite(*named), _Site(*named)
         linear.rank, linear.kind = 2, _LinearStep
         free.tree = linear.tree = other.tree = self
         for module in self.paths:
@@ -240,20 +237,18 @@ class CallTree(Entering):
         if late:
             self.doubtful = True
 
-    def hooked(self) -> set[str]:
-        """The modules that can be seen."""
-        return set(self.paths.values())
-
     def begin(self, module: nn.Module, args: Any, kwargs: Any, running: Any) -> None:
         """A module is called."""
         if self.guard is not None:
             self.wake(late=True)
         step = Step()
         parent = self.stack[-1] if self.stack else None
-        if parent is not None and parent.running is not _frame(_UP + 1):
-            parent = self.now()  # else it is called by that one's forward, which is running
+        if parent is not None and parent.usual and parent.running is _frame(_UP + 1):
+            step.usual = True  # it is called by the forward of the module above
+        else:
+            parent = self.now()
+            step.usual = _node() is None and vmap_level() is None
         step.module, step.parent, step.running = module, parent, running
-        step.usual = _node() is None and _level() is None
         if parent is not None:
             parent.inner = True
         if self.graded:
@@ -360,7 +355,7 @@ def _called(model: nn.Module) -> dict[nn.Module, str]:
     """The modules at which hooks can fire, with their paths: containers are not called."""
     named = walk(model)
     kinds = {type(module) for _, module in named}
-    if not kinds <= _hookable.keys() or any(["forward" in m.__dict__ for _, m in named]):
+    if not kinds <= _hookable.keys() or any("forward" in m.__dict__ for _, m in named):
         requests = resolve(model, (nn.Module,))
         found = {target.module: target.path for r in requests for target in r.targets}
         _hookable.update({type(m): m in found for _, m in named if "forward" not in m.__dict__})

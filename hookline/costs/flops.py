@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hookline.costs.shortcuts import PURE, flops_of_call, has_torchs_formulas, key_of_call
@@ -246,10 +247,8 @@ class FlopCounter:
 
     def __init__(self, add: Callable[[int], None], shortcuts: bool = True) -> None:
         self._mode = _Counting(add)
-        # Others' modes would be passed by, too.
-        alone = torch._C._len_torch_dispatch_stack() == 0
         self._memory: _Shortcuts | None = None
-        if shortcuts and alone and no_dispatch is not None:
+        if shortcuts and no_dispatch is not None and _is_alone():
             self._memory = _Shortcuts(self._mode, has_torchs_formulas())
 
     @property
@@ -275,3 +274,11 @@ class FlopCounter:
         if self._memory is not None:
             self._memory.__exit__(*error)
         self._mode.__exit__(*error)
+
+
+def _is_alone() -> bool:
+    """Whether there are no modes of others: they would be passed by, too."""
+    count = torch._C._len_torch_function_stack()
+    kinds: set[Any] = {type(torch._C._get_function_stack_at(n)) for n in range(count)}
+    # A default device concerns new tensors only, and no shortcut makes some.
+    return not torch._C._len_torch_dispatch_stack() and kinds <= {DeviceContext}

@@ -5,6 +5,7 @@
 - `flops_of_call(function, args, kwargs)`: those of a call of a torch function, if they are known
 - `key_of_call(function, args, kwargs)`: what they depend on if it is one of `PURE`
 - `is_ordinary(tensors)`: whether the tensors of a model are such that all this holds for it
+- `vmap_level()`: inside of `torch.vmap` something, else None
 - `has_torchs_formulas()`: whether the formulas are as torch brings them
 
 To see an operation costs some 5 µs, a linear layer is several of them and attention two dozen.
@@ -30,6 +31,7 @@ __all__ = [
     "is_leaf",
     "is_ordinary",
     "key_of_call",
+    "vmap_level",
 ]
 
 # Functions that are nothing but operations, the same ones whenever the arguments are alike.
@@ -66,7 +68,9 @@ _SIMPLE = (type(None), bool, int, float, str, torch.dtype)
 _TENSORS = frozenset({Tensor, nn.Parameter})
 _PLAIN = _TENSORS | {*_SIMPLE}
 _DEVICES = frozenset({"cpu", "cuda", "meta"})  # others have kernels of their own
-_level: Callable[[], Any] = getattr(torch._C._functorch, "peek_interpreter_stack", lambda: None)
+_seen: dict[Any, Any] = {}  # formulas that were found to be torch's
+_functorch: Any = getattr(torch._C, "_functorch", None)  # private, so detected
+vmap_level: Callable[[], Any] = getattr(_functorch, "peek_interpreter_stack", lambda: None)
 
 
 def has_torchs_formulas() -> bool:
@@ -77,11 +81,14 @@ def has_torchs_formulas() -> bool:
     """
     from torch.utils import flop_counter
 
-    home = flop_counter.__name__
-    known = cast("dict[Any, Any]", flop_counter.flop_registry)
-    for operation, formula in known.items():
-        if operation.__name__ not in _CONTRACTIONS or formula.__module__ != home:
-            return False
+    known = flop_counter.flop_registry
+    if known != _seen:
+        home = flop_counter.__name__
+        for operation, formula in known.items():
+            if operation.__name__ not in _CONTRACTIONS or formula.__module__ != home:
+                return False
+        _seen.clear()
+        _seen.update(known)
     return True
 
 
@@ -94,8 +101,8 @@ def is_ordinary(tensors: Iterable[Tensor]) -> bool:
     found = list(tensors)
     return (
         _TENSORS.issuperset(map(type, found))
-        and all([tensor.layout is torch.strided for tensor in found])
-        and not any([tensor.is_nested for tensor in found])
+        and {tensor.layout for tensor in found} <= {torch.strided}
+        and True not in {tensor.is_nested for tensor in found}
         and _DEVICES.issuperset([device.type for device in {tensor.device for tensor in found}])
     )
 
@@ -139,7 +146,7 @@ def flops_of_call(
     >>> flops_of_call(torch.einsum, ("ab,ab->a", x, x))
     """
     if function in _FREE_FUNCTIONS:
-        return 0 if not kwargs and _PLAIN.issuperset(map(type, args)) else None
+        return None if kwargs or not _PLAIN.issuperset(map(type, args)) else 0
     if function is F.scaled_dot_product_attention:
         return _flops_of_attention(*args, **(kwargs or {}))
     if function is F.linear and not kwargs and 2 <= len(args) <= 3 and _are_dense(*args):
@@ -174,12 +181,12 @@ def _are_dense(*tensors: Any) -> bool:
         ):
             return False
     # Inside vmap, a tensor has more than it shows.
-    return tensors[0].device.type in _DEVICES and _level() is None
+    return tensors[0].device.type in _DEVICES and vmap_level() is None
 
 
 def key_of_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What the FLOPs of a call of a pure function depend on; None if that is not known."""
-    if _level() is not None:
+    if vmap_level() is not None:
         return None
     found: list[Any] = [func, torch.is_grad_enabled()]
     items: tuple[Any, ...] = (*args, *kwargs, *kwargs.values())
