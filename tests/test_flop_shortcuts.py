@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -152,6 +153,7 @@ LAYERS = {
     "direct forward": (Run(lambda a, x: a.forward(x), nn.Linear(4, 4)), X3),
     "einsum": (Run(lambda x: torch.einsum("bij,bkj->bik", x, x)), X3),
     "matmul": (Run(lambda x: torch.matmul(x, x.mT) @ x), X3),
+    "matmul, within vmap": (Run(lambda x: x[0] @ x[0].mT + torch.vmap(lambda a: a @ a.mT)(x)), X3),
     "bmm": (Run(lambda x: torch.bmm(x, x.mT) + x.bmm(x.mT)), X3),
     "baddbmm": (Run(lambda x: torch.baddbmm(x, x.bmm(x.mT), x)), X3),
     "addmm": (Run(lambda x: torch.addmm(x, x.mm(x.T), x)), X2),
@@ -255,6 +257,7 @@ def test_weights_and_arguments_that_are_not_dense_are_left_to_the_dispatcher():
     model = nn.Linear(4, 6)
     assert_counts_as_torch_does(model, X2.as_subclass(Tagged))
     nested = torch.nested.nested_tensor([X2, X2[:2]], layout=torch.jagged)
+    assert_counts_as_torch_does(nn.Sequential(nn.ReLU(), nn.Identity()), sparse(X2), zero=True)
     assert not shortcuts.is_ordinary([sparse(X2)])
     assert not shortcuts.is_ordinary([nested])
     assert shortcuts.flops_of_call(F.linear, (sparse(X2), X2)) is None
@@ -326,6 +329,19 @@ def test_the_users_own_function_modes_still_see_everything():
     assert seen == [F.linear, F.layer_norm, F.linear]
     with torch.device("cpu"):  # a function mode as well
         assert FlopCounter(lambda flops: None).certain
+
+
+def test_the_users_own_dispatch_modes_still_see_everything():
+    class Listing(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    model, seen = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4)), []
+    with Listing():
+        hl.summarize(model, X2)
+    assert seen.count(aten.addmm.default) == 2
+    assert seen.count(aten.native_layer_norm.default) == 1
 
 
 def test_a_shallow_copy_that_the_model_calls_is_no_module_of_it():

@@ -162,13 +162,13 @@ def _flops_of_attention(
     """Queries meet keys, and what comes of that meets values."""
     if query is None or key is None or value is None or not _are_dense(query, key, value):
         return None
-    if options.pop("enable_gqa", False):
-        return None
     if not _PLAIN.issuperset(map(type, (*more, *options.values()))):
         return None
     queries, keys, values = query.shape, key.shape, value.shape
     batch = queries[:-2]
-    if len(queries) < 3 or keys[:-2] != batch or values[:-2] != batch:  # they may be broadcast
+    if (
+        len(queries) < 3 or keys[:-2] != batch or values[:-2] != batch
+    ):  # broadcast, or heads in groups
         return None
     return 2 * queries[:-1].numel() * keys[-2] * (queries[-1] + values[-1])
 
