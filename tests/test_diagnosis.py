@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import hookline as hl
+from hookline.training.findings import Finding, Findings
 
 
 def digits():
@@ -396,3 +397,19 @@ def test_a_finding_is_told_once_and_written(tmp_path):
     watching, _ = train(model, 80, optimizer, to=tmp_path / "run")
     assert len(watching.findings()) == 1
     assert hl.Run(tmp_path / "run").findings() == watching.findings()
+
+
+def test_findings_are_printed_in_columns_and_no_wider_than_a_terminal():
+    advice = "Lower the learning rate, or look at the layers before. " * 4
+    found = Findings(
+        [
+            Finding("dead units", "2", 5, "All of them.", {}, advice.strip()),
+            Finding("non-finite values", "blocks.1", 12_345, "One NaN.", {}, "", "error"),
+        ]
+    )
+    lines = str(found).splitlines()
+    assert lines[0] == "step      5  2         dead units"
+    assert lines[-2:] == ["step 12,345  blocks.1  error: non-finite values", "    One NaN."]
+    assert max(map(len, lines)) <= 100
+    assert " ".join(line.strip() for line in lines[2:-2]) == advice.strip()
+    assert str(Findings()) == "[]"

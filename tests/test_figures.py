@@ -1,6 +1,7 @@
 """What is drawn is the data: bars, lines and images are read back from the Axes."""
 
 import io
+import math
 import re
 import subprocess
 import sys
@@ -545,6 +546,23 @@ def test_layers_by_steps_are_the_matrix_of_the_run(run):
     assert "1 finding" in words(figure)
     some = figures.over_steps(run, "h.{1,2}")
     assert np.allclose(image(some), run.matrix("output", "std")[2][1:])
+
+
+def test_the_heading_of_layers_by_steps_tells_what_and_when(run):
+    figure = figures.over_steps(run, kind="grad", statistic="absmax")
+    assert figure.axes[0].get_title("left") == "Largest magnitude of the gradients"
+    steps = run.steps()
+    assert f"{len(steps)} steps from {steps[0]} to {steps[-1]}" in words(figure)
+
+
+def test_noise_beside_effects_is_written_as_nothing():
+    figure = figures.effects([[0.343, 1.2e-9, -3e-8], [0.0123, -0.21, math.nan]])
+    written = [text.get_text() for text in figure.axes[0].texts][:6]
+    assert written == ["0.34", "0", "0", "0.012", "-0.21", "nan"]
+    figure = figures.effects([[-27.77, 0.0]])  # whose colour is not that of what it is rounded to
+    assert figure.axes[0].texts[0].get_color() == "white"
+    figure = figures.effects([[0.0, 0.0], [1e-9, -2e-9]])
+    assert [t.get_text() for t in figure.axes[0].texts][:4] == ["0", "0", "1e-09", "-2e-09"]
 
 
 def test_layers_by_steps_over_many_magnitudes_are_logarithmic_with_zeros(tmp_path):

@@ -8,27 +8,22 @@ from functools import partial
 
 import pytest
 import torch
+from faults import INF, Doing
 from torch import nn
 from torch.nn import functional as F
 
 import hookline as hl
 
-INF = math.inf
+pytestmark = pytest.mark.usefixtures("seeded")
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-@pytest.fixture(autouse=True)
-def seeded():
-    """The same weights every time."""
-    torch.manual_seed(0)
-
-
-class Doing(nn.Module):
-    """Calls a function of its input; 1 × 1 weight so that gradients flow through it."""
+class Gained(Doing):
+    """With a weight of one number, so that gradients flow through it."""
 
     def __init__(self, function):
-        super().__init__()
-        self.function = function
+        super().__init__(function)
         self.gain = nn.Parameter(torch.ones(()))
 
     def forward(self, x):
@@ -80,7 +75,7 @@ def into(x, value):
 
 
 def alone(function):
-    return lambda: Doing(function)
+    return lambda: Gained(function)
 
 
 def overflowing(layer):
@@ -413,7 +408,7 @@ def test_memory_that_nothing_was_written_to_is_named():
 
 
 def test_a_constant_that_no_operation_made_is_told_from_what_the_module_makes():
-    model = nn.Sequential(nn.Linear(3, 3), Doing(lambda x: x + BAD))
+    model = nn.Sequential(nn.Linear(3, 3), Gained(lambda x: x + BAD))
     fault = caught(model, torch.ones(2, 3))
     assert (fault.kind, fault.place) == ("outside", "1/add")
 
@@ -433,7 +428,7 @@ def test_the_first_of_several_producers_is_named_and_the_others_are_mentioned():
     class Net(nn.Module):
         def __init__(self):
             super().__init__()
-            self.a, self.b = Doing(torch.log), Doing(torch.rsqrt)
+            self.a, self.b = Gained(torch.log), Gained(torch.rsqrt)
 
         def forward(self, x):
             return self.a(x) + self.b(x)
@@ -447,7 +442,7 @@ def test_what_is_masked_away_is_not_accused_beside_what_is_not():
     class Net(nn.Module):
         def __init__(self):
             super().__init__()
-            self.masked, self.bad = Doing(torch.log), Doing(torch.rsqrt)
+            self.masked, self.bad = Gained(torch.log), Gained(torch.rsqrt)
 
         def forward(self, x):
             y = torch.where(x > 0, self.masked(x), torch.zeros_like(x))

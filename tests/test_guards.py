@@ -8,30 +8,14 @@ import weakref
 
 import pytest
 import torch
+from faults import INF, Doing
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import hookline as hl
 
-INF = math.inf
-
-
-@pytest.fixture(autouse=True)
-def seeded():
-    """The same weights every time."""
-    torch.manual_seed(0)
-
-
-class Doing(nn.Module):
-    """Calls a function of its arguments."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, *args, **kwargs):
-        return self.function(*args, **kwargs)
+pytestmark = pytest.mark.usefixtures("seeded")
 
 
 def hooks_of(model):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from faults import INF, Doing
 from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional as F
@@ -15,22 +16,7 @@ from torch.nn import functional as F
 import hookline as hl
 from hookline.guards.dumps import Speller, constructor_of, function_named, name_of, read_value
 
-INF = math.inf
-
-
-@pytest.fixture(autouse=True)
-def seeded():
-    """The same weights every time."""
-    torch.manual_seed(0)
-
-
-class Doing(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x):
-        return self.function(x)
+pytestmark = pytest.mark.usefixtures("seeded")
 
 
 def dumped(model, x, folder, backward=False, **options):

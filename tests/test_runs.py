@@ -357,6 +357,17 @@ def test_asking_for_what_is_not_there_says_what_is(tmp_path):
         run.histogram("h.1")
 
 
+def test_a_kind_and_a_statistic_in_each_others_place_are_told(tmp_path):
+    write(tmp_path)
+    run = Run(tmp_path)
+    with pytest.raises(NotCaptured, match=r"Say kind='grad', statistic='mean': it is a statistic"):
+        run.series("h.0", "mean", "grad")
+    with pytest.raises(NotCaptured, match=r"The kind 'mean'.*Say statistic='mean'"):
+        run.series("h.0", "mean")
+    with pytest.raises(NotCaptured, match=r"The statistic 'grad'.*Say kind='grad': it is a kind"):
+        run.matrix("output", "grad")
+
+
 def test_the_table_shows_the_last_step_and_escapes_names(tmp_path):
     write(tmp_path)
     run = Run(tmp_path)

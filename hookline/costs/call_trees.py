@@ -10,21 +10,24 @@ which call the node was made: the numbers count up, so each call has a range of 
 from __future__ import annotations
 
 import sys
+import weakref
 from bisect import bisect_right
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hookline.core.arguments import bind
+from hookline.core.contexts import Entering
 from hookline.core.gradients import sequence
-from hookline.core.hooks import Context
-from hookline.core.places import Request, Target, resolve
+from hookline.core.places import resolve
 from hookline.core.sites import ACTIVE, Site
-from hookline.core.taps import Tap, is_over
-from hookline.costs.flops import no_dispatch, settings_of
-from hookline.costs.footprints import Noted, footprint_of, is_plain, note
+from hookline.core.taps import SERIALS, is_over
+from hookline.core.tree import walk
+from hookline.costs.flops import no_dispatch
+from hookline.costs.footprints import Footprint, Noted, footprint_of, is_plain, note
+from hookline.costs.shortcuts import flops_of_linear, is_leaf, vmap_level
 from hookline.costs.summaries import shapes_of
 
 __all__ = ["CallTree", "Step"]
@@ -33,12 +36,19 @@ __all__ = ["CallTree", "Step"]
 _no_modes: Any = torch._C.DisableTorchFunction
 _NOTHING: dict[str, Any] = {}
 _node: Any = getattr(torch._C, "_current_autograd_node", lambda: None)
+_strided = torch.strided
+_hookable: dict[type[nn.Module], bool] = {}  # types of modules, as far as seen
+# Frames of Python from a hook to the one of torch's that runs the hooks of the module above, if
+# that module's forward calls this one. Else, or with another torch, it takes longer to find out.
+_UP = 5
 
 
 class Step:
     """One call of one module, in the tree of calls."""
 
     # Of all below, what is not set is as it stands here: that makes a step quick to make.
+    running: Any = None  # torch's frame that runs its hooks, until it is complete
+    given: Any = None  # the shape of its argument if that is one plain tensor, else shapes by name
     made: Noted | None = None  # its output, once it is complete
     flops = 0
     backward: float = 0  # FLOPs, or seconds where those are measured
@@ -46,180 +56,228 @@ class Step:
     all_backward: float = 0
     begun = 0.0
     seconds = 0.0
-    stop = 0  # the first autograd node that is made after it
+    start = stop = 0  # the first autograd nodes that are made in it, and after it
     inner = False  # whether it called other modules
     key: Any = None  # what its FLOPs depend on, if that is known
-
-    def __init__(self, path: str, parent: Step | None, running: Any) -> None:
-        self.path, self.parent, self.running = path, parent, running
-        self.start = sequence()  # the first autograd node that is made in it
+    usual = False  # whether it was called outside of backwards and of vmap
+    # Always set, and by whoever makes it.
+    module: nn.Module
+    parent: Step | None
 
     @property
     def bytes(self) -> int:
         """Of the output."""
         return 0 if self.made is None else footprint_of(self.made).bytes
 
-    def above(self) -> set[str]:
+    def above(self) -> set[nn.Module]:
         """The modules in whose calls this one stands, its own too; a recursive one once."""
-        found: set[str] = set()
+        found: set[nn.Module] = set()
         step: Step | None = self
         while step is not None:
-            found.add(step.path)
+            found.add(step.module)
             step = step.parent
         return found
 
 
-class _Site(Site):
-    """The hooks of a tree on one module: with less to do in a call than other contexts have."""
+class _LinearStep(Step):
+    """A call of a linear layer that was not counted."""
 
-    path = ""
-    tree: Any = None  # a weak reference
-    settings: Any = None  # what the FLOPs of its calls depend on, if that is known
+
+class _Site(Site):
+    """The hooks of a tree, the same ones on many modules: that makes them quick to register."""
+
+    tree: Any = None  # none once the hooks are off
 
     def prepare(self) -> None:
         self.paired = True  # both hooks are wanted
 
     def before(self, module: nn.Module, args: Any, kwargs: dict[str, Any] | None = None) -> None:
         """The pre-forward hook."""
-        tree = self.tree() if module is self.module and self.owner in ACTIVE.get() else None
-        if tree is None or self.closed:
-            return
-        if tree.guards is not None:
-            tree.wake()
-        modes = _no_modes()
-        modes.__enter__()
-        known = False
-        try:
-            known = tree.begin(module, self, args, kwargs or _NOTHING, sys._getframe(1))
-        finally:
-            if known:  # no mode has to see what the module does
-                tree.guards = modes, no_dispatch()
-            else:
-                modes.__exit__(None, None, None)
+        tree = self.tree
+        if tree is None or self.owner not in ACTIVE.get() or module not in tree.paths:
+            return self.stranger(module)
+        return tree.begin(module, args, kwargs, sys._getframe(1))
 
     def after(self, module: nn.Module, args: Any, *rest: Any) -> None:
         """The forward hook."""
-        tree = self.tree() if module is self.module and self.owner in ACTIVE.get() else None
-        if tree is None or self.closed:
-            return
-        guards, tree.guards = tree.guards, None
-        if guards is None:
-            with _no_modes():
-                tree.end(rest[-1], sys._getframe(1))
-            return
+        tree = self.tree
+        if tree is None or self.owner not in ACTIVE.get():
+            return self.stranger(module)
+        return tree.end(rest[-1], sys._getframe(1))
+
+
+class _LeafSite(_Site):
+    """The hooks on modules that call no others, and whose FLOPs follow from shapes.
+
+    While such a module runs, no mode has to see what it does.
+    """
+
+    rank = 0  # the fewest dimensions of an argument for which that holds
+    kind: type[Step] = Step
+
+    def before(self, module: nn.Module, args: Any, kwargs: dict[str, Any] | None = None) -> None:
+        """The pre-forward hook. It has to be quick: here a call costs most."""
+        tree = self.tree
+        if tree is None or self.owner not in ACTIVE.get() or module not in tree.paths:
+            return self.stranger(module)
+        if tree.guard is not None:
+            tree.wake(late=True)
+        parent = tree.stack[-1] if tree.stack else None
         try:
-            tree.end(rest[-1], sys._getframe(1))
-        finally:
-            guards[0].__exit__(None, None, None)
+            usual = parent is not None and parent.usual and parent.running is sys._getframe(_UP)
+        except ValueError:  # there are not so many
+            usual = False
+        if not usual:
+            parent = tree.now()
+            usual = _node() is None and vmap_level() is None
+        if usual and not kwargs and len(args) == 1 and type(args[0]) is Tensor:
+            tree.modes.__enter__()
+            value = args[0]
+            if value.layout is _strided and not value.is_nested and value.ndim >= self.rank:
+                step = self.kind()
+                step.module, step.parent, step.given = module, parent, value.shape
+                if parent is not None:
+                    parent.inner = True
+                if tree.graded:
+                    step.start = sequence()
+                tree.steps.append(step)
+                tree.guard = no_dispatch()
+                return None
+            tree.modes.__exit__(None, None, None)
+        return tree.begin(module, args, kwargs, sys._getframe(1))
+
+    def after(self, module: nn.Module, args: Any, *rest: Any) -> None:
+        """The forward hook."""
+        tree = self.tree
+        if tree is None or self.owner not in ACTIVE.get():
+            return self.stranger(module)
+        step = tree.steps[-1] if tree.guard is not None else None
+        if step is None or step.module is not module:
+            return tree.end(rest[-1], sys._getframe(1))
+        output = rest[-1]
+        step.made = (output.shape, output.dtype) if type(output) is Tensor else note(output)
+        if tree.graded:
+            step.stop = sequence()
+        tree.guard = None
+        tree.modes.__exit__(None, None, None)
+        return None
 
 
-class CallTree(Context[Tap]):
+class CallTree(Entering):
     """Follows the calls of all modules, and what happens in each of them.
 
     >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
     >>> with torch.no_grad(), CallTree(model) as tree:
     ...     _ = model(torch.zeros(5, 2))
-    >>> [(step.path, step.bytes) for step in tree.steps]
+    >>> [(tree.paths[step.module], step.bytes) for step in tree.steps]
     [('', 60), ('0', 60), ('1', 60)]
 
     Args:
         model: any module.
         clock: a function that tells the time. With one, calls are timed, and nothing else.
+        graded: whether a backward follows.
+        certain: whether calls need not be counted whose FLOPs follow from shapes. No mode sees
+            them, and `settle()` adds them afterwards.
     """
 
     _verb = "summarize"
-    _owned = True
+    _wheres = ("**",)
+    _serial = 0
 
-    def __init__(self, model: nn.Module, clock: Callable[[], float] | None = None) -> None:
-        super().__init__(model, ("**",))
-        self.clock = clock
+    def __init__(
+        self,
+        model: nn.Module,
+        clock: Callable[[], float] | None = None,
+        graded: bool = True,
+        certain: bool = False,
+    ) -> None:
+        super().__init__(model)
+        self.clock, self.graded, self.certain = clock, graded, certain
         self.stack: list[Step] = []
         self.steps: list[Step] = []
-        self.starts: list[int] = []
-        self.given: dict[str, Any] = {}  # what is kept of the arguments of each module's first call
+        self.paths: dict[nn.Module, str] = {}
+        self._sites: dict[nn.Module, _Site] = {}
         self.texts: dict[torch.Size, str] = {}
         self.names: dict[type, str] = {}  # of the first argument of a kind of module
         self.outside = self.outside_backward = 0  # FLOPs in no call
-        self.known: dict[Any, int] = {}  # FLOPs of calls of simple modules
-        self.remembers = False  # whether such calls are counted only once
-        self.guards: Any = None  # that keep modes off while such a call runs
+        # While the call of a leaf runs, torch's modes are off: the one for functions, and the
+        # other as long as its guard exists.
+        self.modes: Any = _no_modes()
+        self.guard: Any = None
+        self.doubtful = False  # whether they were off while something else ran
 
-    def _resolve(self) -> list[Request]:
-        return resolve(self._model, (nn.Module,))
-
-    def _place_all(self, targets: list[Target], ref: Any, owner: int | None) -> None:
-        for target in targets:
-            module = target.module
-            site = _Site(module, ref, owner)
-            site.path, site.tree = target.path, ref
-            site.settings = None if self.clock else settings_of(module)
-            self._sites[target.ident] = (module, site)
+    def _start(self, attached: bool) -> None:
+        self.paths = _called(self._model)
+        self._serial = next(SERIALS)
+        named = self._model, weakref.ref(self), self._serial
+        free, linear, other = _LeafSite(*named), _LeafSite(*named), _Site(*named)
+        linear.rank, linear.kind = 2, _LinearStep
+        free.tree = linear.tree = other.tree = self
+        for module in self.paths:
+            site = other
+            if self.certain and is_leaf(module):
+                site = linear if type(module) is nn.Linear else free
+            site.register(module)
+            self._sites[module] = site
+        ACTIVE.set(ACTIVE.get() | {self._serial})
 
     def _stop(self) -> None:
-        self.wake()
-        super()._stop()
+        if self.guard is not None:
+            self.wake(late=True)
+        for module, site in self._sites.items():
+            site.unregister(module)
+            site.tree = None
+        self._sites = {}
+        ACTIVE.set(ACTIVE.get() - {self._serial})
 
-    def wake(self) -> None:
-        """The call has ended, or raised; fine if nothing is asleep."""
-        if self.guards is not None:
-            function, _ = self.guards
-            self.guards = None
-            function.__exit__(None, None, None)
+    def wake(self, late: bool = False) -> None:
+        """Let modes see what happens, for the call has ended; or, if that is late, had raised."""
+        self.guard = None
+        self.modes.__exit__(None, None, None)
+        if late:
+            self.doubtful = True
 
-    def hooked(self) -> set[str]:
-        """The modules that can be seen."""
-        return {target.path for request in self._requests for target in request.targets}
-
-    def _verify(self) -> None:
-        """That a module was not called is told in the summary, and no error."""
-
-    def begin(self, module: nn.Module, site: _Site, args: Any, kwargs: Any, running: Any) -> bool:
-        """A module is called; whether its FLOPs are known."""
-        above, path = self._now(), site.path
-        step = Step(path, above, running)
-        if above is not None:
-            above.inner = True
+    def begin(self, module: nn.Module, args: Any, kwargs: Any, running: Any) -> None:
+        """A module is called."""
+        if self.guard is not None:
+            self.wake(late=True)
+        step = Step()
+        parent = self.stack[-1] if self.stack else None
+        if parent is not None and parent.usual and parent.running is _frame(_UP + 1):
+            step.usual = True  # it is called by the forward of the module above
+        else:
+            parent = self.now()
+            step.usual = _node() is None and vmap_level() is None
+        step.module, step.parent, step.running = module, parent, running
+        if parent is not None:
+            parent.inner = True
+        if self.graded:
+            step.start = sequence()
         self.stack.append(step)
         self.steps.append(step)
-        self.starts.append(step.start)
         if self.clock is not None:
             step.begun = self.clock()
-            return False
-        plain = not kwargs and len(args) == 1 and is_plain(args[0])
-        if path not in self.given:
-            self.given[path] = self._given(module, args, kwargs, plain)
-        settings = site.settings
-        if settings is None or not plain or not self.remembers or _node() is not None:
-            return False
-        if len(module.__dict__["_forward_hooks"]) == 1:  # others' hooks may compute, too
-            free = isinstance(settings, type)
-            key = step.key = settings if free else (args[0].shape, settings)
-            if key in self.known:
-                step.flops = self.known[key]
-                return True
-        return False
+            return
+        with self.modes:
+            if not kwargs and len(args) == 1 and is_plain(args[0]):
+                step.given = args[0].shape
+            else:
+                given = bind(module, args, kwargs or _NOTHING)
+                step.given = {str(name): shapes_of(value) for name, value in given.items()}
 
-    def _given(self, module: nn.Module, args: Any, kwargs: Any, plain: bool) -> Any:
-        """What is kept of the arguments: shapes by name, quickly if there is but one tensor."""
-        if not plain or "forward" in module.__dict__:
-            given = bind(module, args, kwargs)
-            return {str(name): shapes_of(value) for name, value in given.items()}
-        kind = type(module)
-        if kind not in self.names:
-            (self.names[kind],) = map(str, bind(module, args, kwargs))
-        return self.names[kind], args[0].shape
-
-    def inputs_of(self, path: str) -> dict[str, Any] | None:
-        """The shapes of the arguments by name, in the first call of a module."""
-        given: Any = self.given.get(path)
-        if type(given) is not tuple:
-            return given
-        name, shape = cast("tuple[str, torch.Size]", given)
+    def inputs_of(self, step: Step) -> Any:
+        """The shapes of the arguments of a call by name."""
+        shape, module = step.given, step.module
+        if type(shape) is not torch.Size:
+            return shape
         if shape not in self.texts:  # there are few in a model
             self.texts[shape] = str(tuple(shape))
-        return {name: self.texts[shape]}
+        kind = type(module)
+        if kind not in self.names or "forward" in module.__dict__:
+            (self.names[kind],) = map(str, bind(module, (None,), _NOTHING))
+        return {self.names[kind]: self.texts[shape]}
 
-    def _now(self) -> Step | None:
+    def now(self) -> Step | None:
         """The innermost running call."""
         stack = self.stack
         while stack and is_over(stack[-1].running):  # it raised, and someone caught that
@@ -229,25 +287,37 @@ class CallTree(Context[Tap]):
     def end(self, output: Any, running: Any) -> None:
         """A call is complete."""
         now = 0.0 if self.clock is None else self.clock()
+        if self.guard is not None:
+            self.wake(late=True)
         stack = self.stack
         while stack and stack[-1].running is not running and is_over(stack[-1].running):
             stack.pop()
         if not stack or stack[-1].running is not running:
             return  # this was entered while the module was running
         step = stack.pop()
-        step.running, step.stop = None, sequence()
+        step.running = None
+        if self.graded:
+            step.stop = sequence()
         if self.clock is not None:
             step.seconds = now - step.begun
             return
-        key = step.key
-        # A formula of the user's may give FLOPs to what else has none: then nothing is known.
-        if key is not None and not step.inner and not (step.flops and isinstance(key, type)):
-            self.known[key] = step.flops
-        step.made = note(output)
+        with self.modes:
+            step.made = note(output)
+
+    def settle(self) -> None:
+        """Add what was not counted, for it follows from shapes."""
+        for step in self.steps:
+            if type(step) is _LinearStep and step.made is not None:
+                if isinstance(step.made, Footprint):  # no plain tensor
+                    self.doubtful = True
+                else:
+                    step.flops = flops_of_linear(step.given, step.made[0])
 
     def count(self, flops: int) -> None:
         """FLOPs happen now."""
-        step, node = self._now(), _node()
+        step, node = self.stack[-1] if self.stack else None, _node()
+        if step is not None and step.running is not _frame(3):
+            step = self.now()  # else a forward has called a torch function, and is running
         if node is None:
             if step is None:
                 self.outside += flops
@@ -263,8 +333,31 @@ class CallTree(Context[Tap]):
 
     def maker(self, number: int) -> Step | None:
         """The innermost call in which the autograd node with this number was made."""
-        place = bisect_right(self.starts, number) - 1
+        place = bisect_right(self.steps, number, key=_start_of) - 1
         step = self.steps[place] if place >= 0 else None
         while step is not None and number >= step.stop:
             step = step.parent
         return step
+
+
+def _start_of(step: Step) -> int:
+    return step.start
+
+
+def _frame(up: int) -> Any:
+    try:
+        return sys._getframe(up + 1)
+    except ValueError:  # there are not so many
+        return None
+
+
+def _called(model: nn.Module) -> dict[nn.Module, str]:
+    """The modules at which hooks can fire, with their paths: containers are not called."""
+    named = walk(model)
+    kinds = {type(module) for _, module in named}
+    if not kinds <= _hookable.keys() or any("forward" in m.__dict__ for _, m in named):
+        requests = resolve(model, (nn.Module,))
+        found = {target.module: target.path for r in requests for target in r.targets}
+        _hookable.update({type(m): m in found for _, m in named if "forward" not in m.__dict__})
+        return found
+    return {module: path for path, module in named if _hookable[type(module)]}

@@ -1,7 +1,6 @@
 """Floating-point operations, counted at torch's dispatcher by torch's own formulas.
 
 - `FlopCounter(add)`: a context in which every operation's FLOPs are given to a function
-- `settings_of(module)`: calls of modules with the same ones have the same FLOPs for one shape
 - `no_dispatch()`: what lets operations past all dispatch modes, as long as it exists
 
 torch's counter (`torch.utils.flop_counter`) brings the formulas, and is what the sums are compared
@@ -16,14 +15,19 @@ from functools import cache
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["FlopCounter", "no_dispatch", "settings_of"]
+from hookline.costs.shortcuts import PURE, flops_of_call, has_torchs_formulas, key_of_call
+
+__all__ = ["FlopCounter", "no_dispatch"]
 
 Formula = Callable[..., int]
+_PLAIN = frozenset({
+    Tensor, nn.Parameter, type(None), bool, int, float, str, torch.dtype,
+})  # fmt: skip
 _aten: Any = torch.ops.aten
 no_dispatch: Any = getattr(torch._C, "_DisableTorchDispatch", None)  # private, so detected
 _own: dict[Any, Formula] = {}
@@ -185,52 +189,28 @@ def _unknown(*args: Any, **kwargs: Any) -> int:
     raise TypeError("an operation of another library, for which there is no formula")
 
 
-# Functions that are nothing but operations, the same ones whenever the arguments are alike.
-_PURE: frozenset[Any] = frozenset({
-    F.linear, F.scaled_dot_product_attention, torch.conv1d, torch.conv2d, torch.conv3d,
-    torch.matmul, torch.bmm, torch.mm, torch.addmm, torch.baddbmm, Tensor.matmul,
-    Tensor.__matmul__, Tensor.bmm, Tensor.mm,
-})  # fmt: skip
-# Of these all calls are alike, unless a formula of the user's gives them FLOPs.
-_FREE_FUNCTIONS: frozenset[Any] = frozenset({
-    F.layer_norm, F.embedding, F.silu, F.gelu, F.relu, F.softmax, F.group_norm, torch.relu,
-    torch.softmax, Tensor.softmax, Tensor.add, Tensor.__add__, Tensor.__iadd__, Tensor.mul,
-    Tensor.__mul__, Tensor.view, Tensor.reshape, Tensor.transpose, Tensor.permute,
-    Tensor.contiguous, Tensor.unflatten, Tensor.flatten, Tensor.__truediv__,
-})  # fmt: skip
-_SIMPLE = (type(None), bool, int, float, str, torch.dtype)
-_TENSORS = (Tensor, nn.Parameter)
-_PLAIN = frozenset({*_TENSORS, *_SIMPLE})
+class _Shortcuts(TorchFunctionMode):
+    """Lets calls past the dispatch mode whose FLOPs are known, or were counted in such a call."""
 
-
-class _Remembering(TorchFunctionMode):
-    """Lets calls of pure functions past the dispatch mode, if such a call has been counted before.
-
-    A dispatch mode costs some 10 µs an operation, and most calls in a model are alike.
-    """
-
-    def __init__(self, counting: _Counting) -> None:
+    def __init__(self, counting: _Counting, certain: bool) -> None:
         super().__init__()
         self.counting = counting
+        self.certain = certain  # whether what follows from shapes is what the formulas say
         self.known: dict[Any, int] = {}
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
         key = None
-        if func in _FREE_FUNCTIONS:
-            key = func if not kwargs and _PLAIN.issuperset(map(type, args)) else None
-        elif func in _PURE:
-            key = _key(func, args, kwargs)
-        if key is None:
-            return func(*args, **kwargs)
-        flops = self.known.get(key)
+        flops = flops_of_call(func, args, kwargs) if self.certain else None
+        if flops is None and func in PURE:
+            key = key_of_call(func, args, kwargs or {})
+            flops = None if key is None else self.known.get(key)
         if flops is None:
-            return self._first(key, func, args, kwargs)
+            return self._counted(key, func, args, kwargs or {})
         guard = no_dispatch()
         try:
-            result = func(*args, **kwargs)
+            result = func(*args, **kwargs) if kwargs else func(*args)
         finally:
             del guard
         if flops:
@@ -238,63 +218,15 @@ class _Remembering(TorchFunctionMode):
             self.counting.add(flops)
         return result
 
-    def _first(self, key: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    def _counted(self, key: Any, func: Any, args: Any, kwargs: Any) -> Any:
         """Let a call be counted, and remember what it has."""
+        if key is None:
+            return func(*args, **kwargs)
         before, missed = self.counting.total, dict(self.counting.uncounted)
         result = func(*args, **kwargs)
-        flops = self.counting.total - before
-        if self.counting.uncounted == missed and not (key is func and flops):
-            self.known[key] = flops
+        if self.counting.uncounted == missed:
+            self.known[key] = self.counting.total - before
         return result
-
-
-def _key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What the FLOPs of a call depend on; None if that is not known."""
-    found: list[Any] = [func, torch.is_grad_enabled()]
-    items: tuple[Any, ...] = (*args, *kwargs, *kwargs.values())
-    for item in items:
-        kind = cast(Any, type(item))
-        if kind in _TENSORS:
-            if item.is_nested or item.layout is not torch.strided:
-                return None
-            found.append((item.shape, item.dtype, item.device, item.requires_grad))
-        elif kind in _SIMPLE or (kind is tuple and all(type(n) is int for n in item)):
-            found.append(item)
-        else:
-            return None
-    return tuple(found)
-
-
-# Modules of torch whose calls have no FLOPs, and others whose calls are alike if their settings
-# and their first argument are.
-_FREE = frozenset({
-    nn.Embedding, nn.LayerNorm, nn.GroupNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d,
-    nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.Softmax, nn.Dropout, nn.Identity, nn.Flatten,
-    nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d,
-})  # fmt: skip
-_SIMPLE_MODULES = _FREE | {nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d}
-
-
-def settings_of(module: nn.Module) -> Any:
-    """What the FLOPs of a module's calls depend on, besides the shape of one plain argument.
-
-    >>> settings_of(nn.Linear(2, 3)) == settings_of(nn.Linear(2, 3)) != settings_of(nn.Linear(2, 4))
-    True
-
-    The type alone if its calls have no FLOPs; None if it is not known.
-    """
-    kind, parameters = type(module), module._parameters
-    if kind not in _SIMPLE_MODULES or "forward" in module.__dict__:
-        return None
-    for weight in parameters.values():
-        if weight is not None and type(weight) is not nn.Parameter:
-            return None
-    if kind in _FREE:
-        return kind
-    weight = parameters.get("weight")
-    if weight is None or kind is nn.Linear:  # it may be computed from others at each call
-        return None if weight is None else weight.shape
-    return kind, module.extra_repr()
 
 
 class FlopCounter:
@@ -307,11 +239,17 @@ class FlopCounter:
     ([60], 60)
 
     `uncounted` has the operations of other libraries, which have no formula, with their calls.
+
+    Args:
+        add: is called with FLOPs as they happen.
+        shortcuts: whether operations need not be seen whose FLOPs are known without.
     """
 
-    def __init__(self, add: Callable[[int], None]) -> None:
+    def __init__(self, add: Callable[[int], None], shortcuts: bool = True) -> None:
         self._mode = _Counting(add)
-        self._memory: _Remembering | None = None
+        self._memory: _Shortcuts | None = None
+        if shortcuts and no_dispatch is not None and _is_alone():
+            self._memory = _Shortcuts(self._mode, has_torchs_formulas())
 
     @property
     def total(self) -> int:
@@ -322,16 +260,13 @@ class FlopCounter:
         return self._mode.uncounted
 
     @property
-    def remembers(self) -> bool:
-        """Whether calls may be let past it: not if others, too, want to see all operations."""
-        return self._memory is not None
+    def certain(self) -> bool:
+        """Whether operations may be kept from it whose FLOPs follow from shapes."""
+        return self._memory is not None and self._memory.certain
 
     def __enter__(self) -> FlopCounter:
         self._mode.__enter__()
-        # Others' modes would be passed by, too.
-        alone = torch._C._len_torch_dispatch_stack() == 1
-        if no_dispatch is not None and alone:
-            self._memory = _Remembering(self._mode)
+        if self._memory is not None:
             self._memory.__enter__()
         return self
 
@@ -339,3 +274,11 @@ class FlopCounter:
         if self._memory is not None:
             self._memory.__exit__(*error)
         self._mode.__exit__(*error)
+
+
+def _is_alone() -> bool:
+    """Whether there are no modes of others: they would be passed by, too."""
+    count = torch._C._len_torch_function_stack()
+    kinds: set[Any] = {type(torch._C._get_function_stack_at(n)) for n in range(count)}
+    # A default device concerns new tensors only, and no shortcut makes some.
+    return not torch._C._len_torch_dispatch_stack() and kinds <= {DeviceContext}

@@ -1,7 +1,7 @@
 """What the modules of a model hold, told without a run: parameters, buffers, their bytes.
 
 - `sizes(model)`: a `Summary` with all that needs no batch
-- `has_unmade(model)`: whether it has lazy modules, which have no size so far
+- `has_unmade(tensors)`: whether some are of lazy modules, and have no size so far
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["has_unmade", "sizes"]
 
 # Parameters, trainable ones, bytes of parameters, bytes of buffers.
 _Size = tuple[int, int, int, int]
-_MADE = {nn.Parameter, Tensor, type(None)}
+_MADE = {nn.Parameter, Tensor}
 
 
 def sizes(model: nn.Module) -> Summary:
@@ -28,56 +28,55 @@ def sizes(model: nn.Module) -> Summary:
     """
     named = walk(model)
     aliases, owners = _aliases(model, named), _owners(named)
+    several_places = bool(aliases or owners)
     # Of each module with all below it: the sums of what has one place only; of what has several,
     # the tensors themselves, so that each counts once.
-    sums: dict[int, list[int]] = {}
-    several: dict[int, dict[int, _Size]] = {}
-    rows: dict[int, ModuleCosts] = {}
+    sums: dict[nn.Module, _Size] = {}
+    several: dict[nn.Module, dict[int, _Size]] = {}
+    rows: list[ModuleCosts] = []
     for path, module in _inner_first(named) if aliases else reversed(named):
         row = ModuleCosts(path, type(module).__name__, path.count(".") + 1 if path else 0)
-        ident = id(module)
-        rows[ident] = row
-        total = sums[ident] = [0, 0, 0, 0]
+        rows.append(row)
         shared: dict[int, _Size] = {}
-        for tensor, size in _held(module):
-            row.own_parameters += size[0]
-            if id(tensor) in owners or ident in aliases:
-                shared[id(tensor)] = size
-            else:
-                _add(total, size)
-        for child in map(id, module._modules.values()):
-            if child in sums:  # else there is none
-                _add(total, sums[child])
+        own = count = trained = size = kept = 0
+        for tensor in module._parameters.values():
+            if tensor is not None and (type(tensor) in _MADE or not is_lazy(tensor)):
+                number, bytes_ = tensor.numel(), size_of(tensor)
+                own += number
+                if several_places and (id(tensor) in owners or module in aliases):
+                    shared[id(tensor)] = number, number * tensor.requires_grad, bytes_, 0
+                else:
+                    count, size = count + number, size + bytes_
+                    trained += number * tensor.requires_grad
+        for tensor in module._buffers.values():
+            if tensor is not None and (type(tensor) in _MADE or not is_lazy(tensor)):
+                if several_places and (id(tensor) in owners or module in aliases):
+                    shared[id(tensor)] = 0, 0, 0, size_of(tensor)
+                else:
+                    kept += size_of(tensor)
+        for child in module._modules.values():
+            if child is not None:
+                of_child = sums[child]
+                count, trained = count + of_child[0], trained + of_child[1]
+                size, kept = size + of_child[2], kept + of_child[3]
                 if child in several:
                     shared.update(several[child])
+        total = sums[module] = count, trained, size, kept
         if shared:
-            several[ident] = shared
-            total = [*total]
-            for size in shared.values():
-                _add(total, size)
+            several[module] = shared
+            total = tuple(map(sum, zip(total, *shared.values(), strict=True)))
             row.shared_with = _sharing(module, path, owners)
-        if ident in aliases:
-            row.aliases = aliases[ident]
+        if module in aliases:
+            row.aliases = aliases[module]
+        if own:
+            row.own_parameters = own
         row.parameters, row.trainable, row.parameter_bytes, row.buffer_bytes = total
-    return Summary(type(model).__name__, [rows[id(module)] for _, module in named])
-
-
-def _add(total: list[int], size: list[int] | _Size) -> None:
-    total[0] += size[0]
-    total[1] += size[1]
-    total[2] += size[2]
-    total[3] += size[3]
-
-
-def _held(module: nn.Module) -> list[tuple[Tensor, _Size]]:
-    """The parameters and buffers of a module itself, with their sizes."""
-    found: list[tuple[Tensor, _Size]] = []
-    for tensor in module._parameters.values():
-        if tensor is not None and not _is_unmade(tensor):
-            count = tensor.numel()
-            found.append((tensor, (count, count * tensor.requires_grad, size_of(tensor), 0)))
-    buffers = [b for b in module._buffers.values() if b is not None and not _is_unmade(b)]
-    return [*found, *((buffer, (0, 0, 0, size_of(buffer))) for buffer in buffers)]
+    if aliases:
+        order = {path: place for place, (path, _) in enumerate(named)}
+        rows.sort(key=lambda row: order[row.place])
+    else:
+        rows.reverse()
+    return Summary(type(model).__name__, rows)
 
 
 def _is_unmade(tensor: Tensor) -> bool:
@@ -85,13 +84,9 @@ def _is_unmade(tensor: Tensor) -> bool:
     return type(tensor) not in _MADE and is_lazy(tensor)
 
 
-def has_unmade(model: nn.Module) -> bool:
-    """Whether some modules of a model are lazy, and were not called so far."""
-    modules = [module for _, module in walk(model)]
-    tensors = [tensor for module in modules for tensor in module._parameters.values()]
-    tensors += [tensor for module in modules for tensor in module._buffers.values()]
-    kinds = set(map(type, tensors))
-    return not kinds <= _MADE and any(t is not None and _is_unmade(t) for t in tensors)
+def has_unmade(tensors: list[Tensor]) -> bool:
+    """Whether some tensors of a model belong to lazy modules that were not called so far."""
+    return not _MADE.issuperset(map(type, tensors)) and any(map(_is_unmade, tensors))
 
 
 def _sharing(module: nn.Module, path: str, owners: dict[int, list[str]]) -> list[str]:
@@ -132,16 +127,16 @@ def _owners(named: list[Step]) -> dict[int, list[str]]:
     return {key: paths for key, paths in found.items() if len(paths) > 1}
 
 
-def _aliases(model: nn.Module, named: list[Step]) -> dict[int, list[str]]:
+def _aliases(model: nn.Module, named: list[Step]) -> dict[nn.Module, list[str]]:
     """The other names of all modules that have some."""
     inside = [len(module._modules) for _, module in named]
     if sum(inside) == len(named) - 1:  # every module but the first stands in one place
         return {}
-    names: dict[int, list[str]] = {}
+    names: dict[nn.Module, list[str]] = {}
     waiting: list[tuple[str, nn.Module]] = [("", model)]
     while waiting:
         path, module = waiting.pop()
-        names.setdefault(id(module), []).append(path)
+        names.setdefault(module, []).append(path)
         children = [(join(path, n), m) for n, m in module._modules.items() if m is not None]
         waiting += children[::-1]
-    return {ident: found[1:] for ident, found in names.items() if len(found) > 1}
+    return {module: found[1:] for module, found in names.items() if len(found) > 1}

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable
 from statistics import median
 from time import perf_counter
@@ -18,8 +19,9 @@ from hookline.core.nested import get_part, leaves
 from hookline.costs.call_trees import CallTree, Step
 from hookline.costs.flops import FlopCounter
 from hookline.costs.footprints import Footprint, footprint_of, size_of
+from hookline.costs.shortcuts import is_ordinary
 from hookline.costs.sizes import has_unmade, sizes
-from hookline.costs.summaries import Summary
+from hookline.costs.summaries import ModuleCosts, Summary
 from hookline.errors import BatchError
 from hookline.trials.batches import make_batch, needs_whole_numbers, refused_shapes
 from hookline.trials.runs import (
@@ -29,12 +31,15 @@ from hookline.trials.runs import (
     nodes_of,
     pull_back,
     run,
+    tensors_in,
     trial,
 )
 
 __all__ = ["summarize"]
 
 Loss = Callable[[Any], Tensor]
+# Hooks on all modules of the process: they may compute, too. Private, so detected.
+_hooks_everywhere: Any = getattr(nn.modules.module, "_has_any_global_hook", lambda: True)
 _RUNS = 3  # that are timed
 
 
@@ -79,31 +84,33 @@ def summarize(
         )
     if batch is None:
         return sizes(model)
-    if has_unmade(model):
-        model = copy.deepcopy(model)
+    tensors = tensors_in(model)
+    if has_unmade(tensors):
+        model, tensors = copy.deepcopy(model), []
+    shortcuts = not _hooks_everywhere() and is_ordinary(tensors)
     made, shapes = make_batch(model, batch, dtype)
     with trial(model, mode=mode):
         try:
-            return _measured(model, made, backward, time)
+            return _measured(model, made, backward, time, shortcuts)
         except (RuntimeError, IndexError, TypeError) as error:
             if not shapes or not needs_whole_numbers(error):
                 raise
             if dtype is not None or len(shapes) > 1:
                 raise refused_shapes(shapes, dtype, error) from error
         made, _ = make_batch(model, batch, torch.long)
-        return _measured(model, made, backward, time)
+        return _measured(model, made, backward, time, shortcuts)
 
 
-def _measured(model: nn.Module, batch: Any, backward: bool | Loss, time: bool) -> Summary:
+def _measured(
+    model: nn.Module, batch: Any, backward: bool | Loss, time: bool, shortcuts: bool
+) -> Summary:
     """Run a model once to count, and some more times if time is asked for."""
-    tree = CallTree(model)
-    counter = FlopCounter(tree.count)
     device = next(iter(cuda_devices(model)), None)
     if device is not None:
         torch.cuda.reset_peak_memory_stats(device)
-    with tree, counter:
-        tree.remembers = counter.remembers
-        _run(model, batch, backward)
+    tree, counter = _counted(model, batch, backward, shortcuts)
+    if tree.doubtful:  # a call raised and that was caught: not all was seen from there on
+        tree, counter = _counted(model, batch, backward, shortcuts=False)
     summary = sizes(model)
     _fill(summary, tree, backward is not False)
     summary.totals["input_bytes"] = sum(size_of(tensor) for _, tensor in leaves(batch))
@@ -116,58 +123,80 @@ def _measured(model: nn.Module, batch: Any, backward: bool | Loss, time: bool) -
     return summary
 
 
+def _counted(
+    model: nn.Module, batch: Any, backward: bool | Loss, shortcuts: bool
+) -> tuple[CallTree, FlopCounter]:
+    """Run a model once, and count."""
+    graded, batch = backward is not False, copied(batch)
+    tree = CallTree(model, graded=graded)
+    counter = FlopCounter(tree.count, shortcuts)
+    tree.certain = counter.certain
+    with tree, torch.set_grad_enabled(graded), counter:
+        output = run(model, batch)
+        if backward is not False:
+            roots = _roots(output, backward)
+            pull_back(roots)
+    tree.settle()
+    return tree, counter
+
+
 # -- what a run has shown -------------------------------------------------------------------------
 
 
 def _fill(summary: Summary, tree: CallTree, backward: bool) -> None:
     """Write into a summary what was counted in the calls."""
-    rows: dict[str, Any] = {row.place: row for row in summary.modules}
-    hooked = tree.hooked()
-    for path, row in rows.items():
-        row.called = False if path in hooked else None  # a ModuleList cannot be
+    paths = tree.paths
+    at: dict[str, ModuleCosts] = {row.place: row for row in summary.modules}
+    rows = {module: at[path] for module, path in paths.items()}
+    calls = Counter([step.module for step in tree.steps])
+    for row in summary.modules:
         row.calls = row.activation_bytes = row.flops = row.own_flops = 0
         if backward:
             row.backward_flops = row.own_backward_flops = 0
-        row.inputs = tree.inputs_of(path)
+    for module, row in rows.items():
+        row.called = module in calls  # of a ModuleList it is not told: it cannot be
     known: dict[Any, Footprint] = {}
-    kept = forward = back = 0
-    for step in tree.steps:
-        row = rows[step.path]
-        row.called, row.calls = True, row.calls + 1
-        row.own_flops += step.flops
-        forward += step.flops
-        if backward:
-            row.own_backward_flops += step.backward
-            back += step.backward
-        if step.made is not None:
-            shapes, size, dtype = footprint_of(step.made, known)
-            row.activation_bytes += size
-            kept += 0 if step.inner else size
-            if row.dtype is None:
-                row.output, row.dtype = shapes, dtype
-            elif row.output != shapes:
-                row.varies = True
-    _add_up(tree.steps, rows, backward)
-    totals = summary.totals
-    totals.update(activation_bytes=kept, flops=forward + tree.outside)
-    totals["backward_flops"] = back + tree.outside_backward if backward else None
-    totals["called"] = len({step.path for step in tree.steps})
-
-
-def _add_up(steps: list[Step], rows: dict[str, Any], backward: bool) -> None:
-    """Give every module the FLOPs of all that was called in its calls; in a recursive one once."""
-    for step in reversed(steps):  # inner calls first
-        flops = step.all_flops = step.all_flops + step.flops
-        pulled = step.all_backward = step.all_backward + step.backward
-        row, parent = rows[step.path], step.parent
-        if parent is not None:
+    kept = 0
+    for step in reversed(tree.steps):  # inner calls first
+        module, parent, own = step.module, step.parent, step.flops
+        row: Any = rows[module]
+        flops = step.all_flops + own
+        if parent is not None and flops:
             parent.all_flops += flops
-            parent.all_backward += pulled
-            if row.calls > 1 and step.path in parent.above():
-                continue
-        row.flops += flops
+        if calls[module] == 1:
+            row.calls, row.flops, row.own_flops = 1, flops, own
+            outermost = True
+        else:
+            # Of a recursive module, the outermost call has the FLOPs of all.
+            outermost = parent is None or module not in parent.above()
+            row.calls, row.own_flops = row.calls + 1, row.own_flops + own
+            row.flops += flops if outermost else 0
         if backward:
-            row.backward_flops += pulled
+            _add_backward(row, step, outermost)
+        row.inputs = tree.inputs_of(step)
+        made = step.made
+        if made is not None:
+            shapes, size, dtype = footprint_of(made, known)
+            row.activation_bytes += size
+            if not step.inner:
+                kept += size
+            if row.dtype is not None and row.output != shapes:
+                row.varies = True
+            row.output, row.dtype = shapes, dtype
+    totals, steps = summary.totals, tree.steps
+    totals["called"], totals["activation_bytes"] = len(calls), kept
+    totals["flops"] = sum([step.flops for step in steps]) + tree.outside
+    if backward:
+        totals["backward_flops"] = sum(step.backward for step in steps) + tree.outside_backward
+
+
+def _add_backward(row: Any, step: Step, outermost: bool) -> None:
+    row.own_backward_flops += step.backward
+    flops = step.all_backward + step.backward
+    if step.parent is not None:
+        step.parent.all_backward += flops
+    if outermost:
+        row.backward_flops += flops
 
 
 def _fill_times(
@@ -190,22 +219,16 @@ def _times(tree: CallTree) -> tuple[dict[str, float], dict[str, float]]:
     forward: dict[str, float] = {}
     backward: dict[str, float] = {}
     for step in tree.steps:
-        if step.parent is None or step.path not in step.parent.above():
-            forward[step.path] = forward.get(step.path, 0.0) + step.seconds
-        for place in step.above() if step.backward else ():
-            backward[place] = backward.get(place, 0.0) + step.backward
+        if step.parent is None or step.module not in step.parent.above():
+            path = tree.paths[step.module]
+            forward[path] = forward.get(path, 0.0) + step.seconds
+        for module in step.above() if step.backward else ():
+            path = tree.paths[module]
+            backward[path] = backward.get(path, 0.0) + step.backward
     return forward, backward
 
 
 # -- running --------------------------------------------------------------------------------------
-
-
-def _run(model: nn.Module, batch: Any, backward: bool | Loss) -> None:
-    with torch.set_grad_enabled(backward is not False):
-        output = run(model, copied(batch))
-        if backward is not False:
-            roots = _roots(output, backward)
-            pull_back(roots)
 
 
 def _roots(output: Any, backward: bool | Loss) -> list[Tensor]:

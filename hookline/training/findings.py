@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from textwrap import wrap
 from typing import Any, Literal, cast
 
 from hookline.core.tables import as_html
@@ -17,6 +18,7 @@ from hookline.core.tables import as_html
 __all__ = ["Finding", "Findings", "Severity", "from_json", "to_json"]
 
 Severity = Literal["warning", "error"]
+_WIDTH = 100  # of a printed line
 
 
 @dataclass(frozen=True)
@@ -78,11 +80,29 @@ class Finding:
 
 
 class Findings(list[Finding]):
-    """What was noticed, in its order: a list, which notebooks show as a table.
+    """What was noticed, in its order: a list, printed in columns, in notebooks a table.
 
-    >>> Findings([Finding("dead units", "2", 150, "31 of 64 units gave only zeros.")])
+    >>> found = Findings([Finding("dead units", "2", 150, "31 of 64 units gave only zeros.")])
+    >>> found
     [Finding(kind='dead units', place='2', step=150, ...)]
+    >>> print(found)
+    step 150  2  dead units
+        31 of 64 units gave only zeros.
     """
+
+    def __str__(self) -> str:
+        if not self:
+            return super().__str__()
+        step = max(len(f"{one.step:,}") for one in self)
+        place = max(len(one.place or "''") for one in self)
+        lines: list[str] = []
+        for one in self:
+            what = f"{one.severity}: {one.kind}" if one.severity == "error" else one.kind
+            name = one.place or "''"
+            lines.append(f"step {one.step:>{step},}  {name:<{place}}  {what}")
+            for text in (one.message, one.advice):
+                lines += [f"    {line}" for line in wrap(text, _WIDTH - 4)]
+        return "\n".join(lines)
 
     def _repr_html_(self) -> str:
         errors = sum(one.severity == "error" for one in self)

@@ -312,20 +312,24 @@ class Run:
     def _check(self, kind: str, statistic: str | None, place: str | None = None) -> None:
         rows = self.rows()
         kinds = list(dict.fromkeys(row.kind for row in rows))
+        found = [name for s in self._latest_first() for name in s.head.statistics]
+        names = list(dict.fromkeys(found))
         if kind not in kinds:
-            self._missing(f"The kind {kind!r}", kinds)
+            other = f"kind={statistic!r}, " if statistic in kinds else ""
+            remedy = f"Say {other}statistic={kind!r}: it is a statistic." if kind in names else ""
+            self._missing(f"The kind {kind!r}", kinds, remedy)
         if place is not None and not any(_is(row, kind, (place,)) for row in rows):
             self._missing(f"The place {place!r} of kind {kind!r}", self.places(kind))
-        names = [name for s in self._latest_first() for name in s.head.statistics]
         if statistic is not None and statistic not in names:
-            self._missing(f"The statistic {statistic!r}", list(dict.fromkeys(names)))
+            remedy = f"Say kind={statistic!r}: it is a kind." if statistic in kinds else ""
+            self._missing(f"The statistic {statistic!r}", names, remedy)
 
-    def _missing(self, asked: str, there: list[str]) -> None:
+    def _missing(self, asked: str, there: list[str], remedy: str = "") -> None:
         shown = ", ".join(map(repr, there[:8])) + ", …" * (len(there) > 8)
         raise NotCaptured(
             f"{asked} was asked for.",
             f"The run in {str(self.folder)!r} has {shown or 'none'}.",
-            "Ask for one of them; run.rows() lists all.",
+            remedy or "Ask for one of them; run.rows() lists all.",
         )
 
     def __repr__(self) -> str:

@@ -26,7 +26,7 @@ from hookline.core.operations import call
 from hookline.core.parameters import preserve
 from hookline.core.places import Place
 from hookline.core.snapshots import duplicate
-from hookline.core.tree import Step, join, tensors_of, walk
+from hookline.core.tree import Step, join, walk
 
 __all__ = [
     "Mode",
@@ -60,7 +60,8 @@ def run(model: nn.Module, batch: Any) -> Any:
 
 def tensors_in(model: nn.Module) -> list[Tensor]:
     """All parameters and buffers, as often as they are registered; faster than torch's walk."""
-    return [tensor for _, module in walk(model) for _, tensor in tensors_of(module)]
+    tables = [table for _, m in walk(model) for table in (m._parameters, m._buffers) if table]
+    return [tensor for table in tables for tensor in table.values() if tensor is not None]
 
 
 def cuda_devices(model: nn.Module) -> set[torch.device]:
@@ -107,7 +108,8 @@ def trial(*models: nn.Module, mode: Mode | None = None) -> Generator[None]:
     walks = [walk(model) for model in models]
     modules = [module for steps in walks for _, module in steps]
     training = [module.training for module in modules]
-    parameters = [p for module in modules for p in module._parameters.values() if p is not None]
+    held = [module._parameters for module in modules if module._parameters]
+    parameters = [p for table in held for p in table.values() if p is not None]
     required, grads = [p.requires_grad for p in parameters], [p.grad for p in parameters]
     tables = [module._buffers for module in modules]
     buffers = [dict(table) if table else _EMPTY for table in tables]
@@ -158,6 +160,7 @@ def _buffers_of(steps: list[Step]) -> list[Place]:
     return [
         Place(join(path, name), "value")
         for path, module in steps
+        if module._buffers
         for name, buffer in module._buffers.items()
         if buffer is not None and not buffer.is_meta
     ]

@@ -162,14 +162,20 @@ def over_steps(
     _label_steps(ax, steps, shown.shape[1])
     if not fewer:
         notes += _mark(ax, run, places, steps)
-    words = f"{statistic} of the {_KINDS.get(kind, kind)} over {len(steps):,} steps"
-    title(ax, words[:1].upper() + words[1:], [*fewer, *along, *notes])
+    words = f"{_STATISTICS.get(statistic, statistic)} of the {_KINDS.get(kind, kind)}"
+    times = [f"{len(steps):,} steps from {steps[0]:,} to {steps[-1]:,}"] if len(steps) > 1 else []
+    title(ax, words[:1].upper() + words[1:], [*times, *fewer, *along, *notes])
     return figure_of(ax)
 
 
 _KINDS = {
     "output": "outputs", "grad": "gradients", "weight": "weights",
     "weight_grad": "weights' gradients", "update": "updates",
+}  # fmt: skip
+_STATISTICS = {
+    "std": "standard deviation", "absmax": "largest magnitude", "zeros": "share of zeros",
+    "dead": "share of dead units", "saturated": "share of saturated units",
+    "nonfinite": "share of NaN and infinity",
 }  # fmt: skip
 
 
@@ -300,9 +306,13 @@ def _labelled(found: Any) -> tuple[Array, list[str] | None, list[str] | None]:
 
 def _write(ax: Axes, array: Array, image: Any) -> None:
     """The numbers into the cells, dark or bright, whichever can be read."""
+    greatest = np.abs(array[np.isfinite(array)]).max(initial=0.0)
+    # Beside the greatest, what is a thousandth of it is nothing, and its digits are noise.
+    digits = 2 - math.floor(math.log10(greatest)) if greatest else 0
     for row, column in np.ndindex(array.shape):
         number = float(array[row, column])
         colour = image.cmap(image.norm(number)) if math.isfinite(number) else (0.5, 0.5, 0.5, 1)
         bright = 0.299 * colour[0] + 0.587 * colour[1] + 0.114 * colour[2] > 0.55
-        ax.text(column, row, f"{number:.2g}", ha="center", va="center", fontsize=7,
+        rounded = round(number, digits) + 0.0 if math.isfinite(number) else number  # no -0
+        ax.text(column, row, f"{rounded:.2g}", ha="center", va="center", fontsize=7,
                 color="black" if bright else "white")  # fmt: skip

@@ -1,0 +1,203 @@
+"""What need not be counted, for its FLOPs follow from shapes.
+
+- `is_leaf(module)`: whether the FLOPs of a module's calls follow from the shape of its argument
+- `flops_of_linear(given, made)`: those of a linear layer, from the shapes of input and output
+- `flops_of_call(function, args, kwargs)`: those of a call of a torch function, if they are known
+- `key_of_call(function, args, kwargs)`: what they depend on if it is one of `PURE`
+- `is_ordinary(tensors)`: whether the tensors of a model are such that all this holds for it
+- `vmap_level()`: inside of `torch.vmap` something, else None
+- `has_torchs_formulas()`: whether the formulas are as torch brings them
+
+To see an operation costs some 5 µs, a linear layer is several of them and attention two dozen.
+What stands here says the same as the count at the dispatcher, and the tests compare both for all
+of it. Where a formula was registered by the user, or one that is not known here is there, nothing
+of it is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+__all__ = [
+    "PURE",
+    "flops_of_call",
+    "flops_of_linear",
+    "has_torchs_formulas",
+    "is_leaf",
+    "is_ordinary",
+    "key_of_call",
+    "vmap_level",
+]
+
+# Functions that are nothing but operations, the same ones whenever the arguments are alike.
+PURE: frozenset[Any] = frozenset({
+    F.linear, F.scaled_dot_product_attention, torch.conv1d, torch.conv2d, torch.conv3d,
+    torch.matmul, torch.bmm, torch.mm, torch.addmm, torch.baddbmm, Tensor.matmul,
+    Tensor.__matmul__, Tensor.bmm, Tensor.mm,
+})  # fmt: skip
+# Functions and modules of torch whose operations have no formula.
+_FREE_FUNCTIONS: frozenset[Any] = frozenset({
+    F.layer_norm, F.embedding, F.silu, F.gelu, F.relu, F.softmax, F.group_norm, torch.relu,
+    torch.softmax, Tensor.softmax, Tensor.add, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__,
+    Tensor.mul, Tensor.__mul__, Tensor.__rmul__, Tensor.sub, Tensor.__sub__, Tensor.view,
+    Tensor.reshape, Tensor.transpose, Tensor.permute, Tensor.contiguous, Tensor.unflatten,
+    Tensor.flatten, Tensor.__truediv__, Tensor.chunk, Tensor.split, Tensor.squeeze,
+    Tensor.unsqueeze, Tensor.expand, Tensor.mean, Tensor.sum,
+})  # fmt: skip
+_FREE = frozenset({
+    nn.Embedding, nn.LayerNorm, nn.GroupNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d,
+    nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.Softmax, nn.Dropout, nn.Identity, nn.Flatten,
+    nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d,
+})  # fmt: skip
+# The operations for which torch has formulas: products of matrices, and what is made of them.
+_CONTRACTIONS = frozenset({
+    "mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "convolution", "_convolution",
+    "cudnn_convolution", "convolution_overrideable", "_slow_conv2d_forward", "convolution_backward",
+    "_scaled_dot_product_efficient_attention", "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_efficient_attention_backward",
+    "_scaled_dot_product_flash_attention_backward", "_scaled_dot_product_cudnn_attention_backward",
+    "_flash_attention_forward", "_efficient_attention_forward", "_flash_attention_backward",
+    "_efficient_attention_backward", "flex_attention", "flex_attention_backward",
+})  # fmt: skip
+_SIMPLE = (type(None), bool, int, float, str, torch.dtype)
+_TENSORS = frozenset({Tensor, nn.Parameter})
+_PLAIN = _TENSORS | {*_SIMPLE}
+_DEVICES = frozenset({"cpu", "cuda", "meta"})  # others have kernels of their own
+_seen: dict[Any, Any] = {}  # formulas that were found to be torch's
+_functorch: Any = getattr(torch._C, "_functorch", None)  # private, so detected
+vmap_level: Callable[[], Any] = getattr(_functorch, "peek_interpreter_stack", lambda: None)
+
+
+def has_torchs_formulas() -> bool:
+    """Whether torch's formulas are there as it brings them, and no others.
+
+    >>> has_torchs_formulas()
+    True
+    """
+    from torch.utils import flop_counter
+
+    known = flop_counter.flop_registry
+    if known != _seen:
+        home = flop_counter.__name__
+        for operation, formula in known.items():
+            if operation.__name__ not in _CONTRACTIONS or formula.__module__ != home:
+                return False
+        _seen.clear()
+        _seen.update(known)
+    return True
+
+
+def is_ordinary(tensors: Iterable[Tensor]) -> bool:
+    """Whether tensors are dense, and where their operations are the usual ones.
+
+    >>> is_ordinary([torch.zeros(2)]), is_ordinary([torch.zeros(2).to_sparse()])
+    (True, False)
+    """
+    found = list(tensors)
+    return (
+        _TENSORS.issuperset(map(type, found))
+        and {tensor.layout for tensor in found} <= {torch.strided}
+        and True not in {tensor.is_nested for tensor in found}
+        and _DEVICES.issuperset([device.type for device in {tensor.device for tensor in found}])
+    )
+
+
+def is_leaf(module: nn.Module) -> bool:
+    """Whether a module calls no others, and the FLOPs of its calls follow from shapes.
+
+    >>> is_leaf(nn.Linear(2, 3)), is_leaf(nn.ReLU()), is_leaf(nn.Sequential())
+    (True, True, False)
+
+    Those of a linear layer are `flops_of_linear`, all others have none.
+    """
+    kind, content = type(module), module.__dict__
+    if kind in _FREE:
+        weighted = True
+    elif kind is nn.Linear:
+        weighted = content["_parameters"].get("weight") is not None  # else it is computed each time
+    else:
+        return False
+    # Others' hooks may compute, too; those that come later run after ours.
+    return weighted and not content["_forward_hooks"] and "forward" not in content
+
+
+def flops_of_linear(given: torch.Size, made: torch.Size) -> int:
+    """Every row of the input meets every column of the weights.
+
+    >>> flops_of_linear(torch.Size((5, 7, 2)), torch.Size((5, 7, 3)))
+    420
+    """
+    return 2 * given.numel() * made[-1]
+
+
+def flops_of_call(
+    function: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+) -> int | None:
+    """The FLOPs of a call of a torch function, by torch's own formulas; None if unknown.
+
+    >>> x = torch.zeros(5, 2)
+    >>> flops_of_call(Tensor.add, (x, x)), flops_of_call(F.linear, (x, x))
+    (0, 100)
+    >>> flops_of_call(torch.einsum, ("ab,ab->a", x, x))
+    """
+    if function in _FREE_FUNCTIONS:
+        return None if kwargs or not _PLAIN.issuperset(map(type, args)) else 0
+    if function is F.scaled_dot_product_attention:
+        return _flops_of_attention(*args, **(kwargs or {}))
+    if function is F.linear and not kwargs and 2 <= len(args) <= 3 and _are_dense(*args):
+        given, weight = args[0].shape, args[1].shape
+        if len(given) > 1 and len(weight) == 2:
+            return flops_of_linear(given, weight[:1])
+    return None
+
+
+def _flops_of_attention(
+    query: Any = None, key: Any = None, value: Any = None, *more: Any, **options: Any
+) -> int | None:
+    """Queries meet keys, and what comes of that meets values."""
+    if query is None or key is None or value is None or not _are_dense(query, key, value):
+        return None
+    if not _PLAIN.issuperset(map(type, (*more, *options.values()))):
+        return None
+    queries, keys, values = query.shape, key.shape, value.shape
+    batch = queries[:-2]
+    if (
+        len(queries) < 3 or keys[:-2] != batch or values[:-2] != batch
+    ):  # broadcast, or heads in groups
+        return None
+    return 2 * queries[:-1].numel() * keys[-2] * (queries[-1] + values[-1])
+
+
+def _are_dense(*tensors: Any) -> bool:
+    """Whether all are ordinary tensors, or None, and have really the shape that they show."""
+    for tensor in tensors:
+        if tensor is not None and (
+            type(tensor) not in _TENSORS or tensor.layout is not torch.strided or tensor.is_nested
+        ):
+            return False
+    # Inside vmap, a tensor has more than it shows.
+    return tensors[0].device.type in _DEVICES and vmap_level() is None
+
+
+def key_of_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What the FLOPs of a call of a pure function depend on; None if that is not known."""
+    if vmap_level() is not None:
+        return None
+    found: list[Any] = [func, torch.is_grad_enabled()]
+    items: tuple[Any, ...] = (*args, *kwargs, *kwargs.values())
+    for item in items:
+        kind = cast(Any, type(item))
+        if kind in _TENSORS:
+            if item.is_nested or item.layout is not torch.strided:
+                return None
+            found.append((item.shape, item.dtype, item.device, item.requires_grad))
+        elif kind in _SIMPLE or (kind is tuple and all(type(n) is int for n in item)):
+            found.append(item)
+        else:
+            return None
+    return tuple(found)
