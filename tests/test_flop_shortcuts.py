@@ -282,6 +282,11 @@ def test_what_others_hooks_and_forwards_compute_is_counted():
     assert_counts_as_torch_does(Run(lambda a, x: a(x), replaced), X3)
 
 
+def test_a_forward_that_was_replaced_for_a_whole_class_is_counted(monkeypatch):
+    monkeypatch.setattr(nn.Linear, "forward", lambda self, x: x @ self.weight.T @ self.weight)
+    assert_counts_as_torch_does(Run(lambda layer, x: layer(x), nn.Linear(4, 6)), torch.zeros(5, 4))
+
+
 def test_a_call_that_raises_leaves_the_modes_as_they_were():
     model = Run(caught, nn.Linear(5, 5))
     tree = CallTree(model, certain=True)

@@ -123,7 +123,8 @@ def is_leaf(module: nn.Module) -> bool:
     else:
         return False
     # Others' hooks may compute, too; those that come later run after ours.
-    return weighted and not content["_forward_hooks"] and "forward" not in content
+    plain = "forward" not in content and kind.forward.__module__ == kind.__module__
+    return weighted and plain and not content["_forward_hooks"]
 
 
 def flops_of_linear(given: torch.Size, made: torch.Size) -> int:
