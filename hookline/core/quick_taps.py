@@ -60,11 +60,11 @@ class QuickTap(CaptureTap, Site):
         self.target = target
         self.module = target.module
         self.common = common
+        self.context = common.context
+        self.options = common.options
+        self.owner = common.owner
         self.key = common.key
         self.kept = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.common, name)
 
 
 class OutputTap(QuickTap):
@@ -144,7 +144,6 @@ class _GradientTap(QuickTap):
 
     def __init__(self, target: Target, common: Common) -> None:
         super().__init__(target, common)
-        self.context = common.context
         self.ref = weakref.ref(self)
         # By the Python frame that calls both hooks of a call: what was known when it began.
         self.begun: dict[types.FrameType, tuple[int, Given]] = {}
