@@ -36,7 +36,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from timing import machine
+from timing import machine, settle_memory
 from torch import Tensor, nn
 
 import hookline as hl
@@ -127,11 +127,6 @@ WAYS: dict[str, Callable[[Transformer, int, Path], None]] = {
     "harvest, Variance too": measured,
     "hooks and torch.save": by_hand,
 }
-
-
-def settle_memory() -> None:
-    """Free a block of 30 MB, nearly the largest that changes what glibc's malloc keeps."""
-    torch.empty(30 << 18)
 
 
 def once(rounds: int, base: Path) -> float:

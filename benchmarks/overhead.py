@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from timing import Race, Ratio, machine
+from timing import Race, Ratio, machine, settle_memory
 from torch import Tensor, nn
 from transformer import LARGE, TINY, Size
 
@@ -364,6 +364,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer rounds, noisier ratios")
     quick = parser.parse_args().quick
     torch.set_num_threads(1)
+    settle_memory()
     warnings.simplefilter("error")
 
     start = time.perf_counter()

@@ -3,6 +3,7 @@
 - `Race` runs its variants in turn, in a new order every round, and compares them.
 - `Ratio` is such a comparison, with its standard error.
 - `machine` says where the numbers come from.
+- `settle_memory` lets malloc keep what is freed, as in any process that has run for a while.
 """
 
 from __future__ import annotations
@@ -125,6 +126,15 @@ def no_garbage_collection() -> Iterator[None]:
         gc.unfreeze()
         if was_enabled:
             gc.enable()
+
+
+def settle_memory() -> None:
+    """Free a block of 30 MB, nearly the largest that changes what glibc's malloc keeps.
+
+    Before that, what is freed goes back to the system and is taken again page by page, more of it
+    in one variant than in another by chance; a process that has run for a while is past that.
+    """
+    torch.empty(30 << 18)
 
 
 def machine() -> dict[str, str | int | None]:
