@@ -57,7 +57,7 @@ class Step:
     begun = 0.0
     seconds = 0.0
     start = stop = 0  # the first autograd nodes that are made in it, and after it
-    inner = False  # whether it called other modules
+    inner = False  # whether it called other modules, once they were added up
     key: Any = None  # what its FLOPs depend on, if that is known
     usual = False  # whether it was called outside of backwards and of vmap
     # Always set, and by whoever makes it.
@@ -122,27 +122,27 @@ class _LeafSite(_Site):
             return self.stranger(module)
         if tree.guard is not None:
             tree.wake(late=True)
-        parent = tree.stack[-1] if tree.stack else None
         try:
-            usual = parent is not None and parent.usual and parent.running is sys._getframe(_UP)
-        except ValueError:  # there are not so many
-            usual = False
+            parent = tree.stack[-1]
+            usual = parent.usual and parent.running is sys._getframe(_UP)
+        except (IndexError, ValueError):  # there are not so many
+            parent, usual = None, False
         if not usual:
             parent = tree.now()
             usual = _node() is None and vmap_level() is None
         if usual and not kwargs and len(args) == 1 and type(args[0]) is Tensor:
             tree.modes.__enter__()
             value = args[0]
-            if value.layout is _strided and not value.is_nested and value.ndim >= self.rank:
-                step = self.kind()
-                step.module, step.parent, step.given = module, parent, value.shape
-                if parent is not None:
-                    parent.inner = True
-                if tree.graded:
-                    step.start = sequence()
-                tree.steps.append(step)
-                tree.guard = no_dispatch()
-                return None
+            if value.layout is _strided and not value.is_nested:
+                shape = value.shape
+                if len(shape) >= self.rank:
+                    step = self.kind()
+                    step.module, step.parent, step.given = module, parent, shape
+                    if tree.graded:
+                        step.start = sequence()
+                    tree.steps.append(step)
+                    tree.guard = no_dispatch()
+                    return None
             tree.modes.__exit__(None, None, None)
         return tree.begin(module, args, kwargs, sys._getframe(1))
 
@@ -249,8 +249,6 @@ class CallTree(Entering):
             parent = self.now()
             step.usual = _node() is None and vmap_level() is None
         step.module, step.parent, step.running = module, parent, running
-        if parent is not None:
-            parent.inner = True
         if self.graded:
             step.start = sequence()
         self.stack.append(step)

@@ -5,6 +5,7 @@
 - `flops_of_call(function, args, kwargs)`: those of a call of a torch function, if they are known
 - `key_of_call(function, args, kwargs)`: what they depend on if it is one of `PURE`
 - `is_ordinary(tensors)`: whether the tensors of a model are such that all this holds for it
+- `is_dense(tensors)`: whether tensors are of torch's own types, and hold what their shapes say
 - `vmap_level()`: inside of `torch.vmap` something, else None
 - `has_torchs_formulas()`: whether the formulas are as torch brings them
 
@@ -16,7 +17,7 @@ of it is used.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -28,6 +29,7 @@ __all__ = [
     "flops_of_call",
     "flops_of_linear",
     "has_torchs_formulas",
+    "is_dense",
     "is_leaf",
     "is_ordinary",
     "key_of_call",
@@ -99,11 +101,20 @@ def is_ordinary(tensors: Iterable[Tensor]) -> bool:
     (True, False)
     """
     found = list(tensors)
+    devices = {tensor.device for tensor in found}
+    return is_dense(found) and _DEVICES.issuperset([device.type for device in devices])
+
+
+def is_dense(tensors: Sequence[Tensor]) -> bool:
+    """Whether tensors are of torch's own types, not lazy, not sparse, not nested.
+
+    >>> is_dense([torch.zeros(2)]), is_dense([torch.zeros(2).to_sparse()])
+    (True, False)
+    """
     return (
-        _TENSORS.issuperset(map(type, found))
-        and {tensor.layout for tensor in found} <= {torch.strided}
-        and True not in {tensor.is_nested for tensor in found}
-        and _DEVICES.issuperset([device.type for device in {tensor.device for tensor in found}])
+        _TENSORS.issuperset(map(type, tensors))
+        and {tensor.layout for tensor in tensors} <= {torch.strided}
+        and True not in [tensor.is_nested for tensor in tensors]
     )
 
 

@@ -145,9 +145,8 @@ def _counted(
 
 def _fill(summary: Summary, tree: CallTree, backward: bool) -> None:
     """Write into a summary what was counted in the calls."""
-    paths = tree.paths
     at: dict[str, ModuleCosts] = {row.place: row for row in summary.modules}
-    rows = {module: at[path] for module, path in paths.items()}
+    rows: dict[nn.Module, Any] = {module: at[path] for module, path in tree.paths.items()}
     calls = Counter([step.module for step in tree.steps])
     for row in summary.modules:
         row.calls = row.activation_bytes = row.flops = row.own_flops = 0
@@ -159,9 +158,10 @@ def _fill(summary: Summary, tree: CallTree, backward: bool) -> None:
     kept = 0
     for step in reversed(tree.steps):  # inner calls first
         module, parent, own = step.module, step.parent, step.flops
-        row: Any = rows[module]
+        row = rows[module]
         flops = step.all_flops + own
-        if parent is not None and flops:
+        if parent is not None:
+            parent.inner = True
             parent.all_flops += flops
         if calls[module] == 1:
             row.calls, row.flops, row.own_flops = 1, flops, own

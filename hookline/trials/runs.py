@@ -2,7 +2,8 @@
 
 - `trial(*models, mode=None)`: a context; afterwards the models and random numbers are as before
 - `run(model, batch)`: call a model on a batch, or let a function call it
-- `tensors_in(model)`, `cuda_devices(model)`: all parameters and buffers, and where they are
+- `tensors_in(model)`, `tensors_of_all(walk(model))`: all parameters and buffers
+- `cuda_devices(model)`: where they are
 - `copied(batch)`: the same batch in memory of its own, as models may write into it
 - `same_random_numbers(*models)`: a context; random numbers drawn inside are drawn again after it
 - `pull_back(roots)`: a backward that leaves no gradient; `nodes_of(roots)`: what it visits
@@ -37,6 +38,7 @@ __all__ = [
     "run",
     "same_random_numbers",
     "tensors_in",
+    "tensors_of_all",
     "trial",
 ]
 
@@ -60,7 +62,12 @@ def run(model: nn.Module, batch: Any) -> Any:
 
 def tensors_in(model: nn.Module) -> list[Tensor]:
     """All parameters and buffers, as often as they are registered; faster than torch's walk."""
-    tables = [table for _, m in walk(model) for table in (m._parameters, m._buffers) if table]
+    return tensors_of_all(walk(model))
+
+
+def tensors_of_all(steps: list[Step]) -> list[Tensor]:
+    """All parameters and buffers of modules that were walked, as often as they are registered."""
+    tables = [table for _, m in steps for table in (m._parameters, m._buffers) if table]
     return [tensor for table in tables for tensor in table.values() if tensor is not None]
 
 
