@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hookline.core.nested import get_part, leaves
+from hookline.core.tree import walk
 from hookline.costs.call_trees import CallTree, Step
 from hookline.costs.flops import FlopCounter
 from hookline.costs.footprints import Footprint, footprint_of, size_of
@@ -31,7 +32,7 @@ from hookline.trials.runs import (
     nodes_of,
     pull_back,
     run,
-    tensors_in,
+    tensors_of_all,
     trial,
 )
 
@@ -84,12 +85,14 @@ def summarize(
         )
     if batch is None:
         return sizes(model)
-    tensors = tensors_in(model)
+    steps = walk(model)
+    tensors = tensors_of_all(steps)
     if has_unmade(tensors):
-        model, tensors = copy.deepcopy(model), []
+        model = copy.deepcopy(model)
+        steps, tensors = walk(model), []
     shortcuts = not _hooks_everywhere() and is_ordinary(tensors)
     made, shapes = make_batch(model, batch, dtype)
-    with trial(model, mode=mode):
+    with trial(model, mode=mode, walks=[steps]):
         try:
             return _measured(model, made, backward, time, shortcuts)
         except (RuntimeError, IndexError, TypeError) as error:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from operator import is_not
 from typing import Any, Literal, cast
@@ -99,7 +99,9 @@ def _copy(leaf: Any) -> Any:
 
 
 @contextmanager
-def trial(*models: nn.Module, mode: Mode | None = None) -> Generator[None]:
+def trial(
+    *models: nn.Module, mode: Mode | None = None, walks: Sequence[list[Step]] | None = None
+) -> Generator[None]:
     """Run models inside; afterwards modes, buffers, gradients and random numbers are as before.
 
     >>> norm = nn.BatchNorm1d(2)
@@ -111,8 +113,9 @@ def trial(*models: nn.Module, mode: Mode | None = None) -> Generator[None]:
     Args:
         models: the models that run.
         mode: "eval" or "train" to run them so; each module has its own mode again afterwards.
+        walks: all modules of each model, if they are known already.
     """
-    walks = [walk(model) for model in models]
+    walks = walks or [walk(model) for model in models]
     modules = [module for steps in walks for _, module in steps]
     training = [module.training for module in modules]
     held = [module._parameters for module in modules if module._parameters]
