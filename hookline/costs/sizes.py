@@ -31,6 +31,7 @@ def sizes(model: nn.Module) -> Summary:
     named = walk(model)
     tensors = tensors_of_all(named)
     aliases, owners = _aliases(model, named), _owners(named, tensors)
+    several_places = bool(aliases or owners)
     # What is asked of every tensor is asked of all at once where it can be: that is much faster.
     dense = is_dense(tensors)
     # Of each module with all below it: the sums of what has one place only; of what has several,
@@ -42,12 +43,12 @@ def sizes(model: nn.Module) -> Summary:
         row = ModuleCosts(path, type(module).__name__, path.count(".") + 1 if path else 0)
         rows.append(row)
         shared: dict[int, _Size] = {}
-        count = trained = size = kept = 0
+        own = count = trained = size = kept = 0
         for tensor in module._parameters.values():
             if tensor is not None and (dense or not _is_unmade(tensor)):
                 number, bytes_ = tensor.numel(), tensor.nbytes if dense else size_of(tensor)
-                row.own_parameters += number
-                if (owners or aliases) and (id(tensor) in owners or module in aliases):
+                own += number
+                if several_places and (id(tensor) in owners or module in aliases):
                     shared[id(tensor)] = number, number * tensor.requires_grad, bytes_, 0
                 else:
                     count, size = count + number, size + bytes_
@@ -73,6 +74,7 @@ def sizes(model: nn.Module) -> Summary:
             row.shared_with = _sharing(module, path, owners)
         if module in aliases:
             row.aliases = aliases[module]
+        row.own_parameters = own
         row.parameters, row.trainable, row.parameter_bytes, row.buffer_bytes = total
     if aliases:
         order = {path: place for place, (path, _) in enumerate(named)}

@@ -151,6 +151,7 @@ def _fill(summary: Summary, tree: CallTree, backward: bool) -> None:
     at: dict[str, ModuleCosts] = {row.place: row for row in summary.modules}
     rows: dict[nn.Module, Any] = {module: at[path] for module, path in tree.paths.items()}
     calls = Counter([step.module for step in tree.steps])
+    once = {module for module, count in calls.items() if count == 1}
     for row in summary.modules:
         row.calls = row.activation_bytes = row.flops = row.own_flops = 0
         if backward:
@@ -166,7 +167,7 @@ def _fill(summary: Summary, tree: CallTree, backward: bool) -> None:
         if parent is not None:
             parent.inner = True
             parent.all_flops += flops
-        if calls[module] == 1:
+        if module in once:
             row.calls, row.flops, row.own_flops = 1, flops, own
             outermost = True
         else:
