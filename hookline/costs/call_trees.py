@@ -122,27 +122,25 @@ class _LeafSite(_Site):
             return self.stranger(module)
         if tree.guard is not None:
             tree.wake(late=True)
+        parent = tree.stack[-1] if tree.stack else None
         try:
-            parent = tree.stack[-1]
-            usual = parent.usual and parent.running is sys._getframe(_UP)
-        except (IndexError, ValueError):  # there are not so many
-            parent, usual = None, False
+            usual = parent is not None and parent.usual and parent.running is sys._getframe(_UP)
+        except ValueError:  # there are not so many
+            usual = False
         if not usual:
             parent = tree.now()
             usual = _node() is None and vmap_level() is None
         if usual and not kwargs and len(args) == 1 and type(args[0]) is Tensor:
             tree.modes.__enter__()
             value = args[0]
-            if value.layout is _strided and not value.is_nested:
-                shape = value.shape
-                if len(shape) >= self.rank:
-                    step = self.kind()
-                    step.module, step.parent, step.given = module, parent, shape
-                    if tree.graded:
-                        step.start = sequence()
-                    tree.steps.append(step)
-                    tree.guard = no_dispatch()
-                    return None
+            if value.layout is _strided and not value.is_nested and value.ndim >= self.rank:
+                step = self.kind()
+                step.module, step.parent, step.given = module, parent, value.shape
+                if tree.graded:
+                    step.start = sequence()
+                tree.steps.append(step)
+                tree.guard = no_dispatch()
+                return None
             tree.modes.__exit__(None, None, None)
         return tree.begin(module, args, kwargs, sys._getframe(1))
 

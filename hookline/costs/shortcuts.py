@@ -103,8 +103,9 @@ def is_ordinary(tensors: Iterable[Tensor]) -> bool:
     (True, False)
     """
     found = list(tensors)
-    devices = {tensor.device for tensor in found}
-    return is_dense(found) and _DEVICES.issuperset([device.type for device in devices])
+    return is_dense(found) and _DEVICES.issuperset(
+        [device.type for device in {tensor.device for tensor in found}]
+    )
 
 
 def is_dense(tensors: Sequence[Tensor]) -> bool:
