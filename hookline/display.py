@@ -115,14 +115,13 @@ def as_lines(cells: Sequence[Sequence[str]], width: int) -> list[str]:
             break
         widest = max(long, key=lambda n: widths[n])
         widths[widest] -= 1
-    lines: list[str] = []
-    for row in cells:
-        shown = [
-            _cut(cell, size, head[n] == "place").ljust(size) if n in text else cell.rjust(size)
-            for n, (cell, size) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  " + "  ".join(shown).rstrip())
-    return lines
+    columns: list[list[str]] = []
+    for name, size, column in zip(head, widths, zip(*cells, strict=True), strict=True):
+        if name in _TEXT:
+            columns.append([_cut(cell, size, name == "place").ljust(size) for cell in column])
+        else:
+            columns.append([cell.rjust(size) for cell in column])
+    return ["  " + "  ".join(row).rstrip() for row in zip(*columns, strict=True)]
 
 
 def _cut(cell: str, size: int, keep_end: bool) -> str:

@@ -57,7 +57,7 @@ class Step:
     begun = 0.0
     seconds = 0.0
     start = stop = 0  # the first autograd nodes that are made in it, and after it
-    inner = False  # whether it called other modules
+    inner = False  # whether it called other modules, once they were added up
     key: Any = None  # what its FLOPs depend on, if that is known
     usual = False  # whether it was called outside of backwards and of vmap
     # Always set, and by whoever makes it.
@@ -136,8 +136,6 @@ class _LeafSite(_Site):
             if value.layout is _strided and not value.is_nested and value.ndim >= self.rank:
                 step = self.kind()
                 step.module, step.parent, step.given = module, parent, value.shape
-                if parent is not None:
-                    parent.inner = True
                 if tree.graded:
                     step.start = sequence()
                 tree.steps.append(step)
@@ -249,8 +247,6 @@ class CallTree(Entering):
             parent = self.now()
             step.usual = _node() is None and vmap_level() is None
         step.module, step.parent, step.running = module, parent, running
-        if parent is not None:
-            parent.inner = True
         if self.graded:
             step.start = sequence()
         self.stack.append(step)

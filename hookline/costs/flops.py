@@ -20,7 +20,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hookline.costs.shortcuts import PURE, flops_of_call, has_torchs_formulas, key_of_call
+from hookline.costs.shortcuts import (
+    PURE,
+    flops_of_call,
+    has_torchs_formulas,
+    is_free,
+    key_of_call,
+)
 
 __all__ = ["FlopCounter", "no_dispatch"]
 
@@ -201,6 +207,12 @@ class _Shortcuts(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if self.certain and not kwargs and is_free(func, args):
+            guard = no_dispatch()
+            try:
+                return func(*args)
+            finally:
+                del guard
         key = None
         flops = flops_of_call(func, args, kwargs) if self.certain else None
         if flops is None and func in PURE:

@@ -3,8 +3,10 @@
 - `is_leaf(module)`: whether the FLOPs of a module's calls follow from the shape of its argument
 - `flops_of_linear(given, made)`: those of a linear layer, from the shapes of input and output
 - `flops_of_call(function, args, kwargs)`: those of a call of a torch function, if they are known
+- `is_free(function, args)`: whether it has none
 - `key_of_call(function, args, kwargs)`: what they depend on if it is one of `PURE`
 - `is_ordinary(tensors)`: whether the tensors of a model are such that all this holds for it
+- `is_dense(tensors)`: whether tensors are of torch's own types, and hold what their shapes say
 - `vmap_level()`: inside of `torch.vmap` something, else None
 - `has_torchs_formulas()`: whether the formulas are as torch brings them
 
@@ -16,7 +18,7 @@ of it is used.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -28,6 +30,8 @@ __all__ = [
     "flops_of_call",
     "flops_of_linear",
     "has_torchs_formulas",
+    "is_dense",
+    "is_free",
     "is_leaf",
     "is_ordinary",
     "key_of_call",
@@ -99,11 +103,21 @@ def is_ordinary(tensors: Iterable[Tensor]) -> bool:
     (True, False)
     """
     found = list(tensors)
+    return is_dense(found) and _DEVICES.issuperset(
+        [device.type for device in {tensor.device for tensor in found}]
+    )
+
+
+def is_dense(tensors: Sequence[Tensor]) -> bool:
+    """Whether tensors are of torch's own types, not lazy, not sparse, not nested.
+
+    >>> is_dense([torch.zeros(2)]), is_dense([torch.zeros(2).to_sparse()])
+    (True, False)
+    """
     return (
-        _TENSORS.issuperset(map(type, found))
-        and {tensor.layout for tensor in found} <= {torch.strided}
-        and True not in {tensor.is_nested for tensor in found}
-        and _DEVICES.issuperset([device.type for device in {tensor.device for tensor in found}])
+        _TENSORS.issuperset(map(type, tensors))
+        and {tensor.layout for tensor in tensors} <= {torch.strided}
+        and True not in [tensor.is_nested for tensor in tensors]
     )
 
 
@@ -136,6 +150,15 @@ def flops_of_linear(given: torch.Size, made: torch.Size) -> int:
     return 2 * given.numel() * made[-1]
 
 
+def is_free(function: Any, args: tuple[Any, ...]) -> bool:
+    """Whether a call of a torch function has no FLOPs, for no operation in it has a formula.
+
+    >>> is_free(Tensor.add, (torch.zeros(2), 1)), is_free(torch.mm, (torch.zeros(2, 2),) * 2)
+    (True, False)
+    """
+    return function in _FREE_FUNCTIONS and _PLAIN.issuperset(map(type, args))
+
+
 def flops_of_call(
     function: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
 ) -> int | None:
@@ -147,7 +170,7 @@ def flops_of_call(
     >>> flops_of_call(torch.einsum, ("ab,ab->a", x, x))
     """
     if function in _FREE_FUNCTIONS:
-        return None if kwargs or not _PLAIN.issuperset(map(type, args)) else 0
+        return None if kwargs or not is_free(function, args) else 0
     if function is F.scaled_dot_product_attention:
         return _flops_of_attention(*args, **(kwargs or {}))
     if function is F.linear and not kwargs and 2 <= len(args) <= 3 and _are_dense(*args):
@@ -163,7 +186,7 @@ def _flops_of_attention(
     """Queries meet keys, and what comes of that meets values."""
     if query is None or key is None or value is None or not _are_dense(query, key, value):
         return None
-    if not _PLAIN.issuperset(map(type, (*more, *options.values()))):
+    if (more or options) and not _PLAIN.issuperset(map(type, (*more, *options.values()))):
         return None
     queries, keys, values = query.shape, key.shape, value.shape
     batch = queries[:-2]

@@ -53,7 +53,7 @@ def _shapes_in(value: Any, level: int) -> Any:
     return {str(part): item for part, item in shown}
 
 
-@dataclass
+@dataclass(slots=True)
 class ModuleCosts:
     """What one module costs, with all that is in it and that it calls; `own_…` without.
 

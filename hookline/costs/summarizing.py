@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hookline.core.nested import get_part, leaves
+from hookline.core.tree import walk
 from hookline.costs.call_trees import CallTree, Step
 from hookline.costs.flops import FlopCounter
 from hookline.costs.footprints import Footprint, footprint_of, size_of
@@ -31,7 +32,7 @@ from hookline.trials.runs import (
     nodes_of,
     pull_back,
     run,
-    tensors_in,
+    tensors_of_all,
     trial,
 )
 
@@ -84,12 +85,14 @@ def summarize(
         )
     if batch is None:
         return sizes(model)
-    tensors = tensors_in(model)
+    steps = walk(model)
+    tensors = tensors_of_all(steps)
     if has_unmade(tensors):
-        model, tensors = copy.deepcopy(model), []
+        model = copy.deepcopy(model)
+        steps, tensors = walk(model), []
     shortcuts = not _hooks_everywhere() and is_ordinary(tensors)
     made, shapes = make_batch(model, batch, dtype)
-    with trial(model, mode=mode):
+    with trial(model, mode=mode, walks=[steps]):
         try:
             return _measured(model, made, backward, time, shortcuts)
         except (RuntimeError, IndexError, TypeError) as error:
@@ -145,10 +148,10 @@ def _counted(
 
 def _fill(summary: Summary, tree: CallTree, backward: bool) -> None:
     """Write into a summary what was counted in the calls."""
-    paths = tree.paths
     at: dict[str, ModuleCosts] = {row.place: row for row in summary.modules}
-    rows = {module: at[path] for module, path in paths.items()}
+    rows: dict[nn.Module, Any] = {module: at[path] for module, path in tree.paths.items()}
     calls = Counter([step.module for step in tree.steps])
+    once = {module for module, count in calls.items() if count == 1}
     for row in summary.modules:
         row.calls = row.activation_bytes = row.flops = row.own_flops = 0
         if backward:
@@ -159,11 +162,12 @@ def _fill(summary: Summary, tree: CallTree, backward: bool) -> None:
     kept = 0
     for step in reversed(tree.steps):  # inner calls first
         module, parent, own = step.module, step.parent, step.flops
-        row: Any = rows[module]
+        row = rows[module]
         flops = step.all_flops + own
-        if parent is not None and flops:
+        if parent is not None:
+            parent.inner = True
             parent.all_flops += flops
-        if calls[module] == 1:
+        if module in once:
             row.calls, row.flops, row.own_flops = 1, flops, own
             outermost = True
         else:

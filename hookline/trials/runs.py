@@ -2,7 +2,8 @@
 
 - `trial(*models, mode=None)`: a context; afterwards the models and random numbers are as before
 - `run(model, batch)`: call a model on a batch, or let a function call it
-- `tensors_in(model)`, `cuda_devices(model)`: all parameters and buffers, and where they are
+- `tensors_in(model)`, `tensors_of_all(walk(model))`: all parameters and buffers
+- `cuda_devices(model)`: where they are
 - `copied(batch)`: the same batch in memory of its own, as models may write into it
 - `same_random_numbers(*models)`: a context; random numbers drawn inside are drawn again after it
 - `pull_back(roots)`: a backward that leaves no gradient; `nodes_of(roots)`: what it visits
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from operator import is_not
 from typing import Any, Literal, cast
@@ -37,6 +38,7 @@ __all__ = [
     "run",
     "same_random_numbers",
     "tensors_in",
+    "tensors_of_all",
     "trial",
 ]
 
@@ -60,7 +62,12 @@ def run(model: nn.Module, batch: Any) -> Any:
 
 def tensors_in(model: nn.Module) -> list[Tensor]:
     """All parameters and buffers, as often as they are registered; faster than torch's walk."""
-    tables = [table for _, m in walk(model) for table in (m._parameters, m._buffers) if table]
+    return tensors_of_all(walk(model))
+
+
+def tensors_of_all(steps: list[Step]) -> list[Tensor]:
+    """All parameters and buffers of modules that were walked, as often as they are registered."""
+    tables = [table for _, m in steps for table in (m._parameters, m._buffers) if table]
     return [tensor for table in tables for tensor in table.values() if tensor is not None]
 
 
@@ -92,7 +99,9 @@ def _copy(leaf: Any) -> Any:
 
 
 @contextmanager
-def trial(*models: nn.Module, mode: Mode | None = None) -> Generator[None]:
+def trial(
+    *models: nn.Module, mode: Mode | None = None, walks: Sequence[list[Step]] | None = None
+) -> Generator[None]:
     """Run models inside; afterwards modes, buffers, gradients and random numbers are as before.
 
     >>> norm = nn.BatchNorm1d(2)
@@ -104,8 +113,9 @@ def trial(*models: nn.Module, mode: Mode | None = None) -> Generator[None]:
     Args:
         models: the models that run.
         mode: "eval" or "train" to run them so; each module has its own mode again afterwards.
+        walks: all modules of each model, if they are known already.
     """
-    walks = [walk(model) for model in models]
+    walks = walks or [walk(model) for model in models]
     modules = [module for steps in walks for _, module in steps]
     training = [module.training for module in modules]
     held = [module._parameters for module in modules if module._parameters]
