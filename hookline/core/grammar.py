@@ -76,6 +76,7 @@ class Pattern(NamedTuple):
     literal: bool
 
 
+@lru_cache(maxsize=4096)
 def escape(path: str) -> str:
     r"""A path with the characters of the grammar escaped.
 

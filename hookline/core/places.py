@@ -105,8 +105,8 @@ class Target:
     @property
     def spelled(self) -> str:
         """The place as plain text, which is quicker to make."""
-        plain = (self.port, self.parts, self.operation) == ("output", (), None)
-        return escape(self.path) if plain and self.attribute is None else self.place
+        plain = self.port == "output" and not (self.parts or self.operation or self.attribute)
+        return escape(self.path) if plain else self.place
 
     def place_at(self, path: str) -> Place:
         """The place, if the module's path is `path`."""
