@@ -20,6 +20,7 @@ __all__ = ["read", "write"]
 
 _VERSION = 1
 _MOST = 256 * 2**20  # bytes of JSON
+_DEEPEST = 1000  # levels of it, whatever Python's own limit is set to
 _WRITE = "Give a folder that was written by .save(folder)."
 
 
@@ -77,6 +78,8 @@ def read(
     if not isinstance(content, dict) or content.get("format") != f"hookline {kind}":
         refuse(f"{path.name} does not say that it is a hookline {kind}.")
     content = cast("dict[str, Any]", content)
+    if _is_deep(content):
+        refuse(f"{path.name} is nested more than {_DEEPEST} levels deep.")
     if content.get("version") != _VERSION:
         version = f"It has the version {content.get('version')!r}; this hookline reads {_VERSION}."
         refuse(version, "Use the hookline that wrote it.")
@@ -97,6 +100,15 @@ def read(
 def _refuse_constant(name: str) -> NoReturn:
     """Called for NaN and Infinity, which Python's JSON takes and no other does."""
     raise ValueError(f"{name} is not JSON")
+
+
+def _is_deep(content: Any) -> bool:
+    """Whether JSON is nested more deeply than what is written."""
+    level: list[Any] = [content]
+    for _ in range(_DEEPEST):
+        inside: Any = [node.values() if isinstance(node, dict) else node for node in level]
+        level = [item for items in inside for item in items if isinstance(item, (dict, list))]
+    return bool(level)
 
 
 def _digest(path: Path) -> str:

@@ -1,6 +1,7 @@
 """Records on disk, against the record that was saved."""
 
 import json
+import sys
 from collections import namedtuple
 from dataclasses import dataclass
 
@@ -154,7 +155,8 @@ def test_a_file_that_is_no_record_is_refused(content, tmp_path):
         hl.load_record(tmp_path)
 
 
-def test_deep_nesting_is_refused(tmp_path):
+@pytest.mark.parametrize("limit", [1000, 100_000])
+def test_deep_nesting_is_refused_whatever_the_limit_of_recursion(tmp_path, limit):
     model = nn.Sequential(nn.Identity())
     with hl.capture(model, "0") as record:
         model(torch.ones(1))
@@ -164,8 +166,13 @@ def test_deep_nesting_is_refused(tmp_path):
     deep = '{"list": [' * 900 + "]}" * 900
     written["places"][0]["calls"] = ["HERE"]
     path.write_text(json.dumps(written).replace('"HERE"', deep))
-    with pytest.raises(hl.RecordError):
-        hl.load_record(tmp_path)
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(limit)
+    try:
+        with pytest.raises(hl.RecordError):
+            hl.load_record(tmp_path)
+    finally:
+        sys.setrecursionlimit(before)
 
 
 def test_a_folder_without_a_record_is_refused(tmp_path):
