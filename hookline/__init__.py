@@ -38,9 +38,8 @@ from hookline.core.contexts import attached
 from hookline.core.edits import edit
 from hookline.core.hooks import hook
 from hookline.core.parameters import get_module, get_parameter, preserve, replace_module
-from hookline.core.places import Place, select
+from hookline.core.places import Place
 from hookline.core.records import Record
-from hookline.core.slices import heads, last_token
 from hookline.core.tables import render_with as _render_with
 from hookline.core.taps import Call
 from hookline.errors import (
@@ -69,6 +68,7 @@ from hookline.errors import (
     StoreError,
     ValueChanged,
 )
+from hookline.listings import select
 from hookline.ready_changes import (
     add,
     blend,
@@ -80,6 +80,7 @@ from hookline.ready_changes import (
     scale,
     zero,
 )
+from hookline.ready_slices import heads, last_token
 
 if TYPE_CHECKING:
     from hookline.attention_patterns import attention

@@ -23,7 +23,7 @@ from hookline.core.captures import capture
 from hookline.core.grammar import escape
 from hookline.core.keeping import CaptureTap
 from hookline.core.operations import Operation
-from hookline.core.places import Place, Request, Target, Where, select
+from hookline.core.places import Place, Request, Target, Where
 from hookline.core.records import Record
 from hookline.core.snapshots import duplicate, settle
 from hookline.core.taps import Frame
@@ -36,6 +36,7 @@ from hookline.errors import (
     PlaceError,
     SeveralCalls,
 )
+from hookline.listings import select
 
 __all__ = ["Patterns", "attention"]
 

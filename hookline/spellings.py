@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 
 from hookline.core.changes import Chain, Change, replace
-from hookline.core.slices import heads, last_token
 from hookline.errors import RecipeError
 from hookline.ready_changes import (
     add,
@@ -35,6 +34,7 @@ from hookline.ready_changes import (
     scale,
     zero,
 )
+from hookline.ready_slices import heads, last_token
 
 __all__ = ["Reader", "Writer"]
 

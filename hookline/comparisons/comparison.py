@@ -23,12 +23,13 @@ from hookline.core import compiling
 from hookline.core.captures import capture
 from hookline.core.hooks import hook
 from hookline.core.nested import Path, leaves, map_leaves
-from hookline.core.places import Place, Where, select
+from hookline.core.places import Place, Where
 from hookline.core.snapshots import snapshot
 from hookline.core.tables import describe
 from hookline.core.taps import Call
 from hookline.core.tree import walk
 from hookline.errors import BatchError, NeverFired, NotHookable, PlaceError, PlaceNotFound
+from hookline.listings import select
 from hookline.trials.runs import Mode, copied, run, same_random_numbers, trial
 
 __all__ = ["compare"]

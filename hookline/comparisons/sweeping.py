@@ -17,9 +17,10 @@ from hookline.comparisons.sweeps import Sweep
 from hookline.core.captures import capture
 from hookline.core.changes import Change
 from hookline.core.nested import leaves, map_leaves, only_tensor
-from hookline.core.places import Place, Where, select
+from hookline.core.places import Place, Where
 from hookline.core.records import Record
 from hookline.errors import BatchError, PlaceError
+from hookline.listings import select
 from hookline.ready_changes import patch
 from hookline.trials.runs import Mode, copied, pull_back, run, same_random_numbers, trial
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from collections.abc import Callable
+from types import MappingProxyType
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,13 +19,15 @@ from hookline.core.distributed import recover, recovers
 from hookline.core.hooks import Context
 from hookline.core.keeping import PLAIN, CaptureTap, Keep, Options
 from hookline.core.places import Request, Target, Where
-from hookline.core.quick_taps import QUICK, Common, LastTap, QuickTap
+from hookline.core.quick_taps import QUICK, Common, LastTap, QuickTap, tap_all
 from hookline.core.records import Record
 from hookline.core.slices import check_at
 from hookline.core.snapshots import duplicate
 from hookline.errors import NeverFired, NotCaptured
 
 __all__ = ["capture"]
+
+_NOTHING = cast(Any, MappingProxyType({}))
 
 
 class _Stop(BaseException):
@@ -67,7 +70,8 @@ class capture(Context[CaptureTap]):
 
     _verb = "capture"
     _record: Record | None = None
-    _commons: Sequence[Common] = ()
+    _commons: dict[str, Common] = _NOTHING  # by port
+    _quick: list[QuickTap] = _NOTHING
 
     def __init__(
         self,
@@ -128,14 +132,14 @@ class capture(Context[CaptureTap]):
 
     def _resolve(self) -> list[Request]:
         requests = super()._resolve()
-        self._commons = ()
+        self._commons, self._quick = {}, []
         self._mixed = self._find_mixed(requests)
         return requests
 
     def _runs_compiled(self) -> bool:
         plain = self._options.keep == "last" and self._mixed == set()
         in_graph = plain and compiling.loaded() and compiling.untouched()
-        for common in self._commons:
+        for common in self._commons.values():
             common.in_graph = in_graph
         return in_graph
 
@@ -147,27 +151,22 @@ class capture(Context[CaptureTap]):
         gradients = options.keep == "all" and self._owned and not self._attached
         ports = QUICK if gradients else ("output",)
         return {
-            target.ident
-            for request in requests
-            for target in request.targets
-            if target.port not in ports or target.parts or target.operation
+            t.ident for request in requests if not request.whole(ports) for t in request.targets
         }
 
-    def _place_all(self, targets: list[Target], ref: weakref.ref[Any], owner: int | None) -> None:
-        mixed = self._mixed
-        if mixed is None or (mixed and not mixed.isdisjoint(t.ident for t in targets)):
-            super()._place_all(targets, ref, owner)
+    def _place_all(self, request: Request, ref: weakref.ref[Any], owner: int | None) -> None:
+        mixed, modules = self._mixed, request.modules
+        if mixed is None or not modules or not mixed.isdisjoint(id(m) for _, m in modules):
+            super()._place_all(request, ref, owner)
             return
-        common = Common(ref, self._options, owner)
-        self._commons = (*self._commons, common)
-        taps = self._taps
-        for target in targets:
-            kind = LastTap if self._options.keep == "last" else QUICK[target.port]
-            if target.key not in taps:
-                tap = taps[target.key] = kind(target, common)
-                tap.register(target.module)
-                if self._attached:
-                    tap.keeper = self
+        port = request.port or "output"
+        common = self._commons.get(port)
+        if common is None:
+            common = self._commons[port] = Common(ref, self._options, owner)
+        kind = LastTap if self._options.keep == "last" else QUICK[port]
+        tap_all(kind, modules, common, self._quick)
+        for tap in self._quick if self._attached else ():
+            tap.keeper = self
 
     def _prepared(self) -> None:
         self._stopping = False
@@ -183,11 +182,10 @@ class capture(Context[CaptureTap]):
                 "after a forward that ended early. Leave out stop."
             )
         if len(self._commons) > 1:
-            quick = [tap for tap in self._taps.values() if isinstance(tap, QuickTap)]
-            counts = Counter(tap.target.ident for tap in quick)
-            for tap in quick:
-                tap.beside = counts[tap.target.ident]
-        self._record = Record(list(self._taps.values()), self)
+            counts = Counter(tap.ident for tap in self._quick)
+            for tap in self._quick:
+                tap.beside = counts[tap.ident]
+        self._record = Record([*self._taps.values(), *self._quick], self)
 
     def _result(self) -> Record:
         return self.record
@@ -224,16 +222,17 @@ class capture(Context[CaptureTap]):
                 "Something in the model caught the stop and went on, probably a bare `except:`.",
                 "Leave out stop=True; what was captured is in the record.",
             )
-        for tap in self._taps.values():
+        for tap in self.record._taps:
             if not (tap.kept or tap.grads):
+                self._taps.update((quick.target.key, quick) for quick in self._quick)
                 super()._verify()
                 return
 
     def _stop(self) -> None:
-        for common in self._commons:
+        for common in self._commons.values():
             common.closed = True
-        for tap in self._taps.values() if self._commons else ():
-            if isinstance(tap, QuickTap) and tap.module is not None:
+        for tap in self._quick:
+            if tap.module is not None:
                 tap.unregister(tap.module)
                 if self._attached:
                     tap.keeper = None

@@ -1,5 +1,6 @@
 r"""The spelling of places: `path [/operation[#n]] [:port] [[part]]...`.
 
+- `Place`: the address of a value, a string with its pieces as attributes
 - `parse(text)`: a spelled place as a `Pattern`
 - `parse_port(text)`: a port with parts only
 - `literal_readings(text)`: the ways to read a text as a plain existing path
@@ -17,13 +18,13 @@ import re
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from hookline.core.nested import Path
+from hookline.core.nested import Path, show_path
 from hookline.errors import PlaceError
 
 __all__ = [
-    "ANY", "DEEP", "MODULE_PORTS", "TENSOR_PORTS", "Pattern", "Segment", "escape",
+    "ANY", "DEEP", "MODULE_PORTS", "TENSOR_PORTS", "Pattern", "Place", "Segment", "escape",
     "literal_readings", "parse", "parse_port",
 ]  # fmt: skip
 
@@ -63,6 +64,33 @@ _REASONS = {
     r"\A\.|\.\.|\.\Z": "a path has no empty segments",
     r"[^.]\*\*|\*\*[^.]": "'**' must stand alone between dots",
 }
+
+
+class Place(str):
+    """The address of a value: a string in its canonical spelling, with its pieces as attributes.
+
+    >>> place = Place("lstm", "output", (1, 0))
+    >>> place == "lstm[1][0]", place.path, place.port, place.parts
+    (True, 'lstm', 'output', (1, 0))
+    """
+
+    __slots__ = ("operation", "parts", "path", "port")
+    path: str
+    port: str
+    parts: Path
+    operation: str | None  # such as "softmax" or "matmul#1"
+
+    def __new__(
+        cls, path: str, port: str = "output", parts: Path = (), operation: str | None = None
+    ) -> Place:
+        within = "" if operation is None else f"/{operation}"
+        shown = "" if port in ("output", "value") else f":{port}"
+        self = super().__new__(cls, escape(path) + within + shown + show_path(parts))
+        self.path, self.port, self.parts, self.operation = path, port, parts, operation
+        return self
+
+    def __getnewargs__(self) -> tuple[Any, ...]:
+        return self.path, self.port, self.parts, self.operation
 
 
 class Pattern(NamedTuple):

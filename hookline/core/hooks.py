@@ -71,7 +71,7 @@ class Context(Entering, Generic[T]):
     def _start(self, attached: bool) -> None:
         self._taps, self._sites, self._handles, self._names = {}, {}, [], None
         self._requests = self._resolve()
-        if not any(request.targets for request in self._requests):
+        if not any(request.modules or request.targets for request in self._requests):
             raise PlaceError(
                 f"{self._verb} was given no place.",
                 "Nothing would happen.",
@@ -83,7 +83,7 @@ class Context(Entering, Generic[T]):
         owner = self._serial if self._owned and not attached else None
         ref: weakref.ref[Any] = weakref.ref(self)
         for request in self._requests:
-            self._place_all(request.targets, ref, owner)
+            self._place_all(request, ref, owner)
         self._prepared()
         for module, site in self._sites.values():
             if attached:
@@ -92,8 +92,8 @@ class Context(Entering, Generic[T]):
         if owner is not None:
             ACTIVE.set(ACTIVE.get() | {owner})
 
-    def _place_all(self, targets: list[Target], ref: weakref.ref[Any], owner: int | None) -> None:
-        for target in targets:
+    def _place_all(self, request: Request, ref: weakref.ref[Any], owner: int | None) -> None:
+        for target in request.targets:
             if target.key not in self._taps:
                 self._place(target, ref, owner)
 

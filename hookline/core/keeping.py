@@ -166,6 +166,10 @@ class CaptureTap(Tap):
         elif self.options.keep == "last" and not late:
             self.kept[0] = kept
 
+    def release(self) -> None:
+        """Let go of the module: a record does not keep it alive."""
+        self.target.module = cast(nn.Module, None)
+
     def note_layouts(self) -> None:
         """Before the module is let go of: how a tensor-parallel plan spreads its values."""
         if self.options.at is None and self.options.transform is None:

@@ -5,18 +5,15 @@ open there. It looks at the calls that stand in an asked module's own forward, f
 Python frames; all others pass through.
 
 - `Operation`: a context's doings at one operation of one module
-- `survey(model, wheres, inputs)`: the operations that a run of the model makes, as a `Listing`
-- `call(model, inputs)`: run a model on a batch
+- `Mode`: what sees the torch calls of a thread; `innermost` and `name_of` say what they are
 - `refuse(targets)`, `not_called(name, others)`: what cannot be, and why nothing happened
 """
 
 from __future__ import annotations
 
-import linecache
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterable
 from types import CodeType, FrameType
 from typing import Any, cast
 
@@ -24,19 +21,14 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode
 
-from hookline.core import tables
-from hookline.core.grammar import parse
 from hookline.core.nested import leaves
-from hookline.core.places import Place, Target, Where, resolve
+from hookline.core.places import Target
 from hookline.core.recomputation import in_backward
 from hookline.core.sites import ACTIVE, Site
-from hookline.core.snapshots import same_bits
 from hookline.core.taps import is_over
-from hookline.errors import NotHookable, PlaceNotFound
+from hookline.errors import NotHookable
 
-__all__ = ["Listing", "Operation", "call", "not_called", "refuse", "survey"]
-
-_TORCH = str(Path(torch.__file__).parent)
+__all__ = ["Mode", "Operation", "innermost", "name_of", "not_called", "refuse"]
 
 _CALL = nn.Module._call_impl.__code__
 _INNER = next(code for code in _CALL.co_consts if isinstance(code, CodeType))
@@ -51,7 +43,7 @@ _push_mode: Callable[[Any], None] = cast(Any, torch.overrides)._push_mode
 _stack: Callable[[], list[Any]] = _get_current_function_mode_stack
 
 
-def _name_of(function: Any) -> str:
+def name_of(function: Any) -> str:
     """The name of a torch function, method, operator or property."""
     name = _names.get(function)
     if name is None:
@@ -65,7 +57,7 @@ def _name_of(function: Any) -> str:
     return name
 
 
-def _innermost(frame: FrameType | None) -> tuple[nn.Module, FrameType] | None:
+def innermost(frame: FrameType | None) -> tuple[nn.Module, FrameType] | None:
     """The module in whose own forward a frame stands, and the frame of torch's that called it."""
     below: CodeType | None = None
     while frame is not None:
@@ -89,7 +81,7 @@ class _Running:
         self.counts: dict[str, int] = {}
 
 
-class _Mode(TorchFunctionMode):
+class Mode(TorchFunctionMode):
     """Sees every torch call of a thread while it is entered."""
 
     def __init__(self) -> None:
@@ -136,10 +128,10 @@ class _Mode(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        name = _name_of(func)
+        name = name_of(func)
         if name not in self.names and not self.waiting:
             return func(*args, **kwargs)
-        found = _innermost(sys._getframe(1))
+        found = innermost(sys._getframe(1))
         asked = self.operations.get(id(found[0])) if found else None
         if found is None or not asked:
             return func(*args, **kwargs)
@@ -180,7 +172,7 @@ class _Mode(TorchFunctionMode):
 
 
 class _Thread(threading.local):
-    mode: _Mode | None = None
+    mode: Mode | None = None
 
 
 _thread = _Thread()
@@ -200,7 +192,7 @@ class Operation(Site):
         self.prepare()
         self.paired = True
         if _thread.mode is None:
-            _thread.mode = _Mode()
+            _thread.mode = Mode()
         self.mode = _thread.mode
         self.mode.add(self)
         self.anchor(module)
@@ -223,7 +215,7 @@ class Operation(Site):
         """Whether this is for the n-th use of an operation in a call of the module."""
         if self.closed or name != self.name or self.nth not in (None, use):
             return False
-        if self.owner is not None and self.owner not in ACTIVE.get():
+        if self.owner not in ACTIVE.get():
             self.foreign += 1
             return False
         return True
@@ -240,112 +232,7 @@ def refuse(targets: Iterable[Target]) -> None:
             )
 
 
-class Listing(list[Place]):
-    """Places in the order in which they came, shown with what stood there."""
-
-    def __init__(self, rows: dict[Place, tuple[str, str]]) -> None:
-        super().__init__(rows)
-        self.rows = rows  # shapes and dtypes, and the line of the source
-
-    def __repr__(self) -> str:
-        return tables.as_text(*self._table())
-
-    def _repr_html_(self) -> str:
-        return tables.as_html(*self._table())
-
-    def _table(self) -> tuple[str, list[tuple[str, ...]]]:
-        rows = [(str(place) or "''", *row) for place, row in self.rows.items()]
-        return f"{len(self)} places", [("place", "value", "source"), *rows]
-
-
-class _Survey(_Mode):
-    """Notes every operation in the forwards of some modules."""
-
-    def __init__(self, targets: Iterable[Target]) -> None:
-        super().__init__()
-        self.targets = {target.ident: target for target in targets}
-        self.found: list[tuple[Target, str, int, str, str]] = []
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        output = func(*args, **(kwargs or {}))
-        found = _innermost(sys._getframe(1))
-        target = None if found is None else self.targets.get(id(found[0]))
-        if found is not None and target is not None:
-            name = _name_of(func)
-            use = self.count(name, *found)
-            values = [tables.describe(tensor) for _, tensor in leaves(output)]
-            if values:
-                self.found.append((target, name, use, ", ".join(values), _source()))
-        return output
-
-
-def _source() -> str:
-    """The line that called a torch function."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and _TORCH in frame.f_code.co_filename:
-        frame = frame.f_back
-    if frame is None:
-        return ""
-    file, line = frame.f_code.co_filename, frame.f_lineno
-    return f"{Path(file).name}:{line}  {linecache.getline(file, line).strip()}".strip()
-
-
-def survey(model: nn.Module, wheres: Iterable[Where], inputs: Any) -> list[Place]:
-    """The operations that one run of the model makes in the forwards that are asked for.
-
-    The run leaves nothing behind: no gradients, buffers and random numbers as before.
-    """
-    requests = resolve(model, wheres, wild=True)
-    targets = [t for request in requests for t in request.targets if t.operation is not None]
-    mode = _Survey(targets)
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    try:
-        with torch.no_grad(), torch.random.fork_rng(devices=_devices(model)), mode:
-            call(model, inputs)
-    finally:
-        for buffer, before in buffers:
-            if not same_bits(buffer, before):
-                buffer.copy_(before)
-    often = {(id(target), name) for target, name, use, *_ in mode.found if use}
-    rows: dict[Place, tuple[str, str]] = {}
-    for target, name, use, values, source in mode.found:
-        for asked in (t for t in targets if t.ident == target.ident):
-            wanted, _, nth = cast(str, asked.operation).partition("#")
-            (segment,) = parse(wanted).paths[0]
-            fits = name == segment if isinstance(segment, str) else segment.fullmatch(name)
-            if fits and nth in ("", str(use)):
-                spelled = f"{name}#{use}" if nth or (id(target), name) in often else name
-                place = Place(asked.path, asked.port, asked.parts, spelled)
-                rows.setdefault(place, (values, source))
-    if targets and not rows:
-        raise _not_called(targets[0], [name for _, name, *_ in mode.found])
-    others = [t.place for request in requests for t in request.targets if t.operation is None]
-    return Listing({**dict.fromkeys(others, ("", "")), **rows})
-
-
-def call(model: nn.Module, inputs: Any) -> Any:
-    """Run a model on a batch: a dict gives arguments by name, a tuple or list by position."""
-    if isinstance(inputs, Mapping):
-        return model(**inputs)
-    return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
-
-
-def _devices(model: nn.Module) -> list[int]:
-    """The devices other than the CPU whose random numbers a run may use."""
-    return sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
-
-
 def not_called(name: str, others: Iterable[str]) -> str:
     """Why nothing happened at an operation."""
     listed = ", ".join(dict.fromkeys(others)) or "no torch function at all"
     return f"its module's own forward never called {name!r}. It called {listed}."
-
-
-def _not_called(target: Target, names: list[str]) -> PlaceNotFound:
-    return PlaceNotFound(
-        f"Nothing matches {str(target.place)!r}:",
-        not_called(cast(str, target.operation), names),
-        "Operations in a child's forward belong to the child.",
-    )

@@ -1,10 +1,6 @@
 """Every value inside a model has an address, its place.
 
-- `Place`: the address of a value, a string with its pieces as attributes
-- `Places`: a list of them that notebooks show as a table
-- `select(model, *where)`: the places that match, in model order
-- `Target`: a place found in a model, with the module that it belongs to
-- `resolve(model, wheres)`: what was asked for, as targets
+- `resolve(model, wheres)`: what was asked for, as requests with their targets
 """
 
 # What is asked for may be of any type.
@@ -19,157 +15,25 @@ from typing import Any, TypeAlias, cast
 
 from torch import Tensor, jit, nn
 
-from hookline.core.grammar import TENSOR_PORTS, Pattern, escape, literal_readings, parse, parse_port
-from hookline.core.nested import Path, show_path
+from hookline.core.grammar import (
+    TENSOR_PORTS,
+    Pattern,
+    Place,
+    escape,
+    literal_readings,
+    parse,
+    parse_port,
+)  # fmt: skip
+from hookline.core.nested import Path
+from hookline.core.targets import Request, Target
 from hookline.core.tree import Step, exists, find, find_tensors, join, tensors_of, walk
 from hookline.errors import HooklineError, NotHookable, PlaceError, PlaceNotFound
 
-__all__ = ["Place", "Places", "Request", "Target", "Where", "resolve", "select"]
+__all__ = ["Place", "Request", "Target", "Where", "resolve"]
 
 _LIST = "List what there is with hookline.select(model, '**', '**:value')."
 Predicate = Callable[[str, nn.Module], bool]
 Where: TypeAlias = str | nn.Module | type[nn.Module] | re.Pattern[str] | Predicate | Iterable[Any]
-
-
-class Place(str):
-    """The address of a value: a string in its canonical spelling, with its pieces as attributes.
-
-    >>> place = Place("lstm", "output", (1, 0))
-    >>> place == "lstm[1][0]", place.path, place.port, place.parts
-    (True, 'lstm', 'output', (1, 0))
-    """
-
-    __slots__ = ("operation", "parts", "path", "port")
-    path: str
-    port: str
-    parts: Path
-    operation: str | None  # such as "softmax" or "matmul#1"
-
-    def __new__(
-        cls, path: str, port: str = "output", parts: Path = (), operation: str | None = None
-    ) -> Place:
-        within = "" if operation is None else f"/{operation}"
-        shown = "" if port in ("output", "value") else f":{port}"
-        self = super().__new__(cls, escape(path) + within + shown + show_path(parts))
-        self.path, self.port, self.parts, self.operation = path, port, parts, operation
-        return self
-
-    def __getnewargs__(self) -> tuple[Any, ...]:
-        return self.path, self.port, self.parts, self.operation
-
-
-class Places(list[Place]):
-    """The places that `select` found: a list, which notebooks show as a table."""
-
-    def __init__(self, found: dict[Place, str]) -> None:
-        super().__init__(found)
-        self._kinds = found  # the type of the module, or the shape of the parameter or buffer
-
-    def _repr_html_(self) -> str:
-        from hookline.core.tables import as_html
-
-        rows = [(str(place) or "''", self._kinds.get(place, "")) for place in self]
-        return as_html(f"{len(self)} place{'s' * (len(self) != 1)}", [("place", "of"), *rows])
-
-
-class Target:
-    """A place found in a model. `attribute` is set for a parameter or buffer of `module`."""
-
-    __slots__ = ("attribute", "ident", "key", "module", "operation", "parts", "path", "port")
-
-    def __init__(
-        self,
-        module: nn.Module,
-        path: str,
-        port: str = "output",
-        parts: Path = (),
-        attribute: str | None = None,
-        operation: str | None = None,
-    ) -> None:
-        self.module, self.path, self.port, self.parts = module, path, port, parts
-        self.attribute, self.operation = attribute, operation
-        self.ident = shared = id(module)
-        if attribute is not None:
-            shared = id(self.tensor())
-        # The same for two targets at the same place of the same module, or of the same tensor.
-        self.key = (shared, operation or attribute is None, port, parts)
-
-    def meets(self, other: Target) -> bool:
-        """Whether two targets are at the same port of the same module."""
-        return self.key[:3] == other.key[:3]
-
-    @property
-    def place(self) -> Place:
-        return self.place_at(self.path)
-
-    @property
-    def spelled(self) -> str:
-        """The place as plain text, which is quicker to make."""
-        plain = self.port == "output" and not (self.parts or self.operation or self.attribute)
-        return escape(self.path) if plain else self.place
-
-    def place_at(self, path: str) -> Place:
-        """The place, if the module's path is `path`."""
-        return Place(self.named(path), self.port, self.parts, self.operation)
-
-    def named(self, path: str) -> str:
-        """The path of the module, or of the tensor in it, if the module's path is `path`."""
-        return join(path, self.attribute or "")
-
-    def tensor(self) -> Tensor | None:
-        """The parameter or buffer at this target, as it is now."""
-        return getattr(self.module, cast(str, self.attribute), None)
-
-
-class Request:
-    """One thing that was asked for: literal places must all fire, of others one must."""
-
-    __slots__ = ("asked", "literal", "operation", "parts", "port", "refused", "targets")
-
-    def __init__(self, asked: str, literal: bool, port: str | None, parts: Path) -> None:
-        self.asked, self.literal, self.port, self.parts = asked, literal, port, parts
-        self.operation: str | None = None
-        self.targets: list[Target] = []
-        self.refused: dict[Place, str] = {}  # what a wildcard matches and cannot be hooked, and why
-
-
-def select(model: nn.Module | Tensor, *where: Where, inputs: Any = None) -> list[Place]:
-    """The places of a model that match, each once, in model order. Without `where`: all modules.
-
-    >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 1))
-    >>> select(model, nn.Linear)
-    ['0', '2']
-    >>> select(model, "{0,2}:grad_output", "**.bias")
-    ['0:grad_output', '0.bias', '2:grad_output', '2.bias']
-
-    Args:
-        model: any module.
-        where: places, modules, module types, regular expressions (searched in the path),
-            predicates `(name, module) -> bool`, pairs of any of them and a port such as
-            `(nn.Conv2d, ":grad_output")`, and lists of any of them.
-        inputs: a batch (a tensor, a tuple of arguments, or a dict of them by name). With it,
-            operations inside forwards are listed, too, as in `"h.0.attn/*"`: the model runs once,
-            without gradients, and what comes back shows shapes, dtypes and the source line.
-    """
-    if inputs is not None and isinstance(model, nn.Module):
-        from hookline.core import operations
-
-        return operations.survey(model, where, inputs)
-    targets = [t for request in resolve(model, where or ("**",)) for t in request.targets]
-    if isinstance(model, Tensor):
-        return [target.place for target in targets]
-    names = {id(module): (n, path) for n, (path, module) in enumerate(walk(model))}
-    targets.sort(key=lambda target: names[target.ident])
-    return Places({t.place_at(names[t.ident][1]): _kind_of(t) for t in targets})
-
-
-def _kind_of(target: Target) -> str:
-    if target.attribute is None:
-        return type(target.module).__name__
-    from hookline.core.tables import describe
-
-    tensor = target.tensor()
-    return "" if tensor is None else describe(tensor)
 
 
 def resolve(
@@ -252,7 +116,7 @@ class _Query:
                 self._add_path(request, path)
             else:
                 self._add_modules(request, find(self.model, path))
-        if not request.targets:
+        if not (request.modules or request.tensors):
             raise self._not_found(request, text, pattern.paths[0])
         return request
 
@@ -262,7 +126,7 @@ class _Query:
         if port not in TENSOR_PORTS:
             self._add_modules(request, find(self.model, path))
             named = path and isinstance(path[-1], str)
-            if not named or (request.targets and (port or request.literal)):
+            if not named or (request.modules and (port or request.literal)):
                 return
         for start, module, name in find_tensors(self.model, path, port == "grad"):
             if port and port not in TENSOR_PORTS:
@@ -273,18 +137,20 @@ class _Query:
                     "it is one tensor, and a part never indexes a tensor.",
                     "Leave out the part; a slice is given with at=.",
                 )
-            request.targets.append(Target(module, start, port or "value", request.parts, name))
+            request.tensors.append(Target(module, start, port or "value", request.parts, name))
 
     def _add_modules(self, request: Request, steps: Iterable[Step]) -> None:
-        port, parts, targets = request.port or "output", request.parts, request.targets
-        for path, module in steps:
+        modules = request.modules
+        for step in steps:
+            path, module = step
             problem = None if type(module) in _fine or not self.hookable else _problem(module)
             if problem is None:
-                targets.append(Target(module, path, port, parts, None, request.operation))
+                modules.append(step)
             elif request.literal:
                 raise NotHookable(f"A hook at {request.asked} was asked for:", *problem)
             elif isinstance(module, jit.ScriptModule) or problem[1] == _EXPORTED:
-                request.refused[Place(path, port, parts)] = problem[0]
+                place = Place(path, request.port or "output", request.parts)
+                request.refused[place] = problem[0]
 
     def _not_found(self, request: Request, text: str, names: tuple[Any, ...]) -> PlaceNotFound:
         found = next((f"{str(place)!r}: {why}" for place, why in request.refused.items()), "")
@@ -324,7 +190,7 @@ class _Query:
         else:
             steps = [step for step in steps if where(*step)]
         self._add_modules(request, steps)
-        if not request.targets:
+        if not request.modules:
             kinds = ", ".join(sorted({type(module).__name__ for _, module in self.walked.values()}))
             found = f"The model has {kinds}; what is in a plain list or dict is not registered."
             raise _nothing(request, found)
@@ -362,7 +228,7 @@ def _of_tensor(tensor: Tensor, where: Any) -> Request:
         raise PlaceError(f"{where!r} was asked for:", "a tensor has one place.", "Write ':grad'.")
     request, owner = Request("':grad'", True, "grad", ()), nn.Module()
     owner._buffers[""] = tensor
-    request.targets.append(Target(owner, "", "grad", (), ""))
+    request.tensors.append(Target(owner, "", "grad", (), ""))
     return request
 
 

@@ -1,10 +1,10 @@
 """The quick way: taps of which each is its own site, for captures of one whole value a module.
 
-- `Common`: what the taps of one request have in common
+- `Common`: what the taps of a capture at one port have in common
 - `OutputTap`: a module's output
 - `LastTap`: the same of the last call only, also in compiled graphs
 - `GradOutputTap`, `GradInputTap`: the gradient at a module's output, or first input
-- `QUICK`: the tap for each port
+- `QUICK`: the tap for each port; `tap_all` puts them on modules
 
 They do what `Site` and `CaptureTap` do in the commonest cases, with no object made for a call,
 and hand every other call over to these.
@@ -15,28 +15,33 @@ from __future__ import annotations
 import sys
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from hookline.core import gradients, input_gradients
+from hookline.core.grammar import escape
 from hookline.core.keeping import WHOLE, CaptureTap, Kept, Options
-from hookline.core.places import Target
 from hookline.core.recomputation import Regions, in_backward, may_recompute
 from hookline.core.sites import ACTIVE, KEYS, Site
 from hookline.core.snapshots import LAZY, snapshot
 from hookline.core.taps import Frame, is_over, now
+from hookline.core.targets import Target
+from hookline.core.tree import Step
 
-__all__ = ["QUICK", "Common", "GradInputTap", "GradOutputTap", "LastTap", "OutputTap", "QuickTap"]
+__all__ = [
+    "QUICK", "Common", "GradInputTap", "GradOutputTap", "LastTap", "OutputTap", "QuickTap",
+    "tap_all",
+]  # fmt: skip
 
 
 Given = list[tuple[Tensor, Any, int, int]]  # as `note_given` has them
 
 
 class Common:
-    """What the taps of one request have in common, kept once so that making them is cheap."""
+    """What the taps at one port have in common, kept once so that making them is cheap."""
 
     __slots__ = ("closed", "context", "detach", "in_graph", "key", "options", "owner")
 
@@ -56,15 +61,32 @@ class QuickTap(CaptureTap, Site):
     common: Common = cast(Common, None)  # in a copied module
     beside = 1  # the quick taps of its context at its module
 
-    def __init__(self, target: Target, common: Common) -> None:
-        self.target = target
-        self.module = target.module
+    port = "output"
+
+    def __init__(self, path: str, module: nn.Module, common: Common) -> None:
+        self.path = path
+        self.module = module
+        self.ident = id(module)
         self.common = common
         self.context = common.context
         self.options = common.options
         self.owner = common.owner
         self.key = common.key
         self.kept = []
+
+    def _target(self) -> Target:
+        module = cast(nn.Module, self.module)
+        return Target(module, self.path, self.port, ident=self.ident)
+
+    target: Target = cast(Any, property(_target))  # made when it is asked for
+
+    def release(self) -> None:
+        self.module = None
+
+    @property
+    def spelled(self) -> str:
+        path = escape(self.path)
+        return path if self.port == "output" else f"{path}:{self.port}"
 
 
 class OutputTap(QuickTap):
@@ -79,9 +101,7 @@ class OutputTap(QuickTap):
     def after_output(self, module: nn.Module, args: Any, output: Any) -> None:
         """The forward hook."""
         common = self.common
-        if module is not self.module or (
-            common.owner is not None and common.owner not in ACTIVE.get()
-        ):
+        if module is not self.module or common.owner not in ACTIVE.get():
             return self.stranger(module)
         if common.closed:
             return None
@@ -142,8 +162,8 @@ class _GradientTap(QuickTap):
     # Hooks what the gradient will come by; false if there is more to look at.
     quickly: Callable[..., bool]
 
-    def __init__(self, target: Target, common: Common) -> None:
-        super().__init__(target, common)
+    def __init__(self, path: str, module: nn.Module, common: Common) -> None:
+        super().__init__(path, module, common)
         self.ref = weakref.ref(self)
         # By the Python frame that calls both hooks of a call: what was known when it began.
         self.begun: dict[types.FrameType, tuple[int, Given]] = {}
@@ -238,6 +258,7 @@ class _GradientTap(QuickTap):
 class GradOutputTap(_GradientTap):
     """The gradient at the whole output of a module."""
 
+    port = "grad_output"
     quickly = gradients.watch_fresh
 
     def thoroughly(self, output: Any, index: int, frame: Frame) -> None:
@@ -246,6 +267,8 @@ class GradOutputTap(_GradientTap):
 
 class GradInputTap(_GradientTap):
     """The gradient at the first input of a module."""
+
+    port = "grad_input"
 
     def noted(self, args: Any, kwargs: Any) -> Given | None:
         if len(args) != 1 or kwargs or type(args[0]) is not Tensor or args[0].grad_fn is None:
@@ -260,4 +283,15 @@ class GradInputTap(_GradientTap):
         input_gradients.watch_inputs(self, output, index, frame)
 
 
-QUICK = {"output": OutputTap, "grad_output": GradOutputTap, "grad_input": GradInputTap}
+def tap_all(
+    kind: type[QuickTap], modules: Iterable[Step], common: Common, taps: list[QuickTap]
+) -> None:
+    """Tap modules, and add their taps; those that have one of this port are left as they are."""
+    for path, module in modules:
+        if common.key not in module._forward_hooks:
+            tap = kind(path, module, common)
+            taps.append(tap)
+            tap.register(module)
+
+
+QUICK = {kind.port: kind for kind in (OutputTap, GradOutputTap, GradInputTap)}

@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Record"]
 
-_GONE = cast(nn.Module, None)  # a record does not keep modules alive
 _NO_SITE = Site(None, None, None)
 
 
@@ -82,15 +81,15 @@ class Record:
         self._source = None
         planned = distributed.has_plans()
         for tap in self._taps:
+            if planned:
+                tap.note_layouts()
             if not tap.kept:
                 if tap.guards:
                     tap.lost()
                 if not tap.grads:
                     site = self._sites[tap.target.key] = source._site_of(tap)
                     site.module = None
-            if planned:
-                tap.note_layouts()
-            tap.target.module = tap.module = _GONE
+            tap.release()
         for request in source._requests:
             if request.refused:
                 self._refused = {**self._refused, **request.refused}
@@ -302,7 +301,7 @@ class Record:
     def _find(self, where: Any) -> tuple[CaptureTap, Path]:
         """The tap that holds a place, and the parts to take of its values."""
         if self._by_name is None:
-            self._by_name = {tap.target.spelled: tap for tap in reversed(self._taps)}
+            self._by_name = {tap.spelled: tap for tap in reversed(self._taps)}
         if isinstance(where, str) and where in self._by_name:
             return self._by_name[where], ()
         if isinstance(where, str) and where in self._refused:

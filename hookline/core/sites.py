@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ACTIVE", "KEYS", "Site"]
 
-ACTIVE: ContextVar[frozenset[int]] = ContextVar("hookline_active", default=frozenset())
+# The contexts that are open in this thread or task; None stands for those that see every call.
+ACTIVE: ContextVar[frozenset[int | None]] = ContextVar("hookline_active", default=frozenset({None}))
 
 # Of our entries in hook dicts. torch's own count up from 0; a model that was saved while hooked
 # brings keys of another process along, hence the random start.
@@ -161,7 +162,7 @@ class Site:
         if self.closed or kwargs is None:  # removed while torch was about to call it
             return None
         paired = self.paired
-        if module is not self.module or (self.owner is not None and self.owner not in ACTIVE.get()):
+        if module is not self.module or self.owner not in ACTIVE.get():
             if not (paired or self.outputs):
                 self.stranger(module)  # else the forward hook counts it
             return None
@@ -251,7 +252,7 @@ class Site:
         """The forward hook."""
         if self.closed:  # removed while torch was about to call it
             return None
-        if module is not self.module or (self.owner is not None and self.owner not in ACTIVE.get()):
+        if module is not self.module or self.owner not in ACTIVE.get():
             return self.stranger(module)
         return self.end(rest[-1], sys._getframe(1))
 

@@ -85,6 +85,11 @@ class Tap:
         context = self.context()
         return self.target.place if context is None else context.place_of(self.target)
 
+    @property
+    def spelled(self) -> str:
+        """The place under the path by which it was found, as plain text."""
+        return self.target.place
+
     def receive(self, value: Any, index: int, recomputed: bool, frame: Frame | None) -> Any:
         """Take a value; return KEEP or what shall stand in its place."""
         raise AssertionError("a tap receives")

@@ -17,10 +17,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from hookline.core.nested import children
-from hookline.core.places import Where, select
+from hookline.core.places import Where
 from hookline.core.tables import show_bytes
 from hookline.display import as_html, as_lines, pandas, show_count, show_seconds, show_shapes
 from hookline.errors import PlaceNotFound
+from hookline.listings import select
 
 __all__ = ["ModuleCosts", "Summary", "shapes_of"]
 

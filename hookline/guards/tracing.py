@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from hookline.core.gradients import sequence
 from hookline.core.hooks import Context, first_names
 from hookline.core.nested import Path, leaves, map_leaves, show_path
-from hookline.core.operations import _innermost, _Mode, _name_of
+from hookline.core.operations import Mode, innermost, name_of
 from hookline.core.places import Request, Target, resolve
 from hookline.core.snapshots import snapshot
 from hookline.core.taps import KEEP, Frame, Tap
@@ -273,7 +273,7 @@ def _memory(tensor: Tensor) -> int:
         return id(tensor)
 
 
-class Operations(_Mode):
+class Operations(Mode):
     """The mode of torch's that shows every operation to a trace."""
 
     def __init__(self, trace: Trace) -> None:
@@ -283,13 +283,13 @@ class Operations(_Mode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs, trace, name = kwargs or {}, self.trace, _name_of(func)
+        kwargs, trace, name = kwargs or {}, self.trace, name_of(func)
         trace.clock += 1
         number, start, frame = trace.clock, sequence(), sys._getframe(1)
         given = [tensor for _, tensor in leaves((args, kwargs))]
         versions = [_version(tensor) for tensor in given]
         bad = [(t, signs(t), infinite(t)) for t in given if is_bad(t)]
-        found = _innermost(frame)
+        found = innermost(frame)
         module = None if found is None else found[0]
         use = 0 if found is None else self.count(name, *found)
         sample = trace.sample if trace.sample and trace.sample.number == number else None

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from hookline.core.nested import children
-from hookline.core.slices import heads
+from hookline.ready_slices import heads
 from hookline.spellings import Writer
 
 __all__ = ["digest", "fingerprint", "spell"]

@@ -17,14 +17,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from hookline.core.arguments import call as run
 from hookline.core.captures import capture
 from hookline.core.distributed import recovers
 from hookline.core.nested import leaves, map_leaves, only_tensor
-from hookline.core.operations import call as run
-from hookline.core.places import Place, Where, select
+from hookline.core.places import Place, Where
 from hookline.core.records import Record
-from hookline.core.slices import last_token
 from hookline.errors import HarvestError, HooklineWarning
+from hookline.listings import select
+from hookline.ready_slices import last_token
 
 __all__ = ["Rows", "Taken", "Taker", "Taking", "batch_size", "numbers_of", "rows_in"]
 

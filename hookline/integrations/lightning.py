@@ -15,10 +15,10 @@ from typing import Any, cast
 
 from torch import nn
 
-from hookline.core.places import select
 from hookline.errors import NotHookable
 from hookline.guards.guarding import guard
 from hookline.integrations.missing import load
+from hookline.listings import select
 from hookline.training.watching import watch
 
 __all__ = ["GuardCallback", "WatchCallback"]

@@ -16,15 +16,16 @@ import torch
 from torch import Tensor, nn
 
 from hookline import folders
+from hookline.core.arguments import call as run
 from hookline.core.contexts import Entering
 from hookline.core.hooks import hook
 from hookline.core.nested import only_tensor
-from hookline.core.operations import call as run
-from hookline.core.places import Place, Where, select
+from hookline.core.places import Place, Where
 from hookline.core.slices import take
 from hookline.core.tables import as_html, as_text
 from hookline.core.taps import Call
 from hookline.errors import HooklineWarning, NotCaptured, NotHookable, StatisticsError
+from hookline.listings import select
 from hookline.statistics.kinds import Statistic, statistic_from
 
 __all__ = ["Measurements", "measure"]

@@ -22,8 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from hookline.core.arguments import call
 from hookline.core.nested import map_leaves
-from hookline.core.operations import call
 from hookline.core.parameters import preserve
 from hookline.core.places import Place
 from hookline.core.snapshots import duplicate

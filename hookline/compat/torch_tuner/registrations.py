@@ -23,9 +23,10 @@ from hookline.core.edits import edit
 from hookline.core.hooks import Context, hook
 from hookline.core.nested import Part, leaves
 from hookline.core.parameters import get_module, preserve
-from hookline.core.places import Place, Where, select
+from hookline.core.places import Place, Where
 from hookline.core.taps import Call
 from hookline.errors import ChangeError, NotCaptured, PlaceError, PlaceNotFound
+from hookline.listings import select
 
 __all__ = ["Hooks"]
 

@@ -22,9 +22,9 @@ from hookline.attention_patterns import Patterns
 from hookline.core.distributed import local
 from hookline.core.grammar import DEEP, Segment, parse
 from hookline.core.nested import leaves, show_path
-from hookline.core.places import select
 from hookline.core.records import Record
 from hookline.errors import FigureError, HooklineError
+from hookline.listings import select
 from hookline.pages.figures.samples import MOST, spaced
 from hookline.storage.rows import StoredSamples
 from hookline.storage.store import Store

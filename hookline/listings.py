@@ -1,0 +1,180 @@
+"""Which places there are: `select(model, *where)`, and with a batch the operations, too.
+
+- `select`: the places that match, in model order
+- `Places`: a list of them that notebooks show as a table
+- `Listing`: the same with operations, in the order in which they came, and what stood there
+"""
+
+from __future__ import annotations
+
+import linecache
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from types import FrameType
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from hookline.core import tables
+from hookline.core.arguments import call
+from hookline.core.grammar import Place, parse
+from hookline.core.nested import leaves
+from hookline.core.operations import Mode, innermost, name_of, not_called
+from hookline.core.places import Where, resolve
+from hookline.core.snapshots import same_bits
+from hookline.core.targets import Target
+from hookline.core.tree import walk
+from hookline.errors import PlaceNotFound
+
+__all__ = ["Listing", "Places", "select"]
+
+_TORCH = str(Path(torch.__file__).parent)
+
+
+class Places(list[Place]):
+    """The places that `select` found: a list, which notebooks show as a table."""
+
+    def __init__(self, found: dict[Place, str]) -> None:
+        super().__init__(found)
+        self._kinds = found  # the type of the module, or the shape of the parameter or buffer
+
+    def _repr_html_(self) -> str:
+        rows = [(str(place) or "''", self._kinds.get(place, "")) for place in self]
+        return tables.as_html(
+            f"{len(self)} place{'s' * (len(self) != 1)}", [("place", "of"), *rows]
+        )
+
+
+def select(model: nn.Module | Tensor, *where: Where, inputs: Any = None) -> list[Place]:
+    """The places of a model that match, each once, in model order. Without `where`: all modules.
+
+    >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 1))
+    >>> select(model, nn.Linear)
+    ['0', '2']
+    >>> select(model, "{0,2}:grad_output", "**.bias")
+    ['0:grad_output', '0.bias', '2:grad_output', '2.bias']
+
+    Args:
+        model: any module.
+        where: places, modules, module types, regular expressions (searched in the path),
+            predicates `(name, module) -> bool`, pairs of any of them and a port such as
+            `(nn.Conv2d, ":grad_output")`, and lists of any of them.
+        inputs: a batch (a tensor, a tuple of arguments, or a dict of them by name). With it,
+            operations inside forwards are listed, too, as in `"h.0.attn/*"`: the model runs once,
+            without gradients, and what comes back shows shapes, dtypes and the source line.
+    """
+    if inputs is not None and isinstance(model, nn.Module):
+        return _survey(model, where, inputs)
+    targets = [t for request in resolve(model, where or ("**",)) for t in request.targets]
+    if isinstance(model, Tensor):
+        return [target.place for target in targets]
+    names = {id(module): (n, path) for n, (path, module) in enumerate(walk(model))}
+    targets.sort(key=lambda target: names[target.ident])
+    return Places({t.place_at(names[t.ident][1]): _kind_of(t) for t in targets})
+
+
+def _kind_of(target: Target) -> str:
+    if target.attribute is None:
+        return type(target.module).__name__
+    tensor = target.tensor()
+    return "" if tensor is None else tables.describe(tensor)
+
+
+class Listing(list[Place]):
+    """Places in the order in which they came, shown with what stood there."""
+
+    def __init__(self, rows: dict[Place, tuple[str, str]]) -> None:
+        super().__init__(rows)
+        self.rows = rows  # shapes and dtypes, and the line of the source
+
+    def __repr__(self) -> str:
+        return tables.as_text(*self._table())
+
+    def _repr_html_(self) -> str:
+        return tables.as_html(*self._table())
+
+    def _table(self) -> tuple[str, list[tuple[str, ...]]]:
+        rows = [(str(place) or "''", *row) for place, row in self.rows.items()]
+        return f"{len(self)} places", [("place", "value", "source"), *rows]
+
+
+class _Survey(Mode):
+    """Notes every operation in the forwards of some modules."""
+
+    def __init__(self, targets: Iterable[Target]) -> None:
+        super().__init__()
+        self.targets = {target.ident: target for target in targets}
+        self.found: list[tuple[Target, str, int, str, str]] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        output = func(*args, **(kwargs or {}))
+        found = innermost(sys._getframe(1))
+        target = None if found is None else self.targets.get(id(found[0]))
+        if found is not None and target is not None:
+            name = name_of(func)
+            use = self.count(name, *found)
+            values = [tables.describe(tensor) for _, tensor in leaves(output)]
+            if values:
+                self.found.append((target, name, use, ", ".join(values), _source()))
+        return output
+
+
+def _source() -> str:
+    """The line that called a torch function."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and _TORCH in frame.f_code.co_filename:
+        frame = frame.f_back
+    if frame is None:
+        return ""
+    file, line = frame.f_code.co_filename, frame.f_lineno
+    return f"{Path(file).name}:{line}  {linecache.getline(file, line).strip()}".strip()
+
+
+def _survey(model: nn.Module, wheres: Iterable[Where], inputs: Any) -> list[Place]:
+    """The operations that one run of the model makes in the forwards that are asked for.
+
+    The run leaves nothing behind: no gradients, buffers and random numbers as before.
+    """
+    requests = resolve(model, wheres, wild=True)
+    targets = [t for request in requests for t in request.targets if t.operation is not None]
+    mode = _Survey(targets)
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=_devices(model)), mode:
+            call(model, inputs)
+    finally:
+        for buffer, before in buffers:
+            if not same_bits(buffer, before):
+                buffer.copy_(before)
+    often = {(id(target), name) for target, name, use, *_ in mode.found if use}
+    rows: dict[Place, tuple[str, str]] = {}
+    for target, name, use, values, source in mode.found:
+        for asked in (t for t in targets if t.ident == target.ident):
+            wanted, _, nth = cast(str, asked.operation).partition("#")
+            (segment,) = parse(wanted).paths[0]
+            fits = name == segment if isinstance(segment, str) else segment.fullmatch(name)
+            if fits and nth in ("", str(use)):
+                spelled = f"{name}#{use}" if nth or (id(target), name) in often else name
+                place = Place(asked.path, asked.port, asked.parts, spelled)
+                rows.setdefault(place, (values, source))
+    if targets and not rows:
+        raise _not_called(targets[0], [name for _, name, *_ in mode.found])
+    others = [t.place for request in requests for t in request.targets if t.operation is None]
+    return Listing({**dict.fromkeys(others, ("", "")), **rows})
+
+
+def _devices(model: nn.Module) -> list[int]:
+    """The devices other than the CPU whose random numbers a run may use."""
+    return sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
+
+
+def _not_called(target: Target, names: list[str]) -> PlaceNotFound:
+    return PlaceNotFound(
+        f"Nothing matches {str(target.place)!r}:",
+        not_called(cast(str, target.operation), names),
+        "Operations in a child's forward belong to the child.",
+    )

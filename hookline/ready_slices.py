@@ -1,0 +1,82 @@
+"""Ready slices for the `at=` of captures and edits.
+
+- `heads(*which, of=n)`: the columns of some attention heads
+- `last_token(mask)`: the last position of each sequence that is not padding
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hookline.core.slices import Slice
+from hookline.errors import ChangeError
+
+__all__ = ["heads", "last_token"]
+
+
+class heads(Slice):
+    """The columns of some attention heads, for `at=`.
+
+    >>> from hookline.core.slices import take
+    >>> take(torch.arange(6), heads(1, of=3))
+    tensor([2, 3])
+
+    Args:
+        which: the heads, from 0.
+        of: how many heads the last dimension is split into.
+    """
+
+    def __init__(self, *which: int, of: int) -> None:
+        self.which, self.of = which, of
+
+    def index(self, value: Tensor) -> Any:
+        """The index of the heads' columns in the last dimension."""
+        which, of, width = self.which, self.of, value.shape[-1] if value.ndim else 0
+        if not which or not all(-of <= head < of for head in which) or not width or width % of:
+            raise ChangeError(
+                f"{self!r} was asked for.",
+                f"The value has the shape {tuple(value.shape)}; heads count from 0.",
+                "Give some of the model's heads, and their number, a divisor of the width, as of=.",
+            )
+        size = width // of
+        starts = [head % of * size for head in which]
+        if len(starts) == 1:
+            return (..., slice(starts[0], starts[0] + size))
+        return (..., torch.tensor([start + n for start in starts for n in range(size)]))
+
+    def __repr__(self) -> str:
+        return f"heads({', '.join(map(str, self.which))}, of={self.of})"
+
+
+class last_token(Slice):
+    """The last position of each sequence that is not padding, for `at=`.
+
+    >>> from hookline.core.slices import take
+    >>> take(torch.tensor([[1, 2, 3], [4, 5, 6]]), last_token(torch.tensor([[1, 1, 0], [1, 1, 1]])))
+    tensor([2, 6])
+
+    Args:
+        mask: batch × position, nonzero where there is a token; padding on either side.
+    """
+
+    whole = False
+
+    def __init__(self, mask: Tensor) -> None:
+        self.mask = mask
+
+    def index(self, value: Tensor) -> Any:
+        """The index of each row's last position where the mask is set."""
+        mask = self.mask.to(value.device) != 0
+        fits = mask.ndim == 2 and mask.shape == value.shape[:2]
+        if not fits or not mask.any(1).all():
+            shape = f"The value has the shape {tuple(value.shape)}."
+            raise ChangeError(
+                f"last_token was given a mask of shape {tuple(mask.shape)}.",
+                "The mask is empty for some sequence." if fits else shape,
+                "It needs the value's first two dimensions, and a token in each sequence.",
+            )
+        batch, positions = (torch.arange(size, device=value.device) for size in mask.shape)
+        return batch, (mask * positions).argmax(1)
