@@ -156,7 +156,8 @@ class capture(Context[CaptureTap]):
 
     def _place_all(self, request: Request, ref: weakref.ref[Any], owner: int | None) -> None:
         mixed, modules = self._mixed, request.modules
-        if mixed is None or not modules or not mixed.isdisjoint(id(m) for _, m in modules):
+        apart = not mixed or mixed.isdisjoint(id(module) for _, module in modules)
+        if mixed is None or not modules or not apart:
             super()._place_all(request, ref, owner)
             return
         port = request.port or "output"

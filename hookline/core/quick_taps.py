@@ -29,7 +29,6 @@ from hookline.core.sites import ACTIVE, KEYS, Site
 from hookline.core.snapshots import LAZY, snapshot
 from hookline.core.taps import Frame, is_over, now
 from hookline.core.targets import Target
-from hookline.core.tree import Step
 
 __all__ = [
     "QUICK", "Common", "GradInputTap", "GradOutputTap", "LastTap", "OutputTap", "QuickTap",
@@ -92,13 +91,10 @@ class QuickTap(CaptureTap, Site):
 class OutputTap(QuickTap):
     """The commonest tap: the whole output of a module, kept as it is."""
 
-    def register(self, module: nn.Module) -> None:
-        module._forward_hooks[self.key] = self.after_output
-
     def unregister(self, module: nn.Module) -> None:
         module._forward_hooks.pop(self.key, None)
 
-    def after_output(self, module: nn.Module, args: Any, output: Any) -> None:
+    def after_call(self, module: nn.Module, args: Any, output: Any) -> None:
         """The forward hook."""
         common = self.common
         if module is not self.module or common.owner not in ACTIVE.get():
@@ -145,13 +141,13 @@ class LastTap(OutputTap):
     def kept(self, kept: list[Kept]) -> None:
         self._kept = kept
 
-    def after_output(self, module: nn.Module, args: Any, output: Any) -> None:
+    def after_call(self, module: nn.Module, args: Any, output: Any) -> None:
         # In a graph no version can be read and no copy-on-write made, but a copy costs little.
         if torch.compiler.is_compiling() and self.common.in_graph and type(output) is Tensor:
             self.slot = output.detach().clone() if self.common.detach else output.clone()
             return
         self.slot = None
-        super().after_output(module, args, output)
+        super().after_call(module, args, output)
         del self._kept[:-1]
 
 
@@ -169,12 +165,6 @@ class _GradientTap(QuickTap):
         self.begun: dict[types.FrameType, tuple[int, Given]] = {}
         self.shapes = {}
         self.grads = {}
-
-    def register(self, module: nn.Module) -> None:
-        key = self.key
-        module._forward_pre_hooks_with_kwargs[key] = True
-        module._forward_pre_hooks[key] = self.before_call
-        module._forward_hooks[key] = self.after_call
 
     def unregister(self, module: nn.Module) -> None:
         key = self.key
@@ -284,14 +274,19 @@ class GradInputTap(_GradientTap):
 
 
 def tap_all(
-    kind: type[QuickTap], modules: Iterable[Step], common: Common, taps: list[QuickTap]
+    kind: type[QuickTap], modules: Iterable[tuple[str, Any]], common: Common, taps: list[QuickTap]
 ) -> None:
     """Tap modules, and add their taps; those that have one of this port are left as they are."""
+    key, paired = common.key, kind.paired
     for path, module in modules:
-        if common.key not in module._forward_hooks:
-            tap = kind(path, module, common)
-            taps.append(tap)
-            tap.register(module)
+        hooks = module._forward_hooks
+        if key not in hooks:
+            tap: Any = kind(path, module, common)
+            taps.append(tap)  # first, so that an interrupt leaves no hook behind
+            if paired:
+                module._forward_pre_hooks_with_kwargs[key] = True
+                module._forward_pre_hooks[key] = tap.before_call
+            hooks[key] = tap.after_call
 
 
 QUICK = {kind.port: kind for kind in (OutputTap, GradOutputTap, GradInputTap)}
