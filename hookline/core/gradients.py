@@ -182,17 +182,16 @@ def _watch_output(
 def watch_fresh(tap: Tap, tensor: Tensor, index: int, start: int, given: Sequence[Any]) -> bool:
     """The quick way for an output that its call has made; false if there is more to look at."""
     node: Any = tensor.grad_fn
+    base = tensor._base
     if node is None or node._sequence_nr() < start:
         return False
-    base = tensor._base
-    for other in given:
-        if other[0] is tensor or (
-            base is not None and (other[0]._base is base or other[0] is base)
-        ):
+    for other, *_ in given:
+        if other is tensor or (base is not None and (other._base is base or other is base)):
             return False
     arm = Arm(tap, index)
     if base is not None:
-        if not made_since(base.grad_fn, start) or not _alike(base, tensor):
+        root: Any = base.grad_fn
+        if root is None or root._sequence_nr() < start or not _alike(base, tensor):
             return False
         if sys.getrefcount(base) > _alone():
             return False
