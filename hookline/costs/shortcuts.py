@@ -1,6 +1,6 @@
 """What need not be counted, for its FLOPs follow from shapes.
 
-- `is_leaf(module)`: whether the FLOPs of a module's calls follow from the shape of its argument
+- `find_leaves(modules)`: those the FLOPs of whose calls follow from the shape of their argument
 - `flops_of_linear(given, made)`: those of a linear layer, from the shapes of input and output
 - `flops_of_call(function, args, kwargs)`: those of a call of a torch function, if they are known
 - `is_free(function, types)`: whether it has none
@@ -27,12 +27,12 @@ from torch import Tensor, nn
 
 __all__ = [
     "PURE",
+    "find_leaves",
     "flops_of_call",
     "flops_of_linear",
     "has_torchs_formulas",
     "is_dense",
     "is_free",
-    "is_leaf",
     "is_ordinary",
     "key_of_call",
     "vmap_level",
@@ -58,6 +58,7 @@ _FREE = frozenset({
     nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.Softmax, nn.Dropout, nn.Identity, nn.Flatten,
     nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d,
 })  # fmt: skip
+_LEAVES: frozenset[Any] = _FREE | {nn.Linear}
 # The operations for which torch has formulas: products of matrices, and what is made of them.
 _CONTRACTIONS = frozenset({
     "mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "convolution", "_convolution",
@@ -122,24 +123,25 @@ def is_dense(tensors: Sequence[Tensor]) -> bool:
     )
 
 
-def is_leaf(module: nn.Module) -> bool:
-    """Whether a module calls no others, and the FLOPs of its calls follow from shapes.
+def find_leaves(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """The modules that call no others, and the FLOPs of whose calls follow from shapes.
 
-    >>> is_leaf(nn.Linear(2, 3)), is_leaf(nn.ReLU()), is_leaf(nn.Sequential())
-    (True, True, False)
+    >>> find_leaves([nn.Linear(2, 3), nn.ReLU(), nn.Sequential()])
+    [Linear(in_features=2, out_features=3, bias=True), ReLU()]
 
     Those of a linear layer are `flops_of_linear`, all others have none.
     """
-    kind, content = type(module), module.__dict__
-    if kind in _FREE:
-        weighted = True
-    elif kind is nn.Linear:
-        weighted = content["_parameters"].get("weight") is not None  # else it is computed each time
-    else:
-        return False
-    # Others' hooks may compute, too; those that come later run after ours.
-    plain = "forward" not in content and kind.forward.__module__ == kind.__module__
-    return weighted and plain and not content["_forward_hooks"]
+    kinds = {kind for kind in _LEAVES if kind.forward.__module__ == kind.__module__}
+    found: list[nn.Module] = []
+    for module in modules:
+        if type(module) in kinds:
+            content = module.__dict__
+            # Others' hooks may compute, too; those that come later run after ours.
+            if "forward" not in content and not content["_forward_hooks"]:
+                # Without a weight of its own, that of a linear layer is computed each time.
+                if type(module) is not nn.Linear or content["_parameters"].get("weight") is not None:
+                    found.append(module)
+    return found
 
 
 def flops_of_linear(given: torch.Size, made: torch.Size) -> int:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hookline.core.nested import get_part, leaves
+from hookline.core.tree import Step as Named
 from hookline.core.tree import walk
 from hookline.costs.call_trees import CallTree, Step
 from hookline.costs.flops import FlopCounter
@@ -94,26 +95,31 @@ def summarize(
     made, shapes = make_batch(model, batch, dtype)
     with trial(model, mode=mode, walks=[steps]):
         try:
-            return _measured(model, made, backward, time, shortcuts)
+            return _measured(model, made, backward, time, shortcuts, steps)
         except (RuntimeError, IndexError, TypeError) as error:
             if not shapes or not needs_whole_numbers(error):
                 raise
             if dtype is not None or len(shapes) > 1:
                 raise refused_shapes(shapes, dtype, error) from error
         made, _ = make_batch(model, batch, torch.long)
-        return _measured(model, made, backward, time, shortcuts)
+        return _measured(model, made, backward, time, shortcuts, steps)
 
 
 def _measured(
-    model: nn.Module, batch: Any, backward: bool | Loss, time: bool, shortcuts: bool
+    model: nn.Module,
+    batch: Any,
+    backward: bool | Loss,
+    time: bool,
+    shortcuts: bool,
+    walked: list[Named],
 ) -> Summary:
     """Run a model once to count, and some more times if time is asked for."""
     device = next(iter(cuda_devices(model)), None)
     if device is not None:
         torch.cuda.reset_peak_memory_stats(device)
-    tree, counter = _counted(model, batch, backward, shortcuts)
+    tree, counter = _counted(model, batch, backward, shortcuts, walked)
     if tree.doubtful:  # a call raised and that was caught: not all was seen from there on
-        tree, counter = _counted(model, batch, backward, shortcuts=False)
+        tree, counter = _counted(model, batch, backward, False, walk(model))
     summary = sizes(model)
     _fill(summary, tree, backward is not False)
     summary.totals["input_bytes"] = sum(size_of(tensor) for _, tensor in leaves(batch))
@@ -127,11 +133,11 @@ def _measured(
 
 
 def _counted(
-    model: nn.Module, batch: Any, backward: bool | Loss, shortcuts: bool
+    model: nn.Module, batch: Any, backward: bool | Loss, shortcuts: bool, walked: list[Named]
 ) -> tuple[CallTree, FlopCounter]:
     """Run a model once, and count."""
     graded, batch = backward is not False, copied(batch)
-    tree = CallTree(model, graded=graded)
+    tree = CallTree(model, graded=graded, walked=walked)
     counter = FlopCounter(tree.count, shortcuts)
     tree.certain = counter.certain
     with tree, torch.set_grad_enabled(graded), counter:
