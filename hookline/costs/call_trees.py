@@ -27,7 +27,7 @@ from hookline.core.taps import SERIALS, is_over
 from hookline.core.tree import Step as Named
 from hookline.core.tree import walk
 from hookline.costs.flops import no_dispatch
-from hookline.costs.footprints import Footprint, Noted, footprint_of, is_plain, note
+from hookline.costs.footprints import Footprint, Noted, footprint_of, note
 from hookline.costs.shortcuts import find_leaves, flops_of_linear, vmap_level
 from hookline.costs.summaries import shapes_of
 
@@ -121,20 +121,19 @@ class _LeafSite(_Site):
             return self.stranger(module)
         if tree.leaf is not None:
             tree.wake()
-        if not kwargs and len(args) == 1 and type(args[0]) is Tensor:
+        if len(args) == 1 and not kwargs and type(args[0]) is Tensor:
             try:
                 usual = tree.inside is sys._getframe(_UP) or tree.is_usual()
             except ValueError:  # there are not so many
                 usual = tree.is_usual()
-            if usual:
-                value = args[0]
-                tree.modes.__enter__()
-                if value.layout is _strided and not value.is_nested and value.ndim >= self.rank:
-                    tree.leaf, tree.given, tree.guard = module, value.shape, no_dispatch()
-                    if tree.graded:
-                        tree.start = sequence()
-                    return None
-                tree.modes.__exit__(None, None, None)
+            value, rank = args[0], self.rank
+            tree.modes.__enter__()
+            if usual and value.layout is _strided and not value.is_nested and value.ndim >= rank:
+                tree.leaf, tree.given, tree.guard = module, value.shape, no_dispatch()
+                if tree.graded:
+                    tree.start = sequence()
+                return None
+            tree.modes.__exit__(None, None, None)
         return tree.begin(module, args, kwargs, sys._getframe(1))
 
     def ended(self, module: nn.Module, args: Any, output: Any) -> None:

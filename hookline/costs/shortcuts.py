@@ -134,13 +134,14 @@ def find_leaves(modules: Iterable[nn.Module]) -> list[nn.Module]:
     kinds = {kind for kind in _LEAVES if kind.forward.__module__ == kind.__module__}
     found: list[nn.Module] = []
     for module in modules:
-        if type(module) in kinds:
-            content = module.__dict__
-            # Others' hooks may compute, too; those that come later run after ours.
-            if "forward" not in content and not content["_forward_hooks"]:
-                # Without a weight of its own, that of a linear layer is computed each time.
-                if type(module) is not nn.Linear or content["_parameters"].get("weight") is not None:
-                    found.append(module)
+        kind, content = type(module), module.__dict__
+        if kind not in kinds or "forward" in content:
+            continue
+        if kind is nn.Linear and content["_parameters"].get("weight") is None:
+            continue  # it is computed each time
+        # Others' hooks may compute, too; those that come later run after ours.
+        if not content["_forward_hooks"]:
+            found.append(module)
     return found
 
 
@@ -190,12 +191,11 @@ def _flops_of_attention(
         return None
     if (more or options) and not _PLAIN.issuperset(map(type, (*more, *options.values()))):
         return None
-    *batch, length, _ = query.shape
-    *batch_of_keys, count, _ = key.shape
-    *batch_of_values, _, _ = value.shape
-    if not batch or batch_of_keys != batch or batch_of_values != batch:
+    queries, keys, values = query.shape, key.shape, value.shape
+    alike = queries == keys == values  # as most are, and the rest takes longer to find out
+    if len(queries) < 3 or not (alike or queries[:-2] == keys[:-2] == values[:-2]):
         return None  # one matrix, broadcast, or heads in groups
-    return 2 * (query.numel() * count + value.numel() * length)
+    return 2 * (queries.numel() * keys[-2] + values.numel() * queries[-2])
 
 
 def _are_dense(*tensors: Any) -> bool:
