@@ -27,7 +27,7 @@ from hookline.core.taps import SERIALS, is_over
 from hookline.core.tree import Step as Named
 from hookline.core.tree import walk
 from hookline.costs.flops import no_dispatch
-from hookline.costs.footprints import Footprint, Noted, footprint_of, note
+from hookline.costs.footprints import Footprint, Noted, footprint_of, is_plain, note
 from hookline.costs.shortcuts import find_leaves, flops_of_linear, vmap_level
 from hookline.costs.summaries import shapes_of
 
@@ -59,7 +59,6 @@ class Step:
     seconds = 0.0
     start = stop = 0  # the first autograd nodes that are made in it, and after it
     inner = False  # whether it called other modules, once they were added up
-    key: Any = None  # what its FLOPs depend on, if that is known
     usual = True  # whether it was called outside of backwards and of vmap
     # Always set, and by whoever makes it.
     module: nn.Module
@@ -126,13 +125,15 @@ class _LeafSite(_Site):
                 usual = tree.inside is sys._getframe(_UP) or tree.is_usual()
             except ValueError:  # there are not so many
                 usual = tree.is_usual()
-            value, rank = args[0], self.rank
+            value = args[0]
             tree.modes.__enter__()
-            if usual and value.layout is _strided and not value.is_nested and value.ndim >= rank:
-                tree.leaf, tree.given, tree.guard = module, value.shape, no_dispatch()
-                if tree.graded:
-                    tree.start = sequence()
-                return None
+            if usual and value.layout is _strided and not value.is_nested:
+                tree.given = value.shape
+                if len(tree.given) >= self.rank:
+                    tree.leaf, tree.guard = module, no_dispatch()
+                    if tree.graded:
+                        tree.start = sequence()
+                    return None
             tree.modes.__exit__(None, None, None)
         return tree.begin(module, args, kwargs, sys._getframe(1))
 
@@ -212,10 +213,9 @@ class CallTree(Entering):
         free, linear, other = _LeafSite(*named), _LeafSite(*named), _Site(*named)
         linear.rank, linear.kind = 2, _LinearStep
         leaves = find_leaves(self.paths) if self.certain else []
-        linears = [module for module in leaves if type(module) is nn.Linear]
         self._sites = {
             free: [module for module in leaves if type(module) is not nn.Linear],
-            linear: linears,
+            linear: [module for module in leaves if type(module) is nn.Linear],
             other: self.paths.keys() - leaves,
         }
         for site, modules in self._sites.items():
@@ -260,16 +260,12 @@ class CallTree(Entering):
         if self.clock is not None:
             step.begun = self.clock()
             return
-        self.modes.__enter__()
-        try:
-            value = args[0] if len(args) == 1 and not kwargs else None
-            if type(value) is Tensor and value.layout is _strided and not value.is_nested:
-                step.given = value.shape
+        with self.modes:
+            if not kwargs and len(args) == 1 and is_plain(args[0]):
+                step.given = args[0].shape
             else:
                 given = bind(module, args, kwargs or _NOTHING)
                 step.given = {str(name): shapes_of(value) for name, value in given.items()}
-        finally:
-            self.modes.__exit__(None, None, None)
 
     def inputs_of(self, step: Step) -> Any:
         """The shapes of the arguments of a call by name."""
@@ -308,11 +304,8 @@ class CallTree(Entering):
         if self.clock is not None:
             step.seconds = now - step.begun
             return
-        self.modes.__enter__()
-        try:
+        with self.modes:
             step.made = note(output)
-        finally:
-            self.modes.__exit__(None, None, None)
 
     def settle(self) -> None:
         """Add what was not counted, for it follows from shapes."""

@@ -162,7 +162,7 @@ def _fill(rows: dict[nn.Module, Any], tree: CallTree, backward: bool) -> dict[st
         row.calls = row.activation_bytes = row.flops = row.own_flops = 0
         if backward:
             row.backward_flops = row.own_backward_flops = 0
-    known: dict[Any, Footprint] = {}
+    known: dict[Any, Footprint] = {}  # most values in a model are alike
     kept = 0
     for step in reversed(steps):  # inner calls first
         module, parent, own, made = step.module, step.parent, step.flops, step.made
