@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from hookline.core.arguments import call
+from hookline.core.distributed import reshard
 from hookline.core.nested import map_leaves
 from hookline.core.parameters import Undo, put_back, restore
 from hookline.core.snapshots import duplicate
@@ -132,6 +133,9 @@ def trial(
                 if not is_lazy(buffer):
                     old = buffer.data, buffer.detach().clone(), buffer.requires_grad
                     undo.append(partial(restore, buffer, *old))
+    for model in models:
+        reshard(model)
+        undo.append(partial(reshard, model))
     with same_random_numbers(*models):
         try:
             if mode is not None:
