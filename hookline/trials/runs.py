@@ -184,14 +184,17 @@ def same_random_numbers(*models: nn.Module) -> Generator[None]:
     >>> bool((first == torch.rand(3)).all())
     True
     """
-    devices = sorted({device.index or 0 for model in models for device in cuda_devices(model)})
-    python, numbers = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=devices):
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(numbers)
+    devices = {device for model in models for device in cuda_devices(model)}
+    python, numbers, state = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    states = {device: torch.cuda.get_rng_state(device) for device in devices}
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numbers)
+        torch.set_rng_state(state)
+        for device, of_device in states.items():
+            torch.cuda.set_rng_state(of_device, device)
 
 
 def nodes_of(roots: list[Tensor]) -> list[Any]:
