@@ -232,6 +232,30 @@ def test_free_modules_and_functions_have_no_flops():
         assert_counts_as_torch_does(model, x, zero=True)
 
 
+def test_arguments_by_name_leave_a_free_function_free():
+    model = Run(lambda x: F.softmax(x, dim=-1) + F.layer_norm(x, (4,), eps=0.1) + x.sum(dim=0))
+    assert_counts_as_torch_does(model, X3, zero=True)
+
+
+def test_calls_after_one_that_raised_have_the_right_parent():
+    def fail(x):
+        raise KeyError("on purpose")
+
+    def try_first(bad, good, x):
+        try:
+            return bad(x)
+        except KeyError:
+            return good(good(x))
+
+    bad, good = nn.Sequential(nn.Linear(4, 4), Run(fail)), nn.Linear(4, 4)
+    model = Run(try_first, bad, nn.Sequential(good))
+    summary = assert_counts_as_torch_does(model, X3, whole=True)
+    one = 2 * 10 * 4 * 4
+    places = ("", "layers.0", "layers.0.0", "layers.1", "layers.1.0")
+    assert [summary[place].flops for place in places] == [3 * one, one, one, 2 * one, 2 * one]
+    assert summary["layers.0"].output is None
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_scripted_modules_and_functions_are_counted():
     scripted = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
