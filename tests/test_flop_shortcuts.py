@@ -221,7 +221,7 @@ def test_free_modules_and_functions_have_no_flops():
         torch.Tensor.view: (-1,), torch.Tensor.reshape: (-1,), torch.Tensor.transpose: (0, 1),
         torch.Tensor.permute: (2, 0, 1), torch.Tensor.unflatten: (-1, (2, 2)),
         torch.Tensor.chunk: (2,), torch.Tensor.split: (1,), torch.Tensor.unsqueeze: (0,),
-        torch.Tensor.expand: (2, 5, 4),
+        torch.Tensor.expand: (2, 5, 4), torch.Tensor.expand_as: (X3,),
     }  # fmt: skip
     binary = {"add", "__add__", "__radd__", "__iadd__", "mul", "__mul__", "__rmul__", "sub",
               "__sub__", "__truediv__"}  # fmt: skip
@@ -230,6 +230,30 @@ def test_free_modules_and_functions_have_no_flops():
         args = (2.0,) if function.__name__ in binary else more.get(function, ())
         model = Run(lambda x, f=function, a=args: f(x, *a))
         assert_counts_as_torch_does(model, x, zero=True)
+
+
+def test_arguments_by_name_leave_a_free_function_free():
+    model = Run(lambda x: F.softmax(x, dim=-1) + F.layer_norm(x, (4,), eps=0.1) + x.sum(dim=0))
+    assert_counts_as_torch_does(model, X3, zero=True)
+
+
+def test_calls_after_one_that_raised_have_the_right_parent():
+    def fail(x):
+        raise KeyError("on purpose")
+
+    def try_first(bad, good, x):
+        try:
+            return bad(x)
+        except KeyError:
+            return good(good(x))
+
+    bad, good = nn.Sequential(nn.Linear(4, 4), Run(fail)), nn.Linear(4, 4)
+    model = Run(try_first, bad, nn.Sequential(good))
+    summary = assert_counts_as_torch_does(model, X3, whole=True)
+    one = 2 * 10 * 4 * 4
+    places = ("", "layers.0", "layers.0.0", "layers.1", "layers.1.0")
+    assert [summary[place].flops for place in places] == [3 * one, one, one, 2 * one, 2 * one]
+    assert summary["layers.0"].output is None
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -261,7 +285,7 @@ def test_weights_and_arguments_that_are_not_dense_are_left_to_the_dispatcher():
     assert not shortcuts.is_ordinary([sparse(X2)])
     assert not shortcuts.is_ordinary([nested])
     assert shortcuts.flops_of_call(F.linear, (sparse(X2), X2)) is None
-    assert shortcuts.flops_of_call(torch.Tensor.add, (nested, nested)) is None
+    assert not shortcuts.is_free(torch.Tensor.add, (type(nested),))
 
 
 def test_what_others_hooks_and_forwards_compute_is_counted():

@@ -27,7 +27,10 @@ from hookline.core.taps import Tap
 from hookline.core.tree import join, tensors_of, walk
 from hookline.errors import ChangeError, NotHookable, PlaceError, PlaceNotFound
 
-__all__ = ["Undo", "get_module", "get_parameter", "preserve", "replace_module", "swap"]
+__all__ = [
+    "Undo", "get_module", "get_parameter", "preserve", "put_back", "replace_module", "restore",
+    "swap",
+]  # fmt: skip
 
 Maker = Callable[[nn.Module], nn.Module]
 
@@ -272,15 +275,15 @@ class preserve(_PutsBack):
                     before = dict(table)
                     for name in before if only is None else {only} & before.keys():
                         tensors[id(before[name])] = before[name]
-                        self._undo.append(partial(_register, owner, table, before, name))
+                        self._undo.append(partial(put_back, owner, table, before, name))
         for tensor in tensors.values():
             if tensor is not None and not nn.parameter.is_lazy(tensor):
                 old = tensor.data, tensor.detach().clone(), tensor.requires_grad
-                self._undo.append(partial(_restore, tensor, *old))
+                self._undo.append(partial(restore, tensor, *old))
         self._undo.append(partial(reshard, self._model))
 
 
-def _register(owner: nn.Module, table: dict[str, Any], before: dict[str, Any], name: str) -> None:
+def put_back(owner: nn.Module, table: dict[str, Any], before: dict[str, Any], name: str) -> None:
     """Put a tensor back where it was registered, in the old order: optimisers go by it."""
     for other in (owner.__dict__, owner._parameters, owner._buffers):
         if other is not table and name in other:
@@ -291,7 +294,7 @@ def _register(owner: nn.Module, table: dict[str, Any], before: dict[str, Any], n
             table[key] = table.pop(key)
 
 
-def _restore(tensor: Tensor, data: Tensor, copy: Tensor, requires_grad: bool) -> None:
+def restore(tensor: Tensor, data: Tensor, copy: Tensor, requires_grad: bool) -> None:
     """Make a tensor what it was: the same memory, bits and `requires_grad`."""
     plain = data.layout is torch.strided and not data.is_quantized  # else bits cannot be compared
     if plain and data.untyped_storage().nbytes() < copy.untyped_storage().nbytes():  # freed inside

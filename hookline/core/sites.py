@@ -15,7 +15,7 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, cast
 
@@ -125,6 +125,13 @@ class Site:
         module._forward_hooks_with_kwargs.pop(self.key, None)
         module._forward_pre_hooks.pop(self.key, None)
         module._forward_pre_hooks_with_kwargs.pop(self.key, None)
+
+    def spread(self, modules: Iterable[nn.Module], before: Any, after: Any) -> None:
+        """Put the same two hooks on many modules, the one for the end without named arguments."""
+        for module in modules:
+            module._forward_pre_hooks_with_kwargs[self.key] = True
+            module._forward_pre_hooks[self.key] = before
+            module._forward_hooks[self.key] = after
 
     def rest(self, module: nn.Module, args: Any) -> None:
         """A hook that does nothing, but that a copied module sheds it."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -24,10 +24,11 @@ from hookline.core.gradients import sequence
 from hookline.core.places import resolve
 from hookline.core.sites import ACTIVE, Site
 from hookline.core.taps import SERIALS, is_over
+from hookline.core.tree import Step as Named
 from hookline.core.tree import walk
 from hookline.costs.flops import no_dispatch
 from hookline.costs.footprints import Footprint, Noted, footprint_of, is_plain, note
-from hookline.costs.shortcuts import flops_of_linear, is_leaf, vmap_level
+from hookline.costs.shortcuts import find_leaves, flops_of_linear, vmap_level
 from hookline.costs.summaries import shapes_of
 
 __all__ = ["CallTree", "Step"]
@@ -58,8 +59,7 @@ class Step:
     seconds = 0.0
     start = stop = 0  # the first autograd nodes that are made in it, and after it
     inner = False  # whether it called other modules, once they were added up
-    key: Any = None  # what its FLOPs depend on, if that is known
-    usual = False  # whether it was called outside of backwards and of vmap
+    usual = True  # whether it was called outside of backwards and of vmap
     # Always set, and by whoever makes it.
     module: nn.Module
     parent: Step | None
@@ -84,12 +84,9 @@ class _LinearStep(Step):
 
 
 class _Site(Site):
-    """The hooks of a tree, the same ones on many modules: that makes them quick to register."""
+    """The hooks of a tree, the same ones on many modules."""
 
     tree: Any = None  # none once the hooks are off
-
-    def prepare(self) -> None:
-        self.paired = True  # both hooks are wanted
 
     def before(self, module: nn.Module, args: Any, kwargs: dict[str, Any] | None = None) -> None:
         """The pre-forward hook."""
@@ -98,65 +95,63 @@ class _Site(Site):
             return self.stranger(module)
         return tree.begin(module, args, kwargs, sys._getframe(1))
 
-    def after(self, module: nn.Module, args: Any, *rest: Any) -> None:
+    def ended(self, module: nn.Module, args: Any, output: Any) -> None:
         """The forward hook."""
         tree = self.tree
         if tree is None or self.owner not in ACTIVE.get():
             return self.stranger(module)
-        return tree.end(rest[-1], sys._getframe(1))
+        return tree.end(output, sys._getframe(1))
 
 
 class _LeafSite(_Site):
     """The hooks on modules that call no others, and whose FLOPs follow from shapes.
 
-    While such a module runs, no mode has to see what it does.
+    While such a module runs, no mode has to see what it does. They have to be quick: most calls
+    are of leaves.
     """
 
     rank = 0  # the fewest dimensions of an argument for which that holds
     kind: type[Step] = Step
 
     def before(self, module: nn.Module, args: Any, kwargs: dict[str, Any] | None = None) -> None:
-        """The pre-forward hook. It has to be quick: here a call costs most."""
+        """The pre-forward hook."""
         tree = self.tree
         if tree is None or self.owner not in ACTIVE.get() or module not in tree.paths:
             return self.stranger(module)
-        if tree.guard is not None:
-            tree.wake(late=True)
-        parent = tree.stack[-1] if tree.stack else None
-        try:
-            usual = parent is not None and parent.usual and parent.running is sys._getframe(_UP)
-        except ValueError:  # there are not so many
-            usual = False
-        if not usual:
-            parent = tree.now()
-            usual = _node() is None and vmap_level() is None
-        if usual and not kwargs and len(args) == 1 and type(args[0]) is Tensor:
-            tree.modes.__enter__()
+        if tree.leaf is not None:
+            tree.wake()
+        if len(args) == 1 and not kwargs and type(args[0]) is Tensor:
+            try:
+                usual = tree.inside is sys._getframe(_UP) or tree.is_usual()
+            except ValueError:  # there are not so many
+                usual = tree.is_usual()
             value = args[0]
-            if value.layout is _strided and not value.is_nested and value.ndim >= self.rank:
-                step = self.kind()
-                step.module, step.parent, step.given = module, parent, value.shape
-                if tree.graded:
-                    step.start = sequence()
-                tree.steps.append(step)
-                tree.guard = no_dispatch()
-                return None
+            tree.modes.__enter__()
+            if usual and value.layout is _strided and not value.is_nested:
+                tree.given = value.shape
+                if len(tree.given) >= self.rank:
+                    tree.leaf, tree.guard = module, no_dispatch()
+                    if tree.graded:
+                        tree.start = sequence()
+                    return None
             tree.modes.__exit__(None, None, None)
         return tree.begin(module, args, kwargs, sys._getframe(1))
 
-    def after(self, module: nn.Module, args: Any, *rest: Any) -> None:
+    def ended(self, module: nn.Module, args: Any, output: Any) -> None:
         """The forward hook."""
         tree = self.tree
         if tree is None or self.owner not in ACTIVE.get():
             return self.stranger(module)
-        step = tree.steps[-1] if tree.guard is not None else None
-        if step is None or step.module is not module:
-            return tree.end(rest[-1], sys._getframe(1))
-        output = rest[-1]
+        if tree.leaf is not module:
+            return tree.end(output, sys._getframe(1))
+        step = self.kind()
+        step.module, step.given = module, tree.given
+        step.parent = tree.stack[-1] if tree.stack else None
         step.made = (output.shape, output.dtype) if type(output) is Tensor else note(output)
         if tree.graded:
-            step.stop = sequence()
-        tree.guard = None
+            step.start, step.stop = tree.start, sequence()
+        tree.steps.append(step)
+        tree.leaf = tree.guard = None
         tree.modes.__exit__(None, None, None)
         return None
 
@@ -176,6 +171,7 @@ class CallTree(Entering):
         graded: whether a backward follows.
         certain: whether calls need not be counted whose FLOPs follow from shapes. No mode sees
             them, and `settle()` adds them afterwards.
+        walked: all modules of the model, if they are known already.
     """
 
     _verb = "summarize"
@@ -188,68 +184,78 @@ class CallTree(Entering):
         clock: Callable[[], float] | None = None,
         graded: bool = True,
         certain: bool = False,
+        walked: list[Named] | None = None,
     ) -> None:
         super().__init__(model)
+        self._walked = walked
         self.clock, self.graded, self.certain = clock, graded, certain
         self.stack: list[Step] = []
         self.steps: list[Step] = []
         self.paths: dict[nn.Module, str] = {}
-        self._sites: dict[nn.Module, _Site] = {}
+        self._sites: dict[_Site, Collection[nn.Module]] = {}
         self.texts: dict[torch.Size, str] = {}
         self.names: dict[type, str] = {}  # of the first argument of a kind of module
         self.outside = self.outside_backward = 0  # FLOPs in no call
+        self.inside: Any = None  # the frame of the innermost call, if it is a usual one
         # While the call of a leaf runs, torch's modes are off: the one for functions, and the
         # other as long as its guard exists.
         self.modes: Any = _no_modes()
         self.guard: Any = None
+        self.leaf: nn.Module | None = None
+        self.given: Any = None  # the shape of the leaf's argument
+        self.start = 0  # the first autograd node that is made in it
         self.doubtful = False  # whether they were off while something else ran
 
     def _start(self, attached: bool) -> None:
-        self.paths = _called(self._model)
+        self.paths = _called(self._model, self._walked)
         self._serial = next(SERIALS)
         named = self._model, weakref.ref(self), self._serial
         free, linear, other = _LeafSite(*named), _LeafSite(*named), _Site(*named)
         linear.rank, linear.kind = 2, _LinearStep
-        free.tree = linear.tree = other.tree = self
-        for module in self.paths:
-            site = other
-            if self.certain and is_leaf(module):
-                site = linear if type(module) is nn.Linear else free
-            site.register(module)
-            self._sites[module] = site
+        leaves = find_leaves(self.paths) if self.certain else []
+        self._sites = {
+            free: [module for module in leaves if type(module) is not nn.Linear],
+            linear: [module for module in leaves if type(module) is nn.Linear],
+            other: self.paths.keys() - leaves,
+        }
+        for site, modules in self._sites.items():
+            site.tree = self
+            site.spread(modules, site.before, site.ended)
         ACTIVE.set(ACTIVE.get() | {self._serial})
 
     def _stop(self) -> None:
-        if self.guard is not None:
-            self.wake(late=True)
-        for module, site in self._sites.items():
-            site.unregister(module)
+        if self.leaf is not None:
+            self.wake()
+        for site, modules in self._sites.items():
+            for module in modules:
+                site.unregister(module)
             site.tree = None
         self._sites = {}
         ACTIVE.set(ACTIVE.get() - {self._serial})
 
-    def wake(self, late: bool = False) -> None:
-        """Let modes see what happens, for the call has ended; or, if that is late, had raised."""
-        self.guard = None
+    def wake(self) -> None:
+        """Let modes see what happens: the call of a leaf has raised, and that was caught."""
+        self.leaf = self.guard = None
         self.modes.__exit__(None, None, None)
-        if late:
-            self.doubtful = True
+        self.doubtful = True
+
+    def is_usual(self) -> bool:
+        """Whether this is outside of backwards and of vmap; calls that raised are forgotten."""
+        self.now()
+        return _node() is None and vmap_level() is None
 
     def begin(self, module: nn.Module, args: Any, kwargs: Any, running: Any) -> None:
         """A module is called."""
-        if self.guard is not None:
-            self.wake(late=True)
-        step = Step()
-        parent = self.stack[-1] if self.stack else None
-        if parent is not None and parent.usual and parent.running is _frame(_UP + 1):
-            step.usual = True  # it is called by the forward of the module above
-        else:
-            parent = self.now()
-            step.usual = _node() is None and vmap_level() is None
-        step.module, step.parent, step.running = module, parent, running
+        if self.leaf is not None:
+            self.wake()
+        step, stack = Step(), self.stack
+        if self.inside is None or self.inside is not _frame(_UP + 1):
+            step.usual = self.is_usual()  # else it is called by the forward of the module above
+        step.module, step.parent, step.running = module, stack[-1] if stack else None, running
+        self.inside = running if step.usual else None
         if self.graded:
             step.start = sequence()
-        self.stack.append(step)
+        stack.append(step)
         self.steps.append(step)
         if self.clock is not None:
             step.begun = self.clock()
@@ -283,15 +289,16 @@ class CallTree(Entering):
     def end(self, output: Any, running: Any) -> None:
         """A call is complete."""
         now = 0.0 if self.clock is None else self.clock()
-        if self.guard is not None:
-            self.wake(late=True)
+        if self.leaf is not None:
+            self.wake()
         stack = self.stack
-        while stack and stack[-1].running is not running and is_over(stack[-1].running):
-            stack.pop()
         if not stack or stack[-1].running is not running:
-            return  # this was entered while the module was running
+            self.now()
+            if not stack or stack[-1].running is not running:
+                return  # this was entered while the module was running
         step = stack.pop()
-        step.running = None
+        step.running, parent = None, step.parent
+        self.inside = parent.running if parent is not None and parent.usual else None
         if self.graded:
             step.stop = sequence()
         if self.clock is not None:
@@ -347,9 +354,9 @@ def _frame(up: int) -> Any:
         return None
 
 
-def _called(model: nn.Module) -> dict[nn.Module, str]:
+def _called(model: nn.Module, walked: list[Named] | None) -> dict[nn.Module, str]:
     """The modules at which hooks can fire, with their paths: containers are not called."""
-    named = walk(model)
+    named = walked or walk(model)
     kinds = {type(module) for _, module in named}
     if not kinds <= _hookable.keys() or any("forward" in m.__dict__ for _, m in named):
         requests = resolve(model, (nn.Module,))

@@ -207,10 +207,10 @@ class _Shortcuts(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if self.certain and not kwargs and is_free(func, args):
+        if self.certain and is_free(func, types):
             guard = no_dispatch()
             try:
-                return func(*args)
+                return func(*args, **kwargs) if kwargs else func(*args)
             finally:
                 del guard
         key = None

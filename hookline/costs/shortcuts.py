@@ -1,9 +1,9 @@
 """What need not be counted, for its FLOPs follow from shapes.
 
-- `is_leaf(module)`: whether the FLOPs of a module's calls follow from the shape of its argument
+- `find_leaves(modules)`: those the FLOPs of whose calls follow from the shape of their argument
 - `flops_of_linear(given, made)`: those of a linear layer, from the shapes of input and output
 - `flops_of_call(function, args, kwargs)`: those of a call of a torch function, if they are known
-- `is_free(function, args)`: whether it has none
+- `is_free(function, types)`: whether it has none
 - `key_of_call(function, args, kwargs)`: what they depend on if it is one of `PURE`
 - `is_ordinary(tensors)`: whether the tensors of a model are such that all this holds for it
 - `is_dense(tensors)`: whether tensors are of torch's own types, and hold what their shapes say
@@ -27,12 +27,12 @@ from torch import Tensor, nn
 
 __all__ = [
     "PURE",
+    "find_leaves",
     "flops_of_call",
     "flops_of_linear",
     "has_torchs_formulas",
     "is_dense",
     "is_free",
-    "is_leaf",
     "is_ordinary",
     "key_of_call",
     "vmap_level",
@@ -51,13 +51,14 @@ _FREE_FUNCTIONS: frozenset[Any] = frozenset({
     Tensor.mul, Tensor.__mul__, Tensor.__rmul__, Tensor.sub, Tensor.__sub__, Tensor.view,
     Tensor.reshape, Tensor.transpose, Tensor.permute, Tensor.contiguous, Tensor.unflatten,
     Tensor.flatten, Tensor.__truediv__, Tensor.chunk, Tensor.split, Tensor.squeeze,
-    Tensor.unsqueeze, Tensor.expand, Tensor.mean, Tensor.sum,
+    Tensor.unsqueeze, Tensor.expand, Tensor.expand_as, Tensor.mean, Tensor.sum,
 })  # fmt: skip
 _FREE = frozenset({
     nn.Embedding, nn.LayerNorm, nn.GroupNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d,
     nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.Softmax, nn.Dropout, nn.Identity, nn.Flatten,
     nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d,
 })  # fmt: skip
+_LEAVES: frozenset[Any] = _FREE | {nn.Linear}
 # The operations for which torch has formulas: products of matrices, and what is made of them.
 _CONTRACTIONS = frozenset({
     "mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "convolution", "_convolution",
@@ -72,6 +73,7 @@ _SIMPLE = (type(None), bool, int, float, str, torch.dtype)
 _TENSORS = frozenset({Tensor, nn.Parameter})
 _PLAIN = _TENSORS | {*_SIMPLE}
 _DEVICES = frozenset({"cpu", "cuda", "meta"})  # others have kernels of their own
+_strided = torch.strided
 _seen: dict[Any, Any] = {}  # formulas that were found to be torch's
 _functorch: Any = getattr(torch._C, "_functorch", None)  # private, so detected
 vmap_level: Callable[[], Any] = getattr(_functorch, "peek_interpreter_stack", lambda: None)
@@ -121,24 +123,26 @@ def is_dense(tensors: Sequence[Tensor]) -> bool:
     )
 
 
-def is_leaf(module: nn.Module) -> bool:
-    """Whether a module calls no others, and the FLOPs of its calls follow from shapes.
+def find_leaves(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """The modules that call no others, and the FLOPs of whose calls follow from shapes.
 
-    >>> is_leaf(nn.Linear(2, 3)), is_leaf(nn.ReLU()), is_leaf(nn.Sequential())
-    (True, True, False)
+    >>> find_leaves([nn.Linear(2, 3), nn.ReLU(), nn.Sequential()])
+    [Linear(in_features=2, out_features=3, bias=True), ReLU()]
 
     Those of a linear layer are `flops_of_linear`, all others have none.
     """
-    kind, content = type(module), module.__dict__
-    if kind in _FREE:
-        weighted = True
-    elif kind is nn.Linear:
-        weighted = content["_parameters"].get("weight") is not None  # else it is computed each time
-    else:
-        return False
-    # Others' hooks may compute, too; those that come later run after ours.
-    plain = "forward" not in content and kind.forward.__module__ == kind.__module__
-    return weighted and plain and not content["_forward_hooks"]
+    kinds = {kind for kind in _LEAVES if kind.forward.__module__ == kind.__module__}
+    found: list[nn.Module] = []
+    for module in modules:
+        kind, content = type(module), module.__dict__
+        if kind not in kinds or "forward" in content:
+            continue
+        if kind is nn.Linear and content["_parameters"].get("weight") is None:
+            continue  # it is computed each time
+        # Others' hooks may compute, too; those that come later run after ours.
+        if not content["_forward_hooks"]:
+            found.append(module)
+    return found
 
 
 def flops_of_linear(given: torch.Size, made: torch.Size) -> int:
@@ -150,13 +154,15 @@ def flops_of_linear(given: torch.Size, made: torch.Size) -> int:
     return 2 * given.numel() * made[-1]
 
 
-def is_free(function: Any, args: tuple[Any, ...]) -> bool:
+def is_free(function: Any, types: Sequence[Any]) -> bool:
     """Whether a call of a torch function has no FLOPs, for no operation in it has a formula.
 
-    >>> is_free(Tensor.add, (torch.zeros(2), 1)), is_free(torch.mm, (torch.zeros(2, 2),) * 2)
+    >>> is_free(Tensor.add, ()), is_free(torch.mm, ())
     (True, False)
+
+    The types are those that torch names to a function mode: other than its own, if there are some.
     """
-    return function in _FREE_FUNCTIONS and _PLAIN.issuperset(map(type, args))
+    return function in _FREE_FUNCTIONS and (not types or _TENSORS.issuperset(types))
 
 
 def flops_of_call(
@@ -165,12 +171,9 @@ def flops_of_call(
     """The FLOPs of a call of a torch function, by torch's own formulas; None if unknown.
 
     >>> x = torch.zeros(5, 2)
-    >>> flops_of_call(Tensor.add, (x, x)), flops_of_call(F.linear, (x, x))
-    (0, 100)
-    >>> flops_of_call(torch.einsum, ("ab,ab->a", x, x))
+    >>> flops_of_call(F.linear, (x, x)), flops_of_call(torch.einsum, ("ab,ab->a", x, x))
+    (100, None)
     """
-    if function in _FREE_FUNCTIONS:
-        return None if kwargs or not is_free(function, args) else 0
     if function is F.scaled_dot_product_attention:
         return _flops_of_attention(*args, **(kwargs or {}))
     if function is F.linear and not kwargs and 2 <= len(args) <= 3 and _are_dense(*args):
@@ -189,23 +192,22 @@ def _flops_of_attention(
     if (more or options) and not _PLAIN.issuperset(map(type, (*more, *options.values()))):
         return None
     queries, keys, values = query.shape, key.shape, value.shape
-    batch = queries[:-2]
-    if (
-        len(queries) < 3 or keys[:-2] != batch or values[:-2] != batch
-    ):  # broadcast, or heads in groups
-        return None
-    return 2 * queries[:-1].numel() * keys[-2] * (queries[-1] + values[-1])
+    alike = queries == keys == values  # as most are, and the rest takes longer to find out
+    if len(queries) < 3 or not (alike or queries[:-2] == keys[:-2] == values[:-2]):
+        return None  # one matrix, broadcast, or heads in groups
+    return 2 * (queries.numel() * keys[-2] + values.numel() * queries[-2])
 
 
 def _are_dense(*tensors: Any) -> bool:
     """Whether all are ordinary tensors, or None, and have really the shape that they show."""
     for tensor in tensors:
         if tensor is not None and (
-            type(tensor) not in _TENSORS or tensor.layout is not torch.strided or tensor.is_nested
+            type(tensor) not in _TENSORS or tensor.layout is not _strided or tensor.is_nested
         ):
             return False
+    first = tensors[0]
     # Inside vmap, a tensor has more than it shows.
-    return tensors[0].device.type in _DEVICES and vmap_level() is None
+    return (first.is_cpu or first.device.type in _DEVICES) and vmap_level() is None
 
 
 def key_of_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,6 +1,7 @@
 """What the modules of a model hold, told without a run: parameters, buffers, their bytes.
 
 - `sizes(model)`: a `Summary` with all that needs no batch
+- `rows_of(model)`: its rows by module
 - `has_unmade(tensors)`: whether some are of lazy modules, and have no size so far
 """
 
@@ -15,7 +16,7 @@ from hookline.costs.shortcuts import is_dense
 from hookline.costs.summaries import ModuleCosts, Summary
 from hookline.trials.runs import tensors_of_all
 
-__all__ = ["has_unmade", "sizes"]
+__all__ = ["has_unmade", "rows_of", "sizes"]
 
 # Parameters, trainable ones, bytes of parameters, bytes of buffers.
 _Size = tuple[int, int, int, int]
@@ -28,60 +29,63 @@ def sizes(model: nn.Module) -> Summary:
     >>> sizes(nn.Linear(2, 3))[""].parameters
     9
     """
+    return Summary(type(model).__name__, list(rows_of(model).values()))
+
+
+def rows_of(model: nn.Module) -> dict[nn.Module, ModuleCosts]:
+    """What can be told of each module without a run, in the order of `walk`."""
     named = walk(model)
     tensors = tensors_of_all(named)
     aliases, owners = _aliases(model, named), _owners(named, tensors)
-    several_places = bool(aliases or owners)
     # What is asked of every tensor is asked of all at once where it can be: that is much faster.
     dense = is_dense(tensors)
     # Of each module with all below it: the sums of what has one place only; of what has several,
     # the tensors themselves, so that each counts once.
     sums: dict[nn.Module, _Size] = {}
     several: dict[nn.Module, dict[int, _Size]] = {}
-    rows: list[ModuleCosts] = []
+    rows: dict[nn.Module, ModuleCosts] = {}
     for path, module in _inner_first(named) if aliases else reversed(named):
-        row = ModuleCosts(path, type(module).__name__, path.count(".") + 1 if path else 0)
-        rows.append(row)
         shared: dict[int, _Size] = {}
+        apart = module in aliases  # else only tensors can have several places
         own = count = trained = size = kept = 0
         for tensor in module._parameters.values():
             if tensor is not None and (dense or not _is_unmade(tensor)):
                 number, bytes_ = tensor.numel(), tensor.nbytes if dense else size_of(tensor)
                 own += number
-                if several_places and (id(tensor) in owners or module in aliases):
+                if apart or (owners and id(tensor) in owners):
                     shared[id(tensor)] = number, number * tensor.requires_grad, bytes_, 0
                 else:
-                    count, size = count + number, size + bytes_
+                    count += number
+                    size += bytes_
                     if tensor.requires_grad:
                         trained += number
         for tensor in module._buffers.values() if module._buffers else ():
             if tensor is not None and (dense or not _is_unmade(tensor)):
-                if id(tensor) in owners or module in aliases:
+                if apart or id(tensor) in owners:
                     shared[id(tensor)] = 0, 0, 0, size_of(tensor)
                 else:
                     kept += size_of(tensor)
         for child in module._modules.values() if module._modules else ():
             if child is not None:
-                of_child = sums[child]
-                count, trained = count + of_child[0], trained + of_child[1]
-                size, kept = size + of_child[2], kept + of_child[3]
+                parts = sums[child]
+                count += parts[0]
+                trained += parts[1]
+                size += parts[2]
+                kept += parts[3]
                 if child in several:
                     shared.update(several[child])
         total = sums[module] = count, trained, size, kept
         if shared:
             several[module] = shared
-            total = tuple(map(sum, zip(total, *shared.values(), strict=True)))
+            count, trained, size, kept = map(sum, zip(total, *shared.values(), strict=True))
+        depth = path.count(".") + 1 if path else 0
+        row = ModuleCosts(path, type(module).__name__, depth, count, own, trained, size, kept)
+        if shared:
             row.shared_with = _sharing(module, path, owners)
-        if module in aliases:
+        if apart:
             row.aliases = aliases[module]
-        row.own_parameters = own
-        row.parameters, row.trainable, row.parameter_bytes, row.buffer_bytes = total
-    if aliases:
-        order = {path: place for place, (path, _) in enumerate(named)}
-        rows.sort(key=lambda row: order[row.place])
-    else:
-        rows.reverse()
-    return Summary(type(model).__name__, rows)
+        rows[module] = row
+    return {module: rows[module] for _, module in named}
 
 
 def _is_unmade(tensor: Tensor) -> bool:

@@ -64,12 +64,12 @@ class ModuleCosts:
     place: str
     type: str
     depth: int
+    parameters: int  # each tensor counts once
+    own_parameters: int
+    trainable: int
+    parameter_bytes: int
+    buffer_bytes: int
     # Of all below, what is not set is as it stands here.
-    parameters: int = field(default=0, init=False)  # each tensor counts once
-    own_parameters: int = field(default=0, init=False)
-    trainable: int = field(default=0, init=False)
-    parameter_bytes: int = field(default=0, init=False)
-    buffer_bytes: int = field(default=0, init=False)
     shared_with: Sequence[str] = field(default=(), init=False)  # modules with the same parameters
     aliases: Sequence[str] = field(default=(), init=False)  # other names of the same module
     called: bool | None = field(default=None, init=False)
@@ -163,7 +163,9 @@ class Summary:
             width: of the longest line; shapes and names are cut.
         """
         rows, left_out = self._rows(where, depth)
-        title = wrap(self._title(), width, subsequent_indent="  ", break_long_words=False)
+        title = [self._title()]
+        if len(title[0]) > width:
+            title = wrap(title[0], width, subsequent_indent="  ", break_long_words=False)
         return "\n".join([*title, *as_lines(_cells(rows), width), *self._notes(left_out)])
 
     def __str__(self) -> str:

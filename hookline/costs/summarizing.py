@@ -16,13 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from hookline.core.nested import get_part, leaves
+from hookline.core.tree import Step as Named
 from hookline.core.tree import walk
 from hookline.costs.call_trees import CallTree, Step
 from hookline.costs.flops import FlopCounter
 from hookline.costs.footprints import Footprint, footprint_of, size_of
 from hookline.costs.shortcuts import is_ordinary
-from hookline.costs.sizes import has_unmade, sizes
-from hookline.costs.summaries import ModuleCosts, Summary
+from hookline.costs.sizes import has_unmade, rows_of, sizes
+from hookline.costs.summaries import Summary
 from hookline.errors import BatchError
 from hookline.trials.batches import make_batch, needs_whole_numbers, refused_shapes
 from hookline.trials.runs import (
@@ -94,28 +95,34 @@ def summarize(
     made, shapes = make_batch(model, batch, dtype)
     with trial(model, mode=mode, walks=[steps]):
         try:
-            return _measured(model, made, backward, time, shortcuts)
+            return _measured(model, made, backward, time, shortcuts, steps)
         except (RuntimeError, IndexError, TypeError) as error:
             if not shapes or not needs_whole_numbers(error):
                 raise
             if dtype is not None or len(shapes) > 1:
                 raise refused_shapes(shapes, dtype, error) from error
         made, _ = make_batch(model, batch, torch.long)
-        return _measured(model, made, backward, time, shortcuts)
+        return _measured(model, made, backward, time, shortcuts, steps)
 
 
 def _measured(
-    model: nn.Module, batch: Any, backward: bool | Loss, time: bool, shortcuts: bool
+    model: nn.Module,
+    batch: Any,
+    backward: bool | Loss,
+    time: bool,
+    shortcuts: bool,
+    walked: list[Named],
 ) -> Summary:
     """Run a model once to count, and some more times if time is asked for."""
     device = next(iter(cuda_devices(model)), None)
     if device is not None:
         torch.cuda.reset_peak_memory_stats(device)
-    tree, counter = _counted(model, batch, backward, shortcuts)
+    tree, counter = _counted(model, batch, backward, shortcuts, walked)
     if tree.doubtful:  # a call raised and that was caught: not all was seen from there on
-        tree, counter = _counted(model, batch, backward, shortcuts=False)
-    summary = sizes(model)
-    _fill(summary, tree, backward is not False)
+        tree, counter = _counted(model, batch, backward, False, walk(model))
+    rows = rows_of(model)
+    summary = Summary(type(model).__name__, list(rows.values()))
+    summary.totals.update(_fill(rows, tree, backward is not False))
     summary.totals["input_bytes"] = sum(size_of(tensor) for _, tensor in leaves(batch))
     summary.totals["uncounted"] = counter.uncounted
     if device is not None:
@@ -127,11 +134,11 @@ def _measured(
 
 
 def _counted(
-    model: nn.Module, batch: Any, backward: bool | Loss, shortcuts: bool
+    model: nn.Module, batch: Any, backward: bool | Loss, shortcuts: bool, walked: list[Named]
 ) -> tuple[CallTree, FlopCounter]:
     """Run a model once, and count."""
     graded, batch = backward is not False, copied(batch)
-    tree = CallTree(model, graded=graded)
+    tree = CallTree(model, graded=graded, walked=walked)
     counter = FlopCounter(tree.count, shortcuts)
     tree.certain = counter.certain
     with tree, torch.set_grad_enabled(graded), counter:
@@ -146,39 +153,33 @@ def _counted(
 # -- what a run has shown -------------------------------------------------------------------------
 
 
-def _fill(summary: Summary, tree: CallTree, backward: bool) -> None:
-    """Write into a summary what was counted in the calls."""
-    at: dict[str, ModuleCosts] = {row.place: row for row in summary.modules}
-    rows: dict[nn.Module, Any] = {module: at[path] for module, path in tree.paths.items()}
-    calls = Counter([step.module for step in tree.steps])
-    once = {module for module, count in calls.items() if count == 1}
-    for row in summary.modules:
+def _fill(rows: dict[nn.Module, Any], tree: CallTree, backward: bool) -> dict[str, float]:
+    """Write into the rows of a summary what was counted in the calls; what it is in all."""
+    steps, calls = tree.steps, Counter([step.module for step in tree.steps])
+    for module, row in rows.items():
+        if module in tree.paths:
+            row.called = module in calls  # of a ModuleList it is not told: it cannot be
         row.calls = row.activation_bytes = row.flops = row.own_flops = 0
         if backward:
             row.backward_flops = row.own_backward_flops = 0
-    for module, row in rows.items():
-        row.called = module in calls  # of a ModuleList it is not told: it cannot be
-    known: dict[Any, Footprint] = {}
+    known: dict[Any, Footprint] = {}  # most values in a model are alike
     kept = 0
-    for step in reversed(tree.steps):  # inner calls first
-        module, parent, own = step.module, step.parent, step.flops
-        row = rows[module]
+    for step in reversed(steps):  # inner calls first
+        module, parent, own, made = step.module, step.parent, step.flops, step.made
         flops = step.all_flops + own
         if parent is not None:
             parent.inner = True
             parent.all_flops += flops
-        if module in once:
-            row.calls, row.flops, row.own_flops = 1, flops, own
-            outermost = True
-        else:
-            # Of a recursive module, the outermost call has the FLOPs of all.
-            outermost = parent is None or module not in parent.above()
-            row.calls, row.own_flops = row.calls + 1, row.own_flops + own
-            row.flops += flops if outermost else 0
+        row = rows[module]
+        # Of a recursive module, the outermost call has the FLOPs of all.
+        outermost = calls[module] == 1 or parent is None or module not in parent.above()
+        row.calls += 1
+        row.own_flops += own
+        if outermost:
+            row.flops += flops
         if backward:
             _add_backward(row, step, outermost)
         row.inputs = tree.inputs_of(step)
-        made = step.made
         if made is not None:
             shapes, size, dtype = footprint_of(made, known)
             row.activation_bytes += size
@@ -187,11 +188,11 @@ def _fill(summary: Summary, tree: CallTree, backward: bool) -> None:
             if row.dtype is not None and row.output != shapes:
                 row.varies = True
             row.output, row.dtype = shapes, dtype
-    totals, steps = summary.totals, tree.steps
-    totals["called"], totals["activation_bytes"] = len(calls), kept
+    totals: dict[str, float] = {"called": len(calls), "activation_bytes": kept}
     totals["flops"] = sum([step.flops for step in steps]) + tree.outside
     if backward:
-        totals["backward_flops"] = sum(step.backward for step in steps) + tree.outside_backward
+        totals["backward_flops"] = sum([step.backward for step in steps]) + tree.outside_backward
+    return totals
 
 
 def _add_backward(row: Any, step: Step, outermost: bool) -> None:

@@ -14,20 +14,22 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
+from functools import partial
 from operator import is_not
 from typing import Any, Literal, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from hookline.core.arguments import call
+from hookline.core.distributed import reshard
 from hookline.core.nested import map_leaves
-from hookline.core.parameters import preserve
-from hookline.core.places import Place
+from hookline.core.parameters import Undo, put_back, restore
 from hookline.core.snapshots import duplicate
-from hookline.core.tree import Step, join, walk
+from hookline.core.tree import Step, walk
 
 __all__ = [
     "Mode",
@@ -123,12 +125,18 @@ def trial(
     required, grads = [p.requires_grad for p in parameters], [p.grad for p in parameters]
     tables = [module._buffers for module in modules]
     buffers = [dict(table) if table else _EMPTY for table in tables]
-    with ExitStack() as stack:
-        stack.enter_context(same_random_numbers(*models))
-        for model, steps in zip(models, walks, strict=True):
-            names = _buffers_of(steps)
-            if names:
-                stack.enter_context(preserve(model, names))
+    undo = Undo()
+    for module, before in zip(modules, buffers, strict=True):
+        for name, buffer in before.items():
+            if buffer is not None and not buffer.is_meta:
+                undo.append(partial(put_back, module, module._buffers, before, name))
+                if not is_lazy(buffer):
+                    old = buffer.data, buffer.detach().clone(), buffer.requires_grad
+                    undo.append(partial(restore, buffer, *old))
+    for model in models:
+        reshard(model)
+        undo.append(partial(reshard, model))
+    with same_random_numbers(*models):
         try:
             if mode is not None:
                 for model in models:
@@ -149,6 +157,7 @@ def trial(
             for table, before in zip(tables, buffers, strict=True):
                 if table or before:
                     _drop_new(table, before)
+            undo.run()
 
 
 def _require(parameters: list[nn.Parameter], required: list[bool]) -> None:
@@ -158,22 +167,12 @@ def _require(parameters: list[nn.Parameter], required: list[bool]) -> None:
 
 
 def _drop_new(table: dict[str, Any], before: dict[str, Any]) -> None:
-    """Take out the buffers that a run has registered; `preserve` has seen to the old ones."""
+    """Take out the buffers that a run has registered, and all that was in the place of none."""
     for name in list(table):
         if name not in before:
             del table[name]
         elif before[name] is None:
             table[name] = None
-
-
-def _buffers_of(steps: list[Step]) -> list[Place]:
-    return [
-        Place(join(path, name), "value")
-        for path, module in steps
-        if module._buffers
-        for name, buffer in module._buffers.items()
-        if buffer is not None and not buffer.is_meta
-    ]
 
 
 @contextmanager
@@ -185,14 +184,17 @@ def same_random_numbers(*models: nn.Module) -> Generator[None]:
     >>> bool((first == torch.rand(3)).all())
     True
     """
-    devices = sorted({device.index or 0 for model in models for device in cuda_devices(model)})
-    python, numbers = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=devices):
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(numbers)
+    devices = {device for model in models for device in cuda_devices(model)}
+    python, numbers, state = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    states = {device: torch.cuda.get_rng_state(device) for device in devices}
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numbers)
+        torch.set_rng_state(state)
+        for device, of_device in states.items():
+            torch.cuda.set_rng_state(of_device, device)
 
 
 def nodes_of(roots: list[Tensor]) -> list[Any]:
