@@ -753,3 +753,13 @@ def test_the_counter_can_be_left_by_an_error():
         raise ZeroDivisionError
     assert torch._C._len_torch_dispatch_stack() == 0
     assert torch._C._len_torch_function_stack() == 0
+
+
+def test_jagged_tensors_have_shapes_and_flops():
+    rows = [torch.randn(3, 8), torch.randn(5, 8)]
+    batch = torch.nested.nested_tensor(rows, layout=torch.jagged)
+    model = nn.Sequential(nn.Linear(8, 4), nn.ReLU())
+    summary = hl.summarize(model, batch)
+    dense = hl.summarize(model, torch.cat(rows))
+    assert summary.to_dict()["totals"]["flops"] == dense.to_dict()["totals"]["flops"] == 512
+    assert str(summary).splitlines()[0].count("512 FLOPs") == 1

@@ -16,6 +16,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nested._internal.nested_tensor import NestedTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -152,10 +153,10 @@ class _Counting(TorchDispatchMode):
         kind = self.kinds.get(func)
         if kind is None:
             kind = self.kinds[func] = self._kind_of(func)
+        if kind is _DECLINE or (types and NestedTensor in types):
+            return NotImplemented
         if kind is _PASS:
             return func(*args, **kwargs)
-        if kind is _DECLINE:
-            return NotImplemented
         if kind is _DECOMPOSE:
             with self:
                 return func.decompose(*args, **kwargs)

@@ -198,9 +198,9 @@ class Summary:
         if totals["trainable"] != totals["parameters"]:
             parts.append(f"{show_count(totals['trainable'])} of them trainable")
         if totals["flops"] is not None:
-            parts.append(f"{show_count(totals['flops'])}FLOPs")
+            parts.append(_show_flops(totals["flops"]))
         if totals["backward_flops"] is not None:
-            parts.append(f"{show_count(totals['backward_flops'])}FLOPs backward")
+            parts.append(f"{_show_flops(totals['backward_flops'])} backward")
         if totals["activation_bytes"] is not None:
             parts.append(f"{show_bytes(totals['activation_bytes'])} activations")
         if totals["peak_bytes"] is not None:
@@ -263,6 +263,11 @@ def _cells(rows: Sequence[ModuleCosts]) -> list[list[str]]:
     if any(row.backward_seconds is not None for row in rows):
         columns["backward time"] = [_or_empty(show_seconds, row.backward_seconds) for row in rows]
     return [list(columns), *map(list, zip(*columns.values(), strict=True))]
+
+
+def _show_flops(number: float) -> str:
+    shown = show_count(number)
+    return f"{shown}FLOPs" if " " in shown else f"{shown} FLOPs"  # 19.5 KFLOPs, 512 FLOPs
 
 
 def _or_empty(show: Callable[[Any], str], number: float | None) -> str:
