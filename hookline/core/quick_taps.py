@@ -59,7 +59,6 @@ class QuickTap(CaptureTap, Site):
 
     common: Common = cast(Common, None)  # in a copied module
     beside = 1  # the quick taps of its context at its module
-
     port = "output"
 
     def __init__(self, path: str, module: nn.Module, common: Common) -> None:
@@ -113,7 +112,8 @@ class OutputTap(QuickTap):
                 if not common.detach:
                     self.kept.append((output, output._version))
                     return None
-            elif (  # the commonest snapshot, without a call: see snapshots.py
+                output = output.detach()
+            if (  # the commonest snapshot, without a call: see snapshots.py
                 LAZY
                 and output.is_cpu
                 and not output.is_quantized
