@@ -19,7 +19,7 @@ from hookline.core.distributed import recover, recovers
 from hookline.core.hooks import Context
 from hookline.core.keeping import PLAIN, CaptureTap, Keep, Options
 from hookline.core.places import Request, Target, Where
-from hookline.core.quick_taps import QUICK, Common, LastTap, QuickTap, tap_all
+from hookline.core.quick_taps import CLOSED, QUICK, Common, LastTap, QuickTap, tap_all
 from hookline.core.records import Record
 from hookline.core.slices import check_at
 from hookline.core.snapshots import duplicate
@@ -231,7 +231,7 @@ class capture(Context[CaptureTap]):
 
     def _stop(self) -> None:
         for common in self._commons.values():
-            common.closed = True
+            common.owner = CLOSED  # torch may still be about to call a hook
         for tap in self._quick:
             if tap.module is not None:
                 tap.unregister(tap.module)

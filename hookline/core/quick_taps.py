@@ -31,27 +31,28 @@ from hookline.core.taps import Frame, is_over, now
 from hookline.core.targets import Target
 
 __all__ = [
-    "QUICK", "Common", "GradInputTap", "GradOutputTap", "LastTap", "OutputTap", "QuickTap",
-    "tap_all",
+    "CLOSED", "QUICK", "Common", "GradInputTap", "GradOutputTap", "LastTap", "OutputTap",
+    "QuickTap", "tap_all",
 ]  # fmt: skip
 
 
+CLOSED = 0  # the owner of taps that have ended: no context has this serial
 Given = list[tuple[Tensor, Any, int, int]]  # as `note_given` has them
 
 
 class Common:
     """What the taps at one port have in common, kept once so that making them is cheap."""
 
-    __slots__ = ("closed", "context", "detach", "in_graph", "key", "options", "owner")
+    __slots__ = ("context", "detach", "in_graph", "key", "lazy", "options", "owner")
 
     def __init__(self, context: weakref.ref[Any], options: Options, owner: int | None) -> None:
         self.context = context
         self.options = options
         self.owner = owner
         self.detach = options.detach
+        self.lazy = LAZY
         self.in_graph = False  # whether compiled graphs may keep values by themselves
         self.key = next(KEYS)
-        self.closed = False
 
 
 class QuickTap(CaptureTap, Site):
@@ -78,6 +79,10 @@ class QuickTap(CaptureTap, Site):
 
     target: Target = cast(Any, property(_target))  # made when it is asked for
 
+    def stranger(self, module: nn.Module) -> None:
+        if getattr(self.common, "owner", None) != CLOSED:  # a copy has no such thing
+            super().stranger(module)
+
     def release(self) -> None:
         self.module = None
 
@@ -93,18 +98,26 @@ class OutputTap(QuickTap):
     def unregister(self, module: nn.Module) -> None:
         module._forward_hooks.pop(self.key, None)
 
-    def after_call(self, module: nn.Module, args: Any, output: Any) -> None:
+    def after_call(
+        self,
+        module: nn.Module,
+        args: Any,
+        output: Any,
+        # Found more quickly here than as names of this file.
+        active: Callable[[], frozenset[int | None]] = ACTIVE.get,
+        in_backward: Callable[[], int] = in_backward,
+        plain: type[Tensor] = Tensor,
+        /,
+    ) -> None:
         """The forward hook."""
         common = self.common
-        if module is not self.module or common.owner not in ACTIVE.get():
+        if module is not self.module or common.owner not in active():
             return self.stranger(module)
-        if common.closed:
-            return None
         if in_backward() == -1:
             self.outside = True
         elif self.outside:
             return None  # recomputed
-        if type(output) is not Tensor:
+        if type(output) is not plain:
             self.kept.append(common.options.keeps(output))
             return None
         try:
@@ -114,7 +127,7 @@ class OutputTap(QuickTap):
                     return None
                 output = output.detach()
             if (  # the commonest snapshot, without a call: see snapshots.py
-                LAZY
+                common.lazy
                 and output.is_cpu
                 and not output.is_quantized
                 and output.untyped_storage().resizable()
@@ -141,7 +154,7 @@ class LastTap(OutputTap):
     def kept(self, kept: list[Kept]) -> None:
         self._kept = kept
 
-    def after_call(self, module: nn.Module, args: Any, output: Any) -> None:
+    def after_call(self, module: nn.Module, args: Any, output: Any, /, *_: Any) -> None:
         # In a graph no version can be read and no copy-on-write made, but a copy costs little.
         if torch.compiler.is_compiling() and self.common.in_graph and type(output) is Tensor:
             self.slot = output.detach().clone() if self.common.detach else output.clone()
@@ -179,12 +192,7 @@ class _GradientTap(QuickTap):
     def before_call(self, module: Any, args: Any, kwargs: Any = None) -> Any:
         """The pre-forward hook."""
         common = self.common
-        if (
-            kwargs is None
-            or module is not self.module
-            or common.closed
-            or common.owner not in ACTIVE.get()
-        ):
+        if kwargs is None or module is not self.module or common.owner not in ACTIVE.get():
             return None  # the forward hook counts it
         caller = sys._getframe(1)
         if self.begun:
@@ -208,8 +216,6 @@ class _GradientTap(QuickTap):
         common = self.common
         if module is not self.module or common.owner not in ACTIVE.get():
             return self.stranger(module)
-        if common.closed:
-            return None
         caller = sys._getframe(1)
         begun = self.begun.pop(caller, None)
         if begun is None:
