@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import assert_clean
-from models import Swallowing
+from models import Swallowing, small
 from torch import nn
 
 import hookline as hl
@@ -533,6 +533,27 @@ def test_to_moves_every_tensor_and_leaves_the_first_record_alone():
     assert moved.places() == record.places()
     assert "Record of 3 places" in repr(moved)
     assert record.to("cpu").nbytes == record.nbytes
+
+
+def test_to_moves_the_values_of_the_last_call_and_leaves_the_first_record_alone():
+    model = small()
+    with hl.capture(model, "**", keep="last") as record:
+        model(torch.zeros(4, 3))
+        model(torch.ones(4, 3))
+    moved = record.to("meta")
+    assert [len(moved.calls(place)) for place in moved] == [1, 1, 1]
+    assert {moved[place].device.type for place in moved} == {"meta"}
+    assert {record[place].device.type for place in record} == {"cpu"}
+
+
+@pytest.mark.parametrize("order", [["0", "**", "2:input"], ["**", "2:input", "0"]], ids=str)
+def test_a_place_that_is_asked_for_twice_is_kept_once_beside_other_ports(order):
+    model = small()
+    with hl.capture(model, *order) as record:
+        hooked = [len(module._forward_hooks) for module in model]
+        model(torch.zeros(4, 3))
+    assert hooked == [1, 1, 1]
+    assert record.places() == ["0", "1", "2", "2:input"]
 
 
 def test_to_keeps_the_reasons_for_what_is_missing():

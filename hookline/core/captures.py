@@ -156,18 +156,20 @@ class capture(Context[CaptureTap]):
 
     def _place_all(self, request: Request, ref: weakref.ref[Any], owner: int | None) -> None:
         mixed, modules = self._mixed, request.modules
-        apart = not mixed or mixed.isdisjoint(id(module) for _, module in modules)
-        if mixed is None or not modules or not apart:
+        if mixed:
+            modules = [step for step in modules if id(step[1]) not in mixed]
+        if mixed is None or not modules:
             super()._place_all(request, ref, owner)
             return
+        for target in request.targets if mixed else ():
+            if target.ident in mixed and target.key not in self._taps:
+                self._place(target, ref, owner)
         port = request.port or "output"
         common = self._commons.get(port)
         if common is None:
             common = self._commons[port] = Common(ref, self._options, owner)
         kind = LastTap if self._options.keep == "last" else QUICK[port]
         tap_all(kind, modules, common, self._quick)
-        for tap in self._quick if self._attached else ():
-            tap.keeper = self
 
     def _prepared(self) -> None:
         self._stopping = False
@@ -186,6 +188,8 @@ class capture(Context[CaptureTap]):
             counts = Counter(tap.ident for tap in self._quick)
             for tap in self._quick:
                 tap.beside = counts[tap.ident]
+        for tap in self._quick if self._attached else ():
+            tap.keeper = self
         self._record = Record([*self._taps.values(), *self._quick], self)
 
     def _result(self) -> Record:

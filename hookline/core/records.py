@@ -234,7 +234,8 @@ class Record:
         moved: list[CaptureTap] = []
         for tap in self._taps:
             other = object.__new__(type(tap))  # a copy would be inert: see Site
-            vars(other).update(vars(tap) | {"kept": [], "grads": {}})
+            vars(other).update(vars(tap))
+            other.kept, other.grads = [], {}
             for n, kept in enumerate(tap.kept):
                 other.kept.append((map_leaves(move, self._read(tap, kept, (), n)), None))
             for key, parts in tap.grads.items():
