@@ -556,6 +556,17 @@ def test_a_place_that_is_asked_for_twice_is_kept_once_beside_other_ports(order):
     assert record.places() == ["0", "1", "2", "2:input"]
 
 
+@pytest.mark.parametrize("where", [["**", "2:input"], ["**", "0.weight"], ["0", "2:input", "**"]])
+def test_places_of_a_model_that_is_gone_stand_in_the_order_in_which_they_were_asked_for(where):
+    model = small()
+    with hl.capture(model, *where) as record:
+        model(torch.zeros(4, 3))
+    del model
+    gc.collect()
+    asked = [place for w in where for place in (["0", "1", "2"] if w == "**" else [w])]
+    assert record.places() == list(dict.fromkeys(asked))
+
+
 def test_to_keeps_the_reasons_for_what_is_missing():
     class Sometimes(nn.Module):
         def __init__(self):

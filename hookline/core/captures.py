@@ -190,7 +190,12 @@ class capture(Context[CaptureTap]):
                 tap.beside = counts[tap.ident]
         for tap in self._quick if self._attached else ():
             tap.keeper = self
-        self._record = Record([*self._taps.values(), *self._quick], self)
+        taps = [*self._taps.values(), *self._quick]
+        if self._taps and self._quick:  # in the order in which they were asked for
+            found = {tap.target.key: tap for tap in taps}
+            keys = [target.key for request in self._requests for target in request.targets]
+            taps = [found[key] for key in dict.fromkeys(keys)]
+        self._record = Record(taps, self)
 
     def _result(self) -> Record:
         return self.record
