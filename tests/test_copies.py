@@ -37,6 +37,7 @@ CONTEXTS = {
     "plain capture": lambda m: hl.capture(m, "**"),
     "capture": lambda m: hl.capture(m, "**", "**:inputs", "0.weight", "0.weight:grad"),
     "capture of all threads": lambda m: hl.capture(m, "**", threads="all"),
+    "capture of last calls": lambda m: hl.capture(m, "**", keep="last"),
     "gradients": lambda m: hl.capture(m, "**:grad_output", "**:grad_input", "**.weight:grad"),
     "edit": lambda m: hl.edit(m, ["0", "2:input"], lambda value: value * 2),
     "edit of gradients": lambda m: hl.edit(m, "2:grad_output", hl.scale(2.0)),

@@ -131,6 +131,7 @@ class LastTap(OutputTap):
     """The same for the last call only, in a way that torch.compile takes into its graphs."""
 
     slot: Tensor | None = None  # the value of the last compiled call, if no other came since
+    _kept: list[Kept] = []  # noqa: RUF012 - in a copied module, and never added to
 
     @property
     def kept(self) -> list[Kept]:
