@@ -556,6 +556,18 @@ def test_a_place_that_is_asked_for_twice_is_kept_once_beside_other_ports(order):
     assert record.places() == ["0", "1", "2", "2:input"]
 
 
+def test_places_that_were_listed_under_a_first_name_are_read_by_it_after_the_model_is_deleted():
+    shared = nn.Linear(2, 2)
+    model = nn.Sequential(shared, nn.ReLU(), shared)
+    with hl.capture(model, "2", "2:grad_output") as record:
+        model(torch.zeros(1, 2)).sum().backward()
+    assert record.places() == ["0", "0:grad_output"]
+    del model, shared
+    gc.collect()
+    assert [place for place, _ in record.items()] == ["0", "0", "0:grad_output", "0:grad_output"]
+    assert len(record.calls("2")) == len(record.calls("0")) == 2
+
+
 @pytest.mark.parametrize("where", [["**", "2:input"], ["**", "0.weight"], ["0", "2:input", "**"]])
 def test_places_of_a_model_that_is_gone_stand_in_the_order_in_which_they_were_asked_for(where):
     model = small()

@@ -326,6 +326,8 @@ class Record:
             if found is not None:
                 return found
         elif isinstance(where, str):  # the model is gone: its names are what is left
+            if where in self._named():
+                return self._named()[cast(Place, where)], ()
             for tap in self._taps:
                 place = tap.target.place
                 if where.startswith(place) and where[len(place) :].startswith("["):
