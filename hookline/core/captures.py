@@ -150,9 +150,7 @@ class capture(Context[CaptureTap]):
             return None
         gradients = options.keep == "all" and self._owned and not self._attached
         ports = QUICK if gradients else ("output",)
-        return {
-            t.ident for request in requests if not request.whole(ports) for t in request.targets
-        }
+        return {t.ident for asked in requests if not asked.whole(ports) for t in asked.targets}
 
     def _place_all(self, request: Request, ref: weakref.ref[Any], owner: int | None) -> None:
         mixed, modules = self._mixed, request.modules
@@ -165,9 +163,8 @@ class capture(Context[CaptureTap]):
             if target.ident in mixed and target.key not in self._taps:
                 self._place(target, ref, owner)
         port = request.port or "output"
-        common = self._commons.get(port)
-        if common is None:
-            common = self._commons[port] = Common(ref, self._options, owner)
+        common = self._commons.get(port) or Common(ref, self._options, owner)
+        self._commons[port] = common
         kind = LastTap if self._options.keep == "last" else QUICK[port]
         tap_all(kind, modules, common, self._quick)
 
