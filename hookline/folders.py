@@ -35,6 +35,12 @@ def write(
     from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType] - untyped
 
     folder = Path(folder)
+    if _is_deep(content):  # `read` would refuse it
+        raise HooklineError(
+            f"A {kind} was to be written to {str(folder)!r}.",
+            f"It is nested more than {_DEEPEST} levels deep.",
+            "Leave out what is nested so deeply.",
+        )
     folder.mkdir(parents=True, exist_ok=True)
     digest, path = None, folder / f"{kind}.safetensors"
     if tensors:

@@ -230,6 +230,34 @@ def test_the_first_use_of_the_compiler_inside_a_with_is_told():
     assert done.returncode == 0, done.stderr
 
 
+COMPILED_LATER = """
+import sys, warnings, torch
+from torch import nn
+import hookline as hl
+
+warnings.simplefilter("ignore")
+model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), torch.ones(2, 4)
+plain = model(x)
+doubled = model[2](2 * model[:2](x))
+handles = [hl.edit(model, "0", hl.scale(2.0)).attach(), hl.capture(model, "**", "0:input").attach()]
+assert "torch._dynamo" not in sys.modules
+run = torch.compile(model, backend="eager")
+for n in (1, 2):
+    torch.testing.assert_close(run(x), doubled)
+    assert [len(handles[1].record.calls(place)) for place in handles[1].record] == [n] * 4
+hl.attached(model).remove()
+torch.testing.assert_close(model(x), plain)
+"""
+
+
+def test_what_was_attached_before_the_compiler_was_loaded_acts_in_a_model_compiled_later():
+    import subprocess
+    import sys
+
+    done = subprocess.run([sys.executable, "-c", COMPILED_LATER], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_an_eager_call_after_a_compiled_one_is_the_last_and_the_other_way_round():
     model = model_with_inplace()
     run = torch.compile(model, backend="eager", fullgraph=True)

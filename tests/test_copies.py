@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import hookline as hl
+from hookline.core import sites
 
 X = torch.arange(12.0).reshape(4, 3) / 10
 
@@ -36,6 +37,7 @@ CONTEXTS = {
     "plain capture": lambda m: hl.capture(m, "**"),
     "capture": lambda m: hl.capture(m, "**", "**:inputs", "0.weight", "0.weight:grad"),
     "capture of all threads": lambda m: hl.capture(m, "**", threads="all"),
+    "capture of last calls": lambda m: hl.capture(m, "**", keep="last"),
     "gradients": lambda m: hl.capture(m, "**:grad_output", "**:grad_input", "**.weight:grad"),
     "edit": lambda m: hl.edit(m, ["0", "2:input"], lambda value: value * 2),
     "edit of gradients": lambda m: hl.edit(m, "2:grad_output", hl.scale(2.0)),
@@ -231,6 +233,36 @@ def test_replicas_that_share_the_hook_dicts_do_not_write_into_the_record():
         model(X)
     assert len(record.calls("")) == len(record.calls(":input")) == 1
     assert_clean(model)
+
+
+@pytest.mark.parametrize("places", [["0", "1"], ["**"], ["1", "**", "0"]], ids=str)
+@pytest.mark.parametrize("port", ["", ":input", ":grad_output", ":grad_input"])
+def test_modules_that_share_their_hook_dicts_are_each_captured(places, port):
+    first = nn.Linear(3, 3)
+    model = nn.Sequential(first, copy.copy(first))
+    with hl.capture(model, *(place + port for place in places)) as record:
+        model(X.clone().requires_grad_() * 1).sum().backward()
+    assert record.places() == [f"0{port}", f"1{port}"]
+    assert [len(record.calls(place)) for place in record] == [1, 1]
+    with hl.capture(model, *(place + port for place in places), keep="last") as last:
+        model(X.clone().requires_grad_() * 1).sum().backward()
+    assert [torch.equal(last[place], record[place]) for place in record] == [True, True]
+    assert_clean(model)
+
+
+def test_a_model_that_a_forked_process_saved_inside_a_capture_can_be_captured():
+    model = nn.Linear(3, 3)
+    with hl.capture(model, ""):
+        model(X)
+        saved = by_pickle(model)
+    ((old, hook),) = saved._forward_hooks.items()
+    key = next(sites.KEYS) - 1  # the child of a fork counts on from where its parent stands
+    saved._forward_hooks[key] = saved._forward_hooks.pop(old)
+    hook.__self__.key = key
+    with hl.capture(saved, "") as record:
+        saved(X)
+    assert torch.equal(record[""], model(X))
+    assert_clean(saved)
 
 
 # -- other processes ------------------------------------------------------------------------------

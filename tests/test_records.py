@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import assert_clean
-from models import Swallowing
+from models import Swallowing, small
 from torch import nn
 
 import hookline as hl
@@ -533,6 +533,50 @@ def test_to_moves_every_tensor_and_leaves_the_first_record_alone():
     assert moved.places() == record.places()
     assert "Record of 3 places" in repr(moved)
     assert record.to("cpu").nbytes == record.nbytes
+
+
+def test_to_moves_the_values_of_the_last_call_and_leaves_the_first_record_alone():
+    model = small()
+    with hl.capture(model, "**", keep="last") as record:
+        model(torch.zeros(4, 3))
+        model(torch.ones(4, 3))
+    moved = record.to("meta")
+    assert [len(moved.calls(place)) for place in moved] == [1, 1, 1]
+    assert {moved[place].device.type for place in moved} == {"meta"}
+    assert {record[place].device.type for place in record} == {"cpu"}
+
+
+@pytest.mark.parametrize("order", [["0", "**", "2:input"], ["**", "2:input", "0"]], ids=str)
+def test_a_place_that_is_asked_for_twice_is_kept_once_beside_other_ports(order):
+    model = small()
+    with hl.capture(model, *order) as record:
+        hooked = [len(module._forward_hooks) for module in model]
+        model(torch.zeros(4, 3))
+    assert hooked == [1, 1, 1]
+    assert record.places() == ["0", "1", "2", "2:input"]
+
+
+def test_places_that_were_listed_under_a_first_name_are_read_by_it_after_the_model_is_deleted():
+    shared = nn.Linear(2, 2)
+    model = nn.Sequential(shared, nn.ReLU(), shared)
+    with hl.capture(model, "2", "2:grad_output") as record:
+        model(torch.zeros(1, 2)).sum().backward()
+    assert record.places() == ["0", "0:grad_output"]
+    del model, shared
+    gc.collect()
+    assert [place for place, _ in record.items()] == ["0", "0", "0:grad_output", "0:grad_output"]
+    assert len(record.calls("2")) == len(record.calls("0")) == 2
+
+
+@pytest.mark.parametrize("where", [["**", "2:input"], ["**", "0.weight"], ["0", "2:input", "**"]])
+def test_places_of_a_model_that_is_gone_stand_in_the_order_in_which_they_were_asked_for(where):
+    model = small()
+    with hl.capture(model, *where) as record:
+        model(torch.zeros(4, 3))
+    del model
+    gc.collect()
+    asked = [place for w in where for place in (["0", "1", "2"] if w == "**" else [w])]
+    assert record.places() == list(dict.fromkeys(asked))
 
 
 def test_to_keeps_the_reasons_for_what_is_missing():

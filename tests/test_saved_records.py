@@ -175,6 +175,26 @@ def test_deep_nesting_is_refused_whatever_the_limit_of_recursion(tmp_path, limit
         sys.setrecursionlimit(before)
 
 
+def test_what_is_nested_too_deeply_to_be_read_is_not_written(tmp_path):
+    class Nesting(nn.Module):
+        def forward(self, x):
+            for _ in range(600):
+                x = [x]
+            return x
+
+    model = nn.Sequential(Nesting())
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(20_000)
+    try:
+        with hl.capture(model, "0") as record:
+            model(torch.ones(1))
+        with pytest.raises(hl.HooklineError, match="nested more than 1000 levels"):
+            hl.save_record(record, tmp_path / "deep")
+    finally:
+        sys.setrecursionlimit(before)
+    assert not (tmp_path / "deep").exists()
+
+
 def test_a_folder_without_a_record_is_refused(tmp_path):
     with pytest.raises(hl.RecordError, match=r"There is no file record\.json"):
         hl.load_record(tmp_path)

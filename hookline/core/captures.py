@@ -150,24 +150,23 @@ class capture(Context[CaptureTap]):
             return None
         gradients = options.keep == "all" and self._owned and not self._attached
         ports = QUICK if gradients else ("output",)
-        return {
-            t.ident for request in requests if not request.whole(ports) for t in request.targets
-        }
+        return {t.ident for asked in requests if not asked.whole(ports) for t in asked.targets}
 
     def _place_all(self, request: Request, ref: weakref.ref[Any], owner: int | None) -> None:
         mixed, modules = self._mixed, request.modules
-        apart = not mixed or mixed.isdisjoint(id(module) for _, module in modules)
-        if mixed is None or not modules or not apart:
+        if mixed:
+            modules = [step for step in modules if id(step[1]) not in mixed]
+        if mixed is None or not modules:
             super()._place_all(request, ref, owner)
             return
+        for target in request.targets if mixed else ():
+            if target.ident in mixed and target.key not in self._taps:
+                self._place(target, ref, owner)
         port = request.port or "output"
-        common = self._commons.get(port)
-        if common is None:
-            common = self._commons[port] = Common(ref, self._options, owner)
+        common = self._commons.get(port) or Common(ref, self._options, owner)
+        self._commons[port] = common
         kind = LastTap if self._options.keep == "last" else QUICK[port]
         tap_all(kind, modules, common, self._quick)
-        for tap in self._quick if self._attached else ():
-            tap.keeper = self
 
     def _prepared(self) -> None:
         self._stopping = False
@@ -186,7 +185,14 @@ class capture(Context[CaptureTap]):
             counts = Counter(tap.ident for tap in self._quick)
             for tap in self._quick:
                 tap.beside = counts[tap.ident]
-        self._record = Record([*self._taps.values(), *self._quick], self)
+        for tap in self._quick if self._attached else ():
+            tap.keeper = self
+        taps = [*self._taps.values(), *self._quick]
+        if self._taps and self._quick:  # in the order in which they were asked for
+            found = {tap.target.key: tap for tap in taps}
+            keys = [target.key for request in self._requests for target in request.targets]
+            taps = [found[key] for key in dict.fromkeys(keys)]
+        self._record = Record(taps, self)
 
     def _result(self) -> Record:
         return self.record

@@ -15,17 +15,9 @@ from typing import Any, TypeAlias, cast
 
 from torch import Tensor, jit, nn
 
-from hookline.core.grammar import (
-    TENSOR_PORTS,
-    Pattern,
-    Place,
-    escape,
-    literal_readings,
-    parse,
-    parse_port,
-)  # fmt: skip
+from hookline.core.grammar import TENSOR_PORTS, Pattern, escape, literal_readings, parse, parse_port
 from hookline.core.nested import Path
-from hookline.core.targets import Request, Target
+from hookline.core.targets import Place, Request, Target
 from hookline.core.tree import Step, exists, find, find_tensors, join, tensors_of, walk
 from hookline.errors import HooklineError, NotHookable, PlaceError, PlaceNotFound
 

@@ -70,7 +70,6 @@ class QuickTap(CaptureTap, Site):
         self.context = common.context
         self.options = common.options
         self.owner = common.owner
-        self.key = common.key
         self.kept = []
 
     def _target(self) -> Target:
@@ -145,6 +144,7 @@ class LastTap(OutputTap):
     """The same for the last call only, in a way that torch.compile takes into its graphs."""
 
     slot: Tensor | None = None  # the value of the last compiled call, if no other came since
+    _kept: list[Kept] = []  # noqa: RUF012 - in a copied module, and never added to
 
     @property
     def kept(self) -> list[Kept]:
@@ -152,7 +152,7 @@ class LastTap(OutputTap):
 
     @kept.setter
     def kept(self, kept: list[Kept]) -> None:
-        self._kept = kept
+        self._kept, self.slot = kept, None
 
     def after_call(self, module: nn.Module, args: Any, output: Any, /, *_: Any) -> None:
         # In a graph no version can be read and no copy-on-write made, but a copy costs little.
@@ -283,16 +283,20 @@ def tap_all(
     kind: type[QuickTap], modules: Iterable[tuple[str, Any]], common: Common, taps: list[QuickTap]
 ) -> None:
     """Tap modules, and add their taps; those that have one of this port are left as they are."""
-    key, paired = common.key, kind.paired
     for path, module in modules:
-        hooks = module._forward_hooks
-        if key not in hooks:
-            tap: Any = kind(path, module, common)
-            taps.append(tap)  # first, so that an interrupt leaves no hook behind
-            if paired:
-                module._forward_pre_hooks_with_kwargs[key] = True
-                module._forward_pre_hooks[key] = tap.before_call
-            hooks[key] = tap.after_call
+        hooks, key = module._forward_hooks, common.key
+        if key in hooks:  # by this module, or one that shares its hooks, such as a shallow copy
+            others = (tap.port == kind.port and tap.module is module for tap in taps)
+            if hooks[key].__self__.module is module or any(others):
+                continue
+            key = next(KEYS)
+        tap: Any = kind(path, module, common)
+        tap.key = key
+        taps.append(tap)  # first, so that an interrupt leaves no hook behind
+        if kind.paired:
+            module._forward_pre_hooks_with_kwargs[key] = True
+            module._forward_pre_hooks[key] = tap.before_call
+        hooks[key] = tap.after_call
 
 
 QUICK = {kind.port: kind for kind in (OutputTap, GradOutputTap, GradInputTap)}

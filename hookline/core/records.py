@@ -234,7 +234,8 @@ class Record:
         moved: list[CaptureTap] = []
         for tap in self._taps:
             other = object.__new__(type(tap))  # a copy would be inert: see Site
-            vars(other).update(vars(tap) | {"kept": [], "grads": {}})
+            vars(other).update(vars(tap))
+            other.kept, other.grads = [], {}
             for n, kept in enumerate(tap.kept):
                 other.kept.append((map_leaves(move, self._read(tap, kept, (), n)), None))
             for key, parts in tap.grads.items():
@@ -325,6 +326,8 @@ class Record:
             if found is not None:
                 return found
         elif isinstance(where, str):  # the model is gone: its names are what is left
+            if where in self._named():
+                return self._named()[cast(Place, where)], ()
             for tap in self._taps:
                 place = tap.target.place
                 if where.startswith(place) and where[len(place) :].startswith("["):

@@ -164,12 +164,15 @@ class Site:
         self.again = (task, self.again[1] + 1 if self.again[0] == task else 0)
         return max(self.count - 1 - self.again[1], 0)
 
+    # torch.compile cuts a graph where a ContextVar is read, and after a cut the caller's frame is
+    # another: what sees every call does not read it, here and in `after`.
+
     def before(self, module: nn.Module, args: Any, kwargs: dict[str, Any] | None = None) -> Any:
         """The pre-forward hook."""
         if self.closed or kwargs is None:  # removed while torch was about to call it
             return None
         paired = self.paired
-        if module is not self.module or self.owner not in ACTIVE.get():
+        if module is not self.module or (self.owner is not None and self.owner not in ACTIVE.get()):
             if not (paired or self.outputs):
                 self.stranger(module)  # else the forward hook counts it
             return None
@@ -259,7 +262,7 @@ class Site:
         """The forward hook."""
         if self.closed:  # removed while torch was about to call it
             return None
-        if module is not self.module or self.owner not in ACTIVE.get():
+        if module is not self.module or (self.owner is not None and self.owner not in ACTIVE.get()):
             return self.stranger(module)
         return self.end(rest[-1], sys._getframe(1))
 

@@ -15,7 +15,7 @@ from hookline.core.grammar import Place
 from hookline.core.nested import Path
 from hookline.core.tree import Step, join
 
-__all__ = ["Request", "Target"]
+__all__ = ["Place", "Request", "Target"]
 
 
 class Target:
