@@ -72,11 +72,9 @@ class QuickTap(CaptureTap, Site):
         self.owner = common.owner
         self.kept = []
 
-    def _target(self) -> Target:
-        module = cast(nn.Module, self.module)
-        return Target(module, self.path, self.port, ident=self.ident)
-
-    target: Target = cast(Any, property(_target))  # made when it is asked for
+    @property
+    def target(self) -> Target:
+        return Target(cast(nn.Module, self.module), self.path, self.port, ident=self.ident)
 
     def stranger(self, module: nn.Module) -> None:
         if getattr(self.common, "owner", None) != CLOSED:  # a copy has no such thing
