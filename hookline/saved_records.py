@@ -53,7 +53,14 @@ def save_record(record: Record, folder: str | Path) -> Path:
     tensors: dict[str, Tensor] = {}
     places: list[dict[str, Any]] = []
     for place in record.places():
-        calls = [_spell(value, tensors, place) for value in record.calls(place)]
+        try:
+            calls = [_spell(value, tensors, place) for value in record.calls(place)]
+        except RecursionError:
+            raise RecordError(
+                f"The value at {str(place)!r} was to be saved.",
+                "It is nested too deeply.",
+                "Capture a part of it, or what transform= makes of it.",
+            ) from None
         places.append({**_address(place), "calls": calls})
     missing = [{**_address(place), "why": why} for place, why in record.unfired().items()]
     return folders.write(folder, _KIND, {"places": places, "unfired": missing}, tensors)
