@@ -176,6 +176,15 @@ def test_the_search_and_the_filters_narrow_the_tree(tab, record_page):
     assert rows(tab) == ["model", "flat"]
 
 
+def test_keys_that_come_faster_than_the_page_follows_each_take_a_step(tab, record_page):
+    visit(tab, record_page)
+    tab.evaluate(
+        """() => { for (const key of "jj")
+            document.body.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true })) }"""
+    )
+    await_chosen(tab, "#place=stem", "stem")
+
+
 def test_everything_can_be_reached_with_the_keyboard(tab, record_page):
     visit(tab, record_page)
     tab.keyboard.press("j")

@@ -232,7 +232,8 @@ export class Tree {
     if (at < 0) at = by > 0 ? -1 : rows.length;
     for (at += by; at >= 0 && at < rows.length; at += by) {
       if (rows[at].match) {
-        this.chosen(rows[at].node.index);
+        this.selected = rows[at].node.index; // at once: the next key may come before the page follows
+        this.chosen(this.selected);
         return;
       }
     }
