@@ -189,7 +189,6 @@ def test_the_sdist_holds_what_it_takes_to_build_the_wheel_again(source, wheel_fi
 
 @pytest.mark.slow
 def test_the_usual_command_builds_both(tmp_path):
-    pytest.importorskip("build")
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(tmp_path)]
     subprocess.run(command, check=True, capture_output=True, cwd=ROOT)
     version = hookline.__version__
