@@ -86,10 +86,16 @@ def test_the_counter_of_lines_counts_code_only():
     assert lines_of_code(source) == 5
 
 
-def test_only_the_sites_and_the_quick_taps_touch_hook_dicts():
+def test_only_the_sites_and_the_logs_touch_hook_dicts():
     touching = {name for name, source in SOURCES.items() if names_used(source) & HOOK_DICTS}
     reading = {"core/distributed.py"}
-    assert touching <= {"core/sites.py", "core/quick_taps.py", "core/contexts.py", *reading}
+    assert touching <= {
+        "core/sites.py",
+        "core/logs.py",
+        "core/gradient_logs.py",
+        "core/contexts.py",
+        *reading,
+    }
     assert "core/sites.py" in touching
     for name in reading:
         for node in ast.walk(ast.parse(SOURCES[name])):
@@ -219,9 +225,9 @@ def test_a_file_begins_with_a_docstring_and_is_short_or_says_why(name):
 
 def test_the_core_does_not_grow():
     # The aim was about 1,800 lines, before compiled, checkpointed and spread models, operations
-    # and the quick taps.
+    # and the logs.
     total = sum(lines_of_code(path.read_text()) for path in CORE)
-    assert total < 3_960, total
+    assert total < 4_370, total
 
 
 def test_no_file_is_named_like_a_public_function_or_a_drawer():

@@ -3,6 +3,8 @@
 - `Arm`: a hook on a tensor or node, for one tap, call and part of the value
 - `Shares`: a hook on a node inside a module: what it passes on to the module's inputs
 - `put_hook(tensor, function)`: what `Tensor.register_hook` does, in a quarter of the time
+- `hang(tensor, node, function)`: the same for a tensor that a node has made
+- `cut_out(grad, view, stride, offset)`: the gradient of a view, from that of its base
 - `handles(tap)`: where the handle of a hook is kept
 """
 
@@ -23,7 +25,7 @@ from hookline.core.nested import Path
 if TYPE_CHECKING:
     from hookline.core.taps import Tap
 
-__all__ = ["Arm", "Shares", "handles", "put_hook"]
+__all__ = ["Arm", "Shares", "cut_out", "handles", "hang", "put_hook"]
 
 _keys = itertools.count(-1, -1)  # of hooks on tensors; torch's own count up from 0
 
@@ -56,13 +58,27 @@ def put_hook(tensor: Tensor, function: Callable[[Tensor], Tensor | None]) -> Any
     node: Any = tensor.grad_fn
     if type(tensor) is not Tensor or not hasattr(node, "_register_hook_dict"):
         return cast(Any, tensor).register_hook(function)
+    return _Handle(*hang(tensor, node, function))
+
+
+def hang(tensor: Tensor, node: Any, function: Callable[[Tensor], Any]) -> tuple[Any, int]:
+    """Put a hook on a tensor that a node has made; the dict that it is in, and its key there."""
     hooks = tensor._backward_hooks
     if hooks is None:
         hooks = tensor._backward_hooks = OrderedDict()
         node._register_hook_dict(tensor)
     key = next(_keys)
     hooks[key] = function
-    return _Handle(hooks, key)
+    return hooks, key
+
+
+def cut_out(grad: Tensor, view: Tensor, stride: Any, offset: int) -> Tensor:
+    """The gradient of a view, from that of its base, which has this stride and offset."""
+    if grad.stride() != stride:
+        held = torch.empty_strided(grad.size(), stride, dtype=grad.dtype, device=grad.device)
+        grad = held.copy_(grad)
+    first = view.storage_offset() - offset + grad.storage_offset()
+    return grad.as_strided(view.size(), view.stride(), first)
 
 
 class Arm:
@@ -129,15 +145,8 @@ class Arm:
         The view's own node is exact, but out of the graph if the view was changed in place since.
         The base's node stays: what flows into it is then the gradient, in the base's shape.
         """
-        if grad is None or not self.changed:
-            return
-        view = self.aliases[0][0]
-        stride, offset = self.base
-        if grad.stride() != stride:
-            held = torch.empty_strided(grad.size(), stride, dtype=grad.dtype, device=grad.device)
-            grad = held.copy_(grad)
-        offset = view.storage_offset() - offset + grad.storage_offset()
-        self.deliver(grad.as_strided(view.size(), view.stride(), offset))
+        if grad is not None and self.changed:
+            self.deliver(cut_out(grad, self.aliases[0][0], *self.base))
 
 
 class Shares:

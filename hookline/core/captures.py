@@ -16,10 +16,11 @@ from torch import Tensor, nn
 
 from hookline.core import compiling
 from hookline.core.distributed import recover, recovers
+from hookline.core.gradient_logs import GradInputLog, GradOutputLog
 from hookline.core.hooks import Context
 from hookline.core.keeping import PLAIN, CaptureTap, Keep, Options
-from hookline.core.places import Request, Target, Where
-from hookline.core.quick_taps import CLOSED, QUICK, Common, LastTap, QuickTap, tap_all
+from hookline.core.logs import LastLog, Log, OutputLog
+from hookline.core.places import Request, Target, Where, resolve
 from hookline.core.records import Record
 from hookline.core.slices import check_at
 from hookline.core.snapshots import duplicate
@@ -28,6 +29,7 @@ from hookline.errors import NeverFired, NotCaptured
 __all__ = ["capture"]
 
 _NOTHING = cast(Any, MappingProxyType({}))
+_LOGS = {"output": OutputLog, "grad_output": GradOutputLog, "grad_input": GradInputLog}
 
 
 class _Stop(BaseException):
@@ -70,8 +72,9 @@ class capture(Context[CaptureTap]):
 
     _verb = "capture"
     _record: Record | None = None
-    _commons: dict[str, Common] = _NOTHING  # by port
-    _quick: list[QuickTap] = _NOTHING
+    _logs: dict[str, Log] = _NOTHING  # by port
+    _waiting = 0  # for stop=True: the places that have not fired so far
+    _stopping = False
 
     def __init__(
         self,
@@ -97,9 +100,10 @@ class capture(Context[CaptureTap]):
             raise ValueError(f"threads={threads!r} was asked for. It is 'own' or 'all'.")
         super().__init__(model, where)
         self._owned = threads == "own"
-        self._options = Options(at, transform, detach, device, dtype, keep, stop)
-        self._waiting = 0
-        self._stopping = False
+        if at is transform is device is dtype is None and keep == "all" and not (detach or stop):
+            self._options = PLAIN
+        else:
+            self._options = Options(at, transform, detach, device, dtype, keep, stop)
 
     @property
     def record(self) -> Record:
@@ -131,16 +135,16 @@ class capture(Context[CaptureTap]):
         return tap
 
     def _resolve(self) -> list[Request]:
-        requests = super()._resolve()
-        self._commons, self._quick = {}, []
+        requests = resolve(self._model, self._wheres)
+        self._logs = {}
         self._mixed = self._find_mixed(requests)
         return requests
 
     def _runs_compiled(self) -> bool:
-        plain = self._options.keep == "last" and self._mixed == set()
+        plain = self._options.keep == "last" and self._mixed is _NOTHING
         in_graph = plain and compiling.loaded() and compiling.untouched()
-        for common in self._commons.values():
-            common.in_graph = in_graph
+        for log in self._logs.values():
+            log.in_graph = in_graph
         return in_graph
 
     def _find_mixed(self, requests: list[Request]) -> set[int] | None:
@@ -149,7 +153,12 @@ class capture(Context[CaptureTap]):
         if options.derives or options.stop or options.keep == "first":
             return None
         gradients = options.keep == "all" and self._owned and not self._attached
-        ports = QUICK if gradients else ("output",)
+        ports = _LOGS if gradients else ("output",)
+        for request in requests:
+            if not request.whole(ports):
+                break
+        else:
+            return _NOTHING
         return {t.ident for asked in requests if not asked.whole(ports) for t in asked.targets}
 
     def _place_all(self, request: Request, ref: weakref.ref[Any], owner: int | None) -> None:
@@ -163,39 +172,49 @@ class capture(Context[CaptureTap]):
             if target.ident in mixed and target.key not in self._taps:
                 self._place(target, ref, owner)
         port = request.port or "output"
-        common = self._commons.get(port) or Common(ref, self._options, owner)
-        self._commons[port] = common
-        kind = LastTap if self._options.keep == "last" else QUICK[port]
-        tap_all(kind, modules, common, self._quick)
+        log = self._logs.get(port)
+        if log is None:
+            kind = LastLog if self._options.keep == "last" else _LOGS[port]
+            log = self._logs[port] = kind(ref, self._options, owner)
+        log.hook(modules)
 
     def _prepared(self) -> None:
         self._stopping = False
-        self._waiting = len(self._taps) if self._options.stop else 0
-        if self._options.stop and any("grad" in tap.target.port for tap in self._taps.values()):
+        if self._options.stop:
+            self._prepare_stop()
+        log = None
+        for log in self._logs.values():
+            log.keeper = self if self._attached else None
+        if len(self._logs) > 1:
+            logs = self._logs.values()
+            beside = Counter(ident for log in logs for ident in {id(m) for _, m in log.steps})
+            for log in logs:
+                log.beside = beside
+            log = None
+        self._record = Record(None, self, None if self._taps else log)
+
+    def _prepare_stop(self) -> None:
+        self._waiting = len(self._taps)
+        if any("grad" in tap.target.port for tap in self._taps.values()):
             raise ValueError(
                 "stop=True was asked for at a gradient place. Gradients come after the forward. "
                 "Leave out stop, or the gradient places."
             )
-        if self._options.stop and not recovers(self._model):
+        if not recovers(self._model):
             raise ValueError(
                 "stop=True was asked for at a model that FSDP shards. This torch cannot go on "
                 "after a forward that ended early. Leave out stop."
             )
-        if len(self._commons) > 1:
-            counts = Counter(tap.ident for tap in self._quick)
-            for tap in self._quick:
-                tap.beside = counts[tap.ident]
-        for tap in self._quick if self._attached else ():
-            tap.keeper = self
-        taps = [*self._taps.values(), *self._quick]
-        if self._taps and self._quick:  # in the order in which they were asked for
-            found = {tap.target.key: tap for tap in taps}
-            keys = [target.key for request in self._requests for target in request.targets]
-            taps = [found[key] for key in dict.fromkeys(keys)]
-        self._record = Record(taps, self)
 
-    def _result(self) -> Record:
-        return self.record
+    def _listed(self) -> list[CaptureTap]:
+        """All taps, in the order in which they were asked for; those of logs are made now."""
+        taps = [tap for log in self._logs.values() for tap in log.all_taps()]
+        found = {**self._taps, **{tap.target.key: tap for tap in taps}}
+        keys = [target.key for request in self._requests for target in request.targets]
+        return [found[key] for key in dict.fromkeys(keys)]
+
+    def _result(self) -> Record | None:
+        return self._record
 
     def arrived(self) -> None:
         """One more place has fired for the first time; after the last one the forward ends."""
@@ -211,38 +230,37 @@ class capture(Context[CaptureTap]):
             return True  # told on read
         return "grad" in tap.target.port and self._site_of(tap).count > 0
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool | None:
-        stopped = isinstance(error, _Stop) and error.serial == self._serial
+    def _failed(self, error: BaseException, trace: Any) -> bool | None:
+        if isinstance(error, _Stop) and error.serial == self._serial:
+            recover(trace)
+            return True
+        return super()._failed(error, trace)
+
+    def _verify(self) -> None:
+        silent = bool(self._taps)
+        one = len(self._requests) == 1 and not self._requests[0].literal
+        for log in self._logs.values():
+            silent = silent or log.silent(one)
+        if not silent:
+            return
         try:
-            super().__exit__(kind, error, trace)
+            if self._stopping:
+                raise NeverFired(
+                    "The forward was to end early (stop=True).",
+                    "Something in the model caught the stop and went on, probably a bare "
+                    "`except:`.",
+                    "Leave out stop=True; what was captured is in the record.",
+                )
+            self._taps = {tap.target.key: tap for tap in self.record._taps}
+            super()._verify()
         except NeverFired as missing:
             missing.record = self._record
             raise
-        if stopped:
-            recover(trace)
-        return True if stopped else None
-
-    def _verify(self) -> None:
-        if self._stopping:
-            raise NeverFired(
-                "The forward was to end early (stop=True).",
-                "Something in the model caught the stop and went on, probably a bare `except:`.",
-                "Leave out stop=True; what was captured is in the record.",
-            )
-        for tap in self.record._taps:
-            if not (tap.kept or tap.grads):
-                self._taps.update((quick.target.key, quick) for quick in self._quick)
-                super()._verify()
-                return
 
     def _stop(self) -> None:
-        for common in self._commons.values():
-            common.owner = CLOSED  # torch may still be about to call a hook
-        for tap in self._quick:
-            if tap.module is not None:
-                tap.unregister(tap.module)
-                if self._attached:
-                    tap.keeper = None
+        for log in self._logs.values():
+            log.unhook()
+            log.keeper = None
         super()._stop()
         if self._record is not None:
             self._record._seal()

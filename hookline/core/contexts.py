@@ -73,7 +73,8 @@ class Entering:
         try:
             self._start(attached)
             self._unseen = not compiling.loaded()
-            compiling.suspend(self, self._runs_compiled())
+            if not self._unseen:
+                compiling.suspend(self, self._runs_compiled())
         except BaseException:
             self._leave()
             raise
@@ -81,9 +82,10 @@ class Entering:
     def _leave(self) -> None:
         if self._open:
             self._stop()
-            compiling.resume(self)
+            if not self._unseen:
+                compiling.resume(self)
             self._open = self._attached = False
-            if self._unseen and not compiling.untouched():
+            if self._unseen and compiling.loaded() and not compiling.untouched():
                 warnings.warn(
                     f"{self!r} was open when torch.compile was first used: calls of compiled "
                     f"models may be missing. Compile before, so that they run eagerly meanwhile.",
@@ -105,11 +107,17 @@ class Entering:
             self._leave()
             if error is None:
                 self._verify()
-            elif type(error).__module__ == "torch._dynamo.exc":
-                error.add_note(
-                    "hookline: the model was compiled inside the `with`. Compile it before, and it "
-                    "runs eagerly in here; or leave out fullgraph=True."
-                )
+            else:
+                return self._failed(error, trace)
+        return None
+
+    def _failed(self, error: BaseException, trace: types.TracebackType | None) -> bool | None:
+        """Called after the block if something was raised in it; true if that is over now."""
+        if type(error).__module__ == "torch._dynamo.exc":
+            error.add_note(
+                "hookline: the model was compiled inside the `with`. Compile it before, and it "
+                "runs eagerly in here; or leave out fullgraph=True."
+            )
         return None
 
     def attach(self) -> Self:

@@ -5,7 +5,7 @@ nested values. Instead, around a module's call:
 
 - `watch_tensor`: the gradient of a parameter, a buffer or a plain tensor, before accumulation
 - `note_given` (before the call), `watch_outputs`: what flows into a module's outputs
-- `watch_fresh`: the same for one tensor that the call has made, in less time
+- `alike`, `alone`: whether the gradient of a view can be had from its base
 - `grouped`, `tensors_in`, `made_since`, `leading`, `is_gate`, `mark_gate`: for `input_gradients.py`
 
 A capture replaces no value: it hooks the output tensors, and the nodes inside the module that
@@ -16,7 +16,7 @@ from other gradients is explained, never guessed.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from hookline.core.taps import Frame, Tap
 
 __all__ = [
-    "NO_GRAD", "PASSED_ON", "Edge", "alias", "grouped", "is_gate", "leading", "made_since",
-    "mark_gate", "note_given", "sequence", "tensors_in", "watch_fresh", "watch_outputs",
+    "NO_GRAD", "PASSED_ON", "Edge", "alias", "alike", "alone", "grouped", "is_gate", "leading",
+    "made_since", "mark_gate", "note_given", "sequence", "tensors_in", "watch_outputs",
     "watch_tensor",
 ]  # fmt: skip
 
@@ -170,8 +170,8 @@ def _watch_output(
     if base is not None:
         arm.guard(tensor)
         # Of a base that others hold, for another loss perhaps, not all that flows is the view's.
-        shared = sys.getrefcount(base) > _alone()
-        if base_fresh and not shared and not tap.replaces and _alike(base, tensor):
+        shared = sys.getrefcount(base) > alone()
+        if base_fresh and not shared and not tap.replaces and alike(base, tensor):
             arm.watch_base(tap, base)
         else:
             tap.guard(arm)
@@ -179,35 +179,13 @@ def _watch_output(
     return tensor
 
 
-def watch_fresh(tap: Tap, tensor: Tensor, index: int, start: int, given: Sequence[Any]) -> bool:
-    """The quick way for an output that its call has made; false if there is more to look at."""
-    node: Any = tensor.grad_fn
-    base = tensor._base
-    if node is None or node._sequence_nr() < start:
-        return False
-    for other, *_ in given:
-        if other is tensor or (base is not None and (other._base is base or other is base)):
-            return False
-    arm = Arm(tap, index)
-    if base is not None:
-        root: Any = base.grad_fn
-        if root is None or root._sequence_nr() < start or not _alike(base, tensor):
-            return False
-        if sys.getrefcount(base) > _alone():
-            return False
-        arm.guard(tensor)
-        arm.watch_base(tap, base)
-    arm.watch(tap, tensor)
-    return True
-
-
-def _alike(base: Tensor, view: Tensor) -> bool:
+def alike(base: Tensor, view: Tensor) -> bool:
     """Whether a view's gradient can be cut out of its base's."""
     return base.dtype == view.dtype and 0 not in view.stride()
 
 
 @cache
-def _alone() -> int:
+def alone() -> int:
     """The reference count of a base that only its view holds, seen from a local variable."""
     view = torch.zeros(1, requires_grad=True).add(1).view(1, 1)
     base = view._base

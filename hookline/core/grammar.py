@@ -4,6 +4,7 @@ r"""The spelling of places: `path [/operation[#n]] [:port] [[part]]...`.
 - `parse(text)`: a spelled place as a `Pattern`
 - `parse_port(text)`: a port with parts only
 - `literal_readings(text)`: the ways to read a text as a plain existing path
+- `plain(text)`: a place in one of the commonest forms
 - `escape(name)`: a path with the characters of the grammar escaped
 
 While a place is read, an escaped character is another one, from the last code points of Unicode's
@@ -18,14 +19,14 @@ import re
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from hookline.core.nested import Path, show_path
 from hookline.errors import PlaceError
 
 __all__ = [
     "ANY", "DEEP", "MODULE_PORTS", "TENSOR_PORTS", "Pattern", "Place", "Segment", "escape",
-    "literal_readings", "parse", "parse_port",
+    "literal_readings", "parse", "parse_port", "plain",
 ]  # fmt: skip
 
 MODULE_PORTS = ("output", "input", "inputs", "grad_output", "grad_input", "grad_inputs")
@@ -172,6 +173,42 @@ def literal_readings(text: str) -> tuple[Pattern, ...]:
     return tuple(readings)
 
 
+class Plain(NamedTuple):
+    """A place of modules whose path is made of names, up to the last segment."""
+
+    above: tuple[str, ...]
+    last: Segment | None  # None for the model itself
+    prefix: str  # of the paths of what the last segment matches
+    taken: tuple[str, ...]  # names that would give the text another reading
+    port: str | None
+    literal: bool
+    asked: str
+
+
+@lru_cache(maxsize=4096)
+def plain(text: str) -> Plain | None:
+    """A place in one of the commonest forms, `path`, `path.*` or `path.**` and a port, if it is.
+
+    >>> plain("h.0.*:input").above, plain("h.*.attn"), plain("fc.weight:grad")
+    (('h', '0'), None, None)
+    """
+    try:
+        pattern = parse(text)
+    except PlaceError:
+        return None
+    above, last = pattern.paths[0][:-1], (pattern.paths[0] or (None,))[-1]
+    readings = [reading.paths[0] for reading in literal_readings(text)]
+    simple = len(pattern.paths) == 1 and not (pattern.operation or pattern.parts)
+    simple = simple and pattern.port not in TENSOR_PORTS and all(isinstance(n, str) for n in above)
+    simple = simple and (last is None or isinstance(last, str) or last is ANY or last is DEEP)
+    if not simple or any(reading[:-1] != above for reading in readings):
+        return None
+    names = cast("tuple[str, ...]", above)
+    prefix = "".join(f"{name}." for name in names)
+    taken = tuple(cast(str, reading[-1]) for reading in readings)
+    return Plain(names, last, prefix, taken, pattern.port, pattern.literal, repr(text))
+
+
 def _part(spelled: str) -> int | str:
     if spelled[0] in "'\"":
         return re.sub(r"\\(.)", r"\1", spelled[1:-1], flags=re.DOTALL).translate(_SHOWN)
@@ -206,7 +243,7 @@ def _segment(name: str) -> Segment:
     if "*" not in name and _OPEN not in name:
         return name.translate(_SHOWN)
     expression = re.escape(name).replace(r"\*", ANY.pattern).translate(_EXPRESSION)
-    return DEEP if name == "**" else re.compile(expression)
+    return DEEP if name == "**" else ANY if name == "*" else re.compile(expression)
 
 
 def _check(text: str, spelled: str) -> None:

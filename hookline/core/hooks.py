@@ -53,7 +53,11 @@ class Context(Entering, Generic[T]):
 
     def __init__(self, model: nn.Module | Tensor, wheres: Iterable[Where]) -> None:
         super().__init__(model)
-        self._wheres = tuple([_settled(where) for where in wheres])
+        self._wheres = tuple(wheres)
+        for where in self._wheres:
+            if not isinstance(where, str):
+                self._wheres = tuple([_settled(where) for where in self._wheres])
+                break
 
     # -- for subclasses -------------------------------------------------------------------------
 
@@ -71,7 +75,10 @@ class Context(Entering, Generic[T]):
     def _start(self, attached: bool) -> None:
         self._taps, self._sites, self._handles, self._names = {}, {}, [], None
         self._requests = self._resolve()
-        if not any(request.modules or request.targets for request in self._requests):
+        for request in self._requests:
+            if request.modules or request.targets:
+                break
+        else:
             raise PlaceError(
                 f"{self._verb} was given no place.",
                 "Nothing would happen.",

@@ -1,7 +1,6 @@
 """What flows out of a module's inputs: the part of the gradient that the module itself sends back.
 
 - `note_inputs` (before the call), `watch_inputs`: the gradients at inputs, however they were passed
-- `watch_lone_input`: the same for a call with one tensor in and one out, in less time
 
 Hooks are put on the nodes inside the module that lead to the inputs, which are found by a walk
 back from its outputs; for an edit, on a gate in the input's place.
@@ -9,7 +8,6 @@ back from its outputs; for an edit, on a gate in the input's place.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,7 +34,7 @@ from hookline.errors import GradientNotAvailable
 if TYPE_CHECKING:
     from hookline.core.taps import Frame, Tap
 
-__all__ = ["note_inputs", "watch_inputs", "watch_lone_input"]
+__all__ = ["note_inputs", "watch_inputs"]
 
 INPUT_CHANGED = (
     "the module changed a view in place that it was given: the gradient cannot be reached.",
@@ -157,25 +155,6 @@ def _watch_paths(
     for path in wanted.values():
         if path not in reached and (moved or not path):  # else None says that none flows
             tap.explain(index, *(INPUT_CHANGED if moved else NO_PATH), path=path)
-
-
-def watch_lone_input(
-    tap: Tap, output: Tensor, index: int, start: int, given: Sequence[Any]
-) -> bool:
-    """The quick way for a call with one tensor in and one out; false if there is more to it."""
-    last: Any = output.grad_fn
-    base = output._base
-    if last is None or (base is not None and not made_since(base.grad_fn, start)):
-        return False
-    found = leading([last], {given[0][1:3]: ()}, (), start)
-    shares: dict[Any, list[tuple[int, Arm]]] = {}
-    for node, position, _ in found:
-        shares.setdefault(node, []).append((position, Arm(tap, index)))
-    for node, arms in shares.items():
-        handles(tap).append(node.register_hook(Shares(arms).at_node))
-    if len(found) > 1:
-        tap.several(index, ())
-    return bool(found)
 
 
 def _views_of_older(tensors: list[Tensor], frame: Frame) -> list[Tensor]:

@@ -15,10 +15,20 @@ from typing import Any, TypeAlias, cast
 
 from torch import Tensor, jit, nn
 
-from hookline.core.grammar import TENSOR_PORTS, Pattern, escape, literal_readings, parse, parse_port
+from hookline.core.grammar import (
+    ANY,
+    DEEP,
+    TENSOR_PORTS,
+    Pattern,
+    escape,
+    literal_readings,
+    parse,
+    parse_port,
+    plain,
+)
 from hookline.core.nested import Path
 from hookline.core.targets import Place, Request, Target
-from hookline.core.tree import Step, exists, find, find_tensors, join, tensors_of, walk
+from hookline.core.tree import Step, below, exists, find, find_tensors, join, tensors_of, walk
 from hookline.errors import HooklineError, NotHookable, PlaceError, PlaceNotFound
 
 __all__ = ["Place", "Request", "Target", "Where", "resolve"]
@@ -36,18 +46,66 @@ def resolve(
     With `hookable=False` also modules at which no hook can fire, such as containers; with `wild`
     also wildcards for operations.
     """
-    query = _Query(model, hookable, wild)
+    query = None
+    requests: list[Request] = []
     for where in wheres:
+        plainly = hookable and type(where) is str
+        request = _quickly(model, cast(str, where)) if plainly else None
+        if request is not None:
+            requests.append(request)
+            continue
+        query = query or _Query(model, hookable, wild, requests)
         query.add(where)
-    return query.requests
+    return requests
+
+
+def _quickly(model: Any, text: str) -> Request | None:
+    """A request in one of the commonest forms; None if there is more to look at."""
+    form = plain(text)
+    if form is None or not isinstance(model, nn.Module):
+        return None
+    owner: Any = model
+    for name in form.above:
+        if name not in owner._modules:
+            return None
+        owner = owner._modules[name]
+    if owner is None or isinstance(owner, jit.ScriptModule):
+        return None
+    for name in form.taken:
+        if name in owner._modules or name in owner._parameters or name in owner._buffers:
+            return None
+    request = Request(form.asked, form.literal, form.port, ())
+    modules, fine = request.modules, _fine
+    last: Any = form.last
+    if last is DEEP:
+        for step in below(owner, form.prefix):
+            kind = type(step[1])
+            if kind in fine:
+                modules.append(step)
+            elif kind not in _CONTAINERS or "forward" in step[1].__dict__:
+                return None
+    elif last is ANY:
+        found = owner._modules
+        if len(found) < 2 or len(set(found.values())) < len(found):
+            return None  # a wrapper, whose name may be left out, or one module with two names
+        prefix = form.prefix
+        for name, module in found.items():
+            if type(module) not in fine:
+                return None
+            modules.append((prefix + name, module))
+    else:
+        module = owner if last is None else owner._modules.get(last)
+        if type(module) not in fine:
+            return None
+        modules.append(("" if last is None else form.prefix + last, module))
+    return request if modules else None
 
 
 class _Query:
     """What is asked of a model, and what was found so far."""
 
-    def __init__(self, model: Any, hookable: bool, wild: bool) -> None:
-        self.model, self.hookable, self.wild = model, hookable, wild
-        self.requests: list[Request] = []
+    def __init__(self, model: Any, hookable: bool, wild: bool, requests: list[Request]) -> None:
+        self.model, self.hookable, self.wild, self.requests = model, hookable, wild, requests
         self.walked: dict[int, Step] = {}  # all modules by id, once they were needed
 
     def add(self, where: Any, port: str | None = None, parts: Path = ()) -> None:
@@ -194,6 +252,7 @@ def _is_pair(where: tuple[Any, ...]) -> bool:
 
 
 _EXPORTED = "Use torch.export.unflatten(exported_program), or the model before the export."
+_CONTAINERS = {nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict}
 _fine: set[type[nn.Module]] = set()  # types at whose modules hooks can fire, as far as seen
 
 

@@ -2,7 +2,7 @@
 
 - `Regions`: the calls of one site inside checkpointed regions, and which of them comes again
 - `in_backward()`: the number of the backward that runs in this thread, or -1
-- `may_recompute()`: whether a call that begins now may be one of them
+- `saving(True)`: the saved-tensor hooks that are in force, if any
 
 A region is known by an object of torch's that lives as long as its graph: the frame of a
 non-reentrant checkpoint, or the `ctx` of a reentrant one (or of any other autograd function that
@@ -20,18 +20,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.utils import checkpoint
 
-__all__ = ["Regions", "in_backward", "may_recompute"]
+__all__ = ["Regions", "in_backward", "saving"]
 
 in_backward: Callable[[], int] = torch._C._current_graph_task_id
 _autograd = cast(Any, torch._C)._autograd
-_saving: Callable[[bool], Any] = getattr(
+saving: Callable[[bool], Any] = getattr(
     _autograd, "_top_saved_tensors_default_hooks", lambda ignored: None
 )
-
-
-def may_recompute() -> bool:
-    """Whether a call that begins now is recomputed, or may be later."""
-    return in_backward() != -1 or not torch.is_grad_enabled() or _saving(True) is not None
 
 
 class Regions:
@@ -44,7 +39,7 @@ class Regions:
 
     def note(self, index: int) -> None:
         """A call was numbered: remember it for the regions in which it ran."""
-        if torch.is_grad_enabled() and _saving(True) is None:
+        if torch.is_grad_enabled() and saving(True) is None:
             return  # neither kind of checkpointing
         for region in [region for region, recomputing in _running() if not recomputing]:
             self._calls.setdefault(region, []).append(index)
@@ -87,7 +82,7 @@ def _running() -> list[tuple[Any, bool]]:
                     found.append((inside["new_frame"], False))
         frame = frame.f_back
     found.reverse()
-    if _saving(True) is not None:  # checkpoints made of hooks on modules stand on no stack
+    if saving(True) is not None:  # checkpoints made of hooks on modules stand on no stack
         known = [region for region, _ in found]
         found += [(region, False) for region in _saved() if region not in known]
     return found
@@ -95,7 +90,7 @@ def _running() -> list[tuple[Any, bool]]:
 
 def _saved() -> list[Any]:
     """The regions whose saved-tensor hooks are in force, the outermost first."""
-    top = _saving(True)
+    top = saving(True)
     if top is None:
         return []
     _autograd._pop_saved_tensors_default_hooks()  # only the top can be seen

@@ -38,6 +38,7 @@ from hookline.errors import (
 if TYPE_CHECKING:
     from hookline.core.captures import capture
     from hookline.core.keeping import CaptureTap, Kept
+    from hookline.core.logs import Log
 
 __all__ = ["Record"]
 
@@ -65,8 +66,11 @@ class Record:
     _by_key: dict[Any, list[int]] | None = None
     _places: dict[Place, CaptureTap] | None = None
 
-    def __init__(self, taps: list[CaptureTap], source: capture | None) -> None:
-        self._taps = taps
+    def __init__(
+        self, taps: list[CaptureTap] | None, source: capture | None, log: Log | None = None
+    ) -> None:
+        self._made = taps  # None: as soon as they are asked for
+        self._log = log  # that holds all of them
         # While it is open; weakly, so that an interrupted capture is undone at once.
         self._source = None if source is None else weakref.ref(source)
         model = None if source is None else source._model
@@ -78,21 +82,35 @@ class Record:
         source = None if self._source is None else self._source()
         if source is None:
             return
-        self._source = None
         planned = distributed.has_plans()
-        for tap in self._taps:
+        lazily = self._log is not None and not self._log.taps and not planned
+        taps = [] if lazily else self._taps
+        self._source = None
+        for tap in taps:
             if planned:
                 tap.note_layouts()
             if not tap.kept:
                 if tap.guards:
                     tap.lost()
-                if not tap.grads:
+                if not (tap.grads or isinstance(tap, Site)):
                     site = self._sites[tap.target.key] = source._site_of(tap)
                     site.module = None
             tap.release()
+        for log in source._logs.values():
+            log.release()
         for request in source._requests:
             if request.refused:
                 self._refused = {**self._refused, **request.refused}
+
+    @property
+    def _taps(self) -> list[CaptureTap]:
+        if self._made is None:
+            source = None if self._source is None else self._source()
+            if self._log is not None:
+                self._made = self._log.all_taps()
+            else:
+                self._made = [] if source is None else source._listed()
+        return self._made
 
     # -- reading --------------------------------------------------------------------------------
 
@@ -367,8 +385,8 @@ class Record:
         if source is not None:
             return source.reason(tap)
         model = None if self._model is None else self._model()
-        site = self._sites.get(tap.target.key)
-        return silence(tap, site or _NO_SITE, model, first_names(model))
+        site = tap if isinstance(tap, Site) else self._sites.get(tap.target.key, _NO_SITE)
+        return silence(tap, site, model, first_names(model))
 
     def _kept(self, tap: CaptureTap) -> Sequence[tuple[int, Kept | None]]:
         gradient = "grad" in tap.target.port

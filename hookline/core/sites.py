@@ -2,7 +2,7 @@
 
 - `Site`: a context's hooks on one module, at most one forward and one pre-forward hook
 
-Only this file registers hooks on modules, and `quick_taps.py` for one whole value a module.
+Only this file registers hooks on modules, and the logs do for one whole value a module.
 Hooks are local, appended, forward and pre-forward. Gradients are reached from there, through
 tensors and autograd nodes (`gradients.py`).
 """
@@ -29,10 +29,12 @@ from hookline.core.taps import KEEP, Frame, Tap, is_over, now
 if TYPE_CHECKING:
     from hookline.core.contexts import Entering
 
-__all__ = ["ACTIVE", "KEYS", "Site"]
+__all__ = ["ACTIVE", "CLOSED", "KEYS", "Site"]
 
 # The contexts that are open in this thread or task; None stands for those that see every call.
 ACTIVE: ContextVar[frozenset[int | None]] = ContextVar("hookline_active", default=frozenset({None}))
+
+CLOSED = 0  # the owner of what has ended, or was copied: no context has this serial
 
 # Of our entries in hook dicts. torch's own count up from 0; a model that was saved while hooked
 # brings keys of another process along, hence the random start.
@@ -332,7 +334,7 @@ class Site:
 def _inert(kind: type[Site], key: int) -> Site:
     """The site of a copied or loaded module: it never acts, and removes itself when called."""
     site = kind.__new__(kind)
-    Site.__init__(site, None, None, None)
+    Site.__init__(site, None, None, CLOSED)
     site.key = key
     return site
 

@@ -23,6 +23,7 @@ from hookline.core.distributed import copied, local
 
 __all__ = [
     "LAZY",
+    "SMALL",
     "duplicate",
     "gradient_snapshot",
     "same_bits",
@@ -34,6 +35,7 @@ __all__ = [
 _functorch = cast(Any, torch._C)._functorch
 
 # Private, so detected; checked on torch 2.13. Without them every snapshot is a clone.
+SMALL = 4096  # bytes below which a copy takes no longer than to see whether an alias will do
 LAZY = hasattr(Tensor, "_lazy_clone") and hasattr(Tensor, "_use_count")
 
 

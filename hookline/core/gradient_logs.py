@@ -1,0 +1,347 @@
+"""Captures of gradients at whole outputs and inputs, in little time.
+
+- `GradOutputLog`: the gradients at the outputs of modules
+- `GradInputLog`: the same at their first inputs
+
+A call with nothing unusual about it is noted by one hook for all modules, and its gradient as it
+arrives. Every other call is handed over to the module's own tap, and done in the general way.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hookline.core import gradients, input_gradients
+from hookline.core.arms import hang
+from hookline.core.arrivals import Arrival, Share, ViewArrival
+from hookline.core.keeping import WHOLE, Kept, Options
+from hookline.core.logs import Log, LoggedTap
+from hookline.core.nested import Path
+from hookline.core.recomputation import Regions, in_backward, saving
+from hookline.core.sites import ACTIVE
+from hookline.core.taps import Frame, is_over, now
+from hookline.core.tree import Step
+
+__all__ = ["GradInputLog", "GradOutputLog"]
+
+Given = Sequence[tuple[Tensor, Any, int, int]]  # as `note_given` has them
+Edge = tuple[Any, int, Any, int]  # from the n-th input of a node to the m-th output of another
+Walked = dict[Any, list[Edge]]
+_LEAF = 2**64 - 1  # the sequence number of nodes that accumulate, which lead nowhere
+
+
+class _GradientTap(LoggedTap):
+    """What a log holds of one module, and what does the calls that are not for the log."""
+
+    paired = True
+    _outside = False
+
+    def __init__(self, log: Any, path: str, module: nn.Module | None, ident: int) -> None:
+        super().__init__(log, path, module, ident)
+        self._grads: dict[tuple[int, int], dict[Path, Kept]] = {}
+        self.general: set[int] = set()  # the calls that were not for the log
+        self.shapes = {}
+        self.regions = Regions()
+        self.add(self)
+
+    def _get_grads(self) -> dict[tuple[int, int], dict[Path, Kept]]:
+        self.log.sort()
+        return self._grads
+
+    def _set_grads(self, grads: dict[tuple[int, int], dict[Path, Kept]]) -> None:
+        self._grads = grads
+
+    grads: Any = property(_get_grads, _set_grads)
+
+    @property
+    def count(self) -> int:
+        return self.log.counts.get(self.ident, 0)
+
+    @count.setter
+    def count(self, count: int) -> None:
+        self.log.counts[self.ident] = count
+
+    @property
+    def outside(self) -> bool:  # a call for the log is always outside
+        return self._outside or self.count > len(self.general)
+
+    @outside.setter
+    def outside(self, outside: bool) -> None:
+        self._outside = outside
+
+    def _number(self, frame: Frame | None, output: Any) -> tuple[int, bool]:
+        index, recomputed = super()._number(frame, output)
+        self.general.add(index)
+        return index, recomputed
+
+    def gathered(self) -> list[tuple[int, Kept | None]]:
+        for call in range(self.count):
+            if call not in self.general:
+                self.shapes.setdefault(call, WHOLE)
+        return super().gathered()
+
+    def thoroughly(self, output: Any, index: int, frame: Frame) -> None:
+        """Hook the output of a call of which more must be known than the log does."""
+        raise AssertionError("a tap watches")
+
+
+class _GradOutputTap(_GradientTap):
+    port = "grad_output"
+
+    def thoroughly(self, output: Any, index: int, frame: Frame) -> None:
+        gradients.watch_outputs(self, output, output, index, frame)
+
+
+class _GradInputTap(_GradientTap):
+    port = "grad_input"
+
+    def thoroughly(self, output: Any, index: int, frame: Frame) -> None:
+        tensor, node, output_nr, _ = frame.given[0]
+        frame.edges = ((self, tensor, [(tensor, [()])], {(node, output_nr): ()}),)
+        input_gradients.watch_inputs(self, output, index, frame)
+
+
+class _GradientLog(Log):
+    """What both kinds of gradients have in common: what is known of a call before it begins."""
+
+    many = 64  # with more hooks than that, those of graphs that are gone are looked for
+
+    def __init__(self, context: weakref.ref[Any], options: Options, owner: int | None) -> None:
+        super().__init__(context, options, owner)
+        self.ref = weakref.ref(self)
+        # The running calls: the Python frame that calls both hooks of a call, what was known when
+        # it began, and what is known of calls inside it, by the last node of each.
+        self.begun: list[tuple[types.FrameType, int, Given, Walked]] = []
+        self.counts: dict[int, int] = {}  # completed calls, by the id of the module
+        # What has arrived: the id of the module, the call, the backward pass and the gradient.
+        self.entries: list[tuple[int, int, int, Tensor]] = []
+        self.hung: list[tuple[weakref.ref[Any], int]] = []  # the hooks on tensors and nodes
+
+    def hook(self, steps: list[Step]) -> None:
+        self.steps += steps
+        key, before_call, after_call = self.key, self.before_call, self.after_call
+        for _, module in steps:
+            module._forward_pre_hooks_with_kwargs[key] = True
+            module._forward_pre_hooks[key] = before_call
+            module._forward_hooks[key] = after_call
+
+    def unhook(self) -> None:
+        super().unhook()
+        for _, module in self.steps:
+            self.unregister(module)
+        for ref, key in self.hung:
+            hooks = ref()
+            if hooks is not None:
+                hooks.pop(key, None)
+        self.hung, self.begun = [], []
+        for tap in self.taps.values():
+            tap.grad_inputs = tap.grad_outputs = ()
+            tap.drain()
+
+    def unregister(self, module: nn.Module) -> None:
+        key = self.key
+        module._forward_hooks.pop(key, None)
+        module._forward_pre_hooks.pop(key, None)
+        module._forward_pre_hooks_with_kwargs.pop(key, None)
+
+    def before_call(
+        self,
+        module: Any,
+        args: Any,
+        kwargs: Any = None,
+        # Found more quickly here than as names of this file.
+        active: Callable[[], frozenset[int | None]] = ACTIVE.get,
+        sequence: Callable[[], int] = gradients.sequence,
+        enabled: Callable[[], bool] = torch.is_grad_enabled,
+        in_backward: Callable[[], int] = in_backward,
+        saving: Callable[[bool], Any] = saving,
+        /,
+    ) -> Any:
+        """The pre-forward hook."""
+        if kwargs is None or self.owner not in active():
+            return None  # the forward hook counts it
+        caller = sys._getframe(1)
+        own = 1 if self.beside is None else self.beside.get(id(module), 1)
+        # Other contexts may change this call; a checkpoint may run it again.
+        if (
+            len(module._forward_hooks) == own
+            and in_backward() == -1
+            and enabled()
+            and saving(True) is None
+        ):
+            given = self.note(args, kwargs)
+            if given is not None:
+                begun = self.begun
+                while begun and is_over(begun[-1][0]):  # that call raised
+                    begun.pop()
+                begun.append((caller, sequence(), given, {}))
+                return None
+        tap = self.tap_of(id(module))
+        return None if tap is None else tap.begin(module, args, kwargs, caller)
+
+    def after_call(
+        self,
+        module: nn.Module,
+        args: Any,
+        output: Any,
+        active: Callable[[], frozenset[int | None]] = ACTIVE.get,
+        /,
+    ) -> Any:
+        """The forward hook."""
+        if self.owner not in active():
+            return self.stranger(module)
+        caller, begun, ident = sys._getframe(1), self.begun, id(module)
+        if begun and begun[-1][0] is caller:
+            call = begun.pop()
+        else:
+            call = next((call for call in reversed(begun) if call[0] is caller), None)
+            if call is None:
+                tap = self.taps.get(ident)
+                return None if tap is None else tap.end(output, caller)
+            begun.remove(call)
+        index = self.counts.get(ident, 0)
+        self.counts[ident] = index + 1
+        if len(self.hung) >= self.many:
+            self.prune()
+        if type(output) is Tensor and self.watch(output, ident, index, *call[1:]):
+            return None
+        tap = self.tap_of(ident)
+        if tap is not None:
+            frame = Frame(index, False, caller)
+            now.frame = 0
+            _, frame.sequence, frame.given, _ = call
+            tap.general.add(index)
+            tap.thoroughly(output, index, frame)
+        return None
+
+    # What a call is given; None if it is not for the log.
+    note: Callable[[Any, Any], Given | None] = staticmethod(gradients.note_given)
+
+    def watch(
+        self, output: Tensor, ident: int, index: int, start: int, given: Given, inside: Walked, /
+    ) -> bool:
+        """Hook what the gradient will come by; false if there is more to look at."""
+        raise AssertionError("a log watches")
+
+    def prune(self) -> None:
+        """Forget the hooks of graphs that are gone."""
+        self.hung = [hung for hung in self.hung if hung[0]() is not None]
+        self.many = max(64, 2 * len(self.hung))
+
+    def silent(self, one: bool) -> bool:
+        return not self.counts.keys() >= self.names.keys()
+
+    def sort(self) -> None:
+        known = len(self.entries)
+        if self.sorted != known:
+            start, self.sorted = self.sorted, known
+            for ident, index, task, grad in self.entries[start:known]:
+                tap = self.tap_of(ident)
+                if tap is not None:
+                    parts = tap._grads.setdefault((index, task), {})
+                    if () in parts:  # the shares of an input come one by one
+                        grad = parts[()][0] + grad
+                    parts[()] = (grad, None)
+                    tap.fired += 1
+
+
+class GradOutputLog(_GradientLog):
+    """The gradients at the outputs of modules."""
+
+    kind = _GradOutputTap
+
+    def watch(
+        self, output: Tensor, ident: int, index: int, start: int, given: Given, inside: Walked, /
+    ) -> bool:
+        node: Any = output.grad_fn
+        base = output._base
+        if node is None or node._sequence_nr() < start:
+            return False
+        for other, *_ in given:
+            if other is output or (base is not None and (other._base is base or other is base)):
+                return False
+        if base is None:
+            arrival = Arrival(self.ref, ident, index)
+            hooks, key = hang(output, node, arrival.at_tensor)
+            self.hung.append((weakref.ref(hooks), key))
+            return True
+        root: Any = base.grad_fn
+        if root is None or root._sequence_nr() < start or not gradients.alike(base, output):
+            return False
+        if sys.getrefcount(base) > gradients.alone():
+            return False
+        arrival = ViewArrival(self.ref, ident, index, output)
+        arrival.base = base.stride(), base.storage_offset()
+        hooks, key = hang(base, root, arrival.at_base)
+        self.hung.append((weakref.ref(hooks), key))
+        hooks, key = hang(output, node, arrival.at_view)
+        self.hung.append((weakref.ref(hooks), key))
+        return True
+
+
+class GradInputLog(_GradientLog):
+    """The gradients at the first inputs of modules."""
+
+    kind = _GradInputTap
+
+    def note(self, args: Any, kwargs: Any) -> Given | None:
+        if len(args) != 1 or kwargs or type(args[0]) is not Tensor or args[0].grad_fn is None:
+            return None
+        return gradients.note_given(args, kwargs)
+
+    def watch(
+        self, output: Tensor, ident: int, index: int, start: int, given: Given, inside: Walked, /
+    ) -> bool:
+        last: Any = output.grad_fn
+        base = output._base
+        if last is None or last._sequence_nr() < start:
+            return False
+        if base is not None and not gradients.made_since(base.grad_fn, start):
+            return False
+        _, wanted, number, _ = given[0]
+        edges = _leading_out(last, start, inside)
+        if self.begun:
+            self.begun[-1][3][last] = edges
+        found = [edge for edge in edges if edge[2] is wanted and edge[3] == number]
+        for node, position, _, _ in found:
+            share = Share(self.ref, ident, index)
+            share.position = position
+            handle = node.register_hook(share.at_node)
+            self.hung.append((handle.hooks_dict_ref, handle.id))
+        return bool(found)
+
+
+def _leading_out(last: Any, start: int, inside: Walked) -> list[Edge]:
+    """The edges from nodes made since `start`, reached from `last`, to older nodes.
+
+    What is known of calls inside this one is taken from there.
+    """
+    seen, stack = {last}, [last]
+    out: list[Edge] = []
+    for node in stack:  # which grows meanwhile
+        if node in inside:
+            for edge in inside[node]:
+                follows = edge[2]
+                if follows not in seen:
+                    if follows._sequence_nr() < start:
+                        out.append(edge)
+                    else:
+                        seen.add(follows)
+                        stack.append(follows)
+            continue
+        for position, (follows, number) in enumerate(node.next_functions):
+            if follows is not None and follows not in seen:
+                made = follows._sequence_nr()
+                if made < start:
+                    out.append((node, position, follows, number))
+                elif made < _LEAF:
+                    seen.add(follows)
+                    stack.append(follows)
+    return list(dict.fromkeys(out)) if inside else out  # two ways may lead to the same edge

@@ -1,0 +1,302 @@
+"""Captures of whole values, in little time: one hook for all modules, which notes what passes.
+
+- `Log`: what the modules have in common that are asked for the same port
+- `OutputLog`: the outputs of modules, in the order of the calls
+- `LastLog`: the last output of each module, also in compiled graphs
+- `LoggedTap`: what a log holds of one module, made when somebody asks
+
+They do what `Site` and `CaptureTap` do in the commonest cases, with no object made for a module
+on entering: what was noted is sorted by modules when it is read.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from hookline.core.grammar import escape
+from hookline.core.keeping import CaptureTap, Kept, Options
+from hookline.core.recomputation import in_backward
+from hookline.core.sites import ACTIVE, CLOSED, KEYS, Site
+from hookline.core.snapshots import LAZY, SMALL, snapshot
+from hookline.core.targets import Target
+from hookline.core.tree import Step
+
+__all__ = ["LastLog", "Log", "LoggedTap", "OutputLog"]
+
+
+class LoggedTap(CaptureTap, Site):
+    """What a log holds of one module."""
+
+    port = "output"
+
+    def __init__(self, log: Any, path: str, module: nn.Module | None, ident: int) -> None:
+        self.log, self.path, self.module, self.ident = log, path, module, ident
+        self.context, self.options, self.owner = log.context, log.options, log.owner
+        self._kept: list[Kept] = []
+
+    def _get_kept(self) -> list[Kept]:
+        self.log.sort()
+        return self._kept
+
+    def _set_kept(self, kept: list[Kept]) -> None:
+        self._kept = kept
+
+    kept: Any = property(_get_kept, _set_kept)
+
+    @property
+    def count(self) -> int:
+        return len(self.kept)
+
+    @property
+    def foreign(self) -> int:
+        return self.log.strangers.get(self.ident, 0)
+
+    @property
+    def target(self) -> Target:
+        return Target(cast(nn.Module, self.module), self.path, self.port, ident=self.ident)
+
+    @property
+    def spelled(self) -> str:
+        path = escape(self.path)
+        return path if self.port == "output" else f"{path}:{self.port}"
+
+    def stranger(self, module: nn.Module) -> None:
+        if self.module is None:  # a copied module
+            self.unregister(module)
+        else:
+            self.log.stranger(module)
+
+    def release(self) -> None:
+        self.module = None
+
+
+class Log(Site):
+    """What the modules have in common that are asked for the same port, and its hooks on them."""
+
+    kind: type[LoggedTap] = LoggedTap
+    beside: dict[int, int] | None = None  # hooks of logs at modules where several have one
+    in_graph = False  # whether compiled graphs may keep values by themselves
+    entries: list[Any]
+    sorted = 0  # how many entries were given to taps
+
+    def __init__(self, context: weakref.ref[Any], options: Options, owner: int | None) -> None:
+        self.context = context
+        self.options = options
+        self.owner = owner
+        self.key = next(KEYS)
+        self.steps: list[Step] = []  # the modules, while the capture is open
+        self.names: dict[int, str] = {}  # their paths by id, when it has ended or a tap is made
+        self.modules: dict[int, nn.Module] = {}  # the same, while taps are made
+        self.taps: dict[int, Any] = {}  # by id of the module, as far as they were asked for
+        self.strangers: dict[int, int] = {}  # calls from other threads and tasks
+
+    def hook(self, steps: list[Step]) -> None:
+        """Put hooks on modules; fine if they are on already."""
+        self.steps += steps  # first, so that an interrupt leaves no hook behind
+        key, after_call = self.key, self.after_call
+        for _, module in steps:
+            module._forward_hooks[key] = after_call
+
+    def after_call(self, module: nn.Module, args: Any, output: Any, /) -> Any:
+        """The forward hook."""
+        raise AssertionError("a log has a hook")
+
+    def unhook(self) -> None:
+        """Take the hooks off; fine if they are off already."""
+        self.owner = CLOSED  # torch may still be about to call a hook
+        key, names = self.key, self.names
+        for path, module in self.steps:
+            module._forward_hooks.pop(key, None)
+            ident = id(module)
+            if ident not in names:
+                names[ident] = path
+
+    def unregister(self, module: nn.Module) -> None:
+        module._forward_hooks.pop(self.key, None)
+
+    def stranger(self, module: nn.Module) -> None:
+        if getattr(self, "context", None) is None:  # a copied module
+            self.unregister(module)
+        elif self.owner != CLOSED:
+            self.strangers[id(module)] = self.strangers.get(id(module), 0) + 1
+
+    def all_taps(self) -> list[Any]:
+        """A tap for each module, in the order in which they were asked for."""
+        self._name()
+        taps = [self.tap_of(ident) for ident in self.names]
+        if not self.steps:
+            self.release()
+        return taps
+
+    def tap_of(self, ident: int) -> Any:
+        """The tap of a module; None if it was not asked for: a shallow copy has the same hooks."""
+        tap = self.taps.get(ident)
+        if tap is None:
+            self._name()
+            if ident in self.names:
+                module = self.modules.get(ident)
+                tap = self.taps[ident] = self.kind(self, self.names[ident], module, ident)
+        return tap
+
+    def _name(self) -> None:
+        """Note the first path of each module, and while the capture is open the module."""
+        for path, module in self.steps if not self.modules else ():
+            self.modules[id(module)] = module
+            self.names.setdefault(id(module), path)
+
+    def sort(self) -> None:
+        """Give what was noted since to the taps."""
+
+    def silent(self, one: bool) -> bool:
+        """Whether a module may be silent, as far as can be told in little time.
+
+        With `one`, it is enough that something came from one of them.
+        """
+        return True
+
+    def release(self) -> None:
+        """Let go of the modules: a record does not keep them alive. If there are taps, of these."""
+        self.steps, self.modules = [], {}
+        if self.taps:
+            self.sort()
+            self.taps, self.entries, self.sorted = {}, [], 0
+
+
+class OutputLog(Log):
+    """The outputs of modules, in the order of the calls."""
+
+    looked = 0  # how many entries are known to `again`
+
+    def __init__(self, context: weakref.ref[Any], options: Options, owner: int | None) -> None:
+        super().__init__(context, options, owner)
+        self.detach = options.detach
+        # The id of the module, the value and what to check on reading, call by call.
+        self.entries: list[tuple[int, Any, Any]] = []
+        self.inside: set[int] = set()  # the entries that came in a backward
+        self.outside: set[int] = set()  # the modules that were called outside of one
+
+    def after_call(
+        self,
+        module: nn.Module,
+        args: Any,
+        output: Any,
+        # Found more quickly here than as names of this file.
+        active: Callable[[], frozenset[int | None]] = ACTIVE.get,
+        in_backward: Callable[[], int] = in_backward,
+        plain: type[Tensor] = Tensor,
+        lazy: bool = LAZY,
+        id: Callable[[object], int] = id,  # noqa: A002
+        /,
+    ) -> None:
+        """The forward hook."""
+        if self.owner not in active():
+            return self.stranger(module)
+        if in_backward() != -1 and self.again(id(module)):
+            return None
+        if type(output) is not plain:
+            self.entries.append((id(module), *self.options.keeps(output)))
+            return None
+        try:
+            if output.requires_grad:
+                if not self.detach:
+                    self.entries.append((id(module), output, output._version))
+                    return None
+                output = output.detach()
+            elif output.nbytes < SMALL and output.is_contiguous():
+                self.entries.append((id(module), output.clone(), None))
+                return None
+            if (  # the commonest snapshot, without a call: see snapshots.py
+                lazy
+                and output.is_cpu
+                and not output.is_quantized
+                and output.untyped_storage().resizable()
+                and output._use_count() == 1  # pyright: ignore - not in torch's stubs
+            ):
+                self.entries.append((id(module), output._lazy_clone(), None))
+                return None
+        except RuntimeError:  # no version (inference mode) or no storage (sparse, nested, vmap)
+            pass
+        self.entries.append((id(module), snapshot(output), None))
+        return None
+
+    def again(self, ident: int) -> bool:
+        """Whether a call in a backward repeats one from outside; see `Site.recomputes`."""
+        known = len(self.entries)
+        for n in range(self.looked, known):
+            if n not in self.inside:
+                self.outside.add(self.entries[n][0])
+        self.looked = known
+        if ident in self.outside:
+            return True
+        self.inside.add(known)
+        return False
+
+    def silent(self, one: bool) -> bool:
+        if one and self.entries and self.entries[0][0] in self.names:
+            return False
+        return not {entry[0] for entry in self.entries} >= self.names.keys()
+
+    def sort(self) -> None:
+        known = len(self.entries)
+        if self.sorted != known:
+            start, self.sorted = self.sorted, known
+            for ident, value, check in self.entries[start:known]:
+                tap = self.tap_of(ident)
+                if tap is not None:
+                    tap._kept.append((value, check))
+
+
+class _LastTap(LoggedTap):
+    """The last output of a module, kept in a way that torch.compile takes into its graphs."""
+
+    log: Any = Log  # in a copied module
+    slot: Tensor | None = None  # the value of the last compiled call, if no other came since
+    _kept: list[Kept] = []  # noqa: RUF012 - in a copied module, and never added to
+
+    def _get_kept(self) -> list[Kept]:
+        return self._kept if self.slot is None else [(self.slot, None)]
+
+    def _set_kept(self, kept: list[Kept]) -> None:
+        self._kept, self.slot = kept, None
+
+    kept: Any = property(_get_kept, _set_kept)
+
+    def after_call(self, module: nn.Module, args: Any, output: Any, /) -> None:
+        """The forward hook."""
+        # In a graph no version can be read and no copy-on-write made, but a copy costs little.
+        if torch.compiler.is_compiling() and self.log.in_graph and type(output) is Tensor:
+            self.slot = output.detach().clone() if self.options.detach else output.clone()
+            return None
+        if module is not self.module or self.log.owner not in ACTIVE.get():
+            return self.stranger(module)
+        if self.recomputes() is None:
+            self.kept = [self.options.keeps(output)]
+        return None
+
+
+class LastLog(Log):
+    """The last output of each module, also in compiled graphs: a hook of its own at each."""
+
+    kind = _LastTap
+
+    def hook(self, steps: list[Step]) -> None:
+        for step in steps:
+            path, module = step
+            if id(module) not in self.taps:
+                tap = _LastTap(self, path, module, id(module))
+                hooks = cast("dict[int, Any]", module._forward_hooks)
+                # A shallow copy, which is another module, has its hooks in common with it.
+                tap.key = next(KEYS) if self.key in hooks else self.key
+                self.taps[id(module)] = tap
+                self.steps.append(step)
+                hooks[tap.key] = tap.after_call
+
+    def unhook(self) -> None:
+        for _, module in self.steps:
+            module._forward_hooks.pop(self.taps[id(module)].key, None)
+        super().unhook()
