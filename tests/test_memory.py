@@ -402,3 +402,17 @@ def test_a_record_of_many_calls_holds_one_value_a_call_and_no_more():
             model(torch.ones(4, 3))
         assert tensors_alive() - before <= 100 + 5
     assert len(record.calls("0")) == 50
+
+
+@pytest.mark.parametrize("port", ["", ":grad_output", ":grad_input"])
+def test_a_record_that_was_read_is_freed_at_once(port):
+    model = wide()
+
+    def run():
+        with hl.capture(model, f"**{port}") as record:
+            x = torch.ones(256, 8, requires_grad=True) * 1
+            model(x).sum().backward()
+        assert record.calls(f"2{port}")
+        assert repr(record)
+
+    assert growth(run) < 16 * MB

@@ -48,8 +48,6 @@ class _GradientTap(LoggedTap):
         self._grads: dict[tuple[int, int], dict[Path, Kept]] = {}
         self.general: set[int] = set()  # the calls that were not for the log
         self.shapes = {}
-        self.regions = Regions()
-        self.add(self)
 
     def _get_grads(self) -> dict[tuple[int, int], dict[Path, Kept]]:
         self.log.sort()
@@ -75,6 +73,12 @@ class _GradientTap(LoggedTap):
     @outside.setter
     def outside(self, outside: bool) -> None:
         self._outside = outside
+
+    def begin(self, module: Any, args: Any, kwargs: Any, caller: types.FrameType) -> Any:
+        if self.regions is None:
+            self.regions = Regions()
+            self.add(self)  # until the log ends
+        return super().begin(module, args, kwargs, caller)
 
     def _number(self, frame: Frame | None, output: Any) -> tuple[int, bool]:
         index, recomputed = super()._number(frame, output)
