@@ -113,7 +113,10 @@ class _GradInputTap(_GradientTap):
 
 
 class _GradientLog(Log):
-    """What both kinds of gradients have in common: what is known of a call before it begins."""
+    """What both kinds of gradients have in common: what is known of a call before it begins.
+
+    An entry is what has arrived: the id of the module, the call, the backward pass, the gradient.
+    """
 
     many = 64  # with more hooks than that, those of graphs that are gone are looked for
 
@@ -124,8 +127,6 @@ class _GradientLog(Log):
         # it began, and what is known of calls inside it, by the last node of each.
         self.begun: list[tuple[types.FrameType, int, Given, Walked]] = []
         self.counts: dict[int, int] = {}  # completed calls, by the id of the module
-        # What has arrived: the id of the module, the call, the backward pass and the gradient.
-        self.entries: list[tuple[int, int, int, Tensor]] = []
         self.hung: list[tuple[weakref.ref[Any], int]] = []  # the hooks on tensors and nodes
 
     def hook(self, steps: list[Step]) -> None:

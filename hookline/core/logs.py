@@ -81,7 +81,6 @@ class Log(Site):
     kind: type[LoggedTap] = LoggedTap
     beside: dict[int, int] | None = None  # hooks of logs at modules where several have one
     in_graph = False  # whether compiled graphs may keep values by themselves
-    entries: list[Any]
     sorted = 0  # how many entries were given to taps
 
     def __init__(self, context: weakref.ref[Any], options: Options, owner: int | None) -> None:
@@ -89,6 +88,7 @@ class Log(Site):
         self.options = options
         self.owner = owner
         self.key = next(KEYS)
+        self.entries: list[Any] = []  # what has passed, call by call
         self.steps: list[Step] = []  # the modules, while the capture is open
         self.names: dict[int, str] = {}  # their paths by id, when it has ended or a tap is made
         self.modules: dict[int, nn.Module] = {}  # the same, while taps are made
@@ -170,15 +170,10 @@ class Log(Site):
 class OutputLog(Log):
     """The outputs of modules, in the order of the calls."""
 
+    # An entry is the id of the module, the value and what to check on reading.
     looked = 0  # how many entries are known to `again`
-
-    def __init__(self, context: weakref.ref[Any], options: Options, owner: int | None) -> None:
-        super().__init__(context, options, owner)
-        self.detach = options.detach
-        # The id of the module, the value and what to check on reading, call by call.
-        self.entries: list[tuple[int, Any, Any]] = []
-        self.inside: set[int] = set()  # the entries that came in a backward
-        self.outside: set[int] = set()  # the modules that were called outside of one
+    inside: set[int] | None = None  # the entries that came in a backward
+    outside: set[int]  # the modules that were called outside of one
 
     def after_call(
         self,
@@ -203,7 +198,7 @@ class OutputLog(Log):
             return None
         try:
             if output.requires_grad:
-                if not self.detach:
+                if not self.options.detach:
                     self.entries.append((id(module), output, output._version))
                     return None
                 output = output.detach()
@@ -226,14 +221,15 @@ class OutputLog(Log):
 
     def again(self, ident: int) -> bool:
         """Whether a call in a backward repeats one from outside; see `Site.recomputes`."""
-        known = len(self.entries)
-        for n in range(self.looked, known):
+        if self.inside is None:
+            self.inside, self.outside = set(), set()
+        start, self.looked = self.looked, len(self.entries)
+        for n in range(start, self.looked):
             if n not in self.inside:
                 self.outside.add(self.entries[n][0])
-        self.looked = known
         if ident in self.outside:
             return True
-        self.inside.add(known)
+        self.inside.add(self.looked)
         return False
 
     def silent(self, one: bool) -> bool:
