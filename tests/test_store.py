@@ -506,14 +506,14 @@ import json, os, random, signal, sys, time, warnings
 sys.path[:0] = ["tests", "."]
 import torch
 torch.set_num_threads(1)
-from test_store import Store, append_counted, check_counted, store_shards
+from test_store import Store, append_counted, check_counted, store_space
 folder, rounds, seed = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 dice = random.Random(seed)
 dropped = total = 0
 for turn in range(rounds):
     here = f"{folder}/{turn // 10}"  # ten writers in a row go on with the same store
     ahead = turn // 10 % 2  # in every other one with space ahead
-    store_shards.STEP = 1 << 16 if ahead else 1 << 23
+    store_space._FROM = 1 << 16 if ahead else 1 << 20
     size = 40_000 if ahead else 400
     read, write = os.pipe()
     child = os.fork()
@@ -856,14 +856,15 @@ def test_rows_are_sent_to_the_disk_before_a_sync_asks_for_them(tmp_path, monkeyp
 
 @pytest.fixture
 def reserved(monkeypatch):
-    """Space is asked for from 100,000 bytes on; gives what was asked for: file, start, end."""
+    """Space is asked for from 150,000 bytes on; gives what was asked for: file, start, end."""
     asked = []
 
     def fallocate(file, mode, start, length):
         asked.append((Path(f"/proc/self/fd/{file}").readlink().name, start, start + length))
         return 0
 
-    monkeypatch.setattr(store_shards, "STEP", 100_000)
+    for name, size in {"_FROM": 150_000, "_LEAST": 100_000, "_MOST": 300_000}.items():
+        monkeypatch.setattr(store_space, name, size)
     monkeypatch.setattr(store_space, "_file_system", lambda folder: "ext4")
     monkeypatch.setattr(store_space, "_fallocate", lambda: fallocate)
     return asked
@@ -874,20 +875,26 @@ needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="asks Linux whi
 
 @needs_linux
 def test_space_is_reserved_ahead_of_a_file_that_grows(tmp_path, reserved):
-    with Store.create(tmp_path, sync="never", shard_bytes=400_000) as writer:
-        for n in range(21):
+    with Store.create(tmp_path, sync="never", shard_bytes=1_600_000) as writer:
+        for n in range(81):
             writer.append({"x": torch.full((5000,), n)})  # 40,000 bytes
             check_files(tmp_path)
     first, second = (f"rank00000-0000{n}.safetensors" for n in (0, 1))
-    assert reserved == [  # never behind the end of a full shard
-        (first, HEADER + 40_000, HEADER + 180_000),
-        (first, HEADER + 160_000, HEADER + 300_000),
-        (first, HEADER + 280_000, HEADER + 400_000),
-        (second, HEADER + 40_000, HEADER + 180_000),
-        (second, HEADER + 160_000, HEADER + 300_000),
-        (second, HEADER + 280_000, HEADER + 400_000),
+
+    def asked(name):
+        return [(start - HEADER, end - HEADER) for at, start, end in reserved if at == name]
+
+    twice, more = 2 * 120_000 + HEADER, 300_000
+    assert asked(first) == [
+        (80_000, twice),  # the file has 150,000 bytes and more: as much again
+        (280_000, 320_000 + more),  # at most so much
+        (600_000, 640_000 + more),
+        (920_000, 960_000 + more),
+        (1_240_000, 1_280_000 + more),
+        (1_560_000, 1_600_000),  # never behind the end of a full shard
     ]
-    assert torch.equal(Store.open(tmp_path)["x"][:], torch.arange(21).repeat_interleave(5000))
+    assert asked(second) == asked(first)
+    assert torch.equal(Store.open(tmp_path)["x"][:], torch.arange(81).repeat_interleave(5000))
 
 
 @needs_linux
@@ -912,8 +919,7 @@ def test_where_no_space_can_be_reserved_rows_are_written_as_they_come(
 def test_space_that_was_reserved_is_given_back(tmp_path, monkeypatch, end):
     if store_space._file_system(tmp_path) != "ext4" or not store_space.Ahead(tmp_path):
         pytest.skip("another file system")
-    monkeypatch.setattr(store_shards, "STEP", 1 << 20)
-    value = torch.ones(1 << 18)  # 1 MB
+    value = torch.ones(1 << 18)  # 1 MB, from where on there is some
     writer = Store.create(tmp_path, sync="never")
     for _ in range(2):
         writer.append({"x": value})
@@ -935,7 +941,7 @@ def test_space_that_was_reserved_is_given_back(tmp_path, monkeypatch, end):
         writer._held.close()  # as the end of a process does
         check_files(tmp_path)
         assert len(Store.open(tmp_path)) == 2 << 18
-        monkeypatch.setattr(store_shards, "STEP", 1 << 30)
+        monkeypatch.setattr(store_space, "_FROM", 1 << 30)
         writer = Store.create(tmp_path, sync="never", resume=True)
         writer.append({"x": value[:1]})
         size += 4
@@ -947,6 +953,28 @@ def test_space_that_was_reserved_is_given_back(tmp_path, monkeypatch, end):
     assert path.stat().st_size == size
     assert spare() < 100_000
     check_files(tmp_path)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize(
+    ("after", "half"),
+    [(1, False), (1, True), (2, False), (2, True), (3, False)],  # at rows, header, index
+)
+def test_an_interrupted_append_is_taken_back(tmp_path, monkeypatch, after, half, ahead):
+    monkeypatch.setattr(store_space, "_FROM", 1 if ahead else 1 << 40)
+    value = torch.rand(1 << 18)  # 1 MB
+    writer = Store.create(tmp_path, sync="never")
+    writer.append({"x": value})
+    with monkeypatch.context() as patch:
+        breaking(patch, after, KeyboardInterrupt(), half)
+        with pytest.raises(KeyboardInterrupt):
+            writer.append({"x": value})
+    check_files(tmp_path)
+    assert writer.samples == len(Store.open(tmp_path)) == len(value)
+    writer.append({"x": -value})
+    writer.close()
+    check_files(tmp_path)
+    assert torch.equal(Store.open(tmp_path)["x"][:], torch.cat([value, -value]))
 
 
 def test_a_folder_that_is_gone_is_an_error(tmp_path):

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from hookline.storage.files import HEADER, PAGE, Series, header_of, read_header
-from hookline.storage.space import STEP, Ahead
+from hookline.storage.space import Ahead
 
 __all__ = ["OpenShard"]
 
-_EARLY = 32 << 20  # bytes that are sent to the disk together before a sync asks for them
+_EARLY = 8 << 20  # bytes that are sent to the disk together before a sync asks for them
 
 
 class OpenShard:
@@ -41,10 +41,9 @@ class OpenShard:
         """Write rows, as a buffer, behind those inside, then the header that speaks of them."""
         start = HEADER + inside * series.row_bytes
         end = start + count * series.row_bytes
-        if end > self._reserved and start >= STEP and self._ahead:
+        if end > self._reserved and self._ahead:
             most = HEADER + series.shard_rows * series.row_bytes
-            self._reserved = min(end + STEP, most)
-            self._ahead.reserve(self._file, start, self._reserved)
+            self._reserved = self._ahead.reserve(self._file, start, end, most)
         _write(self._file, rows, start)
         self._end = end
         _write(self._file, header_of(series, inside + count).ljust(PAGE), 0)

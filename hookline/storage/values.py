@@ -156,7 +156,7 @@ def _as_before(values: Mapping[str, Any], known: list[Series]) -> tuple[list[Blo
         ):
             return None
         blocks.append((series, value))
-        counts.add(len(value))
+        counts.add(value.shape[0])
     return (blocks, counts.pop()) if len(counts) == 1 else None
 
 
