@@ -128,10 +128,19 @@ class Site:
 
     def spread(self, modules: Iterable[nn.Module], before: Any, after: Any) -> None:
         """Put the same two hooks on many modules, the one for the end without named arguments."""
+        key = self.key
         for module in modules:
-            module._forward_pre_hooks_with_kwargs[self.key] = True
-            module._forward_pre_hooks[self.key] = before
-            module._forward_hooks[self.key] = after
+            module._forward_pre_hooks_with_kwargs[key] = True
+            module._forward_pre_hooks[key] = before
+            module._forward_hooks[key] = after
+
+    def gather(self, modules: Iterable[nn.Module]) -> None:
+        """Take hooks that were spread off all modules; fine if they are off some already."""
+        key, self.closed = self.key, True
+        for module in modules:
+            module._forward_hooks.pop(key, None)
+            module._forward_pre_hooks.pop(key, None)
+            module._forward_pre_hooks_with_kwargs.pop(key, None)
 
     def rest(self, module: nn.Module, args: Any) -> None:
         """A hook that does nothing, but that a copied module sheds it."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -53,15 +53,13 @@ class Step:
     made: Noted | None = None  # its output, once it is complete
     flops = 0
     backward: float = 0  # FLOPs, or seconds where those are measured
-    all_flops = 0  # with those of the calls made in it, once they were added up
-    all_backward: float = 0
     begun = 0.0
     seconds = 0.0
     start = stop = 0  # the first autograd nodes that are made in it, and after it
-    inner = False  # whether it called other modules, once they were added up
+    after = 0  # how many steps there were when it ended, if it may have called other modules
     usual = True  # whether it was called outside of backwards and of vmap
     # Always set, and by whoever makes it.
-    module: nn.Module
+    number: int  # of its module
     parent: Step | None
 
     @property
@@ -69,12 +67,12 @@ class Step:
         """Of the output."""
         return 0 if self.made is None else footprint_of(self.made).bytes
 
-    def above(self) -> set[nn.Module]:
+    def above(self) -> set[int]:
         """The modules in whose calls this one stands, its own too; a recursive one once."""
-        found: set[nn.Module] = set()
+        found: set[int] = set()
         step: Step | None = self
         while step is not None:
-            found.add(step.module)
+            found.add(step.number)
             step = step.parent
         return found
 
@@ -91,7 +89,7 @@ class _Site(Site):
     def before(self, module: nn.Module, args: Any, kwargs: dict[str, Any] | None = None) -> None:
         """The pre-forward hook."""
         tree = self.tree
-        if tree is None or self.owner not in ACTIVE.get() or module not in tree.paths:
+        if tree is None or self.owner not in ACTIVE.get() or module not in tree.numbers:
             return self.stranger(module)
         return tree.begin(module, args, kwargs, sys._getframe(1))
 
@@ -116,7 +114,7 @@ class _LeafSite(_Site):
     def before(self, module: nn.Module, args: Any, kwargs: dict[str, Any] | None = None) -> None:
         """The pre-forward hook."""
         tree = self.tree
-        if tree is None or self.owner not in ACTIVE.get() or module not in tree.paths:
+        if tree is None or self.owner not in ACTIVE.get() or module not in tree.numbers:
             return self.stranger(module)
         if tree.leaf is not None:
             tree.wake()
@@ -128,8 +126,8 @@ class _LeafSite(_Site):
             value = args[0]
             tree.modes.__enter__()
             if usual and value.layout is _strided and not value.is_nested:
-                tree.given = value.shape
-                if len(tree.given) >= self.rank:
+                tree.given = given = value.shape
+                if len(given) >= self.rank:
                     tree.leaf, tree.guard = module, no_dispatch()
                     if tree.graded:
                         tree.start = sequence()
@@ -145,7 +143,7 @@ class _LeafSite(_Site):
         if tree.leaf is not module:
             return tree.end(output, sys._getframe(1))
         step = self.kind()
-        step.module, step.given = module, tree.given
+        step.number, step.given = tree.numbers[module], tree.given
         step.parent = tree.stack[-1] if tree.stack else None
         step.made = (output.shape, output.dtype) if type(output) is Tensor else note(output)
         if tree.graded:
@@ -162,7 +160,7 @@ class CallTree(Entering):
     >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
     >>> with torch.no_grad(), CallTree(model) as tree:
     ...     _ = model(torch.zeros(5, 2))
-    >>> [(tree.paths[step.module], step.bytes) for step in tree.steps]
+    >>> [(tree.places[step.number], step.bytes) for step in tree.steps]
     [('', 60), ('0', 60), ('1', 60)]
 
     Args:
@@ -187,14 +185,14 @@ class CallTree(Entering):
         walked: list[Named] | None = None,
     ) -> None:
         super().__init__(model)
-        self._walked = walked
+        self._walked = walked or walk(model)
         self.clock, self.graded, self.certain = clock, graded, certain
         self.stack: list[Step] = []
         self.steps: list[Step] = []
-        self.paths: dict[nn.Module, str] = {}
-        self._sites: dict[_Site, Collection[nn.Module]] = {}
-        self.texts: dict[torch.Size, str] = {}
-        self.names: dict[type, str] = {}  # of the first argument of a kind of module
+        self.places = [path for path, _ in self._walked]
+        self.numbers: dict[nn.Module, int] = {}  # of all modules that can be called
+        self._sites: dict[_Site, list[nn.Module]] = {}
+        self._own: set[nn.Module] = set()  # those with a forward of their own, not of their class
         self.outside = self.outside_backward = 0  # FLOPs in no call
         self.inside: Any = None  # the frame of the innermost call, if it is a usual one
         # While the call of a leaf runs, torch's modes are off: the one for functions, and the
@@ -207,17 +205,17 @@ class CallTree(Entering):
         self.doubtful = False  # whether they were off while something else ran
 
     def _start(self, attached: bool) -> None:
-        self.paths = _called(self._model, self._walked)
+        self.numbers = _called(self._model, self._walked)
+        self._own = {module for module in self.numbers if "forward" in module.__dict__}
         self._serial = next(SERIALS)
         named = self._model, weakref.ref(self), self._serial
         free, linear, other = _LeafSite(*named), _LeafSite(*named), _Site(*named)
         linear.rank, linear.kind = 2, _LinearStep
-        leaves = find_leaves(self.paths) if self.certain else []
-        self._sites = {
-            free: [module for module in leaves if type(module) is not nn.Linear],
-            linear: [module for module in leaves if type(module) is nn.Linear],
-            other: self.paths.keys() - leaves,
-        }
+        self._sites = {free: [], linear: [], other: []}
+        leaves = find_leaves(self.numbers) if self.certain else {}
+        for module in self.numbers:
+            site = other if module not in leaves else linear if type(module) is nn.Linear else free
+            self._sites[site].append(module)
         for site, modules in self._sites.items():
             site.tree = self
             site.spread(modules, site.before, site.ended)
@@ -226,9 +224,10 @@ class CallTree(Entering):
     def _stop(self) -> None:
         if self.leaf is not None:
             self.wake()
+        while self.stack:  # they raised
+            self._drop()
         for site, modules in self._sites.items():
-            for module in modules:
-                site.unregister(module)
+            site.gather(modules)
             site.tree = None
         self._sites = {}
         ACTIVE.set(ACTIVE.get() - {self._serial})
@@ -251,7 +250,8 @@ class CallTree(Entering):
         step, stack = Step(), self.stack
         if self.inside is None or self.inside is not _frame(_UP + 1):
             step.usual = self.is_usual()  # else it is called by the forward of the module above
-        step.module, step.parent, step.running = module, stack[-1] if stack else None, running
+        step.number, step.running = self.numbers[module], running
+        step.parent = stack[-1] if stack else None
         self.inside = running if step.usual else None
         if self.graded:
             step.start = sequence()
@@ -261,30 +261,45 @@ class CallTree(Entering):
             step.begun = self.clock()
             return
         with self.modes:
-            if not kwargs and len(args) == 1 and is_plain(args[0]):
+            plain = not kwargs and len(args) == 1 and is_plain(args[0])
+            if plain and module not in self._own:
                 step.given = args[0].shape
             else:
                 given = bind(module, args, kwargs or _NOTHING)
                 step.given = {str(name): shapes_of(value) for name, value in given.items()}
 
-    def inputs_of(self, step: Step) -> Any:
-        """The shapes of the arguments of a call by name."""
-        shape, module = step.given, step.module
-        if type(shape) is not torch.Size:
-            return shape
-        if shape not in self.texts:  # there are few in a model
-            self.texts[shape] = str(tuple(shape))
-        kind = type(module)
-        if kind not in self.names or "forward" in module.__dict__:
-            (self.names[kind],) = map(str, bind(module, (None,), _NOTHING))
-        return {self.names[kind]: self.texts[shape]}
+    def first_names(self) -> dict[int, str]:
+        """The name of its argument for each module of which only the shape of that was noted."""
+        called = {step.number for step in self.steps if type(step.given) is torch.Size}
+        kinds: dict[Any, str] = {}
+        found: dict[int, str] = {}
+        for module, number in self.numbers.items():
+            if number in called:
+                kind = type(module)
+                if kind not in kinds:
+                    (kinds[kind],) = map(str, bind(module, (None,), _NOTHING))
+                found[number] = kinds[kind]
+        return found
+
+    def renumber(self, modules: list[nn.Module]) -> None:
+        """Number all modules as they are now: those that are gone have none, and no row."""
+        numbers, old = {m: n for n, m in enumerate(modules)}, [m for _, m in self._walked]
+        for step in self.steps:
+            step.number = numbers.get(old[step.number], -1)
+        self.numbers = {m: numbers[m] for m in self.numbers if m in numbers}
 
     def now(self) -> Step | None:
         """The innermost running call."""
         stack = self.stack
         while stack and is_over(stack[-1].running):  # it raised, and someone caught that
-            stack.pop()
+            self._drop()
         return stack[-1] if stack else None
+
+    def _drop(self) -> Step:
+        """The innermost call is over."""
+        step = self.stack.pop()
+        step.running, step.after = None, len(self.steps)
+        return step
 
     def end(self, output: Any, running: Any) -> None:
         """A call is complete."""
@@ -296,8 +311,8 @@ class CallTree(Entering):
             self.now()
             if not stack or stack[-1].running is not running:
                 return  # this was entered while the module was running
-        step = stack.pop()
-        step.running, parent = None, step.parent
+        step = self._drop()
+        parent = step.parent
         self.inside = parent.running if parent is not None and parent.usual else None
         if self.graded:
             step.stop = sequence()
@@ -354,13 +369,13 @@ def _frame(up: int) -> Any:
         return None
 
 
-def _called(model: nn.Module, walked: list[Named] | None) -> dict[nn.Module, str]:
-    """The modules at which hooks can fire, with their paths: containers are not called."""
-    named = walked or walk(model)
+def _called(model: nn.Module, named: list[Named]) -> dict[nn.Module, int]:
+    """The modules at which hooks can fire, with their numbers: containers are not called."""
     kinds = {type(module) for _, module in named}
     if not kinds <= _hookable.keys() or any("forward" in m.__dict__ for _, m in named):
         requests = resolve(model, (nn.Module,))
-        found = {target.module: target.path for r in requests for target in r.targets}
+        found = {target.module for request in requests for target in request.targets}
         _hookable.update({type(m): m in found for _, m in named if "forward" not in m.__dict__})
-        return found
-    return {module: path for path, module in named if _hookable[type(module)]}
+        return {module: number for number, (_, module) in enumerate(named) if module in found}
+    fit = {kind for kind in kinds if _hookable[kind]}
+    return {module: number for number, (_, module) in enumerate(named) if type(module) in fit}

@@ -123,16 +123,16 @@ def is_dense(tensors: Sequence[Tensor]) -> bool:
     )
 
 
-def find_leaves(modules: Iterable[nn.Module]) -> list[nn.Module]:
+def find_leaves(modules: Iterable[nn.Module]) -> set[nn.Module]:
     """The modules that call no others, and the FLOPs of whose calls follow from shapes.
 
-    >>> find_leaves([nn.Linear(2, 3), nn.ReLU(), nn.Sequential()])
-    [Linear(in_features=2, out_features=3, bias=True), ReLU()]
+    >>> find_leaves([nn.ReLU(), nn.Sequential()])
+    {ReLU()}
 
     Those of a linear layer are `flops_of_linear`, all others have none.
     """
     kinds = {kind for kind in _LEAVES if kind.forward.__module__ == kind.__module__}
-    found: list[nn.Module] = []
+    found: set[nn.Module] = set()
     for module in modules:
         kind, content = type(module), module.__dict__
         if kind not in kinds or "forward" in content:
@@ -141,7 +141,7 @@ def find_leaves(modules: Iterable[nn.Module]) -> list[nn.Module]:
             continue  # it is computed each time
         # Others' hooks may compute, too; those that come later run after ours.
         if not content["_forward_hooks"]:
-            found.append(module)
+            found.add(module)
     return found
 
 

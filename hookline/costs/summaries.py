@@ -2,7 +2,9 @@
 
 - `Summary`: what `summarize` gives
 - `ModuleCosts`: what one module costs
+- `Source`: where a summary has its rows from
 - `shapes_of(value)`: the shapes in a value, in its structure
+- `depth_of(place)`: how deep a module lies
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate
 from textwrap import wrap
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -23,7 +25,7 @@ from hookline.display import as_html, as_lines, pandas, show_count, show_seconds
 from hookline.errors import PlaceNotFound
 from hookline.listings import select
 
-__all__ = ["ModuleCosts", "Summary", "shapes_of"]
+__all__ = ["ModuleCosts", "Source", "Summary", "depth_of", "shapes_of"]
 
 _MOST = 60  # rows that are shown if nothing is said
 _PLAIN = (bool, int, float, complex, str)
@@ -52,6 +54,15 @@ def _shapes_in(value: Any, level: int) -> Any:
     if isinstance(value, (tuple, list)):
         return [item for _, item in shown]
     return {str(part): item for part, item in shown}
+
+
+def depth_of(place: str) -> int:
+    """How deep a module lies.
+
+    >>> depth_of(""), depth_of("blocks.0")
+    (0, 2)
+    """
+    return place.count(".") + 1 if place else 0
 
 
 @dataclass(slots=True)
@@ -87,6 +98,16 @@ class ModuleCosts:
     backward_seconds: float | None = field(default=None, init=False)
 
 
+class Source(Protocol):
+    """Where a summary has its rows from: it makes those that are read."""
+
+    places: list[str]  # of all modules
+
+    def make_row(self, number: int) -> ModuleCosts:
+        """What is told of a module, by its number."""
+        ...
+
+
 class Summary:
     """What each module of a model costs: `summary[place]`, `summary.totals`, a table as text.
 
@@ -99,12 +120,13 @@ class Summary:
       1      ReLU        (32, 16)  (32, 16)                   2.0 KB
     """
 
-    def __init__(self, model: str, modules: list[ModuleCosts]) -> None:
+    def __init__(self, model: str, source: Source) -> None:
         self.model = model
-        self.modules = modules
-        whole = modules[0]
+        self._source = source
+        self._made: dict[int, ModuleCosts] = {}  # rows that were read, by number
+        whole = self._row(0)
         self.totals: dict[str, Any] = {
-            "modules": len(modules),
+            "modules": len(self),
             "called": None,
             "parameters": whole.parameters,
             "trainable": whole.trainable,
@@ -119,6 +141,17 @@ class Summary:
             "peak_bytes": None,
             "uncounted": {},
         }
+
+    def _row(self, number: int) -> ModuleCosts:
+        """The row of a module, the same one each time."""
+        if number not in self._made:
+            self._made[number] = self._source.make_row(number)
+        return self._made[number]
+
+    @property
+    def modules(self) -> list[ModuleCosts]:
+        """All rows, in model order."""
+        return [self._row(number) for number in range(len(self))]
 
     def __getitem__(self, place: str) -> ModuleCosts:
         """What the module at a place costs; one of its other names will do."""
@@ -135,7 +168,7 @@ class Summary:
         return iter(self.modules)
 
     def __len__(self) -> int:
-        return len(self.modules)
+        return len(self._source.places)
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as plain values, ready for JSON: `model`, `totals`, `modules`."""
@@ -180,16 +213,19 @@ class Summary:
 
     def _rows(self, where: Where | None, depth: int | None) -> tuple[list[ModuleCosts], int]:
         """The rows to be shown, and how many are left out for being too deep."""
-        rows = self.modules
+        places = self._source.places
+        numbers = range(len(places))
         if where is not None:
-            paths = {place.path for place in select(_skeleton([r.place for r in rows]), where)}
-            rows = [row for row in rows if row.place in paths]
+            paths = {place.path for place in select(_skeleton(places), where)}
+            numbers = [number for number in numbers if places[number] in paths]
+        depths = {number: depth_of(places[number]) for number in numbers}
         if depth is None:
-            at = Counter(row.depth for row in rows)
+            at = Counter(depths.values())
             sums = accumulate(at[depth] for depth in range(max(at, default=0) + 1))
             depth = max((depth for depth, count in enumerate(sums) if count <= _MOST), default=0)
-        shown = [row for row in rows if row.depth <= depth]
-        return shown[:_MOST] if where is None else shown, len(rows) - len(shown)
+        shown = [number for number in numbers if depths[number] <= depth]
+        rows = [self._row(n) for n in (shown[:_MOST] if where is None else shown)]
+        return rows, len(numbers) - len(shown)
 
     def _title(self) -> str:
         totals = self.totals

@@ -2,8 +2,7 @@
 
 - `trial(*models, mode=None)`: a context; afterwards the models and random numbers are as before
 - `run(model, batch)`: call a model on a batch, or let a function call it
-- `tensors_in(model)`, `tensors_of_all(walk(model))`: all parameters and buffers
-- `cuda_devices(model)`: where they are
+- `cuda_devices(model)`: where its parameters and buffers are
 - `copied(batch)`: the same batch in memory of its own, as models may write into it
 - `same_random_numbers(*models)`: a context; random numbers drawn inside are drawn again after it
 - `pull_back(roots)`: a backward that leaves no gradient; `nodes_of(roots)`: what it visits
@@ -29,7 +28,7 @@ from hookline.core.distributed import reshard
 from hookline.core.nested import map_leaves
 from hookline.core.parameters import Undo, put_back, restore
 from hookline.core.snapshots import duplicate
-from hookline.core.tree import Step, walk
+from hookline.trials.contents import Contents
 
 __all__ = [
     "Mode",
@@ -39,8 +38,6 @@ __all__ = [
     "pull_back",
     "run",
     "same_random_numbers",
-    "tensors_in",
-    "tensors_of_all",
     "trial",
 ]
 
@@ -62,22 +59,11 @@ def run(model: nn.Module, batch: Any) -> Any:
     return call(model, batch)
 
 
-def tensors_in(model: nn.Module) -> list[Tensor]:
-    """All parameters and buffers, as often as they are registered; faster than torch's walk."""
-    return tensors_of_all(walk(model))
-
-
-def tensors_of_all(steps: list[Step]) -> list[Tensor]:
-    """All parameters and buffers of modules that were walked, as often as they are registered."""
-    tables = [table for _, m in steps for table in (m._parameters, m._buffers) if table]
-    return [tensor for table in tables for tensor in table.values() if tensor is not None]
-
-
 def cuda_devices(model: nn.Module) -> set[torch.device]:
     """The CUDA devices on which a model has parameters or buffers."""
     if not torch.cuda.is_initialized():
         return set()
-    return {tensor.device for tensor in tensors_in(model) if tensor.is_cuda}
+    return {tensor.device for tensor in Contents(model).tensors if tensor.is_cuda}
 
 
 def copied(batch: Any) -> Any:
@@ -102,7 +88,7 @@ def _copy(leaf: Any) -> Any:
 
 @contextmanager
 def trial(
-    *models: nn.Module, mode: Mode | None = None, walks: Sequence[list[Step]] | None = None
+    *models: nn.Module, mode: Mode | None = None, contents: Sequence[Contents] | None = None
 ) -> Generator[None]:
     """Run models inside; afterwards modes, buffers, gradients and random numbers are as before.
 
@@ -115,27 +101,26 @@ def trial(
     Args:
         models: the models that run.
         mode: "eval" or "train" to run them so; each module has its own mode again afterwards.
-        walks: all modules of each model, if they are known already.
+        contents: what stands in each model, if it is known already.
     """
-    walks = walks or [walk(model) for model in models]
-    modules = [module for steps in walks for _, module in steps]
+    contents = contents or [Contents(model) for model in models]
+    modules = [module for content in contents for module in content.modules]
     training = [module.training for module in modules]
-    held = [module._parameters for module in modules if module._parameters]
-    parameters = [p for table in held for p in table.values() if p is not None]
+    parameters = [p for content in contents for p in content.all_parameters if p is not None]
     required, grads = [p.requires_grad for p in parameters], [p.grad for p in parameters]
-    tables = [module._buffers for module in modules]
+    tables = [table for content in contents for table in content.buffers]
     buffers = [dict(table) if table else _EMPTY for table in tables]
     undo = Undo()
     for module, before in zip(modules, buffers, strict=True):
-        for name, buffer in before.items():
+        for name, buffer in before.items() if before else ():
             if buffer is not None and not buffer.is_meta:
                 undo.append(partial(put_back, module, module._buffers, before, name))
                 if not is_lazy(buffer):
                     old = buffer.data, buffer.detach().clone(), buffer.requires_grad
                     undo.append(partial(restore, buffer, *old))
-    for model in models:
-        reshard(model)
-        undo.append(partial(reshard, model))
+    for content in contents:
+        reshard(content.model, content.named)
+        undo.append(partial(reshard, content.model, content.named))
     with same_random_numbers(*models):
         try:
             if mode is not None:
