@@ -28,7 +28,7 @@ from hookline.core.tree import Step as Named
 from hookline.core.tree import walk
 from hookline.costs.flops import no_dispatch
 from hookline.costs.footprints import Footprint, Noted, footprint_of, is_plain, note
-from hookline.costs.shortcuts import find_leaves, flops_of_linear, vmap_level
+from hookline.costs.shortcuts import flops_of_linear, is_leaf, leaf_kinds, vmap_level
 from hookline.costs.summaries import shapes_of
 
 __all__ = ["CallTree", "Step"]
@@ -37,7 +37,7 @@ __all__ = ["CallTree", "Step"]
 _no_modes: Any = torch._C.DisableTorchFunction
 _NOTHING: dict[str, Any] = {}
 _node: Any = getattr(torch._C, "_current_autograd_node", lambda: None)
-_strided = torch.strided
+_strided, _getframe = torch.strided, sys._getframe
 _hookable: dict[type[nn.Module], bool] = {}  # types of modules, as far as seen
 # Frames of Python from a hook to the one of torch's that runs the hooks of the module above, if
 # that module's forward calls this one. Else, or with another torch, it takes longer to find out.
@@ -58,9 +58,8 @@ class Step:
     start = stop = 0  # the first autograd nodes that are made in it, and after it
     after = 0  # how many steps there were when it ended, if it may have called other modules
     usual = True  # whether it was called outside of backwards and of vmap
-    # Always set, and by whoever makes it.
-    number: int  # of its module
-    parent: Step | None
+    parent: Step | None = None  # of a leaf only if a backward follows
+    number: int  # of its module; always set, and by whoever makes it
 
     @property
     def bytes(self) -> int:
@@ -91,14 +90,14 @@ class _Site(Site):
         tree = self.tree
         if tree is None or self.owner not in ACTIVE.get() or module not in tree.numbers:
             return self.stranger(module)
-        return tree.begin(module, args, kwargs, sys._getframe(1))
+        return tree.begin(module, args, kwargs, _getframe(1), tree.inside is _frame(_UP))
 
     def ended(self, module: nn.Module, args: Any, output: Any) -> None:
         """The forward hook."""
         tree = self.tree
         if tree is None or self.owner not in ACTIVE.get():
             return self.stranger(module)
-        return tree.end(output, sys._getframe(1))
+        return tree.end(output, _getframe(1))
 
 
 class _LeafSite(_Site):
@@ -114,26 +113,33 @@ class _LeafSite(_Site):
     def before(self, module: nn.Module, args: Any, kwargs: dict[str, Any] | None = None) -> None:
         """The pre-forward hook."""
         tree = self.tree
-        if tree is None or self.owner not in ACTIVE.get() or module not in tree.numbers:
+        if tree is None:
+            return self.stranger(module)
+        try:
+            # Whether the forward of the innermost call calls it: then it is in this thread, too.
+            usual = tree.inside is _getframe(_UP)
+        except ValueError:  # there are not so many
+            usual = False
+        if not usual:
+            if self.owner not in ACTIVE.get():
+                return self.stranger(module)
+            usual = tree.is_usual()
+        if module not in tree.numbers:
             return self.stranger(module)
         if tree.leaf is not None:
             tree.wake()
-        if len(args) == 1 and not kwargs and type(args[0]) is Tensor:
-            try:
-                usual = tree.inside is sys._getframe(_UP) or tree.is_usual()
-            except ValueError:  # there are not so many
-                usual = tree.is_usual()
+        if usual and len(args) == 1 and not kwargs and type(args[0]) is Tensor:
             value = args[0]
-            tree.modes.__enter__()
-            if usual and value.layout is _strided and not value.is_nested:
+            tree.off()
+            if value.layout is _strided and not value.is_nested:
                 tree.given = given = value.shape
                 if len(given) >= self.rank:
                     tree.leaf, tree.guard = module, no_dispatch()
                     if tree.graded:
                         tree.start = sequence()
                     return None
-            tree.modes.__exit__(None, None, None)
-        return tree.begin(module, args, kwargs, sys._getframe(1))
+            tree.on(None, None, None)
+        return tree.begin(module, args, kwargs, _getframe(1), usual)
 
     def ended(self, module: nn.Module, args: Any, output: Any) -> None:
         """The forward hook."""
@@ -141,16 +147,16 @@ class _LeafSite(_Site):
         if tree is None or self.owner not in ACTIVE.get():
             return self.stranger(module)
         if tree.leaf is not module:
-            return tree.end(output, sys._getframe(1))
+            return tree.end(output, _getframe(1))
+        tree.leaf = tree.guard = None
         step = self.kind()
         step.number, step.given = tree.numbers[module], tree.given
-        step.parent = tree.stack[-1] if tree.stack else None
         step.made = (output.shape, output.dtype) if type(output) is Tensor else note(output)
         if tree.graded:
+            step.parent = tree.stack[-1] if tree.stack else None
             step.start, step.stop = tree.start, sequence()
         tree.steps.append(step)
-        tree.leaf = tree.guard = None
-        tree.modes.__exit__(None, None, None)
+        tree.on(None, None, None)
         return None
 
 
@@ -191,32 +197,36 @@ class CallTree(Entering):
         self.steps: list[Step] = []
         self.places = [path for path, _ in self._walked]
         self.numbers: dict[nn.Module, int] = {}  # of all modules that can be called
-        self._sites: dict[_Site, list[nn.Module]] = {}
+        self._sites: tuple[_Site, ...] = ()
         self._own: set[nn.Module] = set()  # those with a forward of their own, not of their class
         self.outside = self.outside_backward = 0  # FLOPs in no call
         self.inside: Any = None  # the frame of the innermost call, if it is a usual one
         # While the call of a leaf runs, torch's modes are off: the one for functions, and the
         # other as long as its guard exists.
-        self.modes: Any = _no_modes()
-        self.guard: Any = None
+        modes: Any = _no_modes()
+        self.off, self.on, self.guard = modes.__enter__, modes.__exit__, None
         self.leaf: nn.Module | None = None
         self.given: Any = None  # the shape of the leaf's argument
         self.start = 0  # the first autograd node that is made in it
         self.doubtful = False  # whether they were off while something else ran
 
     def _start(self, attached: bool) -> None:
-        self.numbers = _called(self._model, self._walked)
-        self._own = {module for module in self.numbers if "forward" in module.__dict__}
+        self._own = {module for _, module in self._walked if "forward" in module.__dict__}
+        self.numbers = _called(self._model, self._walked, self._own)
         self._serial = next(SERIALS)
         named = self._model, weakref.ref(self), self._serial
-        free, linear, other = _LeafSite(*named), _LeafSite(*named), _Site(*named)
+        free, linear, other = self._sites = _LeafSite(*named), _LeafSite(*named), _Site(*named)
         linear.rank, linear.kind = 2, _LinearStep
-        self._sites = {free: [], linear: [], other: []}
-        leaves = find_leaves(self.numbers) if self.certain else {}
+        free.key = linear.key = other.key  # each module has the hooks of one of them
+        leaves = leaf_kinds() if self.certain else set[type[nn.Module]]()
+        places: dict[_Site, list[nn.Module]] = {free: [], linear: [], other: []}
         for module in self.numbers:
-            site = other if module not in leaves else linear if type(module) is nn.Linear else free
-            self._sites[site].append(module)
-        for site, modules in self._sites.items():
+            kind = type(module)
+            if kind in leaves and is_leaf(module):
+                places[linear if kind is nn.Linear else free].append(module)
+            else:
+                places[other].append(module)
+        for site, modules in places.items():
             site.tree = self
             site.spread(modules, site.before, site.ended)
         ACTIVE.set(ACTIVE.get() | {self._serial})
@@ -226,16 +236,16 @@ class CallTree(Entering):
             self.wake()
         while self.stack:  # they raised
             self._drop()
-        for site, modules in self._sites.items():
-            site.gather(modules)
+        for site in self._sites:
+            site.gather(self.numbers if site is self._sites[-1] else ())
             site.tree = None
-        self._sites = {}
+        self._sites = ()
         ACTIVE.set(ACTIVE.get() - {self._serial})
 
     def wake(self) -> None:
         """Let modes see what happens: the call of a leaf has raised, and that was caught."""
         self.leaf = self.guard = None
-        self.modes.__exit__(None, None, None)
+        self.on(None, None, None)
         self.doubtful = True
 
     def is_usual(self) -> bool:
@@ -243,13 +253,15 @@ class CallTree(Entering):
         self.now()
         return _node() is None and vmap_level() is None
 
-    def begin(self, module: nn.Module, args: Any, kwargs: Any, running: Any) -> None:
-        """A module is called."""
+    def begin(
+        self, module: nn.Module, args: Any, kwargs: Any, running: Any, usual: bool
+    ) -> None:
+        """A module is called; usually by the forward of the innermost call."""
         if self.leaf is not None:
             self.wake()
         step, stack = Step(), self.stack
-        if self.inside is None or self.inside is not _frame(_UP + 1):
-            step.usual = self.is_usual()  # else it is called by the forward of the module above
+        if not usual:
+            step.usual = self.is_usual()
         step.number, step.running = self.numbers[module], running
         step.parent = stack[-1] if stack else None
         self.inside = running if step.usual else None
@@ -260,26 +272,22 @@ class CallTree(Entering):
         if self.clock is not None:
             step.begun = self.clock()
             return
-        with self.modes:
+        self.off()
+        try:
             plain = not kwargs and len(args) == 1 and is_plain(args[0])
             if plain and module not in self._own:
                 step.given = args[0].shape
             else:
                 given = bind(module, args, kwargs or _NOTHING)
                 step.given = {str(name): shapes_of(value) for name, value in given.items()}
+        finally:
+            self.on(None, None, None)
 
     def first_names(self) -> dict[int, str]:
-        """The name of its argument for each module of which only the shape of that was noted."""
-        called = {step.number for step in self.steps if type(step.given) is torch.Size}
-        kinds: dict[Any, str] = {}
-        found: dict[int, str] = {}
-        for module, number in self.numbers.items():
-            if number in called:
-                kind = type(module)
-                if kind not in kinds:
-                    (kinds[kind],) = map(str, bind(module, (None,), _NOTHING))
-                found[number] = kinds[kind]
-        return found
+        """The names of the first arguments of modules, as far as their class tells them."""
+        kinds: dict[Any, nn.Module] = {type(m): m for m in self.numbers if m not in self._own}
+        names = {kind: str(*bind(module, (None,), _NOTHING)) for kind, module in kinds.items()}
+        return {number: names.get(type(m), "") for m, number in self.numbers.items()}
 
     def renumber(self, modules: list[nn.Module]) -> None:
         """Number all modules as they are now: those that are gone have none, and no row."""
@@ -319,8 +327,11 @@ class CallTree(Entering):
         if self.clock is not None:
             step.seconds = now - step.begun
             return
-        with self.modes:
+        self.off()
+        try:
             step.made = note(output)
+        finally:
+            self.on(None, None, None)
 
     def settle(self) -> None:
         """Add what was not counted, for it follows from shapes."""
@@ -364,18 +375,20 @@ def _start_of(step: Step) -> int:
 
 def _frame(up: int) -> Any:
     try:
-        return sys._getframe(up + 1)
+        return _getframe(up + 1)
     except ValueError:  # there are not so many
         return None
 
 
-def _called(model: nn.Module, named: list[Named]) -> dict[nn.Module, int]:
+def _called(
+    model: nn.Module, named: list[Named], own: set[nn.Module]
+) -> dict[nn.Module, int]:
     """The modules at which hooks can fire, with their numbers: containers are not called."""
     kinds = {type(module) for _, module in named}
-    if not kinds <= _hookable.keys() or any("forward" in m.__dict__ for _, m in named):
+    if own or not kinds <= _hookable.keys():
         requests = resolve(model, (nn.Module,))
         found = {target.module for request in requests for target in request.targets}
-        _hookable.update({type(m): m in found for _, m in named if "forward" not in m.__dict__})
+        _hookable.update({type(m): m in found for _, m in named if m not in own})
         return {module: number for number, (_, module) in enumerate(named) if module in found}
     fit = {kind for kind in kinds if _hookable[kind]}
     return {module: number for number, (_, module) in enumerate(named) if type(module) in fit}

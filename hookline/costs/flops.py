@@ -208,14 +208,9 @@ class _Shortcuts(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if self.certain and is_free(func, types):
-            guard = no_dispatch()
-            try:
-                return func(*args, **kwargs) if kwargs else func(*args)
-            finally:
-                del guard
-        key = None
-        flops = flops_of_call(func, args, kwargs) if self.certain else None
+        key = flops = None
+        if self.certain:
+            flops = 0 if is_free(func, types) else flops_of_call(func, args, kwargs)
         if flops is None and func in PURE:
             key = key_of_call(func, args, kwargs or {})
             flops = None if key is None else self.known.get(key)

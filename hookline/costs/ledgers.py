@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 
@@ -27,62 +28,61 @@ class Ledger:
     """
 
     def __init__(self, sizes: Sizes, tree: CallTree, backward: bool) -> None:
-        self.places = sizes.places
-        self._sizes, self._steps, self._backward = sizes, tree.steps, backward
+        self.places, self._sizes = sizes.places, sizes
+        self._steps, self._flops = tree.steps, [step.flops for step in tree.steps]
+        self._backward = [step.backward for step in tree.steps] if backward else None
         self._outside = tree.outside, tree.outside_backward
-        self._callable = {*tree.numbers.values()}
-        self._names = tree.first_names()
-        self._calls: dict[int, list[int]] = {}  # the positions of the steps of each module
-        for position, step in enumerate(tree.steps):
-            self._calls.setdefault(step.number, []).append(position)
-        self._flops = [step.flops for step in tree.steps]
+        self._names = tree.first_names()  # of all modules that can be called
+        # The positions of the calls of each module: most have one.
+        first = {step.number: (position,) for position, step in enumerate(tree.steps)}
+        self._calls: dict[int, Sequence[int]] = {**first}
+        if len(first) < len(tree.steps):
+            self._calls = {number: [] for number in first}
+            for position, step in enumerate(tree.steps):
+                cast("list[int]", self._calls[step.number]).append(position)
         self._known: dict[Any, Footprint] = {}  # most values in a model are alike
         self._texts: dict[torch.Size, str] = {}
 
     def totals(self) -> dict[str, float]:
         """What it is in all."""
-        kept = 0
-        for position, step in enumerate(self._steps):
-            if step.made is not None and step.after <= position + 1:  # it called no other
-                kept += footprint_of(step.made, self._known).bytes
-        found: dict[str, float] = {"called": len(self._calls), "activation_bytes": kept}
+        # What called no other module.
+        last = [s.made for position, s in enumerate(self._steps, 1) if s.after <= position]
+        kept = [footprint_of(made, self._known).bytes for made in last if made is not None]
+        found: dict[str, float] = {"called": len(self._calls), "activation_bytes": sum(kept)}
         found["flops"] = sum(self._flops) + self._outside[0]
-        if self._backward:
-            found["backward_flops"] = sum([s.backward for s in self._steps]) + self._outside[1]
+        if self._backward is not None:
+            found["backward_flops"] = sum(self._backward) + self._outside[1]
         return found
 
     def make_row(self, number: int) -> ModuleCosts:
         """What is told of a module, by its number in the order of `walk`."""
         row, positions = self._sizes.make_row(number), self._calls.get(number, ())
-        if number in self._callable:
+        if number in self._names:
             row.called = bool(positions)  # of a ModuleList it is not told: it cannot be
         row.calls = len(positions)
-        row.own_flops = sum([self._flops[position] for position in positions])
-        row.flops = row.activation_bytes = 0
-        if self._backward:
-            row.own_backward_flops = sum([self._steps[position].backward for position in positions])
-            row.backward_flops = 0
-        until = 0
+        flops = own = size = until = 0
+        ranges: list[slice] = []
         for position in positions:
             step = self._steps[position]
+            own += self._flops[position]
             if position >= until:  # of a recursive module, the outermost call has the FLOPs of all
-                until = max(step.after, position + 1)
-                row.flops += sum(self._flops[position:until])
-                if self._backward:
-                    row.backward_flops += sum([s.backward for s in self._steps[position:until]])
-            self._add_output(row, step)
+                until = step.after or position + 1
+                ranges.append(slice(position, until))
+                flops += sum(self._flops[position:until])
+            if step.made is not None:
+                shapes, bytes_, dtype = footprint_of(step.made, self._known)
+                size += bytes_
+                if row.dtype is None:
+                    row.output, row.dtype = shapes, dtype
+                elif row.output != shapes:
+                    row.varies = True
+        row.flops, row.own_flops, row.activation_bytes = flops, own, size
         if positions:
             row.inputs = self._inputs_of(number, self._steps[positions[0]])
+        if self._backward is not None:
+            row.backward_flops = sum([sum(self._backward[inside]) for inside in ranges])
+            row.own_backward_flops = sum([self._backward[position] for position in positions])
         return row
-
-    def _add_output(self, row: ModuleCosts, step: Step) -> None:
-        if step.made is not None:
-            shapes, size, dtype = footprint_of(step.made, self._known)
-            row.activation_bytes += size
-            if row.dtype is None:
-                row.output, row.dtype = shapes, dtype
-            elif row.output != shapes:
-                row.varies = True
 
     def _inputs_of(self, number: int, step: Step) -> Any:
         """The shapes of the arguments of a call by name."""

@@ -1,6 +1,7 @@
 """What need not be counted, for its FLOPs follow from shapes.
 
-- `find_leaves(modules)`: those the FLOPs of whose calls follow from the shape of their argument
+- `leaf_kinds()`: modules the FLOPs of whose calls follow from the shape of their argument
+- `is_leaf(module)`: whether one of such a kind is as torch made it
 - `flops_of_linear(given, made)`: those of a linear layer, from the shapes of input and output
 - `flops_of_call(function, args, kwargs)`: those of a call of a torch function, if they are known
 - `is_free(function, types)`: whether it has none
@@ -27,14 +28,15 @@ from torch import Tensor, nn
 
 __all__ = [
     "PURE",
-    "find_leaves",
     "flops_of_call",
     "flops_of_linear",
     "has_torchs_formulas",
     "is_dense",
     "is_free",
+    "is_leaf",
     "is_ordinary",
     "key_of_call",
+    "leaf_kinds",
     "vmap_level",
 ]
 
@@ -105,9 +107,10 @@ def is_ordinary(tensors: Iterable[Tensor]) -> bool:
     (True, False)
     """
     found = list(tensors)
-    return is_dense(found) and _DEVICES.issuperset(
-        [device.type for device in {tensor.device for tensor in found}]
-    )
+    if not is_dense(found):
+        return False
+    elsewhere = {tensor.device for tensor in found if not tensor.is_cpu}
+    return _DEVICES.issuperset([device.type for device in elsewhere])
 
 
 def is_dense(tensors: Sequence[Tensor]) -> bool:
@@ -123,26 +126,28 @@ def is_dense(tensors: Sequence[Tensor]) -> bool:
     )
 
 
-def find_leaves(modules: Iterable[nn.Module]) -> set[nn.Module]:
-    """The modules that call no others, and the FLOPs of whose calls follow from shapes.
+def leaf_kinds() -> set[type[nn.Module]]:
+    """The kinds of modules that call no others, and the FLOPs of whose calls follow from shapes.
 
-    >>> find_leaves([nn.ReLU(), nn.Sequential()])
-    {ReLU()}
+    >>> nn.Linear in leaf_kinds(), nn.Sequential in leaf_kinds()
+    (True, False)
 
     Those of a linear layer are `flops_of_linear`, all others have none.
     """
-    kinds = {kind for kind in _LEAVES if kind.forward.__module__ == kind.__module__}
-    found: set[nn.Module] = set()
-    for module in modules:
-        kind, content = type(module), module.__dict__
-        if kind not in kinds or "forward" in content:
-            continue
-        if kind is nn.Linear and content["_parameters"].get("weight") is None:
-            continue  # it is computed each time
-        # Others' hooks may compute, too; those that come later run after ours.
-        if not content["_forward_hooks"]:
-            found.add(module)
-    return found
+    return {kind for kind in _LEAVES if kind.forward.__module__ == kind.__module__}
+
+
+def is_leaf(module: nn.Module) -> bool:
+    """Whether a module of such a kind does what its kind does, and nothing else.
+
+    >>> is_leaf(nn.Linear(2, 3))
+    True
+    """
+    # Others' hooks may compute, too; those that come later run after ours.
+    if module._forward_hooks or "forward" in module.__dict__:
+        return False
+    # The weights of a linear layer may be computed each time.
+    return type(module) is not nn.Linear or module._parameters.get("weight") is not None
 
 
 def flops_of_linear(given: torch.Size, made: torch.Size) -> int:

@@ -54,13 +54,13 @@ class Sizes:
 
     Args:
         contents: what stands in the model.
-        dense: whether all its tensors are dense, if that is known already.
+        dense: whether it is known already that all its tensors are dense.
     """
 
-    def __init__(self, contents: Contents, dense: bool | None = None) -> None:
+    def __init__(self, contents: Contents, dense: bool = False) -> None:
         self.places = [path for path, _ in contents.named]
         self._types = [type(module).__name__ for module in contents.modules]
-        dense = is_dense(contents.tensors) if dense is None else dense
+        dense = dense or is_dense(contents.tensors)
         self._parameters = _Column(contents.parameters, contents.all_parameters, dense)
         self._buffers = _Column(contents.buffers, contents.all_buffers, dense)
         self._owners = _owners(contents)
@@ -81,10 +81,13 @@ class Sizes:
         held, kept = self._parameters.held_by(modules), self._buffers.held_by(modules)
         if self._owners or self._aliases:  # each tensor counts once
             held, kept = self._parameters.distinct(held), self._buffers.distinct(kept)
-        count, trained, size = self._parameters.sums(held)
-        (own_count, _, _), (_, _, kept_size) = self._parameters.sums(own), self._buffers.sums(kept)
-        kind, depth = self._types[number], depth_of(place)
-        row = ModuleCosts(place, kind, depth, count, own_count, trained, size, kept_size)
+        row = ModuleCosts(
+            place,
+            self._types[number],
+            depth_of(place),
+            *self._parameters.sums(held, own),
+            self._buffers.sums(kept, ())[-1],
+        )
         if self._owners:
             keys = [self._parameters.keys[at] for at in own]
             names = dict.fromkeys(name for key in keys for name in self._owners.get(key, ()))
@@ -141,14 +144,16 @@ class _Column:
         """The same without those of tensors that were there already."""
         return [*{self.keys[number]: number for number in numbers}.values()]
 
-    def sums(self, numbers: Sequence[int]) -> tuple[int, int, int]:
-        """Elements, those that are trained, and bytes."""
-        if isinstance(numbers, range):  # as most are
-            start, stop = numbers.start, numbers.stop
-            one, two, three = [sum(column[start:stop]) for column in self._columns]
+    def sums(self, held: Sequence[int], own: Sequence[int]) -> tuple[int, int, int, int]:
+        """Elements of what is held, of which a module's own, those that are trained, and bytes."""
+        counts, trained, sizes = self._columns
+        inside = sum([counts[number] for number in own])
+        if isinstance(held, range):  # as most are
+            start, stop = held.start, held.stop
+            found = counts[start:stop], trained[start:stop], sizes[start:stop]
         else:
-            one, two, three = [sum([column[n] for n in numbers]) for column in self._columns]
-        return one, two, three
+            found = [[column[number] for number in held] for column in self._columns]
+        return sum(found[0]), inside, sum(found[1]), sum(found[2])
 
 
 def _owners(contents: Contents) -> dict[int, list[str]]:

@@ -218,12 +218,12 @@ class Summary:
         if where is not None:
             paths = {place.path for place in select(_skeleton(places), where)}
             numbers = [number for number in numbers if places[number] in paths]
-        depths = {number: depth_of(places[number]) for number in numbers}
+        depths = [depth_of(places[number]) for number in numbers]
         if depth is None:
-            at = Counter(depths.values())
-            sums = accumulate(at[depth] for depth in range(max(at, default=0) + 1))
-            depth = max((depth for depth, count in enumerate(sums) if count <= _MOST), default=0)
-        shown = [number for number in numbers if depths[number] <= depth]
+            at = Counter(depths)
+            sums = accumulate([at[depth] for depth in range(max(at, default=0) + 1)])
+            depth = max([depth for depth, count in enumerate(sums) if count <= _MOST], default=0)
+        shown = [n for n, deep in zip(numbers, depths, strict=True) if deep <= depth]
         rows = [self._row(n) for n in (shown[:_MOST] if where is None else shown)]
         return rows, len(numbers) - len(shown)
 
@@ -275,7 +275,7 @@ def _skeleton(paths: Sequence[str]) -> nn.Module:
 
 def _cells(rows: Sequence[ModuleCosts]) -> list[list[str]]:
     """The table: a head, then a row a module; columns that say nothing are left out."""
-    ran = any(row.called is not None for row in rows)
+    ran = any([row.called is not None for row in rows])
     columns: dict[str, list[str]] = {
         "place": [row.place or "''" for row in rows],
         "type": [row.type for row in rows],
@@ -283,21 +283,23 @@ def _cells(rows: Sequence[ModuleCosts]) -> list[list[str]]:
     if ran:
         columns["input"] = [show_shapes(row.inputs) for row in rows]
         columns["output"] = [_output(row) for row in rows]
-    if any((row.calls or 0) > 1 for row in rows):
+    if any([(row.calls or 0) > 1 for row in rows]):
         columns["calls"] = [str(row.calls or "") for row in rows]
-    columns["parameters"] = [show_count(row.parameters) if row.parameters else "" for row in rows]
+    columns["parameters"] = _each(show_count, [row.parameters for row in rows])
     if ran:
-        columns["activations"] = [_or_empty(show_bytes, row.activation_bytes) for row in rows]
-        columns["FLOPs"] = [_or_empty(show_count, row.flops) for row in rows]
+        columns["activations"] = _each(show_bytes, [row.activation_bytes for row in rows])
+        columns["FLOPs"] = _each(show_count, [row.flops for row in rows])
     else:
-        columns["bytes"] = [_or_empty(show_bytes, row.parameter_bytes) for row in rows]
-        columns["buffers"] = [_or_empty(show_bytes, row.buffer_bytes) for row in rows]
-    if any(row.backward_flops is not None for row in rows):
-        columns["backward"] = [_or_empty(show_count, row.backward_flops) for row in rows]
-    if any(row.seconds is not None for row in rows):
-        columns["time"] = [_or_empty(show_seconds, row.seconds) for row in rows]
-    if any(row.backward_seconds is not None for row in rows):
-        columns["backward time"] = [_or_empty(show_seconds, row.backward_seconds) for row in rows]
+        columns["bytes"] = _each(show_bytes, [row.parameter_bytes for row in rows])
+        columns["buffers"] = _each(show_bytes, [row.buffer_bytes for row in rows])
+    measured: dict[str, tuple[Callable[[Any], str], list[float | None]]] = {
+        "backward": (show_count, [row.backward_flops for row in rows]),
+        "time": (show_seconds, [row.seconds for row in rows]),
+        "backward time": (show_seconds, [row.backward_seconds for row in rows]),
+    }
+    for name, (show, numbers) in measured.items():
+        if any([number is not None for number in numbers]):
+            columns[name] = _each(show, numbers)
     return [list(columns), *map(list, zip(*columns.values(), strict=True))]
 
 
@@ -306,8 +308,10 @@ def _show_flops(number: float) -> str:
     return f"{shown}FLOPs" if " " in shown else f"{shown} FLOPs"  # 19.5 KFLOPs, 512 FLOPs
 
 
-def _or_empty(show: Callable[[Any], str], number: float | None) -> str:
-    return show(number) if number else ""
+def _each(show: Callable[[Any], str], numbers: Sequence[float | None]) -> list[str]:
+    """Numbers for people, nothing for none and for 0. Many are alike in a model."""
+    known = {number: show(number) if number else "" for number in {*numbers}}
+    return [known[number] for number in numbers]
 
 
 def _output(row: ModuleCosts) -> str:

@@ -86,25 +86,32 @@ def summarize(
         return sizes(model)
     contents = Contents(model)
     tensors = contents.tensors
-    if has_unmade(tensors):
+    lazy = has_unmade(tensors)
+    if lazy:
         model = copy.deepcopy(model)
         contents, tensors = Contents(model), []
     shortcuts = not _hooks_everywhere() and is_ordinary(tensors)
+    held = None if lazy else Sizes(contents, dense=shortcuts)
     made, shapes = make_batch(model, batch, dtype)
     with trial(model, mode=mode, contents=[contents]):
         try:
-            return _measured(contents, made, backward, time, shortcuts)
+            return _measured(contents, held, made, backward, time, shortcuts)
         except (RuntimeError, IndexError, TypeError) as error:
             if not shapes or not needs_whole_numbers(error):
                 raise
             if dtype is not None or len(shapes) > 1:
                 raise refused_shapes(shapes, dtype, error) from error
         made, _ = make_batch(model, batch, torch.long)
-        return _measured(contents, made, backward, time, shortcuts)
+        return _measured(contents, held, made, backward, time, shortcuts)
 
 
 def _measured(
-    contents: Contents, batch: Any, backward: bool | Loss, time: bool, shortcuts: bool
+    contents: Contents,
+    held: Sizes | None,
+    batch: Any,
+    backward: bool | Loss,
+    time: bool,
+    shortcuts: bool,
 ) -> Summary:
     """Run a model once to count, and some more times if time is asked for."""
     model = contents.model
@@ -114,10 +121,11 @@ def _measured(
     tree, counter = _counted(contents, batch, backward, shortcuts)
     if tree.doubtful:  # a call raised and that was caught: not all was seen from there on
         tree, counter = _counted(contents, batch, backward, False)
-    if not contents.is_current():  # the run has made modules or parameters, or has replaced some
+    if held is None or not contents.is_current():  # the run has made some of it, or replaced it
         contents = Contents(model)
+        held = Sizes(contents)
         tree.renumber(contents.modules)
-    ledger = Ledger(Sizes(contents), tree, backward is not False)
+    ledger = Ledger(held, tree, backward is not False)
     summary = Summary(type(model).__name__, ledger)
     summary.totals.update(ledger.totals())
     summary.totals["input_bytes"] = sum(size_of(tensor) for _, tensor in leaves(batch))

@@ -15,6 +15,8 @@ from hookline.core.tree import walk
 
 __all__ = ["Contents"]
 
+_Table = dict[str, Any]
+
 
 class Contents:
     """All modules of a model by name, with their parameters and buffers.
@@ -31,26 +33,34 @@ class Contents:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.named = walk(model)
-        self.modules = [module for _, module in self.named]
-        # Of every module, empty ones too. Loops over all of them are short, as they take time.
-        self.children: list[dict[str, Any]] = [module._modules for module in self.modules]
-        self.parameters: list[dict[str, Any]] = [module._parameters for module in self.modules]
-        self.buffers: list[dict[str, Any]] = [module._buffers for module in self.modules]
-        self._noted = self._read()
+        self.modules = modules = [module for _, module in self.named]
+        # Of every module, empty ones too.
+        self.children: list[_Table] = [module._modules for module in modules]
+        self.parameters: list[_Table] = [module._parameters for module in modules]
+        self.buffers: list[_Table] = [module._buffers for module in modules]
+        tables = self.children, self.parameters, self.buffers
+        # To look into each takes time, and many are empty.
+        self._filled = [[table for table in kind if table] for kind in tables]
+        self._noted = [_values(kind) for kind in self._filled]
+        self._shape = self._measure()
         self.all_parameters: list[nn.Parameter | None] = self._noted[1]
         self.all_buffers: list[Tensor | None] = self._noted[2]
         every = self.all_parameters + self.all_buffers
         self.tensors: list[Tensor] = [tensor for tensor in every if tensor is not None]
 
-    def _read(self) -> list[list[Any]]:
+    def _measure(self) -> Any:
+        """How much is in each table, and the names of modules."""
         tables = self.children, self.parameters, self.buffers
-        found = [[*chain.from_iterable([table.values() for table in kind])] for kind in tables]
-        names = [*chain.from_iterable([table.keys() for table in self.children])]
-        return [*found, names, *[[*map(len, kind)] for kind in tables]]
+        names = [*chain.from_iterable([table.keys() for table in self._filled[0]])]
+        return names, [[*map(len, kind)] for kind in tables]
 
     def is_current(self) -> bool:
         """Whether the same modules, parameters and buffers stand in the same places."""
-        now, before = self._read(), self._noted
-        return now[3:] == before[3:] and not any(
-            any(map(is_not, *pair)) for pair in zip(now[:3], before[:3], strict=True)
+        return self._measure() == self._shape and not any(
+            any(map(is_not, _values(tables), values))
+            for tables, values in zip(self._filled, self._noted, strict=True)
         )
+
+
+def _values(tables: list[_Table]) -> list[Any]:
+    return [*chain.from_iterable([table.values() for table in tables])]

@@ -109,10 +109,12 @@ def trial(
     parameters = [p for content in contents for p in content.all_parameters if p is not None]
     required, grads = [p.requires_grad for p in parameters], [p.grad for p in parameters]
     tables = [table for content in contents for table in content.buffers]
-    buffers = [dict(table) if table else _EMPTY for table in tables]
+    owners = [module for module in modules if module._buffers]
+    buffers = {id(module._buffers): dict(module._buffers) for module in owners}
     undo = Undo()
-    for module, before in zip(modules, buffers, strict=True):
-        for name, buffer in before.items() if before else ():
+    for module in owners:
+        before = buffers[id(module._buffers)]
+        for name, buffer in before.items():
             if buffer is not None and not buffer.is_meta:
                 undo.append(partial(put_back, module, module._buffers, before, name))
                 if not is_lazy(buffer):
@@ -139,9 +141,8 @@ def trial(
                 for parameter, grad in zip(parameters, grads, strict=True):
                     if parameter.grad is not grad:
                         parameter.grad = grad
-            for table, before in zip(tables, buffers, strict=True):
-                if table or before:
-                    _drop_new(table, before)
+            for table in [table for table in tables if table]:
+                _drop_new(table, buffers.get(id(table), _EMPTY))
             undo.run()
 
 
