@@ -126,13 +126,14 @@ class Site:
         module._forward_pre_hooks.pop(self.key, None)
         module._forward_pre_hooks_with_kwargs.pop(self.key, None)
 
-    def spread(self, modules: Iterable[nn.Module], before: Any, after: Any) -> None:
-        """Put the same two hooks on many modules, the one for the end without named arguments."""
+    def spread(self, modules: Iterable[nn.Module], before: Any, after: Any, named: bool) -> None:
+        """Put the same two hooks on many modules, the first with named arguments if asked."""
         key = self.key
         for module in modules:
-            module._forward_pre_hooks_with_kwargs[key] = True
             module._forward_pre_hooks[key] = before
             module._forward_hooks[key] = after
+            if named:
+                module._forward_pre_hooks_with_kwargs[key] = True
 
     def gather(self, modules: Iterable[nn.Module]) -> None:
         """Take hooks that were spread off all modules; fine if they are off some already."""

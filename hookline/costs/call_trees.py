@@ -28,7 +28,7 @@ from hookline.core.tree import Step as Named
 from hookline.core.tree import walk
 from hookline.costs.flops import no_dispatch
 from hookline.costs.footprints import Footprint, Noted, footprint_of, is_plain, note
-from hookline.costs.shortcuts import flops_of_linear, is_leaf, leaf_kinds, vmap_level
+from hookline.costs.shortcuts import find_leaves, flops_of_linear, vmap_level
 from hookline.costs.summaries import shapes_of
 
 __all__ = ["CallTree", "Step"]
@@ -104,7 +104,7 @@ class _LeafSite(_Site):
     """The hooks on modules that call no others, and whose FLOPs follow from shapes.
 
     While such a module runs, no mode has to see what it does. They have to be quick: most calls
-    are of leaves.
+    are of leaves. These have one argument, so if it is there, there are none by name.
     """
 
     rank = 0  # the fewest dimensions of an argument for which that holds
@@ -128,7 +128,7 @@ class _LeafSite(_Site):
             return self.stranger(module)
         if tree.leaf is not None:
             tree.wake()
-        if usual and len(args) == 1 and not kwargs and type(args[0]) is Tensor:
+        if usual and len(args) == 1 and type(args[0]) is Tensor:
             value = args[0]
             tree.off()
             if value.layout is _strided and not value.is_nested:
@@ -139,6 +139,9 @@ class _LeafSite(_Site):
                         tree.start = sequence()
                     return None
             tree.on(None, None, None)
+        if not args:  # it was given by name, and torch knows it
+            kwargs = _getframe(1).f_locals.get("kwargs")
+            tree.doubtful |= kwargs is None
         return tree.begin(module, args, kwargs, _getframe(1), usual)
 
     def ended(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -218,17 +221,13 @@ class CallTree(Entering):
         free, linear, other = self._sites = _LeafSite(*named), _LeafSite(*named), _Site(*named)
         linear.rank, linear.kind = 2, _LinearStep
         free.key = linear.key = other.key  # each module has the hooks of one of them
-        leaves = leaf_kinds() if self.certain else set[type[nn.Module]]()
-        places: dict[_Site, list[nn.Module]] = {free: [], linear: [], other: []}
-        for module in self.numbers:
-            kind = type(module)
-            if kind in leaves and is_leaf(module):
-                places[linear if kind is nn.Linear else free].append(module)
-            else:
-                places[other].append(module)
-        for site, modules in places.items():
+        leaves = find_leaves(self.numbers) if self.certain else set[nn.Module]()
+        lines = {module for module in leaves if type(module) is nn.Linear}
+        for site, modules in (
+            (free, leaves - lines), (linear, lines), (other, self.numbers.keys() - leaves)
+        ):  # fmt: skip
             site.tree = self
-            site.spread(modules, site.before, site.ended)
+            site.spread(modules, site.before, site.ended, named=site is other)
         ACTIVE.set(ACTIVE.get() | {self._serial})
 
     def _stop(self) -> None:
@@ -285,7 +284,8 @@ class CallTree(Entering):
 
     def first_names(self) -> dict[int, str]:
         """The names of the first arguments of modules, as far as their class tells them."""
-        kinds: dict[Any, nn.Module] = {type(m): m for m in self.numbers if m not in self._own}
+        known = [module for module in self.numbers if module not in self._own]
+        kinds: dict[Any, nn.Module] = dict(zip(map(type, known), known, strict=True))
         names = {kind: str(*bind(module, (None,), _NOTHING)) for kind, module in kinds.items()}
         return {number: names.get(type(m), "") for m, number in self.numbers.items()}
 

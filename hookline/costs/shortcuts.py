@@ -1,7 +1,6 @@
 """What need not be counted, for its FLOPs follow from shapes.
 
-- `leaf_kinds()`: modules the FLOPs of whose calls follow from the shape of their argument
-- `is_leaf(module)`: whether one of such a kind is as torch made it
+- `find_leaves(modules)`: those the FLOPs of whose calls follow from the shape of their argument
 - `flops_of_linear(given, made)`: those of a linear layer, from the shapes of input and output
 - `flops_of_call(function, args, kwargs)`: those of a call of a torch function, if they are known
 - `is_free(function, types)`: whether it has none
@@ -19,7 +18,7 @@ of it is used.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -28,15 +27,14 @@ from torch import Tensor, nn
 
 __all__ = [
     "PURE",
+    "find_leaves",
     "flops_of_call",
     "flops_of_linear",
     "has_torchs_formulas",
     "is_dense",
     "is_free",
-    "is_leaf",
     "is_ordinary",
     "key_of_call",
-    "leaf_kinds",
     "vmap_level",
 ]
 
@@ -126,28 +124,26 @@ def is_dense(tensors: Sequence[Tensor]) -> bool:
     )
 
 
-def leaf_kinds() -> set[type[nn.Module]]:
-    """The kinds of modules that call no others, and the FLOPs of whose calls follow from shapes.
+def find_leaves(modules: Collection[nn.Module]) -> set[nn.Module]:
+    """The modules that call no others, and the FLOPs of whose calls follow from shapes.
 
-    >>> nn.Linear in leaf_kinds(), nn.Sequential in leaf_kinds()
-    (True, False)
+    >>> find_leaves([nn.ReLU(), nn.Sequential()])
+    {ReLU()}
 
-    Those of a linear layer are `flops_of_linear`, all others have none.
+    Those of a linear layer are `flops_of_linear`, all others have none. Each has one argument.
     """
-    return {kind for kind in _LEAVES if kind.forward.__module__ == kind.__module__}
-
-
-def is_leaf(module: nn.Module) -> bool:
-    """Whether a module of such a kind does what its kind does, and nothing else.
-
-    >>> is_leaf(nn.Linear(2, 3))
-    True
-    """
-    # Others' hooks may compute, too; those that come later run after ours.
-    if module._forward_hooks or "forward" in module.__dict__:
-        return False
-    # The weights of a linear layer may be computed each time.
-    return type(module) is not nn.Linear or module._parameters.get("weight") is not None
+    kinds = {*map(type, modules)} & _LEAVES
+    kinds = {kind for kind in kinds if kind.forward.__module__ == kind.__module__}
+    return {
+        module
+        for module in modules
+        if type(module) in kinds
+        # Others' hooks may compute, too; those that come later run after ours.
+        and not module._forward_hooks
+        and "forward" not in module.__dict__
+        # The weights of a linear layer may be computed each time.
+        and (type(module) is not nn.Linear or module._parameters.get("weight") is not None)
+    }
 
 
 def flops_of_linear(given: torch.Size, made: torch.Size) -> int:

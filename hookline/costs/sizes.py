@@ -8,8 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate, chain
-from operator import mul
+from itertools import accumulate
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,7 +17,7 @@ from torch.nn.parameter import is_lazy
 from hookline.core.tree import join, tensors_of
 from hookline.costs.footprints import size_of
 from hookline.costs.shortcuts import is_dense
-from hookline.costs.summaries import ModuleCosts, Summary, depth_of
+from hookline.costs.summaries import ModuleCosts, Summary
 from hookline.trials.contents import Contents
 
 __all__ = ["Sizes", "has_unmade", "sizes"]
@@ -59,59 +58,44 @@ class Sizes:
 
     def __init__(self, contents: Contents, dense: bool = False) -> None:
         self.places = [path for path, _ in contents.named]
+        self.depths = [path.count(".") + 1 if path else 0 for path in self.places]
         self._types = [type(module).__name__ for module in contents.modules]
         dense = dense or is_dense(contents.tensors)
         self._parameters = _Column(contents.parameters, contents.all_parameters, dense)
         self._buffers = _Column(contents.buffers, contents.all_buffers, dense)
-        self._owners = _owners(contents)
-        self._aliases: dict[int, list[str]] = {}
-        self._children: list[list[int]] = []
-        if sum(map(len, contents.children)) != len(self.places) - 1:  # some stand in several places
+        self._children = [*map(len, contents.children)]
+        self._ends: list[int] = []  # of each module, the number after the last in it
+        self._owners, self._aliases = _owners(contents), dict[int, list[str]]()
+        self._inside: list[list[int]] | None = None  # of each module, all in it, if some are shared
+        single = sum(self._children) == len(self.places) - 1  # every module stands in one place
+        if self._owners or not single:
             self._aliases = _aliases(contents)
-            numbers = {module: number for number, module in enumerate(contents.modules)}
-            self._children = [
-                [numbers[child] for child in table.values() if child is not None]
-                for table in contents.children
-            ]
+            self._parameters.identify(contents.all_parameters)
+            self._buffers.identify(contents.all_buffers)
+            self._inside = _insides(contents)
 
     def make_row(self, number: int) -> ModuleCosts:
         """What is told of a module, by its number in the order of `walk`."""
-        place, modules = self.places[number], self._inside(number)
-        own = self._parameters.held_by(range(number, number + 1))
-        held, kept = self._parameters.held_by(modules), self._buffers.held_by(modules)
-        if self._owners or self._aliases:  # each tensor counts once
-            held, kept = self._parameters.distinct(held), self._buffers.distinct(kept)
-        row = ModuleCosts(
-            place,
-            self._types[number],
-            depth_of(place),
-            *self._parameters.sums(held, own),
-            self._buffers.sums(kept, ())[-1],
-        )
+        place, parameters, buffers = self.places[number], self._parameters, self._buffers
+        if self._inside is None:
+            if not self._ends:
+                self._ends = _ends(self._children)
+            end = self._ends[number]
+            count, trained, size = parameters.sums(number, end)
+            kept = buffers.sums(number, end)[2] if buffers.counts else 0
+        else:
+            count, trained, size = parameters.distinct_sums(self._inside[number])
+            kept = buffers.distinct_sums(self._inside[number])[2]
+        own = parameters.sums(number, number + 1)[0]
+        kind, depth = self._types[number], self.depths[number]
+        row = ModuleCosts(place, kind, depth, count, own, trained, size, kept)
         if self._owners:
-            keys = [self._parameters.keys[at] for at in own]
+            keys = parameters.keys_of(number)
             names = dict.fromkeys(name for key in keys for name in self._owners.get(key, ()))
             row.shared_with = [name for name in names if name != place]
         if number in self._aliases:
             row.aliases = self._aliases[number]
         return row
-
-    def _inside(self, number: int) -> Sequence[int]:
-        """The numbers of a module and of all below it: they follow it, if each has one place."""
-        if not self._aliases:
-            start = f"{self.places[number]}." if number else ""
-            end = number + 1
-            while end < len(self.places) and self.places[end].startswith(start):
-                end += 1
-            return range(number, end)
-        found: dict[int, None] = {}
-        waiting = [number]
-        while waiting:
-            at = waiting.pop()
-            if at not in found:
-                found[at] = None
-                waiting += self._children[at]
-        return [*found]
 
 
 class _Column:
@@ -121,39 +105,72 @@ class _Column:
         self, tables: list[dict[str, Any]], tensors: Sequence[Tensor | None], dense: bool
     ) -> None:
         self._starts = [0, *accumulate(map(len, tables))]
-        self.keys = [*map(id, tensors)]
-        if not dense:
-            tensors = [None if t is None or _is_unmade(t) else t for t in tensors]
+        self._keys: list[int] = []
         # What is asked of every tensor is asked of all at once: that is much faster.
-        counts = [0 if t is None else t.numel() for t in tensors]
-        trained = [t is not None and t.requires_grad for t in tensors]
         if dense:
-            sizes = [0 if t is None else t.nbytes for t in tensors]
+            self._bytes = [0 if t is None else t.nbytes for t in tensors]
         else:
-            sizes = [0 if t is None else size_of(t) for t in tensors]
-        self._columns = counts, [*map(mul, counts, trained)], sizes
+            tensors = [None if t is None or _is_unmade(t) else t for t in tensors]
+            self._bytes = [0 if t is None else size_of(t) for t in tensors]
+        self.counts = [0 if t is None else t.numel() for t in tensors]
+        self._trained = [
+            count if count and t is not None and t.requires_grad else 0
+            for count, t in zip(self.counts, tensors, strict=True)
+        ]
 
-    def held_by(self, modules: Sequence[int]) -> Sequence[int]:
-        """The numbers of what modules hold themselves."""
-        starts = self._starts
-        if isinstance(modules, range):
-            return range(starts[modules.start], starts[modules.stop])
-        return [*chain.from_iterable([range(starts[n], starts[n + 1]) for n in modules])]
+    def identify(self, tensors: Sequence[Tensor | None]) -> None:
+        """Note which tensors are the same."""
+        self._keys = [*map(id, tensors)]
 
-    def distinct(self, numbers: Sequence[int]) -> Sequence[int]:
-        """The same without those of tensors that were there already."""
-        return [*{self.keys[number]: number for number in numbers}.values()]
+    def keys_of(self, number: int) -> list[int]:
+        """What tells the tensors of a module from others."""
+        return self._keys[self._starts[number] : self._starts[number + 1]]
 
-    def sums(self, held: Sequence[int], own: Sequence[int]) -> tuple[int, int, int, int]:
-        """Elements of what is held, of which a module's own, those that are trained, and bytes."""
-        counts, trained, sizes = self._columns
-        inside = sum([counts[number] for number in own])
-        if isinstance(held, range):  # as most are
-            start, stop = held.start, held.stop
-            found = counts[start:stop], trained[start:stop], sizes[start:stop]
-        else:
-            found = [[column[number] for number in held] for column in self._columns]
-        return sum(found[0]), inside, sum(found[1]), sum(found[2])
+    def sums(self, number: int, end: int) -> tuple[int, int, int]:
+        """Elements, those that are trained, and bytes of what some modules in a row hold."""
+        start, stop = self._starts[number], self._starts[end]
+        if start == stop:
+            return 0, 0, 0
+        inside = slice(start, stop)
+        return sum(self.counts[inside]), sum(self._trained[inside]), sum(self._bytes[inside])
+
+    def distinct_sums(self, numbers: list[int]) -> tuple[int, int, int]:
+        """The same of any modules, each tensor once."""
+        starts, found = self._starts, dict[int, int]()
+        for number in numbers:
+            for at in range(starts[number], starts[number + 1]):
+                found[self._keys[at]] = at
+        held = [*found.values()]
+        columns = self.counts, self._trained, self._bytes
+        count, trained, size = [sum([column[at] for at in held]) for column in columns]
+        return count, trained, size
+
+
+def _ends(children: list[int]) -> list[int]:
+    """Of each module the number after the last one in it, by how many stand right in each."""
+    found = [0] * len(children)
+    for number in range(len(children) - 1, -1, -1):
+        end = number + 1
+        for _ in range(children[number]):
+            end = found[end]
+        found[number] = end
+    return found
+
+
+def _insides(contents: Contents) -> list[list[int]]:
+    """Of each module the numbers of all in it, its own too, also where one has several places."""
+    numbers = {module: number for number, module in enumerate(contents.modules)}
+    found: list[list[int]] = []
+    for module in contents.modules:
+        inside: dict[nn.Module, int] = {}
+        waiting = [module]
+        while waiting:
+            one = waiting.pop()
+            if one not in inside:
+                inside[one] = numbers[one]
+                waiting += [child for child in one._modules.values() if child is not None]
+        found.append([*inside.values()])
+    return found
 
 
 def _owners(contents: Contents) -> dict[int, list[str]]:

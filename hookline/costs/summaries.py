@@ -4,7 +4,6 @@
 - `ModuleCosts`: what one module costs
 - `Source`: where a summary has its rows from
 - `shapes_of(value)`: the shapes in a value, in its structure
-- `depth_of(place)`: how deep a module lies
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from hookline.display import as_html, as_lines, pandas, show_count, show_seconds
 from hookline.errors import PlaceNotFound
 from hookline.listings import select
 
-__all__ = ["ModuleCosts", "Source", "Summary", "depth_of", "shapes_of"]
+__all__ = ["ModuleCosts", "Source", "Summary", "shapes_of"]
 
 _MOST = 60  # rows that are shown if nothing is said
 _PLAIN = (bool, int, float, complex, str)
@@ -54,15 +53,6 @@ def _shapes_in(value: Any, level: int) -> Any:
     if isinstance(value, (tuple, list)):
         return [item for _, item in shown]
     return {str(part): item for part, item in shown}
-
-
-def depth_of(place: str) -> int:
-    """How deep a module lies.
-
-    >>> depth_of(""), depth_of("blocks.0")
-    (0, 2)
-    """
-    return place.count(".") + 1 if place else 0
 
 
 @dataclass(slots=True)
@@ -102,6 +92,7 @@ class Source(Protocol):
     """Where a summary has its rows from: it makes those that are read."""
 
     places: list[str]  # of all modules
+    depths: list[int]
 
     def make_row(self, number: int) -> ModuleCosts:
         """What is told of a module, by its number."""
@@ -218,7 +209,7 @@ class Summary:
         if where is not None:
             paths = {place.path for place in select(_skeleton(places), where)}
             numbers = [number for number in numbers if places[number] in paths]
-        depths = [depth_of(places[number]) for number in numbers]
+        depths = [self._source.depths[number] for number in numbers]
         if depth is None:
             at = Counter(depths)
             sums = accumulate([at[depth] for depth in range(max(at, default=0) + 1)])
