@@ -128,20 +128,11 @@ class Site:
 
     def spread(self, modules: Iterable[nn.Module], before: Any, after: Any, named: bool) -> None:
         """Put the same two hooks on many modules, the first with named arguments if asked."""
-        key = self.key
         for module in modules:
-            module._forward_pre_hooks[key] = before
-            module._forward_hooks[key] = after
+            module._forward_pre_hooks[self.key] = before
+            module._forward_hooks[self.key] = after
             if named:
-                module._forward_pre_hooks_with_kwargs[key] = True
-
-    def gather(self, modules: Iterable[nn.Module]) -> None:
-        """Take hooks that were spread off all modules; fine if they are off some already."""
-        key, self.closed = self.key, True
-        for module in modules:
-            module._forward_hooks.pop(key, None)
-            module._forward_pre_hooks.pop(key, None)
-            module._forward_pre_hooks_with_kwargs.pop(key, None)
+                module._forward_pre_hooks_with_kwargs[self.key] = True
 
     def rest(self, module: nn.Module, args: Any) -> None:
         """A hook that does nothing, but that a copied module sheds it."""

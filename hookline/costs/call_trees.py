@@ -85,6 +85,14 @@ class _Site(Site):
 
     tree: Any = None  # none once the hooks are off
 
+    def gather(self, modules: list[nn.Module]) -> None:
+        """Take the hooks off again; fine if they are off some already."""
+        self.tree, key = None, self.key
+        for module in modules:
+            module._forward_pre_hooks.pop(key, None)
+            module._forward_hooks.pop(key, None)
+            module._forward_pre_hooks_with_kwargs.pop(key, None)
+
     def before(self, module: nn.Module, args: Any, kwargs: dict[str, Any] | None = None) -> None:
         """The pre-forward hook."""
         tree = self.tree
@@ -200,7 +208,7 @@ class CallTree(Entering):
         self.steps: list[Step] = []
         self.places = [path for path, _ in self._walked]
         self.numbers: dict[nn.Module, int] = {}  # of all modules that can be called
-        self._sites: tuple[_Site, ...] = ()
+        self._sites: dict[_Site, list[nn.Module]] = {}
         self._own: set[nn.Module] = set()  # those with a forward of their own, not of their class
         self.outside = self.outside_backward = 0  # FLOPs in no call
         self.inside: Any = None  # the frame of the innermost call, if it is a usual one
@@ -218,16 +226,18 @@ class CallTree(Entering):
         self.numbers = _called(self._model, self._walked, self._own)
         self._serial = next(SERIALS)
         named = self._model, weakref.ref(self), self._serial
-        free, linear, other = self._sites = _LeafSite(*named), _LeafSite(*named), _Site(*named)
+        free, linear, other = _LeafSite(*named), _LeafSite(*named), _Site(*named)
         linear.rank, linear.kind = 2, _LinearStep
-        free.key = linear.key = other.key  # each module has the hooks of one of them
-        leaves = find_leaves(self.numbers) if self.certain else set[nn.Module]()
-        lines = {module for module in leaves if type(module) is nn.Linear}
-        for site, modules in (
-            (free, leaves - lines), (linear, lines), (other, self.numbers.keys() - leaves)
-        ):  # fmt: skip
+        leaves = find_leaves(self.numbers) if self.certain else []
+        known = {*leaves}
+        self._sites = {
+            free: [module for module in leaves if type(module) is not nn.Linear],
+            linear: [module for module in leaves if type(module) is nn.Linear],
+            other: [module for module in self.numbers if module not in known],
+        }
+        for site, modules in self._sites.items():
             site.tree = self
-            site.spread(modules, site.before, site.ended, named=site is other)
+            site.spread(modules, site.before, site.ended, type(site) is _Site)
         ACTIVE.set(ACTIVE.get() | {self._serial})
 
     def _stop(self) -> None:
@@ -235,10 +245,9 @@ class CallTree(Entering):
             self.wake()
         while self.stack:  # they raised
             self._drop()
-        for site in self._sites:
-            site.gather(self.numbers if site is self._sites[-1] else ())
-            site.tree = None
-        self._sites = ()
+        for site, modules in self._sites.items():
+            site.gather(modules)
+        self._sites = {}
         ACTIVE.set(ACTIVE.get() - {self._serial})
 
     def wake(self) -> None:
@@ -252,9 +261,7 @@ class CallTree(Entering):
         self.now()
         return _node() is None and vmap_level() is None
 
-    def begin(
-        self, module: nn.Module, args: Any, kwargs: Any, running: Any, usual: bool
-    ) -> None:
+    def begin(self, module: nn.Module, args: Any, kwargs: Any, running: Any, usual: bool) -> None:
         """A module is called; usually by the forward of the innermost call."""
         if self.leaf is not None:
             self.wake()
@@ -273,14 +280,14 @@ class CallTree(Entering):
             return
         self.off()
         try:
-            plain = not kwargs and len(args) == 1 and is_plain(args[0])
-            if plain and module not in self._own:
-                step.given = args[0].shape
-            else:
-                given = bind(module, args, kwargs or _NOTHING)
-                step.given = {str(name): shapes_of(value) for name, value in given.items()}
+            plain = not (kwargs or self._own) and len(args) == 1 and is_plain(args[0])
+            step.given = args[0].shape if plain else self._name_shapes(module, args, kwargs)
         finally:
             self.on(None, None, None)
+
+    def _name_shapes(self, module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
+        given = bind(module, args, kwargs or _NOTHING)
+        return {str(name): shapes_of(value) for name, value in given.items()}
 
     def first_names(self) -> dict[int, str]:
         """The names of the first arguments of modules, as far as their class tells them."""
@@ -303,11 +310,10 @@ class CallTree(Entering):
             self._drop()
         return stack[-1] if stack else None
 
-    def _drop(self) -> Step:
-        """The innermost call is over."""
+    def _drop(self) -> None:
+        """The innermost call has raised."""
         step = self.stack.pop()
         step.running, step.after = None, len(self.steps)
-        return step
 
     def end(self, output: Any, running: Any) -> None:
         """A call is complete."""
@@ -319,8 +325,8 @@ class CallTree(Entering):
             self.now()
             if not stack or stack[-1].running is not running:
                 return  # this was entered while the module was running
-        step = self._drop()
-        parent = step.parent
+        step = stack.pop()
+        step.running, step.after, parent = None, len(self.steps), step.parent
         self.inside = parent.running if parent is not None and parent.usual else None
         if self.graded:
             step.stop = sequence()
@@ -336,11 +342,12 @@ class CallTree(Entering):
     def settle(self) -> None:
         """Add what was not counted, for it follows from shapes."""
         for step in self.steps:
-            if type(step) is _LinearStep and step.made is not None:
-                if isinstance(step.made, Footprint):  # no plain tensor
+            if type(step) is _LinearStep:
+                made: Any = step.made
+                if type(made) is Footprint:  # no plain tensor
                     self.doubtful = True
                 else:
-                    step.flops = flops_of_linear(step.given, step.made[0])
+                    step.flops = flops_of_linear(step.given, made[0])
 
     def count(self, flops: int) -> None:
         """FLOPs happen now."""
@@ -380,9 +387,7 @@ def _frame(up: int) -> Any:
         return None
 
 
-def _called(
-    model: nn.Module, named: list[Named], own: set[nn.Module]
-) -> dict[nn.Module, int]:
+def _called(model: nn.Module, named: list[Named], own: set[nn.Module]) -> dict[nn.Module, int]:
     """The modules at which hooks can fire, with their numbers: containers are not called."""
     kinds = {type(module) for _, module in named}
     if own or not kinds <= _hookable.keys():

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, compress
 from typing import Any
 
 from torch import Tensor, nn
@@ -113,10 +113,7 @@ class _Column:
             tensors = [None if t is None or _is_unmade(t) else t for t in tensors]
             self._bytes = [0 if t is None else size_of(t) for t in tensors]
         self.counts = [0 if t is None else t.numel() for t in tensors]
-        self._trained = [
-            count if count and t is not None and t.requires_grad else 0
-            for count, t in zip(self.counts, tensors, strict=True)
-        ]
+        self._trained = [t is not None and t.requires_grad for t in tensors]
 
     def identify(self, tensors: Sequence[Tensor | None]) -> None:
         """Note which tensors are the same."""
@@ -131,8 +128,8 @@ class _Column:
         start, stop = self._starts[number], self._starts[end]
         if start == stop:
             return 0, 0, 0
-        inside = slice(start, stop)
-        return sum(self.counts[inside]), sum(self._trained[inside]), sum(self._bytes[inside])
+        counts, trained = self.counts[start:stop], self._trained[start:stop]
+        return sum(counts), sum(compress(counts, trained)), sum(self._bytes[start:stop])
 
     def distinct_sums(self, numbers: list[int]) -> tuple[int, int, int]:
         """The same of any modules, each tensor once."""
@@ -141,9 +138,8 @@ class _Column:
             for at in range(starts[number], starts[number + 1]):
                 found[self._keys[at]] = at
         held = [*found.values()]
-        columns = self.counts, self._trained, self._bytes
-        count, trained, size = [sum([column[at] for at in held]) for column in columns]
-        return count, trained, size
+        counts, trained = [self.counts[at] for at in held], [self._trained[at] for at in held]
+        return sum(counts), sum(compress(counts, trained)), sum([self._bytes[at] for at in held])
 
 
 def _ends(children: list[int]) -> list[int]:

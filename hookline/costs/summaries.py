@@ -266,7 +266,7 @@ def _skeleton(paths: Sequence[str]) -> nn.Module:
 
 def _cells(rows: Sequence[ModuleCosts]) -> list[list[str]]:
     """The table: a head, then a row a module; columns that say nothing are left out."""
-    ran = any([row.called is not None for row in rows])
+    ran = any(row.called is not None for row in rows)
     columns: dict[str, list[str]] = {
         "place": [row.place or "''" for row in rows],
         "type": [row.type for row in rows],
@@ -274,7 +274,7 @@ def _cells(rows: Sequence[ModuleCosts]) -> list[list[str]]:
     if ran:
         columns["input"] = [show_shapes(row.inputs) for row in rows]
         columns["output"] = [_output(row) for row in rows]
-    if any([(row.calls or 0) > 1 for row in rows]):
+    if any((row.calls or 0) > 1 for row in rows):
         columns["calls"] = [str(row.calls or "") for row in rows]
     columns["parameters"] = _each(show_count, [row.parameters for row in rows])
     if ran:
@@ -289,7 +289,7 @@ def _cells(rows: Sequence[ModuleCosts]) -> list[list[str]]:
         "backward time": (show_seconds, [row.backward_seconds for row in rows]),
     }
     for name, (show, numbers) in measured.items():
-        if any([number is not None for number in numbers]):
+        if {*numbers} - {None}:
             columns[name] = _each(show, numbers)
     return [list(columns), *map(list, zip(*columns.values(), strict=True))]
 
