@@ -85,14 +85,6 @@ class _Site(Site):
 
     tree: Any = None  # none once the hooks are off
 
-    def gather(self, modules: list[nn.Module]) -> None:
-        """Take the hooks off again; fine if they are off some already."""
-        self.tree, key = None, self.key
-        for module in modules:
-            module._forward_pre_hooks.pop(key, None)
-            module._forward_hooks.pop(key, None)
-            module._forward_pre_hooks_with_kwargs.pop(key, None)
-
     def before(self, module: nn.Module, args: Any, kwargs: dict[str, Any] | None = None) -> None:
         """The pre-forward hook."""
         tree = self.tree
@@ -246,7 +238,8 @@ class CallTree(Entering):
         while self.stack:  # they raised
             self._drop()
         for site, modules in self._sites.items():
-            site.gather(modules)
+            site.unregister(*modules)
+            site.tree = None
         self._sites = {}
         ACTIVE.set(ACTIVE.get() - {self._serial})
 
