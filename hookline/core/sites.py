@@ -118,14 +118,13 @@ class Site:
         """Put a hook on a module that does nothing: by it the model keeps a context alive."""
         module._forward_pre_hooks[self.key] = self.rest
 
-    def unregister(self, *modules: nn.Module) -> None:
-        """Take the hooks off modules; fine if they are off already."""
+    def unregister(self, module: nn.Module) -> None:
+        """Take the hooks off a module; fine if they are off already."""
         self.closed = True
-        for module in modules:
-            module._forward_hooks.pop(self.key, None)
-            module._forward_hooks_with_kwargs.pop(self.key, None)
-            module._forward_pre_hooks.pop(self.key, None)
-            module._forward_pre_hooks_with_kwargs.pop(self.key, None)
+        module._forward_hooks.pop(self.key, None)
+        module._forward_hooks_with_kwargs.pop(self.key, None)
+        module._forward_pre_hooks.pop(self.key, None)
+        module._forward_pre_hooks_with_kwargs.pop(self.key, None)
 
     def spread(self, modules: Iterable[nn.Module], before: Any, after: Any, named: bool) -> None:
         """Put the same two hooks on many modules, the first with named arguments if asked."""

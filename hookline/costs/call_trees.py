@@ -238,7 +238,8 @@ class CallTree(Entering):
         while self.stack:  # they raised
             self._drop()
         for site, modules in self._sites.items():
-            site.unregister(*modules)
+            for module in modules:
+                site.unregister(module)
             site.tree = None
         self._sites = {}
         ACTIVE.set(ACTIVE.get() - {self._serial})

@@ -62,6 +62,7 @@ class Sizes:
         self._types = [type(module).__name__ for module in contents.modules]
         dense = dense or is_dense(contents.tensors)
         self._parameters = _Column(contents.parameters, contents.all_parameters, dense)
+        self._parameters.trained = contents.trained
         self._buffers = _Column(contents.buffers, contents.all_buffers, dense)
         self._children = [*map(len, contents.children)]
         self._ends: list[int] = []  # of each module, the number after the last in it
@@ -113,7 +114,7 @@ class _Column:
             tensors = [None if t is None or _is_unmade(t) else t for t in tensors]
             self._bytes = [0 if t is None else size_of(t) for t in tensors]
         self.counts = [0 if t is None else t.numel() for t in tensors]
-        self._trained = [t is not None and t.requires_grad for t in tensors]
+        self.trained: list[bool] = []  # of each, if it is a matter of parameters
 
     def identify(self, tensors: Sequence[Tensor | None]) -> None:
         """Note which tensors are the same."""
@@ -128,7 +129,7 @@ class _Column:
         start, stop = self._starts[number], self._starts[end]
         if start == stop:
             return 0, 0, 0
-        counts, trained = self.counts[start:stop], self._trained[start:stop]
+        counts, trained = self.counts[start:stop], self.trained[start:stop]
         return sum(counts), sum(compress(counts, trained)), sum(self._bytes[start:stop])
 
     def distinct_sums(self, numbers: list[int]) -> tuple[int, int, int]:
@@ -138,8 +139,9 @@ class _Column:
             for at in range(starts[number], starts[number + 1]):
                 found[self._keys[at]] = at
         held = [*found.values()]
-        counts, trained = [self.counts[at] for at in held], [self._trained[at] for at in held]
-        return sum(counts), sum(compress(counts, trained)), sum([self._bytes[at] for at in held])
+        trained = [self.counts[at] for at in held if self.trained and self.trained[at]]
+        counts, sizes = [self.counts[at] for at in held], [self._bytes[at] for at in held]
+        return sum(counts), sum(trained), sum(sizes)
 
 
 def _ends(children: list[int]) -> list[int]:

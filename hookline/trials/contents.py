@@ -47,6 +47,11 @@ class Contents:
         self.all_buffers: list[Tensor | None] = self._noted[2]
         every = self.all_parameters + self.all_buffers
         self.tensors: list[Tensor] = [tensor for tensor in every if tensor is not None]
+        self.trained = self.find_trained()
+
+    def find_trained(self) -> list[bool]:
+        """Of each parameter whether it requires a gradient now."""
+        return [p is not None and p.requires_grad for p in self.all_parameters]
 
     def _measure(self) -> Any:
         """How much is in each table, and the names of modules."""

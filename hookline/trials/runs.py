@@ -107,7 +107,7 @@ def trial(
     modules = [module for content in contents for module in content.modules]
     training = [module.training for module in modules]
     parameters = [p for content in contents for p in content.all_parameters if p is not None]
-    required, grads = [p.requires_grad for p in parameters], [p.grad for p in parameters]
+    grads = [p.grad for p in parameters]
     tables = [table for content in contents for table in content.buffers]
     owners = [module for module in modules if module._buffers]
     buffers = {id(module._buffers): dict(module._buffers) for module in owners}
@@ -135,8 +135,9 @@ def trial(
                 for module, was in zip(modules, training, strict=True):
                     if module.training != was:
                         module.training = was
-            if [p.requires_grad for p in parameters] != required:
-                _require(parameters, required)
+            for content in contents:
+                if content.find_trained() != content.trained:
+                    _require(content)
             if any(map(is_not, [p.grad for p in parameters], grads)):
                 for parameter, grad in zip(parameters, grads, strict=True):
                     if parameter.grad is not grad:
@@ -146,9 +147,9 @@ def trial(
             undo.run()
 
 
-def _require(parameters: list[nn.Parameter], required: list[bool]) -> None:
-    for parameter, was in zip(parameters, required, strict=True):
-        if parameter.requires_grad != was and parameter.is_leaf:
+def _require(content: Contents) -> None:
+    for parameter, was in zip(content.all_parameters, content.trained, strict=True):
+        if parameter is not None and parameter.requires_grad != was and parameter.is_leaf:
             parameter.requires_grad_(was)
 
 
