@@ -39,6 +39,7 @@ _NOTHING: dict[str, Any] = {}
 _node: Any = getattr(torch._C, "_current_autograd_node", lambda: None)
 _strided, _getframe = torch.strided, sys._getframe
 _hookable: dict[type[nn.Module], bool] = {}  # types of modules, as far as seen
+_arguments: dict[Any, str] = {}  # the names of the first arguments of forwards
 # Frames of Python from a hook to the one of torch's that runs the hooks of the module above, if
 # that module's forward calls this one. Else, or with another torch, it takes longer to find out.
 _UP = 5
@@ -285,9 +286,12 @@ class CallTree(Entering):
 
     def first_names(self) -> dict[int, str]:
         """The names of the first arguments of modules, as far as their class tells them."""
-        known = [module for module in self.numbers if module not in self._own]
-        kinds: dict[Any, nn.Module] = dict(zip(map(type, known), known, strict=True))
-        names = {kind: str(*bind(module, (None,), _NOTHING)) for kind, module in kinds.items()}
+        modules = [m for m in self.numbers if m not in self._own] if self._own else self.numbers
+        names: dict[Any, str] = {}
+        for kind, module in {type(module): module for module in modules}.items():
+            if kind.forward not in _arguments:
+                _arguments[kind.forward] = str(*bind(module, (None,), _NOTHING))
+            names[kind] = _arguments[kind.forward]
         return {number: names.get(type(m), "") for m, number in self.numbers.items()}
 
     def renumber(self, modules: list[nn.Module]) -> None:
