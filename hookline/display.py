@@ -73,8 +73,9 @@ def show_shapes(shapes: Any) -> str:
     >>> show_shapes({"x": "(2, 3)", "states": ["(4,)", "(4,)"], "causal": "bool", "mask": None})
     '(2, 3), [(4,), (4,)]'
     """
-    nested = isinstance(shapes, (list, dict))
-    return ", ".join(_shown(cast("list[Any]", shapes))) if nested else _one(shapes)
+    if not isinstance(shapes, (list, dict)):
+        return _one(shapes)
+    return ", ".join(_shown(cast("list[Any]", shapes)))
 
 
 def _one(shape: Any) -> str:

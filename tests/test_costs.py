@@ -1,9 +1,13 @@
 """summarize: torch's own flop counter, and sums written out by hand, are the oracle."""
 
+import copy
+import gc
 import json
+import pickle
 import random
 import subprocess
 import sys
+import weakref
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_fl
 
 import hookline as hl
 from hookline.costs.flops import FlopCounter
+from hookline.trials.contents import Contents
 
 aten = torch.ops.aten
 
@@ -763,3 +768,110 @@ def test_jagged_tensors_have_shapes_and_flops():
     dense = hl.summarize(model, torch.cat(rows))
     assert summary.to_dict()["totals"]["flops"] == dense.to_dict()["totals"]["flops"] == 512
     assert str(summary).splitlines()[0].count("512 FLOPs") == 1
+
+
+# -- rows that are made when they are read ---------------------------------------------------------
+
+
+def test_rows_tell_what_was_when_the_model_was_summarized():
+    model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
+    summary, again = hl.summarize(model, (5, 4)), hl.summarize(model, (5, 4))
+    expected = again.to_dict()
+    model[0].weight.requires_grad_(False)
+    model[2] = nn.Linear(6, 9)
+    model[1].register_parameter("slope", nn.Parameter(torch.zeros(3)))
+    assert summary.to_dict() == expected
+    assert summary["2"] is summary.modules[3] is list(summary)[3]
+
+
+def test_a_summary_keeps_neither_model_nor_batch_alive():
+    model, batch = nn.Sequential(nn.Linear(4, 6), nn.ReLU()), torch.zeros(5, 4)
+    known = [weakref.ref(thing) for thing in (model, model[0], model[0].weight, batch)]
+    summary = hl.summarize(model, batch)
+    del model, batch
+    gc.collect()
+    assert [ref() for ref in known] == [None] * 4
+    assert summary["0"].flops == 2 * 5 * 4 * 6
+    assert "Linear" in str(summary)
+
+
+def test_a_summary_can_be_copied_and_pickled_before_it_is_read():
+    class Local(nn.Sequential):
+        """A class that cannot be pickled."""
+
+    model = Local(nn.Linear(4, 6), nn.ReLU())
+    expected = hl.summarize(model, (5, 4), backward=True).to_dict()
+    summary = hl.summarize(model, (5, 4), backward=True)
+    assert pickle.loads(pickle.dumps(summary)).to_dict() == expected
+    assert copy.deepcopy(summary).to_dict() == expected
+
+
+class Growing(nn.Module):
+    """Makes a layer at its first call, replaces one, and drops one."""
+
+    def __init__(self):
+        super().__init__()
+        self.old, self.gone, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        if not hasattr(self, "made"):
+            x = self.gone(x)
+            del self.gone
+            self.made = nn.Linear(4, 4, bias=False)
+            self.old.bias = None
+        return self.last(self.old(self.made(x)))
+
+
+def test_a_model_that_changes_in_its_run_is_told_as_it_is_afterwards():
+    summary, one = hl.summarize(Growing(), (5, 4)), 2 * 5 * 4 * 4
+    assert [row.place for row in summary] == ["", "old", "last", "made"]
+    assert [row.parameters for row in summary] == [16 + 20 + 16, 16, 20, 16]
+    assert [row.calls for row in summary] == [1, 1, 1, 0]  # nobody could watch the new one
+    assert [row.flops for row in summary] == [4 * one, one, one, 0]
+    assert summary["made"].called is None
+
+
+def test_contents_notice_whatever_is_put_in_another_place():
+    changes = [
+        lambda model: model.append(nn.ReLU()),
+        lambda model: model.__setitem__(0, nn.Linear(2, 2)),
+        lambda model: model.pop(1),
+        lambda model: model[0]._modules.update(inner=nn.ReLU()),
+        lambda model: setattr(model[0], "weight", nn.Parameter(torch.zeros(2, 2))),
+        lambda model: setattr(model[0], "bias", None),
+        lambda model: model[1].register_buffer("steps", torch.zeros(2)),
+        lambda model: model._modules.update({"a": model._modules.pop("0")}),
+    ]
+    for change in changes:
+        model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+        contents = Contents(model)
+        with torch.no_grad():
+            model[0].weight.add_(1)
+        model.eval()
+        assert contents.is_current()
+        change(model)
+        assert not contents.is_current()
+
+
+def test_modules_with_a_forward_of_their_own_have_its_arguments_names():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.ReLU()), nn.Sequential(nn.ReLU()))
+    inner = model[1]
+    inner.forward = lambda hidden: inner[0](hidden)
+    summary = hl.summarize(model, (5, 4))
+    assert [summary[place].inputs for place in ("0", "1", "1.0", "2")] == [
+        {"input": "(5, 4)"}, {"hidden": "(5, 4)"}, {"input": "(5, 4)"}, {"input": "(5, 4)"},
+    ]  # fmt: skip
+
+
+def test_parts_of_parts_that_stand_in_several_places_count_once():
+    shared = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, bias=False))
+    model = nn.ModuleDict({"a": nn.Sequential(shared, nn.ReLU()), "b": nn.Sequential(shared)})
+    model["c"] = nn.ModuleList([model["b"], nn.Linear(4, 4)])
+    model["c"][1].weight = shared[1].weight
+    rows = hl.summarize(model)
+    for path, module in model.named_modules():
+        row, own = rows[path], [*module.parameters()]
+        assert row.parameters == sum(p.numel() for p in own), path
+        assert row.parameter_bytes == 4 * row.parameters
+    assert rows["c.1"].shared_with == ["a.0.1"]
+    assert rows["a.0"].aliases == ["b.0", "c.0.0"]

@@ -5,6 +5,7 @@ module.
 """
 
 import copy
+import inspect
 import warnings
 
 import pytest
@@ -225,11 +226,24 @@ def test_free_modules_and_functions_have_no_flops():
     }  # fmt: skip
     binary = {"add", "__add__", "__radd__", "__iadd__", "mul", "__mul__", "__rmul__", "sub",
               "__sub__", "__truediv__"}  # fmt: skip
-    for function in shortcuts._FREE_FUNCTIONS:
+    for function in shortcuts.FREE:
         x = torch.ones(2, 3, dtype=torch.long) if function is F.embedding else X3.clone()
         args = (2.0,) if function.__name__ in binary else more.get(function, ())
         model = Run(lambda x, f=function, a=args: f(x, *a))
         assert_counts_as_torch_does(model, x, zero=True)
+
+
+def test_leaves_have_one_argument():
+    # So their hooks need not be told of arguments by name if one was given by position.
+    for kind in shortcuts._LEAVES:
+        assert len(inspect.signature(kind.forward).parameters) == 2, kind
+
+
+def test_a_leaf_whose_argument_is_given_by_name_is_told_as_any_other():
+    model = Run(lambda a, b, x: b(input=a(input=x)), nn.Linear(4, 6), nn.ReLU())
+    summary = assert_counts_as_torch_does(model, X3)
+    assert summary["layers.0"].inputs == {"input": "(2, 5, 4)"}
+    assert summary["layers.1"].inputs == {"input": "(2, 5, 6)"}
 
 
 def test_arguments_by_name_leave_a_free_function_free():
@@ -285,7 +299,7 @@ def test_weights_and_arguments_that_are_not_dense_are_left_to_the_dispatcher():
     assert not shortcuts.is_ordinary([sparse(X2)])
     assert not shortcuts.is_ordinary([nested])
     assert shortcuts.flops_of_call(F.linear, (sparse(X2), X2)) is None
-    assert not shortcuts.is_free(torch.Tensor.add, (type(nested),))
+    assert not shortcuts.is_own((type(nested),))
 
 
 def test_what_others_hooks_and_forwards_compute_is_counted():

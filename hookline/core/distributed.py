@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from hookline.core import gradients
-from hookline.core.tree import walk
+from hookline.core.tree import Step, walk
 
 if TYPE_CHECKING:
     from hookline.core.places import Target
@@ -199,10 +199,10 @@ class Gathered:
             gradients.watch_tensor(self.tap, value)
 
 
-def reshard(model: nn.Module) -> None:
+def reshard(model: nn.Module, walked: list[Step] | None = None) -> None:
     """Free gathered parameters, so that the sharded ones stand in the modules."""
     kind = _loaded("fsdp", "FSDPModule")
-    for _, module in walk(model) if kind else ():
+    for _, module in (walked or walk(model)) if kind else ():
         if isinstance(module, kind):
             cast(Any, module).reshard()
 

@@ -128,12 +128,13 @@ class Site:
         module._forward_pre_hooks.pop(self.key, None)
         module._forward_pre_hooks_with_kwargs.pop(self.key, None)
 
-    def spread(self, modules: Iterable[nn.Module], before: Any, after: Any) -> None:
-        """Put the same two hooks on many modules, the one for the end without named arguments."""
+    def spread(self, modules: Iterable[nn.Module], before: Any, after: Any, named: bool) -> None:
+        """Put the same two hooks on many modules, the first with named arguments if asked."""
         for module in modules:
-            module._forward_pre_hooks_with_kwargs[self.key] = True
             module._forward_pre_hooks[self.key] = before
             module._forward_hooks[self.key] = after
+            if named:
+                module._forward_pre_hooks_with_kwargs[self.key] = True
 
     def rest(self, module: nn.Module, args: Any) -> None:
         """A hook that does nothing, but that a copied module sheds it."""

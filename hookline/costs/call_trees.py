@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,8 +37,9 @@ __all__ = ["CallTree", "Step"]
 _no_modes: Any = torch._C.DisableTorchFunction
 _NOTHING: dict[str, Any] = {}
 _node: Any = getattr(torch._C, "_current_autograd_node", lambda: None)
-_strided = torch.strided
+_strided, _getframe = torch.strided, sys._getframe
 _hookable: dict[type[nn.Module], bool] = {}  # types of modules, as far as seen
+_arguments: dict[Any, str] = {}  # the names of the first arguments of forwards
 # Frames of Python from a hook to the one of torch's that runs the hooks of the module above, if
 # that module's forward calls this one. Else, or with another torch, it takes longer to find out.
 _UP = 5
@@ -53,28 +54,25 @@ class Step:
     made: Noted | None = None  # its output, once it is complete
     flops = 0
     backward: float = 0  # FLOPs, or seconds where those are measured
-    all_flops = 0  # with those of the calls made in it, once they were added up
-    all_backward: float = 0
     begun = 0.0
     seconds = 0.0
     start = stop = 0  # the first autograd nodes that are made in it, and after it
-    inner = False  # whether it called other modules, once they were added up
+    after = 0  # how many steps there were when it ended, if it may have called other modules
     usual = True  # whether it was called outside of backwards and of vmap
-    # Always set, and by whoever makes it.
-    module: nn.Module
-    parent: Step | None
+    parent: Step | None = None  # of a leaf only if a backward follows
+    number: int  # of its module; always set, and by whoever makes it
 
     @property
     def bytes(self) -> int:
         """Of the output."""
         return 0 if self.made is None else footprint_of(self.made).bytes
 
-    def above(self) -> set[nn.Module]:
+    def above(self) -> set[int]:
         """The modules in whose calls this one stands, its own too; a recursive one once."""
-        found: set[nn.Module] = set()
+        found: set[int] = set()
         step: Step | None = self
         while step is not None:
-            found.add(step.module)
+            found.add(step.number)
             step = step.parent
         return found
 
@@ -91,23 +89,23 @@ class _Site(Site):
     def before(self, module: nn.Module, args: Any, kwargs: dict[str, Any] | None = None) -> None:
         """The pre-forward hook."""
         tree = self.tree
-        if tree is None or self.owner not in ACTIVE.get() or module not in tree.paths:
+        if tree is None or self.owner not in ACTIVE.get() or module not in tree.numbers:
             return self.stranger(module)
-        return tree.begin(module, args, kwargs, sys._getframe(1))
+        return tree.begin(module, args, kwargs, _getframe(1), tree.inside is _frame(_UP))
 
     def ended(self, module: nn.Module, args: Any, output: Any) -> None:
         """The forward hook."""
         tree = self.tree
         if tree is None or self.owner not in ACTIVE.get():
             return self.stranger(module)
-        return tree.end(output, sys._getframe(1))
+        return tree.end(output, _getframe(1))
 
 
 class _LeafSite(_Site):
     """The hooks on modules that call no others, and whose FLOPs follow from shapes.
 
     While such a module runs, no mode has to see what it does. They have to be quick: most calls
-    are of leaves.
+    are of leaves. These have one argument, so if it is there, there are none by name.
     """
 
     rank = 0  # the fewest dimensions of an argument for which that holds
@@ -116,26 +114,36 @@ class _LeafSite(_Site):
     def before(self, module: nn.Module, args: Any, kwargs: dict[str, Any] | None = None) -> None:
         """The pre-forward hook."""
         tree = self.tree
-        if tree is None or self.owner not in ACTIVE.get() or module not in tree.paths:
+        if tree is None:
+            return self.stranger(module)
+        try:
+            # Whether the forward of the innermost call calls it: then it is in this thread, too.
+            usual = tree.inside is _getframe(_UP)
+        except ValueError:  # there are not so many
+            usual = False
+        if not usual:
+            if self.owner not in ACTIVE.get():
+                return self.stranger(module)
+            usual = tree.is_usual()
+        if module not in tree.numbers:
             return self.stranger(module)
         if tree.leaf is not None:
             tree.wake()
-        if len(args) == 1 and not kwargs and type(args[0]) is Tensor:
-            try:
-                usual = tree.inside is sys._getframe(_UP) or tree.is_usual()
-            except ValueError:  # there are not so many
-                usual = tree.is_usual()
+        if usual and len(args) == 1 and type(args[0]) is Tensor:
             value = args[0]
-            tree.modes.__enter__()
-            if usual and value.layout is _strided and not value.is_nested:
-                tree.given = value.shape
-                if len(tree.given) >= self.rank:
+            tree.off()
+            if value.layout is _strided and not value.is_nested:
+                tree.given = given = value.shape
+                if len(given) >= self.rank:
                     tree.leaf, tree.guard = module, no_dispatch()
                     if tree.graded:
                         tree.start = sequence()
                     return None
-            tree.modes.__exit__(None, None, None)
-        return tree.begin(module, args, kwargs, sys._getframe(1))
+            tree.on(None, None, None)
+        if not args:  # it was given by name, and torch knows it
+            kwargs = _getframe(1).f_locals.get("kwargs")
+            tree.doubtful |= kwargs is None
+        return tree.begin(module, args, kwargs, _getframe(1), usual)
 
     def ended(self, module: nn.Module, args: Any, output: Any) -> None:
         """The forward hook."""
@@ -143,16 +151,16 @@ class _LeafSite(_Site):
         if tree is None or self.owner not in ACTIVE.get():
             return self.stranger(module)
         if tree.leaf is not module:
-            return tree.end(output, sys._getframe(1))
+            return tree.end(output, _getframe(1))
+        tree.leaf = tree.guard = None
         step = self.kind()
-        step.module, step.given = module, tree.given
-        step.parent = tree.stack[-1] if tree.stack else None
+        step.number, step.given = tree.numbers[module], tree.given
         step.made = (output.shape, output.dtype) if type(output) is Tensor else note(output)
         if tree.graded:
+            step.parent = tree.stack[-1] if tree.stack else None
             step.start, step.stop = tree.start, sequence()
         tree.steps.append(step)
-        tree.leaf = tree.guard = None
-        tree.modes.__exit__(None, None, None)
+        tree.on(None, None, None)
         return None
 
 
@@ -162,7 +170,7 @@ class CallTree(Entering):
     >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
     >>> with torch.no_grad(), CallTree(model) as tree:
     ...     _ = model(torch.zeros(5, 2))
-    >>> [(tree.paths[step.module], step.bytes) for step in tree.steps]
+    >>> [(tree.places[step.number], step.bytes) for step in tree.steps]
     [('', 60), ('0', 60), ('1', 60)]
 
     Args:
@@ -187,45 +195,49 @@ class CallTree(Entering):
         walked: list[Named] | None = None,
     ) -> None:
         super().__init__(model)
-        self._walked = walked
+        self._walked = walked or walk(model)
         self.clock, self.graded, self.certain = clock, graded, certain
         self.stack: list[Step] = []
         self.steps: list[Step] = []
-        self.paths: dict[nn.Module, str] = {}
-        self._sites: dict[_Site, Collection[nn.Module]] = {}
-        self.texts: dict[torch.Size, str] = {}
-        self.names: dict[type, str] = {}  # of the first argument of a kind of module
+        self.places = [path for path, _ in self._walked]
+        self.numbers: dict[nn.Module, int] = {}  # of all modules that can be called
+        self._sites: dict[_Site, list[nn.Module]] = {}
+        self._own: set[nn.Module] = set()  # those with a forward of their own, not of their class
         self.outside = self.outside_backward = 0  # FLOPs in no call
         self.inside: Any = None  # the frame of the innermost call, if it is a usual one
         # While the call of a leaf runs, torch's modes are off: the one for functions, and the
         # other as long as its guard exists.
-        self.modes: Any = _no_modes()
-        self.guard: Any = None
+        modes: Any = _no_modes()
+        self.off, self.on, self.guard = modes.__enter__, modes.__exit__, None
         self.leaf: nn.Module | None = None
         self.given: Any = None  # the shape of the leaf's argument
         self.start = 0  # the first autograd node that is made in it
         self.doubtful = False  # whether they were off while something else ran
 
     def _start(self, attached: bool) -> None:
-        self.paths = _called(self._model, self._walked)
+        self._own = {module for _, module in self._walked if "forward" in module.__dict__}
+        self.numbers = _called(self._model, self._walked, self._own)
         self._serial = next(SERIALS)
         named = self._model, weakref.ref(self), self._serial
         free, linear, other = _LeafSite(*named), _LeafSite(*named), _Site(*named)
         linear.rank, linear.kind = 2, _LinearStep
-        leaves = find_leaves(self.paths) if self.certain else []
+        leaves = find_leaves(self.numbers) if self.certain else []
+        known = {*leaves}
         self._sites = {
             free: [module for module in leaves if type(module) is not nn.Linear],
             linear: [module for module in leaves if type(module) is nn.Linear],
-            other: self.paths.keys() - leaves,
+            other: [module for module in self.numbers if module not in known],
         }
         for site, modules in self._sites.items():
             site.tree = self
-            site.spread(modules, site.before, site.ended)
+            site.spread(modules, site.before, site.ended, type(site) is _Site)
         ACTIVE.set(ACTIVE.get() | {self._serial})
 
     def _stop(self) -> None:
         if self.leaf is not None:
             self.wake()
+        while self.stack:  # they raised
+            self._drop()
         for site, modules in self._sites.items():
             for module in modules:
                 site.unregister(module)
@@ -236,7 +248,7 @@ class CallTree(Entering):
     def wake(self) -> None:
         """Let modes see what happens: the call of a leaf has raised, and that was caught."""
         self.leaf = self.guard = None
-        self.modes.__exit__(None, None, None)
+        self.on(None, None, None)
         self.doubtful = True
 
     def is_usual(self) -> bool:
@@ -244,14 +256,15 @@ class CallTree(Entering):
         self.now()
         return _node() is None and vmap_level() is None
 
-    def begin(self, module: nn.Module, args: Any, kwargs: Any, running: Any) -> None:
-        """A module is called."""
+    def begin(self, module: nn.Module, args: Any, kwargs: Any, running: Any, usual: bool) -> None:
+        """A module is called; usually by the forward of the innermost call."""
         if self.leaf is not None:
             self.wake()
         step, stack = Step(), self.stack
-        if self.inside is None or self.inside is not _frame(_UP + 1):
-            step.usual = self.is_usual()  # else it is called by the forward of the module above
-        step.module, step.parent, step.running = module, stack[-1] if stack else None, running
+        if not usual:
+            step.usual = self.is_usual()
+        step.number, step.running = self.numbers[module], running
+        step.parent = stack[-1] if stack else None
         self.inside = running if step.usual else None
         if self.graded:
             step.start = sequence()
@@ -260,31 +273,45 @@ class CallTree(Entering):
         if self.clock is not None:
             step.begun = self.clock()
             return
-        with self.modes:
-            if not kwargs and len(args) == 1 and is_plain(args[0]):
-                step.given = args[0].shape
-            else:
-                given = bind(module, args, kwargs or _NOTHING)
-                step.given = {str(name): shapes_of(value) for name, value in given.items()}
+        self.off()
+        try:
+            plain = not (kwargs or self._own) and len(args) == 1 and is_plain(args[0])
+            step.given = args[0].shape if plain else self._name_shapes(module, args, kwargs)
+        finally:
+            self.on(None, None, None)
 
-    def inputs_of(self, step: Step) -> Any:
-        """The shapes of the arguments of a call by name."""
-        shape, module = step.given, step.module
-        if type(shape) is not torch.Size:
-            return shape
-        if shape not in self.texts:  # there are few in a model
-            self.texts[shape] = str(tuple(shape))
-        kind = type(module)
-        if kind not in self.names or "forward" in module.__dict__:
-            (self.names[kind],) = map(str, bind(module, (None,), _NOTHING))
-        return {self.names[kind]: self.texts[shape]}
+    def _name_shapes(self, module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
+        given = bind(module, args, kwargs or _NOTHING)
+        return {str(name): shapes_of(value) for name, value in given.items()}
+
+    def first_names(self) -> dict[int, str]:
+        """The names of the first arguments of modules, as far as their class tells them."""
+        modules = [m for m in self.numbers if m not in self._own] if self._own else self.numbers
+        names: dict[Any, str] = {}
+        for kind, module in {type(module): module for module in modules}.items():
+            if kind.forward not in _arguments:
+                _arguments[kind.forward] = str(*bind(module, (None,), _NOTHING))
+            names[kind] = _arguments[kind.forward]
+        return {number: names.get(type(m), "") for m, number in self.numbers.items()}
+
+    def renumber(self, modules: list[nn.Module]) -> None:
+        """Number all modules as they are now: those that are gone have none, and no row."""
+        numbers, old = {m: n for n, m in enumerate(modules)}, [m for _, m in self._walked]
+        for step in self.steps:
+            step.number = numbers.get(old[step.number], -1)
+        self.numbers = {m: numbers[m] for m in self.numbers if m in numbers}
 
     def now(self) -> Step | None:
         """The innermost running call."""
         stack = self.stack
         while stack and is_over(stack[-1].running):  # it raised, and someone caught that
-            stack.pop()
+            self._drop()
         return stack[-1] if stack else None
+
+    def _drop(self) -> None:
+        """The innermost call has raised."""
+        step = self.stack.pop()
+        step.running, step.after = None, len(self.steps)
 
     def end(self, output: Any, running: Any) -> None:
         """A call is complete."""
@@ -297,24 +324,28 @@ class CallTree(Entering):
             if not stack or stack[-1].running is not running:
                 return  # this was entered while the module was running
         step = stack.pop()
-        step.running, parent = None, step.parent
+        step.running, step.after, parent = None, len(self.steps), step.parent
         self.inside = parent.running if parent is not None and parent.usual else None
         if self.graded:
             step.stop = sequence()
         if self.clock is not None:
             step.seconds = now - step.begun
             return
-        with self.modes:
+        self.off()
+        try:
             step.made = note(output)
+        finally:
+            self.on(None, None, None)
 
     def settle(self) -> None:
         """Add what was not counted, for it follows from shapes."""
         for step in self.steps:
-            if type(step) is _LinearStep and step.made is not None:
-                if isinstance(step.made, Footprint):  # no plain tensor
+            if type(step) is _LinearStep:
+                made: Any = step.made
+                if type(made) is Footprint:  # no plain tensor
                     self.doubtful = True
                 else:
-                    step.flops = flops_of_linear(step.given, step.made[0])
+                    step.flops = flops_of_linear(step.given, made[0])
 
     def count(self, flops: int) -> None:
         """FLOPs happen now."""
@@ -349,18 +380,18 @@ def _start_of(step: Step) -> int:
 
 def _frame(up: int) -> Any:
     try:
-        return sys._getframe(up + 1)
+        return _getframe(up + 1)
     except ValueError:  # there are not so many
         return None
 
 
-def _called(model: nn.Module, walked: list[Named] | None) -> dict[nn.Module, str]:
-    """The modules at which hooks can fire, with their paths: containers are not called."""
-    named = walked or walk(model)
+def _called(model: nn.Module, named: list[Named], own: set[nn.Module]) -> dict[nn.Module, int]:
+    """The modules at which hooks can fire, with their numbers: containers are not called."""
     kinds = {type(module) for _, module in named}
-    if not kinds <= _hookable.keys() or any("forward" in m.__dict__ for _, m in named):
+    if own or not kinds <= _hookable.keys():
         requests = resolve(model, (nn.Module,))
-        found = {target.module: target.path for r in requests for target in r.targets}
-        _hookable.update({type(m): m in found for _, m in named if "forward" not in m.__dict__})
-        return found
-    return {module: path for path, module in named if _hookable[type(module)]}
+        found = {target.module for request in requests for target in request.targets}
+        _hookable.update({type(m): m in found for _, m in named if m not in own})
+        return {module: number for number, (_, module) in enumerate(named) if module in found}
+    fit = {kind for kind in kinds if _hookable[kind]}
+    return {module: number for number, (_, module) in enumerate(named) if type(module) in fit}

@@ -22,10 +22,11 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hookline.costs.shortcuts import (
+    FREE,
     PURE,
     flops_of_call,
     has_torchs_formulas,
-    is_free,
+    is_own,
     key_of_call,
 )
 
@@ -208,14 +209,10 @@ class _Shortcuts(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if self.certain and is_free(func, types):
-            guard = no_dispatch()
-            try:
-                return func(*args, **kwargs) if kwargs else func(*args)
-            finally:
-                del guard
-        key = None
-        flops = flops_of_call(func, args, kwargs) if self.certain else None
+        key = flops = None
+        if self.certain:  # of most calls the types are not named, for they are torch's own
+            free = func in FREE and (not types or is_own(types))
+            flops = 0 if free else flops_of_call(func, args, kwargs)
         if flops is None and func in PURE:
             key = key_of_call(func, args, kwargs or {})
             flops = None if key is None else self.known.get(key)

@@ -3,7 +3,7 @@
 - `find_leaves(modules)`: those the FLOPs of whose calls follow from the shape of their argument
 - `flops_of_linear(given, made)`: those of a linear layer, from the shapes of input and output
 - `flops_of_call(function, args, kwargs)`: those of a call of a torch function, if they are known
-- `is_free(function, types)`: whether it has none
+- `FREE`: functions that have none, on tensors of types for which `is_own(types)` holds
 - `key_of_call(function, args, kwargs)`: what they depend on if it is one of `PURE`
 - `is_ordinary(tensors)`: whether the tensors of a model are such that all this holds for it
 - `is_dense(tensors)`: whether tensors are of torch's own types, and hold what their shapes say
@@ -18,7 +18,7 @@ of it is used.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -26,14 +26,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 __all__ = [
+    "FREE",
     "PURE",
     "find_leaves",
     "flops_of_call",
     "flops_of_linear",
     "has_torchs_formulas",
     "is_dense",
-    "is_free",
     "is_ordinary",
+    "is_own",
     "key_of_call",
     "vmap_level",
 ]
@@ -45,7 +46,7 @@ PURE: frozenset[Any] = frozenset({
     Tensor.__matmul__, Tensor.bmm, Tensor.mm,
 })  # fmt: skip
 # Functions and modules of torch whose operations have no formula.
-_FREE_FUNCTIONS: frozenset[Any] = frozenset({
+FREE: frozenset[Any] = frozenset({
     F.layer_norm, F.embedding, F.silu, F.gelu, F.relu, F.softmax, F.group_norm, torch.relu,
     torch.softmax, Tensor.softmax, Tensor.add, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__,
     Tensor.mul, Tensor.__mul__, Tensor.__rmul__, Tensor.sub, Tensor.__sub__, Tensor.view,
@@ -74,7 +75,7 @@ _TENSORS = frozenset({Tensor, nn.Parameter})
 _PLAIN = _TENSORS | {*_SIMPLE}
 _DEVICES = frozenset({"cpu", "cuda", "meta"})  # others have kernels of their own
 _strided = torch.strided
-_seen: dict[Any, Any] = {}  # formulas that were found to be torch's
+_seen: list[Any] = []  # operations and formulas that were found to be torch's
 _functorch: Any = getattr(torch._C, "_functorch", None)  # private, so detected
 vmap_level: Callable[[], Any] = getattr(_functorch, "peek_interpreter_stack", lambda: None)
 
@@ -88,13 +89,13 @@ def has_torchs_formulas() -> bool:
     from torch.utils import flop_counter
 
     known = flop_counter.flop_registry
-    if known != _seen:
+    found = [*known, *known.values()]  # lists are compared by identity first, and so quickly
+    if found != _seen:
         home = flop_counter.__name__
         for operation, formula in known.items():
             if operation.__name__ not in _CONTRACTIONS or formula.__module__ != home:
                 return False
-        _seen.clear()
-        _seen.update(known)
+        _seen[:] = found
     return True
 
 
@@ -105,9 +106,10 @@ def is_ordinary(tensors: Iterable[Tensor]) -> bool:
     (True, False)
     """
     found = list(tensors)
-    return is_dense(found) and _DEVICES.issuperset(
-        [device.type for device in {tensor.device for tensor in found}]
-    )
+    if not is_dense(found):
+        return False
+    elsewhere = {tensor.device for tensor in found if not tensor.is_cpu}
+    return _DEVICES.issuperset([device.type for device in elsewhere])
 
 
 def is_dense(tensors: Sequence[Tensor]) -> bool:
@@ -123,24 +125,26 @@ def is_dense(tensors: Sequence[Tensor]) -> bool:
     )
 
 
-def find_leaves(modules: Iterable[nn.Module]) -> list[nn.Module]:
+def find_leaves(modules: Collection[nn.Module]) -> list[nn.Module]:
     """The modules that call no others, and the FLOPs of whose calls follow from shapes.
 
-    >>> find_leaves([nn.Linear(2, 3), nn.ReLU(), nn.Sequential()])
-    [Linear(in_features=2, out_features=3, bias=True), ReLU()]
+    >>> find_leaves([nn.ReLU(), nn.Sequential()])
+    [ReLU()]
 
-    Those of a linear layer are `flops_of_linear`, all others have none.
+    Those of a linear layer are `flops_of_linear`, all others have none. Each has one argument.
     """
-    kinds = {kind for kind in _LEAVES if kind.forward.__module__ == kind.__module__}
+    kinds = {*map(type, modules)} & _LEAVES
+    kinds = {kind for kind in kinds if kind.forward.__module__ == kind.__module__}
     found: list[nn.Module] = []
     for module in modules:
-        kind, content = type(module), module.__dict__
-        if kind not in kinds or "forward" in content:
-            continue
-        if kind is nn.Linear and content["_parameters"].get("weight") is None:
-            continue  # it is computed each time
-        # Others' hooks may compute, too; those that come later run after ours.
-        if not content["_forward_hooks"]:
+        if type(module) in kinds:
+            content = module.__dict__
+            # Others' hooks may compute, too; those that come later run after ours.
+            if content["_forward_hooks"] or "forward" in content:
+                continue
+            # The weights of a linear layer may be computed each time.
+            if type(module) is nn.Linear and content["_parameters"].get("weight") is None:
+                continue
             found.append(module)
     return found
 
@@ -154,15 +158,13 @@ def flops_of_linear(given: torch.Size, made: torch.Size) -> int:
     return 2 * given.numel() * made[-1]
 
 
-def is_free(function: Any, types: Sequence[Any]) -> bool:
-    """Whether a call of a torch function has no FLOPs, for no operation in it has a formula.
+def is_own(types: Sequence[Any]) -> bool:
+    """Whether types that torch names to a function mode are those of its own tensors.
 
-    >>> is_free(Tensor.add, ()), is_free(torch.mm, ())
+    >>> is_own((nn.Parameter,)), is_own((nn.Buffer,))
     (True, False)
-
-    The types are those that torch names to a function mode: other than its own, if there are some.
     """
-    return function in _FREE_FUNCTIONS and (not types or _TENSORS.issuperset(types))
+    return _TENSORS.issuperset(types)
 
 
 def flops_of_call(

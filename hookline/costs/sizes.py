@@ -1,25 +1,27 @@
 """What the modules of a model hold, told without a run: parameters, buffers, their bytes.
 
 - `sizes(model)`: a `Summary` with all that needs no batch
-- `rows_of(model)`: its rows by module
+- `Sizes(contents)`: what is told of each module, of which rows are made when they are read
 - `has_unmade(tensors)`: whether some are of lazy modules, and have no size so far
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate, compress
+from typing import Any
+
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from hookline.core.tree import Step, join, tensors_of, walk
+from hookline.core.tree import join, tensors_of
 from hookline.costs.footprints import size_of
 from hookline.costs.shortcuts import is_dense
 from hookline.costs.summaries import ModuleCosts, Summary
-from hookline.trials.runs import tensors_of_all
+from hookline.trials.contents import Contents
 
-__all__ = ["has_unmade", "rows_of", "sizes"]
+__all__ = ["Sizes", "has_unmade", "sizes"]
 
-# Parameters, trainable ones, bytes of parameters, bytes of buffers.
-_Size = tuple[int, int, int, int]
 _MADE = {nn.Parameter, Tensor}
 
 
@@ -29,68 +31,7 @@ def sizes(model: nn.Module) -> Summary:
     >>> sizes(nn.Linear(2, 3))[""].parameters
     9
     """
-    return Summary(type(model).__name__, list(rows_of(model).values()))
-
-
-def rows_of(model: nn.Module) -> dict[nn.Module, ModuleCosts]:
-    """What can be told of each module without a run, in the order of `walk`."""
-    named = walk(model)
-    tensors = tensors_of_all(named)
-    aliases, owners = _aliases(model, named), _owners(named, tensors)
-    # What is asked of every tensor is asked of all at once where it can be: that is much faster.
-    dense = is_dense(tensors)
-    # Of each module with all below it: the sums of what has one place only; of what has several,
-    # the tensors themselves, so that each counts once.
-    sums: dict[nn.Module, _Size] = {}
-    several: dict[nn.Module, dict[int, _Size]] = {}
-    rows: dict[nn.Module, ModuleCosts] = {}
-    for path, module in _inner_first(named) if aliases else reversed(named):
-        shared: dict[int, _Size] = {}
-        apart = module in aliases  # else only tensors can have several places
-        own = count = trained = size = kept = 0
-        for tensor in module._parameters.values():
-            if tensor is not None and (dense or not _is_unmade(tensor)):
-                number, bytes_ = tensor.numel(), tensor.nbytes if dense else size_of(tensor)
-                own += number
-                if apart or (owners and id(tensor) in owners):
-                    shared[id(tensor)] = number, number * tensor.requires_grad, bytes_, 0
-                else:
-                    count += number
-                    size += bytes_
-                    if tensor.requires_grad:
-                        trained += number
-        for tensor in module._buffers.values() if module._buffers else ():
-            if tensor is not None and (dense or not _is_unmade(tensor)):
-                if apart or id(tensor) in owners:
-                    shared[id(tensor)] = 0, 0, 0, size_of(tensor)
-                else:
-                    kept += size_of(tensor)
-        for child in module._modules.values() if module._modules else ():
-            if child is not None:
-                parts = sums[child]
-                count += parts[0]
-                trained += parts[1]
-                size += parts[2]
-                kept += parts[3]
-                if child in several:
-                    shared.update(several[child])
-        total = sums[module] = count, trained, size, kept
-        if shared:
-            several[module] = shared
-            count, trained, size, kept = map(sum, zip(total, *shared.values(), strict=True))
-        depth = path.count(".") + 1 if path else 0
-        row = ModuleCosts(path, type(module).__name__, depth, count, own, trained, size, kept)
-        if shared:
-            row.shared_with = _sharing(module, path, owners)
-        if apart:
-            row.aliases = aliases[module]
-        rows[module] = row
-    return {module: rows[module] for _, module in named}
-
-
-def _is_unmade(tensor: Tensor) -> bool:
-    """Whether a tensor belongs to a lazy module, and has no size so far."""
-    return type(tensor) not in _MADE and is_lazy(tensor)
+    return Summary(type(model).__name__, Sizes(Contents(model)))
 
 
 def has_unmade(tensors: list[Tensor]) -> bool:
@@ -98,52 +39,157 @@ def has_unmade(tensors: list[Tensor]) -> bool:
     return not _MADE.issuperset(map(type, tensors)) and any(map(_is_unmade, tensors))
 
 
-def _sharing(module: nn.Module, path: str, owners: dict[int, list[str]]) -> list[str]:
-    """The modules that have a parameter of this one, too."""
-    found: list[str] = []
-    for parameter in module._parameters.values():
-        for name in owners.get(id(parameter), ()):
-            if name != path and name not in found:
-                found.append(name)
+def _is_unmade(tensor: Tensor) -> bool:
+    """Whether a tensor belongs to a lazy module, and has no size so far."""
+    return type(tensor) not in _MADE and is_lazy(tensor)
+
+
+class Sizes:
+    """What the modules of a model hold as it is now; no module and no tensor is kept.
+
+    >>> found = Sizes(Contents(nn.Sequential(nn.Linear(2, 3), nn.ReLU())))
+    >>> [found.make_row(number).parameters for number in range(len(found.places))]
+    [9, 9, 0]
+
+    Args:
+        contents: what stands in the model.
+        dense: whether it is known already that all its tensors are dense.
+    """
+
+    def __init__(self, contents: Contents, dense: bool = False) -> None:
+        self.places = [path for path, _ in contents.named]
+        self.depths = [path.count(".") + 1 if path else 0 for path in self.places]
+        self._types = [type(module).__name__ for module in contents.modules]
+        dense = dense or is_dense(contents.tensors)
+        self._parameters = _Column(contents.parameters, contents.all_parameters, dense)
+        self._parameters.trained = contents.trained
+        self._buffers = _Column(contents.buffers, contents.all_buffers, dense)
+        self._children = [*map(len, contents.children)]
+        self._ends: list[int] = []  # of each module, the number after the last in it
+        self._owners, self._aliases = _owners(contents), dict[int, list[str]]()
+        self._inside: list[list[int]] | None = None  # of each module, all in it, if some are shared
+        single = sum(self._children) == len(self.places) - 1  # every module stands in one place
+        if self._owners or not single:
+            self._aliases = _aliases(contents)
+            self._parameters.identify(contents.all_parameters)
+            self._buffers.identify(contents.all_buffers)
+            self._inside = _insides(contents)
+
+    def make_row(self, number: int) -> ModuleCosts:
+        """What is told of a module, by its number in the order of `walk`."""
+        place, parameters, buffers = self.places[number], self._parameters, self._buffers
+        if self._inside is None:
+            if not self._ends:
+                self._ends = _ends(self._children)
+            end = self._ends[number]
+            count, trained, size = parameters.sums(number, end)
+            kept = buffers.sums(number, end)[2] if buffers.counts else 0
+        else:
+            count, trained, size = parameters.distinct_sums(self._inside[number])
+            kept = buffers.distinct_sums(self._inside[number])[2]
+        own = parameters.sums(number, number + 1)[0]
+        kind, depth = self._types[number], self.depths[number]
+        row = ModuleCosts(place, kind, depth, count, own, trained, size, kept)
+        if self._owners:
+            keys = parameters.keys_of(number)
+            names = dict.fromkeys(name for key in keys for name in self._owners.get(key, ()))
+            row.shared_with = [name for name in names if name != place]
+        if number in self._aliases:
+            row.aliases = self._aliases[number]
+        return row
+
+
+class _Column:
+    """Parameters, or buffers, in order: of each what is told, and where those of a module begin."""
+
+    def __init__(
+        self, tables: list[dict[str, Any]], tensors: Sequence[Tensor | None], dense: bool
+    ) -> None:
+        self._starts = [0, *accumulate(map(len, tables))]
+        self._keys: list[int] = []
+        # What is asked of every tensor is asked of all at once: that is much faster.
+        if dense:
+            self._bytes = [0 if t is None else t.nbytes for t in tensors]
+        else:
+            tensors = [None if t is None or _is_unmade(t) else t for t in tensors]
+            self._bytes = [0 if t is None else size_of(t) for t in tensors]
+        self.counts = [0 if t is None else t.numel() for t in tensors]
+        self.trained: list[bool] = []  # of each, if it is a matter of parameters
+
+    def identify(self, tensors: Sequence[Tensor | None]) -> None:
+        """Note which tensors are the same."""
+        self._keys = [*map(id, tensors)]
+
+    def keys_of(self, number: int) -> list[int]:
+        """What tells the tensors of a module from others."""
+        return self._keys[self._starts[number] : self._starts[number + 1]]
+
+    def sums(self, number: int, end: int) -> tuple[int, int, int]:
+        """Elements, those that are trained, and bytes of what some modules in a row hold."""
+        start, stop = self._starts[number], self._starts[end]
+        if start == stop:
+            return 0, 0, 0
+        counts, trained = self.counts[start:stop], self.trained[start:stop]
+        return sum(counts), sum(compress(counts, trained)), sum(self._bytes[start:stop])
+
+    def distinct_sums(self, numbers: list[int]) -> tuple[int, int, int]:
+        """The same of any modules, each tensor once."""
+        starts, found = self._starts, dict[int, int]()
+        for number in numbers:
+            for at in range(starts[number], starts[number + 1]):
+                found[self._keys[at]] = at
+        held = [*found.values()]
+        trained = [self.counts[at] for at in held if self.trained and self.trained[at]]
+        counts, sizes = [self.counts[at] for at in held], [self._bytes[at] for at in held]
+        return sum(counts), sum(trained), sum(sizes)
+
+
+def _ends(children: list[int]) -> list[int]:
+    """Of each module the number after the last one in it, by how many stand right in each."""
+    found = [0] * len(children)
+    for number in range(len(children) - 1, -1, -1):
+        end = number + 1
+        for _ in range(children[number]):
+            end = found[end]
+        found[number] = end
     return found
 
 
-def _inner_first(named: list[Step]) -> list[Step]:
-    """Every module after all that are in it, also where one stands in several places."""
-    paths = {id(module): path for path, module in named}
-    found: dict[int, Step] = {}
-    waiting = [module for _, module in named[::-1]]
-    while waiting:
-        module = waiting[-1]
-        inside = [m for m in module._modules.values() if m is not None and id(m) not in found]
-        if inside:
-            waiting += inside
-        else:
-            found.setdefault(id(waiting.pop()), (paths[id(module)], module))
-    return list(found.values())
+def _insides(contents: Contents) -> list[list[int]]:
+    """Of each module the numbers of all in it, its own too, also where one has several places."""
+    numbers = {module: number for number, module in enumerate(contents.modules)}
+    found: list[list[int]] = []
+    for module in contents.modules:
+        inside: dict[nn.Module, int] = {}
+        waiting = [module]
+        while waiting:
+            one = waiting.pop()
+            if one not in inside:
+                inside[one] = numbers[one]
+                waiting += [child for child in one._modules.values() if child is not None]
+        found.append([*inside.values()])
+    return found
 
 
-def _owners(named: list[Step], tensors: list[Tensor]) -> dict[int, list[str]]:
-    """The modules of every tensor that is held by more than one."""
-    if len({*map(id, tensors)}) == len(tensors):
+def _owners(contents: Contents) -> dict[int, list[str]]:
+    """The modules of every tensor that is held by more than one, or twice by one."""
+    if len({*map(id, contents.tensors)}) == len(contents.tensors):
         return {}
     found: dict[int, list[str]] = {}
-    for path, module in named:
+    for path, module in contents.named:
         for _, tensor in tensors_of(module):
             found.setdefault(id(tensor), []).append(path)
     return {key: paths for key, paths in found.items() if len(paths) > 1}
 
 
-def _aliases(model: nn.Module, named: list[Step]) -> dict[nn.Module, list[str]]:
+def _aliases(contents: Contents) -> dict[int, list[str]]:
     """The other names of all modules that have some."""
-    inside = [len(module._modules) for _, module in named]
-    if sum(inside) == len(named) - 1:  # every module but the first stands in one place
-        return {}
-    names: dict[nn.Module, list[str]] = {}
-    waiting: list[tuple[str, nn.Module]] = [("", model)]
+    numbers = {module: number for number, module in enumerate(contents.modules)}
+    names: dict[int, list[str]] = {}
+    waiting: list[tuple[str, nn.Module]] = [("", contents.model)]
     while waiting:
         path, module = waiting.pop()
-        names.setdefault(module, []).append(path)
+        names.setdefault(numbers[module], []).append(path)
         children = [(join(path, n), m) for n, m in module._modules.items() if m is not None]
         waiting += children[::-1]
-    return {module: found[1:] for module, found in names.items() if len(found) > 1}
+    return {number: found[1:] for number, found in names.items() if len(found) > 1}

@@ -2,6 +2,7 @@
 
 - `Summary`: what `summarize` gives
 - `ModuleCosts`: what one module costs
+- `Source`: where a summary has its rows from
 - `shapes_of(value)`: the shapes in a value, in its structure
 """
 
@@ -12,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate
 from textwrap import wrap
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -23,7 +24,7 @@ from hookline.display import as_html, as_lines, pandas, show_count, show_seconds
 from hookline.errors import PlaceNotFound
 from hookline.listings import select
 
-__all__ = ["ModuleCosts", "Summary", "shapes_of"]
+__all__ = ["ModuleCosts", "Source", "Summary", "shapes_of"]
 
 _MOST = 60  # rows that are shown if nothing is said
 _PLAIN = (bool, int, float, complex, str)
@@ -87,6 +88,17 @@ class ModuleCosts:
     backward_seconds: float | None = field(default=None, init=False)
 
 
+class Source(Protocol):
+    """Where a summary has its rows from: it makes those that are read."""
+
+    places: list[str]  # of all modules
+    depths: list[int]
+
+    def make_row(self, number: int) -> ModuleCosts:
+        """What is told of a module, by its number."""
+        ...
+
+
 class Summary:
     """What each module of a model costs: `summary[place]`, `summary.totals`, a table as text.
 
@@ -99,12 +111,13 @@ class Summary:
       1      ReLU        (32, 16)  (32, 16)                   2.0 KB
     """
 
-    def __init__(self, model: str, modules: list[ModuleCosts]) -> None:
+    def __init__(self, model: str, source: Source) -> None:
         self.model = model
-        self.modules = modules
-        whole = modules[0]
+        self._source = source
+        self._made: dict[int, ModuleCosts] = {}  # rows that were read, by number
+        whole = self._row(0)
         self.totals: dict[str, Any] = {
-            "modules": len(modules),
+            "modules": len(self),
             "called": None,
             "parameters": whole.parameters,
             "trainable": whole.trainable,
@@ -119,6 +132,17 @@ class Summary:
             "peak_bytes": None,
             "uncounted": {},
         }
+
+    def _row(self, number: int) -> ModuleCosts:
+        """The row of a module, the same one each time."""
+        if number not in self._made:
+            self._made[number] = self._source.make_row(number)
+        return self._made[number]
+
+    @property
+    def modules(self) -> list[ModuleCosts]:
+        """All rows, in model order."""
+        return [self._row(number) for number in range(len(self))]
 
     def __getitem__(self, place: str) -> ModuleCosts:
         """What the module at a place costs; one of its other names will do."""
@@ -135,7 +159,7 @@ class Summary:
         return iter(self.modules)
 
     def __len__(self) -> int:
-        return len(self.modules)
+        return len(self._source.places)
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as plain values, ready for JSON: `model`, `totals`, `modules`."""
@@ -180,16 +204,19 @@ class Summary:
 
     def _rows(self, where: Where | None, depth: int | None) -> tuple[list[ModuleCosts], int]:
         """The rows to be shown, and how many are left out for being too deep."""
-        rows = self.modules
+        places = self._source.places
+        numbers = range(len(places))
         if where is not None:
-            paths = {place.path for place in select(_skeleton([r.place for r in rows]), where)}
-            rows = [row for row in rows if row.place in paths]
+            paths = {place.path for place in select(_skeleton(places), where)}
+            numbers = [number for number in numbers if places[number] in paths]
+        depths = [self._source.depths[number] for number in numbers]
         if depth is None:
-            at = Counter(row.depth for row in rows)
-            sums = accumulate(at[depth] for depth in range(max(at, default=0) + 1))
-            depth = max((depth for depth, count in enumerate(sums) if count <= _MOST), default=0)
-        shown = [row for row in rows if row.depth <= depth]
-        return shown[:_MOST] if where is None else shown, len(rows) - len(shown)
+            at = Counter(depths)
+            sums = accumulate([at[depth] for depth in range(max(at, default=0) + 1)])
+            depth = max([depth for depth, count in enumerate(sums) if count <= _MOST], default=0)
+        shown = [n for n, deep in zip(numbers, depths, strict=True) if deep <= depth]
+        rows = [self._row(n) for n in (shown[:_MOST] if where is None else shown)]
+        return rows, len(numbers) - len(shown)
 
     def _title(self) -> str:
         totals = self.totals
@@ -249,19 +276,21 @@ def _cells(rows: Sequence[ModuleCosts]) -> list[list[str]]:
         columns["output"] = [_output(row) for row in rows]
     if any((row.calls or 0) > 1 for row in rows):
         columns["calls"] = [str(row.calls or "") for row in rows]
-    columns["parameters"] = [show_count(row.parameters) if row.parameters else "" for row in rows]
+    columns["parameters"] = _each(show_count, [row.parameters for row in rows])
     if ran:
-        columns["activations"] = [_or_empty(show_bytes, row.activation_bytes) for row in rows]
-        columns["FLOPs"] = [_or_empty(show_count, row.flops) for row in rows]
+        columns["activations"] = _each(show_bytes, [row.activation_bytes for row in rows])
+        columns["FLOPs"] = _each(show_count, [row.flops for row in rows])
     else:
-        columns["bytes"] = [_or_empty(show_bytes, row.parameter_bytes) for row in rows]
-        columns["buffers"] = [_or_empty(show_bytes, row.buffer_bytes) for row in rows]
-    if any(row.backward_flops is not None for row in rows):
-        columns["backward"] = [_or_empty(show_count, row.backward_flops) for row in rows]
-    if any(row.seconds is not None for row in rows):
-        columns["time"] = [_or_empty(show_seconds, row.seconds) for row in rows]
-    if any(row.backward_seconds is not None for row in rows):
-        columns["backward time"] = [_or_empty(show_seconds, row.backward_seconds) for row in rows]
+        columns["bytes"] = _each(show_bytes, [row.parameter_bytes for row in rows])
+        columns["buffers"] = _each(show_bytes, [row.buffer_bytes for row in rows])
+    measured: dict[str, tuple[Callable[[Any], str], list[float | None]]] = {
+        "backward": (show_count, [row.backward_flops for row in rows]),
+        "time": (show_seconds, [row.seconds for row in rows]),
+        "backward time": (show_seconds, [row.backward_seconds for row in rows]),
+    }
+    for name, (show, numbers) in measured.items():
+        if {*numbers} - {None}:
+            columns[name] = _each(show, numbers)
     return [list(columns), *map(list, zip(*columns.values(), strict=True))]
 
 
@@ -270,8 +299,10 @@ def _show_flops(number: float) -> str:
     return f"{shown}FLOPs" if " " in shown else f"{shown} FLOPs"  # 19.5 KFLOPs, 512 FLOPs
 
 
-def _or_empty(show: Callable[[Any], str], number: float | None) -> str:
-    return show(number) if number else ""
+def _each(show: Callable[[Any], str], numbers: Sequence[float | None]) -> list[str]:
+    """Numbers for people, nothing for none and for 0. Many are alike in a model."""
+    known = {number: show(number) if number else "" for number in {*numbers}}
+    return [known[number] for number in numbers]
 
 
 def _output(row: ModuleCosts) -> str:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import copy
-from collections import Counter
 from collections.abc import Callable
 from statistics import median
 from time import perf_counter
@@ -16,16 +15,16 @@ import torch
 from torch import Tensor, nn
 
 from hookline.core.nested import get_part, leaves
-from hookline.core.tree import Step as Named
-from hookline.core.tree import walk
-from hookline.costs.call_trees import CallTree, Step
+from hookline.costs.call_trees import CallTree
 from hookline.costs.flops import FlopCounter
-from hookline.costs.footprints import Footprint, footprint_of, size_of
+from hookline.costs.footprints import size_of
+from hookline.costs.ledgers import Ledger
 from hookline.costs.shortcuts import is_ordinary
-from hookline.costs.sizes import has_unmade, rows_of, sizes
+from hookline.costs.sizes import Sizes, has_unmade, sizes
 from hookline.costs.summaries import Summary
 from hookline.errors import BatchError
 from hookline.trials.batches import make_batch, needs_whole_numbers, refused_shapes
+from hookline.trials.contents import Contents
 from hookline.trials.runs import (
     Mode,
     copied,
@@ -33,7 +32,6 @@ from hookline.trials.runs import (
     nodes_of,
     pull_back,
     run,
-    tensors_of_all,
     trial,
 )
 
@@ -86,43 +84,50 @@ def summarize(
         )
     if batch is None:
         return sizes(model)
-    steps = walk(model)
-    tensors = tensors_of_all(steps)
-    if has_unmade(tensors):
+    contents = Contents(model)
+    tensors = contents.tensors
+    lazy = has_unmade(tensors)
+    if lazy:
         model = copy.deepcopy(model)
-        steps, tensors = walk(model), []
+        contents, tensors = Contents(model), []
     shortcuts = not _hooks_everywhere() and is_ordinary(tensors)
+    held = None if lazy else Sizes(contents, dense=shortcuts)
     made, shapes = make_batch(model, batch, dtype)
-    with trial(model, mode=mode, walks=[steps]):
+    with trial(model, mode=mode, contents=[contents]):
         try:
-            return _measured(model, made, backward, time, shortcuts, steps)
+            return _measured(contents, held, made, backward, time, shortcuts)
         except (RuntimeError, IndexError, TypeError) as error:
             if not shapes or not needs_whole_numbers(error):
                 raise
             if dtype is not None or len(shapes) > 1:
                 raise refused_shapes(shapes, dtype, error) from error
         made, _ = make_batch(model, batch, torch.long)
-        return _measured(model, made, backward, time, shortcuts, steps)
+        return _measured(contents, held, made, backward, time, shortcuts)
 
 
 def _measured(
-    model: nn.Module,
+    contents: Contents,
+    held: Sizes | None,
     batch: Any,
     backward: bool | Loss,
     time: bool,
     shortcuts: bool,
-    walked: list[Named],
 ) -> Summary:
     """Run a model once to count, and some more times if time is asked for."""
+    model = contents.model
     device = next(iter(cuda_devices(model)), None)
     if device is not None:
         torch.cuda.reset_peak_memory_stats(device)
-    tree, counter = _counted(model, batch, backward, shortcuts, walked)
+    tree, counter = _counted(contents, batch, backward, shortcuts)
     if tree.doubtful:  # a call raised and that was caught: not all was seen from there on
-        tree, counter = _counted(model, batch, backward, False, walk(model))
-    rows = rows_of(model)
-    summary = Summary(type(model).__name__, list(rows.values()))
-    summary.totals.update(_fill(rows, tree, backward is not False))
+        tree, counter = _counted(contents, batch, backward, False)
+    if held is None or not contents.is_current():  # the run has made some of it, or replaced it
+        contents = Contents(model)
+        held = Sizes(contents)
+        tree.renumber(contents.modules)
+    ledger = Ledger(held, tree, backward is not False)
+    summary = Summary(type(model).__name__, ledger)
+    summary.totals.update(ledger.totals())
     summary.totals["input_bytes"] = sum(size_of(tensor) for _, tensor in leaves(batch))
     summary.totals["uncounted"] = counter.uncounted
     if device is not None:
@@ -134,11 +139,11 @@ def _measured(
 
 
 def _counted(
-    model: nn.Module, batch: Any, backward: bool | Loss, shortcuts: bool, walked: list[Named]
+    contents: Contents, batch: Any, backward: bool | Loss, shortcuts: bool
 ) -> tuple[CallTree, FlopCounter]:
     """Run a model once, and count."""
-    graded, batch = backward is not False, copied(batch)
-    tree = CallTree(model, graded=graded, walked=walked)
+    model, graded, batch = contents.model, backward is not False, copied(batch)
+    tree = CallTree(model, graded=graded, walked=contents.named)
     counter = FlopCounter(tree.count, shortcuts)
     tree.certain = counter.certain
     with tree, torch.set_grad_enabled(graded), counter:
@@ -150,58 +155,7 @@ def _counted(
     return tree, counter
 
 
-# -- what a run has shown -------------------------------------------------------------------------
-
-
-def _fill(rows: dict[nn.Module, Any], tree: CallTree, backward: bool) -> dict[str, float]:
-    """Write into the rows of a summary what was counted in the calls; what it is in all."""
-    steps, calls = tree.steps, Counter([step.module for step in tree.steps])
-    for module, row in rows.items():
-        if module in tree.paths:
-            row.called = module in calls  # of a ModuleList it is not told: it cannot be
-        row.calls = row.activation_bytes = row.flops = row.own_flops = 0
-        if backward:
-            row.backward_flops = row.own_backward_flops = 0
-    known: dict[Any, Footprint] = {}  # most values in a model are alike
-    kept = 0
-    for step in reversed(steps):  # inner calls first
-        module, parent, own, made = step.module, step.parent, step.flops, step.made
-        flops = step.all_flops + own
-        if parent is not None:
-            parent.inner = True
-            parent.all_flops += flops
-        row = rows[module]
-        # Of a recursive module, the outermost call has the FLOPs of all.
-        outermost = calls[module] == 1 or parent is None or module not in parent.above()
-        row.calls += 1
-        row.own_flops += own
-        if outermost:
-            row.flops += flops
-        if backward:
-            _add_backward(row, step, outermost)
-        row.inputs = tree.inputs_of(step)
-        if made is not None:
-            shapes, size, dtype = footprint_of(made, known)
-            row.activation_bytes += size
-            if not step.inner:
-                kept += size
-            if row.dtype is not None and row.output != shapes:
-                row.varies = True
-            row.output, row.dtype = shapes, dtype
-    totals: dict[str, float] = {"called": len(calls), "activation_bytes": kept}
-    totals["flops"] = sum([step.flops for step in steps]) + tree.outside
-    if backward:
-        totals["backward_flops"] = sum([step.backward for step in steps]) + tree.outside_backward
-    return totals
-
-
-def _add_backward(row: Any, step: Step, outermost: bool) -> None:
-    row.own_backward_flops += step.backward
-    flops = step.all_backward + step.backward
-    if step.parent is not None:
-        step.parent.all_backward += flops
-    if outermost:
-        row.backward_flops += flops
+# -- time -----------------------------------------------------------------------------------------
 
 
 def _fill_times(
@@ -224,11 +178,11 @@ def _times(tree: CallTree) -> tuple[dict[str, float], dict[str, float]]:
     forward: dict[str, float] = {}
     backward: dict[str, float] = {}
     for step in tree.steps:
-        if step.parent is None or step.module not in step.parent.above():
-            path = tree.paths[step.module]
+        if step.parent is None or step.number not in step.parent.above():
+            path = tree.places[step.number]
             forward[path] = forward.get(path, 0.0) + step.seconds
-        for module in step.above() if step.backward else ():
-            path = tree.paths[module]
+        for number in step.above() if step.backward else ():
+            path = tree.places[number]
             backward[path] = backward.get(path, 0.0) + step.backward
     return forward, backward
 

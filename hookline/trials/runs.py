@@ -2,8 +2,7 @@
 
 - `trial(*models, mode=None)`: a context; afterwards the models and random numbers are as before
 - `run(model, batch)`: call a model on a batch, or let a function call it
-- `tensors_in(model)`, `tensors_of_all(walk(model))`: all parameters and buffers
-- `cuda_devices(model)`: where they are
+- `cuda_devices(model)`: where its parameters and buffers are
 - `copied(batch)`: the same batch in memory of its own, as models may write into it
 - `same_random_numbers(*models)`: a context; random numbers drawn inside are drawn again after it
 - `pull_back(roots)`: a backward that leaves no gradient; `nodes_of(roots)`: what it visits
@@ -29,7 +28,7 @@ from hookline.core.distributed import reshard
 from hookline.core.nested import map_leaves
 from hookline.core.parameters import Undo, put_back, restore
 from hookline.core.snapshots import duplicate
-from hookline.core.tree import Step, walk
+from hookline.trials.contents import Contents
 
 __all__ = [
     "Mode",
@@ -39,8 +38,6 @@ __all__ = [
     "pull_back",
     "run",
     "same_random_numbers",
-    "tensors_in",
-    "tensors_of_all",
     "trial",
 ]
 
@@ -62,22 +59,11 @@ def run(model: nn.Module, batch: Any) -> Any:
     return call(model, batch)
 
 
-def tensors_in(model: nn.Module) -> list[Tensor]:
-    """All parameters and buffers, as often as they are registered; faster than torch's walk."""
-    return tensors_of_all(walk(model))
-
-
-def tensors_of_all(steps: list[Step]) -> list[Tensor]:
-    """All parameters and buffers of modules that were walked, as often as they are registered."""
-    tables = [table for _, m in steps for table in (m._parameters, m._buffers) if table]
-    return [tensor for table in tables for tensor in table.values() if tensor is not None]
-
-
 def cuda_devices(model: nn.Module) -> set[torch.device]:
     """The CUDA devices on which a model has parameters or buffers."""
     if not torch.cuda.is_initialized():
         return set()
-    return {tensor.device for tensor in tensors_in(model) if tensor.is_cuda}
+    return {tensor.device for tensor in Contents(model).tensors if tensor.is_cuda}
 
 
 def copied(batch: Any) -> Any:
@@ -102,7 +88,7 @@ def _copy(leaf: Any) -> Any:
 
 @contextmanager
 def trial(
-    *models: nn.Module, mode: Mode | None = None, walks: Sequence[list[Step]] | None = None
+    *models: nn.Module, mode: Mode | None = None, contents: Sequence[Contents] | None = None
 ) -> Generator[None]:
     """Run models inside; afterwards modes, buffers, gradients and random numbers are as before.
 
@@ -115,27 +101,28 @@ def trial(
     Args:
         models: the models that run.
         mode: "eval" or "train" to run them so; each module has its own mode again afterwards.
-        walks: all modules of each model, if they are known already.
+        contents: what stands in each model, if it is known already.
     """
-    walks = walks or [walk(model) for model in models]
-    modules = [module for steps in walks for _, module in steps]
+    contents = contents or [Contents(model) for model in models]
+    modules = [module for content in contents for module in content.modules]
     training = [module.training for module in modules]
-    held = [module._parameters for module in modules if module._parameters]
-    parameters = [p for table in held for p in table.values() if p is not None]
-    required, grads = [p.requires_grad for p in parameters], [p.grad for p in parameters]
-    tables = [module._buffers for module in modules]
-    buffers = [dict(table) if table else _EMPTY for table in tables]
+    parameters = [p for content in contents for p in content.all_parameters if p is not None]
+    grads = [p.grad for p in parameters]
+    tables = [table for content in contents for table in content.buffers]
+    owners = [module for module in modules if module._buffers]
+    buffers = {id(module._buffers): dict(module._buffers) for module in owners}
     undo = Undo()
-    for module, before in zip(modules, buffers, strict=True):
+    for module in owners:
+        before = buffers[id(module._buffers)]
         for name, buffer in before.items():
             if buffer is not None and not buffer.is_meta:
                 undo.append(partial(put_back, module, module._buffers, before, name))
                 if not is_lazy(buffer):
                     old = buffer.data, buffer.detach().clone(), buffer.requires_grad
                     undo.append(partial(restore, buffer, *old))
-    for model in models:
-        reshard(model)
-        undo.append(partial(reshard, model))
+    for content in contents:
+        reshard(content.model, content.named)
+        undo.append(partial(reshard, content.model, content.named))
     with same_random_numbers(*models):
         try:
             if mode is not None:
@@ -148,21 +135,21 @@ def trial(
                 for module, was in zip(modules, training, strict=True):
                     if module.training != was:
                         module.training = was
-            if [p.requires_grad for p in parameters] != required:
-                _require(parameters, required)
+            for content in contents:
+                if content.find_trained() != content.trained:
+                    _require(content)
             if any(map(is_not, [p.grad for p in parameters], grads)):
                 for parameter, grad in zip(parameters, grads, strict=True):
                     if parameter.grad is not grad:
                         parameter.grad = grad
-            for table, before in zip(tables, buffers, strict=True):
-                if table or before:
-                    _drop_new(table, before)
+            for table in [table for table in tables if table]:
+                _drop_new(table, buffers.get(id(table), _EMPTY))
             undo.run()
 
 
-def _require(parameters: list[nn.Parameter], required: list[bool]) -> None:
-    for parameter, was in zip(parameters, required, strict=True):
-        if parameter.requires_grad != was and parameter.is_leaf:
+def _require(content: Contents) -> None:
+    for parameter, was in zip(content.all_parameters, content.trained, strict=True):
+        if parameter is not None and parameter.requires_grad != was and parameter.is_leaf:
             parameter.requires_grad_(was)
 
 
