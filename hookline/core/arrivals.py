@@ -1,8 +1,6 @@
 """Hooks on tensors and nodes by which the gradients of a log arrive.
 
-- `Arrival`: on a tensor that a call has made
-- `ViewArrival`: on a view of what a call has made, and on the base of it
-- `Share`: on a node inside a module, for what it passes on to the module's input
+- `Arrival`: the hooks for one call of a module
 """
 
 from __future__ import annotations
@@ -17,20 +15,41 @@ from hookline.core.arms import cut_out
 from hookline.core.recomputation import in_backward
 from hookline.core.snapshots import LAZY
 
-__all__ = ["Arrival", "Share", "ViewArrival"]
+__all__ = ["Arrival"]
 
 
 class Arrival:
-    """A hook by which the gradient of one call arrives. It holds its log weakly."""
+    """The hooks by which the gradient of one call arrives. They hold their log weakly."""
 
-    __slots__ = ("ident", "index", "log")
+    __slots__ = ("alias", "base", "ident", "index", "log", "position", "version")
 
     def __init__(self, log: weakref.ref[Any], ident: int, index: int) -> None:
         self.log, self.ident, self.index = log, ident, index
+        self.alias: Tensor | None = None
+
+    def view(self, tensor: Tensor, base: Tensor) -> None:
+        """The tensor is a view of what the call has made, by which its gradient may come, too."""
+        self.alias, self.version = tensor.detach(), tensor._version
+        self.base: tuple[Any, Any] = base.stride(), base.storage_offset()
 
     @torch_hooks.unserializable_hook
     def at_tensor(self, grad: Tensor | None) -> None:
-        """The hook on a tensor."""
+        """The hook on a tensor; of a view that was changed since, not all comes this way."""
+        if self.alias is None or self.alias._version == self.version:
+            self.arrive(grad)
+
+    @torch_hooks.unserializable_hook
+    def at_base(self, grad: Tensor | None) -> None:
+        """The hook on the base of a view; see `Arm.at_base`."""
+        if self.alias is not None and self.alias._version != self.version and grad is not None:
+            self.arrive(cut_out(grad, self.alias, *self.base))
+
+    def at_node(self, grad_inputs: tuple[Tensor | None, ...], _: Any) -> None:
+        """The hook on a node inside a module: what it passes on to the module's input."""
+        self.arrive(grad_inputs[self.position])
+
+    def arrive(self, grad: Tensor | None) -> None:
+        """Keep a gradient."""
         log = self.log()
         if grad is None or log is None:
             return
@@ -45,35 +64,3 @@ class Arrival:
         tap = log.tap_of(self.ident)
         if tap is not None:
             tap.gradient(grad, self.index, ())
-
-
-class ViewArrival(Arrival):
-    """The same for a view of what the call has made; see `Arm.at_base`."""
-
-    __slots__ = ("alias", "base", "version")
-
-    def __init__(self, log: weakref.ref[Any], ident: int, index: int, view: Tensor) -> None:
-        self.log, self.ident, self.index = log, ident, index
-        self.alias, self.version = view.detach(), view._version
-
-    @torch_hooks.unserializable_hook
-    def at_view(self, grad: Tensor | None) -> None:
-        """The hook on the view."""
-        if self.alias._version == self.version:
-            self.at_tensor(grad)
-
-    @torch_hooks.unserializable_hook
-    def at_base(self, grad: Tensor | None) -> None:
-        """The hook on its base."""
-        if grad is not None and self.alias._version != self.version:
-            self.at_tensor(cut_out(grad, self.alias, *self.base))
-
-
-class Share(Arrival):
-    """The same for what a node inside the module passes on to its input."""
-
-    __slots__ = ("position",)
-
-    def at_node(self, grad_inputs: tuple[Tensor | None, ...], _: Any) -> None:
-        """The hook on a node."""
-        self.at_tensor(grad_inputs[self.position])

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from hookline.core import gradients, input_gradients
 from hookline.core.arms import hang
-from hookline.core.arrivals import Arrival, Share, ViewArrival
+from hookline.core.arrivals import Arrival
 from hookline.core.keeping import WHOLE, Kept, Options
 from hookline.core.logs import Log, LoggedTap
 from hookline.core.nested import Path
@@ -272,21 +272,17 @@ class GradOutputLog(_GradientLog):
         for other, *_ in given:
             if other is output or (base is not None and (other._base is base or other is base)):
                 return False
-        if base is None:
-            arrival = Arrival(self.ref, ident, index)
-            hooks, key = hang(output, node, arrival.at_tensor)
+        arrival = Arrival(self.ref, ident, index)
+        if base is not None:
+            root: Any = base.grad_fn
+            if root is None or root._sequence_nr() < start or not gradients.alike(base, output):
+                return False
+            if sys.getrefcount(base) > gradients.alone():
+                return False
+            arrival.view(output, base)
+            hooks, key = hang(base, root, arrival.at_base)
             self.hung.append((weakref.ref(hooks), key))
-            return True
-        root: Any = base.grad_fn
-        if root is None or root._sequence_nr() < start or not gradients.alike(base, output):
-            return False
-        if sys.getrefcount(base) > gradients.alone():
-            return False
-        arrival = ViewArrival(self.ref, ident, index, output)
-        arrival.base = base.stride(), base.storage_offset()
-        hooks, key = hang(base, root, arrival.at_base)
-        self.hung.append((weakref.ref(hooks), key))
-        hooks, key = hang(output, node, arrival.at_view)
+        hooks, key = hang(output, node, arrival.at_tensor)
         self.hung.append((weakref.ref(hooks), key))
         return True
 
@@ -316,9 +312,9 @@ class GradInputLog(_GradientLog):
             self.begun[-1][3][last] = edges
         found = [edge for edge in edges if edge[2] is wanted and edge[3] == number]
         for node, position, _, _ in found:
-            share = Share(self.ref, ident, index)
-            share.position = position
-            handle = node.register_hook(share.at_node)
+            arrival = Arrival(self.ref, ident, index)
+            arrival.position = position
+            handle = node.register_hook(arrival.at_node)
             self.hung.append((handle.hooks_dict_ref, handle.id))
         return bool(found)
 
