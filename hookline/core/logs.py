@@ -201,11 +201,14 @@ class OutputLog(Log):
                 if not self.options.detach:
                     self.entries.append((id(module), output, output._version))
                     return None
-                output = output.detach()
+                output = output.detach()  # which others do not hold, and is not quantised
+                if lazy and output.is_cpu and output.untyped_storage().resizable():
+                    self.entries.append((id(module), output._lazy_clone(), None))
+                    return None
             elif output.nbytes < SMALL and output.is_contiguous():
                 self.entries.append((id(module), output.clone(), None))
                 return None
-            if (  # the commonest snapshot, without a call: see snapshots.py
+            elif (  # the commonest snapshot, without a call: see snapshots.py
                 lazy
                 and output.is_cpu
                 and not output.is_quantized

@@ -78,11 +78,11 @@ def _quickly(model: Any, text: str) -> Request | None:
     modules, fine = request.modules, _fine
     last: Any = form.last
     if last is DEEP:
-        for step in below(owner, form.prefix):
-            kind = type(step[1])
-            if kind in fine:
-                modules.append(step)
-            elif kind not in _CONTAINERS or "forward" in step[1].__dict__:
+        steps = below(owner, form.prefix)
+        modules += [step for step in steps if type(step[1]) in fine]
+        for _, module in steps if len(modules) < len(steps) else ():
+            kind = type(module)
+            if kind not in fine and (kind not in _CONTAINERS or "forward" in module.__dict__):
                 return None
     elif last is ANY:
         found = owner._modules
