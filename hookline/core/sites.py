@@ -130,11 +130,20 @@ class Site:
 
     def spread(self, modules: Iterable[nn.Module], before: Any, after: Any, named: bool) -> None:
         """Put the same two hooks on many modules, the first with named arguments if asked."""
+        key = self.key
         for module in modules:
-            module._forward_pre_hooks[self.key] = before
-            module._forward_hooks[self.key] = after
+            module._forward_pre_hooks[key] = before
+            module._forward_hooks[key] = after
             if named:
-                module._forward_pre_hooks_with_kwargs[self.key] = True
+                module._forward_pre_hooks_with_kwargs[key] = True
+
+    def lift(self, modules: Iterable[nn.Module]) -> None:
+        """Take such hooks off; fine if they are off already."""
+        key, self.closed = self.key, True
+        for module in modules:
+            module._forward_pre_hooks.pop(key, None)
+            module._forward_hooks.pop(key, None)
+            module._forward_pre_hooks_with_kwargs.pop(key, None)
 
     def rest(self, module: nn.Module, args: Any) -> None:
         """A hook that does nothing, but that a copied module sheds it."""

@@ -239,8 +239,7 @@ class CallTree(Entering):
         while self.stack:  # they raised
             self._drop()
         for site, modules in self._sites.items():
-            for module in modules:
-                site.unregister(module)
+            site.lift(modules)
             site.tree = None
         self._sites = {}
         ACTIVE.set(ACTIVE.get() - {self._serial})
