@@ -28,7 +28,7 @@ from hookline.core.grammar import (
 )
 from hookline.core.nested import Path
 from hookline.core.targets import Place, Request, Target
-from hookline.core.tree import Step, below, exists, find, find_tensors, join, tensors_of, walk
+from hookline.core.tree import Step, exists, find, find_tensors, join, tensors_of, walk
 from hookline.errors import HooklineError, NotHookable, PlaceError, PlaceNotFound
 
 __all__ = ["Place", "Request", "Target", "Where", "resolve"]
@@ -78,7 +78,7 @@ def _quickly(model: Any, text: str) -> Request | None:
     modules, fine = request.modules, _fine
     last: Any = form.last
     if last is DEEP:
-        for step in below(owner, form.prefix):
+        for step in find(model, (*form.above, DEEP)):
             kind = type(step[1])
             if kind in fine:
                 modules.append(step)
