@@ -402,3 +402,34 @@ def test_a_record_of_many_calls_holds_one_value_a_call_and_no_more():
             model(torch.ones(4, 3))
         assert tensors_alive() - before <= 100 + 5
     assert len(record.calls("0")) == 50
+
+
+@pytest.mark.parametrize("port", ["output", "grad_output", "grad_input"])
+def test_what_was_read_of_a_record_goes_with_it(port):
+    model = small()
+    with hl.capture(model, f"**:{port}") as record:
+        model(torch.ones(4, 3, requires_grad=True) * 1).sum().backward()
+    values = [weakref.ref(value) for _, value in record.items()]
+    assert len(values) > 1
+    del record
+    assert all(value() is None for value in values)
+
+
+def test_captures_of_gradients_keep_no_graph_that_a_running_module_has_dropped():
+    class Loop(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(8, 1024), nn.Tanh())  # 4 MB a call
+
+        def forward(self, x):
+            before = resident()
+            for _ in range(20):
+                y = self.inner(x)
+            self.grown = resident() - before
+            return y
+
+    model, x = Loop(), torch.ones(1024, 8, requires_grad=True)
+    model(x * 1)
+    with hl.capture(model, ":grad_input", "**:grad_input"):
+        model(x * 1).sum().backward()
+    assert model.grown < 24 * MB

@@ -11,6 +11,7 @@ on entering: what was noted is sorted by modules when it is read.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any, cast
@@ -81,7 +82,7 @@ class Log(Site):
     kind: type[LoggedTap] = LoggedTap
     beside: dict[int, int] | None = None  # hooks of logs at modules where several have one
     in_graph = False  # whether compiled graphs may keep values by themselves
-    entries: list[Any]
+    entries: list[Any] = []  # noqa: RUF012 - of one that notes nothing, and never added to
     sorted = 0  # how many entries were given to taps
 
     def __init__(self, context: weakref.ref[Any], options: Options, owner: int | None) -> None:
@@ -94,6 +95,7 @@ class Log(Site):
         self.modules: dict[int, nn.Module] = {}  # the same, while taps are made
         self.taps: dict[int, Any] = {}  # by id of the module, as far as they were asked for
         self.strangers: dict[int, int] = {}  # calls from other threads and tasks
+        self.lock = threading.RLock()  # two threads may read
 
     def hook(self, steps: list[Step]) -> None:
         """Put hooks on modules; fine if they are on already."""
@@ -140,7 +142,8 @@ class Log(Site):
             self._name()
             if ident in self.names:
                 module = self.modules.get(ident)
-                tap = self.taps[ident] = self.kind(self, self.names[ident], module, ident)
+                made = self.kind(self, self.names[ident], module, ident)
+                tap = self.taps.setdefault(ident, made)
         return tap
 
     def _name(self) -> None:
@@ -151,6 +154,15 @@ class Log(Site):
 
     def sort(self) -> None:
         """Give what was noted since to the taps."""
+        if self.sorted != len(self.entries):
+            with self.lock:
+                for entry in self.entries[self.sorted :]:
+                    self.give(*entry)
+                    self.sorted += 1  # one by one, so that an interrupt loses none
+
+    def give(self, ident: int, *noted: Any) -> None:
+        """Give one entry to the tap of its module."""
+        raise AssertionError("a log has a way to give")
 
     def silent(self, one: bool) -> bool:
         """Whether a module may be silent, as far as can be told in little time.
@@ -241,14 +253,10 @@ class OutputLog(Log):
             return False
         return not {entry[0] for entry in self.entries} >= self.names.keys()
 
-    def sort(self) -> None:
-        known = len(self.entries)
-        if self.sorted != known:
-            start, self.sorted = self.sorted, known
-            for ident, value, check in self.entries[start:known]:
-                tap = self.tap_of(ident)
-                if tap is not None:
-                    tap._kept.append((value, check))
+    def give(self, ident: int, *noted: Any) -> None:
+        tap = self.tap_of(ident)
+        if tap is not None:
+            tap._kept.append(noted)
 
 
 class _LastTap(LoggedTap):
