@@ -66,14 +66,16 @@ def _quickly(model: Any, text: str) -> Request | None:
         return None
     owner: Any = model
     for name in form.above:
-        if name not in owner._modules:
+        if name not in owner._modules or owner._modules[name] is None:
             return None
         owner = owner._modules[name]
-    if owner is None or isinstance(owner, jit.ScriptModule):
+    if isinstance(owner, jit.ScriptModule):
         return None
     for name in form.taken:
         if name in owner._modules or name in owner._parameters or name in owner._buffers:
             return None
+        if len(owner._modules) == 1 and exists(model, (*form.above, name)):
+            return None  # in what it wraps, whose name may be left out
     request = Request(form.asked, form.literal, form.port, ())
     modules, fine = request.modules, _fine
     last: Any = form.last
