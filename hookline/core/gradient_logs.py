@@ -57,6 +57,13 @@ class _GradientTap(LoggedTap):
 
     grads: Any = property(_get_grads, _set_grads)
 
+    def take(self, *noted: Any) -> None:
+        index, task, grad = noted
+        parts = self._grads.setdefault((index, task), {})
+        if () in parts:  # the shares of an input come one by one
+            grad = parts[()][0] + grad
+        parts[()] = (grad, None)
+
     @property
     def count(self) -> int:
         return self.log.counts.get(self.ident, 0)
@@ -240,16 +247,6 @@ class _GradientLog(Log):
 
     def silent(self, one: bool) -> bool:
         return not self.counts.keys() >= self.names.keys()
-
-    def give(self, ident: int, *noted: Any) -> None:
-        index, task, grad = noted
-        tap = self.tap_of(ident)
-        if tap is not None:
-            parts = tap._grads.setdefault((index, task), {})
-            if () in parts:  # the shares of an input come one by one
-                grad = parts[()][0] + grad
-            parts[()] = (grad, None)
-            tap.fired += 1
 
 
 class GradOutputLog(_GradientLog):

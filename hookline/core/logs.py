@@ -49,6 +49,10 @@ class LoggedTap(CaptureTap, Site):
 
     kept: Any = property(_get_kept, _set_kept)
 
+    def take(self, *noted: Any) -> None:
+        """Keep what the log has noted of one call."""
+        self._kept.append(cast(Kept, noted))
+
     @property
     def count(self) -> int:
         return len(self.kept)
@@ -148,21 +152,21 @@ class Log(Site):
 
     def _name(self) -> None:
         """Note the first path of each module, and while the capture is open the module."""
-        for path, module in self.steps if not self.modules else ():
-            self.modules[id(module)] = module
-            self.names.setdefault(id(module), path)
+        if self.steps and not self.modules:
+            names: dict[int, str] = {}
+            for path, module in self.steps:
+                names.setdefault(id(module), path)
+            self.names = names
+            self.modules = {id(module): module for _, module in self.steps}
 
     def sort(self) -> None:
         """Give what was noted since to the taps."""
         if self.sorted != len(self.entries):
             with self.lock:
-                for entry in self.entries[self.sorted :]:
-                    self.give(*entry)
-                    self.sorted += 1  # one by one, so that an interrupt loses none
-
-    def give(self, ident: int, *noted: Any) -> None:
-        """Give one entry to the tap of its module."""
-        raise AssertionError("a log has a way to give")
+                for ident, *noted in self.entries[self.sorted :]:
+                    tap = self.tap_of(ident)
+                    # In one step, so that an interrupt loses none and gives none twice.
+                    self.sorted, _ = self.sorted + 1, tap and tap.take(*noted)
 
     def silent(self, one: bool) -> bool:
         """Whether a module may be silent, as far as can be told in little time.
@@ -252,11 +256,6 @@ class OutputLog(Log):
         if one and self.entries and self.entries[0][0] in self.names:
             return False
         return not {entry[0] for entry in self.entries} >= self.names.keys()
-
-    def give(self, ident: int, *noted: Any) -> None:
-        tap = self.tap_of(ident)
-        if tap is not None:
-            tap._kept.append(noted)
 
 
 class _LastTap(LoggedTap):
