@@ -352,11 +352,12 @@ class InterruptAt:
     [
         lambda m: hl.capture(m, "0", "2:input"),
         lambda m: hl.capture(m, "0:grad_output", "0.weight:grad"),
+        lambda m: hl.capture(m, "**", "**:grad_output", "**:grad_input"),
         lambda m: hl.edit(m, {"0": hl.scale(2.0), "0.weight": hl.zero()}),
         lambda m: hl.replace_module(m, "1", nn.Identity()),
         lambda m: hl.preserve(m, "0"),
     ],
-    ids=["capture", "capture of gradients", "edit", "replace_module", "preserve"],
+    ids=["capture", "of gradients", "of everything", "edit", "replace_module", "preserve"],
 )
 def test_an_interrupt_at_any_line_leaves_nothing_once_the_context_is_collected(make):
     model = small()
@@ -390,6 +391,35 @@ def interrupted_at(n, context, run, trace):
             warnings.simplefilter("ignore", hl.HooklineWarning)
             del context
     return None
+
+
+@pytest.mark.parametrize("while_open", [True, False], ids=["open", "closed"])
+@pytest.mark.parametrize("port", ["output", "grad_input"])
+def test_an_interrupt_at_any_line_of_reading_changes_nothing_that_is_read_later(port, while_open):
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+
+    def read():
+        return [(place, len(record.calls(place))) for place in record.places()]
+
+    trace, n, interrupted = sys.gettrace(), 0, True
+    while interrupted:
+        n, context = n + 1, hl.capture(model, f"**:{port}")
+        record = context.__enter__()
+        for _ in range(2):
+            model(X.clone().requires_grad_() * 1).sum().backward()
+        if not while_open:
+            context.remove()
+        try:
+            sys.settrace(InterruptAt(n))
+            read()
+            interrupted = False
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(trace)
+        context.remove()
+        assert [count for _, count in read()] == [2, 2], n
+    assert n > 20
 
 
 # -- messages -------------------------------------------------------------------------------------

@@ -1118,3 +1118,15 @@ def test_outputs_of_a_recursive_module_that_first_runs_inside_a_backward_are_all
 
     InBackward.apply(torch.ones(1, requires_grad=True), run).sum().backward()
     assert lengths == [(3, 3)]
+
+
+def test_a_stop_is_swallowed_by_a_capture_that_was_removed_inside_its_block():
+    model, x = nn.Sequential(nn.Linear(2, 2), nn.ReLU()), torch.ones(1, 2)
+    context = hl.capture(model, "0", stop=True)
+    with context as record:
+        try:
+            model(x)
+        finally:
+            context.remove()
+    assert record["0"].shape == (1, 2)
+    assert_clean(model)

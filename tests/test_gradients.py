@@ -63,7 +63,7 @@ def told(record, place):
 @pytest.mark.parametrize("made", [*MAKERS, *VIEWERS, "identity", "a parameter"])
 @pytest.mark.parametrize("place", [":grad_output", ":grad_input"])
 def test_a_place_asked_for_alone_tells_the_same_as_with_others(made, following, place):
-    # Alone it is served by a quick tap, with another hook on the module by the general way.
+    # Alone it is served by a log, with another hook on the module by the general way.
     others = {"identity": (nn.Identity, (2, 4)), "a parameter": (Returning, (2, 4))}
     make, shapes = (MAKERS | VIEWERS | others)[made]
     shapes = shapes if isinstance(shapes[0], tuple) else [shapes]

@@ -416,3 +416,40 @@ def test_a_record_that_was_read_is_freed_at_once(port):
         assert repr(record)
 
     assert growth(run) < 16 * MB
+
+
+@pytest.mark.parametrize("port", ["output", "grad_output", "grad_input"])
+def test_what_was_read_of_a_record_goes_with_it(port):
+    model = small()
+    with hl.capture(model, f"**:{port}") as record:
+        model(torch.ones(4, 3, requires_grad=True) * 1).sum().backward()
+    values = [weakref.ref(value) for _, value in record.items()]
+    assert len(values) > 1
+    del record
+    assert all(value() is None for value in values)
+
+
+def test_captures_of_gradients_keep_no_graph_that_a_running_module_has_dropped():
+    tokens = weakref.WeakSet()
+
+    class Inner(nn.Module):
+        def forward(self, x):
+            token = Token()
+            tokens.add(token)
+            return Mark.apply(x, token)
+
+    class Loop(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Inner()
+
+        def forward(self, x):
+            for _ in range(10):
+                y = self.inner(x)
+            self.alive = len(tokens)
+            return y
+
+    model = Loop()
+    with hl.capture(model, ":grad_input", "**:grad_input"):
+        model(torch.ones(3, requires_grad=True) * 1).sum().backward()
+    assert model.alive == 1

@@ -633,3 +633,20 @@ def test_a_part_of_a_parameter_is_refused(where):
     model = nn.Sequential(nn.Linear(3, 3))
     with pytest.raises(hl.PlaceError, match="a part never indexes a tensor"):
         hl.select(model, where)
+
+
+@pytest.mark.parametrize("place", ["gone.fc", "gone.inner.*", "gone.inner.**:input"])
+def test_a_path_through_a_child_that_is_none_is_not_found(place):
+    model = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
+    model.add_module("gone", None)
+    with pytest.raises(hl.PlaceNotFound, match="Nothing matches"), hl.capture(model, place):
+        pass
+
+
+def test_a_name_that_is_a_wildcard_is_seen_in_a_wrapper_whose_name_is_left_out():
+    model = nn.Module()
+    model.module = nn.Sequential()
+    model.module.add_module("**", nn.ReLU())
+    hl.select(model, nn.Module)  # the types are known
+    with pytest.raises(hl.PlaceError, match="has two readings"), hl.capture(model, "**"):
+        pass

@@ -279,3 +279,42 @@ def test_an_attached_gradient_hook_and_edit_act_in_every_step(mode, port):
         assert model[0].weight.grad.abs().sum() == 0
     looking.remove(), zeroing.remove()
     assert_clean(model)
+
+
+@pytest.mark.parametrize("port", ["grad_output", "grad_input"])
+def test_a_call_that_raises_in_a_checkpoint_takes_no_other_call_away(port):
+    class Trying(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(3, 3)
+
+        def forward(self, x):
+            y = self.inner(x)
+            with contextlib.suppress(TypeError):
+                self.inner(None)
+            self.inner(y)  # no gradient
+            return y
+
+    model = Trying()
+    with hl.capture(model, f"inner:{port}") as record:
+        x = checkpoint(model, X.clone().requires_grad_() * 1, use_reentrant=True)
+        model(x).sum().backward()
+    assert [grad is None for grad in record.calls(f"inner:{port}")] == [False, True, False, True]
+
+
+def test_a_call_inside_a_backward_is_counted_once_whatever_the_module_returns():
+    class Two(nn.Module):
+        def forward(self, x):
+            return x * 2, x * 3
+
+    model = nn.Sequential(Two())
+
+    def call_again(grad):
+        with torch.enable_grad():
+            model(X.clone().requires_grad_())
+
+    with hl.capture(model, "0:grad_output") as record:
+        one, other = model(X.clone().requires_grad_())
+        one.register_hook(call_again)
+        (one + other).sum().backward()
+    assert len(record.calls("0:grad_output")) == 1

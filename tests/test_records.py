@@ -1225,3 +1225,13 @@ def test_bare_modules_that_hold_others_are_containers_and_empty_ones_have_a_reas
     assert list(record.unfired()) == ["empty"]
     with pytest.raises(hl.NeverFired, match="bare Module"):
         _ = record["empty"]
+
+
+@pytest.mark.parametrize("places", [["0"], ["0", "1:grad_output"], ["0", "1:input"]])
+def test_a_record_outlives_an_attached_capture_that_is_collected_with_its_model(places):
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    record = hl.capture(model, *places).attach().record
+    model(torch.ones(1, 2)).sum().backward()
+    del model
+    gc.collect()
+    assert [str(place) for place in record.places()] == places

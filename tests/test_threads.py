@@ -1,7 +1,9 @@
 """Threads, tasks and executors: captures see their own calls, edits and attachments all."""
 
 import asyncio
+import contextlib
 import contextvars
+import functools
 import sys
 import threading
 import time
@@ -366,3 +368,47 @@ def test_a_backward_in_another_thread_delivers_its_gradients():
     assert torch.equal(record["0.weight:grad"], model[0].weight.grad)
     assert record["0:grad_input"].shape == X.shape
     assert_clean(model)
+
+
+@pytest.mark.parametrize("while_open", [True, False], ids=["open", "closed"])
+@pytest.mark.parametrize("port", ["", ":grad_output"])
+def test_several_threads_may_be_the_first_to_read_a_record(hasty, port, while_open):
+    model = nn.Sequential(*[nn.Linear(3, 3) for _ in range(10)])
+
+    def read():
+        return [len(record.calls(f"{n}{port}")) for n in range(10)]
+
+    with hl.capture(model, f"*{port}") as record:
+        for _ in range(50):
+            model(X).sum().backward()
+        found = run_all(read, read, read, read) if while_open else []
+    found += run_all(read, read, read, read)
+    assert all(counts == [50] * 10 for counts in found)
+
+
+@pytest.mark.parametrize("port", ["grad_output", "grad_input"])
+def test_calls_that_raise_in_threads_of_one_context_do_not_take_others_away(hasty, port):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x):
+            y = self.last(self.first(x))
+            with contextlib.suppress(TypeError):
+                self.last(None)
+            return y
+
+    model = Model()
+
+    def work():
+        for _ in range(40):
+            model(X.clone().requires_grad_() * 1).sum().backward()
+
+    with hl.capture(model, f"**:{port}") as record:
+        contexts = [contextvars.copy_context() for _ in range(4)]
+        run_all(*[functools.partial(context.run, work) for context in contexts])
+    for name in ("first", "last"):
+        grads = record.calls(f"{name}:{port}")
+        assert len(grads) == 160
+        assert all(grad is not None for grad in grads)

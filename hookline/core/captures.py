@@ -263,4 +263,4 @@ class capture(Context[CaptureTap]):
             log.keeper = None
         super()._stop()
         if self._record is not None:
-            self._record._seal()
+            self._record._seal(self)

@@ -103,12 +103,12 @@ class Entering:
         error: BaseException | None,
         trace: types.TracebackType | None,
     ) -> bool | None:
-        if self._open:
-            self._leave()
-            if error is None:
-                self._verify()
-            else:
-                return self._failed(error, trace)
+        opened = self._open
+        self._leave()
+        if error is not None:
+            return self._failed(error, trace)
+        if opened:
+            self._verify()
         return None
 
     def _failed(self, error: BaseException, trace: types.TracebackType | None) -> bool | None:

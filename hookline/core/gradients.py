@@ -31,13 +31,13 @@ if TYPE_CHECKING:
     from hookline.core.taps import Frame, Tap
 
 __all__ = [
-    "NO_GRAD", "PASSED_ON", "Edge", "alias", "alike", "alone", "grouped", "is_gate", "leading",
-    "made_since", "mark_gate", "note_given", "sequence", "tensors_in", "watch_outputs",
+    "LEAF", "NO_GRAD", "PASSED_ON", "Edge", "alias", "alike", "alone", "grouped", "is_gate",
+    "leading", "made_since", "mark_gate", "note_given", "sequence", "tensors_in", "watch_outputs",
     "watch_tensor",
 ]  # fmt: skip
 
 Edge = tuple[Any, int]
-_LEAF = 2**64 - 1  # the sequence number of nodes that accumulate, which lead nowhere
+LEAF = 2**64 - 1  # the sequence number of nodes that accumulate, which lead nowhere
 _ONE: list[tuple[Tensor, list[Path]]] = []  # one tensor, the whole value
 
 NO_GRAD = (
@@ -265,6 +265,6 @@ def leading(
                     stack.append(follows)
             elif follows is None or follows in seen or edge in stops:
                 continue
-            elif start <= follows._sequence_nr() < _LEAF:
+            elif start <= follows._sequence_nr() < LEAF:
                 stack.append(follows)
     return found

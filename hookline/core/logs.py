@@ -11,6 +11,7 @@ on entering: what was noted is sorted by modules when it is read.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any, cast
@@ -48,6 +49,10 @@ class LoggedTap(CaptureTap, Site):
 
     kept: Any = property(_get_kept, _set_kept)
 
+    def take(self, *noted: Any) -> None:
+        """Keep what the log has noted of one call."""
+        self._kept.append(cast(Kept, noted))
+
     @property
     def count(self) -> int:
         return len(self.kept)
@@ -64,12 +69,6 @@ class LoggedTap(CaptureTap, Site):
     def spelled(self) -> str:
         path = escape(self.path)
         return path if self.port == "output" else f"{path}:{self.port}"
-
-    def stranger(self, module: nn.Module) -> None:
-        if self.module is None:  # a copied module
-            self.unregister(module)
-        else:
-            self.log.stranger(module)
 
     def release(self) -> None:
         self.module = None
@@ -94,6 +93,7 @@ class Log(Site):
         self.modules: dict[int, nn.Module] = {}  # the same, while taps are made
         self.taps: dict[int, Any] = {}  # by id of the module, as far as they were asked for
         self.strangers: dict[int, int] = {}  # calls from other threads and tasks
+        self.lock = threading.RLock()  # two threads may read
 
     def hook(self, steps: list[Step]) -> None:
         """Put hooks on modules; fine if they are on already."""
@@ -140,17 +140,27 @@ class Log(Site):
             self._name()
             if ident in self.names:
                 module = self.modules.get(ident)
-                tap = self.taps[ident] = self.kind(self, self.names[ident], module, ident)
+                made = self.kind(self, self.names[ident], module, ident)
+                tap = self.taps.setdefault(ident, made)
         return tap
 
     def _name(self) -> None:
         """Note the first path of each module, and while the capture is open the module."""
-        for path, module in self.steps if not self.modules else ():
-            self.modules[id(module)] = module
-            self.names.setdefault(id(module), path)
+        if self.steps and not self.modules:
+            names: dict[int, str] = {}
+            for path, module in self.steps:
+                names.setdefault(id(module), path)
+            self.names = names
+            self.modules = {id(module): module for _, module in self.steps}
 
     def sort(self) -> None:
         """Give what was noted since to the taps."""
+        if self.sorted != len(self.entries):
+            with self.lock:
+                for ident, *noted in self.entries[self.sorted :]:
+                    tap = self.tap_of(ident)
+                    # In one step, so that an interrupt loses none and gives none twice.
+                    self.sorted, _ = self.sorted + 1, tap and tap.take(*noted)
 
     def silent(self, one: bool) -> bool:
         """Whether a module may be silent, as far as can be told in little time.
@@ -171,8 +181,8 @@ class OutputLog(Log):
     """The outputs of modules, in the order of the calls."""
 
     # An entry is the id of the module, the value and what to check on reading.
-    looked = 0  # how many entries are known to `again`
-    inside: set[int] | None = None  # the entries that came in a backward
+    looked = 0  # how many entries are known to `within`
+    inside: set[int] | None = None  # the ids of entries that came in a backward
     outside: set[int]  # the modules that were called outside of one
 
     def after_call(
@@ -191,8 +201,8 @@ class OutputLog(Log):
         """The forward hook."""
         if self.owner not in active():
             return self.stranger(module)
-        if in_backward() != -1 and self.again(id(module)):
-            return None
+        if in_backward() != -1:
+            return self.within(id(module), output)
         if type(output) is not plain:
             self.entries.append((id(module), *self.options.keeps(output)))
             return None
@@ -222,32 +232,23 @@ class OutputLog(Log):
         self.entries.append((id(module), snapshot(output), None))
         return None
 
-    def again(self, ident: int) -> bool:
-        """Whether a call in a backward repeats one from outside; see `Site.recomputes`."""
+    def within(self, ident: int, output: Any) -> None:
+        """A call in a backward, unless it repeats one from outside: see `Site.recomputes`."""
         if self.inside is None:
             self.inside, self.outside = set(), set()
         start, self.looked = self.looked, len(self.entries)
-        for n in range(start, self.looked):
-            if n not in self.inside:
-                self.outside.add(self.entries[n][0])
-        if ident in self.outside:
-            return True
-        self.inside.add(self.looked)
-        return False
+        for entry in self.entries[start : self.looked]:
+            if id(entry) not in self.inside:
+                self.outside.add(entry[0])
+        if ident not in self.outside:
+            entry = (ident, *self.options.keeps(output))
+            self.inside.add(id(entry))
+            self.entries.append(entry)
 
     def silent(self, one: bool) -> bool:
         if one and self.entries and self.entries[0][0] in self.names:
             return False
         return not {entry[0] for entry in self.entries} >= self.names.keys()
-
-    def sort(self) -> None:
-        known = len(self.entries)
-        if self.sorted != known:
-            start, self.sorted = self.sorted, known
-            for ident, value, check in self.entries[start:known]:
-                tap = self.tap_of(ident)
-                if tap is not None:
-                    tap._kept.append((value, check))
 
 
 class _LastTap(LoggedTap):
@@ -276,6 +277,12 @@ class _LastTap(LoggedTap):
         if self.recomputes() is None:
             self.kept = [self.options.keeps(output)]
         return None
+
+    def stranger(self, module: nn.Module) -> None:
+        if self.module is None:  # a copied module
+            self.unregister(module)
+        else:
+            self.log.stranger(module)
 
 
 class LastLog(Log):

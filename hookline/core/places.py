@@ -28,7 +28,7 @@ from hookline.core.grammar import (
 )
 from hookline.core.nested import Path
 from hookline.core.targets import Place, Request, Target
-from hookline.core.tree import Step, below, exists, find, find_tensors, join, tensors_of, walk
+from hookline.core.tree import Step, exists, find, find_tensors, join, tensors_of, walk
 from hookline.errors import HooklineError, NotHookable, PlaceError, PlaceNotFound
 
 __all__ = ["Place", "Request", "Target", "Where", "resolve"]
@@ -66,19 +66,21 @@ def _quickly(model: Any, text: str) -> Request | None:
         return None
     owner: Any = model
     for name in form.above:
-        if name not in owner._modules:
+        if name not in owner._modules or owner._modules[name] is None:
             return None
         owner = owner._modules[name]
-    if owner is None or isinstance(owner, jit.ScriptModule):
+    if isinstance(owner, jit.ScriptModule):
         return None
     for name in form.taken:
         if name in owner._modules or name in owner._parameters or name in owner._buffers:
             return None
+        if len(owner._modules) == 1 and exists(model, (*form.above, name)):
+            return None  # in what it wraps, whose name may be left out
     request = Request(form.asked, form.literal, form.port, ())
     modules, fine = request.modules, _fine
     last: Any = form.last
     if last is DEEP:
-        steps = below(owner, form.prefix)
+        steps = find(model, (*form.above, DEEP))
         modules += [step for step in steps if type(step[1]) in fine]
         for _, module in steps if len(modules) < len(steps) else ():
             kind = type(module)

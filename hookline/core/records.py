@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import operator
+import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -76,15 +77,17 @@ class Record:
         model = None if source is None else source._model
         self._model = weakref.ref(model) if isinstance(model, nn.Module) else None
         self._sites: dict[Any, Site] = {}  # for the reasons of what never fired
+        self._lock = threading.RLock()  # two threads may be the first to read
 
-    def _seal(self) -> None:
+    def _seal(self, source: capture) -> None:
         """The capture has ended: let go of it and of the model."""
-        source = None if self._source is None else self._source()
-        if source is None:
+        if self._source is None:
             return
         planned = distributed.has_plans()
         lazily = self._log is not None and not self._log.taps and not planned
-        taps = [] if lazily else self._taps
+        if self._made is None and not lazily:
+            self._made = self._listed(source)
+        taps = self._made or ()
         self._source = None
         for tap in taps:
             if planned:
@@ -105,12 +108,15 @@ class Record:
     @property
     def _taps(self) -> list[CaptureTap]:
         if self._made is None:
-            source = None if self._source is None else self._source()
-            if self._log is not None:
-                self._made = self._log.all_taps()
-            else:
-                self._made = [] if source is None else source._listed()
+            with self._lock:
+                if self._made is None:
+                    self._made = self._listed(None if self._source is None else self._source())
         return self._made
+
+    def _listed(self, source: capture | None) -> list[CaptureTap]:
+        if self._log is not None:
+            return self._log.all_taps()
+        return [] if source is None else source._listed()
 
     # -- reading --------------------------------------------------------------------------------
 
@@ -368,9 +374,10 @@ class Record:
 
     def _holding(self, target: Target) -> tuple[CaptureTap, Path] | None:
         if self._by_key is None:
-            self._by_key = {}
+            by_key: dict[Any, list[int]] = {}
             for n, tap in enumerate(self._taps):
-                self._by_key.setdefault(tap.target.key[:3], []).append(n)
+                by_key.setdefault(tap.target.key[:3], []).append(n)
+            self._by_key = by_key
         for n in self._by_key.get(target.key[:3], ()):
             tap = self._taps[n]
             parts = tap.target.parts

@@ -2,7 +2,6 @@
 
 - `walk(model)`: every module once, under its first name
 - `find(model, segments)`: the modules whose path matches
-- `below(module, prefix)`: all modules below one
 - `find_tensors(model, segments, gradients)`: the parameters and buffers whose path matches
 - `exists(model, names)`: whether a plain path is that of a module, parameter or buffer
 - `tensors_of(module)`: the parameters and buffers of a module itself
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 
 from hookline.core.grammar import ANY, DEEP, Segment
 
-__all__ = ["Step", "below", "exists", "find", "find_tensors", "join", "tensors_of", "walk"]
+__all__ = ["Step", "exists", "find", "find_tensors", "join", "tensors_of", "walk"]
 
 Step = tuple[str, nn.Module]  # a module under a path
 Owned = tuple[str, nn.Module, str]  # and a parameter or buffer in it
@@ -94,14 +93,6 @@ def _wrapped(path: str, module: nn.Module, segment: Segment) -> Step | None:
         if name in _WRAPPERS and inner is not None and name != segment and known:
             return join(path, name), inner
     return None
-
-
-def below(module: nn.Module, prefix: str) -> list[Step]:
-    """All modules below one, each once."""
-    found: dict[Any, Step] = {module: ("", module)}
-    _add_children(prefix[:-1], module, DEEP, found)
-    del found[module]
-    return list(found.values())
 
 
 def find_tensors(model: nn.Module, segments: Sequence[Segment], gradients: bool) -> list[Owned]:
