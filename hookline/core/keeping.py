@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Sequence, Set
+from operator import itemgetter
 from types import MappingProxyType
 from typing import Any, Literal, cast
 
@@ -227,10 +228,12 @@ class CaptureTap(Tap):
         call without any.
         """
         self.lost()
+        passes: dict[int, list[dict[Path, Kept]]] = {call: [] for call in self.shapes}
+        for key, parts in sorted(self.grads.items(), key=itemgetter(0)):
+            passes.setdefault(key[0], []).append(parts)
         found: list[tuple[int, Kept | None]] = []
-        for call in sorted({index for index, _ in self.grads} | set(self.shapes)):
-            passes = [self.grads[key] for key in sorted(self.grads) if key[0] == call]
-            found += [(call, self._gather(call, parts)) for parts in passes] or [(call, None)]
+        for call, arrived in sorted(passes.items()):
+            found += [(call, self._gather(call, parts)) for parts in arrived] or [(call, None)]
         keep = self.options.keep
         return found[:1] if keep == "first" else found[-1:] if keep == "last" else found
 
