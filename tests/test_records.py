@@ -1235,3 +1235,35 @@ def test_a_record_outlives_an_attached_capture_that_is_collected_with_its_model(
     del model
     gc.collect()
     assert [str(place) for place in record.places()] == places
+
+
+def test_values_are_read_alike_before_and_after_the_places_are_listed():
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.add_module("a:input", nn.Linear(3, 3))
+            self.twice = nn.Linear(3, 3)
+
+        def forward(self, x):
+            return self.twice(self.twice(getattr(self, "a:input")(x)))
+
+    model = Odd()
+    for port in ("", ":grad_output", ":grad_input"):
+        read = []
+        for listed in (False, True):
+            with hl.capture(model, f"**{port}") as record:
+                model(torch.ones(2, 3, requires_grad=True) * 1).sum().backward()
+            assert not listed or len(record.places()) == 2
+            read += [record[f"a\\:input{port}"], *record.calls(f"twice{port}")]
+            with pytest.raises(hl.SeveralCalls):
+                record[f"twice{port}"]
+        assert all(torch.equal(a, b) for a, b in zip(read[:3], read[3:], strict=True))
+
+
+def test_a_value_that_was_changed_in_place_is_refused_at_the_first_read():
+    model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(inplace=True))
+    with hl.capture(model, "*") as record:
+        model(torch.ones(2, 3))
+    with pytest.raises(hl.ValueChanged):
+        record["0"]
+    assert record["1"].min() >= 0

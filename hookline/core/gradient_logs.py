@@ -246,6 +246,10 @@ class _GradientLog(Log):
         self.hung = [hung for hung in self.hung if hung[0]() is not None]
         self.many = max(64, 2 * len(self.hung))
 
+    def only(self, entry: Any) -> Kept | None:
+        ident, _, _, grad = entry
+        return (grad, None) if self.counts[ident] == 1 else None
+
     def silent(self, one: bool) -> bool:
         return not self.counts.keys() >= self.names.keys()
 

@@ -169,6 +169,20 @@ class Log(Site):
         """
         return True
 
+    def ready(self) -> dict[str, Kept]:
+        """By place, the values of modules that have only one, before taps are made."""
+        found: dict[int, Kept | None] = {}
+        for entry in self.entries:
+            ident = entry[0]
+            found[ident] = None if ident in found else self.only(entry)
+        port = "" if self.kind.port == "output" else f":{self.kind.port}"
+        names = [(self.names.get(ident, "*"), kept) for ident, kept in found.items()]
+        return {path + port: kept for path, kept in names if kept and escape(path) == path}
+
+    def only(self, entry: Any) -> Kept | None:
+        """What is kept of an entry, if its module has no other."""
+        return entry[1:]
+
     def release(self) -> None:
         """Let go of the modules: a record does not keep them alive. If there are taps, of these."""
         self.steps, self.modules = [], {}
