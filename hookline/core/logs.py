@@ -153,6 +153,10 @@ class Log(Site):
             self.names = names
             self.modules = {id(module): module for _, module in self.steps}
 
+    def beset(self) -> bool:
+        """Whether others, too, have hooks on the modules: a tensor-parallel plan, say."""
+        return any(module._forward_pre_hooks or module._forward_hooks for _, module in self.steps)
+
     def sort(self) -> None:
         """Give what was noted since to the taps."""
         if self.sorted != len(self.entries):

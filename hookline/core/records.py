@@ -84,7 +84,7 @@ class Record:
         """The capture has ended: let go of it and of the model."""
         if self._source is None:
             return
-        planned = distributed.has_plans()
+        planned = distributed.has_plans() and (self._log is None or self._log.beset())
         lazily = self._log is not None and not self._log.taps and not planned
         if self._made is None and not lazily:
             self._made = self._listed(source)
@@ -123,9 +123,13 @@ class Record:
 
     def __getitem__(self, key: Any) -> Any:
         """The value at a place, or with `record[place, n]` that of its n-th call."""
-        # The commonest case, in less time: a value that a log holds alone.
+        # The commonest case, in less time: a whole value that is the only one at its place.
         if self._ready is None and self._source is None:
-            self._ready = {} if self._log is None or self._made else self._log.ready()
+            if self._made is None and self._log is not None:
+                self._ready = self._log.ready()
+            else:
+                kept = {tap.spelled: tap.kept for tap in self._taps}
+                self._ready = {place: one[0] for place, one in kept.items() if len(one) == 1}
         found = self._ready.get(key) if self._ready and isinstance(key, str) else None
         if found is not None:
             value, check = found
