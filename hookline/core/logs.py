@@ -155,7 +155,7 @@ class Log(Site):
 
     def beset(self) -> bool:
         """Whether others, too, have hooks on the modules: a tensor-parallel plan, say."""
-        return any(module._forward_pre_hooks or module._forward_hooks for _, module in self.steps)
+        return any(bool(m._forward_pre_hooks or m._forward_hooks) for _, m in self.steps)
 
     def sort(self) -> None:
         """Give what was noted since to the taps."""
