@@ -155,7 +155,8 @@ class Log(Site):
 
     def beset(self) -> bool:
         """Whether others, too, have hooks on the modules: a tensor-parallel plan, say."""
-        return any(bool(m._forward_pre_hooks or m._forward_hooks) for _, m in self.steps)
+        modules: list[Any] = [module for _, module in self.steps]
+        return any(module._forward_pre_hooks or module._forward_hooks for module in modules)
 
     def sort(self) -> None:
         """Give what was noted since to the taps."""
