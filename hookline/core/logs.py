@@ -128,10 +128,7 @@ class Log(Site):
     def all_taps(self) -> list[Any]:
         """A tap for each module, in the order in which they were asked for."""
         self._name()
-        taps = [self.tap_of(ident) for ident in self.names]
-        if not self.steps:
-            self.release()
-        return taps
+        return [self.tap_of(ident) for ident in self.names]
 
     def tap_of(self, ident: int) -> Any:
         """The tap of a module; None if it was not asked for: a shallow copy has the same hooks."""

@@ -112,6 +112,8 @@ class Record:
             with self._lock:
                 if self._made is None:
                     self._made = self._listed(None if self._source is None else self._source())
+                    if self._log is not None and self._source is None:
+                        self._log.release()  # last: an interrupt before it loses nothing
         return self._made
 
     def _listed(self, source: capture | None) -> list[CaptureTap]:
