@@ -211,7 +211,7 @@ class OutputLog(Log):
         in_backward: Callable[[], int] = in_backward,
         plain: type[Tensor] = Tensor,
         lazy: bool = LAZY,
-        id: Callable[[object], int] = id,  # noqa: A002
+        id: Callable[[object], int] = id,  # noqa: A002 - the builtin itself
         /,
     ) -> None:
         """The forward hook."""

@@ -2,7 +2,7 @@
 
 - `Record`: values by place and call; reading checks that they are what they were
 
-A few lines past the usual length: one class, with its checks.
+Past the usual length: it is one class, whose ways to read share the same checks, in one file.
 """
 
 from __future__ import annotations
