@@ -719,6 +719,9 @@ def test_a_large_model_is_shown_as_deep_as_sixty_rows_go():
     assert len(text.splitlines()) == 1 + 1 + 31 + 1
     wide = nn.Sequential(*[nn.ReLU() for _ in range(100)])
     assert "100 deeper modules" in str(hl.summarize(wide))
+    # What is asked for is shown, all of it.
+    assert len(hl.summarize(wide).show(depth=1).splitlines()) == 1 + 1 + 101
+    assert len(hl.summarize(model).show(depth=9).splitlines()) == 1 + 1 + 91
 
 
 def test_a_summary_is_plain_data():

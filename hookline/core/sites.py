@@ -137,13 +137,14 @@ class Site:
             if named:
                 module._forward_pre_hooks_with_kwargs[key] = True
 
-    def lift(self, modules: Iterable[nn.Module]) -> None:
+    def lift(self, modules: Iterable[nn.Module], named: bool) -> None:
         """Take such hooks off; fine if they are off already."""
         key, self.closed = self.key, True
         for module in modules:
             module._forward_pre_hooks.pop(key, None)
             module._forward_hooks.pop(key, None)
-            module._forward_pre_hooks_with_kwargs.pop(key, None)
+            if named:
+                module._forward_pre_hooks_with_kwargs.pop(key, None)
 
     def rest(self, module: nn.Module, args: Any) -> None:
         """A hook that does nothing, but that a copied module sheds it."""

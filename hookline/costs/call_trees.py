@@ -28,7 +28,7 @@ from hookline.core.tree import Step as Named
 from hookline.core.tree import walk
 from hookline.costs.flops import no_dispatch
 from hookline.costs.footprints import Footprint, Noted, footprint_of, is_plain, note
-from hookline.costs.shortcuts import find_leaves, flops_of_linear, vmap_level
+from hookline.costs.shortcuts import flops_of_linear, sort_leaves, vmap_level
 from hookline.costs.summaries import shapes_of
 
 __all__ = ["CallTree", "Step"]
@@ -221,13 +221,10 @@ class CallTree(Entering):
         named = self._model, weakref.ref(self), self._serial
         free, linear, other = _LeafSite(*named), _LeafSite(*named), _Site(*named)
         linear.rank, linear.kind = 2, _LinearStep
-        leaves = find_leaves(self.numbers) if self.certain else []
-        known = {*leaves}
-        self._sites = {
-            free: [module for module in leaves if type(module) is not nn.Linear],
-            linear: [module for module in leaves if type(module) is nn.Linear],
-            other: [module for module in self.numbers if module not in known],
-        }
+        if self.certain:
+            self._sites = dict(zip((free, linear, other), sort_leaves(self.numbers), strict=True))
+        else:
+            self._sites = {other: list(self.numbers)}
         for site, modules in self._sites.items():
             site.tree = self
             site.spread(modules, site.before, site.ended, type(site) is _Site)
@@ -239,7 +236,7 @@ class CallTree(Entering):
         while self.stack:  # they raised
             self._drop()
         for site, modules in self._sites.items():
-            site.lift(modules)
+            site.lift(modules, type(site) is _Site)
             site.tree = None
         self._sites = {}
         ACTIVE.set(ACTIVE.get() - {self._serial})

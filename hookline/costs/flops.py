@@ -210,9 +210,11 @@ class _Shortcuts(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         key = flops = None
-        if self.certain:  # of most calls the types are not named, for they are torch's own
-            free = func in FREE and (not types or is_own(types))
-            flops = 0 if free else flops_of_call(func, args, kwargs)
+        # Of most calls the types are not named, for they are torch's own.
+        if self.certain and func in FREE and (not types or is_own(types)):
+            flops = 0
+        elif self.certain:
+            flops = flops_of_call(func, args, kwargs)
         if flops is None and func in PURE:
             key = key_of_call(func, args, kwargs or {})
             flops = None if key is None else self.known.get(key)

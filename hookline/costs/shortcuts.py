@@ -1,6 +1,6 @@
 """What need not be counted, for its FLOPs follow from shapes.
 
-- `find_leaves(modules)`: those the FLOPs of whose calls follow from the shape of their argument
+- `sort_leaves(modules)`: those the FLOPs of whose calls follow from the shape of their argument
 - `flops_of_linear(given, made)`: those of a linear layer, from the shapes of input and output
 - `flops_of_call(function, args, kwargs)`: those of a call of a torch function, if they are known
 - `FREE`: functions that have none, on tensors of types for which `is_own(types)` holds
@@ -18,7 +18,7 @@ of it is used.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -28,7 +28,6 @@ from torch import Tensor, nn
 __all__ = [
     "FREE",
     "PURE",
-    "find_leaves",
     "flops_of_call",
     "flops_of_linear",
     "has_torchs_formulas",
@@ -36,6 +35,7 @@ __all__ = [
     "is_ordinary",
     "is_own",
     "key_of_call",
+    "sort_leaves",
     "vmap_level",
 ]
 
@@ -108,8 +108,8 @@ def is_ordinary(tensors: Iterable[Tensor]) -> bool:
     found = list(tensors)
     if not is_dense(found):
         return False
-    elsewhere = {tensor.device for tensor in found if not tensor.is_cpu}
-    return _DEVICES.issuperset([device.type for device in elsewhere])
+    elsewhere = [tensor.device.type for tensor in found if not tensor.is_cpu]
+    return not elsewhere or _DEVICES.issuperset(elsewhere)
 
 
 def is_dense(tensors: Sequence[Tensor]) -> bool:
@@ -125,28 +125,33 @@ def is_dense(tensors: Sequence[Tensor]) -> bool:
     )
 
 
-def find_leaves(modules: Collection[nn.Module]) -> list[nn.Module]:
-    """The modules that call no others, and the FLOPs of whose calls follow from shapes.
+def sort_leaves(
+    modules: Iterable[nn.Module],
+) -> tuple[list[nn.Module], list[nn.Module], list[nn.Module]]:
+    """The modules that call no others, and the FLOPs of whose calls follow from shapes; the rest.
 
-    >>> find_leaves([nn.ReLU(), nn.Sequential()])
-    [ReLU()]
+    >>> sort_leaves([nn.ReLU(), nn.Linear(2, 3), nn.Sequential()])
+    ([ReLU()], [Linear(in_features=2, out_features=3, bias=True)], [Sequential()])
 
-    Those of a linear layer are `flops_of_linear`, all others have none. Each has one argument.
+    Those of a linear layer are `flops_of_linear`, the first ones have none. Each has one argument.
     """
-    kinds = {*map(type, modules)} & _LEAVES
-    kinds = {kind for kind in kinds if kind.forward.__module__ == kind.__module__}
-    found: list[nn.Module] = []
+    kinds = {kind for kind in _LEAVES if kind.forward.__module__ == kind.__module__}
+    free: list[nn.Module] = []
+    linear: list[nn.Module] = []
+    rest: list[nn.Module] = []
     for module in modules:
-        if type(module) in kinds:
+        kind: Any = type(module)
+        found = rest
+        if kind in kinds:
             content = module.__dict__
             # Others' hooks may compute, too; those that come later run after ours.
-            if content["_forward_hooks"] or "forward" in content:
-                continue
-            # The weights of a linear layer may be computed each time.
-            if type(module) is nn.Linear and content["_parameters"].get("weight") is None:
-                continue
-            found.append(module)
-    return found
+            if not content["_forward_hooks"] and "forward" not in content:
+                if kind is not nn.Linear:
+                    found = free
+                elif content["_parameters"].get("weight") is not None:  # else it is computed
+                    found = linear
+        found.append(module)
+    return free, linear, rest
 
 
 def flops_of_linear(given: torch.Size, made: torch.Size) -> int:

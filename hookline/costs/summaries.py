@@ -215,8 +215,7 @@ class Summary:
             sums = accumulate([at[depth] for depth in range(max(at, default=0) + 1)])
             depth = max([depth for depth, count in enumerate(sums) if count <= _MOST], default=0)
         shown = [n for n, deep in zip(numbers, depths, strict=True) if deep <= depth]
-        rows = [self._row(n) for n in (shown[:_MOST] if where is None else shown)]
-        return rows, len(numbers) - len(shown)
+        return [self._row(number) for number in shown], len(numbers) - len(shown)
 
     def _title(self) -> str:
         totals = self.totals
