@@ -21,7 +21,7 @@ from torch import nn
 from torch.autograd import Function
 
 import hookline as hl
-from hookline.core import arms
+from hookline.core import arms, gradient_logs
 
 
 @pytest.fixture(autouse=True)
@@ -1331,3 +1331,87 @@ def test_a_hook_that_is_put_on_a_tensor_directly_is_like_a_registered_one(before
         y.sum().backward()
         results.append((leaf.grad.tolist(), seen, len(y._backward_hooks)))
     assert results[0] == results[1]
+
+
+# -- layers of torch, which need no hook before a call ---------------------------------------------
+
+
+def by_name(model, x):
+    return model[1](input=model[0](input=x))
+
+
+def checkpointed(reentrant):
+    def run(model, x):
+        return torch.utils.checkpoint.checkpoint(model, x, use_reentrant=reentrant)
+
+    return run
+
+
+def without_gradients(model, x):
+    with torch.no_grad():
+        hidden = model[0](x)
+    return model[1](hidden + x)
+
+
+def twice(model, x):
+    return model(x) + model(2 * x)
+
+
+def hooked_inside(model, x):
+    with hl.hook(model, "1", lambda value: 2 * value), hl.edit(model, "0:grad_output", hl.scale(3)):
+        out = model(x)
+        out.sum().backward(retain_graph=True)
+    return out
+
+
+def given_its_input(model, x):
+    handle = model[1].register_forward_hook(lambda module, args, output: args[0], prepend=True)
+    try:
+        return model(x)
+    finally:
+        handle.remove()
+
+
+def caught(model, x):
+    with contextlib.suppress(RuntimeError):
+        model[0](x[:, :1])
+    return model(x)
+
+
+def vmapped(model, x):
+    return torch.vmap(model)(x)
+
+
+WAYS = [
+    by_name, checkpointed(True), checkpointed(False), without_gradients, twice, hooked_inside,
+    given_its_input, caught, vmapped, lambda model, x: model(x).relu_(),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", [(4, 3), (4, 2, 3)], ids=["made", "view"])
+@pytest.mark.parametrize("run", WAYS, ids=lambda run: run.__qualname__.split(".")[0])
+def test_layers_of_torch_tell_the_same_with_and_without_a_hook_before_each_call(
+    run, shape, monkeypatch
+):
+    def told():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 3), nn.SiLU())
+        x = torch.randn(shape, requires_grad=True)
+        before = model[0]._forward_pre_hooks
+        with hl.capture(model, "0:grad_output", "1:grad_output") as record:
+            hooks = len(before)
+            out = run(model, x)
+            (out * torch.arange(out.numel()).reshape(out.shape)).sum().backward()
+        found = []
+        for place in ("0:grad_output", "1:grad_output"):
+            try:
+                found.append([None if g is None else g.tolist() for g in record.calls(place)])
+            except hl.GradientNotAvailable as error:
+                found.append(str(error))
+        assert_clean(model)
+        return hooks, found
+
+    (quick_hooks, quick), _ = told(), monkeypatch.setattr(gradient_logs, "_MAKERS", set())
+    hooks, thorough = told()
+    assert (quick_hooks, hooks) == (0, 1)
+    assert quick == thorough

@@ -190,13 +190,16 @@ class _GradientLog(Log):
                         begun.remove(last)
                 begun.append((caller, sequence(), given))
                 return None
-        tap = self.tap_of(id(module))
-        if tap is None:
-            return None
-        if tap.regions is None:
+        tap = self.general_tap(id(module))
+        return None if tap is None else tap.begin(module, args, kwargs, caller)
+
+    def general_tap(self, ident: int) -> Any:
+        """The tap of a module, ready for a call that is not for the log."""
+        tap = self.tap_of(ident)
+        if tap is not None and tap.regions is None:
             tap.regions = Regions()
             tap.add(tap)
-        return tap.begin(module, args, kwargs, caller)
+        return tap
 
     def after_call(
         self,
@@ -222,17 +225,20 @@ class _GradientLog(Log):
         self.counts[ident] = index + 1
         if len(self.hung) >= self.many:
             self.prune()
-        if type(output) is Tensor and self.watch(output, ident, index, *call[1:]):
-            return None
+        if type(output) is not Tensor or not self.watch(output, ident, index, *call[1:]):
+            self.hand_over(output, ident, index, *call)
+        return None
+
+    def hand_over(self, output: Any, ident: int, index: int, *call: Any) -> None:
+        """Let the tap of a module hook what it has returned."""
         tap = self.tap_of(ident)
         if tap is not None:
-            frame = Frame(index, False, caller)
+            frame = Frame(index, False, call[0])
             now.frame = 0
             _, frame.sequence, frame.given = call
             tap.general.add(index)
             tap.outside = True
             tap.thoroughly(output, index, frame)
-        return None
 
     # What a call is given; None if it is not for the log.
     note: Callable[[Any, Any], Given | None] = staticmethod(gradients.note_given)
@@ -254,10 +260,78 @@ class _GradientLog(Log):
         return not self.counts.keys() >= self.names.keys()
 
 
+# Of torch's own modules those that make what they return: no view of an input, and none itself.
+_MAKERS: set[type[nn.Module]] = {
+    nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding, nn.LayerNorm, nn.RMSNorm,
+    nn.GroupNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.ReLU, nn.GELU, nn.SiLU,
+    nn.Tanh, nn.Sigmoid, nn.Softmax,
+}  # fmt: skip
+# Hooks on all modules of the process may replace what a module returns. Private, so detected.
+_everywhere: Any = getattr(nn.modules.module, "_global_forward_hooks", {None: None})
+
+
+def _makes(module: nn.Module) -> bool:
+    """Whether a module makes what it returns, and nobody else has to do with that."""
+    if type(module) not in _MAKERS:
+        return False
+    own = module.__dict__
+    others = own["_forward_hooks"] or own["_forward_pre_hooks"] or _everywhere
+    return not (others or "forward" in own or own.get("inplace"))
+
+
 class GradOutputLog(_GradientLog):
     """The gradients at the outputs of modules."""
 
     kind = _GradOutputTap
+
+    def hook(self, steps: list[Step]) -> None:
+        makers: list[Step] = []
+        rest: list[Step] = []
+        for step in steps:
+            (makers if _makes(step[1]) else rest).append(step)
+        self.steps += makers
+        key, after_made = self.key, self.after_made
+        for _, module in makers:
+            module._forward_hooks[key] = after_made
+        super().hook(rest)
+
+    def after_made(
+        self,
+        module: Any,
+        args: Any,
+        output: Any,
+        active: Callable[[], frozenset[int | None]] = ACTIVE.get,
+        in_backward: Callable[[], int] = in_backward,
+        saving: Callable[[bool], Any] = saving,
+        /,
+    ) -> Any:
+        """The forward hook of a module that makes what it returns: the one before is not needed."""
+        if self.owner not in active():
+            return self.stranger(module)
+        ident = id(module)
+        own = 1 if self.beside is None else self.beside.get(ident, 1)
+        if (
+            len(module._forward_hooks) == own
+            and type(output) is Tensor
+            and output.requires_grad
+            and in_backward() == -1
+            and saving(True) is None
+        ):
+            index = self.counts[ident]
+            self.counts[ident] = index + 1
+            if len(self.hung) >= self.many:
+                self.prune()
+            base = output._base
+            if base is None or (base.grad_fn and sys.getrefcount(base) <= gradients.alone()):
+                self.hang(output, base, ident, index)
+            else:
+                self.hand_over(output, ident, index, sys._getframe(1), 0, ())
+            return None
+        tap = self.general_tap(ident)
+        if tap is not None:
+            tap.begin(module, args, {}, sys._getframe(1), 0)
+            tap.end(output, sys._getframe(1))
+        return None
 
     def watch(self, output: Tensor, ident: int, index: int, start: int, given: Given, /) -> bool:
         node: Any = output.grad_fn
@@ -267,19 +341,24 @@ class GradOutputLog(_GradientLog):
         for other, *_ in given:
             if other is output or (base is not None and (other._base is base or other is base)):
                 return False
-        arrival = Arrival(self.ref, ident, index)
         if base is not None:
             root: Any = base.grad_fn
             if root is None or root._sequence_nr() < start or not gradients.alike(base, output):
                 return False
             if sys.getrefcount(base) > gradients.alone():
                 return False
-            arrival.view(output, base)
-            hooks, key = hang(base, root, arrival.at_base)
-            self.hung.append((weakref.ref(hooks), key))
-        hooks, key = hang(output, node, arrival.at_tensor)
-        self.hung.append((weakref.ref(hooks), key))
+        self.hang(output, base, ident, index)
         return True
+
+    def hang(self, output: Tensor, base: Tensor | None, ident: int, index: int) -> None:
+        """Hook an output, and what it is a view of."""
+        arrival = Arrival(self.ref, ident, index)
+        if base is not None:
+            arrival.view(output, base)
+            hooks, key = hang(base, base.grad_fn, arrival.at_base)
+            self.hung.append((weakref.ref(hooks), key))
+        hooks, key = hang(output, output.grad_fn, arrival.at_tensor)
+        self.hung.append((weakref.ref(hooks), key))
 
 
 class GradInputLog(_GradientLog):

@@ -194,8 +194,13 @@ class Site:
             return None
         return self.begin(module, args, kwargs, sys._getframe(1))
 
-    def begin(self, module: Any, args: Any, kwargs: Any, caller: types.FrameType) -> Any:
-        """A call begins; the new arguments, if they were changed."""
+    def begin(
+        self, module: Any, args: Any, kwargs: Any, caller: types.FrameType, start: int | None = None
+    ) -> Any:
+        """A call begins; the new arguments, if they were changed.
+
+        With a start, the autograd sequence had come to that number when it began.
+        """
         call = self.recomputes()
         running = self._running()
         index = self.count + len(running) if call is None else call
@@ -211,7 +216,7 @@ class Site:
                 args, kwargs = arguments.write(module, args, kwargs, tap.target, new)
                 changed = True
         if self.grad_inputs or self.grad_outputs:
-            frame.sequence = gradients.sequence()
+            frame.sequence = gradients.sequence() if start is None else start
             frame.given = gradients.note_given(args, kwargs)
         for tap in self.grad_inputs:
             new = input_gradients.note_inputs(tap, module, args, kwargs, frame)
