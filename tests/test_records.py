@@ -1,6 +1,8 @@
 """capture() and Record: what is kept, how it is read, and what it costs."""
 
+import copy
 import gc
+import pickle
 import re
 import weakref
 from collections import namedtuple
@@ -1267,3 +1269,13 @@ def test_a_value_that_was_changed_in_place_is_refused_at_the_first_read():
     with pytest.raises(hl.ValueChanged):
         record["0"]
     assert record["1"].min() >= 0
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_record_that_is_to_be_copied_says_what_to_do_instead(copied):
+    model = nn.Sequential(nn.Linear(2, 3))
+    with hl.capture(model, "0") as record:
+        model(torch.zeros(1, 2))
+    with pytest.raises(TypeError, match="save_record"):
+        copied(record)
+    assert record["0"].shape == (1, 3)

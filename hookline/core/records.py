@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, SupportsIndex, cast
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, cast
 
 import torch
 from torch import Tensor, nn
@@ -281,6 +281,12 @@ class Record:
         record._model, record._refused = self._model, self._refused
         record._sites = self._sites
         return record
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise TypeError(
+            "A Record was to be copied or pickled. It holds the very tensors, with their graphs. "
+            "Write it with hookline.save_record(record, folder), or take the values out of it."
+        )
 
     def _entries(self) -> Iterator[tuple[CaptureTap, Kept]]:
         for tap in self._named().values():
