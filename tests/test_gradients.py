@@ -1415,3 +1415,30 @@ def test_layers_of_torch_tell_the_same_with_and_without_a_hook_before_each_call(
     hooks, thorough = told()
     assert (quick_hooks, hooks) == (0, 1)
     assert quick == thorough
+
+
+@pytest.mark.parametrize("where", [":grad_output", ":grad_input", ":grad_inputs[input]"])
+@pytest.mark.parametrize("options", [{}, {"transform": torch.clone}], ids=["plain", "derived"])
+def test_of_several_calls_the_gradient_of_the_first_or_the_last_is_kept(where, options):
+    torch.manual_seed(0)
+    cell, x = nn.Linear(3, 3), torch.randn(2, 3, requires_grad=True)
+
+    def run():
+        hidden = x
+        for _ in range(6):
+            hidden = cell(hidden).tanh()
+        hidden.sum().backward()
+
+    with hl.capture(cell, where) as every:
+        run()
+    with hl.capture(cell, where, keep="first", **options) as first:
+        run()
+        run()
+    with hl.capture(cell, where, keep="last", **options) as last:
+        run()
+        run()
+        with torch.no_grad():
+            cell(x)
+    assert torch.equal(first[where], every[where, 0])
+    assert torch.equal(last[where], every[where, 5])
+    assert len(first.calls(where)) == len(last.calls(where)) == 1

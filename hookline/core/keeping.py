@@ -206,9 +206,11 @@ class CaptureTap(Tap):
         key = (index, in_backward())
         parts = self.grads.get(key)
         if parts is None:
-            if self.grads and self.options.keep == "first":
+            keep = self.options.keep
+            # A backward has the last call first: which one is kept goes by the numbers.
+            if self.grads and keep != "all" and (key < next(iter(self.grads))) == (keep == "last"):
                 return None
-            if not self.grads or self.options.keep == "last":
+            if not self.grads or keep != "all":
                 self.grads = {}
             parts = self.grads[key] = {}
             self.fired += 1
@@ -234,8 +236,9 @@ class CaptureTap(Tap):
         found: list[tuple[int, Kept | None]] = []
         for call, arrived in sorted(passes.items()):
             found += [(call, self._gather(call, parts)) for parts in arrived] or [(call, None)]
-        keep = self.options.keep
-        return found[:1] if keep == "first" else found[-1:] if keep == "last" else found
+        if self.options.keep == "all":
+            return found
+        return [call for call in found if call[1] is not None] or found[-1:]
 
     def _gather(self, call: int, parts: dict[Path, Kept]) -> Kept:
         shape, groups = self.shapes.get(call, (None, [[()]]))
