@@ -545,3 +545,26 @@ def test_places_of_operations_are_printed_parsed_and_pickled():
     assert (place.path, place.operation, place.port) == ("0.attn", "softmax", "inputs")
     assert torch.equal(record[place], record["0.attn/softmax:inputs[input]"])
     assert torch.equal(record[str(place)], record[place])
+
+
+@pytest.mark.parametrize("verb", [hl.hook, hl.edit])
+def test_a_context_that_its_own_function_removes_leaves_no_mode(verb):
+    model, x, seen = nn.Sequential(nn.Linear(4, 4)), torch.ones(2, 4), []
+    plain = model(x)
+
+    def once(value):
+        seen.append(value)
+        context.remove()
+        return value
+
+    context = verb(model, "0/linear", once)
+    with context:
+        model(x)
+        with hl.edit(model, "0/linear", hl.scale(2.0)):
+            assert torch.equal(model(x), 2 * plain)
+    assert len(seen) == 1
+    assert not torch.overrides._get_current_function_mode_stack()
+    with hl.capture(model, "0/linear") as record:
+        model(x)
+    assert torch.equal(record["0/linear"], plain)
+    assert not torch.overrides._get_current_function_mode_stack()

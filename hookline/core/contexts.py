@@ -51,6 +51,9 @@ class Entering:
         """Undo all that was done so far; safe to call again after it was interrupted."""
         raise AssertionError("a verb stops")
 
+    def _left(self) -> None:
+        """Called after the block if it was removed inside: undo what could not be undone there."""
+
     def _verify(self) -> None:
         """Called after the block if nothing was raised in it."""
 
@@ -104,7 +107,10 @@ class Entering:
         trace: types.TracebackType | None,
     ) -> bool | None:
         opened = self._open
-        self._leave()
+        if opened:
+            self._leave()
+        else:
+            self._left()
         if error is not None:
             return self._failed(error, trace)
         if opened:

@@ -170,6 +170,10 @@ class Context(Entering, Generic[T]):
         if self._serial in active:
             ACTIVE.set(active - {self._serial})
 
+    def _left(self) -> None:
+        for _, site in self._sites.values():
+            site.left()
+
     def handles(self) -> list[Any]:
         """The handles of hooks on tensors and nodes, to be removed at the end."""
         # Graphs die, and their handles with them: forget those now and then.

@@ -93,7 +93,7 @@ class Mode(TorchFunctionMode):
 
     def add(self, operation: Operation) -> None:
         """Serve one more operation; with the first the mode begins."""
-        if not self.operations:
+        if not self.operations and self not in _stack():
             _push_mode(self)
         self.operations.setdefault(id(operation.module), []).append(operation)
         self.names[operation.name] = self.names.get(operation.name, 0) + 1
@@ -116,7 +116,10 @@ class Mode(TorchFunctionMode):
             self.leave()
 
     def leave(self) -> None:
-        """Take the mode off the stack, also from under others that were entered since."""
+        """Take the mode off the stack, also from under others that were entered since.
+
+        While it sees a call, torch has put it aside, and puts it back after that: see `left`.
+        """
         while self in _stack():
             others: list[Any] = []
             while (top := _pop_mode()) is not self:
@@ -210,6 +213,10 @@ class Operation(Site):
         super().unregister(module)
         if hasattr(self, "mode"):
             self.mode.drop(self, id(module))
+
+    def left(self) -> None:
+        if not self.mode.operations:
+            self.mode.leave()
 
     def meets(self, name: str, use: int) -> bool:
         """Whether this is for the n-th use of an operation in a call of the module."""

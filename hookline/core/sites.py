@@ -146,6 +146,9 @@ class Site:
             if named:
                 module._forward_pre_hooks_with_kwargs.pop(key, None)
 
+    def left(self) -> None:
+        """The block has ended in which this was taken off."""
+
     def rest(self, module: nn.Module, args: Any) -> None:
         """A hook that does nothing, but that a copied module sheds it."""
         if self.module is None:
