@@ -1,6 +1,7 @@
 """Activation checkpointing: each call counts once, and runs again as it ran first."""
 
 import contextlib
+import copy
 import gc
 import weakref
 
@@ -318,3 +319,69 @@ def test_a_call_inside_a_backward_is_counted_once_whatever_the_module_returns():
         one.register_hook(call_again)
         (one + other).sum().backward()
     assert len(record.calls("0:grad_output")) == 1
+
+
+class Checkpointed(nn.Module):
+    """Uses parameters inside a region without a call of the modules that hold them."""
+
+    def __init__(self, reentrant):
+        super().__init__()
+        self.reentrant = reentrant
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.mlp, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.weight, self.listed = nn.Parameter(torch.eye(4)), nn.ParameterList([torch.eye(4)])
+
+    def inner(self, x):
+        x = self.attention(x, x, x, need_weights=False)[0].tanh()
+        return self.mlp(x) @ self.weight @ self.listed[0]
+
+    def forward(self, x):
+        return self.head(checkpoint(self.inner, x, use_reentrant=self.reentrant))
+
+
+PARAMETERS = ["attention.out_proj.weight", "attention.in_proj_weight", "mlp.weight", "weight",
+              "listed.0"]  # fmt: skip
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("place", PARAMETERS)
+def test_an_edited_parameter_of_a_region_wants_the_backward_inside(place, reentrant):
+    torch.manual_seed(0)
+    model, x = Checkpointed(reentrant), torch.randn(2, 3, 4, requires_grad=True)
+    other = copy.deepcopy(model)
+    other.get_parameter(place).data *= 2
+    other(x).square().sum().backward()
+    with pytest.raises(hl.ChangeError, match="Run the backward before"):
+        with hl.edit(model, place, hl.scale(2.0)):
+            loss = model(x).sum()
+    assert loss.requires_grad
+    with hl.edit(model, place, hl.scale(2.0)):
+        model(x).square().sum().backward()
+    for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_what_is_outside_of_a_region_may_have_its_backward_after(reentrant):
+    model, x = Checkpointed(reentrant), torch.randn(2, 3, 4, requires_grad=True)
+    with hl.edit(model, "head.weight", hl.scale(2.0)):
+        loss = model(x).sum()
+    loss.backward()
+    with hl.replace_module(model, "head", nn.Linear(4, 4)):
+        loss = model(x).sum()
+    loss.backward()
+    assert_clean(model)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_module_put_into_a_region_wants_the_backward_inside(reentrant):
+    model, x = Checkpointed(reentrant), torch.randn(2, 3, 4, requires_grad=True)
+    new = nn.Linear(4, 4)
+    with pytest.raises(hl.ChangeError, match="Linear be called inside a checkpointed region"):
+        with hl.replace_module(model, "mlp", new):
+            loss = model(x).sum()
+    assert loss.requires_grad
+    with hl.replace_module(model, "mlp", new):
+        model(x).sum().backward()
+    assert_clean(model)
+    assert_clean(new)

@@ -51,7 +51,7 @@ class Entering:
         """Undo all that was done so far; safe to call again after it was interrupted."""
         raise AssertionError("a verb stops")
 
-    def _left(self) -> None:
+    def _settle(self) -> None:
         """Called after the block if it was removed inside: undo what could not be undone there."""
 
     def _verify(self) -> None:
@@ -110,7 +110,7 @@ class Entering:
         if opened:
             self._leave()
         else:
-            self._left()
+            self._settle()
         if error is not None:
             return self._failed(error, trace)
         if opened:

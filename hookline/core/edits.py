@@ -20,6 +20,7 @@ from hookline.core.distributed import copied
 from hookline.core.hooks import Context, takes_call
 from hookline.core.nested import Path, only_tensor
 from hookline.core.places import Request, Target, Where, resolve
+from hookline.core.recomputation import awaited
 from hookline.core.slices import check_at, put
 from hookline.core.taps import KEEP, Call, Frame, Tap, add_place
 from hookline.errors import ChangeError
@@ -123,6 +124,7 @@ class edit(Context[_EditTap]):
     """
 
     _verb = "edit"
+    _saving: parameters.Saving | None = None
 
     def __init__(
         self,
@@ -169,7 +171,16 @@ class edit(Context[_EditTap]):
             site.changed = any(tap.target.port == "value" for tap in site.values)
             site.counted = self._calls is not None or bool(site.outputs) or site.changed
             site.values = [cast(Tap, _Used(t)) if t in values else t for t in site.values]
-        parameters.swap(values, self._undo, attached=self._attached)
+        self._saving = parameters.swap(values, self._undo, attached=self._attached)
+
+    def _awaited(self) -> ChangeError | None:
+        for tap in self._taps.values():
+            if tap.target.port == "value" and self._saving is not None:
+                site = self._site_of(tap)
+                # A parameter whose module is called is used there; else in any region, perhaps.
+                if self._saving.awaiting(id(site.module) if site.count else None):
+                    return awaited(f"edit changed {str(tap.place)!r}, which may be used")
+        return super()._awaited()
 
     def _verify(self) -> None:
         for used in [used for _, site in self._sites.values() for used in site.values]:

@@ -22,6 +22,7 @@ from hookline.core import distributed, gradients
 from hookline.core.contexts import Entering
 from hookline.core.operations import Operation, not_called, refuse
 from hookline.core.places import Place, Request, Target, Where, resolve
+from hookline.core.recomputation import awaited
 from hookline.core.sites import ACTIVE, Site
 from hookline.core.taps import KEEP, SERIALS, Call, Frame, Tap, add_place
 from hookline.core.tree import walk
@@ -161,8 +162,7 @@ class Context(Entering, Generic[T]):
             site.unregister(module)
             if site.frames or site.abandoned:
                 site.drain()
-            if site.keeper is not None:
-                site.keeper = None
+            site.keeper = None
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -170,7 +170,7 @@ class Context(Entering, Generic[T]):
         if self._serial in active:
             ACTIVE.set(active - {self._serial})
 
-    def _left(self) -> None:
+    def _settle(self) -> None:
         for _, site in self._sites.values():
             site.left()
 
@@ -201,11 +201,7 @@ class Context(Entering, Generic[T]):
         for module, site in self._sites.values():
             if site.changed and site.regions is not None and site.regions.awaiting():
                 name = first_names(self._model).get(id(module), "")
-                return ChangeError(
-                    f"{self._verb} changed a call of {name!r} inside a checkpointed region.",
-                    "The backward will recompute that call, and would do so without the change.",
-                    "Run the backward before this ends, or the forward under torch.no_grad().",
-                )
+                return awaited(f"{self._verb} changed a call of {name!r}")
         return None
 
     def remove(self) -> None:

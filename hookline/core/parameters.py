@@ -4,16 +4,19 @@
 - `preserve(model, *where)`: parameters and buffers are afterwards what they were before
 - `replace_module(model, where, new)`: another module in the place of one
 - `swap(taps, undo)`: how `edit` changes the data of parameters; `Undo` puts it back
+- `Saving`: what is saved for backwards meanwhile
 """
 
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, cast
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -22,14 +25,16 @@ from torch.autograd.graph import increment_version, saved_tensors_hooks
 from hookline.core.contexts import Anchored
 from hookline.core.distributed import gatherer, is_gathered, placements, reshard
 from hookline.core.places import Target, Where, resolve
+from hookline.core.recomputation import around_region, awaited, saving
+from hookline.core.sites import Site
 from hookline.core.snapshots import same_bits
 from hookline.core.taps import Tap
 from hookline.core.tree import join, tensors_of, walk
 from hookline.errors import ChangeError, NotHookable, PlaceError, PlaceNotFound
 
 __all__ = [
-    "Undo", "get_module", "get_parameter", "preserve", "put_back", "replace_module", "restore",
-    "swap",
+    "Saving", "Undo", "get_module", "get_parameter", "preserve", "put_back", "replace_module",
+    "restore", "swap",
 ]  # fmt: skip
 
 Maker = Callable[[nn.Module], nn.Module]
@@ -176,8 +181,8 @@ def _storage(tensor: Tensor) -> int:
         return -id(tensor)
 
 
-def swap(taps: Iterable[Tap], undo: Undo, attached: bool) -> None:
-    """Change the data of the parameters at taps."""
+def swap(taps: Iterable[Tap], undo: Undo, attached: bool) -> Saving | None:
+    """Change the data of the parameters at taps; what is then saved for backwards."""
     for tap in taps:
         tensor = tap.target.tensor()
         asked = f"The value of {str(tap.place)!r} was to be changed."
@@ -193,36 +198,68 @@ def swap(taps: Iterable[Tap], undo: Undo, attached: bool) -> None:
             new = torch.empty_like(tensor).copy_(new)  # nobody else's memory
         made = _swapped[_storage(new)] = _DataSwap(tensor, "data")
         made.put((new, (next(_serials) % 2**20 + 2**20) << 10), undo)
-    if undo and not attached:
-        saving = saved_tensors_hooks(_pack, _unpack)
-        undo.append(partial(_leave, saving))
-        saving.__enter__()
+    if not undo or attached:
+        return None
+    found = Saving()
+    undo.append(found.leave)
+    found.hooks.__enter__()
+    return found
 
 
-# What is saved for the backward while data is swapped. Autograd saves a leaf as it is, so that the
-# data swapped back would be used by a graph that was made meanwhile; an alias of the new data is
-# saved instead. Saving through hooks turns torch's check for in-place changes off: it is made here.
+class _Saved:
+    """A tensor that was saved for the backward."""
+
+    __slots__ = ("__weakref__", "counted", "read", "tensor", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor, self.read = tensor.detach(), False
+        self.counted: Any = _swapped.get(_storage(tensor), self.tensor)
+        self.version: int = self.counted._version
 
 
-def _leave(saving: saved_tensors_hooks) -> None:
-    """Leave; in another thread, or in another order, the hooks that stay are harmless."""
-    top = getattr(_autograd, "_top_saved_tensors_default_hooks", None)
-    if top is None or (top(True) or (None,))[0] is saving.pack_hook:
-        saving.__exit__()
+class Saving:
+    """What is saved for the backward while data is swapped.
 
+    Autograd saves a leaf as it is, so that the data swapped back would be used by a graph that was
+    made meanwhile; an alias of the new data is saved instead. Saving through hooks turns torch's
+    check for in-place changes off: it is made here. What a checkpointed region saves is what it
+    needs to run again.
+    """
 
-def _pack(tensor: Tensor) -> tuple[Tensor, Any, int]:
-    alias = tensor.detach()
-    counted = _swapped.get(_storage(tensor), alias)
-    return alias, counted, counted._version
+    def __init__(self) -> None:
+        self.hooks = saved_tensors_hooks(self._pack, self._unpack)
+        # Of regions what they have saved, with the modules in whose calls they began.
+        self._regions: WeakKeyDictionary[_Saved, set[int]] = WeakKeyDictionary()
 
+    def leave(self) -> None:
+        """Take the hooks off, also from under others; in another thread they stay, harmlessly."""
+        top = saving(True)
+        if top is not None:
+            self.hooks.__exit__()
+            if top[0] != self.hooks.pack_hook:
+                try:
+                    self.leave()
+                finally:
+                    _autograd._push_saved_tensors_default_hooks(*top)
 
-def _unpack(saved: tuple[Tensor, Any, int]) -> Tensor:
-    tensor, counted, version = saved
-    if counted._version != version:
-        # The words are torch's own.
-        raise RuntimeError("a tensor saved for backward was modified by an inplace operation")
-    return tensor
+    def _pack(self, tensor: Tensor) -> _Saved:
+        saved = _Saved(tensor)
+        around = around_region(sys._getframe(1))
+        if around is not None:
+            self._regions[saved] = around
+        return saved
+
+    def _unpack(self, saved: _Saved) -> Tensor:
+        saved.read = True
+        if saved.counted._version != saved.version:
+            # The words are torch's own.
+            raise RuntimeError("a tensor saved for backward was modified by an inplace operation")
+        return saved.tensor
+
+    def awaiting(self, ident: int | None) -> bool:
+        """Whether a region has not run again so far; with an id, one in a call of that module."""
+        regions = [held for saved, held in self._regions.items() if not saved.read]
+        return any(ident is None or ident in held for held in regions)
 
 
 # -- verbs ----------------------------------------------------------------------------------------
@@ -335,6 +372,7 @@ class replace_module(_PutsBack):
         self._new = new
 
     def _start(self, attached: bool) -> None:
+        self._sites: list[Site] = []
         tables = [module._modules for _, module in walk(self._model)]
         for target in _find(self._model, self._wheres, "output"):
             old, asked = target.module, f"A module was to be put at {str(target.place)!r}."
@@ -348,3 +386,14 @@ class replace_module(_PutsBack):
             for table in tables:
                 for name in [name for name, child in table.items() if child is old]:
                     _Swap(table, name).put(new, self._undo)
+            if not isinstance(new, torch.jit.ScriptModule):
+                site = Site(new, weakref.ref(self), None)
+                site.counted = True  # also where a checkpoint will call it again
+                self._sites.append(site)
+                self._undo.append(partial(site.unregister, new))
+                site.register(new)
+
+    def _verify(self) -> None:
+        for site in self._sites:
+            if site.regions is not None and site.regions.awaiting():
+                raise awaited(f"replace_module let {type(site.module).__name__} be called")

@@ -1,6 +1,8 @@
 """Which call is being recomputed: activation checkpointing runs a module again in the backward.
 
 - `Regions`: the calls of one site inside checkpointed regions, and which of them comes again
+- `around_region(frame)`: if what is saved for the backward is for such a region, what it is in
+- `awaited(what)`: the error if such a region will run again when that is too late
 - `in_backward()`: the number of the backward that runs in this thread, or -1
 - `saving(True)`: the saved-tensor hooks that are in force, if any
 
@@ -18,11 +20,15 @@ from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import nn
 from torch.utils import checkpoint
 
-__all__ = ["Regions", "in_backward", "saving"]
+from hookline.errors import ChangeError
+
+__all__ = ["Regions", "around_region", "awaited", "in_backward", "saving"]
 
 in_backward: Callable[[], int] = torch._C._current_graph_task_id
+_CALL = nn.Module._call_impl.__code__
 _autograd = cast(Any, torch._C)._autograd
 saving: Callable[[bool], Any] = getattr(
     _autograd, "_top_saved_tensors_default_hooks", lambda ignored: None
@@ -85,6 +91,29 @@ def _running() -> list[tuple[Any, bool]]:
     if saving(True) is not None:  # checkpoints made of hooks on modules stand on no stack
         known = [region for region, _ in found]
         found += [(region, False) for region in _saved() if region not in known]
+    return found
+
+
+def awaited(what: str) -> ChangeError:
+    """The error if what was done inside a region will be undone before that runs again."""
+    return ChangeError(
+        f"{what} inside a checkpointed region.",
+        "The backward will recompute that, and would do so without the change.",
+        "Run the backward before this ends, or the forward under torch.no_grad().",
+    )
+
+
+def around_region(frame: FrameType) -> set[int] | None:
+    """If what is saved now, seen from this frame, is for a region: the modules that run, by id."""
+    near = [frame, frame.f_back, frame.f_back and frame.f_back.f_back]  # torch's stand between
+    if not any(one and one.f_code.co_filename == checkpoint.__file__ for one in near):
+        return None
+    found: set[int] = set()
+    above: FrameType | None = frame
+    while above is not None:
+        if above.f_code is _CALL:
+            found.add(id(above.f_locals["self"]))
+        above = above.f_back
     return found
 
 
