@@ -287,6 +287,9 @@ class patch(Change):
         source = call.place if self.place is None else self.place
         own = only_tensor(self.record.of_call(source, call.index), f"The value at {source!r}")[1]
         at = getattr(call._tap, "at", None)
-        if at is not None and own.numel() > value.numel():  # the record has more than the slice
+        sliced = at is None or self.record._is_sliced(source)
+        if sliced is None:  # the record does not know
+            sliced = own.numel() <= value.numel()
+        if not sliced:
             own = take(own, at)
         return self._fit(own.detach(), value, call).clone()

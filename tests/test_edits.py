@@ -650,3 +650,39 @@ def test_a_gradient_edit_on_one_branch_leaves_the_sibling_right():
         model(X).pow(2).sum().backward()
     assert model.left.weight.grad.abs().sum() == 0
     assert torch.equal(model.right.weight.grad, right)
+
+
+def test_a_slice_that_is_empty_changes_nothing_and_is_told():
+    model, x = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 12)), torch.ones(2, 3)
+    with pytest.raises(hl.NeverFired, match="is empty"):
+        with hl.edit(model, "0", hl.zero(), at=np.s_[:, 10:]):
+            model(x)
+    with hl.edit(model, "*", hl.zero(), at=np.s_[:, 10:]):  # of several, one has it
+        assert not model(x)[:, 10:].any()
+
+
+def test_a_patch_knows_whether_its_record_holds_slices():
+    model = nn.Sequential(nn.Identity())
+    with hl.capture(model, "0", at=np.s_[:, -1]) as sliced:
+        model(torch.rand(4, 5, 4))
+    with pytest.raises(hl.ChangeError, match="does not broadcast"):
+        with hl.edit(model, "0", hl.patch(sliced), at=np.s_[:, -1]):
+            model(torch.zeros(2, 5, 4))
+    with hl.capture(model, "0") as whole:
+        model(torch.ones(1, 5, 4))
+    with hl.edit(model, "0", hl.patch(whole), at=np.s_[:, -1]):
+        changed = model(torch.zeros(8, 5, 4))
+    assert changed.sum() == changed[:, -1].sum() == 32
+
+
+def test_a_patch_puts_the_last_call_in_at_that_call():
+    model = nn.Sequential(nn.Identity())
+    for options in ({}, {"dtype": torch.float32}):
+        with hl.capture(model, "0", keep="last", **options) as record:
+            for n in range(3):
+                model(torch.tensor([float(n)]))
+        with hl.edit(model, "0", hl.patch(record), calls=2):
+            assert [model(torch.tensor([-1.0])).item() for _ in range(3)] == [-1, -1, 2]
+        with pytest.raises(hl.NotCaptured, match="0 values of that call"):
+            with hl.edit(model, "0", hl.patch(record)):
+                model(torch.tensor([-1.0]))

@@ -568,3 +568,27 @@ def test_a_context_that_its_own_function_removes_leaves_no_mode(verb):
         model(x)
     assert torch.equal(record["0/linear"], plain)
     assert not torch.overrides._get_current_function_mode_stack()
+
+
+@pytest.mark.parametrize("used", [True, False])
+def test_an_edit_of_an_operation_in_place_holds_whether_its_result_is_used_or_not(used):
+    class Rectified(nn.Module):
+        def forward(self, x):
+            x = x + 1
+            y = x.relu_()
+            return y * 2 if used else x * 2
+
+    model, x = Rectified(), torch.randn(3, 4)
+    with hl.edit(model, "/relu_", hl.replace(5.0)):
+        assert torch.equal(model(x), torch.full((3, 4), 10.0))
+
+
+def test_an_operation_that_returns_its_input_unchanged_is_not_written_to():
+    class Residual(nn.Module):
+        def forward(self, x):
+            return x.contiguous() + x
+
+    model, x = Residual(), torch.ones(2)
+    with hl.edit(model, "/contiguous", hl.zero()):
+        assert torch.equal(model(x), x)
+    assert torch.equal(x, torch.ones(2))

@@ -650,3 +650,27 @@ def test_a_name_that_is_a_wildcard_is_seen_in_a_wrapper_whose_name_is_left_out()
     hl.select(model, nn.Module)  # the types are known
     with pytest.raises(hl.PlaceError, match="has two readings"), hl.capture(model, "**"):
         pass
+
+
+class Squashed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x, scale=1.0):
+        return torch.tanh(self.linear(x)) * scale
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda model: torch.compile(model, backend="eager"), nn.DataParallel]
+)
+def test_the_model_itself_is_looked_for_inside_of_torchs_wrappers(wrap):
+    model, x = Squashed(), torch.ones(2, 3)
+    wrapped = wrap(model)
+    with hl.capture(wrapped, ":inputs", ":inputs[scale]", ":input", "/tanh", "") as record:
+        out = wrapped(x, scale=2.0)
+    assert list(record[":inputs"]) == ["x", "scale"]
+    assert record[":inputs[scale]"] == 2.0
+    assert torch.equal(record[":input"], x)
+    assert torch.equal(record["/tanh"] * 2, out)
+    assert torch.equal(record[""], out)

@@ -1279,3 +1279,15 @@ def test_a_record_that_is_to_be_copied_says_what_to_do_instead(copied):
     with pytest.raises(TypeError, match="save_record"):
         copied(record)
     assert record["0"].shape == (1, 3)
+
+
+def test_a_record_has_a_place_only_with_that_call_and_that_part():
+    model = nn.Sequential(nn.LSTM(2, 3), small())
+    with hl.capture(model, "0", "0:grad_output") as record:
+        model[0](torch.zeros(1, 2))
+    for held in ("0", ("0", 0), ("0", -1), "0[1][0]"):
+        assert held in record
+    for missing in (("0", 1), "0[2]", "0[1][7]", "0:grad_output"):
+        assert missing not in record
+    with pytest.raises(hl.NotCaptured, match="patch was asked"):
+        hl.edit(model, "0[1][0]", hl.patch(record, "0[9]")).__enter__()

@@ -44,6 +44,7 @@ class _EditTap(Tap):
     """Applies changes, one after the other, to the values at a target."""
 
     seen = 0
+    empty = False  # whether there was nothing to change in the last value
 
     def __init__(self, target: Target, ref: Any, changes: Any, at: Any, calls: Any) -> None:
         super().__init__(target, ref)
@@ -59,10 +60,13 @@ class _EditTap(Tap):
         except Exception as error:
             add_place(error, self)
             raise
-        self.fired += 1
+        self.fired += not self.empty
         return new
 
     def _changed(self, call: Call, value: Any) -> Any:
+        self.empty = self.at is not None and value.numel() == 0
+        if self.empty:
+            self.silent = f"the slice at={self.at!r} of the value there is empty."
         for change in self.changes:
             value = change.meet(value, call)
         return value

@@ -257,6 +257,8 @@ def silence(tap: Tap, site: Site, model: Any, names: dict[int, str]) -> str:
     if tap.reasons:
         reason, remedy = next(iter(tap.reasons.values()))
         return f"{reason} {remedy}".strip()
+    if tap.silent and target.port != "grad":
+        return tap.silent
     if site.foreign:
         return (
             f"its module was called {site.foreign} times, but from another thread or task than the "

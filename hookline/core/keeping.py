@@ -167,6 +167,11 @@ class CaptureTap(Tap):
         elif self.options.keep == "last" and not late:
             self.kept[0] = kept
 
+    def numbered(self) -> list[tuple[int, Kept]]:
+        """The values with their calls."""
+        last = self.fired - 1 if self.options.keep == "last" else 0
+        return list(enumerate(self.kept, max(last, 0)))
+
     def release(self) -> None:
         """Let go of the module: a record does not keep it alive."""
         self.target.module = cast(nn.Module, None)

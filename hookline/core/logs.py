@@ -292,6 +292,7 @@ class _LastTap(LoggedTap):
             return self.stranger(module)
         if self.recomputes() is None:
             self.kept = [self.options.keeps(output)]
+            self.fired += 1
         return None
 
     def stranger(self, module: nn.Module) -> None:

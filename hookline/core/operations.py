@@ -18,7 +18,7 @@ from types import CodeType, FrameType
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode
 
 from hookline.core.nested import leaves
@@ -167,11 +167,20 @@ class Mode(TorchFunctionMode):
             new = operation.begin(func, args, kwargs, running)
             if new is not None:
                 args, kwargs = new
+        first = args[0] if args else None
+        before = _version(first)
         output = func(*args, **kwargs)
+        # What works in place is often called without use of what it returns.
+        in_place = output is first and _version(output) != before and not output.requires_grad
         for operation in operations:
             new = operation.end(output, running)
-            output = output if new is None else new
+            if new is not None:
+                output = output.copy_(new) if in_place else new
         return output
+
+
+def _version(value: Any) -> int | None:
+    return value._version if isinstance(value, Tensor) and not value.is_inference() else None
 
 
 class _Thread(threading.local):

@@ -28,7 +28,7 @@ from hookline.core.grammar import (
 )
 from hookline.core.nested import Path
 from hookline.core.targets import Place, Request, Target
-from hookline.core.tree import Step, exists, find, find_tensors, join, tensors_of, walk
+from hookline.core.tree import Step, exists, find, find_tensors, join, tensors_of, unwrapped, walk
 from hookline.errors import HooklineError, NotHookable, PlaceError, PlaceNotFound
 
 __all__ = ["Place", "Request", "Target", "Where", "resolve"]
@@ -97,7 +97,8 @@ def _quickly(model: Any, text: str) -> Request | None:
             modules.append((prefix + name, module))
     else:
         module = owner if last is None else owner._modules.get(last)
-        if type(module) not in fine:
+        wrapper = last is None and len(owner._modules) == 1
+        if type(module) not in fine or wrapper:
             return None
         modules.append(("" if last is None else form.prefix + last, module))
     return request if modules else None
@@ -164,7 +165,9 @@ class _Query:
                     "List them with hookline.select(model, place, inputs=batch), and name some.",
                 )
         for path in pattern.paths:
-            if pattern.operation is None:
+            if not path and (pattern.operation or "input" in (request.port or "")):
+                self._add_modules(request, [unwrapped(self.model)])
+            elif pattern.operation is None:
                 self._add_path(request, path)
             else:
                 self._add_modules(request, find(self.model, path))

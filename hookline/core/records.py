@@ -182,8 +182,15 @@ class Record:
         raise NotCaptured(
             f"Call {call} at {str(self._place(tap))!r} was asked for.",
             f"The record holds {len(found)} values of that call.",
-            "Capture a run with the same calls, and one backward for each.",
+            "Capture a run with the same calls, and one backward for each; or give the value.",
         )
+
+    def _is_sliced(self, where: Any) -> bool | None:
+        """Whether what is kept at a place is a slice of the value; None if that is not known."""
+        options = self._find(where)[0].options
+        if options.at is not None:
+            return True
+        return None if options.transform is not None or self._model is None else False
 
     def tensor(self, where: Any) -> Tensor:
         """The only tensor in the value at a place; an error that lists the parts otherwise."""
@@ -239,11 +246,15 @@ class Record:
         return {**missing, **self._refused}
 
     def __contains__(self, where: Any) -> bool:
+        where, call = _split(where)
         try:
-            tap, _ = self._find(_split(where)[0])
-        except HooklineError:
+            tap, parts = self._find(where)
+            kept = self._kept(tap)
+            for _, one in kept if parts else ():
+                get_part(None if one is None else one[0], parts)
+        except (HooklineError, LookupError):
             return False
-        return bool(tap.kept or tap.grads)
+        return call is None or -len(kept) <= call < len(kept)
 
     def __iter__(self) -> Iterator[Place]:
         return iter(self.places())
@@ -413,7 +424,7 @@ class Record:
 
     def _kept(self, tap: CaptureTap) -> Sequence[tuple[int, Kept | None]]:
         gradient = "grad" in tap.target.port
-        kept = tap.gathered() if gradient else list(enumerate(tap.kept))
+        kept = tap.gathered() if gradient else tap.numbered()
         if any(entry is not None for _, entry in kept):
             return kept
         place = str(self._place(tap))

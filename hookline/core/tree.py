@@ -3,6 +3,7 @@
 - `walk(model)`: every module once, under its first name
 - `find(model, segments)`: the modules whose path matches
 - `find_tensors(model, segments, gradients)`: the parameters and buffers whose path matches
+- `unwrapped(model)`: what torch's wrappers hold
 - `exists(model, names)`: whether a plain path is that of a module, parameter or buffer
 - `tensors_of(module)`: the parameters and buffers of a module itself
 - `join(path, name)`: the path of what has that name in a module with that path
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from hookline.core.grammar import ANY, DEEP, Segment
 
-__all__ = ["Step", "exists", "find", "find_tensors", "join", "tensors_of", "walk"]
+__all__ = ["Step", "exists", "find", "find_tensors", "join", "tensors_of", "unwrapped", "walk"]
 
 Step = tuple[str, nn.Module]  # a module under a path
 Owned = tuple[str, nn.Module, str]  # and a parameter or buffer in it
@@ -93,6 +94,18 @@ def _wrapped(path: str, module: nn.Module, segment: Segment) -> Step | None:
         if name in _WRAPPERS and inner is not None and name != segment and known:
             return join(path, name), inner
     return None
+
+
+def unwrapped(model: nn.Module) -> Step:
+    """The model, or what torch's wrappers around it hold: their forwards take any arguments."""
+    path, module = "", model
+    while len(module._modules) == 1:
+        ((name, inner),) = module._modules.items()
+        known = name != "module" or "DataParallel" in type(module).__name__
+        if inner is None or name not in _WRAPPERS or not known:
+            break
+        path, module = join(path, name), inner
+    return path, module
 
 
 def find_tensors(model: nn.Module, segments: Sequence[Segment], gradients: bool) -> list[Owned]:
