@@ -587,6 +587,65 @@ def test_an_append_that_fails_leaves_the_mark_as_it_was(tmp_path):
         assert writer.mark == {"batch": 0}
 
 
+def nested(levels):
+    mark = {}
+    for _ in range(levels):
+        mark = {"more": mark}
+    return mark
+
+
+NO_MARKS = {
+    "NaN": {"loss": float("nan")},
+    "an infinity": {"losses": [1.0, float("-inf")]},
+    "a tensor": {"loss": torch.zeros(())},
+    "a set": {"seen": {1}},
+    "a key twice": {1: "a", "1": "b"},
+    "nested too deep": nested(2000),
+    "a list": [1],
+    "larger than what is read": {"text": "x" * (17 << 20)},
+}
+
+
+@pytest.mark.parametrize("why", NO_MARKS)
+def test_a_mark_that_could_not_be_read_again_is_refused(tmp_path, why):
+    with Store.create(tmp_path, sync="never") as writer:
+        writer.append({"h": torch.zeros(1, 2)}, mark={"batch": 0})
+        with pytest.raises(StoreError):
+            writer.append({"h": torch.ones(1, 2)}, mark=NO_MARKS[why])
+        with pytest.raises(StoreError):
+            writer.note(NO_MARKS[why])
+        assert (writer.mark, writer.samples) == ({"batch": 0}, 1)
+        writer.append({"h": torch.ones(2, 2)})
+    assert Store.open(tmp_path)["h"][:].tolist() == [[0, 0], [1, 1], [1, 1]]
+
+
+def test_a_mark_is_at_once_what_is_read_later(tmp_path):
+    with Store.create(tmp_path) as writer:
+        writer.append({"h": torch.zeros(1, 2)}, mark={2: (1, 2), 10: None, "seen": {3: 0.1}})
+        told = writer.mark
+    with Store.create(tmp_path, resume=True) as writer:
+        assert writer.mark == told == {"2": [1, 2], "10": None, "seen": {"3": 0.1}}
+
+
+def test_a_mark_is_not_changed_from_outside(tmp_path):
+    mark = {"seen": [1]}
+    with Store.create(tmp_path) as writer:
+        writer.note(mark)
+        mark["seen"].append(2)
+        assert writer.mark == {"seen": [1]}
+    with pytest.raises(StoreError, match="closed"):
+        writer.note({})
+
+
+def test_metadata_that_could_not_be_read_again_is_refused(tmp_path):
+    for why in ("NaN", "a key twice", "larger than what is read"):
+        with pytest.raises(StoreError):
+            Store.create(tmp_path, metadata=NO_MARKS[why])
+    with Store.create(tmp_path, metadata={"sound": True}):
+        pass
+    assert Store.open(tmp_path).metadata == {"sound": True}
+
+
 def test_a_mark_that_is_no_object_is_refused(counted):
     rewrite_index(counted, lambda content: content.update(mark=[1]))
     with pytest.raises(StoreError, match="mark"):

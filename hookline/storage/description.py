@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any, cast
 
 from hookline.errors import StoreError
 from hookline.storage.files import Series
-from hookline.storage.small_files import corrupt, read_json, write_json
+from hookline.storage.small_files import as_json, corrupt, read_json, write_json
 
 __all__ = ["describe", "read_description", "settle"]
 
@@ -25,14 +24,7 @@ _FORMAT = {"format": "hookline.store", "version": 1}
 def describe(folder: Path, metadata: Mapping[str, Any] | None, rank: int) -> None:
     """Write store.json, or see that the one there says the same."""
     path = folder / "store.json"
-    try:
-        wanted = json.loads(json.dumps(dict(metadata or {}), allow_nan=False))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise StoreError(
-            "Cannot keep the metadata of a store.",
-            f"It is no JSON ({error}).",
-            "Use dicts with string keys, lists, strings, numbers, booleans and None.",
-        ) from error
+    wanted = as_json(metadata or {}, "the metadata")
     if not path.exists():
         first = path.with_name(f"store.json.{rank}.first")
         write_json(first, {**_FORMAT, "places": None, "metadata": wanted}, False)

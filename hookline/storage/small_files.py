@@ -1,5 +1,6 @@
 """The small files of a store: JSON that is bounded and distrusted, and replaced whole.
 
+- `as_json(content, what)`: the content as it is read back, checked before it is written
 - `read_json(path)`, `write_json(path, content, sync)`: the object in a JSON file
 - `parse_json(text, path)`: the object in a text that was read from a file
 - `replace_file(path, text, sync)`: a reader, or a crash, finds the old file or the new one
@@ -13,12 +14,14 @@ from __future__ import annotations
 import json
 import os
 import stat
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, cast
 
 from hookline.errors import StoreError
 
 __all__ = [
+    "as_json",
     "corrupt",
     "open_regular",
     "parse_json",
@@ -49,6 +52,19 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(content) != len(pairs):
         raise ValueError("a key stands there twice")
     return content
+
+
+def as_json(content: Mapping[str, Any], what: str) -> dict[str, Any]:
+    """The content as it is read back; an error if it is no JSON, which none could read."""
+    try:
+        text = json.dumps(dict(content), allow_nan=False)
+        return json.loads(text, object_pairs_hook=_once)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise StoreError(
+            f"Cannot keep {what} of a store.",
+            f"It is no JSON ({error}).",
+            "Use dicts with string keys, lists, strings, numbers, booleans and None.",
+        ) from error
 
 
 def parse_json(text: bytes, path: Path) -> dict[str, Any]:
@@ -91,6 +107,12 @@ def write_json(path: Path, content: object, sync: bool) -> None:
 
 def replace_file(path: Path, text: bytes, sync: bool) -> None:
     """Replace a file as a whole: a reader, or a crash, finds the old one or the new one."""
+    if len(text) > _LARGEST_JSON:
+        raise StoreError(
+            f"Cannot write {str(path)!r}.",
+            f"It would be larger than {_LARGEST_JSON >> 20} MB, which no reader takes.",
+            "Keep metadata and marks small, places few and shards large.",
+        )
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
         with partial.open("wb") as file:

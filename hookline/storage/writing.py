@@ -31,7 +31,7 @@ from hookline.storage.files import (
 from hookline.storage.locks import locked
 from hookline.storage.recovery import recover
 from hookline.storage.shards import OpenShard
-from hookline.storage.small_files import sync_folder
+from hookline.storage.small_files import as_json, sync_folder
 from hookline.storage.space import Ahead
 from hookline.storage.values import blocks_of
 
@@ -147,13 +147,14 @@ class StoreWriter:
         """
         if self._held is _CLOSED:
             raise StoreError("Cannot append.", "This writer is closed.", "Use resume=True.")
+        told = None if mark is None else as_json(mark, "the mark")
         blocks, samples = blocks_of(values, ids, self._index.series, self._shard_bytes)
         if not samples:
             return
         new = self._index.copy()
         new.samples += samples
         new.series = new.series or [series.copy() for series, _ in blocks]
-        new.mark = new.mark if mark is None else dict(mark)
+        new.mark = new.mark if told is None else told
         try:
             if self._unclean:
                 self._take_back(self._index)
@@ -179,8 +180,10 @@ class StoreWriter:
 
     def note(self, mark: Mapping[str, Any]) -> None:
         """Commit a mark without samples."""
+        if self._held is _CLOSED:
+            raise StoreError("Cannot note.", "This writer is closed.", "Use resume=True.")
         new = self._index.copy()
-        new.mark = dict(mark)
+        new.mark = as_json(mark, "the mark")
         try:
             self._index_file.write(new, self._sync == "commit")
         except OSError as error:
