@@ -1,6 +1,7 @@
 """Stores: what is appended is read back bit for bit, and nothing done to the files can crash us."""
 
 import errno
+import io
 import json
 import os
 import pickle
@@ -24,6 +25,7 @@ from torch.utils.data import DataLoader
 import hookline as hl
 from hookline import Store, StoreError
 from hookline.storage import files as store_files
+from hookline.storage import recovery as store_recovery
 from hookline.storage import shards as store_shards
 from hookline.storage import space as store_space
 from hookline.storage import writing as store_writing
@@ -499,6 +501,72 @@ def test_reading_beside_a_living_writer_touches_nothing(counted):
             file.write(b"an append that is under way")
         assert len(Store.open(counted)) == 24
         assert shard.read_bytes().endswith(b"under way")
+
+
+def killed_before_the_commit(writer, monkeypatch, values):
+    """Let a writer die when its rows and headers are written and the index is not."""
+
+    def die(*_):
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store_writing.StoreWriter, "_take_back", lambda *_: None)
+        patch.setattr(store_files.IndexFile, "write", die)
+        with pytest.raises(Killed):
+            writer.append(values)
+    writer._held.close()  # as the end of a process does
+
+
+def at_a_header(monkeypatch, before=lambda: None, after=lambda: None):
+    """Let something happen just before or after the next header is read."""
+
+    class File(io.BufferedReader):
+        def read(self, size=-1):
+            monkeypatch.undo()
+            before()
+            text = super().read(size)
+            after()
+            return text
+
+    monkeypatch.setattr(store_files, "open_regular", lambda path: File(io.FileIO(path)))
+
+
+def test_rows_are_read_while_a_writer_is_just_at_them(tmp_path, monkeypatch):
+    with Store.create(tmp_path, sync="never") as writer:
+        writer.append({"x": torch.zeros(10)})
+        rows = Store.open(tmp_path)["x"]
+        at_a_header(monkeypatch, before=lambda: writer.append({"x": torch.ones(10)}))
+        assert rows[-1] == 0
+    assert len(Store.open(tmp_path)) == 20
+
+
+def test_rows_are_read_while_what_is_left_of_an_append_is_just_cut_off(tmp_path, monkeypatch):
+    writer = Store.create(tmp_path, sync="never")
+    writer.append({"x": torch.zeros(10)})
+    rows = Store.open(tmp_path)["x"]
+    killed_before_the_commit(writer, monkeypatch, {"x": torch.ones(10)})
+
+    def another_reader():
+        with pytest.warns(hl.HooklineWarning, match="dropped 40 B"):
+            Store.open(tmp_path)
+
+    at_a_header(monkeypatch, after=another_reader)
+    assert rows[-1] == 0
+
+
+def test_a_reader_beside_a_living_writer_keeps_the_index_it_could_read(counted, monkeypatch):
+    with Store.create(counted, resume=True):
+        with shard_of(counted, "h.3").open("ab") as file:
+            file.write(b"an append that is under way")
+        whole = [store_recovery.read_index(counted, 0)]
+
+        def half_written(*_):
+            if whole:
+                return whole.pop()
+            raise StoreError("a", "b", "c")
+
+        monkeypatch.setattr(store_recovery, "read_index", half_written)
+        assert len(Store.open(counted)) == 21
 
 
 KILLER = """

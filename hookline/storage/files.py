@@ -348,8 +348,10 @@ def read_header(path: Path, series: Series) -> tuple[int, int]:
     """The rows that a shard's header states, and the size of the file; all of it checked."""
     try:
         with open_regular(path) as file:
-            size = os.fstat(file.fileno()).st_size
+            before = os.fstat(file.fileno()).st_size
             text = file.read(HEADER)
+            # A living writer puts rows there before their header, and cuts them off after it.
+            size = max(before, os.fstat(file.fileno()).st_size)
     except OSError as error:
         raise corrupt(path, f"It cannot be opened ({error})") from error
     if len(text) < HEADER:

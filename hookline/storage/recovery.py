@@ -39,23 +39,21 @@ def recover(folder: Path, rank: int, *, held: bool = False) -> Index:
     """
     if held:
         return _cut(folder, read_index(folder, rank))
-    for attempt in range(5):
+    attempts = 5
+    while True:
         try:
             index = read_index(folder, rank)
             if not _tails(folder, index):
                 return index
             break
         except StoreError:  # a living writer may just be at a header: look again
-            if attempt == 4:
-                raise
+            attempts -= 1
             with locked(folder, rank) as free:
-                if free:
+                if free or not attempts:
                     raise
             time.sleep(0.01)
     with locked(folder, rank) as free:
-        if free:
-            return _cut(folder, read_index(folder, rank))
-        return read_index(folder, rank)
+        return _cut(folder, read_index(folder, rank)) if free else index
 
 
 def _tails(folder: Path, index: Index) -> dict[Path, int]:
