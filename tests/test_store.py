@@ -569,6 +569,64 @@ def test_a_reader_beside_a_living_writer_keeps_the_index_it_could_read(counted, 
         assert len(Store.open(counted)) == 21
 
 
+# Files that two folders share
+
+
+@pytest.fixture(params=["symbolic", "hard"])
+def shared(request, tmp_path):
+    """A store, and another folder with the same shards; the store then has 10 rows more."""
+    store, view = tmp_path / "store", tmp_path / "view"
+    with Store.create(store, sync="never") as writer:
+        writer.append({"x": torch.zeros(10)})
+        view.mkdir()
+        for path in store.iterdir():
+            if path.suffix != ".safetensors":
+                shutil.copy(path, view)
+            elif request.param == "hard":
+                os.link(path, view / path.name)
+            else:
+                (view / path.name).symlink_to(path)
+        writer.append({"x": torch.ones(10)})
+    return store, view
+
+
+def test_opening_cuts_nothing_off_a_file_that_another_folder_has_too(shared):
+    store, view = shared
+    assert Store.open(view)["x"][:].tolist() == [0] * 10
+    assert Store.open(store)["x"][:].tolist() == [0] * 10 + [1] * 10
+
+
+def test_a_writer_takes_a_copy_of_a_file_that_another_folder_has_too(shared):
+    store, view = shared
+    with pytest.warns(hl.HooklineWarning, match="dropped 40 B"):
+        writer = Store.create(view, resume=True)
+    with writer:
+        writer.append({"x": torch.full((5,), 2.0)})
+    assert Store.open(view)["x"][:].tolist() == [0] * 10 + [2] * 5
+    assert Store.open(store)["x"][:].tolist() == [0] * 10 + [1] * 10
+    check_files(view)
+    assert not list(view.glob("*.partial"))
+
+
+@pytest.mark.parametrize("places", [1, 60])  # an index of one page, and of several
+def test_a_snapshot_of_links_stays_as_it_was(tmp_path, places):
+    def values(value):
+        return {f"a place with a long name, {n}": torch.full((2,), value) for n in range(places)}
+
+    store, snapshot = tmp_path / "store", tmp_path / "snapshot"
+    with Store.create(store, sync="never", shard_bytes=12) as writer:
+        writer.append(values(0.0))
+    shutil.copytree(store, snapshot, copy_function=os.link)
+    with Store.create(store, sync="never", resume=True) as writer:
+        for _ in range(3):
+            writer.append(values(1.0))
+    for _ in range(2):
+        read = Store.open(snapshot)
+        assert all(read[place][:].tolist() == [0, 0] for place in read.places())
+        read = Store.open(store)
+        assert all(read[place][:].tolist() == [0, 0] + [1] * 6 for place in read.places())
+
+
 KILLER = """
 import json, os, random, signal, sys, time, warnings
 sys.path[:0] = ["tests", "."]

@@ -215,14 +215,15 @@ class IndexFile:
             os.fsync(self._file)
 
     def _is_page(self) -> bool:
-        """Whether the file is there, and one page long."""
+        """Whether the file is there, one page long, and in no other folder."""
         if self._file < 0:
+            flags = os.O_WRONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_NOFOLLOW", 0)
             try:
-                self._file = os.open(self._path, os.O_WRONLY | getattr(os, "O_BINARY", 0))
-            except FileNotFoundError:
+                self._file = os.open(self._path, flags)
+            except OSError:  # none yet, or a link: it is replaced
                 return False
         found = os.fstat(self._file)
-        return found.st_size == PAGE and found.st_nlink > 0
+        return found.st_size == PAGE and found.st_nlink == 1
 
     def close(self) -> None:
         """Let go of the file. Twice is once."""
