@@ -224,11 +224,39 @@ def test_a_varying_place_takes_a_padded_tensor_too(tmp_path):
     assert stored[-1].shape == (0, 2)
 
 
+def test_further_indices_apply_to_each_sample_of_varying_length(tmp_path):
+    samples = [torch.randn(k, 4) for k in (3, 2, 5)]
+    with Store.create(tmp_path) as writer:
+        writer.append({"v": samples})
+    stored = Store.open(tmp_path)["v"]
+    assert same(stored[2, 1], samples[2][1])
+    assert same(stored[-1, 1:, 0], samples[-1][1:, 0])
+    for key, chosen in [
+        (slice(1, None), samples[1:]),
+        ([2, 0], [samples[2], samples[0]]),
+        (torch.tensor([True, False, True]), samples[::2]),
+    ]:
+        found = stored[key, 0, 1:]
+        assert all(same(a, b[0, 1:]) for a, b in zip(found, chosen, strict=True))
+    assert len(stored[()]) == 3
+
+
 def test_batches_go_through_all_samples_in_order(counted):
     batches = list(Store.open(counted).batches(8))
     assert [len(batch["h.3"]) for batch in batches] == [8, 8, 5]
     assert torch.cat([batch["h.3"] for batch in batches])[:, 0].tolist() == list(range(21))
     assert len([one for batch in batches for one in batch["h/../v"]]) == 21
+
+
+def test_one_place_may_be_named_without_a_list(tmp_path):
+    with Store.create(tmp_path) as writer:
+        writer.append({name: torch.tensor([int(name or 5)]) for name in ("0", "1", "10", "")})
+    store = Store.open(tmp_path)
+    for name in ("10", ""):
+        value = torch.tensor(int(name or 5))
+        assert store.as_dataset(name)[0] == {name: value}
+        assert list(store.batches(4, places=name)) == [{name: value[None]}]
+    assert list(store.as_dataset(("1", "0"))[0]) == ["1", "0"]
 
 
 def test_a_store_prints_as_a_table(counted):
@@ -978,6 +1006,33 @@ def test_what_is_no_file_is_refused(counted):
         Store.open(counted.parent)
     with pytest.raises(StoreError, match="no such folder"):
         Store.open(counted / "nowhere")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_shards_without_their_index_are_refused(tmp_path, rank):
+    for number in range(2):
+        with Store.create(tmp_path, rank=number) as writer:
+            writer.append({"x": torch.zeros(5)})
+    (tmp_path / f"rank{rank:05d}.index.json").unlink()
+    with pytest.raises(StoreError, match=rf"rank{rank:05d}\.index\.json.*restore it"):
+        Store.open(tmp_path)
+
+
+def test_a_rank_that_just_begins_is_no_damage(tmp_path, monkeypatch):
+    with Store.create(tmp_path, rank=0) as writer:
+        writer.append({"x": torch.zeros(5)})
+
+    def begun_meanwhile(folder, real=Path.iterdir):
+        """A listing that was past the name of the index when this was made."""
+        monkeypatch.undo()
+        with Store.create(tmp_path, rank=1) as writer:
+            writer.append({"x": torch.ones(5)})
+        return (path for path in real(folder) if path.name != "rank00001.index.json")
+
+    monkeypatch.setattr(Path, "iterdir", begun_meanwhile)
+    assert len(Store.open(tmp_path)) == 10
+    with Store.create(tmp_path, rank=2):
+        assert Store.open(tmp_path).info().ranks == (0, 1, 2)
 
 
 def test_a_byte_that_is_no_boolean_is_read_as_one(tmp_path):

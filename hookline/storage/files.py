@@ -180,9 +180,10 @@ def index_path(folder: Path, rank: int) -> Path:
 
 
 def ranks_of(folder: Path) -> list[int]:
-    """The ranks that have an index in the folder."""
-    found = (re.fullmatch(r"rank(\d{5,9})\.index\.json", path.name) for path in folder.iterdir())
-    return sorted(int(match[1]) for match in found if match)
+    """The ranks that have an index in the folder, or shards, whose index is then missing."""
+    form = re.compile(r"rank(\d{5,9})(\.index\.json|-\d{5,9}\.safetensors)")
+    found = (form.fullmatch(path.name) for path in folder.iterdir())
+    return sorted({int(match[1]) for match in found if match})
 
 
 def shard_numbers(folder: Path, rank: int) -> list[int]:

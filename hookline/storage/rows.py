@@ -180,8 +180,8 @@ class StoredRows:
 class StoredSamples:
     """Samples of varying length: `samples[7]` is a tensor, `samples[10:20]` a list of tensors.
 
-    `samples.rows` are the rows of all samples behind each other, `samples.lengths()` how many of
-    them each sample has.
+    Further indices apply to each sample: `samples[7, 0]` is its first row. `samples.rows` are the
+    rows of all samples behind each other, `samples.lengths()` how many of them each sample has.
     """
 
     def __init__(self, rows: StoredRows, ends: StoredRows, ranks: list[tuple[int, int]]) -> None:
@@ -214,9 +214,17 @@ class StoredSamples:
     @overload
     def __getitem__(self, key: int) -> Tensor: ...
     @overload
+    def __getitem__(self, key: tuple[Any, ...]) -> Any: ...
+    @overload
     def __getitem__(self, key: slice | Sequence[Any] | Tensor | NDArray[Any]) -> list[Tensor]: ...
-    def __getitem__(self, key: Key) -> Tensor | list[Tensor]:
+    def __getitem__(self, key: Key | tuple[Any, ...]) -> Any:
         total = len(self)
+        if isinstance(key, tuple):
+            first, *others = cast("tuple[Any, ...]", key) or (slice(None),)
+            chosen: Tensor | list[Tensor] = cast("Any", self)[first]
+            if isinstance(chosen, Tensor):
+                return chosen[tuple(others)]
+            return [one[tuple(others)] for one in chosen]
         if type(key) is int:
             if not -total <= key < total:
                 raise _outside(self.place, key, total)
