@@ -335,6 +335,73 @@ def test_ranks_that_disagree_are_told_at_the_first_append(tmp_path):
     assert len(Store.open(tmp_path)) == 4
 
 
+@pytest.mark.parametrize("ids", [None, [1, 2], ["a", "b"]])
+def test_ranks_that_disagree_about_ids_are_told_at_the_first_append(tmp_path, ids):
+    values = {"x": torch.ones(2, 3)}
+    with Store.create(tmp_path, rank=0) as writer:
+        writer.append(values, ids=ids)
+    with Store.create(tmp_path, rank=1) as writer:
+        for others in (None, [1, 2], ["a", "b"]):
+            if others != ids:
+                with pytest.raises(StoreError, match=r"Another rank.*ids"):
+                    writer.append(values, ids=others)
+        writer.append(values, ids=ids)
+    assert len(Store.open(tmp_path)) == 4
+
+
+def test_a_store_that_says_nothing_of_ids_can_be_continued(tmp_path):
+    values = {"x": torch.ones(2, 3)}
+    with Store.create(tmp_path, rank=0) as writer:
+        writer.append(values, ids=[1, 2])
+    path = tmp_path / "store.json"
+    content = json.loads(path.read_text())
+    del content["ids"]  # as earlier versions wrote it
+    path.write_text(json.dumps(content))
+    for rank in (0, 1):
+        with Store.create(tmp_path, rank=rank, resume=True) as writer:
+            writer.append(values, ids=[1, 2])
+    assert Store.open(tmp_path).ids == [1, 2] * 3
+    assert json.loads(path.read_text()) == content
+
+
+@pytest.mark.parametrize("end", ["an error", "a kill"])
+def test_a_first_append_that_failed_settles_nothing(tmp_path, monkeypatch, end):
+    row = torch.ones(1, 2)
+    writer = Store.create(tmp_path, rank=3)
+    if end == "a kill":
+        killed_before_the_commit(writer, monkeypatch, {"h": row, "g": row})
+        with pytest.warns(hl.HooklineWarning, match="dropped"):
+            writer = Store.create(tmp_path, rank=3, resume=True)
+    else:
+        with monkeypatch.context() as patch:
+            breaking(patch, 3, OSError(errno.ENOSPC, "No space"), half=False)
+            with pytest.raises(StoreError, match="No space"):
+                writer.append({"h": row, "g": row})
+    with Store.create(tmp_path, rank=2) as other:
+        if end == "an error":
+            with pytest.raises(StoreError, match="Another rank"):  # which is alive, and may go on
+                other.append({"h": row.double()}, ids=["a"])
+        writer.close()
+        other.append({"h": row.double()}, ids=["a"])
+    with Store.create(tmp_path, rank=3, resume=True) as writer:
+        with pytest.raises(StoreError, match="Another rank"):
+            writer.append({"h": row, "g": row})
+    assert Store.open(tmp_path).places() == ["h"]
+
+
+def test_a_writer_alone_may_begin_again_after_a_first_append_that_failed(tmp_path, monkeypatch):
+    row = torch.ones(1, 2)
+    with Store.create(tmp_path) as writer:
+        with monkeypatch.context() as patch:
+            breaking(patch, 3, OSError(errno.ENOSPC, "No space"), half=False)
+            with pytest.raises(StoreError, match="No space"):
+                writer.append({"h": row, "g": row}, ids=["a"])
+        writer.append({"h": row.double()})
+    assert Store.open(tmp_path)["h"].dtype == torch.float64
+    places = json.loads((tmp_path / "store.json").read_text())["places"]
+    assert places == {"h": {"dtype": "F64", "shape": [2], "varying": False}}
+
+
 # What is refused
 
 

@@ -159,7 +159,7 @@ class StoreWriter:
             if self._unclean:
                 self._take_back(self._index)
             if not self._index.series:
-                settle(self.folder, new.series, self._sync == "commit")
+                settle(self.folder, self.rank, new.series, self._sync == "commit")
             full = [
                 number
                 for series, (_, rows) in zip(new.series, blocks, strict=True)
