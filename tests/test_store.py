@@ -570,6 +570,93 @@ def test_a_limit_on_the_size_of_files_leaves_a_valid_store(tmp_path):
     check_files(tmp_path)
 
 
+MANY = """
+import os, resource, sys, torch, hookline as hl
+torch.set_num_threads(1)
+resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
+values = {f"p{n}": torch.full((3,), n) for n in range(120)}
+values["v"] = [torch.ones(n) for n in range(3)]
+for sync in ("never", "shard", "commit"):
+    folder = f"{sys.argv[1]}/{sync}"
+    with hl.Store.create(folder, sync=sync, shard_bytes=64) as writer:  # 8 rows
+        for _ in range(3):
+            writer.append(values, ids=["a", "b", "c"])
+        os.listdir(folder)
+    store = hl.Store.open(folder)
+    read = [store[f"p{n}"] for n in range(120)]
+    for _ in range(2):
+        assert all(rows[:].tolist() == [n] * 9 for n, rows in enumerate(read))
+    os.listdir(folder)
+"""
+
+NO_FILES = """
+import os, resource, sys, torch, hookline as hl
+torch.set_num_threads(1)
+resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
+values = {f"p{n}": torch.ones(3) for n in range(20)}
+writer = hl.Store.create(sys.argv[1], shard_bytes=16)
+for begun in (0, 3):
+    taken = []
+    try:
+        while True: taken.append(os.open(".", os.O_RDONLY))
+    except OSError:
+        for _ in range(5): os.close(taken.pop())
+    try: writer.append(values)
+    except hl.StoreError as error: assert "ulimit -n" in str(error), error
+    else: raise AssertionError("there were files enough")
+    os.listdir(sys.argv[1])
+    for number in taken: os.close(number)
+    assert writer.samples == begun
+    writer.append(values)
+writer.close()
+assert [rows.tolist() for rows in hl.Store.open(sys.argv[1])["p19"]] == [1] * 6
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="sees which files are open")
+@pytest.mark.parametrize("program", [MANY, NO_FILES], ids=["many places", "no files left"])
+def test_there_may_be_more_shards_than_files_that_can_be_open(tmp_path, program):
+    result = subprocess.run(
+        [sys.executable, "-c", program, tmp_path], capture_output=True, text=True, cwd=ROOT
+    )
+    assert result.returncode == 0, result.stderr
+    for path in tmp_path.rglob("store.json"):
+        check_files(path.parent)
+
+
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("after", range(1, 12))
+def test_shards_that_were_closed_for_others_are_taken_back_too(counted, monkeypatch, after, half):
+    monkeypatch.setattr(store_writing, "most_files", lambda: 1)
+    with Store.create(counted, resume=True) as writer:
+        append_counted(writer, count=1)
+        with monkeypatch.context() as patch:
+            breaking(patch, after, OSError(errno.ENOSPC, "No space"), half)
+            with pytest.raises(StoreError, match="No space"):
+                append_counted(writer, count=9)
+        check_counted(counted, 22)
+        append_counted(writer, count=9)
+        assert len(writer._open) == 1
+    check_counted(counted, 31)
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="asks Linux which file it is")
+def test_shards_that_were_closed_for_others_are_synced_at_the_end(tmp_path, monkeypatch):
+    synced = []
+
+    def fsync(file, real=os.fsync):
+        synced.append(Path(f"/proc/self/fd/{file}").readlink().name)
+        real(file)
+
+    monkeypatch.setattr(store_writing, "most_files", lambda: 1)
+    with Store.create(tmp_path, sync="shard") as writer:
+        writer.append({name: torch.zeros(7) for name in "abc"})
+        monkeypatch.setattr(os, "fsync", fsync)
+    shards = [f"rank00000-0000{n}.safetensors" for n in range(3)]
+    assert sorted(synced[:3]) == shards
+    assert synced[3:] == ["rank00000.index.json", tmp_path.name]
+
+
 def test_a_read_only_folder_can_be_read_and_not_written(counted, monkeypatch):
     monkeypatch.setattr(os, "access", lambda *_: False)
     with pytest.raises(StoreError, match="may not be written to"):

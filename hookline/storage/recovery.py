@@ -28,7 +28,7 @@ from hookline.storage.files import (
     shard_path,
 )
 from hookline.storage.locks import locked
-from hookline.storage.small_files import corrupt, sync_folder
+from hookline.storage.small_files import corrupt, sync_file, sync_folder
 
 __all__ = ["recover"]
 
@@ -104,8 +104,7 @@ def _own(path: Path) -> None:
     """Put a copy in the place of a link, so that what is written reaches no other folder."""
     partial = path.with_name(f"{path.name}.partial")
     shutil.copyfile(path, partial)
-    with partial.open("r+b") as file:
-        os.fsync(file.fileno())
+    sync_file(partial)
     partial.replace(path)
     sync_folder(path.parent)
 

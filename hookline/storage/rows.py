@@ -9,10 +9,12 @@ What is read is copied out of the map: it stays as it is, whatever happens to th
 from __future__ import annotations
 
 import mmap
-from bisect import bisect_right
+import weakref
+from bisect import bisect_left, bisect_right
+from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, cast, overload
+from typing import Any, ClassVar, cast, overload
 
 import numpy as np
 import torch
@@ -21,7 +23,7 @@ from torch import Tensor
 
 from hookline.errors import StoreError
 from hookline.storage.files import HEADER, Index, Series, read_header, shard_path
-from hookline.storage.small_files import corrupt
+from hookline.storage.small_files import corrupt, most_files
 
 __all__ = ["StoredRows", "StoredSamples", "positions_of"]
 
@@ -29,9 +31,14 @@ Key = int | slice | Sequence[int] | Sequence[bool] | Tensor | NDArray[Any]
 
 
 class _Shard:
-    """A shard that is mapped when it is first read, in each process anew."""
+    """A shard that is mapped when it is first read, in each process anew.
 
-    __slots__ = ("_array", "path", "rows", "series")
+    A map keeps its file open, so those that were mapped first are let go of when there are many.
+    """
+
+    __slots__ = ("__weakref__", "_array", "path", "rows", "series")
+
+    _mapped: ClassVar[deque[weakref.ref[_Shard]]] = deque()
 
     def __init__(self, path: Path, series: Series, rows: int) -> None:
         self.path, self.series, self.rows = path, series, rows
@@ -39,20 +46,26 @@ class _Shard:
 
     @property
     def array(self) -> NDArray[Any]:
-        if self._array is None:
-            self._array = self._map()
-        return self._array
+        array = self._array
+        if array is None:
+            array = self._array = self._map()
+        return array
 
     def _map(self) -> NDArray[Any]:
         found, _ = read_header(self.path, self.series)
         if found < self.rows:
             raise corrupt(self.path, f"It has {found} rows where the index promises {self.rows}")
         end = HEADER + self.rows * self.series.row_bytes
+        while len(self._mapped) >= 2 * most_files():
+            first = self._mapped.popleft()()
+            if first is not None:
+                first._array = None
         try:
             with self.path.open("rb") as file:
                 mapped = mmap.mmap(file.fileno(), end, access=mmap.ACCESS_READ)
         except (OSError, ValueError) as error:
             raise corrupt(self.path, f"It cannot be mapped ({error})") from error
+        self._mapped.append(weakref.ref(self))
         flat = np.frombuffer(mapped, dtype=self.series.kind.numpy, offset=HEADER)
         return flat.reshape(self.rows, *self.series.shape)
 
@@ -138,15 +151,20 @@ class StoredRows:
         return (tensor.float() if exotic else tensor).numpy()
 
     def _between(self, start: int, stop: int) -> NDArray[Any]:
-        at = max(bisect_right(self._starts, start) - 1, 0)
-        pieces: list[NDArray[Any]] = []
-        while at < len(self._shards) and self._starts[at] < stop:
+        first = max(bisect_right(self._starts, start) - 1, 0)
+        shards = range(first, bisect_left(self._starts, stop))
+        if len(shards) == 1:
+            base = self._starts[first]
+            return self._shards[first].array[start - base : stop - base].copy()
+        for at in shards:  # what the index claims must be there before memory is asked for
+            _ = self._shards[at].array
+        result = self._empty(stop - start)
+        for at in shards:
             base = self._starts[at]
-            pieces.append(self._shards[at].array[max(start - base, 0) : stop - base])
-            at += 1
-        if len(pieces) == 1:
-            return pieces[0].copy()
-        return np.concatenate(pieces) if pieces else self._empty(0)
+            piece = self._shards[at].array[max(start - base, 0) : stop - base]
+            done = max(base - start, 0)
+            result[done : done + len(piece)] = piece
+        return result
 
     def _gather(self, positions: NDArray[np.int64]) -> NDArray[Any]:
         if not len(positions):

@@ -5,7 +5,8 @@
 - `parse_json(text, path)`: the object in a text that was read from a file
 - `replace_file(path, text, sync)`: a reader, or a crash, finds the old file or the new one
 - `open_regular(path)`: open a file, and nothing that would wait for ever
-- `sync_folder(folder)`: make the names in a folder last
+- `most_files()`: how many files a writer may keep open, and half of what a reader may
+- `sync_file(path)`, `sync_folder(folder)`: make what is in a file last, and the names in a folder
 - `corrupt(path, found)`: the error for a file that is not what a writer of ours left there
 """
 
@@ -20,13 +21,20 @@ from typing import Any, BinaryIO, NoReturn, cast
 
 from hookline.errors import StoreError
 
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None
+
 __all__ = [
     "as_json",
     "corrupt",
+    "most_files",
     "open_regular",
     "parse_json",
     "read_json",
     "replace_file",
+    "sync_file",
     "sync_folder",
     "write_json",
 ]
@@ -126,6 +134,18 @@ def replace_file(path: Path, text: bytes, sync: bool) -> None:
         raise
     if sync:
         sync_folder(path.parent)
+
+
+def most_files() -> int:
+    """How many files a writer may keep open, and half of what a reader may: a quarter of all."""
+    limit = 512 if resource is None else resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return max(limit // 4, 1) if limit > 0 else 1 << 16  # no limit is a negative one
+
+
+def sync_file(path: Path) -> None:
+    """Make what is in a file last."""
+    with path.open("r+b") as file:
+        os.fsync(file.fileno())
 
 
 def sync_folder(folder: Path) -> None:

@@ -10,6 +10,7 @@ taken back; what a killed process left is cut off by whoever opens the store nex
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -31,7 +32,7 @@ from hookline.storage.files import (
 from hookline.storage.locks import locked
 from hookline.storage.recovery import recover
 from hookline.storage.shards import OpenShard
-from hookline.storage.small_files import as_json, sync_folder
+from hookline.storage.small_files import as_json, most_files, sync_file, sync_folder
 from hookline.storage.space import Ahead
 from hookline.storage.values import blocks_of
 
@@ -73,6 +74,8 @@ class StoreWriter:
         self._sync: Sync = sync
         self._shard_bytes = shard_bytes
         self._open: dict[int, OpenShard] = {}  # by number
+        self._aside: set[int] = set()  # those that were written to and closed again
+        self._most = most_files()
         self._index_file = IndexFile(folder, rank)
         self._unclean = False
         self._held = contextlib.ExitStack()
@@ -176,7 +179,8 @@ class StoreWriter:
             raise
         self._index = new
         for number in full:
-            self._open.pop(number).close()
+            if number in self._open:
+                self._open.pop(number).close()
 
     def note(self, mark: Mapping[str, Any]) -> None:
         """Commit a mark without samples."""
@@ -223,6 +227,8 @@ class StoreWriter:
         return full
 
     def _opened(self, number: int, series: Series) -> OpenShard:
+        while len(self._open) >= self._most:  # appends go round: the last opened is needed last
+            self._put_aside(next(reversed(self._open)))
         fresh = number >= self._index.next_shard
         path = shard_path(self.folder, self.rank, number)
         shard = OpenShard(path, series, self._ahead, fresh=fresh)
@@ -234,15 +240,24 @@ class StoreWriter:
                 raise
         return shard
 
+    def _put_aside(self, number: int) -> None:
+        """Close a shard, so that another file can be open."""
+        shard = self._open.pop(number)
+        self._aside.add(number)
+        try:
+            shard.finish(sync=False)
+        finally:
+            shard.close()
+
     def _take_back(self, new: Index) -> None:
         """Undo an append that failed, unless its index is already there."""
         self._unclean = True
         with contextlib.suppress(OSError, StoreError):  # whoever opens the store does it otherwise
+            for number in [*self._open]:  # it may have failed because too many files are open
+                self._put_aside(number)
             if read_index(self.folder, self.rank) == new and new is not self._index:
                 self._index, self._unclean = new, False
                 return
-            for number in [n for n in self._open if n >= self._index.next_shard]:
-                self._open.pop(number).close()
             for number in shard_numbers(self.folder, self.rank):
                 if number >= self._index.next_shard:
                     shard_path(self.folder, self.rank, number).unlink()
@@ -252,9 +267,13 @@ class StoreWriter:
     def _cut(self, series: Series) -> bool:
         """Cut the last shard of a series to what is committed."""
         number = series.shards[-1] if series.shards else -1
-        if number not in self._open:
+        if number not in self._aside:
             return True
-        return self._open[number].cut(series, series.rows_in(len(series.shards) - 1))
+        shard = self._opened(number, series)
+        try:
+            return shard.cut(series, series.rows_in(len(series.shards) - 1))
+        finally:
+            shard.close()
 
     def close(self) -> None:
         """Finish: sync what the policy asks for, and let go of the files. Twice is once."""
@@ -266,6 +285,9 @@ class StoreWriter:
             for shard in self._open.values():
                 shard.finish(sync=self._sync != "never")
             if self._sync != "never":
+                for number in self._aside.difference(self._open):
+                    if number < self._index.next_shard:
+                        sync_file(shard_path(self.folder, self.rank, number))
                 self._index_file.write(self._index, True)
                 sync_folder(self.folder)
         except OSError as error:
@@ -295,9 +317,12 @@ _CLOSED = contextlib.ExitStack()
 
 
 def _failed(what: str, error: OSError) -> StoreError:
+    remedy = "See to the disk, its space and permissions"
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        remedy = "Close other files, or raise the limit (ulimit -n)"
     return StoreError(
         f"Cannot {what}.",
         f"The system says: {error.strerror or error}.",
-        "All that was committed before is still there. See to the disk, its space and "
-        "permissions, then go on, later with resume=True.",
+        f"All that was committed before is still there. {remedy}, then go on, later with "
+        "resume=True.",
     )
