@@ -1,6 +1,7 @@
 """Stores: what is appended is read back bit for bit, and nothing done to the files can crash us."""
 
 import errno
+import gc
 import io
 import json
 import os
@@ -26,6 +27,7 @@ import hookline as hl
 from hookline import Store, StoreError
 from hookline.storage import files as store_files
 from hookline.storage import recovery as store_recovery
+from hookline.storage import rows as store_rows
 from hookline.storage import shards as store_shards
 from hookline.storage import space as store_space
 from hookline.storage import writing as store_writing
@@ -172,6 +174,7 @@ def test_rows_are_indexed_as_a_tensor_is(dtype, tmp_path):
         0, -1, 22, slice(None), slice(3, 19), slice(19, 3), slice(1, 20, 4), [1, 7, -2], [],
         mask, mask.tolist(), mask.numpy(), torch.tensor([[0, 22], [5, 5]]), np.int64(3),
         torch.tensor(4), (slice(2, 9), 1), (3, slice(None), 0), ([1, 2], slice(1, 3)), (),
+        ..., (..., 1), (..., 1, slice(None)), (3, ..., 0),
     ):  # fmt: skip
         expected = rows[key] if not isinstance(key, list) or key else rows[:0]
         assert same(stored[key], expected), key
@@ -181,7 +184,7 @@ def test_rows_are_indexed_as_a_tensor_is(dtype, tmp_path):
     for key in (23, -24, [0, 23], torch.tensor([-24])):
         with pytest.raises(IndexError, match="There are 23"):
             stored[key]
-    for key in ([0.5], "a", [True, False]):
+    for key in ([0.5], "a", [True, False], mask.to(torch.uint8)):
         with pytest.raises(StoreError):
             stored[key]
 
@@ -212,6 +215,16 @@ def test_appended_tensors_may_be_strided_attached_or_numpy(tmp_path):
     store = Store.open(tmp_path)
     assert same(store["t"][:], x.detach().T)
     assert same(store["n"][:], x.detach().T)
+
+
+def test_appended_arrays_may_be_reversed_or_of_the_other_byte_order(tmp_path):
+    array = np.arange(6, dtype=">f4").reshape(3, 2)
+    with Store.create(tmp_path) as writer:
+        writer.append({"x": array, "y": array[::-1], "z": np.arange(3)[::-1]})
+    store = Store.open(tmp_path)
+    for name, expected in {"x": array, "y": array[::-1], "z": np.array([2, 1, 0])}.items():
+        np.testing.assert_array_equal(store[name].to_numpy(), expected)
+    assert store["x"].dtype == torch.float32
 
 
 def test_a_varying_place_takes_a_padded_tensor_too(tmp_path):
@@ -257,6 +270,18 @@ def test_one_place_may_be_named_without_a_list(tmp_path):
         assert store.as_dataset(name)[0] == {name: value}
         assert list(store.batches(4, places=name)) == [{name: value[None]}]
     assert list(store.as_dataset(("1", "0"))[0]) == ["1", "0"]
+
+
+def test_ids_are_read_together(tmp_path, monkeypatch):
+    words = [["é" * n for n in range(5)], [], ["", "x"]]
+    for rank, some in enumerate(words):
+        with Store.create(tmp_path, rank=rank, shard_bytes=4) as writer:
+            writer.append({"x": torch.zeros(len(some))}, ids=some)
+    store = Store.open(tmp_path)
+    monkeypatch.setattr(store_rows.StoredSamples, "_read", None)  # which reads one
+    assert store.ids == [word for some in words for word in some]
+    store.ids.clear()
+    assert len(store.ids) == 7
 
 
 def test_a_store_prints_as_a_table(counted):
@@ -441,12 +466,29 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(counted):
         {"__metadata__": torch.ones(1)},
         {"\ud800": torch.ones(1)},
         {"x" * 5000: torch.ones(1)},
+        {5: torch.ones(1)},
+        {"x": np.array(["a"])},
+        {"x": np.array([object()])},
+        {"x": [np.array(["a"])]},
     ],
 )
 def test_what_safetensors_cannot_hold_is_refused(values, tmp_path):
     with Store.create(tmp_path) as writer, pytest.raises(StoreError):
         writer.append(values)
     assert len(Store.open(tmp_path)) == 0
+
+
+@pytest.mark.parametrize("ids", [3, torch.tensor(3), np.array("a"), "ab", 1.5, [None, None]])
+def test_ids_that_are_no_list_of_numbers_or_words_are_refused(tmp_path, ids):
+    with Store.create(tmp_path) as writer, pytest.raises(StoreError, match="Cannot store these"):
+        writer.append({"x": torch.ones(2)}, ids=ids)
+
+
+@pytest.mark.parametrize("size", [0, 1e9, "1", None])
+def test_shards_of_no_whole_size_are_refused(tmp_path, size):
+    with pytest.raises(StoreError, match="shards of"):
+        Store.create(tmp_path / "s", shard_bytes=size)
+    assert not (tmp_path / "s").exists()
 
 
 def test_a_store_is_not_begun_twice_and_not_written_by_two(counted):
@@ -1189,6 +1231,14 @@ def test_a_rank_that_just_begins_is_no_damage(tmp_path, monkeypatch):
         assert Store.open(tmp_path).info().ranks == (0, 1, 2)
 
 
+def test_rows_too_large_to_exist_are_refused_also_where_there_are_none(tmp_path):
+    with Store.create(tmp_path) as writer:
+        writer.append({"x": [torch.zeros(0, 2)]})
+    rewrite_index(tmp_path, change(shape=[1 << 61, 1 << 61]))
+    with pytest.raises(StoreError, match="makes no sense"):
+        Store.open(tmp_path)
+
+
 def test_a_byte_that_is_no_boolean_is_read_as_one(tmp_path):
     with Store.create(tmp_path) as writer:
         writer.append({"b": torch.tensor([True, False])})
@@ -1369,6 +1419,20 @@ def test_an_interrupted_append_is_taken_back(tmp_path, monkeypatch, after, half,
     writer.close()
     check_files(tmp_path)
     assert torch.equal(Store.open(tmp_path)["x"][:], torch.cat([value, -value]))
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="sees which files are open")
+def test_a_writer_that_is_dropped_leaves_no_file_open(tmp_path):
+    gc.collect()
+    before = len([*Path("/proc/self/fd").iterdir()])
+    writer = Store.create(tmp_path)
+    writer.append({"x": torch.zeros(3), "y": torch.zeros(3)})
+    writer.append({"x": torch.zeros(3), "y": torch.zeros(3)})
+    del writer
+    gc.collect()
+    assert len([*Path("/proc/self/fd").iterdir()]) == before
+    with Store.create(tmp_path, resume=True) as writer:
+        assert writer.samples == 6
 
 
 def test_a_folder_that_is_gone_is_an_error(tmp_path):

@@ -232,6 +232,8 @@ class IndexFile:
             os.close(self._file)
             self._file = -1
 
+    __del__ = close
+
 
 def spell_index(index: Index) -> str:
     """The JSON of an index, with sorted keys, without its checksum.
@@ -314,6 +316,8 @@ def _read_series(entry: Any, path: Path) -> Series:
         rows,
         cast("list[int]", shards),
     )
+    if not _count(series.row_bytes):
+        raise corrupt(path, f"The shape of {place!r} in it makes no sense")
     if len(series.shards) != -(-rows // shard_rows):
         raise corrupt(path, f"{rows} rows of {place!r} do not fit its list of shards")
     if part.endswith("offsets") and (dtype, series.shape) != ("I64", ()):

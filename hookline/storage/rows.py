@@ -14,6 +14,7 @@ from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import EllipsisType
 from typing import Any, ClassVar, cast, overload
 
 import numpy as np
@@ -116,16 +117,20 @@ class StoredRows:
     def __len__(self) -> int:
         return self._total
 
-    def __getitem__(self, key: Key | tuple[Any, ...]) -> Tensor:
+    def __getitem__(self, key: Key | EllipsisType | tuple[Any, ...]) -> Tensor:
         if type(key) is int:
             if not -self._total <= key < self._total:
                 raise _outside(self.place, key, self._total)
             key = key + self._total if key < 0 else key
             at = bisect_right(self._starts, key) - 1
             return self._tensor(self._shards[at].array[key - self._starts[at], ...].copy())
+        if key is ...:
+            return self[:]
         if isinstance(key, tuple):
             first, *others = key or (slice(None),)
             rows = self[first]
+            if first is ...:
+                return rows[key]
             kept = (
                 positions_of(first, self._total, self.place).ndim
                 if not isinstance(first, slice)
@@ -263,7 +268,11 @@ class StoredSamples:
         starts = torch.zeros_like(ends)
         starts[1:] = ends[:-1]
         starts[self._first_sample] = 0
-        return ends - starts
+        lengths = ends - starts
+        if len(lengths) and lengths.min() < 0:
+            sample = int(lengths.argmin())
+            raise self._changed(sample, int(starts[sample]), int(ends[sample]))
+        return lengths
 
     def to_numpy(self) -> list[NDArray[Any]]:
         """Each sample as a numpy array; bf16 and 8-bit floats become float32."""
@@ -277,12 +286,15 @@ class StoredSamples:
         start = 0 if fresh else int(self._ends[sample - 1])
         end = int(self._ends[sample])
         if not 0 <= start <= end <= following - base:
-            raise StoreError(
-                f"Cannot read sample {sample} of {self.place!r}.",
-                f"Its offsets say rows {start} to {end} of {following - base}.",
-                "The offsets were changed: restore the store from a copy.",
-            )
+            raise self._changed(sample, start, end)
         return self.rows[base + start : base + end]
+
+    def _changed(self, sample: int, start: int, end: int) -> StoreError:
+        return StoreError(
+            f"Cannot read sample {sample} of {self.place!r}.",
+            f"Its offsets say rows {start} to {end}, of {len(self.rows)} in all.",
+            "The offsets were changed: restore the store from a copy.",
+        )
 
     def __repr__(self) -> str:
         row = ", ".join(["varying", *map(str, self.rows.shape[1:])])
@@ -292,6 +304,12 @@ class StoredSamples:
 
 def positions_of(key: Any, total: int, place: str) -> NDArray[np.int64]:
     """The positions that a list, a mask or a tensor names, from 0; an error for those outside."""
+    if isinstance(key, Tensor) and key.dtype == torch.uint8:
+        raise StoreError(
+            f"Cannot read {place!r} with a tensor of uint8.",
+            "For torch that is a mask, for numpy these are positions.",
+            "Make it a mask with .bool(), or positions with .long().",
+        )
     array = np.asarray(key.cpu() if isinstance(key, Tensor) else key)
     if array.dtype == np.bool_:
         if array.shape != (total,):

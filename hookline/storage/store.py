@@ -115,7 +115,7 @@ class Store:
     def ids(self) -> list[Any] | None:
         """The id of each sample, None if the store was written without."""
         if isinstance(self._ids, StoredSamples):
-            words = (one.numpy().tobytes() for one in self._ids)
+            words = (one.tobytes() for one in self._ids.to_numpy())
             return [word.decode(errors="replace") for word in words]
         return None if self._ids is None else list(self._ids[:].numpy().tolist())
 

@@ -14,7 +14,7 @@ import errno
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, SupportsIndex
 
 from torch import Tensor
 
@@ -64,15 +64,16 @@ class StoreWriter:
                 "The ways are 'commit', 'shard' and 'never'.",
                 "Choose 'shard' if unsure.",
             )
-        if type(rank) is not int or not 0 <= rank < 100_000 or shard_bytes < 1:
+        whole = isinstance(shard_bytes, SupportsIndex) and int(shard_bytes) > 0
+        if type(rank) is not int or not 0 <= rank < 100_000 or not whole:
             raise StoreError(
                 f"Cannot write a store as rank {rank!r} with shards of {shard_bytes!r} bytes.",
-                "A rank is an integer from 0 to 99999, and a shard holds a byte at least.",
+                "A rank is an integer from 0 to 99999, and the bytes are one from 1 on.",
                 "Leave them out for the usual ones.",
             )
         self.folder, self.rank = folder, rank
         self._sync: Sync = sync
-        self._shard_bytes = shard_bytes
+        self._shard_bytes = int(shard_bytes)
         self._open: dict[int, OpenShard] = {}  # by number
         self._aside: set[int] = set()  # those that were written to and closed again
         self._most = most_files()
