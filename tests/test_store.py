@@ -1,6 +1,8 @@
 """Stores: what is appended is read back bit for bit, and nothing done to the files can crash us."""
 
 import errno
+import gc
+import io
 import json
 import os
 import pickle
@@ -24,6 +26,8 @@ from torch.utils.data import DataLoader
 import hookline as hl
 from hookline import Store, StoreError
 from hookline.storage import files as store_files
+from hookline.storage import recovery as store_recovery
+from hookline.storage import rows as store_rows
 from hookline.storage import shards as store_shards
 from hookline.storage import space as store_space
 from hookline.storage import writing as store_writing
@@ -170,6 +174,7 @@ def test_rows_are_indexed_as_a_tensor_is(dtype, tmp_path):
         0, -1, 22, slice(None), slice(3, 19), slice(19, 3), slice(1, 20, 4), [1, 7, -2], [],
         mask, mask.tolist(), mask.numpy(), torch.tensor([[0, 22], [5, 5]]), np.int64(3),
         torch.tensor(4), (slice(2, 9), 1), (3, slice(None), 0), ([1, 2], slice(1, 3)), (),
+        ..., (..., 1), (..., 1, slice(None)), (3, ..., 0),
     ):  # fmt: skip
         expected = rows[key] if not isinstance(key, list) or key else rows[:0]
         assert same(stored[key], expected), key
@@ -179,7 +184,7 @@ def test_rows_are_indexed_as_a_tensor_is(dtype, tmp_path):
     for key in (23, -24, [0, 23], torch.tensor([-24])):
         with pytest.raises(IndexError, match="There are 23"):
             stored[key]
-    for key in ([0.5], "a", [True, False]):
+    for key in ([0.5], "a", [True, False], mask.to(torch.uint8)):
         with pytest.raises(StoreError):
             stored[key]
 
@@ -212,6 +217,16 @@ def test_appended_tensors_may_be_strided_attached_or_numpy(tmp_path):
     assert same(store["n"][:], x.detach().T)
 
 
+def test_appended_arrays_may_be_reversed_or_of_the_other_byte_order(tmp_path):
+    array = np.arange(6, dtype=">f4").reshape(3, 2)
+    with Store.create(tmp_path) as writer:
+        writer.append({"x": array, "y": array[::-1], "z": np.arange(3)[::-1]})
+    store = Store.open(tmp_path)
+    for name, expected in {"x": array, "y": array[::-1], "z": np.array([2, 1, 0])}.items():
+        np.testing.assert_array_equal(store[name].to_numpy(), expected)
+    assert store["x"].dtype == torch.float32
+
+
 def test_a_varying_place_takes_a_padded_tensor_too(tmp_path):
     with Store.create(tmp_path) as writer:
         writer.append({"v": [torch.ones(1, 2), torch.ones(3, 2)]})
@@ -222,11 +237,51 @@ def test_a_varying_place_takes_a_padded_tensor_too(tmp_path):
     assert stored[-1].shape == (0, 2)
 
 
+def test_further_indices_apply_to_each_sample_of_varying_length(tmp_path):
+    samples = [torch.randn(k, 4) for k in (3, 2, 5)]
+    with Store.create(tmp_path) as writer:
+        writer.append({"v": samples})
+    stored = Store.open(tmp_path)["v"]
+    assert same(stored[2, 1], samples[2][1])
+    assert same(stored[-1, 1:, 0], samples[-1][1:, 0])
+    for key, chosen in [
+        (slice(1, None), samples[1:]),
+        ([2, 0], [samples[2], samples[0]]),
+        (torch.tensor([True, False, True]), samples[::2]),
+    ]:
+        found = stored[key, 0, 1:]
+        assert all(same(a, b[0, 1:]) for a, b in zip(found, chosen, strict=True))
+    assert len(stored[()]) == 3
+
+
 def test_batches_go_through_all_samples_in_order(counted):
     batches = list(Store.open(counted).batches(8))
     assert [len(batch["h.3"]) for batch in batches] == [8, 8, 5]
     assert torch.cat([batch["h.3"] for batch in batches])[:, 0].tolist() == list(range(21))
     assert len([one for batch in batches for one in batch["h/../v"]]) == 21
+
+
+def test_one_place_may_be_named_without_a_list(tmp_path):
+    with Store.create(tmp_path) as writer:
+        writer.append({name: torch.tensor([int(name or 5)]) for name in ("0", "1", "10", "")})
+    store = Store.open(tmp_path)
+    for name in ("10", ""):
+        value = torch.tensor(int(name or 5))
+        assert store.as_dataset(name)[0] == {name: value}
+        assert list(store.batches(4, places=name)) == [{name: value[None]}]
+    assert list(store.as_dataset(("1", "0"))[0]) == ["1", "0"]
+
+
+def test_ids_are_read_together(tmp_path, monkeypatch):
+    words = [["é" * n for n in range(5)], [], ["", "x"]]
+    for rank, some in enumerate(words):
+        with Store.create(tmp_path, rank=rank, shard_bytes=4) as writer:
+            writer.append({"x": torch.zeros(len(some))}, ids=some)
+    store = Store.open(tmp_path)
+    monkeypatch.setattr(store_rows.StoredSamples, "_read", None)  # which reads one
+    assert store.ids == [word for some in words for word in some]
+    store.ids.clear()
+    assert len(store.ids) == 7
 
 
 def test_a_store_prints_as_a_table(counted):
@@ -305,6 +360,73 @@ def test_ranks_that_disagree_are_told_at_the_first_append(tmp_path):
     assert len(Store.open(tmp_path)) == 4
 
 
+@pytest.mark.parametrize("ids", [None, [1, 2], ["a", "b"]])
+def test_ranks_that_disagree_about_ids_are_told_at_the_first_append(tmp_path, ids):
+    values = {"x": torch.ones(2, 3)}
+    with Store.create(tmp_path, rank=0) as writer:
+        writer.append(values, ids=ids)
+    with Store.create(tmp_path, rank=1) as writer:
+        for others in (None, [1, 2], ["a", "b"]):
+            if others != ids:
+                with pytest.raises(StoreError, match=r"Another rank.*ids"):
+                    writer.append(values, ids=others)
+        writer.append(values, ids=ids)
+    assert len(Store.open(tmp_path)) == 4
+
+
+def test_a_store_that_says_nothing_of_ids_can_be_continued(tmp_path):
+    values = {"x": torch.ones(2, 3)}
+    with Store.create(tmp_path, rank=0) as writer:
+        writer.append(values, ids=[1, 2])
+    path = tmp_path / "store.json"
+    content = json.loads(path.read_text())
+    del content["ids"]  # as earlier versions wrote it
+    path.write_text(json.dumps(content))
+    for rank in (0, 1):
+        with Store.create(tmp_path, rank=rank, resume=True) as writer:
+            writer.append(values, ids=[1, 2])
+    assert Store.open(tmp_path).ids == [1, 2] * 3
+    assert json.loads(path.read_text()) == content
+
+
+@pytest.mark.parametrize("end", ["an error", "a kill"])
+def test_a_first_append_that_failed_settles_nothing(tmp_path, monkeypatch, end):
+    row = torch.ones(1, 2)
+    writer = Store.create(tmp_path, rank=3)
+    if end == "a kill":
+        killed_before_the_commit(writer, monkeypatch, {"h": row, "g": row})
+        with pytest.warns(hl.HooklineWarning, match="dropped"):
+            writer = Store.create(tmp_path, rank=3, resume=True)
+    else:
+        with monkeypatch.context() as patch:
+            breaking(patch, 3, OSError(errno.ENOSPC, "No space"), half=False)
+            with pytest.raises(StoreError, match="No space"):
+                writer.append({"h": row, "g": row})
+    with Store.create(tmp_path, rank=2) as other:
+        if end == "an error":
+            with pytest.raises(StoreError, match="Another rank"):  # which is alive, and may go on
+                other.append({"h": row.double()}, ids=["a"])
+        writer.close()
+        other.append({"h": row.double()}, ids=["a"])
+    with Store.create(tmp_path, rank=3, resume=True) as writer:
+        with pytest.raises(StoreError, match="Another rank"):
+            writer.append({"h": row, "g": row})
+    assert Store.open(tmp_path).places() == ["h"]
+
+
+def test_a_writer_alone_may_begin_again_after_a_first_append_that_failed(tmp_path, monkeypatch):
+    row = torch.ones(1, 2)
+    with Store.create(tmp_path) as writer:
+        with monkeypatch.context() as patch:
+            breaking(patch, 3, OSError(errno.ENOSPC, "No space"), half=False)
+            with pytest.raises(StoreError, match="No space"):
+                writer.append({"h": row, "g": row}, ids=["a"])
+        writer.append({"h": row.double()})
+    assert Store.open(tmp_path)["h"].dtype == torch.float64
+    places = json.loads((tmp_path / "store.json").read_text())["places"]
+    assert places == {"h": {"dtype": "F64", "shape": [2], "varying": False}}
+
+
 # What is refused
 
 
@@ -344,12 +466,29 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(counted):
         {"__metadata__": torch.ones(1)},
         {"\ud800": torch.ones(1)},
         {"x" * 5000: torch.ones(1)},
+        {5: torch.ones(1)},
+        {"x": np.array(["a"])},
+        {"x": np.array([object()])},
+        {"x": [np.array(["a"])]},
     ],
 )
 def test_what_safetensors_cannot_hold_is_refused(values, tmp_path):
     with Store.create(tmp_path) as writer, pytest.raises(StoreError):
         writer.append(values)
     assert len(Store.open(tmp_path)) == 0
+
+
+@pytest.mark.parametrize("ids", [3, torch.tensor(3), np.array("a"), "ab", 1.5, [None, None]])
+def test_ids_that_are_no_list_of_numbers_or_words_are_refused(tmp_path, ids):
+    with Store.create(tmp_path) as writer, pytest.raises(StoreError, match="Cannot store these"):
+        writer.append({"x": torch.ones(2)}, ids=ids)
+
+
+@pytest.mark.parametrize("size", [0, 1e9, "1", None])
+def test_shards_of_no_whole_size_are_refused(tmp_path, size):
+    with pytest.raises(StoreError, match="shards of"):
+        Store.create(tmp_path / "s", shard_bytes=size)
+    assert not (tmp_path / "s").exists()
 
 
 def test_a_store_is_not_begun_twice_and_not_written_by_two(counted):
@@ -473,6 +612,93 @@ def test_a_limit_on_the_size_of_files_leaves_a_valid_store(tmp_path):
     check_files(tmp_path)
 
 
+MANY = """
+import os, resource, sys, torch, hookline as hl
+torch.set_num_threads(1)
+resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
+values = {f"p{n}": torch.full((3,), n) for n in range(120)}
+values["v"] = [torch.ones(n) for n in range(3)]
+for sync in ("never", "shard", "commit"):
+    folder = f"{sys.argv[1]}/{sync}"
+    with hl.Store.create(folder, sync=sync, shard_bytes=64) as writer:  # 8 rows
+        for _ in range(3):
+            writer.append(values, ids=["a", "b", "c"])
+        os.listdir(folder)
+    store = hl.Store.open(folder)
+    read = [store[f"p{n}"] for n in range(120)]
+    for _ in range(2):
+        assert all(rows[:].tolist() == [n] * 9 for n, rows in enumerate(read))
+    os.listdir(folder)
+"""
+
+NO_FILES = """
+import os, resource, sys, torch, hookline as hl
+torch.set_num_threads(1)
+resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
+values = {f"p{n}": torch.ones(3) for n in range(20)}
+writer = hl.Store.create(sys.argv[1], shard_bytes=16)
+for begun in (0, 3):
+    taken = []
+    try:
+        while True: taken.append(os.open(".", os.O_RDONLY))
+    except OSError:
+        for _ in range(5): os.close(taken.pop())
+    try: writer.append(values)
+    except hl.StoreError as error: assert "ulimit -n" in str(error), error
+    else: raise AssertionError("there were files enough")
+    os.listdir(sys.argv[1])
+    for number in taken: os.close(number)
+    assert writer.samples == begun
+    writer.append(values)
+writer.close()
+assert [rows.tolist() for rows in hl.Store.open(sys.argv[1])["p19"]] == [1] * 6
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="sees which files are open")
+@pytest.mark.parametrize("program", [MANY, NO_FILES], ids=["many places", "no files left"])
+def test_there_may_be_more_shards_than_files_that_can_be_open(tmp_path, program):
+    result = subprocess.run(
+        [sys.executable, "-c", program, tmp_path], capture_output=True, text=True, cwd=ROOT
+    )
+    assert result.returncode == 0, result.stderr
+    for path in tmp_path.rglob("store.json"):
+        check_files(path.parent)
+
+
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("after", range(1, 12))
+def test_shards_that_were_closed_for_others_are_taken_back_too(counted, monkeypatch, after, half):
+    monkeypatch.setattr(store_writing, "most_files", lambda: 1)
+    with Store.create(counted, resume=True) as writer:
+        append_counted(writer, count=1)
+        with monkeypatch.context() as patch:
+            breaking(patch, after, OSError(errno.ENOSPC, "No space"), half)
+            with pytest.raises(StoreError, match="No space"):
+                append_counted(writer, count=9)
+        check_counted(counted, 22)
+        append_counted(writer, count=9)
+        assert len(writer._open) == 1
+    check_counted(counted, 31)
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="asks Linux which file it is")
+def test_shards_that_were_closed_for_others_are_synced_at_the_end(tmp_path, monkeypatch):
+    synced = []
+
+    def fsync(file, real=os.fsync):
+        synced.append(Path(f"/proc/self/fd/{file}").readlink().name)
+        real(file)
+
+    monkeypatch.setattr(store_writing, "most_files", lambda: 1)
+    with Store.create(tmp_path, sync="shard") as writer:
+        writer.append({name: torch.zeros(7) for name in "abc"})
+        monkeypatch.setattr(os, "fsync", fsync)
+    shards = [f"rank00000-0000{n}.safetensors" for n in range(3)]
+    assert sorted(synced[:3]) == shards
+    assert synced[3:] == ["rank00000.index.json", tmp_path.name]
+
+
 def test_a_read_only_folder_can_be_read_and_not_written(counted, monkeypatch):
     monkeypatch.setattr(os, "access", lambda *_: False)
     with pytest.raises(StoreError, match="may not be written to"):
@@ -499,6 +725,130 @@ def test_reading_beside_a_living_writer_touches_nothing(counted):
             file.write(b"an append that is under way")
         assert len(Store.open(counted)) == 24
         assert shard.read_bytes().endswith(b"under way")
+
+
+def killed_before_the_commit(writer, monkeypatch, values):
+    """Let a writer die when its rows and headers are written and the index is not."""
+
+    def die(*_):
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store_writing.StoreWriter, "_take_back", lambda *_: None)
+        patch.setattr(store_files.IndexFile, "write", die)
+        with pytest.raises(Killed):
+            writer.append(values)
+    writer._held.close()  # as the end of a process does
+
+
+def at_a_header(monkeypatch, before=lambda: None, after=lambda: None):
+    """Let something happen just before or after the next header is read."""
+
+    class File(io.BufferedReader):
+        def read(self, size=-1):
+            monkeypatch.undo()
+            before()
+            text = super().read(size)
+            after()
+            return text
+
+    monkeypatch.setattr(store_files, "open_regular", lambda path: File(io.FileIO(path)))
+
+
+def test_rows_are_read_while_a_writer_is_just_at_them(tmp_path, monkeypatch):
+    with Store.create(tmp_path, sync="never") as writer:
+        writer.append({"x": torch.zeros(10)})
+        rows = Store.open(tmp_path)["x"]
+        at_a_header(monkeypatch, before=lambda: writer.append({"x": torch.ones(10)}))
+        assert rows[-1] == 0
+    assert len(Store.open(tmp_path)) == 20
+
+
+def test_rows_are_read_while_what_is_left_of_an_append_is_just_cut_off(tmp_path, monkeypatch):
+    writer = Store.create(tmp_path, sync="never")
+    writer.append({"x": torch.zeros(10)})
+    rows = Store.open(tmp_path)["x"]
+    killed_before_the_commit(writer, monkeypatch, {"x": torch.ones(10)})
+
+    def another_reader():
+        with pytest.warns(hl.HooklineWarning, match="dropped 40 B"):
+            Store.open(tmp_path)
+
+    at_a_header(monkeypatch, after=another_reader)
+    assert rows[-1] == 0
+
+
+def test_a_reader_beside_a_living_writer_keeps_the_index_it_could_read(counted, monkeypatch):
+    with Store.create(counted, resume=True):
+        with shard_of(counted, "h.3").open("ab") as file:
+            file.write(b"an append that is under way")
+        whole = [store_recovery.read_index(counted, 0)]
+
+        def half_written(*_):
+            if whole:
+                return whole.pop()
+            raise StoreError("a", "b", "c")
+
+        monkeypatch.setattr(store_recovery, "read_index", half_written)
+        assert len(Store.open(counted)) == 21
+
+
+# Files that two folders share
+
+
+@pytest.fixture(params=["symbolic", "hard"])
+def shared(request, tmp_path):
+    """A store, and another folder with the same shards; the store then has 10 rows more."""
+    store, view = tmp_path / "store", tmp_path / "view"
+    with Store.create(store, sync="never") as writer:
+        writer.append({"x": torch.zeros(10)})
+        view.mkdir()
+        for path in store.iterdir():
+            if path.suffix != ".safetensors":
+                shutil.copy(path, view)
+            elif request.param == "hard":
+                os.link(path, view / path.name)
+            else:
+                (view / path.name).symlink_to(path)
+        writer.append({"x": torch.ones(10)})
+    return store, view
+
+
+def test_opening_cuts_nothing_off_a_file_that_another_folder_has_too(shared):
+    store, view = shared
+    assert Store.open(view)["x"][:].tolist() == [0] * 10
+    assert Store.open(store)["x"][:].tolist() == [0] * 10 + [1] * 10
+
+
+def test_a_writer_takes_a_copy_of_a_file_that_another_folder_has_too(shared):
+    store, view = shared
+    with pytest.warns(hl.HooklineWarning, match="dropped 40 B"):
+        writer = Store.create(view, resume=True)
+    with writer:
+        writer.append({"x": torch.full((5,), 2.0)})
+    assert Store.open(view)["x"][:].tolist() == [0] * 10 + [2] * 5
+    assert Store.open(store)["x"][:].tolist() == [0] * 10 + [1] * 10
+    check_files(view)
+    assert not list(view.glob("*.partial"))
+
+
+@pytest.mark.parametrize("places", [1, 60])  # an index of one page, and of several
+def test_a_snapshot_of_links_stays_as_it_was(tmp_path, places):
+    def values(value):
+        return {f"a place with a long name, {n}": torch.full((2,), value) for n in range(places)}
+
+    store, snapshot = tmp_path / "store", tmp_path / "snapshot"
+    with Store.create(store, sync="never", shard_bytes=12) as writer:
+        writer.append(values(0.0))
+    shutil.copytree(store, snapshot, copy_function=os.link)
+    with Store.create(store, sync="never", resume=True) as writer:
+        for _ in range(3):
+            writer.append(values(1.0))
+    for _ in range(2):
+        read = Store.open(snapshot)
+        assert all(read[place][:].tolist() == [0, 0] for place in read.places())
+        read = Store.open(store)
+        assert all(read[place][:].tolist() == [0, 0] + [1] * 6 for place in read.places())
 
 
 KILLER = """
@@ -585,6 +935,65 @@ def test_an_append_that_fails_leaves_the_mark_as_it_was(tmp_path):
         with pytest.raises(StoreError):
             writer.append({"h": torch.zeros(1, 3)}, mark={"batch": 1})
         assert writer.mark == {"batch": 0}
+
+
+def nested(levels):
+    mark = {}
+    for _ in range(levels):
+        mark = {"more": mark}
+    return mark
+
+
+NO_MARKS = {
+    "NaN": {"loss": float("nan")},
+    "an infinity": {"losses": [1.0, float("-inf")]},
+    "a tensor": {"loss": torch.zeros(())},
+    "a set": {"seen": {1}},
+    "a key twice": {1: "a", "1": "b"},
+    "nested too deep": nested(2000),
+    "a list": [1],
+    "larger than what is read": {"text": "x" * (17 << 20)},
+}
+
+
+@pytest.mark.parametrize("why", NO_MARKS)
+def test_a_mark_that_could_not_be_read_again_is_refused(tmp_path, why):
+    with Store.create(tmp_path, sync="never") as writer:
+        writer.append({"h": torch.zeros(1, 2)}, mark={"batch": 0})
+        with pytest.raises(StoreError):
+            writer.append({"h": torch.ones(1, 2)}, mark=NO_MARKS[why])
+        with pytest.raises(StoreError):
+            writer.note(NO_MARKS[why])
+        assert (writer.mark, writer.samples) == ({"batch": 0}, 1)
+        writer.append({"h": torch.ones(2, 2)})
+    assert Store.open(tmp_path)["h"][:].tolist() == [[0, 0], [1, 1], [1, 1]]
+
+
+def test_a_mark_is_at_once_what_is_read_later(tmp_path):
+    with Store.create(tmp_path) as writer:
+        writer.append({"h": torch.zeros(1, 2)}, mark={2: (1, 2), 10: None, "seen": {3: 0.1}})
+        told = writer.mark
+    with Store.create(tmp_path, resume=True) as writer:
+        assert writer.mark == told == {"2": [1, 2], "10": None, "seen": {"3": 0.1}}
+
+
+def test_a_mark_is_not_changed_from_outside(tmp_path):
+    mark = {"seen": [1]}
+    with Store.create(tmp_path) as writer:
+        writer.note(mark)
+        mark["seen"].append(2)
+        assert writer.mark == {"seen": [1]}
+    with pytest.raises(StoreError, match="closed"):
+        writer.note({})
+
+
+def test_metadata_that_could_not_be_read_again_is_refused(tmp_path):
+    for why in ("NaN", "a key twice", "larger than what is read"):
+        with pytest.raises(StoreError):
+            Store.create(tmp_path, metadata=NO_MARKS[why])
+    with Store.create(tmp_path, metadata={"sound": True}):
+        pass
+    assert Store.open(tmp_path).metadata == {"sound": True}
 
 
 def test_a_mark_that_is_no_object_is_refused(counted):
@@ -795,6 +1204,41 @@ def test_what_is_no_file_is_refused(counted):
         Store.open(counted / "nowhere")
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_shards_without_their_index_are_refused(tmp_path, rank):
+    for number in range(2):
+        with Store.create(tmp_path, rank=number) as writer:
+            writer.append({"x": torch.zeros(5)})
+    (tmp_path / f"rank{rank:05d}.index.json").unlink()
+    with pytest.raises(StoreError, match=rf"rank{rank:05d}\.index\.json.*restore it"):
+        Store.open(tmp_path)
+
+
+def test_a_rank_that_just_begins_is_no_damage(tmp_path, monkeypatch):
+    with Store.create(tmp_path, rank=0) as writer:
+        writer.append({"x": torch.zeros(5)})
+
+    def begun_meanwhile(folder, real=Path.iterdir):
+        """A listing that was past the name of the index when this was made."""
+        monkeypatch.undo()
+        with Store.create(tmp_path, rank=1) as writer:
+            writer.append({"x": torch.ones(5)})
+        return (path for path in real(folder) if path.name != "rank00001.index.json")
+
+    monkeypatch.setattr(Path, "iterdir", begun_meanwhile)
+    assert len(Store.open(tmp_path)) == 10
+    with Store.create(tmp_path, rank=2):
+        assert Store.open(tmp_path).info().ranks == (0, 1, 2)
+
+
+def test_rows_too_large_to_exist_are_refused_also_where_there_are_none(tmp_path):
+    with Store.create(tmp_path) as writer:
+        writer.append({"x": [torch.zeros(0, 2)]})
+    rewrite_index(tmp_path, change(shape=[1 << 61, 1 << 61]))
+    with pytest.raises(StoreError, match="makes no sense"):
+        Store.open(tmp_path)
+
+
 def test_a_byte_that_is_no_boolean_is_read_as_one(tmp_path):
     with Store.create(tmp_path) as writer:
         writer.append({"b": torch.tensor([True, False])})
@@ -975,6 +1419,20 @@ def test_an_interrupted_append_is_taken_back(tmp_path, monkeypatch, after, half,
     writer.close()
     check_files(tmp_path)
     assert torch.equal(Store.open(tmp_path)["x"][:], torch.cat([value, -value]))
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="sees which files are open")
+def test_a_writer_that_is_dropped_leaves_no_file_open(tmp_path):
+    gc.collect()
+    before = len([*Path("/proc/self/fd").iterdir()])
+    writer = Store.create(tmp_path)
+    writer.append({"x": torch.zeros(3), "y": torch.zeros(3)})
+    writer.append({"x": torch.zeros(3), "y": torch.zeros(3)})
+    del writer
+    gc.collect()
+    assert len([*Path("/proc/self/fd").iterdir()]) == before
+    with Store.create(tmp_path, resume=True) as writer:
+        assert writer.samples == 6
 
 
 def test_a_folder_that_is_gone_is_an_error(tmp_path):

@@ -1,21 +1,21 @@
 """store.json: what a store is, once for all ranks.
 
 - `describe(folder, metadata, rank)`: write it, or see that the one there says the same
-- `settle(folder, series, sync)`: add the places, or see that all ranks write the same
+- `settle(folder, rank, series, sync)`: add places and ids, or see that all ranks write the same
 - `read_description(folder)`: the metadata
 """
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
 from hookline.errors import StoreError
-from hookline.storage.files import Series
-from hookline.storage.small_files import corrupt, read_json, write_json
+from hookline.storage.files import Series, ranks_of, read_index
+from hookline.storage.locks import locked
+from hookline.storage.small_files import as_json, corrupt, read_json, write_json
 
 __all__ = ["describe", "read_description", "settle"]
 
@@ -25,14 +25,7 @@ _FORMAT = {"format": "hookline.store", "version": 1}
 def describe(folder: Path, metadata: Mapping[str, Any] | None, rank: int) -> None:
     """Write store.json, or see that the one there says the same."""
     path = folder / "store.json"
-    try:
-        wanted = json.loads(json.dumps(dict(metadata or {}), allow_nan=False))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise StoreError(
-            "Cannot keep the metadata of a store.",
-            f"It is no JSON ({error}).",
-            "Use dicts with string keys, lists, strings, numbers, booleans and None.",
-        ) from error
+    wanted = as_json(metadata or {}, "the metadata")
     if not path.exists():
         first = path.with_name(f"store.json.{rank}.first")
         write_json(first, {**_FORMAT, "places": None, "metadata": wanted}, False)
@@ -52,8 +45,8 @@ def describe(folder: Path, metadata: Mapping[str, Any] | None, rank: int) -> Non
         )
 
 
-def settle(folder: Path, series: list[Series], sync: bool) -> None:
-    """Say in store.json which places there are; an error if another rank said otherwise."""
+def settle(folder: Path, rank: int, series: list[Series], sync: bool) -> None:
+    """Say in store.json which places and ids there are; an error if another rank said otherwise."""
     path = folder / "store.json"
     varying = {one.place for one in series if one.part == "offsets"}
     places = {
@@ -61,15 +54,33 @@ def settle(folder: Path, series: list[Series], sync: bool) -> None:
         for one in series
         if one.part == "rows"
     }
+    parts = {one.part for one in series}
+    ids = "strings" if "id offsets" in parts else "integers" if "ids" in parts else None
+    given = {"ids": ids, "places": places}
     content = read_json(path)
-    if content.get("places") is None:
-        write_json(path, {**content, "places": places}, sync)
-    elif content["places"] != places:
+    said = {key: content[key] for key in given if key in content}  # earlier versions: no ids
+    if all(given[key] == value for key, value in said.items()):
+        return
+    if said.get("places") is not None and _others(folder, rank):
         raise StoreError(
             f"Cannot append to {str(folder)!r}.",
-            f"Another rank has {str(content['places'])[:300]}; this one {str(places)[:300]}.",
-            "Let all ranks write the same places, dtypes and shapes.",
+            f"Another rank has {str(said)[:300]}; this one {str(given)[:300]}.",
+            "Let all ranks write the same places, dtypes and shapes, and the same kind of ids.",
         )
+    write_json(path, {**content, **given}, sync)
+
+
+def _others(folder: Path, rank: int) -> bool:
+    """Whether another rank has samples or, as it is alive, may be about to have some.
+
+    If not, what store.json says comes from a first append that failed.
+    """
+    for other in ranks_of(folder):
+        if other != rank:
+            with locked(folder, other) as free:
+                if not free or read_index(folder, other).series:
+                    return True
+    return False
 
 
 def read_description(folder: Path) -> dict[str, Any]:

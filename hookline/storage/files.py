@@ -180,9 +180,10 @@ def index_path(folder: Path, rank: int) -> Path:
 
 
 def ranks_of(folder: Path) -> list[int]:
-    """The ranks that have an index in the folder."""
-    found = (re.fullmatch(r"rank(\d{5,9})\.index\.json", path.name) for path in folder.iterdir())
-    return sorted(int(match[1]) for match in found if match)
+    """The ranks that have an index in the folder, or shards, whose index is then missing."""
+    form = re.compile(r"rank(\d{5,9})(\.index\.json|-\d{5,9}\.safetensors)")
+    found = (form.fullmatch(path.name) for path in folder.iterdir())
+    return sorted({int(match[1]) for match in found if match})
 
 
 def shard_numbers(folder: Path, rank: int) -> list[int]:
@@ -215,20 +216,23 @@ class IndexFile:
             os.fsync(self._file)
 
     def _is_page(self) -> bool:
-        """Whether the file is there, and one page long."""
+        """Whether the file is there, one page long, and in no other folder."""
         if self._file < 0:
+            flags = os.O_WRONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_NOFOLLOW", 0)
             try:
-                self._file = os.open(self._path, os.O_WRONLY | getattr(os, "O_BINARY", 0))
-            except FileNotFoundError:
+                self._file = os.open(self._path, flags)
+            except OSError:  # none yet, or a link: it is replaced
                 return False
         found = os.fstat(self._file)
-        return found.st_size == PAGE and found.st_nlink > 0
+        return found.st_size == PAGE and found.st_nlink == 1
 
     def close(self) -> None:
         """Let go of the file. Twice is once."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
+
+    __del__ = close
 
 
 def spell_index(index: Index) -> str:
@@ -312,6 +316,8 @@ def _read_series(entry: Any, path: Path) -> Series:
         rows,
         cast("list[int]", shards),
     )
+    if not _count(series.row_bytes):
+        raise corrupt(path, f"The shape of {place!r} in it makes no sense")
     if len(series.shards) != -(-rows // shard_rows):
         raise corrupt(path, f"{rows} rows of {place!r} do not fit its list of shards")
     if part.endswith("offsets") and (dtype, series.shape) != ("I64", ()):
@@ -348,8 +354,10 @@ def read_header(path: Path, series: Series) -> tuple[int, int]:
     """The rows that a shard's header states, and the size of the file; all of it checked."""
     try:
         with open_regular(path) as file:
-            size = os.fstat(file.fileno()).st_size
+            before = os.fstat(file.fileno()).st_size
             text = file.read(HEADER)
+            # A living writer puts rows there before their header, and cuts them off after it.
+            size = max(before, os.fstat(file.fileno()).st_size)
     except OSError as error:
         raise corrupt(path, f"It cannot be opened ({error})") from error
     if len(text) < HEADER:

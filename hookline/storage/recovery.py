@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import stat
 import struct
 import time
 import warnings
@@ -26,7 +28,7 @@ from hookline.storage.files import (
     shard_path,
 )
 from hookline.storage.locks import locked
-from hookline.storage.small_files import corrupt
+from hookline.storage.small_files import corrupt, sync_file, sync_folder
 
 __all__ = ["recover"]
 
@@ -35,27 +37,26 @@ def recover(folder: Path, rank: int, *, held: bool = False) -> Index:
     """The index of a rank. What lies behind it in the shards is dropped, with a warning.
 
     If a living writer holds the lock, or the folder may not be written to, nothing is touched:
-    readers stop at what the index says in any case. `held` says that the caller has the lock.
+    readers stop at what the index says in any case. Nor is a file that other folders have too.
+    `held` says that the caller has the lock, and is going to write.
     """
     if held:
-        return _cut(folder, read_index(folder, rank))
-    for attempt in range(5):
+        return _cut(folder, read_index(folder, rank), held=True)
+    attempts = 5
+    while True:
         try:
             index = read_index(folder, rank)
             if not _tails(folder, index):
                 return index
             break
         except StoreError:  # a living writer may just be at a header: look again
-            if attempt == 4:
-                raise
+            attempts -= 1
             with locked(folder, rank) as free:
-                if free:
+                if free or not attempts:
                     raise
             time.sleep(0.01)
     with locked(folder, rank) as free:
-        if free:
-            return _cut(folder, read_index(folder, rank))
-        return read_index(folder, rank)
+        return _cut(folder, read_index(folder, rank)) if free else index
 
 
 def _tails(folder: Path, index: Index) -> dict[Path, int]:
@@ -93,15 +94,36 @@ def _check_end(path: Path, index: Index, ends: Series, committed: int) -> None:
         raise corrupt(path, f"Its last sample ends at row {end} of {rows}")
 
 
-def _cut(folder: Path, index: Index) -> Index:
+def _shared(path: Path) -> bool:
+    """Whether another folder may have the same file, and in it what no index here speaks of."""
+    found = path.lstat()
+    return stat.S_ISLNK(found.st_mode) or found.st_nlink > 1
+
+
+def _own(path: Path) -> None:
+    """Put a copy in the place of a link, so that what is written reaches no other folder."""
+    partial = path.with_name(f"{path.name}.partial")
+    shutil.copyfile(path, partial)
+    sync_file(partial)
+    partial.replace(path)
+    sync_folder(path.parent)
+
+
+def _cut(folder: Path, index: Index, *, held: bool = False) -> Index:
     tails = _tails(folder, index)
-    if not tails:
-        return index
     listed = {
         shard_path(folder, index.rank, number): (series, series.rows_in(position))
         for series in index.series
         for position, number in enumerate(series.shards)
     }
+    for path, (series, rows) in listed.items():
+        if (path in tails or rows < series.shard_rows) and _shared(path):
+            if held:
+                _own(path)
+            else:
+                tails.pop(path, None)
+    if not tails:
+        return index
     try:
         for path in tails:
             if path not in listed:

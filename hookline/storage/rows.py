@@ -9,10 +9,13 @@ What is read is copied out of the map: it stays as it is, whatever happens to th
 from __future__ import annotations
 
 import mmap
-from bisect import bisect_right
+import weakref
+from bisect import bisect_left, bisect_right
+from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, cast, overload
+from types import EllipsisType
+from typing import Any, ClassVar, cast, overload
 
 import numpy as np
 import torch
@@ -21,7 +24,7 @@ from torch import Tensor
 
 from hookline.errors import StoreError
 from hookline.storage.files import HEADER, Index, Series, read_header, shard_path
-from hookline.storage.small_files import corrupt
+from hookline.storage.small_files import corrupt, most_files
 
 __all__ = ["StoredRows", "StoredSamples", "positions_of"]
 
@@ -29,9 +32,14 @@ Key = int | slice | Sequence[int] | Sequence[bool] | Tensor | NDArray[Any]
 
 
 class _Shard:
-    """A shard that is mapped when it is first read, in each process anew."""
+    """A shard that is mapped when it is first read, in each process anew.
 
-    __slots__ = ("_array", "path", "rows", "series")
+    A map keeps its file open, so those that were mapped first are let go of when there are many.
+    """
+
+    __slots__ = ("__weakref__", "_array", "path", "rows", "series")
+
+    _mapped: ClassVar[deque[weakref.ref[_Shard]]] = deque()
 
     def __init__(self, path: Path, series: Series, rows: int) -> None:
         self.path, self.series, self.rows = path, series, rows
@@ -39,20 +47,26 @@ class _Shard:
 
     @property
     def array(self) -> NDArray[Any]:
-        if self._array is None:
-            self._array = self._map()
-        return self._array
+        array = self._array
+        if array is None:
+            array = self._array = self._map()
+        return array
 
     def _map(self) -> NDArray[Any]:
         found, _ = read_header(self.path, self.series)
         if found < self.rows:
             raise corrupt(self.path, f"It has {found} rows where the index promises {self.rows}")
         end = HEADER + self.rows * self.series.row_bytes
+        while len(self._mapped) >= 2 * most_files():
+            first = self._mapped.popleft()()
+            if first is not None:
+                first._array = None
         try:
             with self.path.open("rb") as file:
                 mapped = mmap.mmap(file.fileno(), end, access=mmap.ACCESS_READ)
         except (OSError, ValueError) as error:
             raise corrupt(self.path, f"It cannot be mapped ({error})") from error
+        self._mapped.append(weakref.ref(self))
         flat = np.frombuffer(mapped, dtype=self.series.kind.numpy, offset=HEADER)
         return flat.reshape(self.rows, *self.series.shape)
 
@@ -103,16 +117,20 @@ class StoredRows:
     def __len__(self) -> int:
         return self._total
 
-    def __getitem__(self, key: Key | tuple[Any, ...]) -> Tensor:
+    def __getitem__(self, key: Key | EllipsisType | tuple[Any, ...]) -> Tensor:
         if type(key) is int:
             if not -self._total <= key < self._total:
                 raise _outside(self.place, key, self._total)
             key = key + self._total if key < 0 else key
             at = bisect_right(self._starts, key) - 1
             return self._tensor(self._shards[at].array[key - self._starts[at], ...].copy())
+        if key is ...:
+            return self[:]
         if isinstance(key, tuple):
             first, *others = key or (slice(None),)
             rows = self[first]
+            if first is ...:
+                return rows[key]
             kept = (
                 positions_of(first, self._total, self.place).ndim
                 if not isinstance(first, slice)
@@ -138,15 +156,20 @@ class StoredRows:
         return (tensor.float() if exotic else tensor).numpy()
 
     def _between(self, start: int, stop: int) -> NDArray[Any]:
-        at = max(bisect_right(self._starts, start) - 1, 0)
-        pieces: list[NDArray[Any]] = []
-        while at < len(self._shards) and self._starts[at] < stop:
+        first = max(bisect_right(self._starts, start) - 1, 0)
+        shards = range(first, bisect_left(self._starts, stop))
+        if len(shards) == 1:
+            base = self._starts[first]
+            return self._shards[first].array[start - base : stop - base].copy()
+        for at in shards:  # what the index claims must be there before memory is asked for
+            _ = self._shards[at].array
+        result = self._empty(stop - start)
+        for at in shards:
             base = self._starts[at]
-            pieces.append(self._shards[at].array[max(start - base, 0) : stop - base])
-            at += 1
-        if len(pieces) == 1:
-            return pieces[0].copy()
-        return np.concatenate(pieces) if pieces else self._empty(0)
+            piece = self._shards[at].array[max(start - base, 0) : stop - base]
+            done = max(base - start, 0)
+            result[done : done + len(piece)] = piece
+        return result
 
     def _gather(self, positions: NDArray[np.int64]) -> NDArray[Any]:
         if not len(positions):
@@ -180,8 +203,8 @@ class StoredRows:
 class StoredSamples:
     """Samples of varying length: `samples[7]` is a tensor, `samples[10:20]` a list of tensors.
 
-    `samples.rows` are the rows of all samples behind each other, `samples.lengths()` how many of
-    them each sample has.
+    Further indices apply to each sample: `samples[7, 0]` is its first row. `samples.rows` are the
+    rows of all samples behind each other, `samples.lengths()` how many of them each sample has.
     """
 
     def __init__(self, rows: StoredRows, ends: StoredRows, ranks: list[tuple[int, int]]) -> None:
@@ -214,9 +237,17 @@ class StoredSamples:
     @overload
     def __getitem__(self, key: int) -> Tensor: ...
     @overload
+    def __getitem__(self, key: tuple[Any, ...]) -> Any: ...
+    @overload
     def __getitem__(self, key: slice | Sequence[Any] | Tensor | NDArray[Any]) -> list[Tensor]: ...
-    def __getitem__(self, key: Key) -> Tensor | list[Tensor]:
+    def __getitem__(self, key: Key | tuple[Any, ...]) -> Any:
         total = len(self)
+        if isinstance(key, tuple):
+            first, *others = cast("tuple[Any, ...]", key) or (slice(None),)
+            chosen: Tensor | list[Tensor] = cast("Any", self)[first]
+            if isinstance(chosen, Tensor):
+                return chosen[tuple(others)]
+            return [one[tuple(others)] for one in chosen]
         if type(key) is int:
             if not -total <= key < total:
                 raise _outside(self.place, key, total)
@@ -237,7 +268,11 @@ class StoredSamples:
         starts = torch.zeros_like(ends)
         starts[1:] = ends[:-1]
         starts[self._first_sample] = 0
-        return ends - starts
+        lengths = ends - starts
+        if len(lengths) and lengths.min() < 0:
+            sample = int(lengths.argmin())
+            raise self._changed(sample, int(starts[sample]), int(ends[sample]))
+        return lengths
 
     def to_numpy(self) -> list[NDArray[Any]]:
         """Each sample as a numpy array; bf16 and 8-bit floats become float32."""
@@ -251,12 +286,15 @@ class StoredSamples:
         start = 0 if fresh else int(self._ends[sample - 1])
         end = int(self._ends[sample])
         if not 0 <= start <= end <= following - base:
-            raise StoreError(
-                f"Cannot read sample {sample} of {self.place!r}.",
-                f"Its offsets say rows {start} to {end} of {following - base}.",
-                "The offsets were changed: restore the store from a copy.",
-            )
+            raise self._changed(sample, start, end)
         return self.rows[base + start : base + end]
+
+    def _changed(self, sample: int, start: int, end: int) -> StoreError:
+        return StoreError(
+            f"Cannot read sample {sample} of {self.place!r}.",
+            f"Its offsets say rows {start} to {end}, of {len(self.rows)} in all.",
+            "The offsets were changed: restore the store from a copy.",
+        )
 
     def __repr__(self) -> str:
         row = ", ".join(["varying", *map(str, self.rows.shape[1:])])
@@ -266,6 +304,12 @@ class StoredSamples:
 
 def positions_of(key: Any, total: int, place: str) -> NDArray[np.int64]:
     """The positions that a list, a mask or a tensor names, from 0; an error for those outside."""
+    if isinstance(key, Tensor) and key.dtype == torch.uint8:
+        raise StoreError(
+            f"Cannot read {place!r} with a tensor of uint8.",
+            "For torch that is a mask, for numpy these are positions.",
+            "Make it a mask with .bool(), or positions with .long().",
+        )
     array = np.asarray(key.cpu() if isinstance(key, Tensor) else key)
     if array.dtype == np.bool_:
         if array.shape != (total,):

@@ -23,6 +23,7 @@ class OpenShard:
 
     def __init__(self, path: Path, series: Series, ahead: Ahead, *, fresh: bool) -> None:
         self._path, self._ahead = path, ahead
+        self._file = -1
         self._sent = 0  # up to where it is on its way to the disk
         self._reserved = 0  # up to where it has space
         flags = os.O_RDWR | (os.O_CREAT | os.O_TRUNC if fresh else 0) | getattr(os, "O_BINARY", 0)
@@ -34,7 +35,7 @@ class OpenShard:
             if ahead and not fresh:
                 self._let_go()  # of what a killed process had reserved
         except BaseException:
-            os.close(self._file)
+            self.close()
             raise
 
     def put(self, series: Series, rows: Any, inside: int, count: int) -> None:
@@ -86,8 +87,12 @@ class OpenShard:
         os.fsync(self._file)
 
     def close(self) -> None:
-        """Let go of the file."""
-        os.close(self._file)
+        """Let go of the file. Twice is once."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    __del__ = close
 
 
 def _write(file: int, data: Any, place: int) -> None:

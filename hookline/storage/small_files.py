@@ -1,10 +1,12 @@
 """The small files of a store: JSON that is bounded and distrusted, and replaced whole.
 
+- `as_json(content, what)`: the content as it is read back, checked before it is written
 - `read_json(path)`, `write_json(path, content, sync)`: the object in a JSON file
 - `parse_json(text, path)`: the object in a text that was read from a file
 - `replace_file(path, text, sync)`: a reader, or a crash, finds the old file or the new one
 - `open_regular(path)`: open a file, and nothing that would wait for ever
-- `sync_folder(folder)`: make the names in a folder last
+- `most_files()`: how many files a writer may keep open, and half of what a reader may
+- `sync_file(path)`, `sync_folder(folder)`: make what is in a file last, and the names in a folder
 - `corrupt(path, found)`: the error for a file that is not what a writer of ours left there
 """
 
@@ -13,17 +15,26 @@ from __future__ import annotations
 import json
 import os
 import stat
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, cast
 
 from hookline.errors import StoreError
 
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None
+
 __all__ = [
+    "as_json",
     "corrupt",
+    "most_files",
     "open_regular",
     "parse_json",
     "read_json",
     "replace_file",
+    "sync_file",
     "sync_folder",
     "write_json",
 ]
@@ -49,6 +60,19 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(content) != len(pairs):
         raise ValueError("a key stands there twice")
     return content
+
+
+def as_json(content: Mapping[str, Any], what: str) -> dict[str, Any]:
+    """The content as it is read back; an error if it is no JSON, which none could read."""
+    try:
+        text = json.dumps(dict(content), allow_nan=False)
+        return json.loads(text, object_pairs_hook=_once)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise StoreError(
+            f"Cannot keep {what} of a store.",
+            f"It is no JSON ({error}).",
+            "Use dicts with string keys, lists, strings, numbers, booleans and None.",
+        ) from error
 
 
 def parse_json(text: bytes, path: Path) -> dict[str, Any]:
@@ -91,6 +115,12 @@ def write_json(path: Path, content: object, sync: bool) -> None:
 
 def replace_file(path: Path, text: bytes, sync: bool) -> None:
     """Replace a file as a whole: a reader, or a crash, finds the old one or the new one."""
+    if len(text) > _LARGEST_JSON:
+        raise StoreError(
+            f"Cannot write {str(path)!r}.",
+            f"It would be larger than {_LARGEST_JSON >> 20} MB, which no reader takes.",
+            "Keep metadata and marks small, places few and shards large.",
+        )
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
         with partial.open("wb") as file:
@@ -104,6 +134,18 @@ def replace_file(path: Path, text: bytes, sync: bool) -> None:
         raise
     if sync:
         sync_folder(path.parent)
+
+
+def most_files() -> int:
+    """How many files a writer may keep open, and half of what a reader may: a quarter of all."""
+    limit = 512 if resource is None else resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return max(limit // 4, 1) if limit > 0 else 1 << 16  # no limit is a negative one
+
+
+def sync_file(path: Path) -> None:
+    """Make what is in a file last."""
+    with path.open("r+b") as file:
+        os.fsync(file.fileno())
 
 
 def sync_folder(folder: Path) -> None:

@@ -115,7 +115,7 @@ class Store:
     def ids(self) -> list[Any] | None:
         """The id of each sample, None if the store was written without."""
         if isinstance(self._ids, StoredSamples):
-            words = (one.numpy().tobytes() for one in self._ids)
+            words = (one.tobytes() for one in self._ids.to_numpy())
             return [word.decode(errors="replace") for word in words]
         return None if self._ids is None else list(self._ids[:].numpy().tolist())
 
@@ -137,21 +137,25 @@ class Store:
             ) from None
 
     def batches(
-        self, size: int, *, places: Sequence[str] | None = None
+        self, size: int, *, places: str | Sequence[str] | None = None
     ) -> Iterator[dict[str, Any]]:
         """The samples in order, `size` at a time, as a dict of tensors (lists where they vary)."""
         if size < 1:
             raise StoreError(f"Cannot give batches of {size}.", "", "Ask for 1 or more.")
-        columns = {place: self[place] for place in places or self.places()}
+        columns = {place: self[place] for place in self._named(places)}
         for start in range(0, len(self), size):
             yield {place: rows[start : start + size] for place, rows in columns.items()}
 
-    def as_dataset(self, places: Sequence[str] | None = None) -> StoreDataset:
+    def as_dataset(self, places: str | Sequence[str] | None = None) -> StoreDataset:
         """A torch Dataset over the samples: each a dict of place to tensor.
 
         It can be sent to the workers of a DataLoader, which map the files for themselves.
         """
-        return StoreDataset(self, tuple(places or self.places()))
+        return StoreDataset(self, self._named(places))
+
+    def _named(self, places: str | Sequence[str] | None) -> tuple[str, ...]:
+        """The one place, those of a list, or all."""
+        return (places,) if isinstance(places, str) else tuple(places or self.places())
 
     def info(self) -> StoreInfo:
         """What is in the store."""

@@ -5,11 +5,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from hookline.errors import StoreError
@@ -21,8 +22,10 @@ Block = tuple[Series, Tensor]  # a series as it is or would begin, and the rows 
 
 
 def _plain(place: str, value: Any) -> Tensor:
-    if isinstance(value, np.ndarray):
-        value = torch.from_numpy(value)
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+        native = cast("NDArray[Any]", value)
+        native = native.astype(native.dtype.newbyteorder("="), copy=False)
+        value = torch.from_numpy(np.asarray(native, order="C"))  # torch has no negative strides
     if not isinstance(value, Tensor) or value.layout is not torch.strided or value.is_meta:
         raise StoreError(
             f"Cannot store {place!r}.",
@@ -66,7 +69,9 @@ def _rows_of(place: str, value: Any, varies: bool) -> tuple[Tensor, list[int] | 
 def _ids_of(ids: Any) -> tuple[Tensor, list[int] | None]:
     """The ids as rows: integers as they are, strings as bytes with their lengths."""
     plain: Any = cast("Any", ids).tolist() if isinstance(ids, (Tensor, np.ndarray)) else ids
-    listed: list[Any] = list(plain)
+    if isinstance(plain, (str, bytes)) or not isinstance(plain, Iterable):
+        raise _no_ids(plain)
+    listed: list[Any] = list(cast("Iterable[Any]", plain))
     try:
         if all(isinstance(one, str) for one in listed):
             words = [one.encode() for one in listed]
@@ -76,9 +81,13 @@ def _ids_of(ids: Any) -> tuple[Tensor, list[int] | None]:
             return torch.tensor([int(one) for one in listed], dtype=torch.int64), None
     except (UnicodeEncodeError, RuntimeError, OverflowError):
         pass
-    raise StoreError(
+    raise _no_ids(listed[:3])
+
+
+def _no_ids(found: Any) -> StoreError:
+    return StoreError(
         "Cannot store these ids.",
-        f"They begin with {str(listed[:3])[:100]}.",
+        f"They begin with {str(found)[:100]}.",
         "Give integers of 64 bits, or strings, one for each sample.",
     )
 
@@ -113,14 +122,14 @@ def _series(place: str, part: str, rows: Tensor, shard_bytes: int) -> Series:
     series = Series(place, part, kind.name, shape, 1)
     series = Series(place, part, kind.name, shape, max(1, shard_bytes // series.row_bytes))
     try:
-        place.encode()
+        str.encode(place)
         fits = len(header_of(series, 1 << 62)) <= PAGE and place != "__metadata__"
-    except UnicodeEncodeError:
+    except (TypeError, UnicodeEncodeError):
         fits = False
     if not fits:
         raise StoreError(
-            f"Cannot store a place named {place[:40]!r}.",
-            "The name is longer than a page, no Unicode, or reserved by safetensors.",
+            f"Cannot store a place named {str(place)[:40]!r}.",
+            "The name is no string, longer than a page, no Unicode, or reserved by safetensors.",
             "Give it another name.",
         )
     return series

@@ -10,10 +10,11 @@ taken back; what a killed process left is cut off by whoever opens the store nex
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, SupportsIndex
 
 from torch import Tensor
 
@@ -31,7 +32,7 @@ from hookline.storage.files import (
 from hookline.storage.locks import locked
 from hookline.storage.recovery import recover
 from hookline.storage.shards import OpenShard
-from hookline.storage.small_files import sync_folder
+from hookline.storage.small_files import as_json, most_files, sync_file, sync_folder
 from hookline.storage.space import Ahead
 from hookline.storage.values import blocks_of
 
@@ -63,16 +64,19 @@ class StoreWriter:
                 "The ways are 'commit', 'shard' and 'never'.",
                 "Choose 'shard' if unsure.",
             )
-        if type(rank) is not int or not 0 <= rank < 100_000 or shard_bytes < 1:
+        whole = isinstance(shard_bytes, SupportsIndex) and int(shard_bytes) > 0
+        if type(rank) is not int or not 0 <= rank < 100_000 or not whole:
             raise StoreError(
                 f"Cannot write a store as rank {rank!r} with shards of {shard_bytes!r} bytes.",
-                "A rank is an integer from 0 to 99999, and a shard holds a byte at least.",
+                "A rank is an integer from 0 to 99999, and the bytes are one from 1 on.",
                 "Leave them out for the usual ones.",
             )
         self.folder, self.rank = folder, rank
         self._sync: Sync = sync
-        self._shard_bytes = shard_bytes
+        self._shard_bytes = int(shard_bytes)
         self._open: dict[int, OpenShard] = {}  # by number
+        self._aside: set[int] = set()  # those that were written to and closed again
+        self._most = most_files()
         self._index_file = IndexFile(folder, rank)
         self._unclean = False
         self._held = contextlib.ExitStack()
@@ -147,18 +151,19 @@ class StoreWriter:
         """
         if self._held is _CLOSED:
             raise StoreError("Cannot append.", "This writer is closed.", "Use resume=True.")
+        told = None if mark is None else as_json(mark, "the mark")
         blocks, samples = blocks_of(values, ids, self._index.series, self._shard_bytes)
         if not samples:
             return
         new = self._index.copy()
         new.samples += samples
         new.series = new.series or [series.copy() for series, _ in blocks]
-        new.mark = new.mark if mark is None else dict(mark)
+        new.mark = new.mark if told is None else told
         try:
             if self._unclean:
                 self._take_back(self._index)
             if not self._index.series:
-                settle(self.folder, new.series, self._sync == "commit")
+                settle(self.folder, self.rank, new.series, self._sync == "commit")
             full = [
                 number
                 for series, (_, rows) in zip(new.series, blocks, strict=True)
@@ -175,12 +180,15 @@ class StoreWriter:
             raise
         self._index = new
         for number in full:
-            self._open.pop(number).close()
+            if number in self._open:
+                self._open.pop(number).close()
 
     def note(self, mark: Mapping[str, Any]) -> None:
         """Commit a mark without samples."""
+        if self._held is _CLOSED:
+            raise StoreError("Cannot note.", "This writer is closed.", "Use resume=True.")
         new = self._index.copy()
-        new.mark = dict(mark)
+        new.mark = as_json(mark, "the mark")
         try:
             self._index_file.write(new, self._sync == "commit")
         except OSError as error:
@@ -220,6 +228,8 @@ class StoreWriter:
         return full
 
     def _opened(self, number: int, series: Series) -> OpenShard:
+        while len(self._open) >= self._most:  # appends go round: the last opened is needed last
+            self._put_aside(next(reversed(self._open)))
         fresh = number >= self._index.next_shard
         path = shard_path(self.folder, self.rank, number)
         shard = OpenShard(path, series, self._ahead, fresh=fresh)
@@ -231,15 +241,24 @@ class StoreWriter:
                 raise
         return shard
 
+    def _put_aside(self, number: int) -> None:
+        """Close a shard, so that another file can be open."""
+        shard = self._open.pop(number)
+        self._aside.add(number)
+        try:
+            shard.finish(sync=False)
+        finally:
+            shard.close()
+
     def _take_back(self, new: Index) -> None:
         """Undo an append that failed, unless its index is already there."""
         self._unclean = True
         with contextlib.suppress(OSError, StoreError):  # whoever opens the store does it otherwise
+            for number in [*self._open]:  # it may have failed because too many files are open
+                self._put_aside(number)
             if read_index(self.folder, self.rank) == new and new is not self._index:
                 self._index, self._unclean = new, False
                 return
-            for number in [n for n in self._open if n >= self._index.next_shard]:
-                self._open.pop(number).close()
             for number in shard_numbers(self.folder, self.rank):
                 if number >= self._index.next_shard:
                     shard_path(self.folder, self.rank, number).unlink()
@@ -249,9 +268,13 @@ class StoreWriter:
     def _cut(self, series: Series) -> bool:
         """Cut the last shard of a series to what is committed."""
         number = series.shards[-1] if series.shards else -1
-        if number not in self._open:
+        if number not in self._aside:
             return True
-        return self._open[number].cut(series, series.rows_in(len(series.shards) - 1))
+        shard = self._opened(number, series)
+        try:
+            return shard.cut(series, series.rows_in(len(series.shards) - 1))
+        finally:
+            shard.close()
 
     def close(self) -> None:
         """Finish: sync what the policy asks for, and let go of the files. Twice is once."""
@@ -263,6 +286,9 @@ class StoreWriter:
             for shard in self._open.values():
                 shard.finish(sync=self._sync != "never")
             if self._sync != "never":
+                for number in self._aside.difference(self._open):
+                    if number < self._index.next_shard:
+                        sync_file(shard_path(self.folder, self.rank, number))
                 self._index_file.write(self._index, True)
                 sync_folder(self.folder)
         except OSError as error:
@@ -292,9 +318,12 @@ _CLOSED = contextlib.ExitStack()
 
 
 def _failed(what: str, error: OSError) -> StoreError:
+    remedy = "See to the disk, its space and permissions"
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        remedy = "Close other files, or raise the limit (ulimit -n)"
     return StoreError(
         f"Cannot {what}.",
         f"The system says: {error.strerror or error}.",
-        "All that was committed before is still there. See to the disk, its space and "
-        "permissions, then go on, later with resume=True.",
+        f"All that was committed before is still there. {remedy}, then go on, later with "
+        "resume=True.",
     )
