@@ -81,7 +81,7 @@ def test_a_sweep_gives_what_patching_by_hand_gives(batch_size, positions):
     assert found.matrix[3, -1] == found["blocks.2", wanted[-1]].change
     assert torch.allclose(found.shares, found.matrix / (found.clean - found.corrupt))
     if batch_size > 1:
-        assert found.runs == 1 + -(-len(found) // batch_size)
+        assert found.runs == 2 + -(-len(found) // batch_size)  # two to find out that it is safe
         assert not found.notes
     else:
         assert found.runs == len(found)
@@ -174,6 +174,98 @@ def test_models_that_mix_samples_run_one_change_at_a_time():
     assert found.notes == [
         "one change a forward: copies of the batch in one forward do not give what it gives alone"
     ]
+
+
+class Centred(nn.Module):
+    """Samples mix, in a way that copies of one batch do not show."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(3, 3)
+
+    def forward(self, x):
+        x = self.fc(x)
+        return {"centred": x - x.mean(0), "size": x.square().mean()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("batch_size", [2, 16])
+@pytest.mark.parametrize("part", ["centred", "size"])
+def test_mixing_that_copies_of_one_batch_do_not_show_is_found(part, batch_size, dtype):
+    model = Centred().to(dtype)
+    clean, corrupt = torch.randn(2, 2, 3, dtype=dtype)
+
+    def measure(out):
+        return out[part].abs().max()
+
+    found = hl.sweep(model, clean, corrupt, "fc", measure, positions="all", batch_size=batch_size)
+    assert found.notes == ["one change a forward: the samples of a batch mix"]
+    for effect in found:
+        expected = by_hand(model, clean, corrupt, "fc", effect.position, measure)
+        assert effect.value == pytest.approx(expected, abs=1e-6)
+
+
+class Before(nn.Module):
+    """Each row sees the row before it; the first one sees itself."""
+
+    def __init__(self, back):
+        super().__init__()
+        self.fc, self.back = nn.Linear(3, 3), back
+
+    def forward(self, x):
+        x = self.fc(x)
+        ends = [x[:1], x[:-1]] if self.back else [x[1:], x[-1:]]
+        return x - torch.cat(ends) / 2
+
+
+@pytest.mark.parametrize("back", [False, True])
+@pytest.mark.parametrize("batch_size", [2, 3])
+def test_mixing_in_one_direction_is_found_too(batch_size, back):
+    model, clean, corrupt = Before(back), torch.randn(1, 3), torch.randn(1, 3)
+    found = hl.sweep(model, clean, corrupt, "fc", torch.sum, positions="all", batch_size=batch_size)
+    for effect in found:
+        expected = by_hand(model, clean, corrupt, "fc", effect.position, torch.sum)
+        assert effect.value == pytest.approx(expected, abs=1e-5)
+    assert found.notes == ["one change a forward: the samples of a batch mix"]
+
+
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
+def test_attention_along_the_first_dimension_and_batch_norm_in_training_mix_samples():
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0)
+    encoder = nn.TransformerEncoder(layer, 2).eval()  # positions come first
+    clean, corrupt = torch.randn(5, 3, 8), torch.randn(5, 3, 8)
+    last = lambda out: out[-1, :, 0].sum()  # noqa: E731
+    found, alone = (
+        hl.sweep(encoder, clean, corrupt, "layers.*", last, positions="all", dim=0, batch_size=size)
+        for size in (16, 1)
+    )
+    assert torch.equal(found.matrix, alone.matrix)
+    assert bool((found.matrix[1, :4] == 0).all())  # of the last layer one position is read
+    norm = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+    clean, corrupt = torch.randn(4, 3), torch.randn(4, 3)
+    first = lambda out: out[0].sum()  # noqa: E731
+    found = hl.sweep(norm, clean, corrupt, "*", first, positions="all")
+    assert "the samples of a batch mix" in found.notes[0]
+    assert not hl.sweep(norm, clean, corrupt, "*", first, positions="all", mode="eval").notes
+
+
+def test_where_mixing_would_not_be_seen_one_change_runs_at_a_time():
+    class Ignores(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.unheard, self.fc = nn.Linear(3, 3), nn.Linear(3, 1)
+
+        def forward(self, x):
+            self.unheard(x)
+            return self.fc(x)
+
+    clean, corrupt = torch.randn(2, 3), torch.randn(2, 3)
+    found = hl.sweep(Ignores(), clean, corrupt, "unheard", torch.sum, positions="all")
+    assert "could not be seen in the output" in found.notes[0]
+    assert bool((found.matrix == 0).all())
+    tokens = hl.sweep(Mixer(), CLEAN, CORRUPT, "embed:input", metric, positions="all")
+    assert not tokens.notes  # indices are disturbed by those of the clean batch
+    assert tokens.matrix.abs().max() > 0.01
 
 
 def test_where_the_batch_is_not_first_one_change_runs_at_a_time():

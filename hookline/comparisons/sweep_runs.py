@@ -20,6 +20,7 @@ from hookline.core.hooks import hook, takes_call
 from hookline.core.nested import leaves, map_leaves, only_tensor, set_part
 from hookline.core.places import Place
 from hookline.core.records import Record
+from hookline.core.snapshots import same_bits
 from hookline.core.taps import Call
 from hookline.errors import BatchError
 from hookline.ready_changes import patch
@@ -92,27 +93,53 @@ class Runner:
     def try_stacking(self, places: list[Place], copies: int, found: Sweep) -> None:
         """Find out where several changes can be tried in one forward.
 
-        The copies must give what the batch alone gives, and a value must have a row a sample.
+        The copies must give what the batch alone gives, a value must have a row a sample, and what
+        is done to one copy must not reach another.
         """
         firsts = {tensor.shape[:1] for _, tensor in leaves(self.batch)}
         samples = next(iter(firsts), ())
         if copies < 2 or len(firsts) != 1 or not samples or callable(self.batch):
             return
-        alone, self.samples, self.copies = self.output, samples[0], copies
+        alone, self.samples = self.output, samples[0]
+        self.copies = max(copies, 3)  # so that one has others on both sides
         try:
-            shapes = self._shapes(places, self._stacked(copies))
+            why = self._try_copies(places)
         except (RuntimeError, ValueError, IndexError, AssertionError) as error:
             why = f"copies of the batch cannot be run together: {str(error).splitlines()[0]:.80}"
-        else:
-            self.runs += 1
-            why = "copies of the batch in one forward do not give what it gives alone"
-            if all(_alike(self._share(n), alone) for n in (0, copies - 1)):
-                self.together = {p for p in places if self._has_rows(p, shapes[p], copies)}
-                every = len(self.together) == len(places)
-                why = "" if every else "the batch is not first at some places"
-        self.output = alone
+        self.output, self.copies = alone, copies
         if why:
             found.notes.append(f"one change a forward: {why}")
+
+    def _try_copies(self, places: list[Place]) -> str:
+        """Run copies of the batch as they are, and with one disturbed; why that is not safe."""
+        alone, numbers = self.output, range(self.copies)
+        shapes = self._shapes(places, self._stacked(self.copies))
+        self.runs += 1
+        before = [self._share(number) for number in numbers]
+        if not all(_alike(share, alone) for share in before):
+            return "copies of the batch in one forward do not give what it gives alone"
+        rows = {p for p in places if self._has_rows(p, shapes[p], self.copies)}
+        middle = self.copies // 2
+        if rows:
+            changes = dict.fromkeys(rows, self._changing([(middle, None)], self._disturbed))
+            context = edit(self.model, cast("Any", changes))
+            self.output = self._forward(self._stacked(self.copies), context)
+            self.runs += 1
+            moved = [n for n in numbers if not _same(self._share(n), before[n])]
+            if not moved:
+                return "whether the samples of a batch mix could not be seen in the output"
+            if moved != [middle]:
+                return "the samples of a batch mix"
+        self.together = rows
+        return "" if len(rows) == len(places) else "the batch is not first at some places"
+
+    def _disturbed(self, part: Tensor, position: int | None, call: Call) -> Tensor:
+        """Other values that a model can take: in [0, 1] if they were; of indices those to try."""
+        if not part.is_floating_point():
+            return self._new(part, position, call)
+        numbers = torch.Generator(part.device).manual_seed(0)  # none of the model's own
+        draw = torch.rand(part.shape, dtype=part.dtype, device=part.device, generator=numbers)
+        return (part + 1) / 2 * draw
 
     def _stacked(self, copies: int) -> Any:
         def repeat(leaf: Any) -> Any:
@@ -154,14 +181,16 @@ class Runner:
         at: dict[Place, list[tuple[int | None, int | None]]] = {}
         for number, job in enumerate(jobs):
             at.setdefault(job.place, []).append((number if stacked else None, job.position))
-        changes = {place: self._changing(spots) for place, spots in at.items()}
+        changes = {place: self._changing(spots, self._new) for place, spots in at.items()}
         self.output = self._forward(batch, edit(self.model, cast("Any", changes)))
         if not stacked:
             return [one_number(self.metric(self.output))]
         return [one_number(self.metric(self._share(number))) for number in range(len(jobs))]
 
-    def _changing(self, spots: list[tuple[int | None, int | None]]) -> Callable[[Any, Call], Any]:
-        """What an edit does at one place: the change, at rows and positions."""
+    def _changing(
+        self, spots: list[tuple[int | None, int | None]], new: Callable[..., Tensor]
+    ) -> Callable[[Any, Call], Any]:
+        """What an edit does at one place: put in new values, at rows and positions."""
 
         def changed(value: Any, call: Call) -> Any:
             path, tensor = only_tensor(value, f"The value at {str(call.place)!r}")
@@ -173,7 +202,7 @@ class Runner:
                 part = tensor[rows]
                 if position is not None:
                     part = part.narrow(self.dim, position, 1)
-                part.copy_(self._new(part.clone(), position, call))
+                part.copy_(new(part.clone(), position, call))
             return set_part(value, path, tensor)
 
         return changed
@@ -190,6 +219,12 @@ class Runner:
         if isinstance(change, Change):
             return cast(Tensor, change.meet(part, call))
         return cast(Tensor, change(part, call) if takes_call(change) else change(part))
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two outputs are the same bit for bit."""
+    first, second = dict(leaves(one)), dict(leaves(other))
+    return first.keys() == second.keys() and all(same_bits(first[p], second[p]) for p in first)
 
 
 def _alike(one: Any, other: Any) -> bool:

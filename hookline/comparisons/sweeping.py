@@ -66,7 +66,7 @@ def sweep(
         dim: the dimension of the positions.
         batch_size: how many changes are tried in one forward, on copies of the corrupt batch put
             one behind the other, where that is safe: the samples of a batch must not mix. It is
-            tried out first; otherwise one forward is run for each.
+            tried out first, in two forwards; otherwise one forward is run for each.
         approximate: estimate all changes with one backward, as (clean - corrupt) · gradient.
         progress: whether to show a bar, if tqdm is installed; or a function of (done, total).
         mode: "eval" or "train", to run the model so.
@@ -92,7 +92,7 @@ def sweep(
             return _estimated(model, corrupt, metric, record, reference, jobs, dim)
         runner = Runner(model, corrupt, metric, record, change, dim)
         found = Sweep(reference, runner.baseline(places), approximate=False)
-        runner.try_stacking(places, batch_size, found)
+        runner.try_stacking(places, min(batch_size, len(jobs)), found)
         with _bar(progress, len(jobs)) as advance:
             for chunk in runner.chunks(jobs):
                 for job, value in zip(chunk, runner.run(chunk), strict=True):
