@@ -82,7 +82,7 @@ def compare(
     """
     one, other = (load_model(spec, random_weights, train) for spec in (first, second))
     batch = batch_of(asked.made_for(one))
-    options: dict[str, Any] = {} if tolerance is None else {"tolerance": tolerance}
-    found = hl.compare(one, other, batch, where=list(where) or "**", **options)
+    options: dict[str, Any] = {"where": list(where)} if where else {}
+    found = hl.compare(one, other, batch, tolerance=tolerance, **options)
     screen.text(str(found), found.to_dict())
     click.get_current_context().exit(0 if found.equal else 1)
