@@ -189,6 +189,47 @@ def test_several_calls_are_compared_one_by_one():
     assert fewer.notes == ["'cell' was called 2 times more in the first model"]
 
 
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cell, self.norm = nn.Linear(8, 8), nn.LayerNorm(8)
+
+    def forward(self, x):
+        for _ in range(3):
+            x = self.norm(self.cell(x))
+        return x
+
+
+def test_a_module_that_diverges_in_a_later_call_comes_after_what_made_it_diverge():
+    a = Recurrent()
+    b = copy.deepcopy(a)
+    b.norm.eps = 0.1
+    comparison = hl.compare(a, b, torch.randn(4, 8))
+    assert comparison.first.place == "norm"
+    assert [row.place for row in comparison] == ["norm", "cell", ""]
+    assert comparison["cell"].diverges
+    assert [row.calls for row in comparison] == [3, 3, 1]
+    x = torch.randn(4, 8)
+    rounded = hl.compare(a, copy.deepcopy(a).double(), x, batch_b=x.double())
+    assert rounded.equal
+    assert [row.place for row in rounded] == ["cell", "norm", ""]
+
+
+def test_a_call_that_diverges_is_not_hidden_by_a_larger_error_that_is_allowed():
+    class Casts(nn.Module):
+        def __init__(self, error):
+            super().__init__()
+            self.cell, self.error = nn.Identity(), error
+
+        def forward(self, x):
+            self.cell(x * (1 + self.error))
+            return self.cell((x * (1 + 4 * self.error)).bfloat16())
+
+    row = hl.compare(Casts(0), Casts(0.01), torch.ones(3), where="cell")["cell"]
+    assert row.diverges
+    assert (row.call, row.calls, row.dtype) == (0, 2, "float32")
+
+
 def test_modules_that_only_one_model_calls_are_listed():
     class Skips(nn.Module):
         def __init__(self, skip):

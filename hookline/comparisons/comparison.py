@@ -263,13 +263,15 @@ class _Meeting:
             self._add(mine, path, found)
 
     def _add(self, place: Place, path: Path, found: Difference) -> None:
+        """Keep the worst call of each place; it stands where the place diverged first."""
         known = self.rows.get((place, path))
         if known is not None:
             found.calls = known.calls + 1
-            worse = found.diverges and not known.diverges
-            if not worse and not found.relative > known.relative:
+            if (found.diverges, found.relative) <= (known.diverges, known.relative):
                 known.calls += 1
                 return
+            if found.diverges and not known.diverges:
+                del self.rows[place, path]
         self.rows[place, path] = found
 
     def finish(self, comparison: Comparison) -> None:
