@@ -230,6 +230,42 @@ def test_a_call_that_diverges_is_not_hidden_by_a_larger_error_that_is_allowed():
     assert (row.call, row.calls, row.dtype) == (0, 2, "float32")
 
 
+def test_modules_that_the_second_model_ties_are_compared_call_by_call():
+    shared = nn.Linear(8, 8)
+    tied = nn.Sequential(shared, nn.ReLU(), shared)
+    free = nn.Sequential(copy.deepcopy(shared), nn.ReLU(), copy.deepcopy(shared))
+    x = torch.randn(4, 8)
+    same = hl.compare(free, tied, x)
+    assert same.equal
+    assert [(row.place, row.place_b) for row in same] == [
+        ("0", "0"),
+        ("1", "1"),
+        ("2", "0"),
+        ("", ""),
+    ]
+    assert not same.notes
+    assert not same.only_a
+    with torch.no_grad():
+        free[2].bias.add_(1)
+    assert hl.compare(free, tied, x).first.place == "2"
+
+
+def test_several_places_can_be_mapped_onto_one():
+    a = nn.Sequential(*[nn.Linear(3, 3) for _ in range(3)])
+    b = nn.Sequential(a[0])
+    x = torch.randn(2, 3)
+    once = hl.compare(a, b, x, where="*", mapping={"0": "0", "2": "0"})
+    assert once.equal
+    assert once["0"].error == 0
+    assert once.only_a == ["1", "2"]  # the second model calls it once
+    twice = hl.compare(a, b, lambda m: (m(x), m(x)), where="*", mapping={"1": "0", "0": "0"})
+    assert [(row.place, row.calls) for row in twice] == [("0", 1), ("1", 1)]
+    assert twice.notes == [
+        "'0' was called 1 time more in the first model",
+        "'1' was called 1 time more in the first model",
+    ]
+
+
 def test_modules_that_only_one_model_calls_are_listed():
     class Skips(nn.Module):
         def __init__(self, skip):

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, cast
@@ -35,6 +36,9 @@ from hookline.trials.runs import Mode, copied, run, same_random_numbers, trial
 __all__ = ["compare"]
 
 Renaming = Mapping[str, str] | Callable[[str], str | None]
+# By place of the second model and its call: place, call and value of the first. Where several
+# places have one counterpart, as where the second model ties modules, calls meet in their order.
+Kept = dict[Place, dict[int, tuple[Place, int, Any]]]
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 _COMPILED = (
     "was compiled, and has run: only its output is compared, as no hook fires in a graph. Compare "
@@ -81,16 +85,18 @@ def compare(
     """
     pairs, comparison = _paired(model_a, model_b, where, mapping)
     with trial(model_a, model_b, mode=mode):
-        kept: dict[Place, dict[int, Any]] = {}
+        kept: Kept = {}
 
         def keep(place: Place, index: int, value: Any) -> None:
-            kept.setdefault(place, {})[index] = map_leaves(_kept, value)
+            calls = kept.setdefault(pairs[place], {})
+            calls[len(calls)] = place, index, map_leaves(_kept, value)
 
         first = "The first model" if model_a is not model_b else "The model"
         _follow(model_a, copied(batch), list(pairs), keep, first, comparison)
-        meeting = _Meeting(kept, {b: a for a, b in pairs.items()}, tolerance)
+        meeting = _Meeting(kept, tolerance)
         given = copied(batch if batch_b is None else batch_b)
-        _follow(model_b, given, list(pairs.values()), meeting.meet, "The second model", comparison)
+        places = list(dict.fromkeys(pairs.values()))
+        _follow(model_b, given, places, meeting.meet, "The second model", comparison)
     meeting.finish(comparison)
     if not comparison.rows:
         raise BatchError(
@@ -239,27 +245,25 @@ def _root(places: list[Place]) -> Place:
 class _Meeting:
     """The values of the second model meet those of the first."""
 
-    def __init__(
-        self, kept: dict[Place, dict[int, Any]], pairs: dict[Place, Place], tolerance: Any
-    ) -> None:
-        self.kept, self.pairs, self.tolerance = kept, pairs, tolerance
+    def __init__(self, kept: Kept, tolerance: Tolerance | None) -> None:
+        self.kept, self.tolerance = kept, tolerance
         self.rows: dict[tuple[Place, Path], Difference] = {}
-        self.alone: dict[Place, int] = {}  # calls of the second model that the first did not make
-        self.met: set[Place] = set()
+        self.alone: Counter[Place] = Counter()  # calls that the first model did not make
+        self.met: tuple[set[Place], set[Place]] = set(), set()  # places of both models
 
     def meet(self, place: Place, index: int, value: Any) -> None:
         """The second model has a value: compare it, and let the first one's go."""
-        mine = self.pairs[place]
-        if index not in self.kept.get(mine, {}):
-            self.alone[place] = self.alone.get(place, 0) + 1
+        if index not in self.kept.get(place, {}):
+            self.alone[place] += 1
             return
-        self.met.add(mine)
-        first = dict(leaves(self.kept[mine].pop(index)))
-        second = dict(leaves(value))
+        mine, call, kept = self.kept[place].pop(index)
+        self.met[0].add(mine)
+        self.met[1].add(place)
+        first, second = dict(leaves(kept)), dict(leaves(value))
         for path in dict.fromkeys((*first, *second)):
             found = _difference(first.get(path), second.get(path), self.tolerance)
             found.place, found.place_b = str(_part(mine, path)), str(_part(place, path))
-            found.call = index
+            found.call = call
             self._add(mine, path, found)
 
     def _add(self, place: Place, path: Path, found: Difference) -> None:
@@ -277,17 +281,15 @@ class _Meeting:
     def finish(self, comparison: Comparison) -> None:
         """Write what was found into a comparison; tell of values that met none."""
         comparison.rows = list(self.rows.values())
-        for place, mine in self.pairs.items():
-            left, alone = len(self.kept.get(mine, {})), self.alone.get(place, 0)
-            if mine in self.met and (left or alone):
-                more = "first" if left else "second"
-                comparison.notes.append(
-                    f"{str(mine)!r} was called {left or alone} times more in the {more} model"
-                )
-            elif left:
-                comparison.only_a.append(str(mine) or "''")
-            elif alone:
-                comparison.only_b.append(str(place) or "''")
+        left = Counter(mine for calls in self.kept.values() for mine, _, _ in calls.values())
+        sides = (left, comparison.only_a, "first"), (self.alone, comparison.only_b, "second")
+        for (counts, only, name), met in zip(sides, self.met, strict=True):
+            for place, count in counts.items():
+                if place in met:
+                    more = f"{count} time{'s' * (count != 1)} more in the {name} model"
+                    comparison.notes.append(f"{str(place)!r} was called {more}")
+                else:
+                    only.append(str(place) or "''")
 
 
 def _part(place: Place, path: Path) -> Place:
