@@ -405,6 +405,49 @@ def test_a_compiled_model_that_has_not_run_is_compared_inside():
     assert done.stdout.strip() == str(["", "0", "1", "1.0", "1.1"])
 
 
+COMPILED_CALLS = """
+import copy, sys, torch
+from torch import nn
+import hookline as hl
+torch.manual_seed(0)
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.cell = nn.LayerNorm(4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        for _ in range(3):
+            x = self.norm(self.cell(x))
+        return x
+
+
+a = Recurrent()
+b = copy.deepcopy(a)
+if "differ" in sys.argv:
+    with torch.no_grad():
+        b.cell.bias.add_(1)
+if "a" in sys.argv:
+    a = torch.compile(a, backend="eager")
+else:
+    b = torch.compile(b, backend="eager")
+found = hl.compare(a, b, torch.randn(3, 4))
+first = found.first and found.first.place.removeprefix("_orig_mod.")
+print(found.equal, first, len(found), found.notes)
+"""
+
+
+@pytest.mark.parametrize("which", ["a", "b"])
+def test_compiled_against_eager_is_told_in_the_order_of_the_calls(which):
+    for args, told in [([], "True None 3"), (["differ"], "False cell 3")]:
+        command = [sys.executable, "-c", COMPILED_CALLS, which, *args]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith(told)
+        assert "has several calls, the last is compared" in done.stdout
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_of_a_compiled_model_that_has_run_the_output_is_compared():
     model, ran = stack(4, 4), []

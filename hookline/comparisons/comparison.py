@@ -44,6 +44,7 @@ _COMPILED = (
     "was compiled, and has run: only its output is compared, as no hook fires in a graph. Compare "
     "before the first call of a compiled model to see inside."
 )
+_LAST = "Where a place has several calls, the last is compared: a compiled model keeps no other."
 
 
 def compare(
@@ -92,11 +93,12 @@ def compare(
             calls[len(calls)] = place, index, map_leaves(_kept, value)
 
         first = "The first model" if model_a is not model_b else "The model"
-        _follow(model_a, copied(batch), list(pairs), keep, first, comparison)
+        last = _is_compiled(model_a) or _is_compiled(model_b)
+        _follow(model_a, copied(batch), list(pairs), keep, first, comparison, last)
         meeting = _Meeting(kept, tolerance)
         given = copied(batch if batch_b is None else batch_b)
-        places = list(dict.fromkeys(pairs.values()))
-        _follow(model_b, given, places, meeting.meet, "The second model", comparison)
+        places = list(dict.fromkeys([*kept, *pairs.values()]))  # as the first model has them
+        _follow(model_b, given, places, meeting.meet, "The second model", comparison, last)
     meeting.finish(comparison)
     if not comparison.rows:
         raise BatchError(
@@ -190,20 +192,36 @@ def _follow(
     take: Callable[[Place, int, Any], None],
     name: str,
     comparison: Comparison,
+    last: bool,
 ) -> None:
-    """Run a model, and give the values at places to a function, in the order of the calls."""
+    """Run a model, and give the values at places to a function, in the order of the calls.
+
+    With `last`, only the last call of each place counts, as a graph keeps no other.
+    """
+    latest: dict[Place, Any] = {}
+    several = False
+
+    def look(value: Any, call: Call) -> None:
+        nonlocal several
+        if call.recomputed:
+            return
+        if not last:
+            take(call.place, call.index, value)
+            return
+        several |= latest.pop(call.place, None) is not None
+        latest[call.place] = map_leaves(_kept, value)
+
     with torch.no_grad(), same_random_numbers(model):
         if _is_compiled(model):
             _follow_compiled(model, batch, places, take, name, comparison)
             return
-
-        def look(value: Any, call: Call) -> None:
-            if not call.recomputed:
-                take(call.place, call.index, value)
-
         with suppress(NeverFired):  # what one model lacks is listed in the comparison
             with hook(model, places, look):
                 run(model, batch)
+    for place, value in latest.items():
+        take(place, 0, value)
+    if several:
+        comparison.notes.append(_LAST)
 
 
 def _is_compiled(model: nn.Module) -> bool:
@@ -227,7 +245,7 @@ def _follow_compiled(
     with suppress(NeverFired):
         with capturing:
             run(model, batch)
-    for place in capturing.record.places():
+    for place in [place for place in places if place in capturing.record]:
         take(place, 0, capturing.record[place])
 
 
