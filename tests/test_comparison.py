@@ -434,13 +434,13 @@ else:
     b = torch.compile(b, backend="eager")
 found = hl.compare(a, b, torch.randn(3, 4))
 first = found.first and found.first.place.removeprefix("_orig_mod.")
-print(found.equal, first, len(found), found.notes)
+print(found.equal, first, len(found), found.only_a, found.only_b, found.notes)
 """
 
 
 @pytest.mark.parametrize("which", ["a", "b"])
 def test_compiled_against_eager_is_told_in_the_order_of_the_calls(which):
-    for args, told in [([], "True None 3"), (["differ"], "False cell 3")]:
+    for args, told in [([], "True None 3 [] []"), (["differ"], "False cell 3 [] []")]:
         command = [sys.executable, "-c", COMPILED_CALLS, which, *args]
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr

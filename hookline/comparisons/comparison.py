@@ -133,13 +133,14 @@ def _paired(
         path = _renamed(_short(place.path), mapping)
         if path is None:
             continue
-        found = _find(model_b, Place(path, place.port, place.parts, place.operation))
+        found = _find(model_b, _moved(place, path))
         if found is None:
             comparison.only_a.append(str(place) or "''")
         else:
             pairs[place] = found
     with suppress(PlaceNotFound, NotHookable):
-        others = [p for p in _select(model_b, where) if p not in pairs.values()]
+        taken = {_moved(place, _short(place.path)) for place in pairs.values()}
+        others = [p for p in _select(model_b, where) if _moved(p, _short(p.path)) not in taken]
         comparison.only_b = [str(place) or "''" for place in others]
     if not pairs:
         raise PlaceNotFound(
@@ -151,9 +152,18 @@ def _paired(
 
 
 def _select(model: nn.Module, where: Where) -> list[Place]:
+    """The places; of a wrapper and what it wraps, only the wrapper's."""
     if where == ("**", "") and not model._modules:
         where = ""
-    return select(model, where)
+    found: dict[Place, Place] = {}
+    for place in select(model, where):
+        found.setdefault(_moved(place, _short(place.path)), place)
+    return list(found.values())
+
+
+def _moved(place: Place, path: str) -> Place:
+    """The same place under another path."""
+    return Place(path, place.port, place.parts, place.operation)
 
 
 def _short(path: str) -> str:
