@@ -295,8 +295,28 @@ def test_nested_values_are_compared_part_by_part():
     comparison = hl.compare(a, b, torch.ones(2))
     assert comparison["[h][0]"].error == 0
     assert comparison["[h][1]"].relative == 0.5
-    assert comparison["[extra]"].remark == "only in the second"
-    assert comparison["[extra]"].diverges
+    assert comparison.first.place == "[h][1]"
+    assert comparison.only_b == ["[extra]"]
+
+
+def test_parts_that_one_model_alone_returns_are_listed_and_diverge_from_nothing():
+    more = nn.Sequential(Gives(lambda x: (x, x * 2)), Gives(lambda x: x[0]))
+    less = nn.Sequential(Gives(lambda x: (x, None)), Gives(lambda x: x[0]))
+    x = torch.ones(2)
+    assert hl.compare(more, less, x).equal
+    assert hl.compare(more, less, x).only_a == ["0[1]"]
+    assert hl.compare(less, more, x).only_b == ["0[1]"]
+    twice = hl.compare(more, less, lambda model: (model(x), model(x)))
+    assert twice.only_a == ["0[1]"]
+    late = nn.Sequential(less[0], Gives(lambda x: x[0] * 2))
+    assert hl.compare(more, late, x).first.place == "1"
+
+
+def test_values_without_a_common_part_diverge():
+    comparison = hl.compare(Gives(lambda x: x), Gives(lambda x: (x, x)), torch.ones(2))
+    assert not comparison.equal
+    assert comparison.first.remark == "only in the first"
+    assert not comparison.only_a
 
 
 def test_shapes_that_differ_are_named():

@@ -278,6 +278,7 @@ class _Meeting:
         self.rows: dict[tuple[Place, Path], Difference] = {}
         self.alone: Counter[Place] = Counter()  # calls that the first model did not make
         self.met: tuple[set[Place], set[Place]] = set(), set()  # places of both models
+        self.only: tuple[dict[str, None], dict[str, None]] = {}, {}  # parts of one alone
 
     def meet(self, place: Place, index: int, value: Any) -> None:
         """The second model has a value: compare it, and let the first one's go."""
@@ -288,10 +289,15 @@ class _Meeting:
         self.met[0].add(mine)
         self.met[1].add(place)
         first, second = dict(leaves(kept)), dict(leaves(value))
+        apart = first and second and not first.keys() & second.keys()  # not to be compared
         for path in dict.fromkeys((*first, *second)):
+            names = str(_part(mine, path)), str(_part(place, path))
+            if not apart and (path in first) != (path in second):
+                which = int(path in second)
+                self.only[which][names[which] or "''"] = None
+                continue
             found = _difference(first.get(path), second.get(path), self.tolerance)
-            found.place, found.place_b = str(_part(mine, path)), str(_part(place, path))
-            found.call = call
+            found.place, found.place_b, found.call = *names, call
             self._add(mine, path, found)
 
     def _add(self, place: Place, path: Path, found: Difference) -> None:
@@ -309,6 +315,8 @@ class _Meeting:
     def finish(self, comparison: Comparison) -> None:
         """Write what was found into a comparison; tell of values that met none."""
         comparison.rows = list(self.rows.values())
+        comparison.only_a += self.only[0]
+        comparison.only_b += self.only[1]
         left = Counter(mine for calls in self.kept.values() for mine, _, _ in calls.values())
         sides = (left, comparison.only_a, "first"), (self.alone, comparison.only_b, "second")
         for (counts, only, name), met in zip(sides, self.met, strict=True):
