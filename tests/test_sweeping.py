@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 from helpers import assert_clean, assert_same_state, state_bits
@@ -350,6 +351,81 @@ def test_what_cannot_be_swept_is_refused_with_a_remedy():
     with pytest.raises(hl.BatchError, match="of the same shape"):
         hl.sweep(model, CLEAN[:, :3], CORRUPT, "embed", metric, approximate=True)
     assert_clean(model)
+
+
+class Repeats(nn.Module):
+    """Calls its cell once for each token but three."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.cell = nn.Embedding(9, 4), nn.Linear(4, 4)
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for _ in range(ids.shape[1] - 3):
+            x = self.cell(x)
+        return x[:, -1]
+
+
+SHORT, LONG = torch.tensor([[1, 2, 3, 4, 5]] * 2), torch.tensor([[1, 2, 3, 4, 5, 6]] * 2)
+
+
+@pytest.mark.parametrize(("clean", "corrupt"), [(SHORT, LONG), (LONG, SHORT)])
+def test_batches_of_different_lengths_need_positions_that_both_have(clean, corrupt):
+    model = Repeats()
+    for positions in ("all", [-1], [5]):
+        with pytest.raises(hl.BatchError, match=r"along dim=1 were asked for.*has the shape"):
+            hl.sweep(model, clean, corrupt, "embed", torch.sum, positions=positions)
+    found = hl.sweep(model, clean, corrupt, "embed", torch.sum, positions=[0, 4])
+    for effect in found:
+        expected = by_hand(model, clean, corrupt, "embed", effect.position, torch.sum)
+        assert effect.value == pytest.approx(expected, abs=1e-5)
+    shapes = f"{(*clean.shape, 4)} and {(*corrupt.shape, 4)} at 'embed'"
+    assert found.notes == [f"clean and corrupt values differ in shape: {shapes}"]
+
+
+@pytest.mark.parametrize(("clean", "corrupt"), [(SHORT, LONG), (LONG, SHORT)])
+def test_other_changes_are_made_at_the_positions_of_the_corrupt_batch(clean, corrupt):
+    where = ["embed", "cell"]
+    found = hl.sweep(Repeats(), clean, corrupt, where, torch.sum, change=hl.zero(), positions="all")
+    assert found.positions == list(range(corrupt.shape[1]))
+    assert not found.notes
+
+
+@pytest.mark.parametrize("approximate", [False, True])
+@pytest.mark.parametrize(("clean", "corrupt"), [(SHORT, LONG), (LONG, SHORT)])
+def test_a_place_must_have_as_many_calls_in_both_runs(clean, corrupt, approximate):
+    calls = f"{clean.shape[1] - 3} times in the clean run, {corrupt.shape[1] - 3} times"
+    with pytest.raises(hl.BatchError, match=f"'cell' was to be put in. It was called {calls}"):
+        hl.sweep(
+            Repeats(), clean, corrupt, "cell", torch.sum, positions=[0], approximate=approximate
+        )
+
+
+def test_a_clean_batch_of_one_is_put_into_all_samples_and_that_is_told():
+    found = hl.sweep(Mixer(), CLEAN[:1], CORRUPT, "head", metric)
+    assert found["head"].share == pytest.approx(1)
+    assert found.notes == [
+        "clean and corrupt values differ in shape: (1, 4, 9) and (2, 4, 9) at 'head'"
+    ]
+
+
+def test_a_function_must_give_a_value_like_the_one_it_was_given():
+    for change, told in [(lambda v: None, "returned None"), (lambda v: v[:1], "now")]:
+        with pytest.raises(hl.ChangeError, match=told):
+            hl.sweep(Mixer(), CLEAN, CORRUPT, "head", metric, change=change)
+    with pytest.raises(hl.ChangeError, match="was given as a change"):
+        hl.sweep(Mixer(), CLEAN, CORRUPT, "head", metric, change="zero")
+
+
+def test_a_metric_may_give_a_number_of_numpy():
+    model = Mixer()
+    plain = hl.sweep(model, CLEAN, CORRUPT, "head", metric)
+    array = hl.sweep(model, CLEAN, CORRUPT, "head", lambda out: metric(out).numpy())
+    scalar = hl.sweep(model, CLEAN, CORRUPT, "head", lambda out: np.float32(metric(out)))
+    assert plain.rows == array.rows == scalar.rows
+    with pytest.raises(hl.BatchError, match=r"It gave a ndarray of shape \(2,\)"):
+        hl.sweep(Mixer(), CLEAN, CORRUPT, "head", lambda out: out[:, 0].numpy())
 
 
 @pytest.mark.parametrize("approximate", [False, True])

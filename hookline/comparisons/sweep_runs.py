@@ -3,6 +3,7 @@
 - `Runner`: runs a model with changes, and gives the metric of each
 - `Job`: one change to try, at a place and a position
 - `one_number(value)`: a metric as a number
+- `shape_of(value, place)`: the shape of the tensor at a place
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from hookline.comparisons.sweeps import Sweep
-from hookline.core.changes import Change, replace
-from hookline.core.edits import edit
-from hookline.core.hooks import hook, takes_call
+from hookline.core.changes import replace
+from hookline.core.edits import _as_change, edit
+from hookline.core.hooks import hook
 from hookline.core.nested import leaves, map_leaves, only_tensor, set_part
 from hookline.core.places import Place
 from hookline.core.records import Record
@@ -26,9 +27,10 @@ from hookline.errors import BatchError
 from hookline.ready_changes import patch
 from hookline.trials.runs import copied, run, same_random_numbers
 
-__all__ = ["Job", "Metric", "Runner", "one_number"]
+__all__ = ["Job", "Metric", "Runner", "Shapes", "one_number", "shape_of"]
 
 Metric = Callable[[Any], Any]
+Shapes = dict[Place, list[torch.Size]]  # one for each call
 
 
 class Job(NamedTuple):
@@ -46,14 +48,19 @@ def one_number(value: Any) -> float:
     """
     if isinstance(value, Tensor) and value.numel() == 1:
         return float(value.detach())
-    if isinstance(value, (int, float)):
-        return float(value)
-    kind = type(value).__name__
+    if isinstance(value, (int, float)) or getattr(value, "shape", None) == ():  # as numpy's have
+        return float(cast("Any", value))
+    shape = f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else ""
     raise BatchError(
         "A metric was to give one number.",
-        f"It gave a {kind}{f' of shape {tuple(value.shape)}' if kind == 'Tensor' else ''}.",
+        f"It gave a {type(value).__name__}{shape}.",
         "Let it end with .mean() or .sum().",
     )
+
+
+def shape_of(value: Any, place: Place) -> torch.Size:
+    """The shape of the one tensor that stands at a place."""
+    return only_tensor(value, f"The value at {str(place)!r}")[1].shape
 
 
 class Runner:
@@ -64,7 +71,9 @@ class Runner:
     ) -> None:
         self.model, self.batch, self.metric = model, batch, metric
         self.record, self.dim, self.runs = record, dim, 0
-        self.change = change() if isinstance(change, type) and change is not patch else change
+        self.change = None
+        if change is not patch:
+            self.change = _as_change(change() if isinstance(change, type) else change)
         self.copies, self.samples = 1, 0
         self.together: set[Place] = set()  # where several changes can be tried in one forward
         self.output: Any = None  # of the corrupt batch as it is
@@ -74,12 +83,12 @@ class Runner:
         self.shapes = self._shapes(places, copied(self.batch))
         return one_number(self.metric(self.output))
 
-    def _shapes(self, places: list[Place], batch: Any) -> dict[Place, torch.Size]:
+    def _shapes(self, places: list[Place], batch: Any) -> Shapes:
         """Run a batch without changes: the shapes at places."""
-        found: dict[Place, torch.Size] = {}
+        found: Shapes = {}
 
         def look(value: Any, call: Call) -> None:
-            found[call.place] = only_tensor(value, f"The value at {str(call.place)!r}")[1].shape
+            found.setdefault(call.place, []).append(shape_of(value, call.place))
 
         self.output = self._forward(batch, hook(self.model, places, look))
         return found
@@ -147,9 +156,9 @@ class Runner:
 
         return map_leaves(repeat, copied(self.batch))
 
-    def _has_rows(self, place: Place, shape: torch.Size, copies: int) -> bool:
-        alone = self.shapes[place][:1] == (self.samples,)
-        return alone and shape[:1] == (self.samples * copies,)
+    def _has_rows(self, place: Place, shapes: list[torch.Size], copies: int) -> bool:
+        alone = all(shape[:1] == (self.samples,) for shape in self.shapes[place])
+        return alone and all(shape[:1] == (self.samples * copies,) for shape in shapes)
 
     def _share(self, number: int) -> Any:
         """What one of the copies gave."""
@@ -209,16 +218,11 @@ class Runner:
 
     def _new(self, part: Tensor, position: int | None, call: Call) -> Tensor:
         """What the change makes of a part of a value."""
-        if self.change is patch:
-            source = only_tensor(self.record.of_call(call.place, call.index))[1]
-            source = source if position is None else source.narrow(self.dim, position, 1)
-            return cast(Tensor, replace(source).meet(part, call))
-        change: Any = self.change
-        if isinstance(change, Tensor):
-            change = replace(change)
-        if isinstance(change, Change):
-            return cast(Tensor, change.meet(part, call))
-        return cast(Tensor, change(part, call) if takes_call(change) else change(part))
+        if self.change is not None:
+            return cast(Tensor, self.change.meet(part, call))
+        source = only_tensor(self.record.of_call(call.place, call.index))[1]
+        source = source if position is None else source.narrow(self.dim, position, 1)
+        return cast(Tensor, replace(source).meet(part, call))
 
 
 def _same(one: Any, other: Any) -> bool:
