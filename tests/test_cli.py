@@ -460,6 +460,33 @@ def test_two_models_are_compared_with_an_exit_code_as_diff_has():
     assert "Error" in err
 
 
+RENAMED = """
+
+def plain():
+    torch.manual_seed(0)
+    return tokens()
+
+
+def renamed():
+    model = nn.Sequential()
+    model.add_module("words", plain()[0])
+    model.add_module("head", plain()[1])
+    return model
+"""
+
+
+def test_places_of_other_names_are_mapped():
+    Path("nets.py").write_text(NETS + RENAMED)
+    models = ["nets.py:plain", "nets.py:renamed", "-i", "tokens:2x3"]
+    code, out, _ = run("compare", *models, "--format", "json")
+    assert [row["place"] for row in json.loads(out)["places"]] == [""]
+    mapped = ["--map", "0", "words", "--map", "1", "head"]
+    code, out, _ = run("compare", *models, *mapped, "--format", "json")
+    assert code == 0
+    pairs = {row["place"]: row["place_b"] for row in json.loads(out)["places"]}
+    assert pairs == {"0": "words", "1": "head", "": ""}
+
+
 SCALED = """
 
 class Scaled(Net):
