@@ -152,6 +152,16 @@ def test_a_mapping_can_leave_places_out_and_move_to_the_root():
     assert "0.1" not in [row.place for row in left]
 
 
+def test_a_mapping_of_what_is_not_there_and_a_tolerance_of_no_dtype_are_errors():
+    old, x = Old(), torch.randn(3, 4)
+    with pytest.raises(hl.PlaceNotFound, match=r"'encodr' was mapped to 'enc'.*first model"):
+        hl.compare(old, New(old), x, mapping={"encodr": "enc", "head": "out"})
+    for given in ("encoder.0.0", "encoder.0.0.weight", ""):  # all of these are there
+        assert hl.compare(old, old, x, where="head", mapping={given: given})
+    with pytest.raises(hl.BatchError, match=r"'float32'.*torch\.float32"):
+        hl.compare(old, old, x, tolerance={"float32": 1e-3})
+
+
 def test_models_without_a_common_place_are_an_error():
     old = Old()
     with pytest.raises(hl.PlaceNotFound, match=r"the second has none.*mapping="):

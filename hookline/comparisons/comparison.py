@@ -28,7 +28,7 @@ from hookline.core.places import Place, Where
 from hookline.core.snapshots import snapshot
 from hookline.core.tables import describe
 from hookline.core.taps import Call
-from hookline.core.tree import walk
+from hookline.core.tree import exists, walk
 from hookline.errors import BatchError, NeverFired, NotHookable, PlaceError, PlaceNotFound
 from hookline.listings import select
 from hookline.trials.runs import Mode, copied, run, same_random_numbers, trial
@@ -84,6 +84,7 @@ def compare(
     Both run without gradients, with the same random numbers, and are afterwards as before. The
     values of the first model are kept until the second has its own; those are not kept.
     """
+    _check(model_a, mapping, tolerance)
     pairs, comparison = _paired(model_a, model_b, where, mapping)
     with trial(model_a, model_b, mode=mode):
         kept: Kept = {}
@@ -111,6 +112,25 @@ def compare(
 
 def _kept(leaf: Any) -> Any:
     return snapshot(leaf) if isinstance(leaf, Tensor) else leaf
+
+
+def _check(model_a: nn.Module, mapping: Renaming | None, tolerance: Tolerance | None) -> None:
+    """An error if a mapping or a tolerance is for something that cannot be met."""
+    given: Mapping[str, str] = {} if mapping is None or callable(mapping) else mapping
+    for path, goal in given.items():
+        if path and not exists(model_a, path.split(".")):
+            raise PlaceNotFound(
+                f"{path!r} was mapped to {goal!r}.",
+                "The first model has nothing under that path.",
+                "Map paths of the first model, or their beginnings, to those of the second.",
+            )
+    for dtype in tolerance if isinstance(tolerance, Mapping) else ():
+        if not isinstance(dtype, torch.dtype):
+            raise BatchError(
+                f"A tolerance for {dtype!r} was given.",
+                f"It is a {type(dtype).__name__}, not a dtype.",
+                "Name dtypes as in {torch.float32: 1e-3}.",
+            )
 
 
 # -- which place is which -------------------------------------------------------------------------
