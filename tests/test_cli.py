@@ -460,6 +460,61 @@ def test_two_models_are_compared_with_an_exit_code_as_diff_has():
     assert "Error" in err
 
 
+RENAMED = """
+
+def plain():
+    torch.manual_seed(0)
+    return tokens()
+
+
+def renamed():
+    model = nn.Sequential()
+    model.add_module("words", plain()[0])
+    model.add_module("head", plain()[1])
+    return model
+"""
+
+
+def test_places_of_other_names_are_mapped():
+    Path("nets.py").write_text(NETS + RENAMED)
+    models = ["nets.py:plain", "nets.py:renamed", "-i", "tokens:2x3"]
+    code, out, _ = run("compare", *models, "--format", "json")
+    assert [row["place"] for row in json.loads(out)["places"]] == [""]
+    mapped = ["--map", "0", "words", "--map", "1", "head"]
+    code, out, _ = run("compare", *models, *mapped, "--format", "json")
+    assert code == 0
+    pairs = {row["place"]: row["place_b"] for row in json.loads(out)["places"]}
+    assert pairs == {"0": "words", "1": "head", "": ""}
+
+
+SCALED = """
+
+class Scaled(Net):
+    def forward(self, x):
+        return super().forward(x) * 100
+
+
+def scaled():
+    torch.manual_seed(0)
+    return Scaled()
+
+
+def layer():
+    torch.manual_seed(0)
+    return nn.Linear(4, 3)
+"""
+
+
+def test_the_output_of_the_whole_model_is_compared_too(folder):
+    (folder / "nets.py").write_text(NETS + SCALED)
+    code, out, _ = run("compare", "nets.py:make", "nets.py:scaled", "-i", "2x1x4x4")
+    assert code == 1
+    assert "they part at ''" in out
+    code, out, _ = run("compare", "nets.py:layer", "nets.py:layer", "-i", "2x4")
+    assert code == 0
+    assert "at 1 place: equal" in out
+
+
 @pytest.mark.parametrize("source", ["values", "acts", "run", "nets.py:make"])
 def test_a_report_is_written_of_a_record_a_store_a_run_and_a_model(source):
     run("capture", "nets.py:make", "-i", "2x1x4x4", "--to", "values")

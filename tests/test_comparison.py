@@ -152,6 +152,16 @@ def test_a_mapping_can_leave_places_out_and_move_to_the_root():
     assert "0.1" not in [row.place for row in left]
 
 
+def test_a_mapping_of_what_is_not_there_and_a_tolerance_of_no_dtype_are_errors():
+    old, x = Old(), torch.randn(3, 4)
+    with pytest.raises(hl.PlaceNotFound, match=r"'encodr' was mapped to 'enc'.*first model"):
+        hl.compare(old, New(old), x, mapping={"encodr": "enc", "head": "out"})
+    for given in ("encoder.0.0", "encoder.0.0.weight", ""):  # all of these are there
+        assert hl.compare(old, old, x, where="head", mapping={given: given})
+    with pytest.raises(hl.BatchError, match=r"'float32'.*torch\.float32"):
+        hl.compare(old, old, x, tolerance={"float32": 1e-3})
+
+
 def test_models_without_a_common_place_are_an_error():
     old = Old()
     with pytest.raises(hl.PlaceNotFound, match=r"the second has none.*mapping="):
@@ -189,6 +199,83 @@ def test_several_calls_are_compared_one_by_one():
     assert fewer.notes == ["'cell' was called 2 times more in the first model"]
 
 
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cell, self.norm = nn.Linear(8, 8), nn.LayerNorm(8)
+
+    def forward(self, x):
+        for _ in range(3):
+            x = self.norm(self.cell(x))
+        return x
+
+
+def test_a_module_that_diverges_in_a_later_call_comes_after_what_made_it_diverge():
+    a = Recurrent()
+    b = copy.deepcopy(a)
+    b.norm.eps = 0.1
+    comparison = hl.compare(a, b, torch.randn(4, 8))
+    assert comparison.first.place == "norm"
+    assert [row.place for row in comparison] == ["norm", "cell", ""]
+    assert comparison["cell"].diverges
+    assert [row.calls for row in comparison] == [3, 3, 1]
+    x = torch.randn(4, 8)
+    rounded = hl.compare(a, copy.deepcopy(a).double(), x, batch_b=x.double())
+    assert rounded.equal
+    assert [row.place for row in rounded] == ["cell", "norm", ""]
+
+
+def test_a_call_that_diverges_is_not_hidden_by_a_larger_error_that_is_allowed():
+    class Casts(nn.Module):
+        def __init__(self, error):
+            super().__init__()
+            self.cell, self.error = nn.Identity(), error
+
+        def forward(self, x):
+            self.cell(x * (1 + self.error))
+            return self.cell((x * (1 + 4 * self.error)).bfloat16())
+
+    row = hl.compare(Casts(0), Casts(0.01), torch.ones(3), where="cell")["cell"]
+    assert row.diverges
+    assert (row.call, row.calls, row.dtype) == (0, 2, "float32")
+
+
+def test_modules_that_the_second_model_ties_are_compared_call_by_call():
+    shared = nn.Linear(8, 8)
+    tied = nn.Sequential(shared, nn.ReLU(), shared)
+    free = nn.Sequential(copy.deepcopy(shared), nn.ReLU(), copy.deepcopy(shared))
+    x = torch.randn(4, 8)
+    same = hl.compare(free, tied, x)
+    assert same.equal
+    assert [(row.place, row.place_b) for row in same] == [
+        ("0", "0"),
+        ("1", "1"),
+        ("2", "0"),
+        ("", ""),
+    ]
+    assert not same.notes
+    assert not same.only_a
+    with torch.no_grad():
+        free[2].bias.add_(1)
+    assert hl.compare(free, tied, x).first.place == "2"
+
+
+def test_several_places_can_be_mapped_onto_one():
+    a = nn.Sequential(*[nn.Linear(3, 3) for _ in range(3)])
+    b = nn.Sequential(a[0])
+    x = torch.randn(2, 3)
+    once = hl.compare(a, b, x, where="*", mapping={"0": "0", "2": "0"})
+    assert once.equal
+    assert once["0"].error == 0
+    assert once.only_a == ["1", "2"]  # the second model calls it once
+    twice = hl.compare(a, b, lambda m: (m(x), m(x)), where="*", mapping={"1": "0", "0": "0"})
+    assert [(row.place, row.calls) for row in twice] == [("0", 1), ("1", 1)]
+    assert twice.notes == [
+        "'0' was called 1 time more in the first model",
+        "'1' was called 1 time more in the first model",
+    ]
+
+
 def test_modules_that_only_one_model_calls_are_listed():
     class Skips(nn.Module):
         def __init__(self, skip):
@@ -218,8 +305,28 @@ def test_nested_values_are_compared_part_by_part():
     comparison = hl.compare(a, b, torch.ones(2))
     assert comparison["[h][0]"].error == 0
     assert comparison["[h][1]"].relative == 0.5
-    assert comparison["[extra]"].remark == "only in the second"
-    assert comparison["[extra]"].diverges
+    assert comparison.first.place == "[h][1]"
+    assert comparison.only_b == ["[extra]"]
+
+
+def test_parts_that_one_model_alone_returns_are_listed_and_diverge_from_nothing():
+    more = nn.Sequential(Gives(lambda x: (x, x * 2)), Gives(lambda x: x[0]))
+    less = nn.Sequential(Gives(lambda x: (x, None)), Gives(lambda x: x[0]))
+    x = torch.ones(2)
+    assert hl.compare(more, less, x).equal
+    assert hl.compare(more, less, x).only_a == ["0[1]"]
+    assert hl.compare(less, more, x).only_b == ["0[1]"]
+    twice = hl.compare(more, less, lambda model: (model(x), model(x)))
+    assert twice.only_a == ["0[1]"]
+    late = nn.Sequential(less[0], Gives(lambda x: x[0] * 2))
+    assert hl.compare(more, late, x).first.place == "1"
+
+
+def test_values_without_a_common_part_diverge():
+    comparison = hl.compare(Gives(lambda x: x), Gives(lambda x: (x, x)), torch.ones(2))
+    assert not comparison.equal
+    assert comparison.first.remark == "only in the first"
+    assert not comparison.only_a
 
 
 def test_shapes_that_differ_are_named():
@@ -326,6 +433,49 @@ def test_a_compiled_model_that_has_not_run_is_compared_inside():
     done = subprocess.run([sys.executable, "-c", COMPILED], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == str(["", "0", "1", "1.0", "1.1"])
+
+
+COMPILED_CALLS = """
+import copy, sys, torch
+from torch import nn
+import hookline as hl
+torch.manual_seed(0)
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.cell = nn.LayerNorm(4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        for _ in range(3):
+            x = self.norm(self.cell(x))
+        return x
+
+
+a = Recurrent()
+b = copy.deepcopy(a)
+if "differ" in sys.argv:
+    with torch.no_grad():
+        b.cell.bias.add_(1)
+if "a" in sys.argv:
+    a = torch.compile(a, backend="eager")
+else:
+    b = torch.compile(b, backend="eager")
+found = hl.compare(a, b, torch.randn(3, 4))
+first = found.first and found.first.place.removeprefix("_orig_mod.")
+print(found.equal, first, len(found), found.only_a, found.only_b, found.notes)
+"""
+
+
+@pytest.mark.parametrize("which", ["a", "b"])
+def test_compiled_against_eager_is_told_in_the_order_of_the_calls(which):
+    for args, told in [([], "True None 3 [] []"), (["differ"], "False cell 3 [] []")]:
+        command = [sys.executable, "-c", COMPILED_CALLS, which, *args]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith(told)
+        assert "has several calls, the last is compared" in done.stdout
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

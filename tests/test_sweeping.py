@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 from helpers import assert_clean, assert_same_state, state_bits
@@ -81,7 +82,7 @@ def test_a_sweep_gives_what_patching_by_hand_gives(batch_size, positions):
     assert found.matrix[3, -1] == found["blocks.2", wanted[-1]].change
     assert torch.allclose(found.shares, found.matrix / (found.clean - found.corrupt))
     if batch_size > 1:
-        assert found.runs == 1 + -(-len(found) // batch_size)
+        assert found.runs == 2 + -(-len(found) // batch_size)  # two to find out that it is safe
         assert not found.notes
     else:
         assert found.runs == len(found)
@@ -176,6 +177,98 @@ def test_models_that_mix_samples_run_one_change_at_a_time():
     ]
 
 
+class Centred(nn.Module):
+    """Samples mix, in a way that copies of one batch do not show."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(3, 3)
+
+    def forward(self, x):
+        x = self.fc(x)
+        return {"centred": x - x.mean(0), "size": x.square().mean()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("batch_size", [2, 16])
+@pytest.mark.parametrize("part", ["centred", "size"])
+def test_mixing_that_copies_of_one_batch_do_not_show_is_found(part, batch_size, dtype):
+    model = Centred().to(dtype)
+    clean, corrupt = torch.randn(2, 2, 3, dtype=dtype)
+
+    def measure(out):
+        return out[part].abs().max()
+
+    found = hl.sweep(model, clean, corrupt, "fc", measure, positions="all", batch_size=batch_size)
+    assert found.notes == ["one change a forward: the samples of a batch mix"]
+    for effect in found:
+        expected = by_hand(model, clean, corrupt, "fc", effect.position, measure)
+        assert effect.value == pytest.approx(expected, abs=1e-6)
+
+
+class Before(nn.Module):
+    """Each row sees the row before it; the first one sees itself."""
+
+    def __init__(self, back):
+        super().__init__()
+        self.fc, self.back = nn.Linear(3, 3), back
+
+    def forward(self, x):
+        x = self.fc(x)
+        ends = [x[:1], x[:-1]] if self.back else [x[1:], x[-1:]]
+        return x - torch.cat(ends) / 2
+
+
+@pytest.mark.parametrize("back", [False, True])
+@pytest.mark.parametrize("batch_size", [2, 3])
+def test_mixing_in_one_direction_is_found_too(batch_size, back):
+    model, clean, corrupt = Before(back), torch.randn(1, 3), torch.randn(1, 3)
+    found = hl.sweep(model, clean, corrupt, "fc", torch.sum, positions="all", batch_size=batch_size)
+    for effect in found:
+        expected = by_hand(model, clean, corrupt, "fc", effect.position, torch.sum)
+        assert effect.value == pytest.approx(expected, abs=1e-5)
+    assert found.notes == ["one change a forward: the samples of a batch mix"]
+
+
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
+def test_attention_along_the_first_dimension_and_batch_norm_in_training_mix_samples():
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0)
+    encoder = nn.TransformerEncoder(layer, 2).eval()  # positions come first
+    clean, corrupt = torch.randn(5, 3, 8), torch.randn(5, 3, 8)
+    last = lambda out: out[-1, :, 0].sum()  # noqa: E731
+    found, alone = (
+        hl.sweep(encoder, clean, corrupt, "layers.*", last, positions="all", dim=0, batch_size=size)
+        for size in (16, 1)
+    )
+    assert torch.equal(found.matrix, alone.matrix)
+    assert bool((found.matrix[1, :4] == 0).all())  # of the last layer one position is read
+    norm = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+    clean, corrupt = torch.randn(4, 3), torch.randn(4, 3)
+    first = lambda out: out[0].sum()  # noqa: E731
+    found = hl.sweep(norm, clean, corrupt, "*", first, positions="all")
+    assert "the samples of a batch mix" in found.notes[0]
+    assert not hl.sweep(norm, clean, corrupt, "*", first, positions="all", mode="eval").notes
+
+
+def test_where_mixing_would_not_be_seen_one_change_runs_at_a_time():
+    class Ignores(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.unheard, self.fc = nn.Linear(3, 3), nn.Linear(3, 1)
+
+        def forward(self, x):
+            self.unheard(x)
+            return self.fc(x)
+
+    clean, corrupt = torch.randn(2, 3), torch.randn(2, 3)
+    found = hl.sweep(Ignores(), clean, corrupt, "unheard", torch.sum, positions="all")
+    assert "could not be seen in the output" in found.notes[0]
+    assert bool((found.matrix == 0).all())
+    tokens = hl.sweep(Mixer(), CLEAN, CORRUPT, "embed:input", metric, positions="all")
+    assert not tokens.notes  # indices are disturbed by those of the clean batch
+    assert tokens.matrix.abs().max() > 0.01
+
+
 def test_where_the_batch_is_not_first_one_change_runs_at_a_time():
     model = nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0)  # positions come first
 
@@ -258,6 +351,81 @@ def test_what_cannot_be_swept_is_refused_with_a_remedy():
     with pytest.raises(hl.BatchError, match="of the same shape"):
         hl.sweep(model, CLEAN[:, :3], CORRUPT, "embed", metric, approximate=True)
     assert_clean(model)
+
+
+class Repeats(nn.Module):
+    """Calls its cell once for each token but three."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.cell = nn.Embedding(9, 4), nn.Linear(4, 4)
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for _ in range(ids.shape[1] - 3):
+            x = self.cell(x)
+        return x[:, -1]
+
+
+SHORT, LONG = torch.tensor([[1, 2, 3, 4, 5]] * 2), torch.tensor([[1, 2, 3, 4, 5, 6]] * 2)
+
+
+@pytest.mark.parametrize(("clean", "corrupt"), [(SHORT, LONG), (LONG, SHORT)])
+def test_batches_of_different_lengths_need_positions_that_both_have(clean, corrupt):
+    model = Repeats()
+    for positions in ("all", [-1], [5]):
+        with pytest.raises(hl.BatchError, match=r"along dim=1 were asked for.*has the shape"):
+            hl.sweep(model, clean, corrupt, "embed", torch.sum, positions=positions)
+    found = hl.sweep(model, clean, corrupt, "embed", torch.sum, positions=[0, 4])
+    for effect in found:
+        expected = by_hand(model, clean, corrupt, "embed", effect.position, torch.sum)
+        assert effect.value == pytest.approx(expected, abs=1e-5)
+    shapes = f"{(*clean.shape, 4)} and {(*corrupt.shape, 4)} at 'embed'"
+    assert found.notes == [f"clean and corrupt values differ in shape: {shapes}"]
+
+
+@pytest.mark.parametrize(("clean", "corrupt"), [(SHORT, LONG), (LONG, SHORT)])
+def test_other_changes_are_made_at_the_positions_of_the_corrupt_batch(clean, corrupt):
+    where = ["embed", "cell"]
+    found = hl.sweep(Repeats(), clean, corrupt, where, torch.sum, change=hl.zero(), positions="all")
+    assert found.positions == list(range(corrupt.shape[1]))
+    assert not found.notes
+
+
+@pytest.mark.parametrize("approximate", [False, True])
+@pytest.mark.parametrize(("clean", "corrupt"), [(SHORT, LONG), (LONG, SHORT)])
+def test_a_place_must_have_as_many_calls_in_both_runs(clean, corrupt, approximate):
+    calls = f"{clean.shape[1] - 3} times in the clean run, {corrupt.shape[1] - 3} times"
+    with pytest.raises(hl.BatchError, match=f"'cell' was to be put in. It was called {calls}"):
+        hl.sweep(
+            Repeats(), clean, corrupt, "cell", torch.sum, positions=[0], approximate=approximate
+        )
+
+
+def test_a_clean_batch_of_one_is_put_into_all_samples_and_that_is_told():
+    found = hl.sweep(Mixer(), CLEAN[:1], CORRUPT, "head", metric)
+    assert found["head"].share == pytest.approx(1)
+    assert found.notes == [
+        "clean and corrupt values differ in shape: (1, 4, 9) and (2, 4, 9) at 'head'"
+    ]
+
+
+def test_a_function_must_give_a_value_like_the_one_it_was_given():
+    for change, told in [(lambda v: None, "returned None"), (lambda v: v[:1], "now")]:
+        with pytest.raises(hl.ChangeError, match=told):
+            hl.sweep(Mixer(), CLEAN, CORRUPT, "head", metric, change=change)
+    with pytest.raises(hl.ChangeError, match="was given as a change"):
+        hl.sweep(Mixer(), CLEAN, CORRUPT, "head", metric, change="zero")
+
+
+def test_a_metric_may_give_a_number_of_numpy():
+    model = Mixer()
+    plain = hl.sweep(model, CLEAN, CORRUPT, "head", metric)
+    array = hl.sweep(model, CLEAN, CORRUPT, "head", lambda out: metric(out).numpy())
+    scalar = hl.sweep(model, CLEAN, CORRUPT, "head", lambda out: np.float32(metric(out)))
+    assert plain.rows == array.rows == scalar.rows
+    with pytest.raises(hl.BatchError, match=r"It gave a ndarray of shape \(2,\)"):
+        hl.sweep(Mixer(), CLEAN, CORRUPT, "head", lambda out: out[:, 0].numpy())
 
 
 @pytest.mark.parametrize("approximate", [False, True])

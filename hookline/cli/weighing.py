@@ -65,6 +65,10 @@ def batch_of(inputs: Inputs) -> Any:
 @takes_inputs
 @where_option
 @click.option("--tolerance", type=float, help="The relative error that counts as a difference.")
+@click.option(
+    "--map", "mapping", type=(str, str), multiple=True, metavar="PATH PATH",
+    help="A path in A, or its beginning, and what it is in B; repeatable.",
+)  # fmt: skip
 @takes_screen
 def compare(
     first: str,
@@ -74,6 +78,7 @@ def compare(
     asked: AskedInputs,
     where: tuple[str, ...],
     tolerance: float | None,
+    mapping: tuple[tuple[str, str], ...],
     screen: Screen,
 ) -> None:
     """Run the models A and B on the same input and name the first place where they differ.
@@ -82,7 +87,7 @@ def compare(
     """
     one, other = (load_model(spec, random_weights, train) for spec in (first, second))
     batch = batch_of(asked.made_for(one))
-    options: dict[str, Any] = {} if tolerance is None else {"tolerance": tolerance}
-    found = hl.compare(one, other, batch, where=list(where) or "**", **options)
+    options: dict[str, Any] = {"where": list(where)} if where else {}
+    found = hl.compare(one, other, batch, mapping=dict(mapping), tolerance=tolerance, **options)
     screen.text(str(found), found.to_dict())
     click.get_current_context().exit(0 if found.equal else 1)

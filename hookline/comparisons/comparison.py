@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, cast
@@ -27,7 +28,7 @@ from hookline.core.places import Place, Where
 from hookline.core.snapshots import snapshot
 from hookline.core.tables import describe
 from hookline.core.taps import Call
-from hookline.core.tree import walk
+from hookline.core.tree import exists, walk
 from hookline.errors import BatchError, NeverFired, NotHookable, PlaceError, PlaceNotFound
 from hookline.listings import select
 from hookline.trials.runs import Mode, copied, run, same_random_numbers, trial
@@ -35,11 +36,15 @@ from hookline.trials.runs import Mode, copied, run, same_random_numbers, trial
 __all__ = ["compare"]
 
 Renaming = Mapping[str, str] | Callable[[str], str | None]
+# By place of the second model and its call: place, call and value of the first. Where several
+# places have one counterpart, as where the second model ties modules, calls meet in their order.
+Kept = dict[Place, dict[int, tuple[Place, int, Any]]]
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 _COMPILED = (
     "was compiled, and has run: only its output is compared, as no hook fires in a graph. Compare "
     "before the first call of a compiled model to see inside."
 )
+_LAST = "Where a place has several calls, the last is compared: a compiled model keeps no other."
 
 
 def compare(
@@ -79,18 +84,22 @@ def compare(
     Both run without gradients, with the same random numbers, and are afterwards as before. The
     values of the first model are kept until the second has its own; those are not kept.
     """
+    _check(model_a, mapping, tolerance)
     pairs, comparison = _paired(model_a, model_b, where, mapping)
     with trial(model_a, model_b, mode=mode):
-        kept: dict[Place, dict[int, Any]] = {}
+        kept: Kept = {}
 
         def keep(place: Place, index: int, value: Any) -> None:
-            kept.setdefault(place, {})[index] = map_leaves(_kept, value)
+            calls = kept.setdefault(pairs[place], {})
+            calls[len(calls)] = place, index, map_leaves(_kept, value)
 
         first = "The first model" if model_a is not model_b else "The model"
-        _follow(model_a, copied(batch), list(pairs), keep, first, comparison)
-        meeting = _Meeting(kept, {b: a for a, b in pairs.items()}, tolerance)
+        last = _is_compiled(model_a) or _is_compiled(model_b)
+        _follow(model_a, copied(batch), list(pairs), keep, first, comparison, last)
+        meeting = _Meeting(kept, tolerance)
         given = copied(batch if batch_b is None else batch_b)
-        _follow(model_b, given, list(pairs.values()), meeting.meet, "The second model", comparison)
+        places = list(dict.fromkeys([*kept, *pairs.values()]))  # as the first model has them
+        _follow(model_b, given, places, meeting.meet, "The second model", comparison, last)
     meeting.finish(comparison)
     if not comparison.rows:
         raise BatchError(
@@ -103,6 +112,25 @@ def compare(
 
 def _kept(leaf: Any) -> Any:
     return snapshot(leaf) if isinstance(leaf, Tensor) else leaf
+
+
+def _check(model_a: nn.Module, mapping: Renaming | None, tolerance: Tolerance | None) -> None:
+    """An error if a mapping or a tolerance is for something that cannot be met."""
+    given: Mapping[str, str] = {} if mapping is None or callable(mapping) else mapping
+    for path, goal in given.items():
+        if path and not exists(model_a, path.split(".")):
+            raise PlaceNotFound(
+                f"{path!r} was mapped to {goal!r}.",
+                "The first model has nothing under that path.",
+                "Map paths of the first model, or their beginnings, to those of the second.",
+            )
+    for dtype in tolerance if isinstance(tolerance, Mapping) else ():
+        if not isinstance(dtype, torch.dtype):
+            raise BatchError(
+                f"A tolerance for {dtype!r} was given.",
+                f"It is a {type(dtype).__name__}, not a dtype.",
+                "Name dtypes as in {torch.float32: 1e-3}.",
+            )
 
 
 # -- which place is which -------------------------------------------------------------------------
@@ -125,13 +153,14 @@ def _paired(
         path = _renamed(_short(place.path), mapping)
         if path is None:
             continue
-        found = _find(model_b, Place(path, place.port, place.parts, place.operation))
+        found = _find(model_b, _moved(place, path))
         if found is None:
             comparison.only_a.append(str(place) or "''")
         else:
             pairs[place] = found
     with suppress(PlaceNotFound, NotHookable):
-        others = [p for p in _select(model_b, where) if p not in pairs.values()]
+        taken = {_moved(place, _short(place.path)) for place in pairs.values()}
+        others = [p for p in _select(model_b, where) if _moved(p, _short(p.path)) not in taken]
         comparison.only_b = [str(place) or "''" for place in others]
     if not pairs:
         raise PlaceNotFound(
@@ -143,9 +172,18 @@ def _paired(
 
 
 def _select(model: nn.Module, where: Where) -> list[Place]:
+    """The places; of a wrapper and what it wraps, only the wrapper's."""
     if where == ("**", "") and not model._modules:
         where = ""
-    return select(model, where)
+    found: dict[Place, Place] = {}
+    for place in select(model, where):
+        found.setdefault(_moved(place, _short(place.path)), place)
+    return list(found.values())
+
+
+def _moved(place: Place, path: str) -> Place:
+    """The same place under another path."""
+    return Place(path, place.port, place.parts, place.operation)
 
 
 def _short(path: str) -> str:
@@ -184,20 +222,36 @@ def _follow(
     take: Callable[[Place, int, Any], None],
     name: str,
     comparison: Comparison,
+    last: bool,
 ) -> None:
-    """Run a model, and give the values at places to a function, in the order of the calls."""
+    """Run a model, and give the values at places to a function, in the order of the calls.
+
+    With `last`, only the last call of each place counts, as a graph keeps no other.
+    """
+    latest: dict[Place, Any] = {}
+    several = False
+
+    def look(value: Any, call: Call) -> None:
+        nonlocal several
+        if call.recomputed:
+            return
+        if not last:
+            take(call.place, call.index, value)
+            return
+        several |= latest.pop(call.place, None) is not None
+        latest[call.place] = map_leaves(_kept, value)
+
     with torch.no_grad(), same_random_numbers(model):
         if _is_compiled(model):
             _follow_compiled(model, batch, places, take, name, comparison)
             return
-
-        def look(value: Any, call: Call) -> None:
-            if not call.recomputed:
-                take(call.place, call.index, value)
-
         with suppress(NeverFired):  # what one model lacks is listed in the comparison
             with hook(model, places, look):
                 run(model, batch)
+    for place, value in latest.items():
+        take(place, 0, value)
+    if several:
+        comparison.notes.append(_LAST)
 
 
 def _is_compiled(model: nn.Module) -> bool:
@@ -221,7 +275,7 @@ def _follow_compiled(
     with suppress(NeverFired):
         with capturing:
             run(model, batch)
-    for place in capturing.record.places():
+    for place in [place for place in places if place in capturing.record]:
         take(place, 0, capturing.record[place])
 
 
@@ -239,53 +293,59 @@ def _root(places: list[Place]) -> Place:
 class _Meeting:
     """The values of the second model meet those of the first."""
 
-    def __init__(
-        self, kept: dict[Place, dict[int, Any]], pairs: dict[Place, Place], tolerance: Any
-    ) -> None:
-        self.kept, self.pairs, self.tolerance = kept, pairs, tolerance
+    def __init__(self, kept: Kept, tolerance: Tolerance | None) -> None:
+        self.kept, self.tolerance = kept, tolerance
         self.rows: dict[tuple[Place, Path], Difference] = {}
-        self.alone: dict[Place, int] = {}  # calls of the second model that the first did not make
-        self.met: set[Place] = set()
+        self.alone: Counter[Place] = Counter()  # calls that the first model did not make
+        self.met: tuple[set[Place], set[Place]] = set(), set()  # places of both models
+        self.only: tuple[dict[str, None], dict[str, None]] = {}, {}  # parts of one alone
 
     def meet(self, place: Place, index: int, value: Any) -> None:
         """The second model has a value: compare it, and let the first one's go."""
-        mine = self.pairs[place]
-        if index not in self.kept.get(mine, {}):
-            self.alone[place] = self.alone.get(place, 0) + 1
+        if index not in self.kept.get(place, {}):
+            self.alone[place] += 1
             return
-        self.met.add(mine)
-        first = dict(leaves(self.kept[mine].pop(index)))
-        second = dict(leaves(value))
+        mine, call, kept = self.kept[place].pop(index)
+        self.met[0].add(mine)
+        self.met[1].add(place)
+        first, second = dict(leaves(kept)), dict(leaves(value))
+        apart = first and second and not first.keys() & second.keys()  # not to be compared
         for path in dict.fromkeys((*first, *second)):
+            names = str(_part(mine, path)), str(_part(place, path))
+            if not apart and (path in first) != (path in second):
+                which = int(path in second)
+                self.only[which][names[which] or "''"] = None
+                continue
             found = _difference(first.get(path), second.get(path), self.tolerance)
-            found.place, found.place_b = str(_part(mine, path)), str(_part(place, path))
-            found.call = index
+            found.place, found.place_b, found.call = *names, call
             self._add(mine, path, found)
 
     def _add(self, place: Place, path: Path, found: Difference) -> None:
+        """Keep the worst call of each place; it stands where the place diverged first."""
         known = self.rows.get((place, path))
         if known is not None:
             found.calls = known.calls + 1
-            worse = found.diverges and not known.diverges
-            if not worse and not found.relative > known.relative:
+            if (found.diverges, found.relative) <= (known.diverges, known.relative):
                 known.calls += 1
                 return
+            if found.diverges and not known.diverges:
+                del self.rows[place, path]
         self.rows[place, path] = found
 
     def finish(self, comparison: Comparison) -> None:
         """Write what was found into a comparison; tell of values that met none."""
         comparison.rows = list(self.rows.values())
-        for place, mine in self.pairs.items():
-            left, alone = len(self.kept.get(mine, {})), self.alone.get(place, 0)
-            if mine in self.met and (left or alone):
-                more = "first" if left else "second"
-                comparison.notes.append(
-                    f"{str(mine)!r} was called {left or alone} times more in the {more} model"
-                )
-            elif left:
-                comparison.only_a.append(str(mine) or "''")
-            elif alone:
-                comparison.only_b.append(str(place) or "''")
+        comparison.only_a += self.only[0]
+        comparison.only_b += self.only[1]
+        left = Counter(mine for calls in self.kept.values() for mine, _, _ in calls.values())
+        sides = (left, comparison.only_a, "first"), (self.alone, comparison.only_b, "second")
+        for (counts, only, name), met in zip(sides, self.met, strict=True):
+            for place, count in counts.items():
+                if place in met:
+                    more = f"{count} time{'s' * (count != 1)} more in the {name} model"
+                    comparison.notes.append(f"{str(place)!r} was called {more}")
+                else:
+                    only.append(str(place) or "''")
 
 
 def _part(place: Place, path: Path) -> Place:

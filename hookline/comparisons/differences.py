@@ -75,7 +75,7 @@ class Comparison(Tabled):
     def __init__(self, models: tuple[str, str]) -> None:
         self.models = models
         self.rows: list[Difference] = []
-        self.only_a: list[str] = []  # places where only the first model has a value
+        self.only_a: list[str] = []  # places and parts where only the first model has a value
         self.only_b: list[str] = []
         self.notes: list[str] = []
 

@@ -3,6 +3,7 @@
 - `Runner`: runs a model with changes, and gives the metric of each
 - `Job`: one change to try, at a place and a position
 - `one_number(value)`: a metric as a number
+- `shape_of(value, place)`: the shape of the tensor at a place
 """
 
 from __future__ import annotations
@@ -14,20 +15,22 @@ import torch
 from torch import Tensor, nn
 
 from hookline.comparisons.sweeps import Sweep
-from hookline.core.changes import Change, replace
-from hookline.core.edits import edit
-from hookline.core.hooks import hook, takes_call
+from hookline.core.changes import replace
+from hookline.core.edits import _as_change, edit
+from hookline.core.hooks import hook
 from hookline.core.nested import leaves, map_leaves, only_tensor, set_part
 from hookline.core.places import Place
 from hookline.core.records import Record
+from hookline.core.snapshots import same_bits
 from hookline.core.taps import Call
 from hookline.errors import BatchError
 from hookline.ready_changes import patch
 from hookline.trials.runs import copied, run, same_random_numbers
 
-__all__ = ["Job", "Metric", "Runner", "one_number"]
+__all__ = ["Job", "Metric", "Runner", "Shapes", "one_number", "shape_of"]
 
 Metric = Callable[[Any], Any]
+Shapes = dict[Place, list[torch.Size]]  # one for each call
 
 
 class Job(NamedTuple):
@@ -45,14 +48,19 @@ def one_number(value: Any) -> float:
     """
     if isinstance(value, Tensor) and value.numel() == 1:
         return float(value.detach())
-    if isinstance(value, (int, float)):
-        return float(value)
-    kind = type(value).__name__
+    if isinstance(value, (int, float)) or getattr(value, "shape", None) == ():  # as numpy's have
+        return float(cast("Any", value))
+    shape = f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else ""
     raise BatchError(
         "A metric was to give one number.",
-        f"It gave a {kind}{f' of shape {tuple(value.shape)}' if kind == 'Tensor' else ''}.",
+        f"It gave a {type(value).__name__}{shape}.",
         "Let it end with .mean() or .sum().",
     )
+
+
+def shape_of(value: Any, place: Place) -> torch.Size:
+    """The shape of the one tensor that stands at a place."""
+    return only_tensor(value, f"The value at {str(place)!r}")[1].shape
 
 
 class Runner:
@@ -63,7 +71,9 @@ class Runner:
     ) -> None:
         self.model, self.batch, self.metric = model, batch, metric
         self.record, self.dim, self.runs = record, dim, 0
-        self.change = change() if isinstance(change, type) and change is not patch else change
+        self.change = None
+        if change is not patch:
+            self.change = _as_change(change() if isinstance(change, type) else change)
         self.copies, self.samples = 1, 0
         self.together: set[Place] = set()  # where several changes can be tried in one forward
         self.output: Any = None  # of the corrupt batch as it is
@@ -73,12 +83,12 @@ class Runner:
         self.shapes = self._shapes(places, copied(self.batch))
         return one_number(self.metric(self.output))
 
-    def _shapes(self, places: list[Place], batch: Any) -> dict[Place, torch.Size]:
+    def _shapes(self, places: list[Place], batch: Any) -> Shapes:
         """Run a batch without changes: the shapes at places."""
-        found: dict[Place, torch.Size] = {}
+        found: Shapes = {}
 
         def look(value: Any, call: Call) -> None:
-            found[call.place] = only_tensor(value, f"The value at {str(call.place)!r}")[1].shape
+            found.setdefault(call.place, []).append(shape_of(value, call.place))
 
         self.output = self._forward(batch, hook(self.model, places, look))
         return found
@@ -92,27 +102,53 @@ class Runner:
     def try_stacking(self, places: list[Place], copies: int, found: Sweep) -> None:
         """Find out where several changes can be tried in one forward.
 
-        The copies must give what the batch alone gives, and a value must have a row a sample.
+        The copies must give what the batch alone gives, a value must have a row a sample, and what
+        is done to one copy must not reach another.
         """
         firsts = {tensor.shape[:1] for _, tensor in leaves(self.batch)}
         samples = next(iter(firsts), ())
         if copies < 2 or len(firsts) != 1 or not samples or callable(self.batch):
             return
-        alone, self.samples, self.copies = self.output, samples[0], copies
+        alone, self.samples = self.output, samples[0]
+        self.copies = max(copies, 3)  # so that one has others on both sides
         try:
-            shapes = self._shapes(places, self._stacked(copies))
+            why = self._try_copies(places)
         except (RuntimeError, ValueError, IndexError, AssertionError) as error:
             why = f"copies of the batch cannot be run together: {str(error).splitlines()[0]:.80}"
-        else:
-            self.runs += 1
-            why = "copies of the batch in one forward do not give what it gives alone"
-            if all(_alike(self._share(n), alone) for n in (0, copies - 1)):
-                self.together = {p for p in places if self._has_rows(p, shapes[p], copies)}
-                every = len(self.together) == len(places)
-                why = "" if every else "the batch is not first at some places"
-        self.output = alone
+        self.output, self.copies = alone, copies
         if why:
             found.notes.append(f"one change a forward: {why}")
+
+    def _try_copies(self, places: list[Place]) -> str:
+        """Run copies of the batch as they are, and with one disturbed; why that is not safe."""
+        alone, numbers = self.output, range(self.copies)
+        shapes = self._shapes(places, self._stacked(self.copies))
+        self.runs += 1
+        before = [self._share(number) for number in numbers]
+        if not all(_alike(share, alone) for share in before):
+            return "copies of the batch in one forward do not give what it gives alone"
+        rows = {p for p in places if self._has_rows(p, shapes[p], self.copies)}
+        middle = self.copies // 2
+        if rows:
+            changes = dict.fromkeys(rows, self._changing([(middle, None)], self._disturbed))
+            context = edit(self.model, cast("Any", changes))
+            self.output = self._forward(self._stacked(self.copies), context)
+            self.runs += 1
+            moved = [n for n in numbers if not _same(self._share(n), before[n])]
+            if not moved:
+                return "whether the samples of a batch mix could not be seen in the output"
+            if moved != [middle]:
+                return "the samples of a batch mix"
+        self.together = rows
+        return "" if len(rows) == len(places) else "the batch is not first at some places"
+
+    def _disturbed(self, part: Tensor, position: int | None, call: Call) -> Tensor:
+        """Other values that a model can take: in [0, 1] if they were; of indices those to try."""
+        if not part.is_floating_point():
+            return self._new(part, position, call)
+        numbers = torch.Generator(part.device).manual_seed(0)  # none of the model's own
+        draw = torch.rand(part.shape, dtype=part.dtype, device=part.device, generator=numbers)
+        return (part + 1) / 2 * draw
 
     def _stacked(self, copies: int) -> Any:
         def repeat(leaf: Any) -> Any:
@@ -120,9 +156,9 @@ class Runner:
 
         return map_leaves(repeat, copied(self.batch))
 
-    def _has_rows(self, place: Place, shape: torch.Size, copies: int) -> bool:
-        alone = self.shapes[place][:1] == (self.samples,)
-        return alone and shape[:1] == (self.samples * copies,)
+    def _has_rows(self, place: Place, shapes: list[torch.Size], copies: int) -> bool:
+        alone = all(shape[:1] == (self.samples,) for shape in self.shapes[place])
+        return alone and all(shape[:1] == (self.samples * copies,) for shape in shapes)
 
     def _share(self, number: int) -> Any:
         """What one of the copies gave."""
@@ -154,14 +190,16 @@ class Runner:
         at: dict[Place, list[tuple[int | None, int | None]]] = {}
         for number, job in enumerate(jobs):
             at.setdefault(job.place, []).append((number if stacked else None, job.position))
-        changes = {place: self._changing(spots) for place, spots in at.items()}
+        changes = {place: self._changing(spots, self._new) for place, spots in at.items()}
         self.output = self._forward(batch, edit(self.model, cast("Any", changes)))
         if not stacked:
             return [one_number(self.metric(self.output))]
         return [one_number(self.metric(self._share(number))) for number in range(len(jobs))]
 
-    def _changing(self, spots: list[tuple[int | None, int | None]]) -> Callable[[Any, Call], Any]:
-        """What an edit does at one place: the change, at rows and positions."""
+    def _changing(
+        self, spots: list[tuple[int | None, int | None]], new: Callable[..., Tensor]
+    ) -> Callable[[Any, Call], Any]:
+        """What an edit does at one place: put in new values, at rows and positions."""
 
         def changed(value: Any, call: Call) -> Any:
             path, tensor = only_tensor(value, f"The value at {str(call.place)!r}")
@@ -173,23 +211,24 @@ class Runner:
                 part = tensor[rows]
                 if position is not None:
                     part = part.narrow(self.dim, position, 1)
-                part.copy_(self._new(part.clone(), position, call))
+                part.copy_(new(part.clone(), position, call))
             return set_part(value, path, tensor)
 
         return changed
 
     def _new(self, part: Tensor, position: int | None, call: Call) -> Tensor:
         """What the change makes of a part of a value."""
-        if self.change is patch:
-            source = only_tensor(self.record.of_call(call.place, call.index))[1]
-            source = source if position is None else source.narrow(self.dim, position, 1)
-            return cast(Tensor, replace(source).meet(part, call))
-        change: Any = self.change
-        if isinstance(change, Tensor):
-            change = replace(change)
-        if isinstance(change, Change):
-            return cast(Tensor, change.meet(part, call))
-        return cast(Tensor, change(part, call) if takes_call(change) else change(part))
+        if self.change is not None:
+            return cast(Tensor, self.change.meet(part, call))
+        source = only_tensor(self.record.of_call(call.place, call.index))[1]
+        source = source if position is None else source.narrow(self.dim, position, 1)
+        return cast(Tensor, replace(source).meet(part, call))
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two outputs are the same bit for bit."""
+    first, second = dict(leaves(one)), dict(leaves(other))
+    return first.keys() == second.keys() and all(same_bits(first[p], second[p]) for p in first)
 
 
 def _alike(one: Any, other: Any) -> bool:

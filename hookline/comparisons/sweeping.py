@@ -12,7 +12,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from hookline.comparisons.sweep_runs import Job, Metric, Runner, one_number
+from hookline.comparisons.sweep_runs import Job, Metric, Runner, Shapes, one_number, shape_of
 from hookline.comparisons.sweeps import Sweep
 from hookline.core.captures import capture
 from hookline.core.changes import Change
@@ -66,7 +66,7 @@ def sweep(
         dim: the dimension of the positions.
         batch_size: how many changes are tried in one forward, on copies of the corrupt batch put
             one behind the other, where that is safe: the samples of a batch must not mix. It is
-            tried out first; otherwise one forward is run for each.
+            tried out first, in two forwards; otherwise one forward is run for each.
         approximate: estimate all changes with one backward, as (clean - corrupt) · gradient.
         progress: whether to show a bar, if tqdm is installed; or a function of (done, total).
         mode: "eval" or "train", to run the model so.
@@ -87,12 +87,16 @@ def sweep(
                 output = run(model, copied(clean))
         places = record.places()
         reference = one_number(metric(output))
-        jobs = _jobs(record, places, positions, dim)
+        shapes = {place: [shape_of(v, place) for v in record.calls(place)] for place in places}
         if approximate:
+            jobs = _jobs(shapes, positions, dim)
             return _estimated(model, corrupt, metric, record, reference, jobs, dim)
         runner = Runner(model, corrupt, metric, record, change, dim)
         found = Sweep(reference, runner.baseline(places), approximate=False)
-        runner.try_stacking(places, batch_size, found)
+        jobs = _jobs({place: runner.shapes[place] for place in places}, positions, dim)
+        if change is patch:
+            _check_clean(shapes, runner.shapes, positions, dim, found)
+        runner.try_stacking(places, min(batch_size, len(jobs)), found)
         with _bar(progress, len(jobs)) as advance:
             for chunk in runner.chunks(jobs):
                 for job, value in zip(chunk, runner.run(chunk), strict=True):
@@ -114,15 +118,14 @@ def _check(places: list[Place]) -> None:
             )
 
 
-def _jobs(record: Record, places: list[Place], positions: Positions, dim: int) -> list[Job]:
+def _jobs(shapes: Shapes, positions: Positions, dim: int) -> list[Job]:
     """All changes to try; an error if a place has no such positions."""
     jobs: list[Job] = []
-    for place in places:
-        shape = only_tensor(record.calls(place)[0], f"The value at {str(place)!r}")[1].shape
+    for place, (shape, *_) in shapes.items():
         if positions is None:
             jobs.append(Job(place, None))
             continue
-        size = shape[dim] if -len(shape) <= dim < len(shape) else 0
+        size = _size(shape, dim)
         wanted = range(size) if positions == "all" else positions
         if not size or not all(-size <= p < size for p in wanted):
             raise BatchError(
@@ -132,6 +135,44 @@ def _jobs(record: Record, places: list[Place], positions: Positions, dim: int) -
             )
         jobs += [Job(place, p % size) for p in wanted]
     return jobs
+
+
+def _size(shape: Sequence[int], dim: int) -> int:
+    return shape[dim] if -len(shape) <= dim < len(shape) else 0
+
+
+def _check_clean(
+    clean: Shapes, corrupt: Shapes, positions: Positions, dim: int, found: Sweep
+) -> None:
+    """An error if clean values have not the positions of corrupt ones; other shapes are told."""
+    for place, shapes in clean.items():
+        _check_calls(place, len(shapes), len(corrupt[place]))
+    pairs = {place: (tuple(clean[place][0]), tuple(corrupt[place][0])) for place in clean}
+    unlike = {place: pair for place, pair in pairs.items() if pair[0] != pair[1]}
+    for place, (old, new) in unlike.items():
+        size = _size(old, dim)
+        if positions is None or size == _size(new, dim):
+            continue
+        if positions == "all" or not all(0 <= p < size for p in positions):
+            raise BatchError(
+                f"The positions {positions!r} along dim={dim} were asked for.",
+                f"The value at {str(place)!r} has the shape {old} in the clean run, {new} in the "
+                "corrupt one.",
+                "Give batches of the same shape, or positions that both have, counted from 0.",
+            )
+    for place, (old, new) in list(unlike.items())[:1]:
+        found.notes.append(
+            f"clean and corrupt values differ in shape: {old} and {new} at {str(place)!r}"
+        )
+
+
+def _check_calls(place: Place, clean: int, corrupt: int) -> None:
+    if clean != corrupt:
+        raise BatchError(
+            f"The clean value at {str(place)!r} was to be put in.",
+            f"It was called {clean} times in the clean run, {corrupt} times in the corrupt one.",
+            "Give batches with which it is called as often.",
+        )
 
 
 def _estimated(
@@ -178,6 +219,7 @@ def _add_estimates(
     """The estimates at one place, summed over its calls and all but the positions."""
     total: Tensor | None = None
     values, gradients = corrupt.calls(place), corrupt.calls(slope)
+    _check_calls(place, len(record.calls(place)), len(values))
     for clean, value, gradient in zip(record.calls(place), values, gradients, strict=True):
         goal, now = only_tensor(clean)[1], only_tensor(value)[1]
         given = leaves(gradient)
