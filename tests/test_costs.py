@@ -173,9 +173,10 @@ def test_attention_kernels_have_the_flops_of_attention_written_out():
 
 
 @pytest.mark.filterwarnings("ignore:TF32")
+@pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("directions", [False, True])
-def test_an_lstm_has_the_flops_of_its_matrix_products(directions):
-    model, x = nn.LSTM(4, 5, 2, bidirectional=directions), torch.randn(3, 2, 4)
+def test_an_lstm_has_the_flops_of_its_matrix_products(directions, bias):
+    model, x = nn.LSTM(4, 5, 2, bias, bidirectional=directions), torch.randn(3, 2, 4)
     with torch.backends.mkldnn.flags(enabled=False):
         expected, _ = torchs(model, x)
     assert hl.summarize(model, x).totals["flops"] == expected > 0
