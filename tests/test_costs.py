@@ -5,6 +5,7 @@ import gc
 import json
 import pickle
 import random
+import re
 import subprocess
 import sys
 import weakref
@@ -658,6 +659,45 @@ def test_hooks_that_step_an_optimiser_in_the_backward_do_not_run():
     hl.summarize(model, (4, 3), backward=True)
     assert not ran
     assert model.weight.grad is None
+
+
+def test_gradients_are_kept_from_a_backward_that_the_run_makes_itself():
+    class Learns(nn.Module):
+        """Takes a backward in its forward, as a model that learns while it is tested does."""
+
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(3, 3)
+
+        def forward(self, x):
+            with torch.enable_grad():
+                self.fc(x).sum().backward()
+            return self.fc(x)
+
+    def step(model):
+        with torch.enable_grad():
+            model(torch.ones(2, 3)).sum().backward()
+
+    model = Learns()
+    grad = model.fc.weight.grad = torch.ones(3, 3)
+    hl.summarize(model, (2, 3))
+    hl.summarize(model.fc, step)
+    hl.compare(model, copy.deepcopy(model), torch.ones(2, 3))
+    assert model.fc.weight.grad is grad
+    assert bool((grad == 1).all())
+    assert model.fc.bias.grad is None
+
+
+@pytest.mark.parametrize("mode", ["training", "Eval", True])
+def test_a_mode_that_there_is_not_is_refused(mode):
+    model, x = nn.Linear(3, 2), torch.randn(4, 3)
+    with pytest.raises(hl.BatchError, match=r"Give mode='eval', 'train' or None"):
+        hl.summarize(model, x, mode=mode)
+    with pytest.raises(hl.BatchError, match=re.escape(f"mode={mode!r}")):
+        hl.compare(model, model, x, mode=mode)
+    with pytest.raises(hl.BatchError, match=re.escape(f"mode={mode!r}")):
+        hl.sweep(model, x, x, "", metric=lambda output: output.sum(), mode=mode)
+    assert model.training
 
 
 def test_the_mode_that_is_asked_for_is_the_one_in_which_it_runs():
