@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from statistics import median
 from typing import TYPE_CHECKING
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from hookline.training.findings import Finding, Severity
 from hookline.training.looking import Looking, Plan
@@ -31,7 +31,8 @@ PATIENCE = 3  # measured steps in a row
 EXAMPLES = 500  # values that a unit must have been zero for, to be called dead
 DEAD = 0.4  # of the units of a layer
 SATURATED = 0.6  # of the values
-VANISHING = 1e-5  # of the gradient of a later layer
+VANISHING = 1e-5  # of the gradient of a later layer, here and in all layers before
+LOST = 1e-8  # the same, here alone
 EXPLODING = 1e3  # times the gradient of the later layers
 LEAP = 100  # times the gradients of the steps before
 STILL = 1e-4  # of the update ratio of the other layers
@@ -153,9 +154,13 @@ class Diagnosis:
         sizes = {n: math.sqrt(f.square / max(f.count, 1)) for n in rows for f in [self._found(n)]}
         small: dict[int, float] = {}
         large: dict[int, float] = {}
+        reached = 0.0  # the largest gradient up to here
         for at, number in enumerate(rows[:-1]):
             later = [sizes[n] for n in rows[at + 1 :]]
-            if sizes[number] < VANISHING * max(later):
+            reached = max(reached, sizes[number])
+            # What reaches a layer before it was not lost on the way: those of the queries and keys
+            # of attention are small by nature.
+            if reached < VANISHING * max(later) or sizes[number] < LOST * max(later):
                 small[number] = sizes[number] / max(later)
             elif sizes[number] > EXPLODING * median(later) > 0:
                 large[number] = sizes[number] / median(later)
@@ -268,7 +273,10 @@ class Diagnosis:
         return number < self._last_parameter
 
     def _constant(self) -> list[Finding]:
-        kind, rows = "constant output", self._outputs()
+        kind = "constant output"
+        # An embedding gives one row if all ids are the same, as those of segments often are.
+        tables = nn.Embedding, nn.EmbeddingBag
+        rows = [n for n in self._outputs() if not isinstance(self.plan.modules[n], tables)]
         still = [n for n in rows if self._of(n, "spread") <= CONSTANT]
         new = self._lasting(kind, still, rows)
         new = [n for n in new if ("dead units", n) not in self._told]
