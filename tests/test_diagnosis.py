@@ -390,6 +390,54 @@ def test_updates_that_bfloat16_loses_are_found():
     assert "half precision" in finding.advice
 
 
+def test_an_optimizer_of_another_model_is_found():
+    model, other = mlp(), mlp()
+    watching, _ = train(model, optimizer=torch.optim.SGD(other.parameters(), 0.1))
+    finding = one(watching, "layer does not learn")
+    assert finding.place == "0.weight"
+    assert finding.evidence["ratio"] == 0
+    assert "So it is at 3 other places" in finding.message
+    assert "See that the optimizer has this parameter" in finding.advice
+    assert len(watching.findings()) == 1
+
+
+def test_a_training_all_of_which_bfloat16_loses_is_found():
+    model = mlp().bfloat16()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-4)
+    watching, _ = train(model, optimizer=optimizer, data=(X.bfloat16(), Y))
+    finding = one(watching, "layer does not learn")
+    assert finding.evidence["ratio"] > 0  # values near zero still change
+    assert "half precision" in finding.advice
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_an_embedding_of_which_few_rows_are_used_is_no_finding(sparse):
+    torch.manual_seed(0)
+    model = nn.EmbeddingBag(5000, 8, mode="sum", sparse=sparse)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with hl.watch(model, every=1, optimizer=optimizer) as watching:
+        for _ in range(10):
+            model(torch.randint(0, 5000, (8, 2))).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert watching.last["weight", "update"]["zeros"] > 0.99
+    assert watching.findings() == []
+
+
+def test_a_rate_that_ends_at_zero_is_no_finding():
+    model = mlp()
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    end = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0, 1 - step / 10))
+    with hl.watch(model, every=1, optimizer=optimizer) as watching:
+        for _ in range(20):
+            F.cross_entropy(model(X[:64]), Y[:64]).backward()
+            optimizer.step()
+            end.step()
+            optimizer.zero_grad()
+    assert watching.last["0.weight", "update"]["zeros"] == 1
+    assert watching.findings() == []
+
+
 def test_unused_parameters_are_found():
     class Forgotten(nn.Module):
         def __init__(self):

@@ -36,6 +36,7 @@ LOST = 1e-8  # the same, here alone
 EXPLODING = 1e3  # times the gradient of the later layers
 LEAP = 100  # times the gradients of the steps before
 STILL = 1e-4  # of the update ratio of the other layers
+STUCK = 0.99  # of the values of every layer, which no step has changed so far
 CONSTANT = 1e-6  # of the largest value
 _RELUS = ("ReLU", "ReLU6", "Threshold", "LeakyReLU", "PReLU")
 
@@ -50,6 +51,7 @@ class Diagnosis:
         self._told: set[tuple[str, int]] = set()
         self._dead: dict[int, tuple[Tensor, float, int]] = {}  # masks, values a unit, steps
         self._totals: list[float] = []
+        self._learned = False  # whether a step has changed some layer
         self._last_parameter = max(plan.of_kind("weight_grad") or plan.of_kind("weight") or [-1])
 
     def update(self, measured: Measured, looking: Looking) -> list[Finding]:
@@ -308,6 +310,12 @@ class Diagnosis:
         moving = [ratio for ratio in ratios.values() if ratio > 0]
         usual = median(moving) if moving else 0.0
         still = [n for n, ratio in ratios.items() if ratio < STILL * usual]
+        dense = [n for n in ratios if self._is_dense(n, grads[self.rows[n].place])]
+        stuck = [n for n in dense if self._of(n, "zeros") >= STUCK]
+        self._learned |= len(stuck) < len(dense)
+        nowhere = bool(stuck) and not self._learned  # later it may be the end of a schedule
+        if nowhere:
+            still = stuck
         new = self._lasting(kind, still, ratios)
         new = [
             n for n in new if ("vanishing gradient", grads[self.rows[n].place]) not in self._told
@@ -315,9 +323,12 @@ class Diagnosis:
         if not new:
             return []
         ratio = ratios[new[0]]
+        beside = f"where others change by {usual:.1e}"
+        if nowhere:
+            beside = "and hardly a value of any other"
         message = (
-            f"A step changes {self._name(new[0])} by {ratio:.1e} of its norm, where others change "
-            f"by {usual:.1e}, though it has a gradient."
+            f"A step changes {self._name(new[0])} by {ratio:.1e} of its norm, {beside}, though it "
+            f"has a gradient."
         )
         advice = (
             "See that the optimizer has this parameter, and with which learning rate; in half "
@@ -328,6 +339,11 @@ class Diagnosis:
 
     def _moves(self, number: int | None) -> bool:
         return number is not None and self._found(number).square > 0
+
+    def _is_dense(self, update: int, grad: int) -> bool:
+        """Whether most of a parameter has a gradient: of an embedding it is the rows in use."""
+        found = self._found(grad)
+        return found.count - found.zeros > self._found(update).count / 2
 
     def _unused(self) -> list[Finding]:
         kind, rows = "unused parameters", self.plan.of_kind("weight_grad")
