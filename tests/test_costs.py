@@ -512,6 +512,26 @@ def test_a_lazy_model_is_measured_and_stays_lazy():
     assert nn.parameter.is_lazy(model[0].weight)
 
 
+def test_lazy_modules_that_have_buffers_are_measured_and_stay_lazy():
+    norm = nn.LazyBatchNorm1d(dtype=torch.float64)
+    model = nn.Sequential(nn.LazyConv1d(4, 1, dtype=torch.float64), norm, norm)
+    summary = hl.summarize(model, (2, 8, 3))
+    assert summary["1"].parameters == 8
+    assert summary["1"].aliases == ["2"]
+    assert summary["1"].buffer_bytes == 2 * 4 * 8 + 8
+    assert isinstance(norm, nn.LazyBatchNorm1d)
+    assert nn.parameter.is_lazy(norm.running_mean)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
+def test_a_script_module_is_refused_with_the_reason():
+    model = torch.jit.script(nn.Linear(4, 5))
+    hl.summarize(nn.Sequential(model), (2, 4))  # as a part its FLOPs are seen
+    with pytest.raises(hl.NotHookable, match=r"ScriptModule.*Use the model before torch.jit"):
+        hl.summarize(model, (2, 4))
+    assert hl.summarize(model).totals["parameters"] == 25
+
+
 def test_modules_that_were_not_called_are_marked_and_containers_are_not():
     class Lazybones(nn.Module):
         def __init__(self):
@@ -751,6 +771,40 @@ def test_the_table_is_filtered_and_no_wider_than_asked():
         summary.show("layers.*")
     with pytest.raises(hl.PlaceNotFound, match="Tied has no such module"):
         summary["layers"]
+
+
+def shown(summary, where):
+    """The places of the rows that are shown."""
+    return [line.split()[0] for line in summary.show(where, depth=9, width=200).splitlines()[2:]]
+
+
+def test_the_table_is_filtered_by_whatever_names_places():
+    model = Tied()
+    summary = hl.summarize(model, (2, 6))
+    block = model.blocks[1]
+    assert shown(summary, nn.LayerNorm) == ["blocks.0.norm", "blocks.1.norm"]
+    assert shown(summary, nn.ModuleList) == ["blocks"]
+    assert shown(summary, block) == ["blocks.1"]
+    assert shown(summary, lambda name, module: module is block or name == "head")[0] == "blocks.1"
+    assert shown(summary, re.compile("qkv|head")) == ["blocks.0.qkv", "blocks.1.qkv", "head"]
+    assert shown(summary, ["head", nn.Embedding, block]) == ["embed", "blocks.1", "head"]
+    with pytest.raises(hl.PlaceNotFound, match=r"Nothing matches Conv2d\. The model has Block,"):
+        summary.show(nn.Conv2d)
+
+
+@pytest.mark.parametrize("way", ["freed", "pickled", "copied"])
+def test_without_the_model_rows_are_found_by_places_and_types(way):
+    model = Tied()
+    block, summary = model.blocks[1], hl.summarize(model, (2, 6))
+    if way == "freed":
+        del model
+        gc.collect()
+    else:
+        summary = pickle.loads(pickle.dumps(summary)) if way == "pickled" else copy.copy(summary)
+    assert shown(summary, [nn.LayerNorm, "head"]) == ["blocks.0.norm", "blocks.1.norm", "head"]
+    for where in (block, lambda name, module: True, nn.Conv2d):
+        with pytest.raises(hl.PlaceNotFound, match="its model is gone"):
+            summary.show(where)
 
 
 def test_a_large_model_is_shown_as_deep_as_sixty_rows_go():
