@@ -253,6 +253,17 @@ def test_operations_of_other_libraries_are_named_and_not_counted_as_nothing():
     assert "without a formula, and so not in the FLOPs: hookline_test.twice (2 ×)" in str(summary)
 
 
+def test_marks_for_the_profiler_are_no_operations_without_a_formula():
+    class Marked(nn.Module):
+        def forward(self, x):
+            with torch.profiler.record_function("mine"):
+                return x @ x
+
+    summary = hl.summarize(Marked(), (3, 3))
+    assert summary.totals["uncounted"] == {}
+    assert summary.totals["flops"] == 2 * 3 * 3 * 3
+
+
 def test_a_formula_that_is_registered_later_is_seen():
     model = nn.Sequential(nn.ReLU(), nn.ReLU())
     assert hl.summarize(model, (2, 3)).totals["flops"] == 0

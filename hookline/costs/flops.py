@@ -126,7 +126,8 @@ _GEOMETRY = {
     "aten::sym_stride", "aten::storage_offset", "aten::sym_storage_offset", "aten::numel",
     "aten::sym_numel", "aten::dim", "prim::layout",
 }  # fmt: skip
-_OURS = ("aten", "prim", "prims")  # whose operations without a formula have few FLOPs, or none
+# Whose operations without a formula have few FLOPs, or none.
+_OURS = ("aten", "prim", "prims", "profiler")
 
 
 class _Counting(TorchDispatchMode):
