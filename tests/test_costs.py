@@ -5,6 +5,7 @@ import gc
 import json
 import pickle
 import random
+import re
 import subprocess
 import sys
 import weakref
@@ -173,9 +174,10 @@ def test_attention_kernels_have_the_flops_of_attention_written_out():
 
 
 @pytest.mark.filterwarnings("ignore:TF32")
+@pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("directions", [False, True])
-def test_an_lstm_has_the_flops_of_its_matrix_products(directions):
-    model, x = nn.LSTM(4, 5, 2, bidirectional=directions), torch.randn(3, 2, 4)
+def test_an_lstm_has_the_flops_of_its_matrix_products(directions, bias):
+    model, x = nn.LSTM(4, 5, 2, bias, bidirectional=directions), torch.randn(3, 2, 4)
     with torch.backends.mkldnn.flags(enabled=False):
         expected, _ = torchs(model, x)
     assert hl.summarize(model, x).totals["flops"] == expected > 0
@@ -249,6 +251,17 @@ def test_operations_of_other_libraries_are_named_and_not_counted_as_nothing():
         summary = hl.summarize(Twice(), (2, 3))
     assert summary.totals["uncounted"] == {"hookline_test.twice": 2}
     assert "without a formula, and so not in the FLOPs: hookline_test.twice (2 ×)" in str(summary)
+
+
+def test_marks_for_the_profiler_are_no_operations_without_a_formula():
+    class Marked(nn.Module):
+        def forward(self, x):
+            with torch.profiler.record_function("mine"):
+                return x @ x
+
+    summary = hl.summarize(Marked(), (3, 3))
+    assert summary.totals["uncounted"] == {}
+    assert summary.totals["flops"] == 2 * 3 * 3 * 3
 
 
 def test_a_formula_that_is_registered_later_is_seen():
@@ -510,6 +523,26 @@ def test_a_lazy_model_is_measured_and_stays_lazy():
     assert nn.parameter.is_lazy(model[0].weight)
 
 
+def test_lazy_modules_that_have_buffers_are_measured_and_stay_lazy():
+    norm = nn.LazyBatchNorm1d(dtype=torch.float64)
+    model = nn.Sequential(nn.LazyConv1d(4, 1, dtype=torch.float64), norm, norm)
+    summary = hl.summarize(model, (2, 8, 3))
+    assert summary["1"].parameters == 8
+    assert summary["1"].aliases == ["2"]
+    assert summary["1"].buffer_bytes == 2 * 4 * 8 + 8
+    assert isinstance(norm, nn.LazyBatchNorm1d)
+    assert nn.parameter.is_lazy(norm.running_mean)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
+def test_a_script_module_is_refused_with_the_reason():
+    model = torch.jit.script(nn.Linear(4, 5))
+    hl.summarize(nn.Sequential(model), (2, 4))  # as a part its FLOPs are seen
+    with pytest.raises(hl.NotHookable, match=r"ScriptModule.*Use the model before torch.jit"):
+        hl.summarize(model, (2, 4))
+    assert hl.summarize(model).totals["parameters"] == 25
+
+
 def test_modules_that_were_not_called_are_marked_and_containers_are_not():
     class Lazybones(nn.Module):
         def __init__(self):
@@ -659,6 +692,45 @@ def test_hooks_that_step_an_optimiser_in_the_backward_do_not_run():
     assert model.weight.grad is None
 
 
+def test_gradients_are_kept_from_a_backward_that_the_run_makes_itself():
+    class Learns(nn.Module):
+        """Takes a backward in its forward, as a model that learns while it is tested does."""
+
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(3, 3)
+
+        def forward(self, x):
+            with torch.enable_grad():
+                self.fc(x).sum().backward()
+            return self.fc(x)
+
+    def step(model):
+        with torch.enable_grad():
+            model(torch.ones(2, 3)).sum().backward()
+
+    model = Learns()
+    grad = model.fc.weight.grad = torch.ones(3, 3)
+    hl.summarize(model, (2, 3))
+    hl.summarize(model.fc, step)
+    hl.compare(model, copy.deepcopy(model), torch.ones(2, 3))
+    assert model.fc.weight.grad is grad
+    assert bool((grad == 1).all())
+    assert model.fc.bias.grad is None
+
+
+@pytest.mark.parametrize("mode", ["training", "Eval", True])
+def test_a_mode_that_there_is_not_is_refused(mode):
+    model, x = nn.Linear(3, 2), torch.randn(4, 3)
+    with pytest.raises(hl.BatchError, match=r"Give mode='eval', 'train' or None"):
+        hl.summarize(model, x, mode=mode)
+    with pytest.raises(hl.BatchError, match=re.escape(f"mode={mode!r}")):
+        hl.compare(model, model, x, mode=mode)
+    with pytest.raises(hl.BatchError, match=re.escape(f"mode={mode!r}")):
+        hl.sweep(model, x, x, "", metric=lambda output: output.sum(), mode=mode)
+    assert model.training
+
+
 def test_the_mode_that_is_asked_for_is_the_one_in_which_it_runs():
     class Tells(nn.Module):
         def forward(self, x):
@@ -710,6 +782,40 @@ def test_the_table_is_filtered_and_no_wider_than_asked():
         summary.show("layers.*")
     with pytest.raises(hl.PlaceNotFound, match="Tied has no such module"):
         summary["layers"]
+
+
+def shown(summary, where):
+    """The places of the rows that are shown."""
+    return [line.split()[0] for line in summary.show(where, depth=9, width=200).splitlines()[2:]]
+
+
+def test_the_table_is_filtered_by_whatever_names_places():
+    model = Tied()
+    summary = hl.summarize(model, (2, 6))
+    block = model.blocks[1]
+    assert shown(summary, nn.LayerNorm) == ["blocks.0.norm", "blocks.1.norm"]
+    assert shown(summary, nn.ModuleList) == ["blocks"]
+    assert shown(summary, block) == ["blocks.1"]
+    assert shown(summary, lambda name, module: module is block or name == "head")[0] == "blocks.1"
+    assert shown(summary, re.compile("qkv|head")) == ["blocks.0.qkv", "blocks.1.qkv", "head"]
+    assert shown(summary, ["head", nn.Embedding, block]) == ["embed", "blocks.1", "head"]
+    with pytest.raises(hl.PlaceNotFound, match=r"Nothing matches Conv2d\. The model has Block,"):
+        summary.show(nn.Conv2d)
+
+
+@pytest.mark.parametrize("way", ["freed", "pickled", "copied"])
+def test_without_the_model_rows_are_found_by_places_and_types(way):
+    model = Tied()
+    block, summary = model.blocks[1], hl.summarize(model, (2, 6))
+    if way == "freed":
+        del model
+        gc.collect()
+    else:
+        summary = pickle.loads(pickle.dumps(summary)) if way == "pickled" else copy.copy(summary)
+    assert shown(summary, [nn.LayerNorm, "head"]) == ["blocks.0.norm", "blocks.1.norm", "head"]
+    for where in (block, lambda name, module: True, nn.Conv2d):
+        with pytest.raises(hl.PlaceNotFound, match="its model is gone"):
+            summary.show(where)
 
 
 def test_a_large_model_is_shown_as_deep_as_sixty_rows_go():

@@ -155,6 +155,71 @@ def test_layers_that_begin_with_zeros_are_no_finding():
     assert watching.findings() == []
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("every", [1, 10])
+def test_a_healthy_bert_of_one_segment_has_no_finding(every):
+    from transformers import BertConfig, BertForSequenceClassification
+
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=50, hidden_size=128, num_hidden_layers=4, num_attention_heads=4,
+        intermediate_size=256, max_position_embeddings=32,
+    )  # fmt: skip
+    model = BertForSequenceClassification(config)
+    optimizer = torch.optim.AdamW(model.parameters(), 5e-4)
+    with hl.watch(model, every=every, optimizer=optimizer) as watching:
+        for _ in range(60):
+            ids = torch.randint(0, 50, (32, 12))
+            loss = model(input_ids=ids, labels=ids[:, 0] % 2).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert watching.findings() == []
+    assert loss < 0.1
+
+
+def test_an_embedding_that_is_given_one_id_is_no_finding():
+    class Segments(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.segment = nn.Linear(64, 32), nn.Embedding(2, 32)
+            self.last = nn.Linear(32, 10)
+
+        def forward(self, x):
+            ids = torch.zeros(len(x), dtype=torch.long)
+            return self.last((self.embed(x) + self.segment(ids)).relu())
+
+    torch.manual_seed(0)
+    watching, _ = train(Segments(), every=1, steps=20)
+    assert watching.last["segment", "output"]["spread"] == 0
+    assert watching.findings() == []
+
+
+class Branched(nn.Module):
+    """A branch whose gradients are far smaller than those before and after it."""
+
+    def __init__(self, share):
+        super().__init__()
+        self.first, self.branch, self.last = nn.Linear(64, 32), nn.Linear(32, 32), nn.Linear(32, 10)
+        self.share = share
+
+    def forward(self, x):
+        h = self.first(x)
+        return self.last(h + self.share * self.branch(h))
+
+
+def test_small_gradients_that_grow_again_before_are_no_vanishing_gradient():
+    torch.manual_seed(0)
+    watching, _ = train(Branched(1e-6), every=1, steps=20)
+    assert watching.findings() == []
+
+
+def test_a_gradient_that_is_lost_in_a_branch_is_found():
+    torch.manual_seed(0)
+    watching, _ = train(Branched(1e-10), every=1, steps=20)
+    assert one(watching, "vanishing gradient").place == "branch.weight"
+
+
 def test_a_rate_that_is_warmed_up_from_zero_is_no_finding():
     model = mlp()
     optimizer = torch.optim.Adam(model.parameters(), 1e-3)
@@ -323,6 +388,54 @@ def test_updates_that_bfloat16_loses_are_found():
     finding = one(watching, "layer does not learn")
     assert finding.place == "2.inner.weight"
     assert "half precision" in finding.advice
+
+
+def test_an_optimizer_of_another_model_is_found():
+    model, other = mlp(), mlp()
+    watching, _ = train(model, optimizer=torch.optim.SGD(other.parameters(), 0.1))
+    finding = one(watching, "layer does not learn")
+    assert finding.place == "0.weight"
+    assert finding.evidence["ratio"] == 0
+    assert "So it is at 3 other places" in finding.message
+    assert "See that the optimizer has this parameter" in finding.advice
+    assert len(watching.findings()) == 1
+
+
+def test_a_training_all_of_which_bfloat16_loses_is_found():
+    model = mlp().bfloat16()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-4)
+    watching, _ = train(model, optimizer=optimizer, data=(X.bfloat16(), Y))
+    finding = one(watching, "layer does not learn")
+    assert finding.evidence["ratio"] > 0  # values near zero still change
+    assert "half precision" in finding.advice
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_an_embedding_of_which_few_rows_are_used_is_no_finding(sparse):
+    torch.manual_seed(0)
+    model = nn.EmbeddingBag(5000, 8, mode="sum", sparse=sparse)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with hl.watch(model, every=1, optimizer=optimizer) as watching:
+        for _ in range(10):
+            model(torch.randint(0, 5000, (8, 2))).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert watching.last["weight", "update"]["zeros"] > 0.99
+    assert watching.findings() == []
+
+
+def test_a_rate_that_ends_at_zero_is_no_finding():
+    model = mlp()
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    end = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0, 1 - step / 10))
+    with hl.watch(model, every=1, optimizer=optimizer) as watching:
+        for _ in range(20):
+            F.cross_entropy(model(X[:64]), Y[:64]).backward()
+            optimizer.step()
+            end.step()
+            optimizer.zero_grad()
+    assert watching.last["0.weight", "update"]["zeros"] == 1
+    assert watching.findings() == []
 
 
 def test_unused_parameters_are_found():

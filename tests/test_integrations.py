@@ -237,6 +237,34 @@ def test_lightning_trains_watched(lightning, tmp_path, parts):
     assert_clean(model)
 
 
+def test_with_two_optimizers_of_lightning_a_step_is_a_batch(lightning, tmp_path):
+    from hookline.integrations.lightning import WatchCallback
+
+    class Two(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 2)
+            self.automatic_optimization = False
+
+        def training_step(self, batch, index):
+            loss = F.cross_entropy(self.last(self.first(batch[0])), batch[1])
+            self.manual_backward(loss)
+            for optimizer in self.optimizers():
+                optimizer.step()
+                optimizer.zero_grad()
+
+        def configure_optimizers(self):
+            return [torch.optim.SGD(part.parameters(), 0.1) for part in (self.first, self.last)]
+
+    measured = []
+    callback = WatchCallback(every=1, to=lambda one: measured.append(one.step))
+    fitting = trainer(lightning, tmp_path, [callback], max_epochs=1)
+    fitting.fit(Two(), loader())
+    assert fitting.global_step == 12
+    assert callback.watch.steps == 6
+    assert measured == list(range(6))
+
+
 def test_lightning_trains_the_same_with_and_without(lightning, tmp_path):
     from hookline.integrations.lightning import GuardCallback, WatchCallback
 

@@ -270,12 +270,12 @@ def test_kinds_and_places_limit_what_is_measured():
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("kinds", [("weight",), ("update",), ("weight_grad",), ("grad",)])
+@pytest.mark.parametrize("kinds", [("weight",), ("update",), ("weight_grad",), ("grad",), "weight"])
 def test_a_single_kind_can_be_measured(kinds):
     model, optimizer = fresh()
     with hl.watch(model, every=1, kinds=kinds, optimizer=optimizer) as watching:
         train(model, optimizer, 2)
-    assert {row.kind for row in watching.last.rows} == set(kinds)
+    assert {row.kind for row in watching.last.rows} == {"".join(kinds)}
     assert all(watching.last[row.place, row.kind]["norm"] > 0 for row in watching.last.rows)
     assert_clean(model)
 
@@ -775,6 +775,10 @@ def test_an_error_of_the_users_function_is_the_users():
     [
         ({"to": 5}, hl.RunError, "watch was asked to write to 5"),
         ({"every": 0}, hl.PlaceError, "every=0"),
+        ({"every": 1.5}, hl.PlaceError, "every=1.5"),
+        ({"every": "5"}, hl.PlaceError, "every='5'"),
+        ({"optimizer": 3}, hl.PlaceError, r"optimizer=3.*watching\.step\(\)"),
+        ({"kinds": "gradient"}, hl.PlaceError, "kind 'gradient'"),
         ({"ranks": "some"}, hl.PlaceError, "ranks='some'"),
         ({"kinds": ["gradient"]}, hl.PlaceError, "kind 'gradient'"),
         ({"where": "first:input"}, hl.PlaceError, "'first:input'"),

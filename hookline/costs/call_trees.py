@@ -383,6 +383,8 @@ def _frame(up: int) -> Any:
 
 def _called(model: nn.Module, named: list[Named], own: set[nn.Module]) -> dict[nn.Module, int]:
     """The modules at which hooks can fire, with their numbers: containers are not called."""
+    if isinstance(model, torch.jit.ScriptModule):
+        resolve(model, ("",))  # which refuses it, with the reason
     kinds = {type(module) for _, module in named}
     if own or not kinds <= _hookable.keys():
         requests = resolve(model, (nn.Module,))

@@ -49,11 +49,11 @@ def _recurrent(tokens: Tensor, weights: list[Any]) -> int:
 
 
 def _rnn_layer(tokens: Tensor, *more: Any, out_val: Any = None, **kwargs: Any) -> int:
-    return _recurrent(tokens, list(more[:4]))
+    return _recurrent(tokens, list(more[:2]))  # biases follow: zeros as large as weights, if none
 
 
 def _rnn_layer_backward(tokens: Tensor, *more: Any, out_val: Any = None, **kwargs: Any) -> int:
-    return 2 * _recurrent(tokens, list(more[:4]))  # for the tokens, and for the weights
+    return 2 * _recurrent(tokens, list(more[:2]))  # for the tokens, and for the weights
 
 
 def _cudnn_rnn(tokens: Tensor, weight: Any, *more: Any, out_val: Any = None, **kwargs: Any) -> int:
@@ -126,7 +126,8 @@ _GEOMETRY = {
     "aten::sym_stride", "aten::storage_offset", "aten::sym_storage_offset", "aten::numel",
     "aten::sym_numel", "aten::dim", "prim::layout",
 }  # fmt: skip
-_OURS = ("aten", "prim", "prims")  # whose operations without a formula have few FLOPs, or none
+# Whose operations without a formula have few FLOPs, or none.
+_OURS = ("aten", "prim", "prims", "profiler")
 
 
 class _Counting(TorchDispatchMode):

@@ -31,7 +31,7 @@ def sizes(model: nn.Module) -> Summary:
     >>> sizes(nn.Linear(2, 3))[""].parameters
     9
     """
-    return Summary(type(model).__name__, Sizes(Contents(model)))
+    return Summary(model, Sizes(Contents(model)))
 
 
 def has_unmade(tensors: list[Tensor]) -> bool:

@@ -8,17 +8,19 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import accumulate
 from textwrap import wrap
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from torch import Tensor, nn
 
 from hookline.core.nested import children
-from hookline.core.places import Where
+from hookline.core.places import Where, resolve
 from hookline.core.tables import show_bytes
 from hookline.display import as_html, as_lines, pandas, show_count, show_seconds, show_shapes
 from hookline.errors import PlaceNotFound
@@ -111,9 +113,10 @@ class Summary:
       1      ReLU        (32, 16)  (32, 16)                   2.0 KB
     """
 
-    def __init__(self, model: str, source: Source) -> None:
-        self.model = model
+    def __init__(self, model: nn.Module, source: Source) -> None:
+        self.model = type(model).__name__
         self._source = source
+        self._alive: weakref.ref[nn.Module] | None = weakref.ref(model)
         self._made: dict[int, ModuleCosts] = {}  # rows that were read, by number
         whole = self._row(0)
         self.totals: dict[str, Any] = {
@@ -132,6 +135,9 @@ class Summary:
             "peak_bytes": None,
             "uncounted": {},
         }
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_alive": None}  # a model stays in its process
 
     def _row(self, number: int) -> ModuleCosts:
         """The row of a module, the same one each time."""
@@ -181,7 +187,8 @@ class Summary:
         """The table as text.
 
         Args:
-            where: only the modules at these places: globs, regular expressions, predicates.
+            where: only the modules at these places: globs, regular expressions, types; modules
+                and predicates as long as the model is there, of which a summary keeps nothing.
             depth: only modules at most so deep; the model itself has depth 0. Without it, as deep
                 as 60 rows go.
             width: of the longest line; shapes and names are cut.
@@ -207,7 +214,7 @@ class Summary:
         places = self._source.places
         numbers = range(len(places))
         if where is not None:
-            paths = {place.path for place in select(_skeleton(places), where)}
+            paths = {place.path for place in select(_skeleton(places), self._named(where))}
             numbers = [number for number in numbers if places[number] in paths]
         depths = [self._source.depths[number] for number in numbers]
         if depth is None:
@@ -216,6 +223,32 @@ class Summary:
             depth = max([depth for depth, count in enumerate(sums) if count <= _MOST], default=0)
         shown = [n for n, deep in zip(numbers, depths, strict=True) if deep <= depth]
         return [self._row(number) for number in shown], len(numbers) - len(shown)
+
+    def _named(self, where: Any) -> Any:
+        """The same places for a tree that has names alone."""
+        if isinstance(where, tuple):  # perhaps a pair with a port
+            return tuple(map(self._named, cast("tuple[Any, ...]", where)))
+        if callable(where):
+            return partial(_stands_in, self._paths_of(where))
+        if isinstance(where, Iterable) and not isinstance(where, str):
+            return [*map(self._named, cast("Iterable[Any]", where))]
+        return cast(Any, where)
+
+    def _paths_of(self, where: Any) -> set[str]:
+        """The paths of a module, or of those of a type, or that fulfil a predicate."""
+        model = None if self._alive is None else self._alive()
+        if model is not None:
+            requests = resolve(model, (where,), hookable=False)
+            return {target.path for request in requests for target in request.targets}
+        kind = where.__name__ if isinstance(where, type) else None
+        found = {row.place for row in self if row.type == kind}
+        if not found:
+            raise PlaceNotFound(
+                f"The rows of {getattr(where, '__name__', type(where).__name__)} were asked for.",
+                "A summary holds no module, and its model is gone, or was not copied with it.",
+                "Name places or types that it has, or keep the model.",
+            )
+        return found
 
     def _title(self) -> str:
         totals = self.totals
@@ -245,6 +278,10 @@ class Summary:
             calls = ", ".join(f"{name} ({n} ×)" for name, n in self.totals["uncounted"].items())
             notes.append(f"without a formula, and so not in the FLOPs: {calls}")
         return notes
+
+
+def _stands_in(paths: set[str], path: str, node: nn.Module) -> bool:
+    return path in paths
 
 
 class _Node(nn.Module):

@@ -9,10 +9,11 @@ import copy
 from collections.abc import Callable
 from statistics import median
 from time import perf_counter
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedBuffer
 
 from hookline.core.nested import get_part, leaves
 from hookline.costs.call_trees import CallTree
@@ -88,7 +89,7 @@ def summarize(
     tensors = contents.tensors
     lazy = has_unmade(tensors)
     if lazy:
-        model = copy.deepcopy(model)
+        model = _copy_of_lazy(model, tensors)
         contents, tensors = Contents(model), []
     shortcuts = not _hooks_everywhere() and is_ordinary(tensors)
     held = None if lazy else Sizes(contents, dense=shortcuts)
@@ -103,6 +104,16 @@ def summarize(
                 raise refused_shapes(shapes, dtype, error) from error
         made, _ = make_batch(model, batch, torch.long)
         return _measured(contents, held, made, backward, time, shortcuts)
+
+
+def _copy_of_lazy(model: nn.Module, tensors: list[Tensor]) -> nn.Module:
+    """A copy of a model that has lazy modules, of which torch cannot copy the buffers."""
+    memo: dict[int, Any] = {}
+    for tensor in tensors:
+        if isinstance(tensor, UninitializedBuffer):
+            like = {"device": tensor.data.device, "dtype": tensor.data.dtype}
+            memo[id(tensor)] = cast(Any, UninitializedBuffer)(tensor.requires_grad, **like)
+    return copy.deepcopy(model, memo)
 
 
 def _measured(
@@ -126,7 +137,7 @@ def _measured(
         held = Sizes(contents)
         tree.renumber(contents.modules)
     ledger = Ledger(held, tree, backward is not False)
-    summary = Summary(type(model).__name__, ledger)
+    summary = Summary(model, ledger)
     summary.totals.update(ledger.totals())
     summary.totals["input_bytes"] = sum(size_of(tensor) for _, tensor in leaves(batch))
     summary.totals["uncounted"] = counter.uncounted

@@ -41,8 +41,11 @@ class WatchCallback(_base()):
     Args:
         options: those of `hookline.watch`: `where`, `every`, `to`, `kinds`, `ranks`.
 
-    Steps are the trainer's `global_step`, also when a training is gone on with. The loss is logged
-    as often as the trainer logs. `callback.watch` is the watch, with `findings()` and `last`.
+    A step is a batch at which an optimizer steps; the first has the number `global_step` of the
+    trainer, also when a training is gone on with. With one optimizer that stays so; of several
+    (manual optimization) `global_step` counts the steps of each, and so is ahead. The loss is
+    logged as often as the trainer logs, under `global_step`. `callback.watch` is the watch, with
+    `findings()` and `last`.
     """
 
     def __init__(self, **options: Any) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from statistics import median
 from typing import TYPE_CHECKING
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from hookline.training.findings import Finding, Severity
 from hookline.training.looking import Looking, Plan
@@ -31,10 +31,12 @@ PATIENCE = 3  # measured steps in a row
 EXAMPLES = 500  # values that a unit must have been zero for, to be called dead
 DEAD = 0.4  # of the units of a layer
 SATURATED = 0.6  # of the values
-VANISHING = 1e-5  # of the gradient of a later layer
+VANISHING = 1e-5  # of the gradient of a later layer, here and in all layers before
+LOST = 1e-8  # the same, here alone
 EXPLODING = 1e3  # times the gradient of the later layers
 LEAP = 100  # times the gradients of the steps before
 STILL = 1e-4  # of the update ratio of the other layers
+STUCK = 0.99  # of the values of every layer, which no step has changed so far
 CONSTANT = 1e-6  # of the largest value
 _RELUS = ("ReLU", "ReLU6", "Threshold", "LeakyReLU", "PReLU")
 
@@ -49,6 +51,7 @@ class Diagnosis:
         self._told: set[tuple[str, int]] = set()
         self._dead: dict[int, tuple[Tensor, float, int]] = {}  # masks, values a unit, steps
         self._totals: list[float] = []
+        self._learned = False  # whether a step has changed some layer
         self._last_parameter = max(plan.of_kind("weight_grad") or plan.of_kind("weight") or [-1])
 
     def update(self, measured: Measured, looking: Looking) -> list[Finding]:
@@ -153,9 +156,13 @@ class Diagnosis:
         sizes = {n: math.sqrt(f.square / max(f.count, 1)) for n in rows for f in [self._found(n)]}
         small: dict[int, float] = {}
         large: dict[int, float] = {}
+        reached = 0.0  # the largest gradient up to here
         for at, number in enumerate(rows[:-1]):
             later = [sizes[n] for n in rows[at + 1 :]]
-            if sizes[number] < VANISHING * max(later):
+            reached = max(reached, sizes[number])
+            # What reaches a layer before it was not lost on the way: those of the queries and keys
+            # of attention are small by nature.
+            if reached < VANISHING * max(later) or sizes[number] < LOST * max(later):
                 small[number] = sizes[number] / max(later)
             elif sizes[number] > EXPLODING * median(later) > 0:
                 large[number] = sizes[number] / median(later)
@@ -268,7 +275,10 @@ class Diagnosis:
         return number < self._last_parameter
 
     def _constant(self) -> list[Finding]:
-        kind, rows = "constant output", self._outputs()
+        kind = "constant output"
+        # An embedding gives one row if all ids are the same, as those of segments often are.
+        tables = nn.Embedding, nn.EmbeddingBag
+        rows = [n for n in self._outputs() if not isinstance(self.plan.modules[n], tables)]
         still = [n for n in rows if self._of(n, "spread") <= CONSTANT]
         new = self._lasting(kind, still, rows)
         new = [n for n in new if ("dead units", n) not in self._told]
@@ -300,6 +310,12 @@ class Diagnosis:
         moving = [ratio for ratio in ratios.values() if ratio > 0]
         usual = median(moving) if moving else 0.0
         still = [n for n, ratio in ratios.items() if ratio < STILL * usual]
+        dense = [n for n in ratios if self._is_dense(n, grads[self.rows[n].place])]
+        stuck = [n for n in dense if self._of(n, "zeros") >= STUCK]
+        self._learned |= len(stuck) < len(dense)
+        nowhere = bool(stuck) and not self._learned  # later it may be the end of a schedule
+        if nowhere:
+            still = stuck
         new = self._lasting(kind, still, ratios)
         new = [
             n for n in new if ("vanishing gradient", grads[self.rows[n].place]) not in self._told
@@ -307,9 +323,12 @@ class Diagnosis:
         if not new:
             return []
         ratio = ratios[new[0]]
+        beside = f"where others change by {usual:.1e}"
+        if nowhere:
+            beside = "and hardly a value of any other"
         message = (
-            f"A step changes {self._name(new[0])} by {ratio:.1e} of its norm, where others change "
-            f"by {usual:.1e}, though it has a gradient."
+            f"A step changes {self._name(new[0])} by {ratio:.1e} of its norm, {beside}, though it "
+            f"has a gradient."
         )
         advice = (
             "See that the optimizer has this parameter, and with which learning rate; in half "
@@ -320,6 +339,11 @@ class Diagnosis:
 
     def _moves(self, number: int | None) -> bool:
         return number is not None and self._found(number).square > 0
+
+    def _is_dense(self, update: int, grad: int) -> bool:
+        """Whether most of a parameter has a gradient: of an embedding it is the rows in use."""
+        found = self._found(grad)
+        return found.count - found.zeros > self._found(update).count / 2
 
     def _unused(self) -> list[Finding]:
         kind, rows = "unused parameters", self.plan.of_kind("weight_grad")

@@ -63,7 +63,8 @@ class watch(Anchored):
         scaler: the `GradScaler` of mixed precision: gradients are measured as they are without it,
             and what overflows is left out, since the scaler makes no step of it.
         start: the number of the first step, when a training is gone on with.
-        kinds: what is measured, of `output`, `grad`, `weight`, `weight_grad` and `update`.
+        kinds: what is measured: one or some of `output`, `grad`, `weight`, `weight_grad` and
+            `update`.
         ranks: `"own"` (rank 0 measures what it has, the others nothing) or `"all"` (every rank
             measures, and all is put together; every rank must watch).
 
@@ -87,19 +88,26 @@ class watch(Anchored):
         optimizer: torch.optim.Optimizer | None = None,
         scaler: Any = None,
         start: int = 0,
-        kinds: Sequence[str] = ROW_KINDS,
+        kinds: str | Sequence[str] = ROW_KINDS,
         ranks: str = "own",
     ) -> None:
         self.steps = start  # steps that have ended, counted from `start`
         self.last: Measured | None = None
-        if every < 1 or ranks not in ("own", "all"):
+        if not hasattr(every, "__index__") or every < 1 or ranks not in ("own", "all"):
             raise PlaceError(
                 f"watch was given every={every!r} and ranks={ranks!r}.",
                 "It measures at every so many steps, on one rank or on all.",
-                "Give every= 1 or more, and ranks= 'own' or 'all'.",
+                "Give every= a whole number, 1 or more, and ranks= 'own' or 'all'.",
             )
+        if optimizer is not None and not hasattr(optimizer, "register_step_post_hook"):
+            raise PlaceError(
+                f"watch was given optimizer={optimizer!r:.80}.",
+                "It is no torch.optim.Optimizer, whose steps could be counted.",
+                "Leave out optimizer=, and call watching.step() at the end of each step.",
+            )
+        kinds = (kinds,) if isinstance(kinds, str) else tuple(kinds)
         where = list(where) if hasattr(where, "__next__") else where  # pyright: ignore
-        self._wheres, self._every, self._to, self._kinds = (where,), every, to, tuple(kinds)
+        self._wheres, self._every, self._to, self._kinds = (where,), every, to, kinds
         self._optimizer, self._scaler, self._ranks = optimizer, scaler, ranks
         self._begin = start
         self._writers: list[Writer] = []
@@ -262,7 +270,8 @@ class watch(Anchored):
     def log(self, step: int | None = None, /, **scalars: float | torch.Tensor) -> None:
         """Write numbers such as the loss: `watching.log(loss=loss)` before the step ends.
 
-        Without a number they belong to the step that has not ended yet.
+        Without a number they belong to the step that has not ended yet. Where nothing is written,
+        before the watch begins and after it has ended, they go nowhere.
         """
         for name, value in scalars.items():
             number = float(value.detach() if isinstance(value, torch.Tensor) else value)

@@ -15,6 +15,7 @@ import random
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import repeat
 from operator import is_not
 from typing import Any, Literal, cast
 
@@ -28,6 +29,7 @@ from hookline.core.distributed import reshard
 from hookline.core.nested import map_leaves
 from hookline.core.parameters import Undo, put_back, restore
 from hookline.core.snapshots import duplicate
+from hookline.errors import BatchError
 from hookline.trials.contents import Contents
 
 __all__ = [
@@ -92,6 +94,8 @@ def trial(
 ) -> Generator[None]:
     """Run models inside; afterwards modes, buffers, gradients and random numbers are as before.
 
+    Gradients are put aside meanwhile: a backward that the run makes itself would add to them.
+
     >>> norm = nn.BatchNorm1d(2)
     >>> with trial(norm):
     ...     _ = norm(torch.randn(8, 2))
@@ -103,6 +107,12 @@ def trial(
         mode: "eval" or "train" to run them so; each module has its own mode again afterwards.
         contents: what stands in each model, if it is known already.
     """
+    if mode not in (None, "eval", "train"):
+        raise BatchError(
+            f"A run with mode={mode!r} was asked for.",
+            "There is no such mode.",
+            "Give mode='eval', 'train' or None, which runs the model in the mode in which it is.",
+        )
     contents = contents or [Contents(model) for model in models]
     modules = [module for content in contents for module in content.modules]
     training = [module.training for module in modules]
@@ -125,6 +135,9 @@ def trial(
         undo.append(partial(reshard, content.model, content.named))
     with same_random_numbers(*models):
         try:
+            if any(map(is_not, grads, repeat(None))):
+                for parameter in parameters:
+                    parameter.grad = None
             if mode is not None:
                 for model in models:
                     model.train(mode == "train")
