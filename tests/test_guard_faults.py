@@ -377,8 +377,11 @@ def test_an_input_that_came_in_bad_is_named(value, dtype):
     with pytest.raises(hl.NonFiniteError) as found, hl.guard(model, to=None):
         model(torch.ones(2, 3, dtype=own), extra={"bias": [bias]})
     fault = found.value.fault
-    assert (fault.kind, fault.place) == ("input", ":inputs[extra[bias][0]]")
+    assert (fault.kind, fault.place) == ("input", ":inputs[extra][bias][0]")
+    assert fault.values[0][1].bad == 1
     assert "came in" in str(found.value)
+    with hl.guard(model, to=None, ignore=fault.place):  # as it advises
+        model(torch.ones(2, 3, dtype=own), extra={"bias": [bias]})
 
 
 def test_a_bad_gradient_that_comes_from_the_loss_is_told_so():

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from hookline.core.grammar import parse
+from hookline.core.nested import Path as Parts
 from hookline.core.nested import children, leaves, show_path
 from hookline.core.places import Place, Target, Where, resolve
 from hookline.errors import PlaceError
@@ -40,7 +41,7 @@ class Origin:
     """A producer of numbers that are not finite, or the place where they came in."""
 
     kind: str  # operation, memory, module, parameter, buffer, input, loss, sum, outside
-    path: str  # of the module, or of the parameter; for an input its part
+    path: str  # of the module, or of the parameter
     backward: bool = False
     operation: str = ""
     use: int = 0  # which use of that operation in the module's call
@@ -52,11 +53,12 @@ class Origin:
     values: Labelled = field(default_factory=lambda: cast(Labelled, []))
     given: Labelled = field(default_factory=lambda: cast(Labelled, []))
     sample: Any = None  # what it was given and made, where that was kept at once
+    parts: Parts = ()  # of an input
 
     def place(self, often: bool = False) -> Place:
         """Its place; the use of an operation is told where there were several."""
         if self.kind == "input":
-            return Place("", "inputs")
+            return Place(self.path, "inputs", self.parts)
         name = f"{self.operation}#{self.use}" if often else self.operation
         return Place(self.path, operation=name or None)
 

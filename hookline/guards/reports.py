@@ -117,8 +117,6 @@ def fault_of(
 
 
 def _place(origin: Origin, often: set[tuple[str, str]]) -> str:
-    if origin.kind == "input":
-        return f":inputs[{origin.path}]" if origin.path else ":inputs"
     if origin.kind in ("parameter", "buffer"):
         return str(Place(origin.path))
     return str(origin.place((origin.path, origin.operation) in often))

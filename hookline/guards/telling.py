@@ -101,8 +101,8 @@ class Teller:
         elif origin.kind == "buffer":
             fault.values = [("", Numbers.of(self.model.get_buffer(origin.path)))]
         elif origin.kind == "input":
-            named = [(f"{path[0]}{show_path(path[1:])}", t) for path, t, _ in kept.versions]
-            fault.values = [("", Numbers.of(t)) for name, t in named if name == origin.path][:1]
+            given = {path: tensor for path, tensor, _ in kept.versions}
+            fault.values = [("", Numbers.of(given[origin.parts]))]
         if self.to is not None and sample is not None and origin.kind != "sum":
             try:
                 fault.folder = write_dump(self.to, fault, sample, kept)

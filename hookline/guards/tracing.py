@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from hookline.core.gradients import sequence
 from hookline.core.hooks import Context, first_names
-from hookline.core.nested import Path, leaves, map_leaves, show_path
+from hookline.core.nested import Path, leaves, map_leaves
 from hookline.core.operations import Mode, innermost, name_of
 from hookline.core.places import Request, Target, resolve
 from hookline.core.snapshots import snapshot
@@ -111,7 +111,7 @@ class Trace:
         self.sample: Sample | None = None  # to be filled
         self._of: dict[int, tuple[Tensor, tuple[Origin, ...]]] = {}  # by the memory
         self._states: dict[int, tuple[str, str, Tensor]] = {}
-        self._inputs: dict[int, tuple[str, Tensor, bool]] = {}
+        self._inputs: dict[int, tuple[Path, Tensor, bool]] = {}
         for path, module in walk(model):
             for name, tensor in tensors_of(module):
                 kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
@@ -122,7 +122,7 @@ class Trace:
         first = next(iter(inputs), None)
         for path, tensor in leaves(inputs):
             ignored = self.ignored.input(path, first)
-            self._inputs.setdefault(_memory(tensor), (_show(path), tensor, ignored))
+            self._inputs.setdefault(_memory(tensor), (path, tensor, ignored))
 
     # -- following values -----------------------------------------------------------------------
 
@@ -136,8 +136,8 @@ class Trace:
             kind, path, own = self._states[memory]
             origin = Origin(kind, path, ignored=self.ignored.tensor(path))
         elif memory in self._inputs:
-            path, own, ignored = self._inputs[memory]
-            origin = Origin("input", path, ignored=ignored)
+            parts, own, ignored = self._inputs[memory]
+            origin = Origin("input", "", ignored=ignored, parts=parts)
         else:
             return ()
         # What is trained is no mask.
@@ -259,10 +259,6 @@ class Trace:
             self.sample.made, self.sample.output = output, kept_value(output)
         if self.sample is not None and self.sample.module is module and self.sample.whole is None:
             self.sample.whole = output
-
-
-def _show(path: Path) -> str:
-    return f"{path[0]}{show_path(path[1:])}" if path else ""
 
 
 def _memory(tensor: Tensor) -> int:
