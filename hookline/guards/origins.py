@@ -132,11 +132,14 @@ def _is_new(made: Tensor, before: Sequence[Tensor]) -> bool:
 class Ignored:
     """The places whose values are not looked at: modules, operations, parameters, inputs."""
 
-    def __init__(self, model: nn.Module, wheres: Sequence[Where]) -> None:
+    def __init__(
+        self, model: nn.Module, wheres: Sequence[Where], called: Sequence[nn.Module]
+    ) -> None:
         requests = resolve(model, wheres, wild=True) if wheres else []
         self.targets = [target for request in requests for target in request.targets]
         for target in self.targets:
-            inner = target.port in ("input", "inputs") and target.module is model
+            own = any(target.module is one for one in called)
+            inner = target.port in ("input", "inputs") and own
             if "grad" in target.port or (target.port not in ("output", "value") and not inner):
                 raise PlaceError(
                     f"guard was told to ignore {str(target.place)!r}.",
@@ -153,10 +156,10 @@ class Ignored:
         """Whether the output of a module is ignored."""
         return id(module) in self._modules
 
-    def output(self, path: tuple[Any, ...], model: nn.Module) -> bool:
-        """Whether a part of the model's own output is ignored."""
+    def output(self, path: tuple[Any, ...], called: nn.Module) -> bool:
+        """Whether a part of the output of what was called is ignored."""
         return any(
-            t.module is model and t.port == "output" and t.operation is None
+            t.module is called and t.port == "output" and t.operation is None
             and t.attribute is None and path[: len(t.parts)] == t.parts
             for t in self.targets
         )  # fmt: skip
@@ -176,9 +179,11 @@ class Ignored:
         """Whether a parameter or buffer is ignored."""
         return any(t.attribute is not None and str(t.place) == path for t in self.targets)
 
-    def input(self, path: tuple[Any, ...], first: Any) -> bool:
-        """Whether a part of the model's inputs is ignored; `first` is the name of the first."""
+    def input(self, path: tuple[Any, ...], first: Any, called: nn.Module) -> bool:
+        """Whether a part of a call's inputs is ignored; `first` is the name of the first."""
         for target in self.targets:
+            if target.module is not called:
+                continue
             if target.port == "inputs" and path[: len(target.parts)] == target.parts:
                 return True
             if target.port == "input" and path[: 1 + len(target.parts)] == (first, *target.parts):

@@ -140,7 +140,8 @@ def _remedy(fault: Fault, scaled: bool) -> str:
     if kind in ("parameter", "buffer"):
         return "Guard the steps before: an optimiser's step or a loaded checkpoint put it there."
     if kind == "input":
-        return f"Look at the data. If it is meant so: guard(model, ignore={fault.place!r})."
+        where = f"what calls {fault.path!r}" if fault.path else "the data"
+        return f"Look at {where}. If it is meant so: guard(model, ignore={fault.place!r})."
     if kind == "loss":
         return "Look at the loss, and at what it does with the model's output."
     if kind == "memory":

@@ -61,10 +61,10 @@ def _there(tensor: Tensor | None) -> Tensor | None:
 class Buffers:
     """The buffers of a model. Those that a call was seen to change are copied before the next."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, names: dict[int, str]) -> None:
         self.places = [
-            (module._buffers, name, join(path, name))
-            for path, module in walk(model)
+            (module._buffers, name, join(names[id(module)], name))
+            for _, module in walk(model)
             for name in module._buffers
         ]
         found = [t for held, name, _ in self.places if (t := _there(held[name])) is not None]
@@ -104,19 +104,20 @@ class Buffers:
 
 
 class Parts:
-    """The modules, parameters and buffers of a model, found once."""
+    """The modules, parameters and buffers of a model, or of a module in it, found once."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self.modules = [module for _, module in walk(model)]
-        self.parameters = list(model.parameters())
-        self.buffers = Buffers(model)
+    def __init__(self, model: nn.Module, called: nn.Module, names: dict[int, str]) -> None:
+        self.model, self.called, self.names = model, called, names
+        self.path = names[id(called)]
+        self.modules = [module for _, module in walk(called)]
+        self.parameters = list(called.parameters())
+        self.buffers = Buffers(called, names)
         self.devices = {p.device.index or 0 for p in self.parameters if p.is_cuda}
         self.changes_inputs = False  # whether a call was seen to change what it was given
 
 
 class Kept:
-    """One call of a model: what it was given, and all that it depended on."""
+    """One call of a model, or of a module in it: what it was given, and all that it depended on."""
 
     def __init__(self, parts: Parts, inputs: Any, positional: int) -> None:
         names = list(inputs)
@@ -132,7 +133,7 @@ class Kept:
         own = {t.device.index or 0 for _, t, _ in self.versions if t.is_cuda}
         self.devices = sorted(own | parts.devices)
         self.randomness = Randomness(self.devices)
-        self.parts = parts
+        self.parts, self.called, self.path = parts, parts.called, parts.path
         self.buffers = parts.buffers.now()
         self.parameters = [(p, p._version) for p in parts.parameters]
         kinds = {"cpu", *(t.device.type for _, t, _ in self.versions)} - {"meta"}

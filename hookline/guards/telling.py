@@ -28,19 +28,22 @@ __all__ = ["Teller", "bad_gradients", "label_of"]
 T = TypeVar("T")
 
 
-def label_of(path: tuple[Any, ...]) -> str:
-    """A part of the model's output in words.
+def label_of(path: tuple[Any, ...], called: str = "") -> str:
+    """A part of the model's output in words, or of that of a module in it.
 
     >>> label_of(("logits", 0))
     "the model's output[logits][0]"
+    >>> label_of((), "net")
+    "the output of 'net'"
     """
-    return f"the model's output{show_path(path)}"
+    whose = f"the output of {called!r}" if called else "the model's output"
+    return f"{whose}{show_path(path)}"
 
 
 def bad_gradients(kept: Kept) -> Labelled:
     """The gradients that came into a call's outputs bad."""
     found = [(path, gradient) for path, (gradient, _) in kept.gradients.items() if is_bad(gradient)]
-    return [(f"gradient of {label_of(path)}", Numbers.of(gradient)) for path, gradient in found]
+    return [(f"gradient of {label_of(p, kept.path)}", Numbers.of(g)) for p, g in found]
 
 
 class Teller:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from hookline.core.gradients import sequence
-from hookline.core.hooks import Context, first_names
+from hookline.core.hooks import Context
 from hookline.core.nested import Path, leaves, map_leaves
 from hookline.core.operations import Mode, innermost, name_of
 from hookline.core.places import Request, Target, resolve
@@ -33,6 +33,7 @@ from hookline.core.tree import join, tensors_of, walk
 from hookline.errors import NotHookable, PlaceNotFound
 from hookline.guards.finite_checks import bad_leaves, is_bad, is_mask, signs
 from hookline.guards.origins import Ignored, Origin, infinite, is_meant, labelled, source_line
+from hookline.guards.runs import Parts
 
 __all__ = ["Modules", "Operations", "Running", "Sample", "Span", "Trace", "kept_value"]
 
@@ -100,9 +101,9 @@ class Sample:
 class Trace:
     """What is known of one run: where bad numbers came from, and what was running."""
 
-    def __init__(self, model: nn.Module, ignored: Ignored, operations: bool) -> None:
-        self.model, self.ignored, self.sees_operations = model, ignored, operations
-        self.names = first_names(model)
+    def __init__(self, parts: Parts, ignored: Ignored, operations: bool) -> None:
+        self.model, self.called, self.names = parts.model, parts.called, parts.names
+        self.ignored, self.sees_operations = ignored, operations
         self.clock = 0  # numbers operations and calls
         self.origins: list[Origin] = []
         self.often: set[tuple[str, str]] = set()  # operations that a call used several times
@@ -111,18 +112,19 @@ class Trace:
         self.sample: Sample | None = None  # to be filled
         self._of: dict[int, tuple[Tensor, tuple[Origin, ...]]] = {}  # by the memory
         self._states: dict[int, tuple[str, str, Tensor]] = {}
-        self._inputs: dict[int, tuple[Path, Tensor, bool]] = {}
-        for path, module in walk(model):
+        self._inputs: dict[int, tuple[Origin, Tensor]] = {}
+        for path, module in walk(self.model):
             for name, tensor in tensors_of(module):
                 kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
                 self._states.setdefault(_memory(tensor), (kind, join(path, name), tensor))
 
-    def give(self, inputs: Any) -> None:
-        """Note the inputs of the model, by name."""
+    def give(self, running: Running, inputs: Any) -> None:
+        """Note the inputs of the call, by name."""
         first = next(iter(inputs), None)
         for path, tensor in leaves(inputs):
-            ignored = self.ignored.input(path, first)
-            self._inputs.setdefault(_memory(tensor), (path, tensor, ignored))
+            ignored = self.ignored.input(path, first, running.module)
+            origin = Origin("input", running.path, ignored=ignored, parts=path)
+            self._inputs.setdefault(_memory(tensor), (origin, tensor))
 
     # -- following values -----------------------------------------------------------------------
 
@@ -136,8 +138,7 @@ class Trace:
             kind, path, own = self._states[memory]
             origin = Origin(kind, path, ignored=self.ignored.tensor(path))
         elif memory in self._inputs:
-            parts, own, ignored = self._inputs[memory]
-            origin = Origin("input", "", ignored=ignored, parts=parts)
+            origin, own = self._inputs[memory]
         else:
             return ()
         # What is trained is no mask.
@@ -197,8 +198,8 @@ class Trace:
         self.clock += 1
         running = Running(module, self.names.get(id(module), ""), self.clock, sequence())
         running.inputs, running.positional = kept_value(inputs), positional
-        if module is self.model and not self.running:
-            self.give(inputs)
+        if module is self.called and not self.running:
+            self.give(running, inputs)
         if not self.sees_operations:
             bad = [tensor for _, tensor in bad_leaves(inputs)]
             running.origins = self._of_inputs(bad)
