@@ -914,6 +914,35 @@ def test_the_message_has_place_numbers_arguments_line_and_what_to_do():
     assert "torch.zeros(2) / torch.zeros(2)" in error.fault.source
 
 
+def test_where_only_modules_of_torch_run_the_line_is_that_which_calls_the_model():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3)))
+    nn.init.constant_(model[1][0].weight, 3e38)
+
+    def step():
+        out = model(torch.full((2, 3), 9.0))  # in a forward
+        out.backward(torch.full_like(out, 3e38))
+
+    fault = fault_in(step, model)
+    assert (fault.place, fault.backward) == ("1.0/linear", False)
+    assert fault.source.startswith("test_guards.py:")
+    assert fault.source.endswith("# in a forward")
+    nn.init.constant_(model[0].weight, 0.0), nn.init.constant_(model[0].bias, 0.0)
+    fault = fault_in(step, model)
+    assert (fault.place, fault.backward) == ("1.0/linear", True)
+    assert fault.source.endswith("# in a forward")
+
+
+def test_the_line_in_a_library_whose_name_begins_as_that_of_torch_is_told():
+    from pathlib import Path
+
+    from hookline.guards.origins import line_of
+
+    file = f"{Path(torch.__file__).parent}vision/models.py"
+    code = compile("import sys\nframe = sys._getframe()", file, "exec")
+    exec(code, found := {})
+    assert line_of(found["frame"])[0] == file
+
+
 def test_the_part_of_a_nested_output_is_told():
     model = Doing(lambda x: {"good": x, "bad": [x, x.log()]})
     fault = fault_in(lambda: model(torch.zeros(3)), model)

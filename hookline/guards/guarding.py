@@ -26,7 +26,7 @@ from hookline.core.taps import KEEP, Frame, Tap, is_over
 from hookline.errors import NonFiniteError, NotHookable, PlaceNotFound
 from hookline.guards.finite_checks import Numbers, all_finite, is_bad, numbers, probe
 from hookline.guards.gradients import Backward
-from hookline.guards.origins import Ignored, Labelled, Origin
+from hookline.guards.origins import Ignored, Labelled, Origin, line_of
 from hookline.guards.reports import fault_of
 from hookline.guards.runs import Holder, Kept, Parts, at_end, is_spread, unwrapped
 from hookline.guards.search import find_forward, of_outputs, parameter_names
@@ -213,6 +213,7 @@ class guard(Context[_Tap]):
         if in_backward() == -1:
             self._passes.clear()  # of backwards that raised
         kept = Kept(self._parts[id(module)], inputs, frame.positional)
+        kept.line = line_of(frame.running)
         running.append((frame, kept))
         if self._modules is not None:
             self._modules.trace = kept.trace = Trace(kept.parts, self._ignored, operations=False)

@@ -3,13 +3,14 @@
 - `Origin`: a producer: an operation, a module, a parameter, an input, the loss
 - `is_meant(...)`: the rule for infinities that were put there on purpose
 - `Ignored`: the places whose values are not looked at
-- `source_line(frame)`: the line of the user's program that is running
+- `line_of(frame)`: the line of the user's program that is running; `shown(line)` is its text
 """
 
 from __future__ import annotations
 
 import linecache
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,14 +27,18 @@ from hookline.core.places import Place, Target, Where, resolve
 from hookline.errors import PlaceError
 from hookline.guards.finite_checks import Numbers, numbers, signs
 
-__all__ = ["Ignored", "Origin", "infinite", "is_meant", "labelled", "source_line"]
+__all__ = [
+    "Ignored", "Line", "Origin", "infinite", "is_meant", "labelled", "line_of", "shown",
+]  # fmt: skip
 
-_OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+_GUARDS = str(Path(__file__).parent)
+_OURS = tuple(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, _GUARDS))
 # Of these the numbers in the result stand where they stand in the arguments.
 _ELEMENTWISE = frozenset({"add", "sub", "subtract", "rsub", "mul", "multiply", "div", "pow", "exp"})
 _TURNS = frozenset({"neg", "negative", "abs", "absolute", "sub", "subtract", "rsub"})
 
 Labelled = list[tuple[str, Numbers]]
+Line = tuple[str, int]
 
 
 @dataclass(eq=False)
@@ -195,11 +200,19 @@ def _whole(target: Target) -> bool:
     return target.attribute is None and target.port == "output" and not target.parts
 
 
-def source_line(frame: FrameType | None) -> str:
-    """The innermost line that is neither torch's nor ours: where the user's program stands."""
-    while frame is not None and frame.f_code.co_filename.startswith(_OURS):
-        frame = frame.f_back
-    if frame is None:
+def line_of(frame: FrameType | None) -> Line | None:
+    """The innermost line that is neither torch's nor ours: where the user's program stands.
+
+    None in a second run of which no line is the user's: that which began it is another one.
+    """
+    while frame is not None and (file := frame.f_code.co_filename).startswith(_OURS):
+        frame = None if file.startswith(_GUARDS) else frame.f_back
+    return None if frame is None else (frame.f_code.co_filename, frame.f_lineno)
+
+
+def shown(line: Line | None) -> str:
+    """A line of a program with its file and number."""
+    if line is None:
         return ""
-    file, line = frame.f_code.co_filename, frame.f_lineno
-    return f"{Path(file).name}:{line}  {linecache.getline(file, line).strip()}".strip()
+    file, number = line
+    return f"{Path(file).name}:{number}  {linecache.getline(file, number).strip()}".strip()

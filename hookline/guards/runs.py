@@ -148,6 +148,7 @@ class Kept:
         self.gradients: dict[Path, tuple[Tensor, int]] = {}  # of its outputs, when they come
         self.outputs: list[tuple[Path, Tensor]] = []  # until they were checked
         self.number = 0  # of the call
+        self.line: Any = None  # of the program, that called
         self.trace: Any = None  # where every module is checked: what is known of the call
         self.backward: Any = None
 

@@ -18,7 +18,7 @@ from hookline.core.nested import show_path
 from hookline.errors import NonFiniteError
 from hookline.guards.dumps import write_dump
 from hookline.guards.finite_checks import Numbers, is_bad
-from hookline.guards.origins import Ignored, Labelled, Origin
+from hookline.guards.origins import Ignored, Labelled, Origin, shown
 from hookline.guards.reports import Fault, explain, fault_of
 from hookline.guards.runs import Kept
 from hookline.guards.search import describe_sample, find_backward, take_sample
@@ -106,6 +106,8 @@ class Teller:
         elif origin.kind == "input":
             given = {path: tensor for path, tensor, _ in kept.versions}
             fault.values = [("", Numbers.of(given[origin.parts]))]
+        if fault.operation and not fault.source:  # in a module of torch's that the model holds
+            fault.source = shown(kept.line)
         if self.to is not None and sample is not None and origin.kind != "sum":
             try:
                 fault.folder = write_dump(self.to, fault, sample, kept)

@@ -32,7 +32,7 @@ from hookline.core.taps import KEEP, Frame, Tap
 from hookline.core.tree import join, tensors_of, walk
 from hookline.errors import NotHookable, PlaceNotFound
 from hookline.guards.finite_checks import bad_leaves, is_bad, is_mask, signs
-from hookline.guards.origins import Ignored, Origin, infinite, is_meant, labelled, source_line
+from hookline.guards.origins import Ignored, Origin, infinite, is_meant, labelled, line_of, shown
 from hookline.guards.runs import Parts
 
 __all__ = ["Modules", "Operations", "Running", "Sample", "Span", "Trace", "kept_value"]
@@ -168,7 +168,7 @@ class Trace:
         known = [(self.origins_of(tensor), sign, where) for tensor, sign, where in bad]
         held = [origin for origins, _, _ in known for origin in origins]
         if any(not origins for origins, _, _ in known):  # nothing that was seen has made it
-            source = source_line(frame)
+            source = shown(line_of(frame))
             strange = Origin("outside", path, False, name, use, source=source, number=self.clock)
             held.append(self._add(strange))
         wrong = [origin for origin in held if not origin.meant]
@@ -180,7 +180,9 @@ class Trace:
             self._follow(made, tuple(held))
             return
         kind = "memory" if name in _UNWRITTEN else "operation"
-        origin = Origin(kind, path, False, name, use, source=source_line(frame), number=self.clock)
+        origin = Origin(
+            kind, path, False, name, use, source=shown(line_of(frame)), number=self.clock
+        )
         origin.ignored = module is not None and self.ignored.operation(module, name, use)
         origin.meant = meant or origin.ignored
         self._follow(made, (self._add(origin),))
@@ -302,7 +304,7 @@ class Operations(Mode):
             trace.often.add((trace.names.get(id(module), ""), name))
         if sequence() > start:
             span = Span(start, sequence(), number, trace.names.get(id(module), ""))
-            span.operation, span.use, span.source = name, use, source_line(frame)
+            span.operation, span.use, span.source = name, use, shown(line_of(frame))
             if module is None and trace.running:
                 span.path = trace.running[-1].path
             trace.spans.append(span)
