@@ -15,7 +15,10 @@ from torch.utils.checkpoint import checkpoint
 
 import hookline as hl
 
-pytestmark = pytest.mark.usefixtures("seeded")
+pytestmark = [
+    pytest.mark.usefixtures("seeded"),
+    pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors"),
+]
 
 
 def hooks_of(model):
@@ -91,6 +94,10 @@ class Embedded(nn.Module):
         return self.out(self.lstm(self.embed(ids))[0])
 
 
+def nested(x, layout=torch.strided):
+    return torch.nested.as_nested_tensor([x[:1], x[1:]], layout=layout)
+
+
 class Mended(nn.Module):
     """Bad numbers inside that do not leave: nan_to_num, where, and a NaN in the input."""
 
@@ -113,6 +120,9 @@ HEALTHY = {
             {"src_key_padding_mask": torch.tensor([[False] * 5, [False] * 3 + [True] * 2])},
         ),
     ),
+    "nested output": (
+        lambda: Doing(lambda x: nested(x) * 2), lambda: ((torch.randn(3, 8),), {}),
+    ),
     "mask in a buffer": (MaskedInside, lambda: ((torch.randn(2, 5, 8),), {})),
     "mask filled in": (
         Filled, lambda: ((torch.randn(2, 8), torch.tensor([True, True, False] * 2)), {}),
@@ -132,6 +142,7 @@ HEALTHY = {
 
 def finite_part(value):
     tensors = value if isinstance(value, tuple) else (value,)
+    tensors = [t.values() if t.is_nested else t for t in tensors]
     return sum(t[t.isfinite()].float().mean() for t in tensors)
 
 
@@ -941,6 +952,44 @@ def test_the_line_in_a_library_whose_name_begins_as_that_of_torch_is_told():
     code = compile("import sys\nframe = sys._getframe()", file, "exec")
     exec(code, found := {})
     assert line_of(found["frame"])[0] == file
+
+
+@pytest.mark.parametrize("careful", [False, True])
+def test_a_transformer_that_computes_with_nested_tensors_is_not_accused(careful):
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    model, met = nn.TransformerEncoder(layer, 2).eval(), []
+    padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    model.layers[1].register_forward_pre_hook(lambda module, args: met.append(args[0].is_nested))
+    with torch.no_grad(), guarded(model, careful=careful):
+        model(torch.randn(2, 5, 8), src_key_padding_mask=padding)
+    assert met == [True]
+
+
+@pytest.mark.parametrize("careful", [False, True])
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda x: nested(x / 0),
+        lambda x: nested(x / 0, torch.jagged),
+        lambda x: (x / 0).to_sparse(),
+        lambda x: (x / 0).to_sparse_csr(),
+        lambda x: (x / 0).to_sparse_csc(),
+        lambda x: (x / 0).to_sparse_bsr((2, 2)),
+    ],
+    ids=["nested", "jagged", "coo", "csr", "csc", "bsr"],
+)
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_bad_numbers_in_nested_and_sparse_tensors_are_seen(made, careful):
+    model = nn.Sequential(nn.Identity(), Doing(made))
+    fault = fault_in(lambda: model(torch.ones(4, 4)), model, careful=careful)
+    assert fault.place == ("1" if careful else "1/div")
+    assert fault.seen[0][1].positive == 16
+
+
+def test_bad_numbers_beside_a_part_of_a_nested_tensor_are_not_its_own():
+    model = Doing(lambda x: nested(x.log()).chunk(2, -1)[1])
+    with guarded(model):
+        model(torch.tensor([[0.0, 1.0], [0.0, 2.0], [0.0, 3.0]]))
 
 
 def test_the_part_of_a_nested_output_is_told():

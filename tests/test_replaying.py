@@ -175,6 +175,15 @@ def test_the_files_are_plain_and_hold_no_code(tmp_path):
     assert content["module"]["path"] == "1"
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_is_not_written_and_the_rest_is(tmp_path):
+    model = Doing(lambda x: torch.nested.as_nested_tensor([x, x]) / 0)
+    fault = dumped(model, torch.ones(2), tmp_path)
+    with pytest.raises(hl.ReplayError, match="given a nested tensor"):
+        hl.replay(fault.folder)
+    assert hl.replay(fault.folder, model).reproduced
+
+
 def test_dumps_do_not_overwrite_one_another_and_none_is_written_if_told_so(tmp_path):
     model = Doing(torch.log)
     one, two = (dumped(model, torch.zeros(3), tmp_path) for _ in range(2))

@@ -61,7 +61,7 @@ class Teller:
         try:
             return search(*given)
         except Exception as error:  # noqa: BLE001 - the model's own, and the fault counts more
-            doubts.append(f"the second run raised {type(error).__name__}: {error}")
+            doubts.append(f"the second run raised {type(error).__name__}: {error!s:.200}")
             return None
         finally:
             self.busy = False
