@@ -161,6 +161,34 @@ def test_where_every_module_is_checked_the_module_is_written(tmp_path):
     assert "the module '1' (LayerNorm)" in repr(replayed)
 
 
+class Several(nn.Module):
+    """Returns several values, of which one is bad, or what is made of a bad one."""
+
+    def __init__(self, inside):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.identity, self.inside = nn.Identity(), inside
+
+    def forward(self, x):
+        if self.inside:
+            return x, [self.identity(x / 0) + 1]
+        padding = torch.ones(x.shape[:2], dtype=torch.bool)
+        return self.attention(x, x, x, key_padding_mask=padding)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_where_every_module_is_checked_one_that_returns_several_values_is_replayed(
+    inside, tmp_path
+):
+    model = Several(inside)
+    fault = dumped(model, torch.randn(2, 3, 4), tmp_path, careful=True)
+    assert fault.place == ("" if inside else "attention")
+    replayed = hl.replay(fault.folder, model)
+    assert (replayed.reproduced, replayed.exact) == (True, True)
+    if not inside:
+        assert hl.replay(fault.folder).exact
+
+
 def test_the_files_are_plain_and_hold_no_code(tmp_path):
     model = nn.Sequential(nn.Linear(4, 4), Doing(lambda x: x.log()))
     nn.init.zeros_(model[0].weight), nn.init.zeros_(model[0].bias)

@@ -239,7 +239,6 @@ class Trace:
             origin.given = labelled(running.inputs)
             origin.sample = Sample(running.number, operation=False)
             origin.sample.of(running)
-            origin.sample.output = kept_value(value)
         return (self._add(origin),)
 
     def leave(self, module: nn.Module, output: Any) -> None:
@@ -258,6 +257,9 @@ class Trace:
                 self._follow([tensor], (self._add(origin),))
             elif not self.origins_of(tensor):
                 self._follow([tensor], self._inside(running, tensor))
+        for origin in self.origins:  # what it made may be a part of its output, or lie before it
+            if origin.sample is not None and origin.number == running.number:
+                origin.sample.output = kept_value(output)
         if self.sample is not None and self.sample.number == running.number:
             self.sample.made, self.sample.output = output, kept_value(output)
         if self.sample is not None and self.sample.module is module and self.sample.whole is None:
