@@ -161,6 +161,29 @@ def test_where_every_module_is_checked_the_module_is_written(tmp_path):
     assert "the module '1' (LayerNorm)" in repr(replayed)
 
 
+@pytest.mark.parametrize("careful", [False, True])
+@pytest.mark.parametrize("grows", [False, True])
+def test_buffers_that_a_call_puts_others_in_place_of_are_written_as_they_were(
+    grows, careful, tmp_path
+):
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(0 if grows else ()))
+
+        def forward(self, x):
+            self.seen = torch.cat([self.seen, torch.ones(1)]) if grows else self.seen + 1
+            return x / (self.seen.sum() != 3)
+
+    model = nn.Sequential(Counting())
+    with hl.guard(model, to=tmp_path, careful=careful), pytest.raises(hl.NonFiniteError) as found:
+        [model(torch.ones(2)) for _ in range(4)]
+    assert model[0].seen.sum() == 3
+    replayed = hl.replay(found.value.fault.folder, model)
+    assert replayed.reproduced
+    assert model[0].seen.sum() == 3
+
+
 class Several(nn.Module):
     """Returns several values, of which one is bad, or what is made of a bad one."""
 

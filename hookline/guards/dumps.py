@@ -191,11 +191,14 @@ def _parameters(kind: type[nn.Module]) -> list[str]:
 
 def _state_of(module: nn.Module, kept: Kept) -> dict[str, Tensor]:
     """The parameters and buffers of a module, as they were before the call."""
-    before = {id(tensor): copy for _, _, _, tensor, _, copy in kept.buffers if copy is not None}
+    before = {
+        (id(held), name): tensor if copy is None else copy
+        for held, name, _, tensor, _, copy in kept.buffers
+    }
     found: dict[str, Tensor] = {}
     for path, inner in walk(module):
         for name, tensor in tensors_of(inner):
-            found[join(path, name)] = before.get(id(tensor), tensor)
+            found[join(path, name)] = before.get((id(inner._buffers), name), tensor)
     return found
 
 
