@@ -74,6 +74,7 @@ def test_an_operation_is_run_again_bit_for_bit_without_the_model(case, tmp_path)
 
 
 BACKWARD = {
+    "one of several results": lambda x: torch.linalg.svd(x.mean() * torch.eye(4))[0],
     "sqrt": lambda x: (x * 0).sqrt(),
     "power": lambda x: (x * 0) ** 0.5,
     "masked division": lambda x: torch.where(x > 9, 1 / (x * 0), torch.zeros_like(x)),
@@ -224,6 +225,17 @@ def test_the_files_are_plain_and_hold_no_code(tmp_path):
     name = content["operation"]["args"][0]["tensor"]
     assert torch.equal(tensors[name], torch.zeros(2, 4))
     assert content["module"]["path"] == "1"
+
+
+def test_where_no_dump_can_be_written_it_is_said_why(tmp_path):
+    calls = iter(range(2))  # the first run and the search, and then no more
+    model = nn.Sequential(nn.Linear(4, 4), Doing(lambda x: x / (0 * next(calls))))
+    fault = dumped(model, torch.ones(4), tmp_path)
+    assert (fault.place, fault.folder) == ("1/div", None)
+    assert "No dump was written: the second run raised StopIteration" in str(fault)
+    model = nn.Sequential(nn.Linear(4, 4), Doing(lambda x: (x * 0).sqrt()))
+    fault = dumped(model, torch.ones(4), tmp_path, backward=True, careful=True)
+    assert "No dump was written: what the producer was given is not known." in str(fault)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

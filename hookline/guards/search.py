@@ -195,8 +195,9 @@ def _take_gradients(value: Any, kept: dict[Path, Tensor]) -> None:
     for path, tensor in leaves(value):
         if tensor.requires_grad and tensor.grad_fn is not None:
 
-            def keep(gradient: Tensor, path: Path = path) -> None:
-                kept[path] = gradient.detach().clone()
+            def keep(gradient: Tensor | None, path: Path = path) -> None:
+                if gradient is not None:  # of several results not all need have been used
+                    kept[path] = gradient.detach().clone()
 
             tensor.register_hook(keep)
 

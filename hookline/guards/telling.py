@@ -26,6 +26,7 @@ from hookline.guards.search import describe_sample, find_backward, take_sample
 __all__ = ["Teller", "bad_gradients", "label_of"]
 
 T = TypeVar("T")
+_PRODUCERS = ("operation", "module", "memory", "outside")  # that can be run again
 
 
 def label_of(path: tuple[Any, ...], called: str = "") -> str:
@@ -75,7 +76,7 @@ class Teller:
                 origins.sort(key=kept.backward.origins.index)
                 if origins and scale <= 1:
                     fault = fault_of(list(dict.fromkeys(origins)), set(), kept.number, seen)
-                    raise self.finish(fault)
+                    raise self.told(kept, origins[0], fault)
                 if kept.backward.bad and not origins:
                     return None
                 continue
@@ -93,9 +94,9 @@ class Teller:
 
     def told(self, kept: Kept, origin: Origin, fault: Fault, scale: float = 1.0) -> NonFiniteError:
         """The error for a fault, with what the producer was given, and a dump of it."""
-        sample = origin.sample
+        sample, doubts = origin.sample, list[str]()
         if origin.number and kept.trace is None:
-            sample = self.again([], take_sample, kept, self.ignored, origin, scale)
+            sample = self.again(doubts, take_sample, kept, self.ignored, origin, scale)
             if sample is not None:
                 describe_sample(sample, origin)
                 fault.values, fault.given = origin.values, origin.given
@@ -108,7 +109,11 @@ class Teller:
             fault.values = [("", Numbers.of(given[origin.parts]))]
         if fault.operation and not fault.source:  # in a module of torch's that the model holds
             fault.source = shown(kept.line)
-        if self.to is not None and sample is not None and origin.kind != "sum":
+        if self.to is not None and origin.kind in _PRODUCERS:
+            if sample is None:
+                why = doubts or ["what the producer was given is not known"]
+                fault.remarks.append(f"No dump was written: {why[0]}.")
+                return self.finish(fault)
             try:
                 fault.folder = write_dump(self.to, fault, sample, kept)
             except (OSError, RuntimeError) as error:  # what was found counts more
