@@ -279,6 +279,7 @@ LIT_STEPS = {  # what makes the bad number, and what the guard is to say of it
         lambda lit, x: lit.b(lit.a(x) / 0), "input", "b:inputs[input]",
     ),
     "own parameter": (lambda lit, x: lit(x, "own"), "operation", "/log"),
+    "own parameter in the step": (lambda lit, x: (x @ lit.own).sqrt() + 1, "loss", ""),
 }  # fmt: skip
 
 

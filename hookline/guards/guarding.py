@@ -36,6 +36,10 @@ from hookline.guards.tracing import Modules, Trace
 __all__ = ["guard"]
 
 _DIFFERENT = "The second run was bad at other places than the first: something of it is random."
+_FINITE = (
+    "the second run gave finite gradients: they came from outside of the model, or from an edit of "
+    "gradients, or something of it is random"
+)
 _GRAPHS = 4  # that are held, where all nodes are looked at, until their backward comes
 _RECENT = 64
 Part = tuple[Any, ...]
@@ -149,6 +153,7 @@ class guard(Context[_Tap]):
         self._passes: dict[int, _Pass] = {}
         self._meant: dict[Part, Tensor] = {}  # where outputs are infinite on purpose
         self._modules: Modules | None = None
+        self._step = 0  # the last call that has ended
         self._ended: Kept | None = None  # a call whose trace is not yet looked at
         self._ignored = Ignored(self._model, self._ignore, self._called)
         self._teller = Teller(self._model, self._ignored, self._to, self._scaler is not None)
@@ -242,7 +247,7 @@ class guard(Context[_Tap]):
         if not running or running[-1][1].called is not module:
             return  # entered while it was running, or a part of that call
         _, kept = running.pop()
-        kept.number = index
+        kept.number = self._step = index
         kept.learn()
         found = leaves(output)
         graphs = [t for _, t in found if t.requires_grad and t.grad_fn is not None]
@@ -317,7 +322,7 @@ class guard(Context[_Tap]):
             fault = fault_of(found.origins, set(), kept.number, seen)
             raise self._teller.told(kept, found.origins[0], fault)
         if (id(module), kept.number) in self._calls:
-            kept.backward = Backward(kept.trace, parameter_names(self._model))
+            kept.backward = Backward(kept.trace, parameter_names(self._model) | kept.names())
             kept.backward.watch(tensor for _, tensor in leaves(output))
             self._looked.append(kept)
             if len(self._looked) > _GRAPHS:
@@ -374,7 +379,9 @@ class guard(Context[_Tap]):
         calls = [found.calls[key] for key in reversed(list(self._calls)) if key in found.calls]
         given = [(kept, bad_gradients(kept)) for kept in calls]
         scale = self._scale()
-        doubts = self._teller.search_backward([k for k, wrong in given if not wrong], seen, scale)
+        clean = [kept for kept, wrong in given if not wrong]
+        hooked = {n: g for n, g in bad if _is_hooked(self._model.get_parameter(n))}
+        doubts = self._teller.search_backward(clean, hooked, seen, scale)
         if doubts is None or scale > 1:
             self.skipped += scale > 1
             return
@@ -382,9 +389,12 @@ class guard(Context[_Tap]):
             if wrong:
                 origin = Origin("loss", "", backward=True, values=wrong)
                 raise self._teller.finish(fault_of([origin], set(), kept.number, seen or wrong))
+        step = calls[0].number if calls else self._step
+        if bad and not doubts and all(kept.trace is not None for kept in calls):
+            beside = Origin("loss", "", backward=True)  # all that the calls passed on was finite
+            raise self._teller.finish(fault_of([beside], set(), step, seen))
         if bad or doubts:
-            doubts = doubts or ["the second run gave finite gradients: something of it is random"]
-            raise self._unknown(calls[0].number if calls else -1, True, seen, doubts)
+            raise self._unknown(step, True, seen, doubts or [_FINITE])
 
     def _unknown(
         self, step: int, backward: bool, seen: Labelled, doubts: list[str]
@@ -402,6 +412,12 @@ class guard(Context[_Tap]):
 def _gradient(tap: Tap) -> Tensor | None:
     tensor = tap.target.tensor()
     return None if tensor is None else tensor.grad
+
+
+def _is_hooked(parameter: Tensor) -> bool:
+    """Whether a parameter has a hook that is none of ours."""
+    hooks: dict[int, Any] = parameter._backward_hooks or {}
+    return any(not isinstance(getattr(h, "__self__", None), arms.Arm) for h in hooks.values())
 
 
 def _must_be_waited_for(probes: list[Tensor]) -> bool:

@@ -162,6 +162,7 @@ class Kept:
         """Take the hooks off its graph."""
         if self.backward is not None:
             self.backward.remove()
+            self.backward = None
 
     def doubts(self) -> list[str]:
         """Why running it again may give something else, as far as can be seen."""
@@ -216,9 +217,17 @@ class Kept:
             Buffers.restore(after)
             now.restore()
 
+    def names(self) -> dict[int, str]:
+        """Its inputs that require grad in words, by id."""
+        return {
+            id(t): f"the input {p[0]}{show_path(p[1:])}"
+            for p, t, _ in self.versions
+            if t.requires_grad
+        }
+
     def _arguments(self, gradients: bool) -> tuple[Any, dict[str, Any], list[tuple[str, Tensor]]]:
         found: list[tuple[str, Tensor]] = []
-        names = {id(t): f"{p[0]}{show_path(p[1:])}" for p, t, _ in self.versions}
+        names = self.names()
 
         def copied(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
@@ -226,7 +235,7 @@ class Kept:
             copy = leaf.detach().clone()
             if not (gradients and leaf.requires_grad):
                 return copy
-            found.append((f"the input {names[id(leaf)]}", copy.requires_grad_()))
+            found.append((names[id(leaf)], copy.requires_grad_()))
             return copy.clone()  # the model may change it in place, which a leaf does not allow
 
         args, kwargs = map_leaves(copied, (self.args, self.kwargs))

@@ -108,7 +108,7 @@ def find_backward(kept: Kept, ignored: Ignored, scale: float = 1.0) -> Found:
             backward.settle(_gradients(kept, output, wanted, scale))
             wrong = [p for p, t in leaves(output) if "n" in signs(t)]
             same = all(ignored.output(path, kept.called) for path in wrong)
-            found = Found(trace, bad=bool(backward.bad), same=same)
+            found = Found(trace, seen=backward.seen, bad=bool(backward.bad), same=same)
             for origins in backward.bad.values():
                 wrong = [o for o in origins if not o.meant]
                 found.origins += [o for o in wrong if o not in found.origins]

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from hookline.core.nested import show_path
 from hookline.errors import NonFiniteError
@@ -67,14 +67,24 @@ class Teller:
         finally:
             self.busy = False
 
-    def search_backward(self, calls: list[Kept], seen: Labelled, scale: float) -> list[str] | None:
-        """Raise if a producer is found; else why it may not have been, or None if all is meant."""
+    def search_backward(
+        self, calls: list[Kept], hooked: dict[str, Tensor], seen: Labelled, scale: float
+    ) -> list[str] | None:
+        """Raise if a producer is found; else why it may not have been, or None if all is meant.
+
+        `hooked` are bad gradients of parameters that have hooks.
+        """
         doubts: list[str] = []
         for kept in calls:
+            if kept.trace is not None and kept.backward is None:
+                doubts.append("its graph was let go, after many calls or another backward")
+                continue
             if kept.backward is not None:  # every node was looked at
+                kept.backward.settle(hooked)
                 origins = [o for own in kept.backward.bad.values() for o in own if not o.meant]
                 origins.sort(key=kept.backward.origins.index)
                 if origins and scale <= 1:
+                    seen = seen or kept.backward.seen
                     fault = fault_of(list(dict.fromkeys(origins)), set(), kept.number, seen)
                     raise self.told(kept, origins[0], fault)
                 if kept.backward.bad and not origins:
@@ -83,12 +93,15 @@ class Teller:
             own = kept.doubts()
             again = None if own else self.again(own, find_backward, kept, self.ignored, scale)
             if again is not None and again.origins and again.same:
+                seen = seen or again.seen
                 fault = fault_of(again.origins, again.trace.often, kept.number, seen)
                 raise self.told(kept, again.origins[0], fault, scale)
             if again is not None and again.bad and again.same:
                 return None  # all of it is ignored
             if again is not None and not again.same:
-                own.append("the second forward was not finite, as the first was")
+                own.append(
+                    "its forward makes bad numbers that are ignored, and its backward of them"
+                )
             doubts += own
         return doubts
 
