@@ -479,7 +479,25 @@ def test_checkpointed_modules_are_looked_into(reentrant):
     before = model.first.weight.grad = torch.ones(3, 3)
     fault = fault_in(lambda: model(torch.ones(3)).sum().backward(), model)
     assert (fault.path, fault.node) == ("inner.1", "SqrtBackward0")
+    assert fault.others == []
     assert model.first.weight.grad is before
+
+
+@pytest.mark.parametrize("careful", [False, True])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_what_a_checkpoint_recomputes_outside_of_modules_is_not_blamed_on_them(reentrant, careful):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x):
+            return checkpoint(lambda y: (self.b(y) * 0).sqrt(), self.a(x), use_reentrant=reentrant)
+
+    model = Net()
+    fault = fault_in(lambda: model(torch.ones(3)).sum().backward(), model, careful=careful)
+    assert (fault.kind, fault.path, fault.others) == ("operation", "", [])
+    assert fault.node == ("CheckpointFunctionBackward" if reentrant else "SqrtBackward0")
 
 
 # -- where a call cannot be run again -------------------------------------------------------------

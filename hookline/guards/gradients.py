@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from hookline.core.nested import leaves
 from hookline.guards.finite_checks import Numbers, is_bad
-from hookline.guards.origins import Labelled, Origin
+from hookline.guards.origins import RECOMPUTING, Labelled, Origin
 from hookline.guards.tracing import Span, Trace
 
 __all__ = ["Backward"]
@@ -71,13 +71,15 @@ class Backward:
             return
         came = [n for n, gradient in enumerate(given) if gradient is not None and is_bad(gradient)]
         origins = [o for n in came for o in self._of.get((node, n), ())]
-        if not came:
+        if not came and node.name() == RECOMPUTING and self.origins:
+            origins = self.origins  # of the backward that ran inside
+        elif not came:
             origins = [self._origin("operation", node, passed, given)]
         elif not origins:
             # Every share that flowed in was finite, or was none of the model's.
             met = (node, came[0])
             kind = self._joined(lambda edge: edge == met)
-            origins = [self._origin(kind, node, passed, given)]
+            origins = [self._origin(kind, node, passed, given) if kind else self._unseen()]
         for n in bad:
             edge: Edge = node.next_functions[n]
             before = self._of.get(edge, ())
@@ -97,9 +99,13 @@ class Backward:
         self.bad[name] = origins
 
     def _joined(self, fits: Callable[[Edge], bool]) -> str:
-        """What makes a bad gradient of finite shares: their sum, or, of a single one, a hook."""
-        shares = [*self._ends, *(edge for node in self._nodes for edge in node.next_functions)]
-        return "sum" if sum(map(fits, shares)) > 1 else "hook"
+        """What makes a bad gradient of finite shares: their sum, or, of a single one, a hook.
+
+        Nothing, if no share was seen.
+        """
+        edges = [*self._ends, *(edge for node in self._nodes for edge in node.next_functions)]
+        shares = sum(map(fits, edges))
+        return "sum" if shares > 1 else "hook" if shares else ""
 
     def _origin(self, kind: str, node: Any, passed: Any, given: Any) -> Origin:
         span = self._span(node)
@@ -111,6 +117,16 @@ class Backward:
             origin.source = _defined(node)
         origin.values = _described(passed, "gradient of argument")
         origin.given = _described(given, "gradient of the result")
+        origin.ignored = origin.meant = self._is_ignored(origin)
+        self.origins.append(origin)
+        return origin
+
+    def _unseen(self) -> Origin:
+        """A checkpoint that recomputes more than modules: only their graphs are looked at."""
+        for origin in self.origins:
+            if origin.node == RECOMPUTING:
+                return origin
+        origin = Origin("operation", "", backward=True, node=RECOMPUTING)
         origin.ignored = origin.meant = self._is_ignored(origin)
         self.origins.append(origin)
         return origin
@@ -141,7 +157,7 @@ class Backward:
                 self.bad.pop(name, None)
             elif name not in self.bad:
                 kind = self._joined(lambda edge, name=name: self._name(edge) == name)
-                origin = Origin(kind, name, backward=True)
+                origin = Origin(kind or "sum", name, backward=True)
                 origin.values = [("gradient", Numbers.of(gradient))]
                 self.origins.append(origin)
                 self._reached(name, gradient, (origin,))

@@ -370,7 +370,8 @@ class guard(Context[_Tap]):
 
     def _backward_failed(self, found: _Pass) -> None:
         flagged = {tap.name for tap, one in found.probes if not one.isfinite()} - {""}
-        known = {t.name: _gradient(t) for t in self._taps.values() if t.name in flagged}
+        taps = [tap for tap in self._taps.values() if tap.name in flagged]
+        known = {tap.name: _gradient(tap) for tap in taps}
         bad = [(n, g) for n, g in known.items() if g is not None and is_bad(g)]
         if known and not bad and all(g is not None for g in known.values()):
             return  # sums that have overflowed
@@ -380,7 +381,7 @@ class guard(Context[_Tap]):
         given = [(kept, bad_gradients(kept)) for kept in calls]
         scale = self._scale()
         clean = [kept for kept, wrong in given if not wrong]
-        hooked = {n: g for n, g in bad if _is_hooked(self._model.get_parameter(n))}
+        hooked = {n: g for n, g in bad if any(_is_hooked(t) for t in taps if t.name == n)}
         doubts = self._teller.search_backward(clean, hooked, seen, scale)
         if doubts is None or scale > 1:
             self.skipped += scale > 1
@@ -414,9 +415,9 @@ def _gradient(tap: Tap) -> Tensor | None:
     return None if tensor is None else tensor.grad
 
 
-def _is_hooked(parameter: Tensor) -> bool:
+def _is_hooked(tap: Tap) -> bool:
     """Whether a parameter has a hook that is none of ours."""
-    hooks: dict[int, Any] = parameter._backward_hooks or {}
+    hooks: dict[int, Any] = getattr(tap.target.tensor(), "_backward_hooks", None) or {}
     return any(not isinstance(getattr(h, "__self__", None), arms.Arm) for h in hooks.values())
 
 

@@ -28,8 +28,11 @@ from hookline.errors import PlaceError
 from hookline.guards.finite_checks import Numbers, numbers, signs
 
 __all__ = [
-    "Ignored", "Line", "Origin", "infinite", "is_meant", "labelled", "line_of", "shown",
+    "RECOMPUTING", "Ignored", "Line", "Origin", "infinite", "is_meant", "labelled", "line_of",
+    "shown",
 ]  # fmt: skip
+
+RECOMPUTING = "CheckpointFunctionBackward"  # the older checkpointing: a backward in another
 
 _GUARDS = str(Path(__file__).parent)
 _OURS = tuple(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, _GUARDS))

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from hookline.core.places import Place
 from hookline.errors import NonFiniteError
-from hookline.guards.origins import Labelled, Origin
+from hookline.guards.origins import RECOMPUTING, Labelled, Origin
 
 __all__ = ["Fault", "explain", "fault_of"]
 
@@ -151,6 +151,8 @@ def _remedy(fault: Fault, scaled: bool) -> str:
     if kind == "loss":
         used = "output" if fault.values else "parameters"
         return f"Look at the loss, and at what it does with the model's {used}."
+    if fault.node == RECOMPUTING:
+        return "checkpoint(..., use_reentrant=False) shows what inside of it does."
     if kind == "hook":
         return "Look at the hooks that were put there with register_hook."
     if kind == "memory":

@@ -20,7 +20,7 @@ from hookline.core.nested import Path, get_part, leaves
 from hookline.core.tree import join, tensors_of, walk
 from hookline.guards.finite_checks import Numbers, bad_leaves, numbers, signs
 from hookline.guards.gradients import Backward
-from hookline.guards.origins import Ignored, Labelled, Origin, labelled
+from hookline.guards.origins import RECOMPUTING, Ignored, Labelled, Origin, labelled
 from hookline.guards.runs import Kept
 from hookline.guards.tracing import Modules, Operations, Sample, Trace
 
@@ -161,7 +161,7 @@ def _recomputes(tensors: list[Tensor]) -> bool:
     while stack:
         node = stack.pop()
         if node is not None and node not in seen:
-            if node.name() == "CheckpointFunctionBackward":
+            if node.name() == RECOMPUTING:
                 return True
             seen.add(node)
             stack += [follows for follows, _ in node.next_functions]
