@@ -743,6 +743,12 @@ def test_ignored_inputs_parameters_and_backwards_are_not_accused():
         model(torch.ones(3)).sum().backward()
 
 
+def test_gradients_of_what_is_ignored_in_a_forward_are_told_as_such():
+    model = nn.Sequential(Doing(lambda x: (x * 0).log()), nn.Linear(3, 3))
+    fault = fault_in(lambda: model(torch.ones(3)).sum().backward(), model, ignore="0/log")
+    assert "its forward makes bad numbers that are ignored" in fault.remarks[0]
+
+
 def test_a_place_that_cannot_be_ignored_is_refused_on_entering():
     model = nn.Sequential(nn.Linear(3, 3))
     with pytest.raises(hl.PlaceError, match="grad_output"):
