@@ -340,6 +340,101 @@ def test_a_parameter_whose_shares_overflow_together_is_named():
     assert (fault.kind, fault.place) == ("sum", "weight")
 
 
+class Hooked(nn.Module):
+    """Divides a gradient by zero in a hook: of a parameter, or of a tensor in the forward."""
+
+    def __init__(self, inside):
+        super().__init__()
+        self.fc, self.inside = nn.Linear(4, 4), inside
+        if not inside:
+            self.fc.weight.register_hook(lambda gradient: gradient / 0)
+
+    def forward(self, x):
+        y = self.fc(x).tanh()
+        if self.inside:
+            y.register_hook(lambda gradient: gradient / 0)
+        return y.exp()
+
+
+@pytest.mark.parametrize("careful", [False, True])
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_hook_on_a_gradient_is_told_from_a_sum(inside, careful):
+    model = nn.Sequential(Hooked(inside))
+    fault = caught(model, torch.ones(2, 4), backward=lambda y: y.sum().backward(), careful=careful)
+    assert (fault.kind, fault.backward) == ("hook", True)
+    if inside:
+        assert fault.path == "0"
+        name = "TanhBackward0" if careful else "'tanh' (TanhBackward0)"
+        assert f"the gradient of {name} in '0' (Hooked)" in str(fault)
+    else:
+        assert fault.place == "0.fc.weight"
+    assert "register_hook" in str(explained(fault))
+
+
+def test_an_output_that_is_used_inside_too_gets_a_sum_and_no_hook():
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x):
+            h = self.fc(x)
+            return h, h.relu()
+
+    model = Both().half()
+    nn.init.constant_(model.fc.weight, 0.5)
+    fault = caught(
+        model,
+        torch.ones(1, 4).half(),
+        backward=lambda y: torch.autograd.backward(y, [torch.full_like(p, 40000.0) for p in y]),
+        careful=True,
+    )
+    assert (fault.kind, fault.place) == ("sum", "fc")
+
+
+@pytest.mark.parametrize("careful", [False, True])
+def test_the_gradient_of_an_input_that_is_bad_is_told(careful):
+    x = torch.ones(4, requires_grad=True)
+    model = Doing(lambda x: (x * 0).sqrt())
+    fault = caught(model, x, backward=lambda y: y.sum().backward(), careful=careful)
+    assert (fault.kind, fault.backward) == ("operation", True)
+    label, own = fault.seen[0]
+    assert (label, own.nan) == ("the gradient of the input 0", 4)
+
+
+@pytest.mark.parametrize("careful", [False, True])
+def test_a_gradient_penalty_that_is_bad_comes_from_outside_the_model(careful):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+    x = torch.ones(2, 4, requires_grad=True)
+
+    def penalty(y):
+        (own,) = torch.autograd.grad(y.sum() * 0, x, create_graph=True)
+        own.pow(2).sum().sqrt().backward()
+
+    fault = caught(model, x, backward=penalty, careful=careful)
+    assert (fault.kind, fault.step) == ("loss", 0)
+    assert "from outside the model, from the loss" in str(fault)
+    assert "parameters" in str(explained(fault))
+
+
+def test_a_parameter_that_the_loss_uses_is_told_from_the_model_once_every_module_is_checked():
+    model = nn.Linear(4, 1)
+
+    def step():
+        loss = model(torch.ones(2, 4)).sum() + (model.weight * 0).sqrt().sum()
+        loss.backward()
+
+    with hl.guard(model, to=None):
+        with pytest.raises(hl.NonFiniteError) as found:
+            step()
+        assert found.value.fault.kind == "unknown"
+        assert "from outside of the model" in str(found.value)
+        model.zero_grad()
+        with pytest.raises(hl.NonFiniteError) as found:
+            step()
+        assert (found.value.fault.kind, found.value.fault.step) == ("loss", 1)
+
+
 # -- what is not made in this step ----------------------------------------------------------------
 
 
@@ -377,8 +472,11 @@ def test_an_input_that_came_in_bad_is_named(value, dtype):
     with pytest.raises(hl.NonFiniteError) as found, hl.guard(model, to=None):
         model(torch.ones(2, 3, dtype=own), extra={"bias": [bias]})
     fault = found.value.fault
-    assert (fault.kind, fault.place) == ("input", ":inputs[extra[bias][0]]")
+    assert (fault.kind, fault.place) == ("input", ":inputs[extra][bias][0]")
+    assert fault.values[0][1].bad == 1
     assert "came in" in str(found.value)
+    with hl.guard(model, to=None, ignore=fault.place):  # as it advises
+        model(torch.ones(2, 3, dtype=own), extra={"bias": [bias]})
 
 
 def test_a_bad_gradient_that_comes_from_the_loss_is_told_so():

@@ -15,7 +15,10 @@ from torch.utils.checkpoint import checkpoint
 
 import hookline as hl
 
-pytestmark = pytest.mark.usefixtures("seeded")
+pytestmark = [
+    pytest.mark.usefixtures("seeded"),
+    pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors"),
+]
 
 
 def hooks_of(model):
@@ -91,6 +94,10 @@ class Embedded(nn.Module):
         return self.out(self.lstm(self.embed(ids))[0])
 
 
+def nested(x, layout=torch.strided):
+    return torch.nested.as_nested_tensor([x[:1], x[1:]], layout=layout)
+
+
 class Mended(nn.Module):
     """Bad numbers inside that do not leave: nan_to_num, where, and a NaN in the input."""
 
@@ -113,6 +120,9 @@ HEALTHY = {
             {"src_key_padding_mask": torch.tensor([[False] * 5, [False] * 3 + [True] * 2])},
         ),
     ),
+    "nested output": (
+        lambda: Doing(lambda x: nested(x) * 2), lambda: ((torch.randn(3, 8),), {}),
+    ),
     "mask in a buffer": (MaskedInside, lambda: ((torch.randn(2, 5, 8),), {})),
     "mask filled in": (
         Filled, lambda: ((torch.randn(2, 8), torch.tensor([True, True, False] * 2)), {}),
@@ -132,6 +142,7 @@ HEALTHY = {
 
 def finite_part(value):
     tensors = value if isinstance(value, tuple) else (value,)
+    tensors = [t.values() if t.is_nested else t for t in tensors]
     return sum(t[t.isfinite()].float().mean() for t in tensors)
 
 
@@ -468,7 +479,25 @@ def test_checkpointed_modules_are_looked_into(reentrant):
     before = model.first.weight.grad = torch.ones(3, 3)
     fault = fault_in(lambda: model(torch.ones(3)).sum().backward(), model)
     assert (fault.path, fault.node) == ("inner.1", "SqrtBackward0")
+    assert fault.others == []
     assert model.first.weight.grad is before
+
+
+@pytest.mark.parametrize("careful", [False, True])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_what_a_checkpoint_recomputes_outside_of_modules_is_not_blamed_on_them(reentrant, careful):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x):
+            return checkpoint(lambda y: (self.b(y) * 0).sqrt(), self.a(x), use_reentrant=reentrant)
+
+    model = Net()
+    fault = fault_in(lambda: model(torch.ones(3)).sum().backward(), model, careful=careful)
+    assert (fault.kind, fault.path, fault.others) == ("operation", "", [])
+    assert fault.node == ("CheckpointFunctionBackward" if reentrant else "SqrtBackward0")
 
 
 # -- where a call cannot be run again -------------------------------------------------------------
@@ -714,6 +743,12 @@ def test_ignored_inputs_parameters_and_backwards_are_not_accused():
         model(torch.ones(3)).sum().backward()
 
 
+def test_gradients_of_what_is_ignored_in_a_forward_are_told_as_such():
+    model = nn.Sequential(Doing(lambda x: (x * 0).log()), nn.Linear(3, 3))
+    fault = fault_in(lambda: model(torch.ones(3)).sum().backward(), model, ignore="0/log")
+    assert "its forward makes bad numbers that are ignored" in fault.remarks[0]
+
+
 def test_a_place_that_cannot_be_ignored_is_refused_on_entering():
     model = nn.Sequential(nn.Linear(3, 3))
     with pytest.raises(hl.PlaceError, match="grad_output"):
@@ -912,6 +947,73 @@ def test_the_message_has_place_numbers_arguments_line_and_what_to_do():
     ]
     assert error.fault.source.startswith("test_guards.py:")
     assert "torch.zeros(2) / torch.zeros(2)" in error.fault.source
+
+
+def test_where_only_modules_of_torch_run_the_line_is_that_which_calls_the_model():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3)))
+    nn.init.constant_(model[1][0].weight, 3e38)
+
+    def step():
+        out = model(torch.full((2, 3), 9.0))  # in a forward
+        out.backward(torch.full_like(out, 3e38))
+
+    fault = fault_in(step, model)
+    assert (fault.place, fault.backward) == ("1.0/linear", False)
+    assert fault.source.startswith("test_guards.py:")
+    assert fault.source.endswith("# in a forward")
+    nn.init.constant_(model[0].weight, 0.0), nn.init.constant_(model[0].bias, 0.0)
+    fault = fault_in(step, model)
+    assert (fault.place, fault.backward) == ("1.0/linear", True)
+    assert fault.source.endswith("# in a forward")
+
+
+def test_the_line_in_a_library_whose_name_begins_as_that_of_torch_is_told():
+    from pathlib import Path
+
+    from hookline.guards.origins import line_of
+
+    file = f"{Path(torch.__file__).parent}vision/models.py"
+    code = compile("import sys\nframe = sys._getframe()", file, "exec")
+    exec(code, found := {})
+    assert line_of(found["frame"])[0] == file
+
+
+@pytest.mark.parametrize("careful", [False, True])
+def test_a_transformer_that_computes_with_nested_tensors_is_not_accused(careful):
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    model, met = nn.TransformerEncoder(layer, 2).eval(), []
+    padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    model.layers[1].register_forward_pre_hook(lambda module, args: met.append(args[0].is_nested))
+    with torch.no_grad(), guarded(model, careful=careful):
+        model(torch.randn(2, 5, 8), src_key_padding_mask=padding)
+    assert met == [True]
+
+
+@pytest.mark.parametrize("careful", [False, True])
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda x: nested(x / 0),
+        lambda x: nested(x / 0, torch.jagged),
+        lambda x: (x / 0).to_sparse(),
+        lambda x: (x / 0).to_sparse_csr(),
+        lambda x: (x / 0).to_sparse_csc(),
+        lambda x: (x / 0).to_sparse_bsr((2, 2)),
+    ],
+    ids=["nested", "jagged", "coo", "csr", "csc", "bsr"],
+)
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_bad_numbers_in_nested_and_sparse_tensors_are_seen(made, careful):
+    model = nn.Sequential(nn.Identity(), Doing(made))
+    fault = fault_in(lambda: model(torch.ones(4, 4)), model, careful=careful)
+    assert fault.place == ("1" if careful else "1/div")
+    assert fault.seen[0][1].positive == 16
+
+
+def test_bad_numbers_beside_a_part_of_a_nested_tensor_are_not_its_own():
+    model = Doing(lambda x: nested(x.log()).chunk(2, -1)[1])
+    with guarded(model):
+        model(torch.tensor([[0.0, 1.0], [0.0, 2.0], [0.0, 3.0]]))
 
 
 def test_the_part_of_a_nested_output_is_told():

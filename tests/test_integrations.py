@@ -4,6 +4,7 @@ import json
 import math
 import struct
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -293,6 +294,96 @@ def test_lightning_stops_at_a_bad_number_and_is_left_clean(lightning, tmp_path):
     assert watching.watch.steps == 2  # the third batch is the bad one
     assert_clean(model)
     assert not hl.attached(model)
+
+
+LIT_STEPS = {  # what makes the bad number, and what the guard is to say of it
+    "own forward": (lambda lit, x: lit(x, 0), "operation", "/div"),
+    "backward of the own forward": (lambda lit, x: lit(x, "root"), "operation", "/sqrt"),
+    "a module in the own forward": (lambda lit, x: lit(x, 1e-36), "operation", "b/linear"),
+    "a module that the step calls": (
+        lambda lit, x: lit.b(lit.a(x) * 1e36), "operation", "b/linear",
+    ),
+    "the step between two modules": (
+        lambda lit, x: lit.b(lit.a(x) / 0), "input", "b:inputs[input]",
+    ),
+    "own parameter": (lambda lit, x: lit(x, "own"), "operation", "/log"),
+    "own parameter in the step": (lambda lit, x: (x @ lit.own).sqrt() + 1, "loss", ""),
+}  # fmt: skip
+
+
+def lit_steps(lightning, case):
+    class Lit(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(6, 8), nn.Linear(8, 2)
+            self.own = nn.Parameter(torch.zeros(6, 2))
+            self.b.weight.data *= 1e6
+
+        def forward(self, x, how=1):
+            if how == "own":
+                return (x @ self.own).log()
+            return self.b((self.a(x) * 0).sqrt() if how == "root" else self.a(x) / how)
+
+        def training_step(self, batch, index):
+            step = LIT_STEPS[case][0] if index == 2 else type(self).__call__
+            return F.cross_entropy(step(self, batch[0]), batch[1])
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), 0.0)
+
+    return Lit()
+
+
+@pytest.mark.parametrize("careful", [False, True])
+@pytest.mark.parametrize("case", LIT_STEPS)
+def test_lightning_names_the_producer_by_its_place_in_the_module(
+    lightning, tmp_path, case, careful
+):
+    from hookline.integrations.lightning import GuardCallback
+
+    model, (_, kind, place) = lit_steps(lightning, case), LIT_STEPS[case]
+    callback = GuardCallback(to=None, careful=careful)
+    with pytest.raises(hl.NonFiniteError) as found:
+        trainer(lightning, tmp_path, [callback]).fit(model, loader())
+    fault = found.value.fault
+    if careful and kind == "operation" and not fault.backward:  # operations are not seen then
+        kind, place = "module", place.partition("/")[0]
+    if careful and fault.backward:
+        place = place.partition("/")[0]
+    assert (fault.kind, fault.place) == (kind, place)
+    assert_clean(model)
+
+
+def test_lightning_ignores_places_of_the_module(lightning, tmp_path):
+    from hookline.integrations.lightning import GuardCallback
+
+    model = lit_steps(lightning, "the step between two modules")
+    callbacks = [GuardCallback(to=None, ignore=["b:inputs[input]", "b", "a"])]
+    with pytest.raises(hl.NonFiniteError) as found:
+        trainer(lightning, tmp_path, callbacks).fit(model, loader())
+    assert found.value.fault.backward  # the forward was ignored
+
+
+def test_lightning_finds_the_producer_where_a_strategy_calls_the_module(lightning):
+    """As in DDP: it is called with a function in place of its forward, which calls the step."""
+    from hookline.integrations.lightning import GuardCallback
+
+    model = lit_steps(lightning, "a module that the step calls")
+    callback, forward = GuardCallback(to=None), model.forward
+    callback.on_train_start(SimpleNamespace(precision_plugin=None), model)
+
+    def redirected(*args):
+        model.forward = forward
+        return model.training_step(*args)
+
+    for index in range(2):
+        model.forward = redirected
+        model(data(), index).backward()
+    model.forward = redirected
+    with pytest.raises(hl.NonFiniteError) as found:
+        model(data(), 2)
+    callback.on_train_end(None, model)
+    assert found.value.fault.place == "b/linear"
 
 
 # -- transformers ----------------------------------------------------------------------------------

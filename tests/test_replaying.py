@@ -74,6 +74,7 @@ def test_an_operation_is_run_again_bit_for_bit_without_the_model(case, tmp_path)
 
 
 BACKWARD = {
+    "one of several results": lambda x: torch.linalg.svd(x.mean() * torch.eye(4))[0],
     "sqrt": lambda x: (x * 0).sqrt(),
     "power": lambda x: (x * 0) ** 0.5,
     "masked division": lambda x: torch.where(x > 9, 1 / (x * 0), torch.zeros_like(x)),
@@ -161,6 +162,57 @@ def test_where_every_module_is_checked_the_module_is_written(tmp_path):
     assert "the module '1' (LayerNorm)" in repr(replayed)
 
 
+@pytest.mark.parametrize("careful", [False, True])
+@pytest.mark.parametrize("grows", [False, True])
+def test_buffers_that_a_call_puts_others_in_place_of_are_written_as_they_were(
+    grows, careful, tmp_path
+):
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(0 if grows else ()))
+
+        def forward(self, x):
+            self.seen = torch.cat([self.seen, torch.ones(1)]) if grows else self.seen + 1
+            return x / (self.seen.sum() != 3)
+
+    model = nn.Sequential(Counting())
+    with hl.guard(model, to=tmp_path, careful=careful), pytest.raises(hl.NonFiniteError) as found:
+        [model(torch.ones(2)) for _ in range(4)]
+    assert model[0].seen.sum() == 3
+    replayed = hl.replay(found.value.fault.folder, model)
+    assert replayed.reproduced
+    assert model[0].seen.sum() == 3
+
+
+class Several(nn.Module):
+    """Returns several values, of which one is bad, or what is made of a bad one."""
+
+    def __init__(self, inside):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.identity, self.inside = nn.Identity(), inside
+
+    def forward(self, x):
+        if self.inside:
+            return x, [self.identity(x / 0) + 1]
+        padding = torch.ones(x.shape[:2], dtype=torch.bool)
+        return self.attention(x, x, x, key_padding_mask=padding)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_where_every_module_is_checked_one_that_returns_several_values_is_replayed(
+    inside, tmp_path
+):
+    model = Several(inside)
+    fault = dumped(model, torch.randn(2, 3, 4), tmp_path, careful=True)
+    assert fault.place == ("" if inside else "attention")
+    replayed = hl.replay(fault.folder, model)
+    assert (replayed.reproduced, replayed.exact) == (True, True)
+    if not inside:
+        assert hl.replay(fault.folder).exact
+
+
 def test_the_files_are_plain_and_hold_no_code(tmp_path):
     model = nn.Sequential(nn.Linear(4, 4), Doing(lambda x: x.log()))
     nn.init.zeros_(model[0].weight), nn.init.zeros_(model[0].bias)
@@ -173,6 +225,26 @@ def test_the_files_are_plain_and_hold_no_code(tmp_path):
     name = content["operation"]["args"][0]["tensor"]
     assert torch.equal(tensors[name], torch.zeros(2, 4))
     assert content["module"]["path"] == "1"
+
+
+def test_where_no_dump_can_be_written_it_is_said_why(tmp_path):
+    calls = iter(range(2))  # the first run and the search, and then no more
+    model = nn.Sequential(nn.Linear(4, 4), Doing(lambda x: x / (0 * next(calls))))
+    fault = dumped(model, torch.ones(4), tmp_path)
+    assert (fault.place, fault.folder) == ("1/div", None)
+    assert "No dump was written: the second run raised StopIteration" in str(fault)
+    model = nn.Sequential(nn.Linear(4, 4), Doing(lambda x: (x * 0).sqrt()))
+    fault = dumped(model, torch.ones(4), tmp_path, backward=True, careful=True)
+    assert "No dump was written: what the producer was given is not known." in str(fault)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_is_not_written_and_the_rest_is(tmp_path):
+    model = Doing(lambda x: torch.nested.as_nested_tensor([x, x]) / 0)
+    fault = dumped(model, torch.ones(2), tmp_path)
+    with pytest.raises(hl.ReplayError, match="given a nested tensor"):
+        hl.replay(fault.folder)
+    assert hl.replay(fault.folder, model).reproduced
 
 
 def test_dumps_do_not_overwrite_one_another_and_none_is_written_if_told_so(tmp_path):

@@ -51,8 +51,9 @@ class Speller:
     def tensor(self, tensor: Tensor) -> dict[str, Any]:
         """A tensor by its number; the same one twice has one number."""
         plain = tensor.detach()
-        if plain.layout != torch.strided or plain.is_quantized or plain.is_meta:
-            raise TypeError(f"a {plain.layout} tensor of {plain.dtype} on {plain.device}")
+        if not _is_plain(plain):
+            kind = "nested" if plain.is_nested else plain.layout
+            raise TypeError(f"a {kind} tensor of {plain.dtype} on {plain.device}")
         if id(tensor) not in self._known:
             name = str(len(self.tensors))
             self.tensors[name] = (
@@ -190,11 +191,14 @@ def _parameters(kind: type[nn.Module]) -> list[str]:
 
 def _state_of(module: nn.Module, kept: Kept) -> dict[str, Tensor]:
     """The parameters and buffers of a module, as they were before the call."""
-    before = {id(tensor): copy for _, _, _, tensor, _, copy in kept.buffers if copy is not None}
+    before = {
+        (id(held), name): tensor if copy is None else copy
+        for held, name, _, tensor, _, copy in kept.buffers
+    }
     found: dict[str, Tensor] = {}
     for path, inner in walk(module):
         for name, tensor in tensors_of(inner):
-            found[join(path, name)] = before.get(id(tensor), tensor)
+            found[join(path, name)] = before.get((id(inner._buffers), name), tensor)
     return found
 
 
@@ -255,7 +259,7 @@ def write_dump(folder: str | Path, fault: Fault, sample: Sample, kept: Kept) -> 
                 ("operation", sample.gradients), ("module", sample.module_gradients)
             )
         },
-        "output": [[list(p), speller.tensor(t)] for p, t in leaves(sample.output) if _plain(t)],
+        "output": [[list(p), speller.tensor(t)] for p, t in leaves(sample.output) if _is_plain(t)],
         "autocast": autocast, "torch": torch.__version__, "missing": missing,
     }  # fmt: skip
     base = Path(folder)
@@ -269,5 +273,6 @@ def write_dump(folder: str | Path, fault: Fault, sample: Sample, kept: Kept) -> 
     return folders.write(base / f"step{fault.step:06}-{number}", KIND, content, speller.tensors)
 
 
-def _plain(tensor: Tensor) -> bool:
-    return tensor.layout == torch.strided and not tensor.is_quantized and not tensor.is_meta
+def _is_plain(tensor: Tensor) -> bool:
+    strange = tensor.is_nested or tensor.is_quantized or tensor.is_meta
+    return tensor.layout == torch.strided and not strange

@@ -33,9 +33,11 @@ def numbers(tensor: Tensor) -> Tensor | None:
     tensor = local(tensor.detach())
     if tensor.is_meta or tensor.is_quantized or _is_wrapped(tensor):
         return None
-    if tensor.layout != torch.strided:
+    if tensor.layout != torch.strided or tensor.is_nested:
         try:
-            tensor = tensor.values() if tensor.is_nested else tensor.coalesce().values()
+            tensor = tensor.coalesce() if tensor.is_sparse else tensor
+            # A nested tensor may be a part of another's memory.
+            tensor = (tensor.contiguous() if tensor.is_nested else tensor).values()
         except (RuntimeError, NotImplementedError):
             return None
     if tensor.is_complex():
@@ -53,7 +55,8 @@ def probe(tensor: Tensor) -> Tensor | None:
     """
     if type(tensor) is Tensor and tensor.dtype in _PLAIN and not tensor.is_meta:
         # The commonest case without the checks; a sum of bfloat16 is taken in float32 inside.
-        return tensor.detach().sum() if tensor.layout is torch.strided else _probe(tensor)
+        is_plain = tensor.layout is torch.strided and not tensor.is_nested
+        return tensor.detach().sum() if is_plain else _probe(tensor)
     return _probe(tensor)
 
 

@@ -9,16 +9,16 @@ only what reached a parameter or an input counts.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path as File
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor, nn
 
 from hookline.core.nested import leaves
 from hookline.guards.finite_checks import Numbers, is_bad
-from hookline.guards.origins import Labelled, Origin
+from hookline.guards.origins import RECOMPUTING, Labelled, Origin
 from hookline.guards.tracing import Span, Trace
 
 __all__ = ["Backward"]
@@ -33,15 +33,21 @@ class Backward:
         self.trace = trace
         self.names = names  # of parameters and inputs, by id
         self.bad: dict[str, tuple[Origin, ...]] = {}
+        self.seen: Labelled = []  # what reached them
         self.origins: list[Origin] = []
+        self._ends: list[Edge] = []  # where gradients come in
         self._of: dict[Edge, tuple[Origin, ...]] = {}
         self._nodes: dict[Any, Any] = {}  # with the handles of the hooks
 
     def watch(self, tensors: Iterable[Tensor]) -> None:
-        """Put hooks on all nodes that lead to these tensors."""
-        stack = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+        """Put hooks on all nodes that lead to these tensors, which get their gradients here."""
+        self._ends += [(t.grad_fn, t.output_nr) for t in tensors if t.grad_fn is not None]
+        self._hook(node for node, _ in self._ends)
+
+    def _hook(self, nodes: Iterable[Any]) -> None:
+        stack = list(nodes)
         while stack:
-            node = cast(Any, stack.pop())
+            node = stack.pop()
             if node in self._nodes or not node.next_functions:
                 continue
             self._nodes[node] = node.register_hook(partial(self._at, node))
@@ -49,7 +55,7 @@ class Backward:
 
     def recomputed(self, module: nn.Module, output: Any) -> None:
         """A module was called inside the backward: the graph of that call is new."""
-        self.watch(tensor for _, tensor in leaves(output))
+        self._hook(tensor.grad_fn for _, tensor in leaves(output) if tensor.grad_fn is not None)
 
     def remove(self) -> None:
         """Take all hooks off, and forget the graph."""
@@ -57,6 +63,7 @@ class Backward:
             handle.remove()
         self._nodes.clear()
         self._of.clear()
+        self._ends.clear()
 
     def _at(self, node: Any, passed: tuple[Any, ...], given: tuple[Any, ...]) -> None:
         bad = [n for n, gradient in enumerate(passed) if gradient is not None and is_bad(gradient)]
@@ -64,18 +71,41 @@ class Backward:
             return
         came = [n for n, gradient in enumerate(given) if gradient is not None and is_bad(gradient)]
         origins = [o for n in came for o in self._of.get((node, n), ())]
-        if not came:
+        if not came and node.name() == RECOMPUTING and self.origins:
+            origins = self.origins  # of the backward that ran inside
+        elif not came:
             origins = [self._origin("operation", node, passed, given)]
         elif not origins:
             # Every share that flowed in was finite, or was none of the model's.
-            origins = [self._origin("sum", node, passed, given)]
+            met = (node, came[0])
+            kind = self._joined(lambda edge: edge == met)
+            origins = [self._origin(kind, node, passed, given) if kind else self._unseen()]
         for n in bad:
             edge: Edge = node.next_functions[n]
             before = self._of.get(edge, ())
             self._of[edge] = tuple(dict.fromkeys((*before, *origins)))[:8]
-            leaf = getattr(edge[0], "variable", None)
-            if leaf is not None and id(leaf) in self.names:
-                self.bad[self.names[id(leaf)]] = self._of[edge]
+            name = self._name(edge)
+            if name is not None:
+                self._reached(name, passed[n], self._of[edge])
+
+    def _name(self, edge: Edge) -> str | None:
+        """The parameter or input that an edge leads to."""
+        return self.names.get(id(getattr(edge[0], "variable", None)))
+
+    def _reached(self, name: str, gradient: Tensor, origins: tuple[Origin, ...]) -> None:
+        if name not in self.bad:
+            named = name if name.startswith("the input ") else repr(name)
+            self.seen.append((f"the gradient of {named}", Numbers.of(gradient)))
+        self.bad[name] = origins
+
+    def _joined(self, fits: Callable[[Edge], bool]) -> str:
+        """What makes a bad gradient of finite shares: their sum, or, of a single one, a hook.
+
+        Nothing, if no share was seen.
+        """
+        edges = [*self._ends, *(edge for node in self._nodes for edge in node.next_functions)]
+        shares = sum(map(fits, edges))
+        return "sum" if shares > 1 else "hook" if shares else ""
 
     def _origin(self, kind: str, node: Any, passed: Any, given: Any) -> Origin:
         span = self._span(node)
@@ -87,6 +117,16 @@ class Backward:
             origin.source = _defined(node)
         origin.values = _described(passed, "gradient of argument")
         origin.given = _described(given, "gradient of the result")
+        origin.ignored = origin.meant = self._is_ignored(origin)
+        self.origins.append(origin)
+        return origin
+
+    def _unseen(self) -> Origin:
+        """A checkpoint that recomputes more than modules: only their graphs are looked at."""
+        for origin in self.origins:
+            if origin.node == RECOMPUTING:
+                return origin
+        origin = Origin("operation", "", backward=True, node=RECOMPUTING)
         origin.ignored = origin.meant = self._is_ignored(origin)
         self.origins.append(origin)
         return origin
@@ -110,16 +150,17 @@ class Backward:
         owner = self.trace.model.get_submodule(origin.path)
         return bool(origin.operation) and ignored.operation(owner, origin.operation, origin.use)
 
-    def settle(self, gradients: dict[str, Tensor | None]) -> None:
-        """What came out in the end; a sum of finite shares may be bad, too."""
+    def settle(self, gradients: Mapping[str, Tensor | None]) -> None:
+        """What came out in the end; a sum of finite shares may be bad, and what hooks make."""
         for name, gradient in gradients.items():
             if gradient is None or not is_bad(gradient):
                 self.bad.pop(name, None)
             elif name not in self.bad:
-                origin = Origin("sum", name, backward=True)
+                kind = self._joined(lambda edge, name=name: self._name(edge) == name)
+                origin = Origin(kind or "sum", name, backward=True)
                 origin.values = [("gradient", Numbers.of(gradient))]
                 self.origins.append(origin)
-                self.bad[name] = (origin,)
+                self._reached(name, gradient, (origin,))
 
 
 def _described(gradients: tuple[Any, ...], label: str) -> Labelled:

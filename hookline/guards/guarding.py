@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from hookline.core import arms, gradients
-from hookline.core.hooks import Context
+from hookline.core.hooks import Context, first_names
 from hookline.core.nested import leaves
 from hookline.core.places import Request, Target, Where, resolve
 from hookline.core.recomputation import in_backward
@@ -26,7 +26,7 @@ from hookline.core.taps import KEEP, Frame, Tap, is_over
 from hookline.errors import NonFiniteError, NotHookable, PlaceNotFound
 from hookline.guards.finite_checks import Numbers, all_finite, is_bad, numbers, probe
 from hookline.guards.gradients import Backward
-from hookline.guards.origins import Ignored, Labelled, Origin
+from hookline.guards.origins import Ignored, Labelled, Origin, line_of
 from hookline.guards.reports import fault_of
 from hookline.guards.runs import Holder, Kept, Parts, at_end, is_spread, unwrapped
 from hookline.guards.search import find_forward, of_outputs, parameter_names
@@ -36,9 +36,14 @@ from hookline.guards.tracing import Modules, Trace
 __all__ = ["guard"]
 
 _DIFFERENT = "The second run was bad at other places than the first: something of it is random."
+_FINITE = (
+    "the second run gave finite gradients: they came from outside of the model, or from an edit of "
+    "gradients, or something of it is random"
+)
 _GRAPHS = 4  # that are held, where all nodes are looked at, until their backward comes
 _RECENT = 64
 Part = tuple[Any, ...]
+Key = tuple[int, int]  # of a call: the id of the module, and which call of it
 
 
 class _Tap(Tap):
@@ -50,9 +55,9 @@ class _Tap(Tap):
         self.fired += 1
         if context is not None and not recomputed and not context.busy():
             if frame is None:
-                context.ended(value, index)
+                context.ended(self.target.module, value, index)
             else:
-                context.began(value, frame)
+                context.began(self.target.module, value, frame)
         return KEEP
 
     def gradient(self, grad: Tensor, index: int, path: Part) -> None:
@@ -67,7 +72,7 @@ class _Pass:
 
     def __init__(self) -> None:
         self.probes: list[tuple[_Tap, Tensor]] = []
-        self.calls: dict[int, Kept] = {}
+        self.calls: dict[Key, Kept] = {}
 
 
 class guard(Context[_Tap]):
@@ -120,8 +125,14 @@ class guard(Context[_Tap]):
 
     # -- entering and leaving -------------------------------------------------------------------
 
+    def _entries(self) -> list[nn.Module]:
+        """Modules in the model that the program may call by themselves, outside of its forward."""
+        return []
+
     def _resolve(self) -> list[Request]:
-        requests = resolve(self._model, self._wheres)
+        ports = (":output", ":inputs", ":grad_output")
+        more = [(module, port) for module in self._called[1:] for port in ports]
+        requests = resolve(self._model, (*self._wheres, *more))
         with suppress(PlaceNotFound, NotHookable):  # a model without parameters
             requests += resolve(self._model, ("**:grad",))
         return requests
@@ -133,19 +144,22 @@ class guard(Context[_Tap]):
         return tap
 
     def _start(self, attached: bool) -> None:
+        self._called = (self._model, *self._entries())
         self._running: dict[int, list[tuple[Frame, Kept]]] = {}
         # A call is kept by a hook on its output's graph: as long as a backward may come.
-        self._calls: WeakValueDictionary[int, Kept] = WeakValueDictionary()
+        self._calls: WeakValueDictionary[Key, Kept] = WeakValueDictionary()
         self._looked: deque[Kept] = deque()  # whose graph has hooks on all nodes
         self._pending: list[tuple[Kept, list[Tensor]]] = []
         self._passes: dict[int, _Pass] = {}
-        self._meant: dict[Part, Tensor] = {}  # where an output is infinite on purpose
+        self._meant: dict[Part, Tensor] = {}  # where outputs are infinite on purpose
         self._modules: Modules | None = None
+        self._step = 0  # the last call that has ended
         self._ended: Kept | None = None  # a call whose trace is not yet looked at
-        self._ignored = Ignored(self._model, self._ignore)
+        self._ignored = Ignored(self._model, self._ignore, self._called)
         self._teller = Teller(self._model, self._ignored, self._to, self._scaler is not None)
         super()._start(attached)
-        self._parts = Parts(self._model)
+        names = first_names(self._model)
+        self._parts = {id(one): Parts(self._model, one, names) for one in self._called}
         target = self._requests[1].targets[0]  # of the inputs
         self._input_tap = _Tap(target, weakref.ref(self))
         self._watched: dict[int, weakref.ref[Tensor]] = {}
@@ -193,18 +207,21 @@ class guard(Context[_Tap]):
 
     # -- forward --------------------------------------------------------------------------------
 
-    def began(self, inputs: Any, frame: Frame) -> None:
-        """A call of the model begins."""
+    def began(self, module: nn.Module, inputs: Any, frame: Frame) -> None:
+        """A call of the model begins, or of a module in it that is called by itself."""
+        running = self._running.setdefault(threading.get_ident(), [])
+        running[:] = [(f, kept) for f, kept in running if not _is_over(f)]
+        if running and running[-1][1].called is not module:  # a part of that call
+            return
         pending, self._pending = self._pending, []
         self._check(pending)  # of a call without a backward
         if in_backward() == -1:
             self._passes.clear()  # of backwards that raised
-        running = self._running.setdefault(threading.get_ident(), [])
-        running[:] = [(f, kept) for f, kept in running if not _is_over(f)]
-        kept = Kept(self._parts, inputs, frame.positional)
+        kept = Kept(self._parts[id(module)], inputs, frame.positional)
+        kept.line = line_of(frame.running)
         running.append((frame, kept))
         if self._modules is not None:
-            self._modules.trace = kept.trace = Trace(self._model, self._ignored, operations=False)
+            self._modules.trace = kept.trace = Trace(kept.parts, self._ignored, operations=False)
         if kept.grad:
             self._watch_more(inputs)
 
@@ -224,18 +241,18 @@ class guard(Context[_Tap]):
                 self._watched[id(tensor)] = weakref.ref(tensor)
                 gradients.watch_tensor(self._input_tap, tensor)
 
-    def ended(self, output: Any, index: int) -> None:
-        """A call of the model ends."""
+    def ended(self, module: nn.Module, output: Any, index: int) -> None:
+        """A call of the model ends, or of a module in it that is called by itself."""
         running = self._running.get(threading.get_ident())
-        if not running:  # entered while it was running
-            return
+        if not running or running[-1][1].called is not module:
+            return  # entered while it was running, or a part of that call
         _, kept = running.pop()
-        kept.number = index
+        kept.number = self._step = index
         kept.learn()
         found = leaves(output)
         graphs = [t for _, t in found if t.requires_grad and t.grad_fn is not None]
         for tensor in graphs:
-            self._calls[index] = kept
+            self._calls[id(module), index] = kept
             self.handles().append(arms.put_hook(tensor, Holder(kept)))
         if kept.trace is not None:
             self._ended = kept
@@ -258,11 +275,11 @@ class guard(Context[_Tap]):
         bad = [
             (path, tensor)
             for path, tensor in kept.outputs
-            if is_bad(tensor) and not self._ignored.output(path, self._model)
+            if is_bad(tensor) and not self._ignored.output(path, kept.called)
         ]
-        if not bad or all(self._is_known(path, tensor) for path, tensor in bad):
+        if not bad or all(self._is_known((kept.path, *path), tensor) for path, tensor in bad):
             return  # the sum has overflowed, or it is meant
-        seen: Labelled = [(label_of(path), Numbers.of(tensor)) for path, tensor in bad]
+        seen: Labelled = [(label_of(path, kept.path), Numbers.of(tensor)) for path, tensor in bad]
         doubts = kept.doubts()
         if doubts:
             raise self._unknown(kept.number, False, seen, doubts)
@@ -274,7 +291,7 @@ class guard(Context[_Tap]):
             raise self._unknown(kept.number, False, seen, doubts)
         if not found.origins:
             for path, tensor in bad:
-                self._meant[path] = cast(Tensor, numbers(tensor)).isfinite()
+                self._meant[kept.path, *path] = cast(Tensor, numbers(tensor)).isfinite()
             return
         fault = fault_of(found.origins, found.trace.often, kept.number, seen)
         if not found.same:
@@ -294,17 +311,18 @@ class guard(Context[_Tap]):
             for kept in self._looked:  # it may be recomputed
                 kept.backward.recomputed(module, output)
                 break
-        kept, self._ended = (self._ended, None) if module is self._model else (None, self._ended)
-        if kept is None:
+        kept = self._ended
+        if kept is None or module is not kept.called:
             return
-        found = of_outputs(kept.trace, output, self._ignored)
+        self._ended = None
+        found = of_outputs(kept, kept.trace, output, self._ignored)
         if found.origins:
-            bad = [(path, tensor) for path, tensor in leaves(output) if is_bad(tensor)]
-            seen: Labelled = [(label_of(path), Numbers.of(tensor)) for path, tensor in bad]
+            bad = [(label_of(p, kept.path), t) for p, t in leaves(output) if is_bad(t)]
+            seen: Labelled = [(label, Numbers.of(tensor)) for label, tensor in bad]
             fault = fault_of(found.origins, set(), kept.number, seen)
             raise self._teller.told(kept, found.origins[0], fault)
-        if kept.number in self._calls:
-            kept.backward = Backward(kept.trace, parameter_names(self._model))
+        if (id(module), kept.number) in self._calls:
+            kept.backward = Backward(kept.trace, parameter_names(self._model) | kept.names())
             kept.backward.watch(tensor for _, tensor in leaves(output))
             self._looked.append(kept)
             if len(self._looked) > _GRAPHS:
@@ -321,9 +339,10 @@ class guard(Context[_Tap]):
             at_end(lambda: at_end(lambda: self._backward_ended(task)))
         found = self._passes[task]
         if tap.target.port == "grad_output":
-            kept = self._calls.get(index)
+            key = tap.target.ident, index
+            kept = self._calls.get(key)
             if kept is not None:
-                found.calls[index] = kept
+                found.calls[key] = kept
                 kept.gradients[path] = (gradient, gradient._version)
         else:
             one = probe(gradient)  # the gradient itself is not kept, or torch would have to copy it
@@ -351,16 +370,19 @@ class guard(Context[_Tap]):
 
     def _backward_failed(self, found: _Pass) -> None:
         flagged = {tap.name for tap, one in found.probes if not one.isfinite()} - {""}
-        known = {t.name: _gradient(t) for t in self._taps.values() if t.name in flagged}
+        taps = [tap for tap in self._taps.values() if tap.name in flagged]
+        known = {tap.name: _gradient(tap) for tap in taps}
         bad = [(n, g) for n, g in known.items() if g is not None and is_bad(g)]
         if known and not bad and all(g is not None for g in known.values()):
             return  # sums that have overflowed
         seen: Labelled = [(f"the gradient of {n!r}", Numbers.of(g)) for n, g in bad]
         # The last call first: what flows out of it may flow into the one before.
-        calls = [found.calls[index] for index in sorted(found.calls, reverse=True)]
+        calls = [found.calls[key] for key in reversed(list(self._calls)) if key in found.calls]
         given = [(kept, bad_gradients(kept)) for kept in calls]
         scale = self._scale()
-        doubts = self._teller.search_backward([k for k, wrong in given if not wrong], seen, scale)
+        clean = [kept for kept, wrong in given if not wrong]
+        hooked = {n: g for n, g in bad if any(_is_hooked(t) for t in taps if t.name == n)}
+        doubts = self._teller.search_backward(clean, hooked, seen, scale)
         if doubts is None or scale > 1:
             self.skipped += scale > 1
             return
@@ -368,9 +390,12 @@ class guard(Context[_Tap]):
             if wrong:
                 origin = Origin("loss", "", backward=True, values=wrong)
                 raise self._teller.finish(fault_of([origin], set(), kept.number, seen or wrong))
+        step = calls[0].number if calls else self._step
+        if bad and not doubts and all(kept.trace is not None for kept in calls):
+            beside = Origin("loss", "", backward=True)  # all that the calls passed on was finite
+            raise self._teller.finish(fault_of([beside], set(), step, seen))
         if bad or doubts:
-            doubts = doubts or ["the second run gave finite gradients: something of it is random"]
-            raise self._unknown(calls[0].number if calls else -1, True, seen, doubts)
+            raise self._unknown(step, True, seen, doubts or [_FINITE])
 
     def _unknown(
         self, step: int, backward: bool, seen: Labelled, doubts: list[str]
@@ -388,6 +413,12 @@ class guard(Context[_Tap]):
 def _gradient(tap: Tap) -> Tensor | None:
     tensor = tap.target.tensor()
     return None if tensor is None else tensor.grad
+
+
+def _is_hooked(tap: Tap) -> bool:
+    """Whether a parameter has a hook that is none of ours."""
+    hooks: dict[int, Any] = getattr(tap.target.tensor(), "_backward_hooks", None) or {}
+    return any(not isinstance(getattr(h, "__self__", None), arms.Arm) for h in hooks.values())
 
 
 def _must_be_waited_for(probes: list[Tensor]) -> bool:

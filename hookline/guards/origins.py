@@ -3,13 +3,14 @@
 - `Origin`: a producer: an operation, a module, a parameter, an input, the loss
 - `is_meant(...)`: the rule for infinities that were put there on purpose
 - `Ignored`: the places whose values are not looked at
-- `source_line(frame)`: the line of the user's program that is running
+- `line_of(frame)`: the line of the user's program that is running; `shown(line)` is its text
 """
 
 from __future__ import annotations
 
 import linecache
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,19 +21,27 @@ import torch
 from torch import Tensor, nn
 
 from hookline.core.grammar import parse
+from hookline.core.nested import Path as Parts
 from hookline.core.nested import children, leaves, show_path
 from hookline.core.places import Place, Target, Where, resolve
 from hookline.errors import PlaceError
 from hookline.guards.finite_checks import Numbers, numbers, signs
 
-__all__ = ["Ignored", "Origin", "infinite", "is_meant", "labelled", "source_line"]
+__all__ = [
+    "RECOMPUTING", "Ignored", "Line", "Origin", "infinite", "is_meant", "labelled", "line_of",
+    "shown",
+]  # fmt: skip
 
-_OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+RECOMPUTING = "CheckpointFunctionBackward"  # the older checkpointing: a backward in another
+
+_GUARDS = str(Path(__file__).parent)
+_OURS = tuple(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, _GUARDS))
 # Of these the numbers in the result stand where they stand in the arguments.
 _ELEMENTWISE = frozenset({"add", "sub", "subtract", "rsub", "mul", "multiply", "div", "pow", "exp"})
 _TURNS = frozenset({"neg", "negative", "abs", "absolute", "sub", "subtract", "rsub"})
 
 Labelled = list[tuple[str, Numbers]]
+Line = tuple[str, int]
 
 
 @dataclass(eq=False)
@@ -40,7 +49,7 @@ class Origin:
     """A producer of numbers that are not finite, or the place where they came in."""
 
     kind: str  # operation, memory, module, parameter, buffer, input, loss, sum, outside
-    path: str  # of the module, or of the parameter; for an input its part
+    path: str  # of the module, or of the parameter
     backward: bool = False
     operation: str = ""
     use: int = 0  # which use of that operation in the module's call
@@ -52,11 +61,12 @@ class Origin:
     values: Labelled = field(default_factory=lambda: cast(Labelled, []))
     given: Labelled = field(default_factory=lambda: cast(Labelled, []))
     sample: Any = None  # what it was given and made, where that was kept at once
+    parts: Parts = ()  # of an input
 
     def place(self, often: bool = False) -> Place:
         """Its place; the use of an operation is told where there were several."""
         if self.kind == "input":
-            return Place("", "inputs")
+            return Place(self.path, "inputs", self.parts)
         name = f"{self.operation}#{self.use}" if often else self.operation
         return Place(self.path, operation=name or None)
 
@@ -130,11 +140,14 @@ def _is_new(made: Tensor, before: Sequence[Tensor]) -> bool:
 class Ignored:
     """The places whose values are not looked at: modules, operations, parameters, inputs."""
 
-    def __init__(self, model: nn.Module, wheres: Sequence[Where]) -> None:
+    def __init__(
+        self, model: nn.Module, wheres: Sequence[Where], called: Sequence[nn.Module]
+    ) -> None:
         requests = resolve(model, wheres, wild=True) if wheres else []
         self.targets = [target for request in requests for target in request.targets]
         for target in self.targets:
-            inner = target.port in ("input", "inputs") and target.module is model
+            own = any(target.module is one for one in called)
+            inner = target.port in ("input", "inputs") and own
             if "grad" in target.port or (target.port not in ("output", "value") and not inner):
                 raise PlaceError(
                     f"guard was told to ignore {str(target.place)!r}.",
@@ -151,10 +164,10 @@ class Ignored:
         """Whether the output of a module is ignored."""
         return id(module) in self._modules
 
-    def output(self, path: tuple[Any, ...], model: nn.Module) -> bool:
-        """Whether a part of the model's own output is ignored."""
+    def output(self, path: tuple[Any, ...], called: nn.Module) -> bool:
+        """Whether a part of the output of what was called is ignored."""
         return any(
-            t.module is model and t.port == "output" and t.operation is None
+            t.module is called and t.port == "output" and t.operation is None
             and t.attribute is None and path[: len(t.parts)] == t.parts
             for t in self.targets
         )  # fmt: skip
@@ -174,9 +187,11 @@ class Ignored:
         """Whether a parameter or buffer is ignored."""
         return any(t.attribute is not None and str(t.place) == path for t in self.targets)
 
-    def input(self, path: tuple[Any, ...], first: Any) -> bool:
-        """Whether a part of the model's inputs is ignored; `first` is the name of the first."""
+    def input(self, path: tuple[Any, ...], first: Any, called: nn.Module) -> bool:
+        """Whether a part of a call's inputs is ignored; `first` is the name of the first."""
         for target in self.targets:
+            if target.module is not called:
+                continue
             if target.port == "inputs" and path[: len(target.parts)] == target.parts:
                 return True
             if target.port == "input" and path[: 1 + len(target.parts)] == (first, *target.parts):
@@ -188,11 +203,19 @@ def _whole(target: Target) -> bool:
     return target.attribute is None and target.port == "output" and not target.parts
 
 
-def source_line(frame: FrameType | None) -> str:
-    """The innermost line that is neither torch's nor ours: where the user's program stands."""
-    while frame is not None and frame.f_code.co_filename.startswith(_OURS):
-        frame = frame.f_back
-    if frame is None:
+def line_of(frame: FrameType | None) -> Line | None:
+    """The innermost line that is neither torch's nor ours: where the user's program stands.
+
+    None in a second run of which no line is the user's: that which began it is another one.
+    """
+    while frame is not None and (file := frame.f_code.co_filename).startswith(_OURS):
+        frame = None if file.startswith(_GUARDS) else frame.f_back
+    return None if frame is None else (frame.f_code.co_filename, frame.f_lineno)
+
+
+def shown(line: Line | None) -> str:
+    """A line of a program with its file and number."""
+    if line is None:
         return ""
-    file, line = frame.f_code.co_filename, frame.f_lineno
-    return f"{Path(file).name}:{line}  {linecache.getline(file, line).strip()}".strip()
+    file, number = line
+    return f"{Path(file).name}:{number}  {linecache.getline(file, number).strip()}".strip()

@@ -319,7 +319,12 @@ def _state(dump: _Dump, module: nn.Module, told: Any, device: Any) -> dict[str, 
         return {}
     own = dict(_named(module))
     found = {name: dump.value(tensor) for name, tensor in told.items()}
-    wrong = [n for n, t in found.items() if n not in own or own[n].shape != t.shape]
+    wrong = [
+        name
+        for name, tensor in found.items()  # a buffer may have grown since
+        if name not in own
+        or (isinstance(own[name], nn.Parameter) and own[name].shape != tensor.shape)
+    ]
     if wrong:
         dump.refuse(f"The module has no {wrong[0]!r} of that shape.", "Give the guarded model.")
     return {name: tensor.to(device).clone() for name, tensor in found.items()}

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from hookline.core.places import Place
 from hookline.errors import NonFiniteError
-from hookline.guards.origins import Labelled, Origin
+from hookline.guards.origins import RECOMPUTING, Labelled, Origin
 
 __all__ = ["Fault", "explain", "fault_of"]
 
@@ -38,7 +38,7 @@ class Fault:
 
     `kind` says what made them: `operation`, `module`, `memory` that was never written to,
     `parameter` or `buffer` that was bad before, `input` that came in bad, `loss`, `sum` of finite
-    gradients, a tensor from `outside`, or `unknown`.
+    gradients, `hook` on a gradient, a tensor from `outside`, or `unknown`.
     """
 
     step: int  # the call of the model, from 0
@@ -82,9 +82,10 @@ class Fault:
         owner = repr(self.path) if self.path else "the model itself"
         owner += f" ({self.owner})" if self.owner else ""
         op, place = self.operation, str(self.place)
+        name = f"{op!r} ({self.node})" if op else self.node
         if self.kind == "operation" and self.backward:
-            name = f"{op!r} ({self.node})" if op else self.node
             return f"The backward of {name} in {owner} made them from finite gradients:"
+        met = f"{name} in {owner}" if name else repr(place)
         clean = "finite inputs" if not any(own.bad for _, own in self.given) else "what is meant"
         return {
             "operation": f"{place!r}: {op!r} in {owner} made them from {clean}:",
@@ -96,10 +97,15 @@ class Fault:
             "input": f"They came in with the model's input {place!r}:",
             "outside": f"{place!r}: {op!r} in {owner} was given a tensor that was bad already, "
             "and that no operation of this run has made:",
-            "loss": "They came from outside the model, from the loss: the gradient of the model's "
-            "output was bad already:",
-            "sum": f"The sum of the gradients of several uses of {place!r} is not finite, while "
+            "loss": "They came from outside the model, from the loss: "
+            + (
+                "the gradient of the model's output was bad already:"
+                if self.values
+                else "all that flowed back through the model is finite."
+            ),
+            "sum": f"The sum of the gradients of several uses of {met} is not finite, while "
             "each of them is:",
+            "hook": f"A hook on the gradient of {met} made them of a finite one:",
             "unknown": "What made them cannot be told.",
         }[self.kind]
 
@@ -117,8 +123,6 @@ def fault_of(
 
 
 def _place(origin: Origin, often: set[tuple[str, str]]) -> str:
-    if origin.kind == "input":
-        return f":inputs[{origin.path}]" if origin.path else ":inputs"
     if origin.kind in ("parameter", "buffer"):
         return str(Place(origin.path))
     return str(origin.place((origin.path, origin.operation) in often))
@@ -142,9 +146,15 @@ def _remedy(fault: Fault, scaled: bool) -> str:
     if kind in ("parameter", "buffer"):
         return "Guard the steps before: an optimiser's step or a loaded checkpoint put it there."
     if kind == "input":
-        return f"Look at the data. If it is meant so: guard(model, ignore={fault.place!r})."
+        where = f"what calls {fault.path!r}" if fault.path else "the data"
+        return f"Look at {where}. If it is meant so: guard(model, ignore={fault.place!r})."
     if kind == "loss":
-        return "Look at the loss, and at what it does with the model's output."
+        used = "output" if fault.values else "parameters"
+        return f"Look at the loss, and at what it does with the model's {used}."
+    if fault.node == RECOMPUTING:
+        return "checkpoint(..., use_reentrant=False) shows what inside of it does."
+    if kind == "hook":
+        return "Look at the hooks that were put there with register_hook."
     if kind == "memory":
         return "Use zeros, or write to all of it first."
     if kind == "unknown":

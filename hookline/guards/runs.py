@@ -61,10 +61,10 @@ def _there(tensor: Tensor | None) -> Tensor | None:
 class Buffers:
     """The buffers of a model. Those that a call was seen to change are copied before the next."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, names: dict[int, str]) -> None:
         self.places = [
-            (module._buffers, name, join(path, name))
-            for path, module in walk(model)
+            (module._buffers, name, join(names[id(module)], name))
+            for _, module in walk(model)
             for name in module._buffers
         ]
         found = [t for held, name, _ in self.places if (t := _there(held[name])) is not None]
@@ -104,19 +104,20 @@ class Buffers:
 
 
 class Parts:
-    """The modules, parameters and buffers of a model, found once."""
+    """The modules, parameters and buffers of a model, or of a module in it, found once."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self.modules = [module for _, module in walk(model)]
-        self.parameters = list(model.parameters())
-        self.buffers = Buffers(model)
+    def __init__(self, model: nn.Module, called: nn.Module, names: dict[int, str]) -> None:
+        self.model, self.called, self.names = model, called, names
+        self.path = names[id(called)]
+        self.modules = [module for _, module in walk(called)]
+        self.parameters = list(called.parameters())
+        self.buffers = Buffers(called, names)
         self.devices = {p.device.index or 0 for p in self.parameters if p.is_cuda}
         self.changes_inputs = False  # whether a call was seen to change what it was given
 
 
 class Kept:
-    """One call of a model: what it was given, and all that it depended on."""
+    """One call of a model, or of a module in it: what it was given, and all that it depended on."""
 
     def __init__(self, parts: Parts, inputs: Any, positional: int) -> None:
         names = list(inputs)
@@ -132,7 +133,7 @@ class Kept:
         own = {t.device.index or 0 for _, t, _ in self.versions if t.is_cuda}
         self.devices = sorted(own | parts.devices)
         self.randomness = Randomness(self.devices)
-        self.parts = parts
+        self.parts, self.called, self.path = parts, parts.called, parts.path
         self.buffers = parts.buffers.now()
         self.parameters = [(p, p._version) for p in parts.parameters]
         kinds = {"cpu", *(t.device.type for _, t, _ in self.versions)} - {"meta"}
@@ -147,6 +148,7 @@ class Kept:
         self.gradients: dict[Path, tuple[Tensor, int]] = {}  # of its outputs, when they come
         self.outputs: list[tuple[Path, Tensor]] = []  # until they were checked
         self.number = 0  # of the call
+        self.line: Any = None  # of the program, that called
         self.trace: Any = None  # where every module is checked: what is known of the call
         self.backward: Any = None
 
@@ -160,6 +162,7 @@ class Kept:
         """Take the hooks off its graph."""
         if self.backward is not None:
             self.backward.remove()
+            self.backward = None
 
     def doubts(self) -> list[str]:
         """Why running it again may give something else, as far as can be seen."""
@@ -214,9 +217,17 @@ class Kept:
             Buffers.restore(after)
             now.restore()
 
+    def names(self) -> dict[int, str]:
+        """Its inputs that require grad in words, by id."""
+        return {
+            id(t): f"the input {p[0]}{show_path(p[1:])}"
+            for p, t, _ in self.versions
+            if t.requires_grad
+        }
+
     def _arguments(self, gradients: bool) -> tuple[Any, dict[str, Any], list[tuple[str, Tensor]]]:
         found: list[tuple[str, Tensor]] = []
-        names = {id(t): f"{p[0]}{show_path(p[1:])}" for p, t, _ in self.versions}
+        names = self.names()
 
         def copied(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
@@ -224,7 +235,7 @@ class Kept:
             copy = leaf.detach().clone()
             if not (gradients and leaf.requires_grad):
                 return copy
-            found.append((f"the input {names[id(leaf)]}", copy.requires_grad_()))
+            found.append((names[id(leaf)], copy.requires_grad_()))
             return copy.clone()  # the model may change it in place, which a leaf does not allow
 
         args, kwargs = map_leaves(copied, (self.args, self.kwargs))

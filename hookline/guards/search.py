@@ -20,7 +20,7 @@ from hookline.core.nested import Path, get_part, leaves
 from hookline.core.tree import join, tensors_of, walk
 from hookline.guards.finite_checks import Numbers, bad_leaves, numbers, signs
 from hookline.guards.gradients import Backward
-from hookline.guards.origins import Ignored, Labelled, Origin, labelled
+from hookline.guards.origins import RECOMPUTING, Ignored, Labelled, Origin, labelled
 from hookline.guards.runs import Kept
 from hookline.guards.tracing import Modules, Operations, Sample, Trace
 
@@ -42,18 +42,18 @@ class Found:
 
 
 def _run(kept: Kept, trace: Trace, args: Any, kwargs: Any, modules: Modules | None = None) -> Any:
-    """Call the model again, with everything shown to a trace."""
-    model = kept.parts.model
-    with nullcontext() if modules is not None else Modules(model, trace), Operations(trace):
-        return model(*args, **kwargs)
+    """Call again what was called, with everything shown to a trace."""
+    shown = nullcontext() if modules is not None else Modules(kept.parts.model, trace)
+    with shown, Operations(trace):
+        return kept.called(*args, **kwargs)
 
 
 def find_forward(kept: Kept, ignored: Ignored) -> Found:
     """Run a call again and find the origins of what is not finite in its outputs."""
-    trace = Trace(kept.parts.model, ignored, operations=True)
+    trace = Trace(kept.parts, ignored, operations=True)
     with kept.again(gradients=False) as (args, kwargs, _):
         output = _run(kept, trace, args, kwargs)
-        found = of_outputs(trace, output, ignored)
+        found = of_outputs(kept, trace, output, ignored)
         for path, tensor in kept.outputs:
             try:
                 found.same &= _alike(tensor, get_part(output, path))
@@ -62,11 +62,11 @@ def find_forward(kept: Kept, ignored: Ignored) -> Found:
         return found
 
 
-def of_outputs(trace: Trace, output: Any, ignored: Ignored) -> Found:
-    """The origins of what is not finite in an output of the model."""
+def of_outputs(kept: Kept, trace: Trace, output: Any, ignored: Ignored) -> Found:
+    """The origins of what is not finite in the output of a call."""
     found = Found(trace)
     for path, tensor in bad_leaves(output):
-        if ignored.output(path, trace.model):
+        if ignored.output(path, kept.called):
             continue
         found.bad = True
         origins = [o for o in trace.origins_of(tensor) if not o.meant]
@@ -94,7 +94,7 @@ def parameter_names(model: nn.Module) -> dict[int, str]:
 
 def find_backward(kept: Kept, ignored: Ignored, scale: float = 1.0) -> Found:
     """Run a call and its backward again and find the origins of bad gradients."""
-    trace = Trace(kept.parts.model, ignored, operations=True)
+    trace = Trace(kept.parts, ignored, operations=True)
     backward = None
     modules = Modules(kept.parts.model, trace)  # until after the backward: it may recompute calls
     try:
@@ -107,8 +107,8 @@ def find_backward(kept: Kept, ignored: Ignored, scale: float = 1.0) -> Found:
             wanted = [(n, p) for p, n in _trainable(kept)] + inputs
             backward.settle(_gradients(kept, output, wanted, scale))
             wrong = [p for p, t in leaves(output) if "n" in signs(t)]
-            same = all(ignored.output(path, trace.model) for path in wrong)
-            found = Found(trace, bad=bool(backward.bad), same=same)
+            same = all(ignored.output(path, kept.called) for path in wrong)
+            found = Found(trace, seen=backward.seen, bad=bool(backward.bad), same=same)
             for origins in backward.bad.values():
                 wrong = [o for o in origins if not o.meant]
                 found.origins += [o for o in wrong if o not in found.origins]
@@ -121,8 +121,7 @@ def find_backward(kept: Kept, ignored: Ignored, scale: float = 1.0) -> Found:
 
 def _trainable(kept: Kept) -> list[tuple[Tensor, str]]:
     names = parameter_names(kept.parts.model)
-    parameters = kept.parts.model.parameters()
-    return [(p, names[id(p)]) for p in parameters if p.requires_grad]
+    return [(p, names[id(p)]) for p in kept.parts.parameters if p.requires_grad]
 
 
 def _gradients(
@@ -162,7 +161,7 @@ def _recomputes(tensors: list[Tensor]) -> bool:
     while stack:
         node = stack.pop()
         if node is not None and node not in seen:
-            if node.name() == "CheckpointFunctionBackward":
+            if node.name() == RECOMPUTING:
                 return True
             seen.add(node)
             stack += [follows for follows, _ in node.next_functions]
@@ -174,7 +173,7 @@ def _recomputes(tensors: list[Tensor]) -> bool:
 
 def take_sample(kept: Kept, ignored: Ignored, origin: Origin, scale: float = 1.0) -> Sample | None:
     """Run a call again and keep what the producer was given and made; None if it did not come."""
-    trace = Trace(kept.parts.model, ignored, operations=True)
+    trace = Trace(kept.parts, ignored, operations=True)
     sample = trace.sample = Sample(origin.number, bool(origin.operation))
     with kept.again(gradients=origin.backward) as (args, kwargs, inputs):
         output = _run(kept, trace, args, kwargs)
@@ -196,8 +195,9 @@ def _take_gradients(value: Any, kept: dict[Path, Tensor]) -> None:
     for path, tensor in leaves(value):
         if tensor.requires_grad and tensor.grad_fn is not None:
 
-            def keep(gradient: Tensor, path: Path = path) -> None:
-                kept[path] = gradient.detach().clone()
+            def keep(gradient: Tensor | None, path: Path = path) -> None:
+                if gradient is not None:  # of several results not all need have been used
+                    kept[path] = gradient.detach().clone()
 
             tensor.register_hook(keep)
 

@@ -12,13 +12,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from hookline.core.nested import show_path
 from hookline.errors import NonFiniteError
 from hookline.guards.dumps import write_dump
 from hookline.guards.finite_checks import Numbers, is_bad
-from hookline.guards.origins import Ignored, Labelled, Origin
+from hookline.guards.origins import Ignored, Labelled, Origin, shown
 from hookline.guards.reports import Fault, explain, fault_of
 from hookline.guards.runs import Kept
 from hookline.guards.search import describe_sample, find_backward, take_sample
@@ -26,21 +26,25 @@ from hookline.guards.search import describe_sample, find_backward, take_sample
 __all__ = ["Teller", "bad_gradients", "label_of"]
 
 T = TypeVar("T")
+_PRODUCERS = ("operation", "module", "memory", "outside")  # that can be run again
 
 
-def label_of(path: tuple[Any, ...]) -> str:
-    """A part of the model's output in words.
+def label_of(path: tuple[Any, ...], called: str = "") -> str:
+    """A part of the model's output in words, or of that of a module in it.
 
     >>> label_of(("logits", 0))
     "the model's output[logits][0]"
+    >>> label_of((), "net")
+    "the output of 'net'"
     """
-    return f"the model's output{show_path(path)}"
+    whose = f"the output of {called!r}" if called else "the model's output"
+    return f"{whose}{show_path(path)}"
 
 
 def bad_gradients(kept: Kept) -> Labelled:
     """The gradients that came into a call's outputs bad."""
     found = [(path, gradient) for path, (gradient, _) in kept.gradients.items() if is_bad(gradient)]
-    return [(f"gradient of {label_of(path)}", Numbers.of(gradient)) for path, gradient in found]
+    return [(f"gradient of {label_of(p, kept.path)}", Numbers.of(g)) for p, g in found]
 
 
 class Teller:
@@ -58,41 +62,54 @@ class Teller:
         try:
             return search(*given)
         except Exception as error:  # noqa: BLE001 - the model's own, and the fault counts more
-            doubts.append(f"the second run raised {type(error).__name__}: {error}")
+            doubts.append(f"the second run raised {type(error).__name__}: {error!s:.200}")
             return None
         finally:
             self.busy = False
 
-    def search_backward(self, calls: list[Kept], seen: Labelled, scale: float) -> list[str] | None:
-        """Raise if a producer is found; else why it may not have been, or None if all is meant."""
+    def search_backward(
+        self, calls: list[Kept], hooked: dict[str, Tensor], seen: Labelled, scale: float
+    ) -> list[str] | None:
+        """Raise if a producer is found; else why it may not have been, or None if all is meant.
+
+        `hooked` are bad gradients of parameters that have hooks.
+        """
         doubts: list[str] = []
         for kept in calls:
+            if kept.trace is not None and kept.backward is None:
+                doubts.append("its graph was let go, after many calls or another backward")
+                continue
             if kept.backward is not None:  # every node was looked at
+                kept.backward.settle(hooked)
                 origins = [o for own in kept.backward.bad.values() for o in own if not o.meant]
                 origins.sort(key=kept.backward.origins.index)
                 if origins and scale <= 1:
+                    seen = seen or kept.backward.seen
                     fault = fault_of(list(dict.fromkeys(origins)), set(), kept.number, seen)
-                    raise self.finish(fault)
+                    raise self.told(kept, origins[0], fault)
                 if kept.backward.bad and not origins:
                     return None
                 continue
             own = kept.doubts()
             again = None if own else self.again(own, find_backward, kept, self.ignored, scale)
             if again is not None and again.origins and again.same:
+                seen = seen or again.seen
                 fault = fault_of(again.origins, again.trace.often, kept.number, seen)
                 raise self.told(kept, again.origins[0], fault, scale)
             if again is not None and again.bad and again.same:
                 return None  # all of it is ignored
             if again is not None and not again.same:
-                own.append("the second forward was not finite, as the first was")
+                own.append(
+                    "its forward makes bad numbers that are ignored, and its backward of them"
+                )
             doubts += own
         return doubts
 
     def told(self, kept: Kept, origin: Origin, fault: Fault, scale: float = 1.0) -> NonFiniteError:
         """The error for a fault, with what the producer was given, and a dump of it."""
-        sample = origin.sample
+        sample, doubts = origin.sample, list[str]()
         if origin.number and kept.trace is None:
-            sample = self.again([], take_sample, kept, self.ignored, origin, scale)
+            sample = self.again(doubts, take_sample, kept, self.ignored, origin, scale)
             if sample is not None:
                 describe_sample(sample, origin)
                 fault.values, fault.given = origin.values, origin.given
@@ -101,9 +118,15 @@ class Teller:
         elif origin.kind == "buffer":
             fault.values = [("", Numbers.of(self.model.get_buffer(origin.path)))]
         elif origin.kind == "input":
-            named = [(f"{path[0]}{show_path(path[1:])}", t) for path, t, _ in kept.versions]
-            fault.values = [("", Numbers.of(t)) for name, t in named if name == origin.path][:1]
-        if self.to is not None and sample is not None and origin.kind != "sum":
+            given = {path: tensor for path, tensor, _ in kept.versions}
+            fault.values = [("", Numbers.of(given[origin.parts]))]
+        if fault.operation and not fault.source:  # in a module of torch's that the model holds
+            fault.source = shown(kept.line)
+        if self.to is not None and origin.kind in _PRODUCERS:
+            if sample is None:
+                why = doubts or ["what the producer was given is not known"]
+                fault.remarks.append(f"No dump was written: {why[0]}.")
+                return self.finish(fault)
             try:
                 fault.folder = write_dump(self.to, fault, sample, kept)
             except (OSError, RuntimeError) as error:  # what was found counts more

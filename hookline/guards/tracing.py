@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from hookline.core.gradients import sequence
-from hookline.core.hooks import Context, first_names
-from hookline.core.nested import Path, leaves, map_leaves, show_path
+from hookline.core.hooks import Context
+from hookline.core.nested import Path, leaves, map_leaves
 from hookline.core.operations import Mode, innermost, name_of
 from hookline.core.places import Request, Target, resolve
 from hookline.core.snapshots import snapshot
@@ -32,7 +32,8 @@ from hookline.core.taps import KEEP, Frame, Tap
 from hookline.core.tree import join, tensors_of, walk
 from hookline.errors import NotHookable, PlaceNotFound
 from hookline.guards.finite_checks import bad_leaves, is_bad, is_mask, signs
-from hookline.guards.origins import Ignored, Origin, infinite, is_meant, labelled, source_line
+from hookline.guards.origins import Ignored, Origin, infinite, is_meant, labelled, line_of, shown
+from hookline.guards.runs import Parts
 
 __all__ = ["Modules", "Operations", "Running", "Sample", "Span", "Trace", "kept_value"]
 
@@ -100,9 +101,9 @@ class Sample:
 class Trace:
     """What is known of one run: where bad numbers came from, and what was running."""
 
-    def __init__(self, model: nn.Module, ignored: Ignored, operations: bool) -> None:
-        self.model, self.ignored, self.sees_operations = model, ignored, operations
-        self.names = first_names(model)
+    def __init__(self, parts: Parts, ignored: Ignored, operations: bool) -> None:
+        self.model, self.called, self.names = parts.model, parts.called, parts.names
+        self.ignored, self.sees_operations = ignored, operations
         self.clock = 0  # numbers operations and calls
         self.origins: list[Origin] = []
         self.often: set[tuple[str, str]] = set()  # operations that a call used several times
@@ -111,18 +112,19 @@ class Trace:
         self.sample: Sample | None = None  # to be filled
         self._of: dict[int, tuple[Tensor, tuple[Origin, ...]]] = {}  # by the memory
         self._states: dict[int, tuple[str, str, Tensor]] = {}
-        self._inputs: dict[int, tuple[str, Tensor, bool]] = {}
-        for path, module in walk(model):
+        self._inputs: dict[int, tuple[Origin, Tensor]] = {}
+        for path, module in walk(self.model):
             for name, tensor in tensors_of(module):
                 kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
                 self._states.setdefault(_memory(tensor), (kind, join(path, name), tensor))
 
-    def give(self, inputs: Any) -> None:
-        """Note the inputs of the model, by name."""
+    def give(self, running: Running, inputs: Any) -> None:
+        """Note the inputs of the call, by name."""
         first = next(iter(inputs), None)
         for path, tensor in leaves(inputs):
-            ignored = self.ignored.input(path, first)
-            self._inputs.setdefault(_memory(tensor), (_show(path), tensor, ignored))
+            ignored = self.ignored.input(path, first, running.module)
+            origin = Origin("input", running.path, ignored=ignored, parts=path)
+            self._inputs.setdefault(_memory(tensor), (origin, tensor))
 
     # -- following values -----------------------------------------------------------------------
 
@@ -136,8 +138,7 @@ class Trace:
             kind, path, own = self._states[memory]
             origin = Origin(kind, path, ignored=self.ignored.tensor(path))
         elif memory in self._inputs:
-            path, own, ignored = self._inputs[memory]
-            origin = Origin("input", path, ignored=ignored)
+            origin, own = self._inputs[memory]
         else:
             return ()
         # What is trained is no mask.
@@ -167,7 +168,7 @@ class Trace:
         known = [(self.origins_of(tensor), sign, where) for tensor, sign, where in bad]
         held = [origin for origins, _, _ in known for origin in origins]
         if any(not origins for origins, _, _ in known):  # nothing that was seen has made it
-            source = source_line(frame)
+            source = shown(line_of(frame))
             strange = Origin("outside", path, False, name, use, source=source, number=self.clock)
             held.append(self._add(strange))
         wrong = [origin for origin in held if not origin.meant]
@@ -179,7 +180,9 @@ class Trace:
             self._follow(made, tuple(held))
             return
         kind = "memory" if name in _UNWRITTEN else "operation"
-        origin = Origin(kind, path, False, name, use, source=source_line(frame), number=self.clock)
+        origin = Origin(
+            kind, path, False, name, use, source=shown(line_of(frame)), number=self.clock
+        )
         origin.ignored = module is not None and self.ignored.operation(module, name, use)
         origin.meant = meant or origin.ignored
         self._follow(made, (self._add(origin),))
@@ -197,8 +200,8 @@ class Trace:
         self.clock += 1
         running = Running(module, self.names.get(id(module), ""), self.clock, sequence())
         running.inputs, running.positional = kept_value(inputs), positional
-        if module is self.model and not self.running:
-            self.give(inputs)
+        if module is self.called and not self.running:
+            self.give(running, inputs)
         if not self.sees_operations:
             bad = [tensor for _, tensor in bad_leaves(inputs)]
             running.origins = self._of_inputs(bad)
@@ -236,7 +239,6 @@ class Trace:
             origin.given = labelled(running.inputs)
             origin.sample = Sample(running.number, operation=False)
             origin.sample.of(running)
-            origin.sample.output = kept_value(value)
         return (self._add(origin),)
 
     def leave(self, module: nn.Module, output: Any) -> None:
@@ -255,14 +257,13 @@ class Trace:
                 self._follow([tensor], (self._add(origin),))
             elif not self.origins_of(tensor):
                 self._follow([tensor], self._inside(running, tensor))
+        for origin in self.origins:  # what it made may be a part of its output, or lie before it
+            if origin.sample is not None and origin.number == running.number:
+                origin.sample.output = kept_value(output)
         if self.sample is not None and self.sample.number == running.number:
             self.sample.made, self.sample.output = output, kept_value(output)
         if self.sample is not None and self.sample.module is module and self.sample.whole is None:
             self.sample.whole = output
-
-
-def _show(path: Path) -> str:
-    return f"{path[0]}{show_path(path[1:])}" if path else ""
 
 
 def _memory(tensor: Tensor) -> int:
@@ -305,7 +306,7 @@ class Operations(Mode):
             trace.often.add((trace.names.get(id(module), ""), name))
         if sequence() > start:
             span = Span(start, sequence(), number, trace.names.get(id(module), ""))
-            span.operation, span.use, span.source = name, use, source_line(frame)
+            span.operation, span.use, span.source = name, use, shown(line_of(frame))
             if module is None and trace.running:
                 span.path = trace.running[-1].path
             trace.spans.append(span)

@@ -10,11 +10,13 @@ clipped.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from typing import Any, cast
 
 from torch import nn
 
+from hookline.core.taps import Frame
 from hookline.errors import NotHookable
 from hookline.guards.guarding import guard
 from hookline.integrations.missing import load
@@ -96,21 +98,21 @@ class GuardCallback(_base()):
     Args:
         options: those of `hookline.guard`: `ignore`, `to`, `careful`.
 
-    A `training_step` often calls the modules of a LightningModule and not itself: each of these
-    modules has a guard of its own.
+    A `training_step` calls the LightningModule itself, as `self(x)`, or modules in it, as
+    `self.net(x)`: each call from there is a step of the guard. What a `training_step` makes
+    between such calls came in from outside. `callback.guard` is the guard.
     """
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
         self.options = options
-        self.guards: list[guard] = []
+        self.guard: guard | None = None
 
     def on_train_start(self, trainer: Any, pl_module: nn.Module) -> None:
         """Begin to guard."""
         self._remove()
         given = {"scaler": _scaler(trainer)} | self.options
-        for child in _called(pl_module):
-            self.guards.append(guard(child, **given).attach())
+        self.guard = _Guard(pl_module, **given).attach()
 
     def on_train_end(self, trainer: Any, pl_module: nn.Module) -> None:
         """End guarding."""
@@ -125,11 +127,24 @@ class GuardCallback(_base()):
         self._remove()
 
     def _remove(self) -> None:
-        while self.guards:
-            self.guards.pop().remove()
+        if self.guard is not None:
+            self.guard.remove()
 
 
-def _called(module: nn.Module) -> list[nn.Module]:
+class _Guard(guard):
+    """A guard of a LightningModule, and of the modules that its steps call by themselves."""
+
+    def _entries(self) -> list[nn.Module]:
+        return _callable(self._model)
+
+    def began(self, module: nn.Module, inputs: Any, frame: Frame) -> None:
+        # A strategy such as DDP's calls the LightningModule with a function in place of its
+        # forward, which calls the step.
+        if inspect.ismethod(module.forward):
+            super().began(module, inputs, frame)
+
+
+def _callable(module: nn.Module) -> list[nn.Module]:
     """The outermost modules in a module that can be called: a list of modules cannot."""
     found: list[nn.Module] = []
     for child in module.children():
@@ -137,5 +152,5 @@ def _called(module: nn.Module) -> list[nn.Module]:
             select(child, "")
             found.append(child)
         except NotHookable:
-            found += _called(child)
+            found += _callable(child)
     return found
