@@ -1317,17 +1317,18 @@ def test_handles_do_not_pile_up_over_many_calls():
 @pytest.mark.parametrize("before", [0, 1])
 def test_a_hook_that_is_put_on_a_tensor_directly_is_like_a_registered_one(before):
     results = []
-    for put in (arms.put_hook, torch.Tensor.register_hook):
+    for ours in (True, False):
         leaf = torch.ones(2, requires_grad=True)
         y, seen = leaf * 3, []
         for _ in range(before):
             y.register_hook(lambda g: g * 2)
-        first = put(y, lambda g, seen=seen: seen.append(g.tolist()))
-        second = put(y, lambda g: g * 10)
+        handles = arms.Handles()
+        for function in (lambda g, seen=seen: seen.append(g.tolist()), lambda g: g * 10):
+            (handles.put if ours else handles.add)(y, function)
         y.sum().backward(retain_graph=True)
-        first.remove()
-        second.remove()
-        second.remove()
+        again = arms.Handles(handles)
+        handles.remove_all()
+        again.remove_all()
         y.sum().backward()
         results.append((leaf.grad.tolist(), seen, len(y._backward_hooks)))
     assert results[0] == results[1]

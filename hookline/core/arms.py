@@ -2,10 +2,11 @@
 
 - `Arm`: a hook on a tensor or node, for one tap, call and part of the value
 - `Shares`: a hook on a node inside a module: what it passes on to the module's inputs
-- `put_hook(tensor, function)`: what `Tensor.register_hook` does, in a quarter of the time
+- `Handles`: the hooks that are to be taken off at the end; `put` is what `Tensor.register_hook`
+  does, in a quarter of the time
 - `hang(tensor, node, function)`: the same for a tensor that a node has made
 - `cut_out(grad, view, stride, offset)`: the gradient of a view, from that of its base
-- `handles(tap)`: where the handle of a hook is kept
+- `handles(tap)`: where the hooks for a tap are kept
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import itertools
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -25,43 +26,54 @@ from hookline.core.nested import Path
 if TYPE_CHECKING:
     from hookline.core.taps import Tap
 
-__all__ = ["Arm", "Shares", "cut_out", "handles", "hang", "put_hook"]
+__all__ = ["Arm", "Handles", "Shares", "cut_out", "handles", "hang"]
 
 _keys = itertools.count(-1, -1)  # of hooks on tensors; torch's own count up from 0
 
 
-def handles(tap: Tap) -> list[Any]:
-    """Where to keep the handle of a hook, in one step with its making."""
+class Handles(list[tuple["weakref.ref[Any]", int]]):
+    """The hooks on tensors and nodes that are to be taken off at the end: their dicts and keys."""
+
+    many = 64  # with more than that, those of graphs that are gone are looked for
+
+    def prune(self) -> None:
+        """Forget the hooks of graphs that are gone."""
+        self[:] = [handle for handle in self if handle[0]() is not None]
+        self.many = max(64, 2 * len(self))
+
+    def add(self, holder: Any, function: Callable[..., Any]) -> None:
+        """Put a hook on a tensor or node in torch's own way."""
+        # In one step: an interrupt between two would leave the hook behind.
+        self.append(((handle := holder.register_hook(function)).hooks_dict_ref, handle.id))
+
+    def put(self, tensor: Tensor, function: Callable[[Tensor], Tensor | None]) -> None:
+        """What `Tensor.register_hook` does, with a lighter handle: a quarter of the time."""
+        # register_hook may crash the process on a view that was changed in place, unless grad_fn
+        # was read before: https://github.com/pytorch/pytorch/issues/196459
+        node: Any = tensor.grad_fn
+        if type(tensor) is not Tensor or not hasattr(node, "_register_hook_dict"):
+            self.add(tensor, function)
+        else:
+            self.append(hang(tensor, node, function))
+
+    def remove_all(self) -> None:
+        """Take the hooks off; fine if they are off already."""
+        for ref, key in self:
+            hooks = ref()
+            if hooks is not None:
+                hooks.pop(key, None)
+        self.clear()
+
+
+def handles(tap: Tap) -> Handles:
+    """Where to keep a hook, in one step with its making."""
     context = tap.context()
-    return [] if context is None else context.handles()
+    return Handles() if context is None else context.handles()
 
 
-class _Handle:
-    """Removes a hook that `put_hook` has put on a tensor."""
-
-    __slots__ = ("hooks_dict_ref", "key")
-
-    def __init__(self, hooks: Any, key: int) -> None:
-        self.hooks_dict_ref = weakref.ref(hooks)
-        self.key = key
-
-    def remove(self) -> None:
-        hooks = self.hooks_dict_ref()
-        if hooks is not None:
-            hooks.pop(self.key, None)
-
-
-def put_hook(tensor: Tensor, function: Callable[[Tensor], Tensor | None]) -> Any:
-    """What `Tensor.register_hook` does, with a lighter handle: a quarter of the time."""
-    # register_hook may crash the process on a view that was changed in place, unless grad_fn was
-    # read before: https://github.com/pytorch/pytorch/issues/196459
-    node: Any = tensor.grad_fn
-    if type(tensor) is not Tensor or not hasattr(node, "_register_hook_dict"):
-        return cast(Any, tensor).register_hook(function)
-    return _Handle(*hang(tensor, node, function))
-
-
-def hang(tensor: Tensor, node: Any, function: Callable[[Tensor], Any]) -> tuple[Any, int]:
+def hang(
+    tensor: Tensor, node: Any, function: Callable[[Tensor], Any]
+) -> tuple[weakref.ref[Any], int]:
     """Put a hook on a tensor that a node has made; the dict that it is in, and its key there."""
     hooks = tensor._backward_hooks
     if hooks is None:
@@ -69,7 +81,7 @@ def hang(tensor: Tensor, node: Any, function: Callable[[Tensor], Any]) -> tuple[
         node._register_hook_dict(tensor)
     key = next(_keys)
     hooks[key] = function
-    return hooks, key
+    return weakref.ref(hooks), key
 
 
 def cut_out(grad: Tensor, view: Tensor, stride: Any, offset: int) -> Tensor:
@@ -96,14 +108,14 @@ class Arm:
         self.path = path
 
     def watch(self, tap: Tap, tensor: Tensor) -> None:
-        handles(tap).append(put_hook(tensor, self.at_tensor))
+        handles(tap).put(tensor, self.at_tensor)
 
     def watch_base(self, tap: Tap, base: Tensor) -> None:
         self.base = base.stride(), base.storage_offset()
-        handles(tap).append(put_hook(base, self.at_base))
+        handles(tap).put(base, self.at_base)
 
     def watch_gate(self, tap: Tap, node: Any) -> None:
-        handles(tap).append(node.register_hook(self.at_gate))
+        handles(tap).add(node, self.at_gate)
 
     def guard(self, *tensors: Tensor) -> None:
         self.aliases = [(tensor.detach(), tensor._version) for tensor in tensors]

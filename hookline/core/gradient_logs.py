@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from hookline.core import gradients, input_gradients
-from hookline.core.arms import hang
+from hookline.core.arms import Handles, hang
 from hookline.core.arrivals import Arrival
 from hookline.core.keeping import WHOLE, Kept, Options
 from hookline.core.logs import Log, LoggedTap
@@ -119,8 +119,6 @@ class _GradientLog(Log):
     An entry is what has arrived: the id of the module, the call, the backward pass, the gradient.
     """
 
-    many = 64  # with more hooks than that, those of graphs that are gone are looked for
-
     def __init__(self, context: weakref.ref[Any], options: Options, owner: int | None) -> None:
         super().__init__(context, options, owner)
         self.ref = weakref.ref(self)
@@ -128,7 +126,7 @@ class _GradientLog(Log):
         # when it began.
         self.begun: list[tuple[types.FrameType, int, Given]] = []
         self.counts = defaultdict[int, int](int)  # completed calls, by the id of the module
-        self.hung: list[tuple[weakref.ref[Any], int]] = []  # the hooks on tensors and nodes
+        self.hung = Handles()  # the hooks on tensors and nodes
 
     def hook(self, steps: list[Step]) -> None:
         self.steps += steps
@@ -142,11 +140,8 @@ class _GradientLog(Log):
         super().unhook()
         for _, module in self.steps:
             self.unregister(module)
-        for ref, key in self.hung:
-            hooks = ref()
-            if hooks is not None:
-                hooks.pop(key, None)
-        self.hung, self.begun = [], []
+        self.hung.remove_all()
+        self.begun = []
         for tap in self.taps.values():
             tap.grad_inputs = tap.grad_outputs = ()
             tap.drain()
@@ -223,8 +218,8 @@ class _GradientLog(Log):
             begun.remove(call)
         index = self.counts[ident]
         self.counts[ident] = index + 1
-        if len(self.hung) >= self.many:
-            self.prune()
+        if len(self.hung) >= self.hung.many:
+            self.hung.prune()
         if type(output) is not Tensor or not self.watch(output, ident, index, *call[1:]):
             self.hand_over(output, ident, index, *call)
         return None
@@ -246,11 +241,6 @@ class _GradientLog(Log):
     def watch(self, output: Tensor, ident: int, index: int, start: int, given: Given, /) -> bool:
         """Hook what the gradient will come by; false if there is more to look at."""
         raise AssertionError("a log watches")
-
-    def prune(self) -> None:
-        """Forget the hooks of graphs that are gone."""
-        self.hung = [hung for hung in self.hung if hung[0]() is not None]
-        self.many = max(64, 2 * len(self.hung))
 
     def only(self, entry: Any) -> Kept | None:
         ident, _, _, grad = entry
@@ -319,8 +309,8 @@ class GradOutputLog(_GradientLog):
         ):
             index = self.counts[ident]
             self.counts[ident] = index + 1
-            if len(self.hung) >= self.many:
-                self.prune()
+            if len(self.hung) >= self.hung.many:
+                self.hung.prune()
             base = output._base
             if base is None or (base.grad_fn and sys.getrefcount(base) <= gradients.alone()):
                 self.hang(output, base, ident, index)
@@ -355,10 +345,8 @@ class GradOutputLog(_GradientLog):
         arrival = Arrival(self.ref, ident, index)
         if base is not None:
             arrival.view(output, base)
-            hooks, key = hang(base, base.grad_fn, arrival.at_base)
-            self.hung.append((weakref.ref(hooks), key))
-        hooks, key = hang(output, output.grad_fn, arrival.at_tensor)
-        self.hung.append((weakref.ref(hooks), key))
+            self.hung.append(hang(base, base.grad_fn, arrival.at_base))
+        self.hung.append(hang(output, output.grad_fn, arrival.at_tensor))
 
 
 class GradInputLog(_GradientLog):

@@ -19,6 +19,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils import hooks as torch_hooks
 
 from hookline.core import distributed, gradients
+from hookline.core.arms import Handles
 from hookline.core.contexts import Entering
 from hookline.core.operations import Operation, not_called, refuse
 from hookline.core.places import Place, Request, Target, Where, resolve
@@ -49,8 +50,7 @@ class Context(Entering, Generic[T]):
     _requests: list[Request] = _NOTHING
     _taps: dict[Any, T] = _NOTHING
     _sites: dict[Any, tuple[nn.Module, Site]] = _NOTHING
-    _handles: list[Any] = _NOTHING
-    _many = 64
+    _handles = Handles()
 
     def __init__(self, model: nn.Module | Tensor, wheres: Iterable[Where]) -> None:
         super().__init__(model)
@@ -74,7 +74,7 @@ class Context(Entering, Generic[T]):
     # -- entering and leaving -------------------------------------------------------------------
 
     def _start(self, attached: bool) -> None:
-        self._taps, self._sites, self._handles, self._names = {}, {}, [], None
+        self._taps, self._sites, self._handles, self._names = {}, {}, Handles(), None
         self._requests = self._resolve()
         for request in self._requests:
             if request.modules or request.targets:
@@ -130,7 +130,7 @@ class Context(Entering, Generic[T]):
                 gradients.watch_tensor(tap, target.tensor())
             if self._attached and isinstance(self._model, Tensor):
                 # There is no module whose hooks could keep this alive: a hook of the tensor does.
-                self._handles.append(self._model.register_hook(_Keeper(self)))
+                self._handles.add(self._model, _Keeper(self))
 
     def _watch_later(self, tap: Tap, ref: weakref.ref[Any], owner: int | None) -> None:
         module = distributed.gatherer(self._model, tap.target.path) or tap.target.module
@@ -163,9 +163,7 @@ class Context(Entering, Generic[T]):
             if site.frames or site.abandoned:
                 site.drain()
             site.keeper = None
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        self._handles.remove_all()
         active = ACTIVE.get()
         if self._serial in active:
             ACTIVE.set(active - {self._serial})
@@ -174,12 +172,10 @@ class Context(Entering, Generic[T]):
         for _, site in self._sites.values():
             site.left()
 
-    def handles(self) -> list[Any]:
-        """The handles of hooks on tensors and nodes, to be removed at the end."""
-        # Graphs die, and their handles with them: forget those now and then.
-        if len(self._handles) >= self._many:
-            self._handles = [h for h in self._handles if h.hooks_dict_ref() is not None]
-            self._many = max(64, 2 * len(self._handles))
+    def handles(self) -> Handles:
+        """The hooks on tensors and nodes, to be taken off at the end."""
+        if len(self._handles) >= self._handles.many:
+            self._handles.prune()
         return self._handles
 
     # -- names ----------------------------------------------------------------------------------

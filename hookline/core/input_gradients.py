@@ -150,7 +150,7 @@ def _watch_paths(
         if is_gate(node, frame):
             arms[0][1].watch_gate(tap, node)
         else:
-            handles(tap).append(node.register_hook(Shares(arms).at_node))
+            handles(tap).add(node, Shares(arms).at_node)
     moved = any(t._is_view() and t.grad_fn is not node for t, node, _, _ in frame.given)
     for path in wanted.values():
         if path not in reached and (moved or not path):  # else None says that none flows

@@ -17,7 +17,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
-from hookline.core import arms, gradients
+from hookline.core import gradients
 from hookline.core.hooks import Context, first_names
 from hookline.core.nested import leaves
 from hookline.core.places import Request, Target, Where, resolve
@@ -253,7 +253,7 @@ class guard(Context[_Tap]):
         graphs = [t for _, t in found if t.requires_grad and t.grad_fn is not None]
         for tensor in graphs:
             self._calls[id(module), index] = kept
-            self.handles().append(arms.put_hook(tensor, Holder(kept)))
+            self.handles().put(tensor, Holder(kept))
         if kept.trace is not None:
             self._ended = kept
             return  # it is looked at when the trace knows that the call has ended
