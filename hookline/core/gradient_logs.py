@@ -130,27 +130,16 @@ class _GradientLog(Log):
 
     def hook(self, steps: list[Step]) -> None:
         self.steps += steps
-        key, before_call, after_call = self.key, self.before_call, self.after_call
-        for _, module in steps:
-            module._forward_pre_hooks_with_kwargs[key] = True
-            module._forward_pre_hooks[key] = before_call
-            module._forward_hooks[key] = after_call
+        self.spread([module for _, module in steps], self.before_call, self.after_call, True)
 
     def unhook(self) -> None:
         super().unhook()
-        for _, module in self.steps:
-            self.unregister(module)
+        self.lift([module for _, module in self.steps], True)
         self.hung.remove_all()
         self.begun = []
         for tap in self.taps.values():
             tap.grad_inputs = tap.grad_outputs = ()
             tap.drain()
-
-    def unregister(self, module: nn.Module) -> None:
-        key = self.key
-        module._forward_hooks.pop(key, None)
-        module._forward_pre_hooks.pop(key, None)
-        module._forward_pre_hooks_with_kwargs.pop(key, None)
 
     def before_call(
         self,

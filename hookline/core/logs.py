@@ -116,9 +116,6 @@ class Log(Site):
             if ident not in names:
                 names[ident] = path
 
-    def unregister(self, module: nn.Module) -> None:
-        module._forward_hooks.pop(self.key, None)
-
     def stranger(self, module: nn.Module) -> None:
         if getattr(self, "context", None) is None:  # a copied module
             self.unregister(module)
