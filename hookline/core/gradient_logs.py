@@ -92,32 +92,14 @@ class _GradientTap(LoggedTap):
                 self.shapes.setdefault(call, WHOLE)
         return super().gathered()
 
-    def thoroughly(self, output: Any, index: int, frame: Frame) -> None:
-        """Hook the output of a call of which more must be known than the log does."""
-        raise AssertionError("a tap watches")
-
-
-class _GradOutputTap(_GradientTap):
-    port = "grad_output"
-
-    def thoroughly(self, output: Any, index: int, frame: Frame) -> None:
-        gradients.watch_outputs(self, output, output, index, frame)
-
-
-class _GradInputTap(_GradientTap):
-    port = "grad_input"
-
-    def thoroughly(self, output: Any, index: int, frame: Frame) -> None:
-        tensor, node, output_nr, _ = frame.given[0]
-        frame.edges = ((self, tensor, [(tensor, [()])], {(node, output_nr): ()}),)
-        input_gradients.watch_inputs(self, output, index, frame)
-
 
 class _GradientLog(Log):
     """What both kinds of gradients have in common: what is known of a call before it begins.
 
     An entry is what has arrived: the id of the module, the call, the backward pass, the gradient.
     """
+
+    kind = _GradientTap
 
     def __init__(self, context: weakref.ref[Any], options: Options, owner: int | None) -> None:
         super().__init__(context, options, owner)
@@ -222,13 +204,17 @@ class _GradientLog(Log):
             _, frame.sequence, frame.given = call
             tap.general.add(index)
             tap.outside = True
-            tap.thoroughly(output, index, frame)
+            self.watch_thoroughly(tap, output, index, frame)
 
     # What a call is given; None if it is not for the log.
     note: Callable[[Any, Any], Given | None] = staticmethod(gradients.note_given)
 
     def watch(self, output: Tensor, ident: int, index: int, start: int, given: Given, /) -> bool:
         """Hook what the gradient will come by; false if there is more to look at."""
+        raise AssertionError("a log watches")
+
+    def watch_thoroughly(self, tap: Any, output: Any, index: int, frame: Frame) -> None:
+        """The same where there is."""
         raise AssertionError("a log watches")
 
     def only(self, entry: Any) -> Kept | None:
@@ -261,7 +247,7 @@ def _makes(module: nn.Module) -> bool:
 class GradOutputLog(_GradientLog):
     """The gradients at the outputs of modules."""
 
-    kind = _GradOutputTap
+    port, suffix = "grad_output", ":grad_output"
 
     def hook(self, steps: list[Step]) -> None:
         makers: list[Step] = []
@@ -337,11 +323,14 @@ class GradOutputLog(_GradientLog):
             self.hung.append(hang(base, base.grad_fn, arrival.at_base))
         self.hung.append(hang(output, output.grad_fn, arrival.at_tensor))
 
+    def watch_thoroughly(self, tap: Any, output: Any, index: int, frame: Frame) -> None:
+        gradients.watch_outputs(tap, output, output, index, frame)
+
 
 class GradInputLog(_GradientLog):
     """The gradients at the first inputs of modules."""
 
-    kind = _GradInputTap
+    port, suffix = "grad_input", ":grad_input"
 
     def note(self, args: Any, kwargs: Any) -> Given | None:
         if len(args) != 1 or kwargs or type(args[0]) is not Tensor or args[0].grad_fn is None:
@@ -374,3 +363,8 @@ class GradInputLog(_GradientLog):
             handle = node.register_hook(arrival.at_node)
             self.hung.append((handle.hooks_dict_ref, handle.id))
         return bool(found)
+
+    def watch_thoroughly(self, tap: Any, output: Any, index: int, frame: Frame) -> None:
+        tensor, node, output_nr, _ = frame.given[0]
+        frame.edges = ((tap, tensor, [(tensor, [()])], {(node, output_nr): ()}),)
+        input_gradients.watch_inputs(tap, output, index, frame)

@@ -33,8 +33,6 @@ __all__ = ["LastLog", "Log", "LoggedTap", "OutputLog"]
 class LoggedTap(CaptureTap, Site):
     """What a log holds of one module."""
 
-    port = "output"
-
     def __init__(self, log: Any, path: str, module: nn.Module | None, ident: int) -> None:
         self.log, self.path, self.module, self.ident = log, path, module, ident
         self.context, self.options, self.owner = log.context, log.options, log.owner
@@ -63,12 +61,11 @@ class LoggedTap(CaptureTap, Site):
 
     @property
     def target(self) -> Target:
-        return Target(cast(nn.Module, self.module), self.path, self.port, ident=self.ident)
+        return Target(cast(nn.Module, self.module), self.path, self.log.port, ident=self.ident)
 
     @property
     def spelled(self) -> str:
-        path = escape(self.path)
-        return path if self.port == "output" else f"{path}:{self.port}"
+        return escape(self.path) + self.log.suffix
 
     def release(self) -> None:
         self.module = None
@@ -78,6 +75,7 @@ class Log(Site):
     """What the modules have in common that are asked for the same port, and its hooks on them."""
 
     kind: type[LoggedTap] = LoggedTap
+    port, suffix = "output", ""  # what is asked for, and how it is spelled after a path
     beside: dict[int, int] | None = None  # hooks of logs at modules where several have one
     in_graph = False  # whether compiled graphs may keep values by themselves
     sorted = 0  # how many entries were given to taps
@@ -174,9 +172,8 @@ class Log(Site):
         for entry in self.entries:
             ident = entry[0]
             found[ident] = None if ident in found else self.only(entry)
-        port = "" if self.kind.port == "output" else f":{self.kind.port}"
         names = [(self.names.get(ident, "*"), kept) for ident, kept in found.items()]
-        return {path + port: kept for path, kept in names if kept and escape(path) == path}
+        return {path + self.suffix: kept for path, kept in names if kept and escape(path) == path}
 
     def only(self, entry: Any) -> Kept | None:
         """What is kept of an entry, if its module has no other."""
