@@ -24,7 +24,7 @@ from hookline.core import gradients, input_gradients
 from hookline.core.arms import Handles, hang
 from hookline.core.arrivals import Arrival
 from hookline.core.keeping import WHOLE, Kept, Options
-from hookline.core.logs import Log, LoggedTap
+from hookline.core.logs import Log, LoggedTap, noted
 from hookline.core.nested import Path
 from hookline.core.recomputation import Regions, in_backward, saving
 from hookline.core.sites import ACTIVE
@@ -40,6 +40,7 @@ class _GradientTap(LoggedTap):
     """What a log holds of one module, and what does the calls that are not for the log."""
 
     paired = True
+    grads = noted("_grads")
     _outside = False
 
     def __init__(self, log: Any, path: str, module: nn.Module | None, ident: int) -> None:
@@ -47,15 +48,6 @@ class _GradientTap(LoggedTap):
         self._grads: dict[tuple[int, int], dict[Path, Kept]] = {}
         self.general: set[int] = set()  # the calls that were not for the log
         self.shapes = {}
-
-    def _get_grads(self) -> dict[tuple[int, int], dict[Path, Kept]]:
-        self.log.sort()
-        return self._grads
-
-    def _set_grads(self, grads: dict[tuple[int, int], dict[Path, Kept]]) -> None:
-        self._grads = grads
-
-    grads: Any = property(_get_grads, _set_grads)
 
     def take(self, *noted: Any) -> None:
         index, task, grad = noted

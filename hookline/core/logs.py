@@ -3,7 +3,7 @@
 - `Log`: what the modules have in common that are asked for the same port
 - `OutputLog`: the outputs of modules, in the order of the calls
 - `LastLog`: the last output of each module, also in compiled graphs
-- `LoggedTap`: what a log holds of one module, made when somebody asks
+- `LoggedTap`: what a log holds of one module, made when somebody asks; `noted` is for its values
 
 They do what `Site` and `CaptureTap` do in the commonest cases, with no object made for a module
 on entering: what was noted is sorted by modules when it is read.
@@ -27,25 +27,28 @@ from hookline.core.snapshots import LAZY, SMALL, snapshot
 from hookline.core.targets import Target
 from hookline.core.tree import Step
 
-__all__ = ["LastLog", "Log", "LoggedTap", "OutputLog"]
+__all__ = ["LastLog", "Log", "LoggedTap", "OutputLog", "noted"]
+
+
+def noted(name: str) -> Any:
+    """What a tap has under a name; when it is read, what the log has noted since is in it."""
+
+    def read(tap: Any) -> Any:
+        tap.log.sort()
+        return getattr(tap, name)
+
+    return property(read, lambda tap, value: setattr(tap, name, value))
 
 
 class LoggedTap(CaptureTap, Site):
     """What a log holds of one module."""
 
+    kept = noted("_kept")
+
     def __init__(self, log: Any, path: str, module: nn.Module | None, ident: int) -> None:
         self.log, self.path, self.module, self.ident = log, path, module, ident
         self.context, self.options, self.owner = log.context, log.options, log.owner
         self._kept: list[Kept] = []
-
-    def _get_kept(self) -> list[Kept]:
-        self.log.sort()
-        return self._kept
-
-    def _set_kept(self, kept: list[Kept]) -> None:
-        self._kept = kept
-
-    kept: Any = property(_get_kept, _set_kept)
 
     def take(self, *noted: Any) -> None:
         """Keep what the log has noted of one call."""
