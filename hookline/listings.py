@@ -116,7 +116,7 @@ class _Survey(Mode):
         target = None if found is None else self.targets.get(id(found[0]))
         if found is not None and target is not None:
             name = name_of(func)
-            use = self.count(name, *found)
+            use = self.count(name, found[1])
             values = [tables.describe(tensor) for _, tensor in leaves(output)]
             if values:
                 self.found.append((target, name, use, ", ".join(values), _source()))

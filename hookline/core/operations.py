@@ -73,14 +73,6 @@ def innermost(frame: FrameType | None) -> tuple[nn.Module, FrameType] | None:
     return None
 
 
-class _Running:
-    """The operations of one running call of a module, counted by name."""
-
-    def __init__(self, module: nn.Module, frame: FrameType) -> None:
-        self.module, self.frame = module, frame
-        self.counts: dict[str, int] = {}
-
-
 class Mode(TorchFunctionMode):
     """Sees every torch call of a thread while it is entered."""
 
@@ -89,7 +81,8 @@ class Mode(TorchFunctionMode):
         self.operations: dict[int, list[Operation]] = {}  # by module, in order of entering
         self.names: dict[str, int] = {}  # how many operations are for each name
         self.waiting = 0  # operations that never came: then all names are of interest
-        self.running: list[_Running] = []
+        # The running calls of modules, and the operations in each of them, counted by name.
+        self.running: list[tuple[FrameType, dict[str, int]]] = []
 
     def add(self, operation: Operation) -> None:
         """Serve one more operation; with the first the mode begins."""
@@ -138,7 +131,7 @@ class Mode(TorchFunctionMode):
         asked = self.operations.get(id(found[0])) if found else None
         if found is None or not asked:
             return func(*args, **kwargs)
-        use = self.count(name, *found)
+        use = self.count(name, found[1])
         operations = [operation for operation in asked if operation.meets(name, use)]
         new = [operation for operation in operations if not operation.count]
         output = self.run(func, args, kwargs, operations)
@@ -148,15 +141,14 @@ class Mode(TorchFunctionMode):
             self.waiting -= sum(1 for operation in new if operation.count)
         return output
 
-    def count(self, name: str, module: nn.Module, frame: FrameType) -> int:
-        """How many operations of a name came before in this call of the module."""
-        while self.running and self.running[-1].frame is not frame:
-            if not is_over(self.running[-1].frame):
-                break
-            self.running.pop()
-        if not self.running or self.running[-1].frame is not frame:
-            self.running.append(_Running(module, frame))
-        counts = self.running[-1].counts
+    def count(self, name: str, frame: FrameType) -> int:
+        """How many operations of a name came before in this call of a module."""
+        running = self.running
+        while running and running[-1][0] is not frame and is_over(running[-1][0]):
+            running.pop()
+        if not running or running[-1][0] is not frame:
+            running.append((frame, {}))
+        counts = running[-1][1]
         counts[name] = counts.get(name, -1) + 1
         return counts[name]
 

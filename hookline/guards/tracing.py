@@ -292,7 +292,7 @@ class Operations(Mode):
         bad = [(t, signs(t), infinite(t)) for t in given if is_bad(t)]
         found = innermost(frame)
         module = None if found is None else found[0]
-        use = 0 if found is None else self.count(name, *found)
+        use = 0 if found is None else self.count(name, found[1])
         sample = trace.sample if trace.sample and trace.sample.number == number else None
         if sample is not None:
             self._before(sample, func, args, kwargs, module)
