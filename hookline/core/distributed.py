@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from hookline.core import gradients
-from hookline.core.tree import Step, walk
+from hookline.core.tree import Step, around, walk
 
 if TYPE_CHECKING:
     from hookline.core.places import Target
@@ -171,9 +171,7 @@ def is_gathered(module: nn.Module) -> bool:
 def gatherer(model: nn.Module, path: str) -> nn.Module | None:
     """The module in a model at whose call FSDP gathers the parameters of the module at a path."""
     kind = _loaded("fsdp", "FSDPModule")
-    names = path.split(".") if path else []
-    above = (model.get_submodule(".".join(names[:n])) for n in range(len(names), -1, -1))
-    return next((module for module in above if isinstance(module, kind)), None)
+    return next((module for module in around(model, path) if isinstance(module, kind)), None)
 
 
 class Gathered:

@@ -26,7 +26,7 @@ from hookline.core.places import Place, Request, Target, Where, resolve
 from hookline.core.recomputation import awaited
 from hookline.core.sites import ACTIVE, Site
 from hookline.core.taps import KEEP, SERIALS, Call, Frame, Tap, add_place
-from hookline.core.tree import walk
+from hookline.core.tree import around, walk
 from hookline.errors import ChangeError, HooklineWarning, NeverFired, NotHookable, PlaceError
 
 __all__ = ["Context", "first_names", "hook", "named_place", "silence", "takes_call"]
@@ -139,20 +139,15 @@ class Context(Entering, Generic[T]):
 
     def _caller_of(self, target: Target) -> nn.Module:
         """The module whose calls show a parameter: its own, or the next above that is called."""
-        module, path = target.module, target.path
-        if isinstance(module, torch.jit.ScriptModule):
+        if isinstance(target.module, torch.jit.ScriptModule):
             if self._verb == "edit":  # which swaps it now, not at a call
-                return module
+                return target.module
             raise NotHookable(
                 f"The value of {str(target.place)!r} was asked for at each call:",
                 "it is in a ScriptModule, whose calls cannot be seen.",
                 f"Read it with hookline.get_parameter(model, {str(target.place)!r}).",
             )
-        if type(module).forward is not nn.Module.forward:
-            return module
-        while path:  # a ParameterList is never called
-            path = path.rpartition(".")[0]
-            module = self._model.get_submodule(path)
+        for module in around(self._model, target.path):  # a ParameterList is never called
             if type(module).forward is not nn.Module.forward:
                 return module
         return target.module

@@ -5,20 +5,23 @@
 - `find_tensors(model, segments, gradients)`: the parameters and buffers whose path matches
 - `unwrapped(model)`: what torch's wrappers hold
 - `exists(model, names)`: whether a plain path is that of a module, parameter or buffer
+- `around(model, path)`: the module at a path and those that it is in, the innermost first
 - `tensors_of(module)`: the parameters and buffers of a module itself
 - `join(path, name)`: the path of what has that name in a module with that path
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 from torch import Tensor, nn
 
 from hookline.core.grammar import ANY, DEEP, Segment
 
-__all__ = ["Step", "exists", "find", "find_tensors", "join", "tensors_of", "unwrapped", "walk"]
+__all__ = [
+    "Step", "around", "exists", "find", "find_tensors", "join", "tensors_of", "unwrapped", "walk",
+]  # fmt: skip
 
 Step = tuple[str, nn.Module]  # a module under a path
 Owned = tuple[str, nn.Module, str]  # and a parameter or buffer in it
@@ -139,6 +142,14 @@ def exists(model: nn.Module, names: Sequence[str]) -> bool:
         inner = _wrapped(path, owner, name)
         owners += [inner] if inner else []  # to be looked at as well, in this loop
     return False
+
+
+def around(model: nn.Module, path: str) -> Iterator[nn.Module]:
+    """The module at a path and those that it is in, the innermost first."""
+    while path:
+        yield model.get_submodule(path)
+        path = path.rpartition(".")[0]
+    yield model
 
 
 def tensors_of(module: nn.Module) -> list[tuple[str, Tensor]]:

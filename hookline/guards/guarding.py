@@ -17,7 +17,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
-from hookline.core import gradients
+from hookline.core import arms, gradients
 from hookline.core.hooks import Context, first_names
 from hookline.core.nested import leaves
 from hookline.core.places import Request, Target, Where, resolve
