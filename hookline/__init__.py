@@ -37,7 +37,6 @@ from hookline.core.changes import Chain, Change, replace
 from hookline.core.contexts import attached
 from hookline.core.edits import edit
 from hookline.core.hooks import hook
-from hookline.core.parameters import get_module, get_parameter, preserve, replace_module
 from hookline.core.places import Place
 from hookline.core.records import Record
 from hookline.core.tables import render_with as _render_with
@@ -81,6 +80,7 @@ from hookline.ready_changes import (
     zero,
 )
 from hookline.ready_slices import heads, last_token
+from hookline.restoring import get_module, get_parameter, preserve, replace_module
 
 if TYPE_CHECKING:
     from hookline.attention_patterns import attention

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from hookline.core import parameters
+from hookline import restoring
 from hookline.core.places import Place, resolve
 from hookline.core.tree import walk
 from hookline.errors import PlaceError
@@ -33,7 +33,7 @@ def get_module(model: nn.Module, name: str) -> nn.Module:
 
     The empty name is the model itself. A second name of a shared module is found, too.
     """
-    return parameters.get_module(model, Place(name))
+    return restoring.get_module(model, Place(name))
 
 
 def get_parameter(model: nn.Module, name: str) -> Tensor:
@@ -46,7 +46,7 @@ def get_parameter(model: nn.Module, name: str) -> Tensor:
     >>> model[0].weight.tolist()
     [[7.0, 7.0]]
     """
-    return parameters.get_parameter(model, Place(name))
+    return restoring.get_parameter(model, Place(name))
 
 
 def module_names(model: nn.Module) -> list[str]:

@@ -22,11 +22,11 @@ from hookline.core.captures import capture
 from hookline.core.edits import edit
 from hookline.core.hooks import Context, hook
 from hookline.core.nested import Part, leaves
-from hookline.core.parameters import get_module, preserve
 from hookline.core.places import Place, Where
 from hookline.core.taps import Call
 from hookline.errors import ChangeError, NotCaptured, PlaceError, PlaceNotFound
 from hookline.listings import select
+from hookline.restoring import get_module, preserve
 
 __all__ = ["Hooks"]
 

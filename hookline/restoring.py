@@ -1,0 +1,201 @@
+"""Parameters, buffers and modules: get them, replace them, put them back.
+
+- `get_module(model, path)`, `get_parameter(model, path)`: what stands at a path
+- `preserve(model, *where)`: parameters and buffers are afterwards what they were before
+- `replace_module(model, where, new)`: another module in the place of one
+- `put_back(owner, table, before, name)`, `restore(tensor, data, copy, requires_grad)`: one tensor
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from hookline.core.contexts import Anchored
+from hookline.core.distributed import gatherer, is_gathered, reshard
+from hookline.core.parameters import Swap, Undo, mark
+from hookline.core.places import Target, Where, resolve
+from hookline.core.recomputation import awaited
+from hookline.core.sites import Site
+from hookline.core.snapshots import same_bits
+from hookline.core.tree import join, tensors_of, walk
+from hookline.errors import ChangeError, NotHookable, PlaceError, PlaceNotFound
+
+__all__ = ["get_module", "get_parameter", "preserve", "put_back", "replace_module", "restore"]
+
+Maker = Callable[[nn.Module], nn.Module]
+
+
+def get_module(model: nn.Module, path: str) -> nn.Module:
+    """The module at a path, also a container; an error with the closest names if there is none.
+
+    >>> get_module(nn.Sequential(nn.ReLU()), "0")
+    ReLU()
+    """
+    return _find(model, (path,), "output", one=True)[0].module
+
+
+def get_parameter(model: nn.Module, path: str) -> Tensor:
+    """The parameter or buffer at a path; an error with the closest names if there is none.
+
+    >>> get_parameter(nn.Sequential(nn.Linear(2, 3)), "0.weight").shape
+    torch.Size([3, 2])
+    """
+    return cast(Tensor, _find(model, (path,), "value", one=True)[0].tensor())
+
+
+def _find(model: Any, wheres: Any, *ports: str, one: bool = False) -> list[Target]:
+    """What stands at places, each once; an error for what has none of these ports."""
+    targets = {t.key: t for r in resolve(model, wheres, hookable=False) for t in r.targets}
+    if one and len(targets) > 1:
+        asked = f"What stands at {wheres[0]!r} was asked for."
+        raise PlaceNotFound(asked, f"It matches {len(targets)} places.", "Name one of them.")
+    for target in targets.values():
+        if target.port not in ports or target.parts:
+            kind = " or ".join("module" if port == "output" else "parameter" for port in ports)
+            names = ", ".join(join(target.path, name) for name, _ in tensors_of(target.module))
+            module = kind == "parameter" and target.port == "output"
+            found = f"It is a module, with {names or 'none'}." if module else f"That is no {kind}."
+            asked = f"A {kind} was asked for at {str(target.place)!r}."
+            remedy = f"Give the path of a {kind}, without port or part."
+            raise (PlaceNotFound if one else PlaceError)(asked, found, remedy)
+    return list(targets.values())
+
+
+class _PutsBack(Anchored):
+    """A verb that changes the model step by step, and puts it back."""
+
+    def __init__(self, model: nn.Module, *where: Where) -> None:
+        super().__init__(model)
+        self._wheres, self._undo = where, Undo()
+
+    def _stop(self) -> None:
+        self._undo.run()
+
+
+class preserve(_PutsBack):
+    """Parameters and buffers are afterwards, bit for bit, what they were before.
+
+    >>> model = nn.Linear(2, 2)
+    >>> before = model.weight.detach().clone()
+    >>> with preserve(model), torch.no_grad():
+    ...     _ = model.weight.fill_(7)
+    >>> torch.equal(model.weight, before)
+    True
+
+    Args:
+        model: any module.
+        where: places of parameters and buffers, or of modules (all that is in them); without
+            any, the whole model.
+
+    Values, the tensor objects themselves, and `requires_grad` are put back; `.grad` is not.
+    """
+
+    _verb = "preserve"
+
+    def _start(self, attached: bool) -> None:
+        tensors: dict[int, Any] = {}
+        reshard(self._model)
+        for target in _find(self._model, self._wheres or ("",), "output", "value"):
+            if is_gathered(target.module) and gatherer(self._model, target.path) is None:
+                raise NotHookable(
+                    f"The parameters at {str(target.place)!r} were to be preserved.",
+                    "FSDP gathers them from outside of the model that was given.",
+                    "Give the whole model, and name the places in it.",
+                )
+            only = target.attribute
+            for owner in [target.module] if only else [module for _, module in walk(target.module)]:
+                for table in (owner._parameters, owner._buffers):
+                    before = dict(table)
+                    for name in before if only is None else {only} & before.keys():
+                        tensors[id(before[name])] = before[name]
+                        self._undo.append(partial(put_back, owner, table, before, name))
+        for tensor in tensors.values():
+            if tensor is not None and not nn.parameter.is_lazy(tensor):
+                old = tensor.data, tensor.detach().clone(), tensor.requires_grad
+                self._undo.append(partial(restore, tensor, *old))
+        self._undo.append(partial(reshard, self._model))
+
+
+def put_back(owner: nn.Module, table: dict[str, Any], before: dict[str, Any], name: str) -> None:
+    """Put a tensor back where it was registered, in the old order: optimisers go by it."""
+    for other in (owner.__dict__, owner._parameters, owner._buffers):
+        if other is not table and name in other:
+            del other[name]  # it would shadow what is put back
+    table[name] = before[name]
+    if list(table.keys()) != list(before):
+        for key in [key for key in before | table if key in table]:
+            table[key] = table.pop(key)
+
+
+def restore(tensor: Tensor, data: Tensor, copy: Tensor, requires_grad: bool) -> None:
+    """Make a tensor what it was: the same memory, bits and `requires_grad`."""
+    plain = data.layout is torch.strided and not data.is_quantized  # else bits cannot be compared
+    if plain and data.untyped_storage().nbytes() < copy.untyped_storage().nbytes():  # freed inside
+        data.untyped_storage().resize_(copy.untyped_storage().nbytes())
+    if not (plain and _geometry(tensor) == _geometry(data) and same_bits(data, copy)):
+        with torch.no_grad(), torch.inference_mode(tensor.is_inference()):
+            data.copy_(copy)
+        tensor.data = data
+        mark(tensor)
+    if tensor.is_leaf and tensor.requires_grad != requires_grad:
+        tensor.requires_grad_(requires_grad)
+
+
+def _geometry(tensor: Tensor) -> Any:
+    return tensor.dtype, tensor.size(), tensor.stride(), tensor.data_ptr()
+
+
+class replace_module(_PutsBack):
+    """Another module in the place of one, wherever the old one is used.
+
+    >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    >>> with replace_module(model, "0", nn.Identity()):
+    ...     model(torch.tensor([-1.0, 1.0]))
+    tensor([0., 1.])
+    >>> type(model[0]).__name__
+    'Linear'
+
+    Args:
+        model: any module.
+        where: a place, a module type or anything else that `select` takes.
+        new: the module to put there, or a function that makes one from the old one.
+    """
+
+    _verb = "replace_module"
+
+    def __init__(self, model: nn.Module, where: Where, new: nn.Module | Maker) -> None:
+        super().__init__(model, where)
+        self._new = new
+
+    def _start(self, attached: bool) -> None:
+        self._sites: list[Site] = []
+        tables = [module._modules for _, module in walk(self._model)]
+        for target in _find(self._model, self._wheres, "output"):
+            old, asked = target.module, f"A module was to be put at {str(target.place)!r}."
+            if old is self._model:
+                raise PlaceError(asked, "The model itself has no parent.", "Name a part of it.")
+            new = self._new if isinstance(self._new, nn.Module) else self._new(old)
+            if not isinstance(new, nn.Module):
+                raise ChangeError(
+                    asked, f"The function made a {type(new).__name__}.", "Return one."
+                )
+            for table in tables:
+                for name in [name for name, child in table.items() if child is old]:
+                    Swap(table, name).put(new, self._undo)
+            if not isinstance(new, torch.jit.ScriptModule):
+                site = Site(new, weakref.ref(self), None)
+                site.counted = True  # also where a checkpoint will call it again
+                self._sites.append(site)
+                self._undo.append(partial(site.unregister, new))
+                site.register(new)
+
+    def _verify(self) -> None:
+        for site in self._sites:
+            if site.regions is not None and site.regions.awaiting():
+                raise awaited(f"replace_module let {type(site.module).__name__} be called")
