@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from hookline.core import tables
-from hookline.core.arguments import call
 from hookline.core.grammar import Place, parse
 from hookline.core.nested import leaves
 from hookline.core.operations import Mode, innermost, name_of, not_called
@@ -27,6 +26,7 @@ from hookline.core.snapshots import same_bits
 from hookline.core.targets import Target
 from hookline.core.tree import walk
 from hookline.errors import PlaceNotFound
+from hookline.trials.batches import call
 
 __all__ = ["Listing", "Places", "select"]
 

@@ -3,7 +3,6 @@
 - `read(module, args, kwargs, target)`: the value at an input port
 - `write(module, args, kwargs, target, new)`: the arguments with something else there
 - `bind(module, args, kwargs)`: all arguments by name
-- `call(model, inputs)`: run a model on a batch
 """
 
 # Values of any structure have no types.
@@ -22,7 +21,7 @@ from hookline.core.nested import get_part, set_part
 from hookline.core.places import Target
 from hookline.errors import ChangeError
 
-__all__ = ["bind", "call", "read", "write"]
+__all__ = ["bind", "read", "write"]
 
 _signatures: dict[Any, tuple[list[str], list[str]]] = {}  # by a type's forward
 
@@ -107,10 +106,3 @@ def write(
         )
     rest = {name: value for name, value in bound.items() if name not in keys}
     return tuple(bound[key] for key in keys), rest
-
-
-def call(model: nn.Module, inputs: Any) -> Any:
-    """Run a model on a batch: a dict gives arguments by name, a tuple or list by position."""
-    if isinstance(inputs, Mapping):
-        return model(**inputs)
-    return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)

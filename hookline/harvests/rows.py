@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hookline.core.arguments import call as run
 from hookline.core.captures import capture
 from hookline.core.distributed import recovers
 from hookline.core.nested import leaves, map_leaves, only_tensor
@@ -26,6 +25,7 @@ from hookline.core.records import Record
 from hookline.errors import HarvestError, HooklineWarning
 from hookline.listings import select
 from hookline.ready_slices import last_token
+from hookline.trials.batches import call as run
 
 __all__ = ["Rows", "Taken", "Taker", "Taking", "batch_size", "numbers_of", "rows_in"]
 

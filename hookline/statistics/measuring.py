@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from hookline import folders
-from hookline.core.arguments import call as run
 from hookline.core.contexts import Entering
 from hookline.core.hooks import hook
 from hookline.core.nested import only_tensor
@@ -27,6 +26,7 @@ from hookline.core.taps import Call
 from hookline.errors import HooklineWarning, NotCaptured, NotHookable, StatisticsError
 from hookline.listings import select
 from hookline.statistics.kinds import Statistic, statistic_from
+from hookline.trials.batches import call as run
 
 __all__ = ["Measurements", "measure"]
 

@@ -1,6 +1,7 @@
-"""Batches made from shapes.
+"""Batches: run a model on one, and make one from shapes.
 
 - `make_batch(model, batch, dtype)`: the batch, with a tensor for every shape in it
+- `call(model, inputs)`: run a model on a batch
 - `is_shape(value)`: whether a value is taken for a shape
 - `needs_whole_numbers(error)`: whether a run failed for want of whole numbers, such as tokens
 - `refused_shapes(shapes, dtype, error)`: the error if that cannot be mended
@@ -18,9 +19,16 @@ from hookline.core.nested import map_leaves
 from hookline.core.tree import tensors_of
 from hookline.errors import BatchError
 
-__all__ = ["is_shape", "make_batch", "needs_whole_numbers", "refused_shapes"]
+__all__ = ["call", "is_shape", "make_batch", "needs_whole_numbers", "refused_shapes"]
 
 Shape = tuple[int, ...]
+
+
+def call(model: nn.Module, inputs: Any) -> Any:
+    """Run a model on a batch: a dict gives arguments by name, a tuple or list by position."""
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
 
 
 def is_shape(value: Any) -> bool:

@@ -24,13 +24,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from hookline.core.arguments import call
 from hookline.core.distributed import reshard
 from hookline.core.nested import map_leaves
 from hookline.core.parameters import Undo
 from hookline.core.snapshots import duplicate
 from hookline.errors import BatchError
 from hookline.restoring import put_back, restore
+from hookline.trials.batches import call
 from hookline.trials.contents import Contents
 
 __all__ = [
