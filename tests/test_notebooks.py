@@ -13,7 +13,6 @@ from torch import nn
 from torch.nn import functional as F
 
 import hookline as hl
-from hookline.core import tables
 from hookline.pages.thumbnails import bars, extent, thumbnail
 from hookline.training.findings import Findings
 
@@ -356,10 +355,3 @@ def test_findings_show_what_to_try():
     assert findings[0]._repr_html_() == findings._repr_html_()
     assert "1 finding, 1 of them error" in findings._repr_html_()
     Page(Findings()._repr_html_())
-
-
-def test_without_notebooks_the_core_has_a_plain_table(monkeypatch):
-    monkeypatch.setattr(tables, "_renderers", [])
-    page = Page(captured([torch.ones(2, 2)])._repr_html_())
-    assert page.rows[1][:3] == ["''", "1", "(2, 2)"]
-    assert "img" not in page.tags

@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -87,14 +86,16 @@ def rows_of(
 
 
 def as_text(title: str, rows: Sequence[Sequence[str]]) -> str:
-    """A title and aligned columns.
+    """A title and aligned columns; of many rows the first, and how many more there are.
 
     >>> print(as_text("Two", [("a", "b"), ("1", "2")]))
     Two
       a  b
       1  2
     """
-    rows = _shown(rows)
+    left = len(rows) - 1 - _MOST
+    if left > 0:
+        rows = [*rows[: _MOST + 1], (f"… and {left} more", *[""] * (len(rows[0]) - 1))]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     form = "  " + "  ".join(f"{{:{width}}}" for width in widths)
     return "\n".join([title, *(form.format(*row).rstrip() for row in rows)])
@@ -105,24 +106,10 @@ _renderers: list[Renderer] = []
 
 
 def render_with(function: Renderer) -> None:
-    """Let a function make the HTML, such as that of hookline.pages.notebooks."""
-    _renderers[:] = [function]
+    """Let a function make the HTML; hookline itself gives that of hookline.pages.notebooks."""
+    _renderers.append(function)
 
 
 def as_html(title: str, rows: Sequence[Sequence[str]], subject: Any = None) -> str:
-    """The same as a small HTML table; names are escaped. The subject is what the rows describe."""
-    for render in _renderers:
-        return render(title, rows, subject)
-    cell = "<{0} style='text-align:left'>{1}</{0}>".format
-    table = ""
-    for n, row in enumerate(_shown(rows)):
-        cells = [cell("td" if n else "th", html.escape(text)) for text in row]
-        table += f"<tr>{''.join(cells)}</tr>"
-    return f"<p><b>{html.escape(title)}</b></p><table>{table}</table>"
-
-
-def _shown(rows: Sequence[Sequence[str]]) -> list[Sequence[str]]:
-    """The head and the first rows, and a last one that counts the others."""
-    left = len(rows) - 1 - _MOST
-    last = (f"… and {left} more", *[""] * (len(rows[0]) - 1))
-    return [*rows[: _MOST + 1], last] if left > 0 else list(rows)
+    """The same for a notebook. The subject is what the rows describe."""
+    return _renderers[-1](title, rows, subject)
