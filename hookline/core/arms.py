@@ -110,7 +110,8 @@ class Arm:
     def watch(self, tap: Tap, tensor: Tensor) -> None:
         handles(tap).put(tensor, self.at_tensor)
 
-    def watch_base(self, tap: Tap, base: Tensor) -> None:
+    def watch_base(self, tap: Tap, base: Tensor, view: Tensor) -> None:
+        self.guard(view)
         self.base = base.stride(), base.storage_offset()
         handles(tap).put(base, self.at_base)
 

@@ -86,8 +86,7 @@ def watch_tensor(tap: Tap, tensor: Tensor | None) -> None:
         return
     arm = Arm(tap, -1, ())
     if tensor._is_view():
-        arm.guard(tensor)
-        tap.guard(arm)
+        tap.guard(arm, tensor)
     arm.watch(tap, tensor)
 
 
@@ -168,13 +167,12 @@ def _watch_output(
         tap.explain(index, *(REUSED if fresh else PASSED_ON), path=path)
         return tensor
     if base is not None:
-        arm.guard(tensor)
         # Of a base that others hold, for another loss perhaps, not all that flows is the view's.
         shared = sys.getrefcount(base) > alone()
         if base_fresh and not shared and not tap.replaces and alike(base, tensor):
-            arm.watch_base(tap, base)
+            arm.watch_base(tap, base, tensor)
         else:
-            tap.guard(arm)
+            tap.guard(arm, tensor)
     arm.watch(tap, tensor)
     return tensor
 
@@ -201,8 +199,7 @@ def _gate_output(tap: Tap, arm: Arm, tensor: Tensor, own: bool, frame: Frame) ->
     gate = tensor.clone() if own else alias(tensor)
     node = mark_gate(gate, frame)
     if not own:
-        arm.guard(gate)
-        tap.guard(arm)
+        tap.guard(arm, gate)
     for hook in tuple((tensor._backward_hooks or {}).values()):
         earlier = getattr(hook, "__self__", None)  # captures that were entered before
         if isinstance(earlier, Arm) and not earlier.muted:

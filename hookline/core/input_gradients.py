@@ -106,8 +106,7 @@ def watch_inputs(tap: Tap, output: Any, index: int, frame: Frame) -> None:
     for node, _ in [edge for edge in wanted if is_gate(edge[0], frame)]:
         arm = Arm(tap, index, wanted.pop((node, _)))
         if views:
-            arm.guard(*views)
-            tap.guard(arm)
+            tap.guard(arm, *views)
         arm.watch_gate(tap, node)
     if wanted:
         dtypes = {paths[0]: tensor.dtype for tensor, paths in found}
@@ -143,8 +142,7 @@ def _watch_paths(
         if casts:
             arm.dtype = dtypes[path]
         if views:
-            arm.guard(*views)
-            tap.guard(arm)
+            tap.guard(arm, *views)
         grouped.setdefault(node, []).append((position, arm))
     for node, arms in grouped.items():
         if is_gate(node, frame):

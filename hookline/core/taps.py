@@ -128,8 +128,9 @@ class Tap:
     def several(self, index: int, path: Path) -> None:
         """The gradient at a path will come in several shares."""
 
-    def guard(self, arm: Any) -> None:
-        """Remember a hook that is lost if the memory of its tensor is changed in place."""
+    def guard(self, arm: Any, *tensors: Tensor) -> None:
+        """Remember a hook that is lost if the memory of these tensors is changed in place."""
+        arm.guard(*tensors)
         self.guards = [*(old for old in self.guards if not old.fired), arm][-_RECENT:]
 
     def lost(self) -> None:
