@@ -1,7 +1,7 @@
 """Hooks on tensors and autograd nodes, by which gradients arrive.
 
 - `Arm`: a hook on a tensor or node, for one tap, call and part of the value
-- `Shares`: a hook on a node inside a module: what it passes on to the module's inputs
+- `pass_on(arms)`: a hook on a node inside a module: what it passes on to the module's inputs
 - `Handles`: the hooks that are to be taken off at the end; `put` is what `Tensor.register_hook`
   does, in a quarter of the time
 - `hang(tensor, node, function)`: the same for a tensor that a node has made
@@ -26,7 +26,7 @@ from hookline.core.nested import Path
 if TYPE_CHECKING:
     from hookline.core.taps import Tap
 
-__all__ = ["Arm", "Handles", "Shares", "cut_out", "handles", "hang"]
+__all__ = ["Arm", "Handles", "cut_out", "handles", "hang", "pass_on"]
 
 _keys = itertools.count(-1, -1)  # of hooks on tensors; torch's own count up from 0
 
@@ -162,14 +162,7 @@ class Arm:
             self.deliver(cut_out(grad, self.aliases[0][0], *self.base))
 
 
-class Shares:
+def pass_on(arms: list[tuple[int, Arm]], grad_inputs: tuple[Tensor | None, ...], _: Any) -> None:
     """The hook on a node inside a module: what it passes on to the module's inputs."""
-
-    __slots__ = ("arms",)
-
-    def __init__(self, arms: list[tuple[int, Arm]]) -> None:
-        self.arms = arms
-
-    def at_node(self, grad_inputs: tuple[Tensor | None, ...], _: Any) -> None:
-        for position, arm in self.arms:
-            arm.at_tensor(grad_inputs[position])
+    for position, arm in arms:
+        arm.at_tensor(grad_inputs[position])

@@ -8,26 +8,16 @@ back from its outputs; for an edit, on a gate in the input's place.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from hookline.core import arguments
-from hookline.core.arms import Arm, Shares, handles
-from hookline.core.gradients import (
-    NO_GRAD,
-    PASSED_ON,
-    Edge,
-    alias,
-    grouped,
-    is_gate,
-    leading,
-    made_since,
-    mark_gate,
-    tensors_in,
-)  # fmt: skip
+from hookline.core import arguments, gradients
+from hookline.core.arms import Arm, handles, pass_on
+from hookline.core.gradients import Edge, is_gate, made_since
 from hookline.core.nested import Path, leaves, set_part
 from hookline.errors import GradientNotAvailable
 
@@ -58,14 +48,14 @@ def note_inputs(
     except LookupError as error:
         frame.edges = (*frame.edges, (tap, None, f"{error}.", {}))
         return None
-    found = grouped(value) if torch.is_grad_enabled() else []
+    found = gradients.grouped(value) if torch.is_grad_enabled() else []
     wanted: dict[Edge, Path] = {}
     for tensor, paths in found:
         if tap.replaces:
             node: Any = tensor.grad_fn
             if not is_gate(node, frame):
-                gate: Tensor = alias(tensor)
-                node = mark_gate(gate, frame)
+                gate: Tensor = gradients.alias(tensor)
+                node = gradients.mark_gate(gate, frame)
                 for path, other in list(leaves((args, kwargs))):
                     if other is tensor:
                         args, kwargs = set_part((args, kwargs), path, gate)
@@ -93,7 +83,7 @@ def watch_inputs(tap: Tap, output: Any, index: int, frame: Frame) -> None:
         return
     tap.expect(value, index, found)
     if not wanted and not found:
-        tap.explain(index, *NO_GRAD)
+        tap.explain(index, *gradients.NO_GRAD)
         return
     if any(gate._version != version for gate, version in frame.gates):
         raise GradientNotAvailable(
@@ -101,7 +91,7 @@ def watch_inputs(tap: Tap, output: Any, index: int, frame: Frame) -> None:
             "the module changes its input in place.",
             "Change grad_output of the module that made the input, or of this module.",
         )
-    tensors = tensors_in(output)
+    tensors = gradients.tensors_in(output)
     views = _views_of_older(tensors, frame)
     for node, _ in [edge for edge in wanted if is_gate(edge[0], frame)]:
         arm = Arm(tap, index, wanted.pop((node, _)))
@@ -123,7 +113,7 @@ def _watch_paths(
     frame: Frame,
 ) -> None:
     for edge in wanted.keys() & {(tensor.grad_fn, tensor.output_nr) for tensor in tensors}:
-        tap.explain(index, *PASSED_ON, path=wanted.pop(edge))
+        tap.explain(index, *gradients.PASSED_ON, path=wanted.pop(edge))
     stops = {(node, output_nr) for _, node, output_nr, _ in frame.given}
     grouped: dict[Any, list[tuple[int, Arm]]] = {}
     starts = [tensor.grad_fn for tensor in tensors]
@@ -133,7 +123,7 @@ def _watch_paths(
         tensor.is_leaf and torch.is_autocast_enabled(tensor.device.type)
         for tensor, *_ in frame.given
     )
-    found = leading(starts, wanted, stops, frame.sequence, casts)
+    found = gradients.leading(starts, wanted, stops, frame.sequence, casts)
     for node, position, path in found:
         if path in reached:
             tap.several(index, path)
@@ -148,7 +138,7 @@ def _watch_paths(
         if is_gate(node, frame):
             arms[0][1].watch_gate(tap, node)
         else:
-            handles(tap).add(node, Shares(arms).at_node)
+            handles(tap).add(node, partial(pass_on, arms))
     moved = any(t._is_view() and t.grad_fn is not node for t, node, _, _ in frame.given)
     for path in wanted.values():
         if path not in reached and (moved or not path):  # else None says that none flows
