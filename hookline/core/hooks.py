@@ -33,6 +33,10 @@ __all__ = ["Context", "first_names", "hook", "named_place", "silence", "takes_ca
 
 T = TypeVar("T", bound="Tap")
 _NOTHING = cast(Any, MappingProxyType({}))
+_NO_GRADIENT = (
+    "no gradient arrived. No backward ran inside the `with`, the loss does not depend on it, or "
+    "only others were asked for (torch.autograd.grad, inputs=)."
+)
 
 
 def _settled(where: Any) -> Any:
@@ -258,18 +262,11 @@ def silence(tap: Tap, site: Site, model: Any, names: dict[int, str]) -> str:
     if isinstance(site, Operation) and not site.count:
         return not_called(target.operation or "", site.names)
     if target.port == "grad":
-        return tap.silent or (
-            "no gradient arrived. No backward ran inside the `with`, the loss does not depend on "
-            "it, or only others were asked for (torch.autograd.grad, inputs=)."
-        )
+        return tap.silent or _NO_GRADIENT
     if site.count:
-        if "grad" in target.port:
-            return (
-                f"its module was called {site.count} times, but no gradient arrived. No backward "
-                f"ran inside the `with`, the loss does not depend on it, or only others were asked "
-                f"for (torch.autograd.grad, inputs=)."
-            )
-        return f"its module was called {site.count} times, and the change applied to none of them."
+        none = "and the change applied to none of them."
+        none = f"but {_NO_GRADIENT}" if "grad" in target.port else none
+        return f"its module was called {site.count} times, {none}"
     path = names.get(target.ident)
     if path is None and isinstance(model, nn.Module):
         return "its module was taken out of the model while this was open."
