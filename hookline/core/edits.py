@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from hookline.core import parameters
 from hookline.core.changes import Change, replace
-from hookline.core.distributed import copied
 from hookline.core.hooks import Context, takes_call
 from hookline.core.nested import Path, only_tensor
 from hookline.core.places import Request, Target, Where, resolve
@@ -43,7 +42,6 @@ class _Function(Change):
 class _EditTap(Tap):
     """Applies changes, one after the other, to the values at a target."""
 
-    seen = 0
     empty = False  # whether there was nothing to change in the last value
 
     def __init__(self, target: Target, ref: Any, changes: Any, at: Any, calls: Any) -> None:
@@ -74,11 +72,6 @@ class _EditTap(Tap):
     def expect(self, value: Any, index: int, tensors: Sequence[tuple[Tensor, list[Path]]]) -> None:
         if self.at is not None or not all(isinstance(c, _Function) for c in self.changes):
             only_tensor(value, f"The value at {str(self.place)!r}")
-
-    def gradient(self, grad: Tensor, index: int, path: Path) -> Tensor | None:
-        # A negative index: of a parameter or plain tensor, numbered by backward pass.
-        new = self.receive(copied(grad), self.seen if index < 0 else index, False, None)
-        return None if new is KEEP else new
 
 
 class _Used:

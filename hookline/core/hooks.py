@@ -316,14 +316,12 @@ def takes_call(function: Callable[..., Any]) -> bool:
 
 
 class _HookTap(Tap):
-    def __init__(
-        self, target: Target, context: Any, function: Callable[..., Any], wants_call: bool
-    ) -> None:
-        super().__init__(target, context)
-        self.function = function
-        self.wants_call = wants_call
+    def __init__(self, target: Target, ref: Any, function: Any, wants_call: bool) -> None:
+        super().__init__(target, ref)
+        self.function, self.wants_call = function, wants_call
 
     def receive(self, value: Any, index: int, recomputed: bool, frame: Frame | None) -> Any:
+        self.seen += 1
         self.fired += 1
         try:
             if self.wants_call:
@@ -340,12 +338,6 @@ class _HookTap(Tap):
                 "Use hookline.edit(model, place, change), which puts it back afterwards.",
             )
         return KEEP if new is None else new
-
-    def gradient(self, grad: Tensor, index: int, path: tuple[Any, ...]) -> Tensor | None:
-        if index < 0:  # of a parameter or plain tensor: numbered by backward pass
-            index = self.fired
-        new = self.receive(distributed.copied(grad), index, False, None)
-        return None if new is KEEP else new
 
 
 class hook(Context[_HookTap]):

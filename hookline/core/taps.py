@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import Tensor
 
 from hookline.core import gradients
+from hookline.core.distributed import copied
 from hookline.core.nested import Path
 from hookline.core.places import Place, Target
 from hookline.errors import PlaceError
@@ -66,6 +67,7 @@ class Tap:
 
     replaces = True  # whether values may be replaced: false for captures
     fired: int = 0
+    seen: int = 0  # values that came
     # Why a call gave nothing, by call and path; and hooks that may have been lost.
     reasons: Mapping[tuple[int, Path], tuple[str, str]] = MappingProxyType({})
     guards: Sequence[Any] = ()
@@ -96,7 +98,9 @@ class Tap:
 
     def gradient(self, grad: Tensor, index: int, path: tuple[Any, ...]) -> Tensor | None:
         """Take a gradient, or one tensor of it; return what shall stand in its place, or None."""
-        raise AssertionError("a tap receives gradients")
+        # A negative index: of a parameter or plain tensor, numbered by backward pass.
+        new = self.receive(copied(grad), self.seen if index < 0 else index, False, None)
+        return None if new is KEEP else new
 
     def expect(self, value: Any, index: int, tensors: Sequence[tuple[Tensor, list[Path]]]) -> None:
         """A call has taken place whose gradients will come, for these tensors of this value."""
