@@ -224,10 +224,8 @@ class capture(Context[CaptureTap]):
             raise _Stop(self._serial)
 
     def _fired(self, tap: CaptureTap) -> bool:
-        if tap.kept or tap.grads:
+        if tap.holds or tap.target.port == "grad":  # what has no gradient tells it on read
             return True
-        if tap.target.port == "grad":
-            return True  # told on read
         return "grad" in tap.target.port and self._site_of(tap).count > 0
 
     def _failed(self, error: BaseException, trace: Any) -> bool | None:

@@ -136,6 +136,11 @@ class CaptureTap(Tap):
         self.options = options
         self.kept: list[Kept] = []
 
+    @property
+    def holds(self) -> bool:
+        """Whether something was kept."""
+        return bool(self.kept or self.grads)
+
     def receive(self, value: Any, index: int, recomputed: bool, frame: Frame | None) -> Any:
         if recomputed:
             return KEEP

@@ -228,7 +228,7 @@ class Record:
 
     def places(self) -> list[Place]:
         """The places that hold values, in model order."""
-        return [place for place, tap in self._named().items() if tap.kept or tap.grads]
+        return [place for place, tap in self._named().items() if tap.holds]
 
     def items(self) -> Iterator[tuple[Place, Any]]:
         """Every place with its value, once for each call."""
@@ -238,11 +238,7 @@ class Record:
 
     def unfired(self) -> dict[Place, str]:
         """The places that were asked for and hold nothing, with the reason."""
-        missing = {
-            place: self._why(tap)
-            for place, tap in self._named().items()
-            if not (tap.kept or tap.grads)
-        }
+        missing = {p: self._why(tap) for p, tap in self._named().items() if not tap.holds}
         return {**missing, **self._refused}
 
     def __contains__(self, where: Any) -> bool:
@@ -267,7 +263,8 @@ class Record:
     @property
     def nbytes(self) -> int:
         """The bytes of all tensors, each counted once."""
-        found = {id(t): t for _, kept in self._entries() for _, t in leaves(kept[0])}
+        entries = [entry for tap in self._named().values() for entry in _entries(tap)]
+        found = {id(tensor): tensor for value, _ in entries for _, tensor in leaves(value)}
         return sum(tables.bytes_of(tensor) for tensor in found.values())
 
     def to(self, device: torch.device | str) -> Record:
@@ -299,12 +296,6 @@ class Record:
             "Write it with hookline.save_record(record, folder), or take the values out of it."
         )
 
-    def _entries(self) -> Iterator[tuple[CaptureTap, Kept]]:
-        for tap in self._named().values():
-            for kept in [k for _, k in tap.gathered()] if tap.grads else tap.kept:
-                if kept is not None:
-                    yield tap, kept
-
     def __repr__(self) -> str:
         return tables.as_text(*self._table())
 
@@ -314,11 +305,8 @@ class Record:
     def _table(self) -> tuple[str, list[tuple[str, ...]]]:
         rows: list[tuple[str, ...]] = [("place", "calls", "shape", "dtype", "")]
         count = 0
-        found: dict[int, list[Kept]] = {}
-        for tap, kept in self._entries():
-            found.setdefault(id(tap), []).append(kept)
         for place, tap in self._named().items():
-            entries = found.get(id(tap), [])
+            entries = _entries(tap)
             count += len(entries)
             if not entries:
                 rows.append((str(place), "0", "-", "-", "never fired"))
@@ -357,9 +345,7 @@ class Record:
         if isinstance(where, str) and where in self._by_name:
             return self._by_name[where], ()
         if isinstance(where, str) and where in self._refused:
-            asked = f"The value at {str(where)!r} was asked for:"
-            remedy = "record.unfired() lists all places without values."
-            raise NeverFired(asked, self._refused[cast(Place, where)], remedy)
+            raise _never_fired(where, self._refused[cast(Place, where)])
         if isinstance(where, nn.Module):
             found = self._holding(Target(where, ""))
             if found is not None:
@@ -427,17 +413,12 @@ class Record:
         kept = tap.gathered() if gradient else tap.numbered()
         if any(entry is not None for _, entry in kept):
             return kept
-        place = str(self._place(tap))
-        if gradient:
-            raise GradientNotAvailable(
-                f"The gradient at {place!r} was asked for:",
-                self._why(tap),
-                "Run the forward and the backward inside the `with`.",
-            )
-        raise NeverFired(
-            f"The value at {place!r} was asked for:",
+        if not gradient:
+            raise _never_fired(self._place(tap), self._why(tap))
+        raise GradientNotAvailable(
+            f"The gradient at {str(self._place(tap))!r} was asked for:",
             self._why(tap),
-            "record.unfired() lists all places without values.",
+            "Run the forward and the backward inside the `with`.",
         )
 
     def _read(self, tap: CaptureTap, kept: Kept | None, parts: Path, call: int) -> Any:
@@ -475,6 +456,17 @@ class Record:
                     *found,
                 )
         return value
+
+
+def _never_fired(place: str, why: str) -> NeverFired:
+    remedy = "record.unfired() lists all places without values."
+    return NeverFired(f"The value at {str(place)!r} was asked for:", why, remedy)
+
+
+def _entries(tap: CaptureTap) -> list[Kept]:
+    """What a tap has kept, call by call."""
+    found = [kept for _, kept in tap.gathered()] if tap.grads else tap.kept
+    return [kept for kept in found if kept is not None]
 
 
 def _split(key: Any) -> tuple[Any, int | None]:
