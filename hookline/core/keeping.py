@@ -99,12 +99,9 @@ class Options:
         def finish(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf
-            dtype = self.dtype
-            if dtype is not None and not (leaf.is_floating_point() or leaf.is_complex()):
-                dtype = None
-            if dtype is not None and leaf.is_complex() and not dtype.is_complex:
-                dtype = None  # a real dtype would cut off the imaginary part
-            moved = leaf.to(device=self.device, dtype=dtype)
+            dtype = self.dtype  # not where it would cut off an imaginary part
+            fits = leaf.is_floating_point() or (leaf.is_complex() and dtype and dtype.is_complex)
+            moved = leaf.to(device=self.device, dtype=dtype if fits else None)
             return moved.clone() if moved.requires_grad and moved._is_view() else moved
 
         value = map_leaves(start, value)
@@ -205,12 +202,15 @@ class CaptureTap(Tap):
             shape = WHOLE
         else:
             shape = map_leaves(lambda leaf: None, value), [paths for _, paths in tensors]
-        _store(self.shapes, index, shape, self.options.keep)
+        self.remember(self.shapes, index, shape)
 
-    def explain(self, index: int, reason: str, remedy: str = "", path: Path = ()) -> None:
-        if not self.reasons:
-            self.reasons = {}
-        _store(self.reasons, (index, path), (reason, remedy), self.options.keep)
+    def remember(self, entries: Any, key: Any, entry: Any) -> None:
+        keep = self.options.keep
+        if keep == "first" and len(entries) >= _RECENT:
+            return
+        entries[key] = entry
+        if keep == "last" and len(entries) > _RECENT:
+            del entries[next(iter(entries))]
 
     def gradient(self, grad: Tensor, index: int, path: Path) -> Tensor | None:
         key = (index, in_backward())
@@ -263,15 +263,6 @@ class CaptureTap(Tap):
                 shape = set_part(shape, path, value)
                 checks |= check if isinstance(check, dict) else {}
         return shape, checks or None
-
-
-def _store(entries: Any, key: Any, entry: Any, keep: Keep) -> None:
-    """Remember something of a call; of the recent calls only, where not all are kept."""
-    if keep == "first" and len(entries) >= _RECENT:
-        return
-    entries[key] = entry
-    if keep == "last" and len(entries) > _RECENT:
-        del entries[next(iter(entries))]
 
 
 PLAIN = Options(None, None, False, None, None, "all", False)

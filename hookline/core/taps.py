@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -109,9 +109,13 @@ class Tap:
         """A value that was asked for cannot be given for this call; say why on read or at exit."""
         if not self.reasons:
             self.reasons = {}
-        cast("dict[Any, Any]", self.reasons)[index, path] = (reason, remedy)
-        if self.replaces and len(self.reasons) > _RECENT:  # an edit may be attached for ever
-            del cast("dict[Any, Any]", self.reasons)[next(iter(self.reasons))]
+        self.remember(self.reasons, (index, path), (reason, remedy))
+
+    def remember(self, entries: Any, key: Any, entry: Any) -> None:
+        """Remember something of a call; of the recent calls only, where not all are kept."""
+        entries[key] = entry
+        if self.replaces and len(entries) > _RECENT:  # an edit may be attached for ever
+            del entries[next(iter(entries))]
 
     def missing(self, index: int, problem: str) -> None:
         """The call has not the value that the place names: told at exit, or at once by an edit."""
