@@ -2,6 +2,8 @@
 
 - `guard(model)`: a context in which a bad number that leaves the model, forward or backward, is an
   error that names what made it
+
+Past the usual length: it is one class, whose two directions share what is known of a step.
 """
 
 from __future__ import annotations
