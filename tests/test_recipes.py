@@ -387,3 +387,10 @@ def test_saving_again_replaces_what_was_there(saved):
     hl.Recipe([("0", hl.zero())]).save(saved)
     assert sorted(path.name for path in saved.iterdir()) == ["recipe.json"]
     assert repr(hl.Recipe.load(saved)) == repr(hl.Recipe([("0", hl.zero())]))
+
+
+def test_saving_where_a_file_is_says_so(tmp_path):
+    (tmp_path / "file").write_text("")
+    for folder in ("file", "file/inside"):
+        with pytest.raises(hl.HooklineError, match="That is a file"):
+            hl.Recipe([("0", hl.zero())]).save(tmp_path / folder)

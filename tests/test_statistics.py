@@ -3,7 +3,9 @@
 import dataclasses
 import json
 import warnings
-from itertools import pairwise
+from contextlib import suppress
+from itertools import count, pairwise, product
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -652,3 +654,109 @@ def test_measuring_can_be_attached_and_removed(model):
     assert_clean(model)
     with pytest.warns(hl.HooklineWarning, match="never entered"):
         hl.measure(model, "0", statistics=[hl.Mean()])
+
+
+class Killed(BaseException):
+    pass
+
+
+def dying(function, after):
+    """The function, until it was called so often."""
+    calls = count()
+
+    def call(*args, **more):
+        if next(calls) == after:
+            raise Killed
+        return function(*args, **more)
+
+    return call
+
+
+def test_saving_that_fails_or_is_killed_leaves_one_whole_version(model, tmp_path, monkeypatch):
+    x = torch.randn(6, 3)
+    old, new = (hl.measure(model, "0", statistics=[hl.Mean()], data=[d]) for d in (x[:4], x[4:]))
+    seen = set()
+    for name, moment in product(("mkdir", "replace", "write_text", "unlink"), range(4)):
+        folder = tmp_path / f"{name}{moment}"
+        old.save(folder)
+        with monkeypatch.context() as patch, suppress(Killed):
+            patch.setattr(Path, name, dying(getattr(Path, name), moment))
+            new.save(folder)
+        back = hl.Measurements.load(folder)["0"]["mean"]
+        assert any(torch.equal(back, one["0"]["mean"]) for one in (old, new))
+        seen.add(torch.equal(back, new["0"]["mean"]))
+        new.save(folder)
+        assert torch.equal(hl.Measurements.load(folder)["0"]["mean"], new["0"]["mean"])
+        left = sorted(path.name for path in folder.iterdir())
+        assert left == ["measurements.json", "measurements.safetensors"]
+    assert seen == {True, False}
+
+
+class Odd(hl.Mean):
+    def spelled(self):
+        return {"statistic": object()}
+
+
+def test_what_cannot_be_spelled_leaves_what_was_saved_before(tmp_path):
+    x = torch.randn(4, 3)
+    hl.Mean().update(x).save(tmp_path)
+    with pytest.raises(TypeError):
+        Odd().update(x + 1).save(tmp_path)
+    assert_close(hl.Mean.load(tmp_path).result, x.double().mean(0))
+    with pytest.raises(TypeError):
+        Odd().update(x).save(tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "plain"),
+    [
+        (hl.Mean(dim=np.int64(1)), hl.Mean(dim=1)),
+        (hl.Variance(correction=torch.tensor(0)), hl.Variance(correction=0)),
+        (hl.Sparsity(threshold=np.float32(0.5)), hl.Sparsity(threshold=0.5)),
+        (hl.Histogram(bins=np.int32(4), range=[0, 1]), hl.Histogram(bins=4, range=(0.0, 1.0))),
+        (
+            hl.Histogram(range=(torch.tensor(-1.0), np.float64(1))),
+            hl.Histogram(range=(-1.0, 1.0)),
+        ),
+        (hl.TopK(k=np.int64(2), largest=np.bool_(False)), hl.TopK(k=2, largest=False)),
+        (hl.Norm(order=1), hl.Norm(order=1.0)),
+    ],
+    ids=repr,
+)
+def test_options_of_any_kind_of_number_are_those_of_python(given, plain, tmp_path):
+    assert repr(given) == repr(plain)
+    x = torch.rand(5, 3)
+    given.fresh().update(x[:2], ids=[0, 1]).save(tmp_path)
+    both = given.fresh().update(x[2:], ids=[2, 3, 4]).merge(hl.Statistic.load(tmp_path))
+    assert_close(both.result, plain.fresh().update(x).result)
+
+
+def test_options_that_are_no_numbers_are_refused_when_the_statistic_is_made():
+    for make in (
+        lambda: hl.Mean(dim="1"),
+        lambda: hl.Mean(dim=1.5),
+        lambda: hl.Mean(dim=True),
+        lambda: hl.Variance(correction=None),
+        lambda: hl.Sparsity(threshold="0.5"),
+        lambda: hl.Sparsity(threshold=float("inf")),
+        lambda: hl.Sparsity(threshold=torch.randn(3)),
+        lambda: hl.Histogram(range=3),
+        lambda: hl.Histogram(range=(0, 1, 2)),
+        lambda: hl.Histogram(range=(0, 10**400)),
+        lambda: hl.TopK(largest="no"),
+    ):
+        with pytest.raises(hl.StatisticsError) as caught:
+            make()
+        assert caught.value.remedy
+
+
+def test_names_of_statistics_may_hold_a_slash_and_have_to_be_text(model, tmp_path):
+    kinds = {"a": hl.Mean(), "a/b": hl.Variance(), "": hl.Norm()}
+    found = hl.measure(model, "0", statistics=kinds, data=[torch.randn(5, 3)])
+    found.save(tmp_path)
+    back = hl.Measurements.load(tmp_path)
+    assert list(back["0"]) == ["a", "a/b", ""]
+    assert_close(back["0"]["a/b"], found["0"]["a/b"])
+    with pytest.raises(hl.StatisticsError, match="is no text"):
+        hl.measure(model, "0", statistics={("a", 1): hl.Mean()}, data=[])

@@ -9,11 +9,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
+from operator import index
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -60,6 +63,23 @@ class Statistic:
     dim: int | None = -1
     state: State = field(init=False, repr=False, default_factory=dict[str, Tensor])
     _takes_ids: ClassVar[bool] = False  # whether it tells one sample from another
+
+    def __post_init__(self) -> None:
+        """Make the options plain numbers: they are compared, and saved."""
+        for option in fields(self):
+            own = getattr(self, option.name)
+            if option.name == "state" or (own is None and option.name in ("dim", "range")):
+                continue
+            usual = (-1.0, 1.0) if option.name == "range" else option.default
+            try:
+                plain = _plain(own, usual)
+            except (TypeError, ValueError, OverflowError, RuntimeError):
+                raise StatisticsError(
+                    f"A {type(self).__name__} was to be made.",
+                    f"Its {option.name} is {own!r:.60}.",
+                    f"Give a value such as {usual}.",
+                ) from None
+            object.__setattr__(self, option.name, plain)
 
     def _of(self, rows: Rows) -> State:
         """The state that some rows alone give."""
@@ -236,6 +256,19 @@ class Statistic:
 
     def _unfit(self, found: str, remedy: str) -> StatisticsError:
         return StatisticsError(f"{self!r} was to take in more.", found, remedy)
+
+
+def _plain(value: Any, usual: Any) -> Any:
+    """A value as Python's own, of the kind of the usual one; some error if it is of another."""
+    if isinstance(usual, tuple):
+        low, high = (_plain(end, 0.0) for end in value)
+        return low, high
+    if isinstance(value, str) or isinstance(value, (bool, np.bool_)) != isinstance(usual, bool):
+        raise TypeError
+    made = index(value) if type(usual) is int else type(usual)(value)
+    if not math.isfinite(made):
+        raise ValueError
+    return made
 
 
 def _none() -> Tensor:
