@@ -3,13 +3,14 @@
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import warnings
 import weakref
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -671,6 +672,37 @@ def test_statistics_can_be_asked_for_later(data, to):
     hl.harvest(small(), data, "0", to=to, quiet=True)
     store = hl.harvest(small(), data, "0", to=to, quiet=True, statistics=[hl.Mean()])
     check_mean(to, store)
+
+
+@pytest.mark.parametrize("first", ["stopped", "complete"])
+def test_statistics_of_a_part_are_not_given_as_those_of_the_whole(first, data, to):
+    begun = stopping(data, 3) if first == "stopped" else data[:3]
+    with nullcontext() if first == "complete" else pytest.raises(Stopped):
+        hl.harvest(small(), begun, "0", to=to, quiet=True, statistics=[hl.Mean()])
+    hl.harvest(small(), data, "0", to=to, quiet=True)
+    assert json.loads((to / "harvest.json").read_text())["statistics"] is None
+    assert not (to / "statistics").exists()
+    for kinds in ([hl.Mean()], None):  # what was measured of the whole stays
+        store = hl.harvest(small(), data, "0", to=to, quiet=True, statistics=kinds)
+        check_mean(to, store)
+        assert json.loads((to / "harvest.json").read_text())["statistics"] == "statistics"
+
+
+def test_statistics_have_the_names_that_were_given_last(data, to):
+    for name in ("a", "b"):
+        hl.harvest(small(), data, "0", to=to, quiet=True, statistics={name: hl.Mean()})
+        assert list(hl.Measurements.load(to / "statistics")["0"]) == [name]
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_the_calls_of_statistics_are_batches_also_after_a_crash(lost, data, to):
+    kinds = {"statistics": [hl.Mean()], "quiet": True}
+    with pytest.raises(Stopped):
+        hl.harvest(small(), stopping(data, 5), "0", to=to, **kinds)
+    if lost:
+        shutil.rmtree(to / "rank00000.statistics")
+    hl.harvest(small(), data, "0", to=to, **kinds)
+    assert hl.Measurements.load(to / "statistics").calls == {"0": len(data)}
 
 
 # Ranks, in one process

@@ -182,7 +182,7 @@ class _Harvest:
         """Save the statistics, unless they are ahead of what could be written."""
         measuring = self.measuring
         if measuring is not None and measuring.samples == self.writer.samples:
-            measuring.save(now=True)
+            measuring.save(self._count(), now=True)
 
     def _item(self, number: int, batch: Any) -> _Item:
         return number, self._known(batch), self._take(number, batch)
@@ -196,7 +196,7 @@ class _Harvest:
             mark = {"batch": number, "known": known}
             self.writer.append(taken.rows, ids=taken.ids, mark=mark)
             if self.measuring is not None:
-                self.measuring.save()
+                self.measuring.save(self._count())
         self.progress.step(rows_in(taken.rows))
 
     def _count(self) -> int:

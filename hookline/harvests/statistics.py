@@ -2,6 +2,7 @@
 
 - `Measuring`: takes in the rows of a rank as they are committed
 - `merge_ranks(folder, ranks)`: those of all ranks as one
+- `keep_whole(folder, samples)`: whether those that are there are of all samples
 
 What is measured is what is stored, so that it can always be made again from the store: what was
 saved of it is only a short cut. A rank saves now and then; after a crash the rows that came later
@@ -10,7 +11,9 @@ are read back.
 
 from __future__ import annotations
 
+import shutil
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +28,7 @@ from hookline.statistics.measuring import Measurements, Statistics, _named
 from hookline.storage.files import read_index
 from hookline.storage.store import Store
 
-__all__ = ["Measuring", "merge_ranks", "statistics_path"]
+__all__ = ["Measuring", "keep_whole", "merge_ranks", "statistics_path"]
 
 _EVERY = 30.0  # seconds between two saves
 _AT_ONCE = 1024  # samples that are read back together
@@ -64,14 +67,17 @@ class Measuring:
             tensor, mask = (value, None) if isinstance(value, Tensor) else _padded(value)
             for one in own.values():
                 one.update(tensor, mask, numbers)
-            self.found.calls[place] = self.found.calls.get(place, 0) + 1
         self.samples += samples
 
-    def save(self, *, now: bool = False) -> None:
-        """Save, if the last time is long ago or `now`; the first batch is always saved."""
+    def save(self, batches: int, *, now: bool = False) -> None:
+        """Save what so many batches gave, if the last time is long ago or `now`.
+
+        The first batch is always saved.
+        """
         count, when = self._saved
         first = count < 0
         if self.samples != count and (now or first or time.monotonic() - when > _EVERY):
+            self.found.calls = dict.fromkeys(self.found.statistics, batches)
             self.found.save(statistics_path(self._folder, self._rank))
             self._saved = self.samples, time.monotonic()
 
@@ -94,14 +100,17 @@ class Measuring:
 
     def _put(self, saved: Measurements, committed: int) -> None:
         """Take what was saved, if it is of the same kinds and of no more than was committed."""
-        counts: set[int] = set()
-        for own in saved.statistics.values():
-            if [repr(one) for one in own.values()] != [repr(o) for o in self._kinds.values()]:
-                return
-            counts |= {int(one.state.get("samples", torch.tensor(-1))) for one in own.values()}
-        if len(counts) == 1 and 0 <= max(counts) <= committed:
-            self.found, self.samples = saved, counts.pop()
+        same = all(repr(own) == self.kinds for own in saved.statistics.values())
+        if same and 0 <= _samples(saved) <= committed:
+            self.found, self.samples = saved, _samples(saved)
             self._saved = self.samples, time.monotonic()
+
+
+def _samples(found: Measurements) -> int:
+    """Of how many samples all of them are; -1 if that cannot be told."""
+    states = [one.state for own in found.statistics.values() for one in own.values()]
+    counts = {int(state["samples"]) if "samples" in state else -1 for state in states}
+    return counts.pop() if len(counts) == 1 else -1
 
 
 def _padded(samples: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -111,14 +120,20 @@ def _padded(samples: list[Tensor]) -> tuple[Tensor, Tensor]:
     return value, torch.arange(value.shape[1])[None] < lengths[:, None]
 
 
-def merge_ranks(folder: Path, ranks: int) -> Measurements | None:
-    """Join what all ranks measured and save it beside the store; None if they measured nothing."""
+def merge_ranks(folder: Path, ranks: int) -> None:
+    """Join what all ranks measured and save it beside the store."""
     found = Measurements()
     for rank in range(ranks):
-        path = statistics_path(folder, rank)
-        if path.is_dir():
-            found.merge(Measurements.load(path))
-    if not found.statistics:
-        return None
+        found.merge(Measurements.load(statistics_path(folder, rank)))
     found.save(statistics_path(folder))
-    return found
+
+
+def keep_whole(folder: Path, samples: int) -> bool:
+    """Whether there are statistics of so many samples; those of others are removed."""
+    path = statistics_path(folder)
+    with suppress(StatisticsError):
+        if _samples(Measurements.load(path)) == samples:
+            return True
+    if path.is_dir():
+        shutil.rmtree(path)
+    return False
