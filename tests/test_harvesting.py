@@ -1,5 +1,6 @@
 """Harvests: what is on disk is what plain torch hooks see, also after crashes and in shares."""
 
+import errno
 import io
 import json
 import os
@@ -8,9 +9,11 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import warnings
 import weakref
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -300,16 +303,19 @@ def test_a_loader_loads_only_what_is_needed(data, to):
             return torch.full((4,), float(n))
 
     def interrupted(model, batch):
-        if batch[0, 0] == 40:
+        if batch[0, 0] == 40 and len(loaded) < 50:
             raise Stopped
         return model(batch)
 
     loader = DataLoader(Rows(), batch_size=8)
     with pytest.raises(Stopped):
         hl.harvest(small(), loader, "0", to=to, quiet=True, forward=interrupted)
-    loaded.clear()
-    hl.harvest(small(), loader, "0", to=to, quiet=True)
-    assert loaded == [*range(8), *range(32, 50)]  # the first and the last stored are compared
+    before = len(loaded)
+    hl.harvest(small(), loader, "0", to=to, quiet=True, forward=interrupted)
+    assert loaded[before:] == [
+        *range(8),
+        *range(32, 50),
+    ]  # the first and the last stored are compared
 
 
 @pytest.mark.parametrize(
@@ -386,10 +392,76 @@ def test_a_harvest_that_is_complete_does_not_run_the_model(data, to):
     content = json.loads((to / "harvest.json").read_text())
     assert (content["samples"], content["batches"]) == (50, 7)
 
-    def never(model, batch):
+    def never(module, args):
         raise AssertionError
 
-    assert len(hl.harvest(small(), data, "0", to=to, forward=never, quiet=True)) == 50
+    model = small()
+    model.register_forward_pre_hook(never)
+    for again in (data, iter(data), lambda: iter(data), lambda first: iter(data[first:])):
+        assert len(hl.harvest(model, again, "0", to=to, quiet=True)) == 50
+
+
+@pytest.mark.parametrize("length", [True, False], ids=["known length", "unknown length"])
+def test_a_complete_harvest_sees_whether_the_data_is_the_same_and_whether_there_is_more(
+    length, data, to
+):
+    def given(batches):
+        return batches if length else iter(batches)
+
+    hl.harvest(small(), given(data[:4]), "0", to=to, quiet=True)
+    other = [x + 1 for x in data]
+    with pytest.raises(hl.HarvestError, match="first batch differs"):
+        hl.harvest(small(), given(other[:4]), "0", to=to, quiet=True)
+    with pytest.raises(hl.HarvestError, match="Batch 3, the last one that was stored, differs"):
+        hl.harvest(small(), given([*data[:3], other[3]]), "0", to=to, quiet=True)
+    with pytest.raises(hl.HarvestError, match=r"no batches|ends before batch 3"):
+        hl.harvest(small(), given([]), "0", to=to, quiet=True)
+    store = hl.harvest(small(), given(data), "0", to=to, quiet=True)
+    assert_same(store, seen_by_torch(small(), data, "0"))
+
+
+def test_of_a_stream_as_long_as_before_only_the_first_batch_is_loaded(data, to):
+    loaded = []
+
+    class Sized:
+        def __len__(self):
+            return len(data)
+
+        def __iter__(self):
+            for batch in data:
+                loaded.append(1)
+                yield batch
+
+    for count in (len(data), 1):
+        loaded.clear()
+        assert len(hl.harvest(small(), Sized(), "0", to=to, quiet=True)) == 50
+        assert len(loaded) == count
+
+
+def seal(monkeypatch):
+    """Let nothing be written any more, as on a disk that is mounted to be read (root may all)."""
+
+    def opened(path, flags, *mode, real=os.open, **more):
+        if flags & (os.O_WRONLY | os.O_RDWR):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        return real(path, flags, *mode, **more)
+
+    monkeypatch.setattr(os, "open", opened)
+    monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
+
+
+def test_in_a_sealed_folder_a_complete_harvest_is_there_and_another_fails_at_once(
+    data, to, monkeypatch
+):
+    kinds = [hl.Mean()]
+    hl.harvest(small(), data[:4], "0", to=to, quiet=True, statistics=kinds)
+    seal(monkeypatch)
+    monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("it waits"))
+    for statistics in (kinds, None):
+        store = hl.harvest(small(), data[:4], "0", to=to, quiet=True, statistics=statistics)
+        assert len(store) == 32
+    with pytest.raises(hl.StoreError, match="permissions"):
+        hl.harvest(small(), data, "0", to=to, quiet=True)
 
 
 def test_more_data_is_gone_on_with_and_less_is_refused(data, to):
@@ -411,6 +483,9 @@ def test_more_data_is_gone_on_with_and_less_is_refused(data, to):
         ({"transform": torch.relu}, "transform was"),
         ({"mask": lambda b: b > 0}, "mask was"),
         ({"ids": lambda b: b[:, 0].long()}, "ids were"),
+        ({"forward": lambda model, batch: model(0 * batch)}, "forward was"),
+        ({"stop": False}, "stop=auto; now it is False"),
+        ({"model": small().train()}, "in evaluation mode; now it is in training mode"),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )
@@ -421,6 +496,55 @@ def test_another_harvest_is_refused_with_the_reason(change, reason, data, to):
         hl.harvest(small(), stopping(data, 3), "0", to=to, quiet=True)
     with pytest.raises(hl.HarvestError, match=reason):
         hl.harvest(model, data, where, to=to, quiet=True, **given)
+    assert len(hl.harvest(small(), data, "0", to=to, quiet=True)) == 50
+
+
+def scaled(value, by):
+    return value * by
+
+
+def applied(value, function):
+    return function(value)
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        (partial(scaled, by=1), partial(scaled, by=100)),
+        (partial(scaled, by=torch.ones(6)), partial(scaled, by=torch.zeros(6))),
+        (partial(applied, function=torch.relu), partial(applied, function=torch.tanh)),
+        (nn.Linear(6, 2), nn.Linear(6, 2)),
+    ],
+    ids=["number", "tensor", "function", "module"],
+)
+def test_a_function_with_other_arguments_is_refused(first, then, data, to):
+    with pytest.raises(Stopped):
+        hl.harvest(small(), stopping(data, 3), "0", to=to, quiet=True, transform=first)
+    with pytest.raises(hl.HarvestError, match="other arguments"):
+        hl.harvest(small(), data, "0", to=to, quiet=True, transform=then)
+    assert len(hl.harvest(small(), data, "0", to=to, quiet=True, transform=first)) == 50
+
+
+@pytest.mark.parametrize("change", [hl.scale(100.0), torch.relu, hl.add(torch.ones(6))])
+def test_edits_that_are_gone_or_others_are_refused(change, data, to):
+    model = small()
+    with hl.edit(model, "0", change), pytest.raises(Stopped):
+        hl.harvest(model, stopping(data, 3), "0", to=to, quiet=True)
+    for others in (nullcontext(), hl.edit(model, "0", hl.scale(3.0))):
+        with pytest.raises(hl.HarvestError, match="edits"), others:
+            hl.harvest(model, data, "0", to=to, quiet=True)
+    with hl.Recipe([("0", change)]).on(model):
+        assert len(hl.harvest(model, data, "0", to=to, quiet=True)) == 50
+
+
+def test_a_harvest_begun_before_more_was_noted_is_gone_on_with(data, to):
+    with pytest.raises(Stopped):
+        hl.harvest(small(), stopping(data, 3), "0", to=to, quiet=True)
+    path = to / "store.json"
+    content = json.loads(path.read_text())
+    for key in ("forward", "stop", "mode", "bound", "edits"):
+        del content["metadata"]["harvest"][key]
+    path.write_text(json.dumps(content))
     assert len(hl.harvest(small(), data, "0", to=to, quiet=True)) == 50
 
 
@@ -896,18 +1020,17 @@ sys.path.insert(0, "tests")
 from test_harvesting import small
 import hookline as hl
 
-def forward(model, batch):
-    forward.calls += 1
-    if forward.calls == 4:
+def interrupted(module, args):
+    interrupted.calls += 1
+    if interrupted.calls == 4:
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(5)
-    return model(batch)
 
-forward.calls = 0
+interrupted.calls = 0
 model = small()
+model.register_forward_pre_hook(interrupted)
 torch.manual_seed(1)
-hl.harvest(model, torch.randn(50, 4).split(8), "0", to=sys.argv[1], forward=forward,
-           statistics=[hl.Mean()])
+hl.harvest(model, torch.randn(50, 4).split(8), "0", to=sys.argv[1], statistics=[hl.Mean()])
 """
 
 

@@ -25,7 +25,7 @@ from hookline.harvests.plans import describe, plan_for, refuse_changes
 from hookline.harvests.progress import Progress
 from hookline.harvests.ranks import earlier, finish, open_writer
 from hookline.harvests.rows import Taken, Taker, Taking, batch_size, rows_in
-from hookline.harvests.statistics import Measuring
+from hookline.harvests.statistics import Measuring, statistics_path
 from hookline.harvests.writing import Background
 from hookline.statistics.measuring import Statistics
 from hookline.storage.store import Store
@@ -128,11 +128,13 @@ class _Harvest:
         """Write what is missing of this rank's share, and finish."""
         self.source.begin(self.share.rank if self.share.last < 0 else self.share.last)
         length = self.source.length
-        complete = bool(self.mark.get("done")) and length in (None, self.mark.get("length"))
-        batches = iter(()) if complete else self._batches()
+        batches = self._batches()
         begun = [self._item(*first) for first in islice(batches, 1)]
         if begun:
             self._plan(begun[0][2], length)
+        elif self._is_complete():
+            self.progress.show(f"complete: {str(self.folder)!r}")
+            return
         with open_writer(self.folder, self.share.rank, self.wanted) as self.writer:
             if (self.writer.mark, self.writer.samples) != (self.mark, self.before.samples):
                 raise HarvestError(
@@ -153,6 +155,17 @@ class _Harvest:
                 self.progress.show("done with the share of rank 0; waiting for the others")
             finish(self.writer, self.world, kinds)
         self.progress.show(f"done: {str(self.folder)!r}")
+
+    def _is_done(self) -> bool:
+        """Whether this rank has written its share of data that was as long as this."""
+        return bool(self.mark.get("done")) and self.mark.get("length") == self.source.length
+
+    def _is_complete(self) -> bool:
+        """Whether there is nothing to write, so that the folder may even be a sealed one."""
+        measured = self.measuring is None or (
+            self.mark.get("kinds") == self.measuring.kinds and statistics_path(self.folder).is_dir()
+        )
+        return self._is_done() and measured and (self.folder / "harvest.json").exists()
 
     def _plan(self, taken: Taken, length: int | None) -> None:
         share = self.share
@@ -214,6 +227,8 @@ class _Harvest:
                 self.size = batch_size(batch)
                 self.wanted["data"] = self._known(batch)
                 refuse_changes(self.folder, self.wanted)
+                if self._is_done() and self.source.length is not None and not self.source.jumps:
+                    return  # as long as before, and all of it would have to be loaded
             if number == self.share.last:
                 checked = True
                 if self._known(batch) != self.mark.get("known"):
@@ -222,14 +237,14 @@ class _Harvest:
                 if not checked:
                     self._refuse(f"Batch {self.share.last}, the last one stored, is missing.")
                 yield number, batch
-        if not checked:
-            self._refuse(f"It ends before batch {self.share.last}, the last one that was stored.")
         if number < 0 and not self.source.skips:
             raise HarvestError(
                 f"A harvest into {str(self.folder)!r} was asked for.",
                 "The data has no batches; a generator that was gone through before has none left.",
                 "Give a list, a loader, or a function that returns batches.",
             )
+        if not checked:
+            self._refuse(f"It ends before batch {self.share.last}, the last one that was stored.")
 
     def _known(self, batch: Any) -> int:
         """What a batch is known by: its ids, if the caller gives some, or its content."""
