@@ -164,6 +164,18 @@ def test_padding_is_left_out_whatever_a_batch_is(form, to):
     assert torch.equal(store["pool"][:], torch.cat([pooled for _, pooled in whole]))
 
 
+def test_one_number_for_each_token_is_told_from_a_row_for_each_sample(to):
+    model, batches = Token(), texts(LENGTHS)
+    given = {"mask": "attention_mask", "quiet": True}
+    with pytest.raises(hl.HarvestError, match=r"unsqueeze\(-1\)"):
+        hl.harvest(model, batches, "mix", to=to, transform=lambda v: v.norm(dim=-1), **given)
+    store = hl.harvest(
+        model, batches, "mix", to=to, transform=lambda v: v.norm(dim=-1).unsqueeze(-1), **given
+    )
+    assert store["mix"].lengths().tolist() == LENGTHS
+    assert store["mix"].rows.shape == (sum(LENGTHS), 1)
+
+
 def test_the_last_token_of_each_sequence(to):
     model, batches = Token(), texts([3, 1, 5, 2])
     store = hl.harvest(
@@ -191,6 +203,35 @@ def test_ids_are_taken_from_the_batch(data, to):
         small(), batches, "0", to=to, ids="name", quiet=True, forward=lambda m, b: m(b["input"])
     )
     assert store.ids == [f"{n}-{k}" for n, x in enumerate(data) for k in range(len(x))]
+
+
+class Named(nn.Linear):
+    def forward(self, x, name):
+        assert len(name) == len(x)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, Named], ids=["not taken", "taken"])
+def test_ids_in_a_dict_are_given_only_to_a_model_that_takes_them(kind, data, to):
+    key = "x" if kind is Named else "input"
+    batches = [{key: x, "name": [f"{k}.{n}" for n in range(len(x))]} for k, x in enumerate(data)]
+    model = kind(4, 3)
+    store = hl.harvest(model, batches, "", to=to, ids="name", quiet=True)
+    assert store.ids == [name for batch in batches for name in batch["name"]]
+    assert torch.allclose(store[""][:], nn.functional.linear(torch.cat(data), *model.parameters()))
+
+
+def test_a_mask_that_the_model_does_not_take_is_not_given_to_it(to):
+    x = torch.randn(2, 3, 4)
+    batches = [{"input": x, "kept": torch.tensor([[1, 1, 0], [1, 0, 0]])}]
+    store = hl.harvest(nn.Linear(4, 3), batches, "", to=to, mask="kept", quiet=True)
+    assert store[""].lengths().tolist() == [2, 1]
+
+
+def test_a_part_of_a_dict_that_a_model_does_not_take_is_told_of(data, to):
+    with pytest.raises(TypeError) as caught:
+        hl.harvest(nn.Linear(4, 3), [{"input": data[0], "label": 1}], "", to=to, quiet=True)
+    assert any("forward=" in note for note in caught.value.__notes__)
 
 
 def test_the_forward_stops_after_the_last_place(data, to):
@@ -222,6 +263,45 @@ def test_a_module_that_is_called_twice_is_refused_or_its_first_call_taken(data, 
     store = hl.harvest(model, data, "layer", to=to, stop=True, quiet=True)
     assert torch.equal(store["layer"][:8], model.layer(data[0]).detach())
     assert_clean(model)
+
+
+class Often(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.out = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        first = self.layer(x)
+        return self.out(self.layer(self.layer(first)))
+
+
+class Growing(nn.Module):
+    """Calls its layer once more for short batches."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.layer(x if len(x) == 8 else self.layer(x))
+
+
+def test_further_calls_in_later_batches_are_seen_where_the_forward_runs_to_its_end(data, to):
+    model = Growing()
+    store = hl.harvest(model, data, "layer", to=to / "auto", quiet=True)
+    assert torch.allclose(store["layer"][-2:], model.layer(data[-1]))
+    with pytest.raises(hl.HarvestError, match="called 2 times"):
+        hl.harvest(model, data, "layer", to=to / "whole", stop=False, quiet=True)
+
+
+def test_the_first_call_is_taken_also_where_the_forward_goes_on_to_another_place(data, to):
+    model = Often()
+    with pytest.raises(hl.HarvestError, match=r"called 3 times.*stop=True"):
+        hl.harvest(model, data, ["layer", "out"], to=to, quiet=True)
+    store = hl.harvest(model, data, ["layer", "out"], to=to, stop=True, quiet=True)
+    rows = torch.cat(data)
+    assert torch.allclose(store["layer"][:], model.layer(rows))
+    assert torch.allclose(store["out"][:], model(rows))
 
 
 def test_places_of_a_glob_where_nothing_happens_are_warned_of(data, to):
@@ -903,6 +983,38 @@ def test_batches_that_grow_need_ids_on_several_ranks(data, to):
         hl.harvest(small(), grown, "0", to=to, quiet=True)
     with as_rank(1, 2), pytest.raises(hl.HarvestError, match="Histogram"):
         hl.harvest(small(), data, "0", to=to, quiet=True, statistics=[hl.Histogram()])
+
+
+@pytest.mark.parametrize("make", [str, lambda n: n - 9], ids=["words", "negative"])
+def test_top_samples_are_counted_on_one_rank_and_need_numbers_on_several(make, data, to):
+    def ids(batch):
+        return [make(n) for n in range(len(batch))]
+
+    given = {"ids": ids, "statistics": [hl.TopK(k=1)], "quiet": True}
+    with as_rank(1, 2), pytest.raises(hl.HarvestError, match=r"whole number from 0 on"):
+        hl.harvest(small(), data, "0", to=to, **given)
+    assert not to.exists()
+    store = hl.harvest(small(), data, "0", to=to, **given)
+    best = hl.Measurements.load(to / "statistics")["0"]["topk"].ids[0]
+    assert torch.equal(best, store["0"][:].argmax(0))
+
+
+def test_samples_are_numbered_by_the_tensor_that_holds_them(data, to):
+    batches = [{"steps": torch.arange(16), "x": x} for x in data]
+    given = {"forward": lambda model, batch: model(batch["x"]), "quiet": True}
+    for rank in (1, 0):
+        with as_rank(rank, 2):
+            store = hl.harvest(small(), batches, "0", to=to, **given)
+    assert sorted(store.ids) == list(range(50))
+    order = torch.tensor(store.ids).argsort()
+    assert torch.equal(store["0"][order], seen_by_torch(small(), data, "0")["0"])
+
+
+def test_where_it_is_not_clear_which_tensor_holds_the_samples_ids_are_needed(data, to):
+    batches = [{"steps": torch.arange(2), "x": data[0]}, {"steps": torch.arange(2), "x": data[6]}]
+    given = {"forward": lambda model, batch: model(batch["x"]), "quiet": True}
+    with as_rank(1, 2), pytest.raises(hl.HarvestError, match="give ids="):
+        hl.harvest(small(), batches, "0", to=to, **given)
 
 
 @pytest.mark.parametrize("values", [("2", "2"), ("-1", "2"), ("x", "2"), ("1", None)])

@@ -239,7 +239,11 @@ def test_empty_and_all_masked_batches_change_nothing(kind):
     bare = kind.fresh().update(x, ids=[5, 6, 7])
     empty = kind.fresh()
     assert repr(empty.result)  # nothing was seen, and it can be read
-    empty.update(x[:0]).update(x[:, :0]).update(x, torch.zeros(3, 4), ids=[1, 2, 3])
+    assert repr(empty.update(x[:0]).result)
+    found = hl.Measurements()
+    found.statistics["0"], found.calls["0"] = {"empty": empty}, 1
+    assert "empty" in repr(found)
+    empty.update(x[:, :0]).update(x, torch.zeros(3, 4), ids=[1, 2, 3])
     assert repr(empty.result)
     empty.update(x, ids=[5, 6, 7]).update(x[:0])
     assert_close(empty.result, bare.result)
@@ -258,6 +262,19 @@ def test_a_histogram_finds_its_range_in_the_first_batch_and_counts_what_is_beyon
     assert histogram.result.counts.tolist() == [1, 1, 0, 2]
     one = hl.Histogram(dim=None, bins=2).update(torch.full((3,), 5.0)).result
     assert one.edges.tolist() == [4.5, 5.0, 5.5]
+
+
+def test_histograms_are_merged_also_if_one_has_seen_nothing_finite():
+    x = torch.arange(100.0) + 1000
+    for first in (torch.full((4,), torch.nan), x[:0]):
+        nothing, some = hl.Histogram(dim=None).update(first), hl.Histogram(dim=None).update(x)
+        one, other = nothing.fresh().merge(nothing).merge(some), some.fresh().merge(some)
+        other.merge(nothing)
+        assert one.result.edges[[0, -1]].tolist() == [1000.0, 1099.0]
+        for own, theirs in zip(one.result, other.result, strict=True):
+            assert torch.equal(own, theirs)
+        one.update(x)
+        assert one.result.counts.sum() == 200
 
 
 def test_samples_are_counted_where_no_ids_are_given():

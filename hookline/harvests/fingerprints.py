@@ -112,8 +112,8 @@ def live_edits(model: nn.Module) -> list[str]:
     """The edits that act on a model now: where, and by what.
 
     >>> from hookline import scale
-    >>> with edit(model := nn.Sequential(nn.ReLU()), "0", scale(2.0)):
-    ...     live_edits(model)
+    >>> handle = edit(model := nn.Sequential(nn.ReLU()), "0", scale(2.0)).attach()
+    >>> live_edits(model)
     ["'0' scale ..."]
     """
     found: list[str] = []

@@ -24,7 +24,7 @@ from hookline.harvests.fingerprints import digest
 from hookline.harvests.plans import describe, plan_for, refuse_changes
 from hookline.harvests.progress import Progress
 from hookline.harvests.ranks import earlier, finish, open_writer
-from hookline.harvests.rows import Taken, Taker, Taking, batch_size, rows_in
+from hookline.harvests.rows import Taken, Taker, Taking, rows_in, sizes_in
 from hookline.harvests.statistics import Measuring, statistics_path
 from hookline.harvests.writing import Background
 from hookline.statistics.measuring import Statistics
@@ -74,11 +74,13 @@ def harvest(
         transform: a function of the value (after `at`); what it returns is stored.
         dtype: how to store floating-point values.
         stop: "auto" ends each forward after the last place that is needed, where that is safe;
-            True always does, once each place has fired; False never.
+            True always does, once each place has fired, and takes the first call of each; False
+            never.
         mask: which positions of a sequence are stored, nonzero for tokens and zero for padding: the
             name of a part of the batch, or a function of it. Samples then vary in length.
         ids: a number or a word for each sample: the name of a part of the batch, or a function of
-            it. Without, samples are numbered as they come in the data.
+            it. Without, samples are numbered as they come in the data. A part of a dict that is
+            named here or as the mask is given to the model only if it takes such an argument.
         forward: a function of the model and a batch that runs the one on the other.
         statistics: `Mean()`, `TopK(k=5)` and so on, measured of what is stored and saved in
             the folder `statistics` of the store, for `Measurements.load`.
@@ -122,7 +124,7 @@ class _Harvest:
         self.before, self.mark = before, before.mark
         self.share = Share(rank, world, self.mark.get("batch", -1))
         self.numbered = before.samples  # samples that have an id, of a single rank
-        self.size: int | None = None  # of batch 0
+        self.sizes: dict[Any, int] = {}  # in batch 0, of the tensors that may hold the samples
 
     def run(self) -> None:
         """Write what is missing of this rank's share, and finish."""
@@ -132,6 +134,8 @@ class _Harvest:
         begun = [self._item(*first) for first in islice(batches, 1)]
         if begun:
             self._plan(begun[0][2], length)
+            if self.measuring is not None:
+                self.measuring.check(begun[0][2].ids)
         elif self._is_complete():
             self.progress.show(f"complete: {str(self.folder)!r}")
             return
@@ -224,7 +228,7 @@ class _Harvest:
         checked = self.share.last < 0
         for number, batch in self.source.numbered(self.share):
             if number == 0 and not self.source.skips:
-                self.size = batch_size(batch)
+                self.sizes = sizes_in(batch)
                 self.wanted["data"] = self._known(batch)
                 refuse_changes(self.folder, self.wanted)
                 if self._is_done() and self.source.length is not None and not self.source.jumps:
@@ -267,11 +271,18 @@ class _Harvest:
             first = self.numbered
             self.numbered += taken.samples
         else:
-            if self.size is None or taken.samples > self.size:
-                raise HarvestError(
-                    f"The samples of batch {number} were to be numbered, on {self.world} ranks.",
-                    f"It has {taken.samples}; the first batch has {self.size or 'nobody knows'}.",
-                    "Let all batches but the last have the same size, or give ids=.",
-                )
-            first = number * self.size
+            first = number * self._size(number, taken.samples, sizes_in(batch))
         return Taken(taken.rows, taken.samples, range(first, first + taken.samples))
+
+    def _size(self, number: int, samples: int, sizes: dict[Any, int]) -> int:
+        """How many samples batch 0 has, which another rank may run."""
+        self.sizes = {k: size for k, size in self.sizes.items() if sizes.get(k) == samples}
+        found = set(self.sizes.values())
+        if len(found) != 1 or samples > max(found):
+            shown = " or ".join(map(str, sorted(found))) or "nobody knows how many"
+            raise HarvestError(
+                f"The samples of batch {number} were to be numbered, on {self.world} ranks.",
+                f"It has {samples}; the first batch has {shown}.",
+                "Let all batches but the last have the same size, or give ids=.",
+            )
+        return found.pop()

@@ -23,7 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from hookline.errors import HarvestError, StatisticsError
 from hookline.harvests.rows import Rows, numbers_of
-from hookline.statistics.kinds import Histogram
+from hookline.statistics.kinds import Histogram, TopK
 from hookline.statistics.measuring import Measurements, Statistics, _named
 from hookline.storage.files import read_index
 from hookline.storage.store import Store
@@ -44,7 +44,7 @@ class Measuring:
 
     def __init__(self, statistics: Statistics, folder: Path, rank: int, world: int) -> None:
         self._kinds = _named(statistics)
-        self._folder, self._rank = folder, rank
+        self._folder, self._rank, self._world = folder, rank, world
         self.kinds = repr(self._kinds)
         self.found = Measurements()
         self.samples = 0
@@ -57,8 +57,19 @@ class Measuring:
                     "Give it one, as in Histogram(range=(-10.0, 10.0)).",
                 )
 
+    def check(self, ids: Any) -> None:
+        """An error if top samples could not be told from those of other ranks."""
+        ranked = any(isinstance(one, TopK) for one in self._kinds.values()) and self._world > 1
+        if ranked and ids is not None and numbers_of(ids) is None:
+            raise HarvestError(
+                f"The samples with the top values were to be found on {self._world} ranks.",
+                "Their ids are words, or negative: each rank would count its samples from 0.",
+                "Give each sample a whole number from 0 on as its id, or leave out TopK.",
+            )
+
     def update(self, rows: Rows, samples: int, ids: Any) -> None:
         """Take in the rows of a batch."""
+        self.check(ids)
         numbers = numbers_of(ids)
         for place, value in rows.items():
             own = self.found.statistics.setdefault(

@@ -200,8 +200,7 @@ class Statistic:
     def _joined(self, one: State, other: State) -> State:
         if "channels" not in one or "channels" not in other:
             return {**one, **other}
-        fixed = {key: other.get(key, tensor) for key, tensor in one.items()}
-        return fixed | self._join(one, other)
+        return {**one, **other} | self._join(one, other)
 
     def _put(self, state: State) -> None:
         self.state.clear()

@@ -197,11 +197,12 @@ class TopK(Statistic):
     @property
     def result(self) -> Tops:
         """Values, ids and positions, best first."""
-        state = self.state or {
+        nothing = {
             "values": torch.zeros(0, 1, dtype=torch.float64),
             "ids": torch.zeros(0, 1, dtype=torch.int64),
             "positions": torch.zeros(0, 1, 0, dtype=torch.int64),
         }
+        state = nothing | self.state
         values = state["values"] if self.largest else -state["values"]
         values = torch.where(state["ids"] < 0, torch.nan, values)
         kept = (state["ids"] >= 0).any(1)  # rows in which no channel has anything
