@@ -444,6 +444,23 @@ def test_places_that_a_forward_does_not_give_are_refused(where, reason, data, to
         hl.harvest(small(), data, where, to=to, quiet=True)
 
 
+@pytest.mark.parametrize(
+    ("option", "found"),
+    [
+        ({"ids": lambda batch: None}, "NoneType"),
+        ({"ids": lambda batch: 3}, "int"),
+        ({"ids": lambda batch: torch.tensor(3)}, "int"),
+        ({"ids": lambda batch: "word"}, "str"),
+        ({"mask": lambda batch: None}, "NoneType"),
+        ({"mask": lambda batch: "word"}, "str"),
+    ],
+)
+def test_ids_and_masks_that_a_function_does_not_give_are_refused(option, found, data, to):
+    with pytest.raises(hl.HarvestError, match=f"{next(iter(option))}=") as caught:
+        hl.harvest(small(), data, "0", to=to, quiet=True, **option)
+    assert found in caught.value.found
+
+
 @pytest.mark.parametrize("option", [{"stop": "soon"}, {"dtype": "float16"}])
 def test_options_that_make_no_sense_are_refused(option, data, to):
     with pytest.raises(hl.HarvestError, match="was asked for"):
@@ -1266,6 +1283,16 @@ def test_killed_harvests_lose_nothing_and_are_completed(tmp_path):
 @pytest.mark.timeout(600)
 def test_many_killed_harvests_lose_nothing_and_are_completed(tmp_path):
     kill_harvests(tmp_path, rounds=150, seed=1)
+
+
+@pytest.mark.parametrize("recurs", [True, False])
+def test_only_errors_that_may_not_come_again_advise_to_go_on(recurs, data, to):
+    kinds = [hl.Mean(dim=3 if recurs else 1)]
+    with pytest.raises((hl.StatisticsError, Stopped)) as caught:
+        hl.harvest(small(), stopping(data, 3), "0", to=to, quiet=True, statistics=kinds)
+    note = " ".join(caught.value.__notes__)
+    assert "is sound and has" in note
+    assert ("goes on from there" in note) is not recurs
 
 
 def test_warnings_of_what_was_dropped_are_given_when_it_goes_on(data, to):

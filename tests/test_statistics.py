@@ -176,6 +176,17 @@ def test_sums_stay_exact_far_from_zero_and_over_many_batches():
     assert counted.count.item() == 2**24 + 1
 
 
+@pytest.mark.parametrize("offset", [0.0, 1e6, 1e8])
+def test_merges_are_exact_up_to_the_magnitude_of_the_values(offset):
+    x = np.random.default_rng(0).normal(size=(7_000, 2)) + offset
+    variance = hl.Variance()
+    for part in torch.from_numpy(x).split(7):
+        variance.merge(hl.Variance().update(part))
+    exact = x.astype(np.longdouble)
+    for own, expected in ((variance.mean, exact.mean(0)), (variance.std, exact.std(0, ddof=1))):
+        assert abs(own.numpy() - expected).max() < 1e-14 * abs(x).max()
+
+
 def test_channels_may_lie_along_any_dimension():
     x = torch.randn(4, 3, 5, 6)
     images = x.movedim(1, -1).reshape(-1, 3).double().numpy()
@@ -196,6 +207,8 @@ def test_a_mask_lies_over_the_first_dimensions_without_the_channels():
     assert_close(hl.Mean(dim=1).update(x, kept).result, expected)
     assert_close(hl.Mean().update(x, torch.tensor([1, 0])).result, x[0].double().mean(0))
     assert_close(hl.Mean(dim=None).update(x, torch.tensor([[0], [1]])).result, x[1].double().mean())
+    with pytest.raises(hl.StatisticsError, match="is no tensor"):
+        hl.Mean().update(x, [[1, 0], [1]])
     for wrong in (torch.ones(2, 2), torch.ones(2, 3, 4, 1), torch.ones(5)):
         with pytest.raises(hl.StatisticsError, match="mask has the shape"):
             hl.Mean().update(x, wrong)
@@ -294,7 +307,7 @@ def test_what_does_not_fit_is_an_error_and_leaves_the_state_alone():
     ):
         with pytest.raises(hl.StatisticsError, match=found):
             mean.update(wrong)
-    for ids in ([1, 2], [0.5, 1, 2], [-1, 0, 1]):
+    for ids in ([1, 2], [0.5, 1, 2], [-1, 0, 1], ["a", "b", "c"], [[1], [2, 3]]):
         with pytest.raises(hl.StatisticsError, match="ids"):
             hl.TopK().update(x, ids=ids)
     with pytest.raises(hl.StatisticsError, match="merged with"):
@@ -491,6 +504,14 @@ def test_a_mask_is_an_argument_of_the_model_or_a_function_of_the_batch(how):
     rows = torch.cat([model.lin(x)[m.bool()] for x, m in zip(xs, masks, strict=True)])
     assert_close(found["lin"]["mean"], rows.detach().double().mean(0))
     assert found.statistics["lin"]["mean"].count.tolist() == [9, 9]
+    listed = [m.tolist() for m in masks]
+    if how == "function":
+        again = hl.measure(
+            model, "lin", data=data, statistics=[hl.Mean()], mask=lambda batch: listed.pop(0)
+        )
+        assert_close(again["lin"]["mean"], found["lin"]["mean"])
+    whole = hl.measure(model, "lin", statistics=[hl.Mean()], data=data[:1], mask=masks[0].tolist())
+    assert whole.statistics["lin"]["mean"].count.tolist() == [5, 5]
     with pytest.raises(hl.StatisticsError, match=r"'padding'.*x, attention_mask"):
         hl.measure(model, "lin", statistics=[hl.Mean()], mask="padding", data=data)
     assert_clean(model)
@@ -777,3 +798,9 @@ def test_names_of_statistics_may_hold_a_slash_and_have_to_be_text(model, tmp_pat
     assert_close(back["0"]["a/b"], found["0"]["a/b"])
     with pytest.raises(hl.StatisticsError, match="is no text"):
         hl.measure(model, "0", statistics={("a", 1): hl.Mean()}, data=[])
+
+
+def test_a_tensor_is_no_series_of_batches(model):
+    for data in (torch.randn(8, 3), {"input": torch.randn(8, 3)}, "text"):
+        with pytest.raises(hl.StatisticsError, match="no series of batches"):
+            hl.measure(model, "0", statistics=[hl.Mean()], data=data)

@@ -61,7 +61,10 @@ class Taking:
         if self.mask is None:
             return None
         found = _lookup(batch, self.mask, "mask")
-        mask = torch.as_tensor(found) != 0
+        try:
+            mask = torch.as_tensor(found) != 0
+        except (TypeError, ValueError, RuntimeError):
+            raise _misgiven("mask", found, "batch × position") from None
         if mask.ndim != 2:
             raise HarvestError(
                 f"The mask {self.mask!r} was to say which positions are kept.",
@@ -76,8 +79,10 @@ class Taking:
             return None
         found: Any = _lookup(batch, self.ids, "ids")
         if isinstance(found, (Tensor, np.ndarray)):
-            return cast("list[Any]", found.tolist())
-        return list(found)
+            found = cast("Any", found.tolist())
+        if isinstance(found, str) or not isinstance(found, Iterable):
+            raise _misgiven("ids", found, "a number or a word for each sample")
+        return list(cast("Iterable[Any]", found))
 
 
 @dataclass(frozen=True)
@@ -271,6 +276,14 @@ def _lookup(batch: Any, key: str | Callable[[Any], Any], what: str) -> Any:
             f"Name a part of it, or give {what}= a function of the batch.",
         )
     return found
+
+
+def _misgiven(what: str, found: Any, wanted: str) -> HarvestError:
+    return HarvestError(
+        f"{what}= was to give {wanted}.",
+        f"It gave a {type(found).__name__}.",
+        "Name a part of the batch, or give a function of it that returns these.",
+    )
 
 
 def _device(model: nn.Module) -> torch.device | None:

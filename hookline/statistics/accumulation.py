@@ -114,7 +114,7 @@ class Statistic:
         rows, shape = self._rows(value)
         kept = torch.ones((), dtype=torch.bool, device=value.device).expand(shape)
         if mask is not None:
-            kept = self._fitting(mask.to(value.device), shape)
+            kept = self._fitting(self._tensor(mask, "mask").to(value.device), shape)
         kept = kept.reshape(-1)
         names = self._names(shape, ids if self._takes_ids else None)
         if "channels" in self.state and int(self.state["channels"]) != rows.shape[1]:
@@ -172,16 +172,18 @@ class Statistic:
         count = shape[0] if shape else 1
         if ids is None:
             return torch.arange(count, device="cpu") + self.state.get("samples", _none())
-        names = (
-            torch.as_tensor(ids, device=None if isinstance(ids, Tensor) else "cpu")
-            .detach()
-            .cpu()
-            .reshape(-1)
-        )
+        names = self._tensor(ids, "ids").detach().cpu().reshape(-1)
         if len(names) != count or (len(names) and (names.is_floating_point() or names.min() < 0)):
             found = f"{len(names)} ids of {names.dtype} were given for {count} samples."
             raise self._unfit(found, "Give one whole number from 0 on for each sample.")
         return names.to(torch.int64)
+
+    def _tensor(self, given: Any, what: str) -> Tensor:
+        try:
+            return torch.as_tensor(given, device=None if isinstance(given, Tensor) else "cpu")
+        except (TypeError, ValueError, RuntimeError):
+            found = f"Its {what}, {given!r:.60}, is no tensor and cannot be made one."
+            raise self._unfit(found, "Give a tensor, an array or a list of numbers.") from None
 
     def merge(self, other: Statistic) -> Self:
         """Take in what another one of the same options has found; the other stays as it is."""

@@ -5,8 +5,8 @@
 Each holds its options, which never change, and a state: a few tensors on the CPU. `update` takes
 a batch in, `merge` another statistic of the same options, `result` is what was found so far.
 Sums are taken in float64 and joined by the formulas of Chan, Golub and LeVeque, so that neither
-the order nor the way in which the data was split matters beyond rounding (about 1e-12 of the
-spread of the values); counts, histograms and top values are exact.
+the order nor the way in which the data was split matters beyond rounding (about 1e-14 of the
+magnitude of the values); counts, histograms and top values are exact.
 
 NaN and infinite values are left out and counted in `skipped`, so that one of them does not spoil
 hours of measuring. (In a histogram infinities are beyond the range, among top values they are

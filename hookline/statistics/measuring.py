@@ -251,7 +251,7 @@ class _Measuring(Entering):
             self.found.statistics[place] = {k: one.fresh() for k, one in self._kinds.items()}
             self.found.calls[place] = 0
             self._silent.pop(place, None)
-        mask = self._mask if isinstance(self._mask, Tensor) else self.batch_mask
+        mask = self.batch_mask if self._mask is None or isinstance(self._mask, str) else self._mask
         for one in self.found.statistics[place].values():
             one.update(tensor, mask, self.ids)
         self.found.calls[place] += 1
@@ -353,6 +353,12 @@ def measure(
                 "Give data=, or mask= the name of an argument of the model.",
             )
         return _Measuring(model, where, statistics, mask, at)
+    if isinstance(data, (Tensor, str, dict)):
+        raise StatisticsError(
+            f"A {type(cast('Any', data)).__name__} was given as data.",
+            "It is no series of batches.",
+            "Give a DataLoader, a list or a generator of batches; x.split(64) makes some.",
+        )
     of_batch = mask if callable(mask) and not isinstance(mask, Tensor) else None
     where = _read(where)
     if any("grad" in place.port for place in select(model, where)):
