@@ -909,6 +909,13 @@ def test_statistics_of_a_part_are_not_given_as_those_of_the_whole(first, data, t
         assert json.loads((to / "harvest.json").read_text())["statistics"] == "statistics"
 
 
+def test_statistics_of_rows_instead_of_columns_are_there_as_well(data, to):
+    store = hl.harvest(small(), data[:6], "0", to=to, quiet=True, statistics=[hl.Mean(dim=0)])
+    found = hl.Measurements.load(to / "statistics")["0"]["mean"]
+    torch.testing.assert_close(found, store["0"][:].double().reshape(6, 8, 6).mean((0, 2)))
+    assert json.loads((to / "harvest.json").read_text())["statistics"] == "statistics"
+
+
 def test_statistics_have_the_names_that_were_given_last(data, to):
     for name in ("a", "b"):
         hl.harvest(small(), data, "0", to=to, quiet=True, statistics={name: hl.Mean()})

@@ -104,12 +104,11 @@ def _describe(folder: Path, world: int, statistics: str | None) -> None:
     """Write harvest.json, and the statistics of all ranks as one."""
     indexes = [read_index(folder, rank) for rank in range(world)]
     samples = sum(index.samples for index in indexes)
-    if statistics is not None:
-        merge_ranks(folder, world)
+    whole = keep_whole(folder, samples) if statistics is None else merge_ranks(folder, world)
     content = {
         "samples": samples,
         "batches": sum(index.mark["batches"] for index in indexes),
-        "statistics": "statistics" if keep_whole(folder, samples) else None,
+        "statistics": "statistics" if whole else None,
         "ranks": [
             {"rank": n, "samples": index.samples, "batches": index.mark["batches"]}
             for n, index in enumerate(indexes)

@@ -131,12 +131,13 @@ def _padded(samples: list[Tensor]) -> tuple[Tensor, Tensor]:
     return value, torch.arange(value.shape[1])[None] < lengths[:, None]
 
 
-def merge_ranks(folder: Path, ranks: int) -> None:
-    """Join what all ranks measured and save it beside the store."""
+def merge_ranks(folder: Path, ranks: int) -> bool:
+    """Join what all ranks measured and save it beside the store; whether that is anything."""
     found = Measurements()
     for rank in range(ranks):
         found.merge(Measurements.load(statistics_path(folder, rank)))
     found.save(statistics_path(folder))
+    return bool(found.statistics)
 
 
 def keep_whole(folder: Path, samples: int) -> bool:
