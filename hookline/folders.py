@@ -1,6 +1,6 @@
 """A folder with a JSON file and, beside it, the tensors that it speaks of.
 
-- `write(folder, kind, content, tensors)`: both files, each written whole or not at all
+- `write(folder, kind, content, tensors)`: both files, written as a whole or not at all
 - `read(folder, kind, error)`: what was written, or an error that says what is wrong with it
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -21,42 +22,63 @@ __all__ = ["read", "write"]
 _VERSION = 1
 _MOST = 256 * 2**20  # bytes of JSON
 _DEEPEST = 1000  # levels of it, whatever Python's own limit is set to
+_DIGEST = "[0-9a-f]" * 64
 _WRITE = "Give a folder that was written by .save(folder)."
 
 
 def write(
     folder: str | Path, kind: str, content: dict[str, Any], tensors: Mapping[str, Tensor]
 ) -> Path:
-    """Write `kind.json` and `kind.safetensors` into a folder, which is made; the JSON comes last.
+    """Write `kind.json` and `kind.safetensors` into a folder, which is made if need be.
 
     The JSON holds a digest of the tensors' file, so that two that do not belong together are seen.
+    Whatever fails, and whenever the process ends: what was saved there before can be read, or what
+    is saved now. The tensors lie there under their digest until the JSON that speaks of them has
+    replaced the one before.
     """
     # Their annotations say PathLike, without of what.
     from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType] - untyped
 
     folder = Path(folder)
+    asked = f"A {kind} was to be written to {str(folder)!r}."
     if _is_deep(content):  # `read` would refuse it
         raise HooklineError(
-            f"A {kind} was to be written to {str(folder)!r}.",
+            asked,
             f"It is nested more than {_DEEPEST} levels deep.",
             "Leave out what is nested so deeply.",
         )
-    folder.mkdir(parents=True, exist_ok=True)
-    digest, path = None, folder / f"{kind}.safetensors"
+    _spell(content)  # what cannot be spelled is an error before anything is written
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise HooklineError(asked, "That is a file.", "Name a folder, or a new one.") from None
+    digest, path, part = None, folder / f"{kind}.safetensors", folder / f"{kind}.part"
     if tensors:
         # One tensor a storage: safetensors refuses tensors that share memory.
         plain = {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
-        part = path.with_suffix(".part")
         save_file(plain, part)
         digest = _digest(part)
-        part.replace(path)
+        part.replace(_waiting(path, digest))
     head = {"format": f"hookline {kind}", "version": _VERSION, "tensors": digest}
     part = folder / f"{kind}.json.part"
-    part.write_text(json.dumps(head | content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    part.write_text(_spell(head | content), encoding="utf-8")
     part.replace(folder / f"{kind}.json")
-    if not tensors:
+    if digest is None:
         path.unlink(missing_ok=True)
+    else:
+        _waiting(path, digest).replace(path)
+    for old in folder.glob(_waiting(path, _DIGEST).name):  # of one that was killed
+        old.unlink(missing_ok=True)
     return folder
+
+
+def _waiting(path: Path, digest: str) -> Path:
+    """Where tensors lie until their JSON is there."""
+    return path.with_suffix(f".{digest}.safetensors")
+
+
+def _spell(content: dict[str, Any]) -> str:
+    return json.dumps(content, indent=1, allow_nan=False) + "\n"
 
 
 def read(
@@ -93,6 +115,8 @@ def read(
     if digest is None:
         return content, {}
     path = path.with_suffix(".safetensors")
+    if re.fullmatch(_DIGEST, str(digest)) and _waiting(path, digest).is_file():
+        path = _waiting(path, digest)
     if not path.is_file():
         refuse(f"Its tensors are missing: there is no file {path.name}.")
     if _digest(path) != digest:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hookline.core.slices import Slice
+from hookline.core.tables import describe
 from hookline.errors import ChangeError
 
 __all__ = ["heads", "last_token"]
@@ -80,3 +81,6 @@ class last_token(Slice):
             )
         batch, positions = (torch.arange(size, device=value.device) for size in mask.shape)
         return batch, (mask * positions).argmax(1)
+
+    def __repr__(self) -> str:
+        return f"last_token({describe(self.mask)})"

@@ -9,6 +9,7 @@ import html
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
+from types import BuiltinFunctionType
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -25,6 +26,8 @@ from hookline.spellings import Reader, Writer
 
 __all__ = ["Recipe"]
 
+_COLUMNS = ("where", "change", "at", "calls")
+
 
 @dataclass(frozen=True, eq=False)
 class _Entry:
@@ -38,6 +41,12 @@ class _Entry:
     def row(self) -> tuple[str, str, str, str]:
         at, calls = ("" if v is None else _show(v) for v in (self.at, self.calls))
         return _show(self.where), _show(self.change), at, calls
+
+    def described(self) -> dict[str, str | None]:
+        """The same for programs."""
+        row: dict[str, Any] = dict(zip(_COLUMNS, self.row(), strict=True))
+        own = {"where": str(self.where)} if isinstance(self.where, str) else {}
+        return {name: text or None for name, text in row.items()} | own
 
     def __str__(self) -> str:
         return f"{_show(self.where)} ← {_show(self.change)}"
@@ -155,6 +164,9 @@ class Recipe:
         joined._entries = (*self._entries, *other._entries)
         return joined
 
+    def __radd__(self, other: Any) -> Recipe:
+        return Recipe() + self if other == 0 else NotImplemented  # `sum` begins with 0
+
     def __len__(self) -> int:
         return len(self._entries)
 
@@ -167,10 +179,14 @@ class Recipe:
     def _repr_html_(self) -> str:
         return as_html(*self._table(), self) if self._entries else html.escape(self._table()[0])
 
+    def _described(self) -> list[dict[str, str | None]]:
+        """The entries for programs: where, change, at and calls of each, in words."""
+        return [entry.described() for entry in self._entries]
+
     def _table(self) -> tuple[str, list[tuple[str, ...]]]:
         count = len(self._entries)
         title = f"Recipe of {count} edit{'s' * (count != 1)}"
-        return title, [("where", "change", "at", "calls"), *(e.row() for e in self._entries)]
+        return title, [_COLUMNS, *(e.row() for e in self._entries)]
 
 
 def _settled(where: Any) -> Any:
@@ -202,7 +218,9 @@ def _show(value: Any) -> str:
     if value is Ellipsis:
         return "..."
     if callable(value) or isinstance(value, type):
-        value = getattr(value, "__qualname__", None) or repr(value)
+        # Torch's own functions are methods of a class that nobody knows.
+        name = "__name__" if isinstance(value, BuiltinFunctionType) else "__qualname__"
+        value = getattr(value, name, None) or repr(value)
         return value if len(value) <= 60 else value[:59] + "…"
     text = repr(value)
     return text if len(text) <= 60 else text[:59] + "…"

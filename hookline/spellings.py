@@ -97,6 +97,9 @@ class Writer:
             return str(where)
         if isinstance(where, re.Pattern):
             pattern = cast("re.Pattern[Any]", where)
+            if not isinstance(pattern.pattern, str):
+                found = "The place is a regular expression of bytes."
+                self._refuse(found, "Give one of text, without the b.")
             return {"pattern": pattern.pattern, "flags": pattern.flags}
         if isinstance(where, type):
             return {"type": self._path(where, "The type")}
@@ -146,6 +149,9 @@ class Writer:
         for home, own in ((says, name), ("torch", getattr(thing, "__name__", name))):
             if home != "__main__" and _lookup(sys.modules.get(home), own) is thing:
                 return f"{home}:{own}"
+        if says == "__main__":
+            found = f"{what} {shown} is in __main__, a script or notebook: it cannot be imported."
+            self._refuse(found, remedy)
         return self._refuse(f"{what} {shown} is not found where it says that it is.", remedy)
 
     def index(self, at: Any) -> Any:

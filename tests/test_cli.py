@@ -59,6 +59,11 @@ def batches():
     return torch.arange(640.0).reshape(40, 1, 4, 4).split(16)
 
 
+def named():
+    names = [f"s{n}" for n in range(40)]
+    return [{"x": x, "name": names[16 * n : 16 * n + 16]} for n, x in enumerate(batches())]
+
+
 def broken():
     raise ValueError("no weights here")
 
@@ -407,6 +412,16 @@ def test_a_dtype_that_is_none_is_an_error():
     code, _, err = run("harvest", *args, "--dtype", "float17")
     assert code == 2
     assert "float17" in err
+    Path("plan.toml").write_text("dtype = 16")
+    code, _, err = run("harvest", "plan.toml", *args)
+    assert code == 2
+    assert "16" in err
+
+
+def test_the_ids_of_a_harvest_are_a_part_of_the_batch():
+    args = ["--model", "nets.py:make", "-w", "fc", "--to", "x", "-q"]
+    assert data("harvest", *args, "--data", "nets.py:named", "--ids", "name")["samples"] == 40
+    assert hl.Store.open("x").ids[-1] == "s39"
 
 
 def test_recipes_are_shown_checked_and_joined(folder):
@@ -415,6 +430,12 @@ def test_recipes_are_shown_checked_and_joined(folder):
     code, out, _ = run("recipes", "show", "one")
     assert code == 0
     assert "scale(factor=2.0)" in out
+    other = hl.Recipe([(re.compile("f."), hl.zero())], calls=[1])
+    (hl.Recipe([("fc", torch.relu)], at=slice(0, 2)) + other).save("more")
+    assert data("recipes", "show", "more", "--allow-functions") == [
+        {"where": "fc", "change": "relu", "at": "0:2", "calls": None},
+        {"where": "re.compile('f.')", "change": "zero()", "at": None, "calls": "[1]"},
+    ]
     assert data("recipes", "check", "one", "nets.py:make") == {"fits": True, "edits": 1}
     code, _, err = run("recipes", "check", "two", "nets.py:make")
     assert code == 2

@@ -1,15 +1,19 @@
 """Harvests: what is on disk is what plain torch hooks see, also after crashes and in shares."""
 
+import errno
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import threading
+import time
 import warnings
 import weakref
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -160,6 +164,18 @@ def test_padding_is_left_out_whatever_a_batch_is(form, to):
     assert torch.equal(store["pool"][:], torch.cat([pooled for _, pooled in whole]))
 
 
+def test_one_number_for_each_token_is_told_from_a_row_for_each_sample(to):
+    model, batches = Token(), texts(LENGTHS)
+    given = {"mask": "attention_mask", "quiet": True}
+    with pytest.raises(hl.HarvestError, match=r"unsqueeze\(-1\)"):
+        hl.harvest(model, batches, "mix", to=to, transform=lambda v: v.norm(dim=-1), **given)
+    store = hl.harvest(
+        model, batches, "mix", to=to, transform=lambda v: v.norm(dim=-1).unsqueeze(-1), **given
+    )
+    assert store["mix"].lengths().tolist() == LENGTHS
+    assert store["mix"].rows.shape == (sum(LENGTHS), 1)
+
+
 def test_the_last_token_of_each_sequence(to):
     model, batches = Token(), texts([3, 1, 5, 2])
     store = hl.harvest(
@@ -187,6 +203,35 @@ def test_ids_are_taken_from_the_batch(data, to):
         small(), batches, "0", to=to, ids="name", quiet=True, forward=lambda m, b: m(b["input"])
     )
     assert store.ids == [f"{n}-{k}" for n, x in enumerate(data) for k in range(len(x))]
+
+
+class Named(nn.Linear):
+    def forward(self, x, name):
+        assert len(name) == len(x)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, Named], ids=["not taken", "taken"])
+def test_ids_in_a_dict_are_given_only_to_a_model_that_takes_them(kind, data, to):
+    key = "x" if kind is Named else "input"
+    batches = [{key: x, "name": [f"{k}.{n}" for n in range(len(x))]} for k, x in enumerate(data)]
+    model = kind(4, 3)
+    store = hl.harvest(model, batches, "", to=to, ids="name", quiet=True)
+    assert store.ids == [name for batch in batches for name in batch["name"]]
+    assert torch.allclose(store[""][:], nn.functional.linear(torch.cat(data), *model.parameters()))
+
+
+def test_a_mask_that_the_model_does_not_take_is_not_given_to_it(to):
+    x = torch.randn(2, 3, 4)
+    batches = [{"input": x, "kept": torch.tensor([[1, 1, 0], [1, 0, 0]])}]
+    store = hl.harvest(nn.Linear(4, 3), batches, "", to=to, mask="kept", quiet=True)
+    assert store[""].lengths().tolist() == [2, 1]
+
+
+def test_a_part_of_a_dict_that_a_model_does_not_take_is_told_of(data, to):
+    with pytest.raises(TypeError) as caught:
+        hl.harvest(nn.Linear(4, 3), [{"input": data[0], "label": 1}], "", to=to, quiet=True)
+    assert any("forward=" in note for note in caught.value.__notes__)
 
 
 def test_the_forward_stops_after_the_last_place(data, to):
@@ -218,6 +263,45 @@ def test_a_module_that_is_called_twice_is_refused_or_its_first_call_taken(data, 
     store = hl.harvest(model, data, "layer", to=to, stop=True, quiet=True)
     assert torch.equal(store["layer"][:8], model.layer(data[0]).detach())
     assert_clean(model)
+
+
+class Often(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.out = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        first = self.layer(x)
+        return self.out(self.layer(self.layer(first)))
+
+
+class Growing(nn.Module):
+    """Calls its layer once more for short batches."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.layer(x if len(x) == 8 else self.layer(x))
+
+
+def test_further_calls_in_later_batches_are_seen_where_the_forward_runs_to_its_end(data, to):
+    model = Growing()
+    store = hl.harvest(model, data, "layer", to=to / "auto", quiet=True)
+    assert torch.allclose(store["layer"][-2:], model.layer(data[-1]))
+    with pytest.raises(hl.HarvestError, match="called 2 times"):
+        hl.harvest(model, data, "layer", to=to / "whole", stop=False, quiet=True)
+
+
+def test_the_first_call_is_taken_also_where_the_forward_goes_on_to_another_place(data, to):
+    model = Often()
+    with pytest.raises(hl.HarvestError, match=r"called 3 times.*stop=True"):
+        hl.harvest(model, data, ["layer", "out"], to=to, quiet=True)
+    store = hl.harvest(model, data, ["layer", "out"], to=to, stop=True, quiet=True)
+    rows = torch.cat(data)
+    assert torch.allclose(store["layer"][:], model.layer(rows))
+    assert torch.allclose(store["out"][:], model(rows))
 
 
 def test_places_of_a_glob_where_nothing_happens_are_warned_of(data, to):
@@ -299,16 +383,19 @@ def test_a_loader_loads_only_what_is_needed(data, to):
             return torch.full((4,), float(n))
 
     def interrupted(model, batch):
-        if batch[0, 0] == 40:
+        if batch[0, 0] == 40 and len(loaded) < 50:
             raise Stopped
         return model(batch)
 
     loader = DataLoader(Rows(), batch_size=8)
     with pytest.raises(Stopped):
         hl.harvest(small(), loader, "0", to=to, quiet=True, forward=interrupted)
-    loaded.clear()
-    hl.harvest(small(), loader, "0", to=to, quiet=True)
-    assert loaded == [*range(8), *range(32, 50)]  # the first and the last stored are compared
+    before = len(loaded)
+    hl.harvest(small(), loader, "0", to=to, quiet=True, forward=interrupted)
+    assert loaded[before:] == [
+        *range(8),
+        *range(32, 50),
+    ]  # the first and the last stored are compared
 
 
 @pytest.mark.parametrize(
@@ -357,6 +444,23 @@ def test_places_that_a_forward_does_not_give_are_refused(where, reason, data, to
         hl.harvest(small(), data, where, to=to, quiet=True)
 
 
+@pytest.mark.parametrize(
+    ("option", "found"),
+    [
+        ({"ids": lambda batch: None}, "NoneType"),
+        ({"ids": lambda batch: 3}, "int"),
+        ({"ids": lambda batch: torch.tensor(3)}, "int"),
+        ({"ids": lambda batch: "word"}, "str"),
+        ({"mask": lambda batch: None}, "NoneType"),
+        ({"mask": lambda batch: "word"}, "str"),
+    ],
+)
+def test_ids_and_masks_that_a_function_does_not_give_are_refused(option, found, data, to):
+    with pytest.raises(hl.HarvestError, match=f"{next(iter(option))}=") as caught:
+        hl.harvest(small(), data, "0", to=to, quiet=True, **option)
+    assert found in caught.value.found
+
+
 @pytest.mark.parametrize("option", [{"stop": "soon"}, {"dtype": "float16"}])
 def test_options_that_make_no_sense_are_refused(option, data, to):
     with pytest.raises(hl.HarvestError, match="was asked for"):
@@ -385,10 +489,76 @@ def test_a_harvest_that_is_complete_does_not_run_the_model(data, to):
     content = json.loads((to / "harvest.json").read_text())
     assert (content["samples"], content["batches"]) == (50, 7)
 
-    def never(model, batch):
+    def never(module, args):
         raise AssertionError
 
-    assert len(hl.harvest(small(), data, "0", to=to, forward=never, quiet=True)) == 50
+    model = small()
+    model.register_forward_pre_hook(never)
+    for again in (data, iter(data), lambda: iter(data), lambda first: iter(data[first:])):
+        assert len(hl.harvest(model, again, "0", to=to, quiet=True)) == 50
+
+
+@pytest.mark.parametrize("length", [True, False], ids=["known length", "unknown length"])
+def test_a_complete_harvest_sees_whether_the_data_is_the_same_and_whether_there_is_more(
+    length, data, to
+):
+    def given(batches):
+        return batches if length else iter(batches)
+
+    hl.harvest(small(), given(data[:4]), "0", to=to, quiet=True)
+    other = [x + 1 for x in data]
+    with pytest.raises(hl.HarvestError, match="first batch differs"):
+        hl.harvest(small(), given(other[:4]), "0", to=to, quiet=True)
+    with pytest.raises(hl.HarvestError, match="Batch 3, the last one that was stored, differs"):
+        hl.harvest(small(), given([*data[:3], other[3]]), "0", to=to, quiet=True)
+    with pytest.raises(hl.HarvestError, match=r"no batches|ends before batch 3"):
+        hl.harvest(small(), given([]), "0", to=to, quiet=True)
+    store = hl.harvest(small(), given(data), "0", to=to, quiet=True)
+    assert_same(store, seen_by_torch(small(), data, "0"))
+
+
+def test_of_a_stream_as_long_as_before_only_the_first_batch_is_loaded(data, to):
+    loaded = []
+
+    class Sized:
+        def __len__(self):
+            return len(data)
+
+        def __iter__(self):
+            for batch in data:
+                loaded.append(1)
+                yield batch
+
+    for count in (len(data), 1):
+        loaded.clear()
+        assert len(hl.harvest(small(), Sized(), "0", to=to, quiet=True)) == 50
+        assert len(loaded) == count
+
+
+def seal(monkeypatch):
+    """Let nothing be written any more, as on a disk that is mounted to be read (root may all)."""
+
+    def opened(path, flags, *mode, real=os.open, **more):
+        if flags & (os.O_WRONLY | os.O_RDWR):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        return real(path, flags, *mode, **more)
+
+    monkeypatch.setattr(os, "open", opened)
+    monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
+
+
+def test_in_a_sealed_folder_a_complete_harvest_is_there_and_another_fails_at_once(
+    data, to, monkeypatch
+):
+    kinds = [hl.Mean()]
+    hl.harvest(small(), data[:4], "0", to=to, quiet=True, statistics=kinds)
+    seal(monkeypatch)
+    monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("it waits"))
+    for statistics in (kinds, None):
+        store = hl.harvest(small(), data[:4], "0", to=to, quiet=True, statistics=statistics)
+        assert len(store) == 32
+    with pytest.raises(hl.StoreError, match="permissions"):
+        hl.harvest(small(), data, "0", to=to, quiet=True)
 
 
 def test_more_data_is_gone_on_with_and_less_is_refused(data, to):
@@ -410,6 +580,9 @@ def test_more_data_is_gone_on_with_and_less_is_refused(data, to):
         ({"transform": torch.relu}, "transform was"),
         ({"mask": lambda b: b > 0}, "mask was"),
         ({"ids": lambda b: b[:, 0].long()}, "ids were"),
+        ({"forward": lambda model, batch: model(0 * batch)}, "forward was"),
+        ({"stop": False}, "stop=auto; now it is False"),
+        ({"model": small().train()}, "in evaluation mode; now it is in training mode"),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )
@@ -420,6 +593,55 @@ def test_another_harvest_is_refused_with_the_reason(change, reason, data, to):
         hl.harvest(small(), stopping(data, 3), "0", to=to, quiet=True)
     with pytest.raises(hl.HarvestError, match=reason):
         hl.harvest(model, data, where, to=to, quiet=True, **given)
+    assert len(hl.harvest(small(), data, "0", to=to, quiet=True)) == 50
+
+
+def scaled(value, by):
+    return value * by
+
+
+def applied(value, function):
+    return function(value)
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        (partial(scaled, by=1), partial(scaled, by=100)),
+        (partial(scaled, by=torch.ones(6)), partial(scaled, by=torch.zeros(6))),
+        (partial(applied, function=torch.relu), partial(applied, function=torch.tanh)),
+        (nn.Linear(6, 2), nn.Linear(6, 2)),
+    ],
+    ids=["number", "tensor", "function", "module"],
+)
+def test_a_function_with_other_arguments_is_refused(first, then, data, to):
+    with pytest.raises(Stopped):
+        hl.harvest(small(), stopping(data, 3), "0", to=to, quiet=True, transform=first)
+    with pytest.raises(hl.HarvestError, match="other arguments"):
+        hl.harvest(small(), data, "0", to=to, quiet=True, transform=then)
+    assert len(hl.harvest(small(), data, "0", to=to, quiet=True, transform=first)) == 50
+
+
+@pytest.mark.parametrize("change", [hl.scale(100.0), torch.relu, hl.add(torch.ones(6))])
+def test_edits_that_are_gone_or_others_are_refused(change, data, to):
+    model = small()
+    with hl.edit(model, "0", change), pytest.raises(Stopped):
+        hl.harvest(model, stopping(data, 3), "0", to=to, quiet=True)
+    for others in (nullcontext(), hl.edit(model, "0", hl.scale(3.0))):
+        with pytest.raises(hl.HarvestError, match="edits"), others:
+            hl.harvest(model, data, "0", to=to, quiet=True)
+    with hl.Recipe([("0", change)]).on(model):
+        assert len(hl.harvest(model, data, "0", to=to, quiet=True)) == 50
+
+
+def test_a_harvest_begun_before_more_was_noted_is_gone_on_with(data, to):
+    with pytest.raises(Stopped):
+        hl.harvest(small(), stopping(data, 3), "0", to=to, quiet=True)
+    path = to / "store.json"
+    content = json.loads(path.read_text())
+    for key in ("forward", "stop", "mode", "bound", "edits"):
+        del content["metadata"]["harvest"][key]
+    path.write_text(json.dumps(content))
     assert len(hl.harvest(small(), data, "0", to=to, quiet=True)) == 50
 
 
@@ -673,6 +895,44 @@ def test_statistics_can_be_asked_for_later(data, to):
     check_mean(to, store)
 
 
+@pytest.mark.parametrize("first", ["stopped", "complete"])
+def test_statistics_of_a_part_are_not_given_as_those_of_the_whole(first, data, to):
+    begun = stopping(data, 3) if first == "stopped" else data[:3]
+    with nullcontext() if first == "complete" else pytest.raises(Stopped):
+        hl.harvest(small(), begun, "0", to=to, quiet=True, statistics=[hl.Mean()])
+    hl.harvest(small(), data, "0", to=to, quiet=True)
+    assert json.loads((to / "harvest.json").read_text())["statistics"] is None
+    assert not (to / "statistics").exists()
+    for kinds in ([hl.Mean()], None):  # what was measured of the whole stays
+        store = hl.harvest(small(), data, "0", to=to, quiet=True, statistics=kinds)
+        check_mean(to, store)
+        assert json.loads((to / "harvest.json").read_text())["statistics"] == "statistics"
+
+
+def test_statistics_of_rows_instead_of_columns_are_there_as_well(data, to):
+    store = hl.harvest(small(), data[:6], "0", to=to, quiet=True, statistics=[hl.Mean(dim=0)])
+    found = hl.Measurements.load(to / "statistics")["0"]["mean"]
+    torch.testing.assert_close(found, store["0"][:].double().reshape(6, 8, 6).mean((0, 2)))
+    assert json.loads((to / "harvest.json").read_text())["statistics"] == "statistics"
+
+
+def test_statistics_have_the_names_that_were_given_last(data, to):
+    for name in ("a", "b"):
+        hl.harvest(small(), data, "0", to=to, quiet=True, statistics={name: hl.Mean()})
+        assert list(hl.Measurements.load(to / "statistics")["0"]) == [name]
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_the_calls_of_statistics_are_batches_also_after_a_crash(lost, data, to):
+    kinds = {"statistics": [hl.Mean()], "quiet": True}
+    with pytest.raises(Stopped):
+        hl.harvest(small(), stopping(data, 5), "0", to=to, **kinds)
+    if lost:
+        shutil.rmtree(to / "rank00000.statistics")
+    hl.harvest(small(), data, "0", to=to, **kinds)
+    assert hl.Measurements.load(to / "statistics").calls == {"0": len(data)}
+
+
 # Ranks, in one process
 
 
@@ -747,6 +1007,38 @@ def test_batches_that_grow_need_ids_on_several_ranks(data, to):
         hl.harvest(small(), grown, "0", to=to, quiet=True)
     with as_rank(1, 2), pytest.raises(hl.HarvestError, match="Histogram"):
         hl.harvest(small(), data, "0", to=to, quiet=True, statistics=[hl.Histogram()])
+
+
+@pytest.mark.parametrize("make", [str, lambda n: n - 9], ids=["words", "negative"])
+def test_top_samples_are_counted_on_one_rank_and_need_numbers_on_several(make, data, to):
+    def ids(batch):
+        return [make(n) for n in range(len(batch))]
+
+    given = {"ids": ids, "statistics": [hl.TopK(k=1)], "quiet": True}
+    with as_rank(1, 2), pytest.raises(hl.HarvestError, match=r"whole number from 0 on"):
+        hl.harvest(small(), data, "0", to=to, **given)
+    assert not to.exists()
+    store = hl.harvest(small(), data, "0", to=to, **given)
+    best = hl.Measurements.load(to / "statistics")["0"]["topk"].ids[0]
+    assert torch.equal(best, store["0"][:].argmax(0))
+
+
+def test_samples_are_numbered_by_the_tensor_that_holds_them(data, to):
+    batches = [{"steps": torch.arange(16), "x": x} for x in data]
+    given = {"forward": lambda model, batch: model(batch["x"]), "quiet": True}
+    for rank in (1, 0):
+        with as_rank(rank, 2):
+            store = hl.harvest(small(), batches, "0", to=to, **given)
+    assert sorted(store.ids) == list(range(50))
+    order = torch.tensor(store.ids).argsort()
+    assert torch.equal(store["0"][order], seen_by_torch(small(), data, "0")["0"])
+
+
+def test_where_it_is_not_clear_which_tensor_holds_the_samples_ids_are_needed(data, to):
+    batches = [{"steps": torch.arange(2), "x": data[0]}, {"steps": torch.arange(2), "x": data[6]}]
+    given = {"forward": lambda model, batch: model(batch["x"]), "quiet": True}
+    with as_rank(1, 2), pytest.raises(hl.HarvestError, match="give ids="):
+        hl.harvest(small(), batches, "0", to=to, **given)
 
 
 @pytest.mark.parametrize("values", [("2", "2"), ("-1", "2"), ("x", "2"), ("1", None)])
@@ -864,18 +1156,17 @@ sys.path.insert(0, "tests")
 from test_harvesting import small
 import hookline as hl
 
-def forward(model, batch):
-    forward.calls += 1
-    if forward.calls == 4:
+def interrupted(module, args):
+    interrupted.calls += 1
+    if interrupted.calls == 4:
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(5)
-    return model(batch)
 
-forward.calls = 0
+interrupted.calls = 0
 model = small()
+model.register_forward_pre_hook(interrupted)
 torch.manual_seed(1)
-hl.harvest(model, torch.randn(50, 4).split(8), "0", to=sys.argv[1], forward=forward,
-           statistics=[hl.Mean()])
+hl.harvest(model, torch.randn(50, 4).split(8), "0", to=sys.argv[1], statistics=[hl.Mean()])
 """
 
 
@@ -999,6 +1290,16 @@ def test_killed_harvests_lose_nothing_and_are_completed(tmp_path):
 @pytest.mark.timeout(600)
 def test_many_killed_harvests_lose_nothing_and_are_completed(tmp_path):
     kill_harvests(tmp_path, rounds=150, seed=1)
+
+
+@pytest.mark.parametrize("recurs", [True, False])
+def test_only_errors_that_may_not_come_again_advise_to_go_on(recurs, data, to):
+    kinds = [hl.Mean(dim=3 if recurs else 1)]
+    with pytest.raises((hl.StatisticsError, Stopped)) as caught:
+        hl.harvest(small(), stopping(data, 3), "0", to=to, quiet=True, statistics=kinds)
+    note = " ".join(caught.value.__notes__)
+    assert "is sound and has" in note
+    assert ("goes on from there" in note) is not recurs
 
 
 def test_warnings_of_what_was_dropped_are_given_when_it_goes_on(data, to):

@@ -228,6 +228,7 @@ def unsaved():
         "module object, a Linear": [(model[0], hl.zero())],
         "whose code cannot be saved": [(lambda name, module: True, hl.zero())],
         "is a ndarray": [("0", hl.add(np.ones(4)))],
+        "expression of bytes": [(re.compile(b"0"), hl.zero())],
         "is a Sparse|sparse": [("0", hl.add(torch.eye(3).to_sparse()))],
     }
 
@@ -239,6 +240,12 @@ def test_what_cannot_be_saved_is_refused_with_the_reason(reason, tmp_path):
     assert "Entry 2 of the recipe" in caught.value.asked
     assert caught.value.remedy
     assert not (tmp_path / "new").exists()
+
+
+def test_a_function_of_a_script_or_notebook_is_said_to_be_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(doubled, "__module__", "__main__")
+    with pytest.raises(hl.RecipeError, match=r"doubled is in __main__.*cannot be imported"):
+        hl.Recipe([("0", doubled)]).save(tmp_path)
 
 
 def test_tensors_are_saved_detached_once_and_also_views(tmp_path):
@@ -264,6 +271,9 @@ def test_a_recipe_shows_itself_without_its_numbers():
     assert "&lt;b&gt;" in recipe._repr_html_()
     assert repr(hl.Recipe()) == "Recipe of 0 edits"
     assert len(recipe + recipe) == 2
+    assert len(sum([recipe, recipe, recipe])) == 3
+    shown = repr(hl.Recipe([("0", torch.sigmoid)], at=hl.last_token(torch.ones(2, 3))))
+    assert shown.splitlines()[-1] == "  '0'    sigmoid  last_token((2, 3) float32)"
 
 
 def test_what_is_no_entry_is_refused():
@@ -273,8 +283,9 @@ def test_what_is_no_entry_is_refused():
         hl.Recipe([("0", "scale")])
     with pytest.raises(hl.ChangeError):
         hl.Recipe([("0", hl.zero())], calls=-1)
-    with pytest.raises(TypeError):
-        hl.Recipe() + 1
+    for join in (lambda: hl.Recipe() + 1, lambda: 1 + hl.Recipe()):
+        with pytest.raises(TypeError):
+            join()
 
 
 # -- foreign and hostile files --------------------------------------------------------------------
@@ -387,3 +398,10 @@ def test_saving_again_replaces_what_was_there(saved):
     hl.Recipe([("0", hl.zero())]).save(saved)
     assert sorted(path.name for path in saved.iterdir()) == ["recipe.json"]
     assert repr(hl.Recipe.load(saved)) == repr(hl.Recipe([("0", hl.zero())]))
+
+
+def test_saving_where_a_file_is_says_so(tmp_path):
+    (tmp_path / "file").write_text("")
+    for folder in ("file", "file/inside"):
+        with pytest.raises(hl.HooklineError, match="That is a file"):
+            hl.Recipe([("0", hl.zero())]).save(tmp_path / folder)

@@ -3,7 +3,9 @@
 import dataclasses
 import json
 import warnings
-from itertools import pairwise
+from contextlib import suppress
+from itertools import count, pairwise, product
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -174,6 +176,17 @@ def test_sums_stay_exact_far_from_zero_and_over_many_batches():
     assert counted.count.item() == 2**24 + 1
 
 
+@pytest.mark.parametrize("offset", [0.0, 1e6, 1e8])
+def test_merges_are_exact_up_to_the_magnitude_of_the_values(offset):
+    x = np.random.default_rng(0).normal(size=(7_000, 2)) + offset
+    variance = hl.Variance()
+    for part in torch.from_numpy(x).split(7):
+        variance.merge(hl.Variance().update(part))
+    exact = x.astype(np.longdouble)
+    for own, expected in ((variance.mean, exact.mean(0)), (variance.std, exact.std(0, ddof=1))):
+        assert abs(own.numpy() - expected).max() < 1e-14 * abs(x).max()
+
+
 def test_channels_may_lie_along_any_dimension():
     x = torch.randn(4, 3, 5, 6)
     images = x.movedim(1, -1).reshape(-1, 3).double().numpy()
@@ -194,6 +207,8 @@ def test_a_mask_lies_over_the_first_dimensions_without_the_channels():
     assert_close(hl.Mean(dim=1).update(x, kept).result, expected)
     assert_close(hl.Mean().update(x, torch.tensor([1, 0])).result, x[0].double().mean(0))
     assert_close(hl.Mean(dim=None).update(x, torch.tensor([[0], [1]])).result, x[1].double().mean())
+    with pytest.raises(hl.StatisticsError, match="is no tensor"):
+        hl.Mean().update(x, [[1, 0], [1]])
     for wrong in (torch.ones(2, 2), torch.ones(2, 3, 4, 1), torch.ones(5)):
         with pytest.raises(hl.StatisticsError, match="mask has the shape"):
             hl.Mean().update(x, wrong)
@@ -237,7 +252,11 @@ def test_empty_and_all_masked_batches_change_nothing(kind):
     bare = kind.fresh().update(x, ids=[5, 6, 7])
     empty = kind.fresh()
     assert repr(empty.result)  # nothing was seen, and it can be read
-    empty.update(x[:0]).update(x[:, :0]).update(x, torch.zeros(3, 4), ids=[1, 2, 3])
+    assert repr(empty.update(x[:0]).result)
+    found = hl.Measurements()
+    found.statistics["0"], found.calls["0"] = {"empty": empty}, 1
+    assert "empty" in repr(found)
+    empty.update(x[:, :0]).update(x, torch.zeros(3, 4), ids=[1, 2, 3])
     assert repr(empty.result)
     empty.update(x, ids=[5, 6, 7]).update(x[:0])
     assert_close(empty.result, bare.result)
@@ -258,6 +277,19 @@ def test_a_histogram_finds_its_range_in_the_first_batch_and_counts_what_is_beyon
     assert one.edges.tolist() == [4.5, 5.0, 5.5]
 
 
+def test_histograms_are_merged_also_if_one_has_seen_nothing_finite():
+    x = torch.arange(100.0) + 1000
+    for first in (torch.full((4,), torch.nan), x[:0]):
+        nothing, some = hl.Histogram(dim=None).update(first), hl.Histogram(dim=None).update(x)
+        one, other = nothing.fresh().merge(nothing).merge(some), some.fresh().merge(some)
+        other.merge(nothing)
+        assert one.result.edges[[0, -1]].tolist() == [1000.0, 1099.0]
+        for own, theirs in zip(one.result, other.result, strict=True):
+            assert torch.equal(own, theirs)
+        one.update(x)
+        assert one.result.counts.sum() == 200
+
+
 def test_samples_are_counted_where_no_ids_are_given():
     tops = hl.TopK(k=1)
     for batch in ([[1.0], [2.0]], [[0.0]], [[3.0], [1.0]]):
@@ -275,7 +307,7 @@ def test_what_does_not_fit_is_an_error_and_leaves_the_state_alone():
     ):
         with pytest.raises(hl.StatisticsError, match=found):
             mean.update(wrong)
-    for ids in ([1, 2], [0.5, 1, 2], [-1, 0, 1]):
+    for ids in ([1, 2], [0.5, 1, 2], [-1, 0, 1], ["a", "b", "c"], [[1], [2, 3]]):
         with pytest.raises(hl.StatisticsError, match="ids"):
             hl.TopK().update(x, ids=ids)
     with pytest.raises(hl.StatisticsError, match="merged with"):
@@ -472,6 +504,14 @@ def test_a_mask_is_an_argument_of_the_model_or_a_function_of_the_batch(how):
     rows = torch.cat([model.lin(x)[m.bool()] for x, m in zip(xs, masks, strict=True)])
     assert_close(found["lin"]["mean"], rows.detach().double().mean(0))
     assert found.statistics["lin"]["mean"].count.tolist() == [9, 9]
+    listed = [m.tolist() for m in masks]
+    if how == "function":
+        again = hl.measure(
+            model, "lin", data=data, statistics=[hl.Mean()], mask=lambda batch: listed.pop(0)
+        )
+        assert_close(again["lin"]["mean"], found["lin"]["mean"])
+    whole = hl.measure(model, "lin", statistics=[hl.Mean()], data=data[:1], mask=masks[0].tolist())
+    assert whole.statistics["lin"]["mean"].count.tolist() == [5, 5]
     with pytest.raises(hl.StatisticsError, match=r"'padding'.*x, attention_mask"):
         hl.measure(model, "lin", statistics=[hl.Mean()], mask="padding", data=data)
     assert_clean(model)
@@ -652,3 +692,115 @@ def test_measuring_can_be_attached_and_removed(model):
     assert_clean(model)
     with pytest.warns(hl.HooklineWarning, match="never entered"):
         hl.measure(model, "0", statistics=[hl.Mean()])
+
+
+class Killed(BaseException):
+    pass
+
+
+def dying(function, after):
+    """The function, until it was called so often."""
+    calls = count()
+
+    def call(*args, **more):
+        if next(calls) == after:
+            raise Killed
+        return function(*args, **more)
+
+    return call
+
+
+def test_saving_that_fails_or_is_killed_leaves_one_whole_version(model, tmp_path, monkeypatch):
+    x = torch.randn(6, 3)
+    old, new = (hl.measure(model, "0", statistics=[hl.Mean()], data=[d]) for d in (x[:4], x[4:]))
+    seen = set()
+    for name, moment in product(("mkdir", "replace", "write_text", "unlink"), range(4)):
+        folder = tmp_path / f"{name}{moment}"
+        old.save(folder)
+        with monkeypatch.context() as patch, suppress(Killed):
+            patch.setattr(Path, name, dying(getattr(Path, name), moment))
+            new.save(folder)
+        back = hl.Measurements.load(folder)["0"]["mean"]
+        assert any(torch.equal(back, one["0"]["mean"]) for one in (old, new))
+        seen.add(torch.equal(back, new["0"]["mean"]))
+        new.save(folder)
+        assert torch.equal(hl.Measurements.load(folder)["0"]["mean"], new["0"]["mean"])
+        left = sorted(path.name for path in folder.iterdir())
+        assert left == ["measurements.json", "measurements.safetensors"]
+    assert seen == {True, False}
+
+
+class Odd(hl.Mean):
+    def spelled(self):
+        return {"statistic": object()}
+
+
+def test_what_cannot_be_spelled_leaves_what_was_saved_before(tmp_path):
+    x = torch.randn(4, 3)
+    hl.Mean().update(x).save(tmp_path)
+    with pytest.raises(TypeError):
+        Odd().update(x + 1).save(tmp_path)
+    assert_close(hl.Mean.load(tmp_path).result, x.double().mean(0))
+    with pytest.raises(TypeError):
+        Odd().update(x).save(tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "plain"),
+    [
+        (hl.Mean(dim=np.int64(1)), hl.Mean(dim=1)),
+        (hl.Variance(correction=torch.tensor(0)), hl.Variance(correction=0)),
+        (hl.Sparsity(threshold=np.float32(0.5)), hl.Sparsity(threshold=0.5)),
+        (hl.Histogram(bins=np.int32(4), range=[0, 1]), hl.Histogram(bins=4, range=(0.0, 1.0))),
+        (
+            hl.Histogram(range=(torch.tensor(-1.0), np.float64(1))),
+            hl.Histogram(range=(-1.0, 1.0)),
+        ),
+        (hl.TopK(k=np.int64(2), largest=np.bool_(False)), hl.TopK(k=2, largest=False)),
+        (hl.Norm(order=1), hl.Norm(order=1.0)),
+    ],
+    ids=repr,
+)
+def test_options_of_any_kind_of_number_are_those_of_python(given, plain, tmp_path):
+    assert repr(given) == repr(plain)
+    x = torch.rand(5, 3)
+    given.fresh().update(x[:2], ids=[0, 1]).save(tmp_path)
+    both = given.fresh().update(x[2:], ids=[2, 3, 4]).merge(hl.Statistic.load(tmp_path))
+    assert_close(both.result, plain.fresh().update(x).result)
+
+
+def test_options_that_are_no_numbers_are_refused_when_the_statistic_is_made():
+    for make in (
+        lambda: hl.Mean(dim="1"),
+        lambda: hl.Mean(dim=1.5),
+        lambda: hl.Mean(dim=True),
+        lambda: hl.Variance(correction=None),
+        lambda: hl.Sparsity(threshold="0.5"),
+        lambda: hl.Sparsity(threshold=float("inf")),
+        lambda: hl.Sparsity(threshold=torch.randn(3)),
+        lambda: hl.Histogram(range=3),
+        lambda: hl.Histogram(range=(0, 1, 2)),
+        lambda: hl.Histogram(range=(0, 10**400)),
+        lambda: hl.TopK(largest="no"),
+    ):
+        with pytest.raises(hl.StatisticsError) as caught:
+            make()
+        assert caught.value.remedy
+
+
+def test_names_of_statistics_may_hold_a_slash_and_have_to_be_text(model, tmp_path):
+    kinds = {"a": hl.Mean(), "a/b": hl.Variance(), "": hl.Norm()}
+    found = hl.measure(model, "0", statistics=kinds, data=[torch.randn(5, 3)])
+    found.save(tmp_path)
+    back = hl.Measurements.load(tmp_path)
+    assert list(back["0"]) == ["a", "a/b", ""]
+    assert_close(back["0"]["a/b"], found["0"]["a/b"])
+    with pytest.raises(hl.StatisticsError, match="is no text"):
+        hl.measure(model, "0", statistics={("a", 1): hl.Mean()}, data=[])
+
+
+def test_a_tensor_is_no_series_of_batches(model):
+    for data in (torch.randn(8, 3), {"input": torch.randn(8, 3)}, "text"):
+        with pytest.raises(hl.StatisticsError, match="no series of batches"):
+            hl.measure(model, "0", statistics=[hl.Mean()], data=data)

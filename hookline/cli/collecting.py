@@ -88,8 +88,8 @@ def _read_plan(path: Path | None) -> dict[str, Any]:
     return found
 
 
-def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name, None)
+def _dtype(name: Any) -> torch.dtype:
+    found = getattr(torch, str(name), None)
     if not isinstance(found, torch.dtype):
         raise CommandError(
             f"The dtype {name!r} was asked for.", "torch has none of that name.", "Try float16."
@@ -115,8 +115,7 @@ _functions = click.option(
 def show(folder: Path, allow_functions: bool, screen: Screen) -> None:
     """Show what a recipe does."""
     recipe = hl.Recipe.load(folder, allow_functions=allow_functions)
-    rows = [{"where": str(where), "change": repr(change)} for where, change in recipe]
-    screen.text(repr(recipe), rows)
+    screen.text(repr(recipe), recipe._described())
 
 
 @recipes.command()

@@ -116,13 +116,18 @@ class Source:
         except TypeError:
             return None
 
+    @property
+    def jumps(self) -> bool:
+        """Whether only what is needed is loaded."""
+        return type(self._data) in (list, tuple) or (_can_skip(self._data) and not self._begins)
+
     def numbered(self, share: Share) -> Iterator[tuple[int, Any]]:
         """The batches that a share needs, with their numbers, in order."""
         data = self._data
         if type(data) in (list, tuple):
             start = self._begins
             yield from ((n + start, data[n]) for n in range(len(data)) if share.needs(n + start))
-        elif _can_skip(data) and not self._begins:
+        elif self.jumps:
             yield from zip(filter(share.needs, count()), _part(data, share), strict=False)
         else:
             yield from ((n, b) for n, b in enumerate(data, self._begins) if share.needs(n))

@@ -2,6 +2,8 @@
 
 - `fingerprint(model)`: of its modules, parameters and buffers
 - `spell(thing)`: an index, a function or None as text that is the same in another process
+- `bound(function)`: what a function has beside its code
+- `live_edits(model)`: what changes values while the model runs
 - `digest(value)`: of the tensors and numbers in a batch
 """
 
@@ -10,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import zlib
 from collections.abc import Iterable
+from functools import partial
 from types import CodeType
 from typing import Any, cast
 
@@ -17,11 +20,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from hookline.core.contexts import attached
+from hookline.core.edits import _Function, edit
 from hookline.core.nested import children
 from hookline.ready_slices import heads
 from hookline.spellings import Writer
 
-__all__ = ["digest", "fingerprint", "spell"]
+__all__ = ["bound", "digest", "fingerprint", "live_edits", "spell"]
 
 _SAMPLED = 2048  # words of 8 bytes that are looked at one by one; of the others the sum
 
@@ -86,6 +91,42 @@ def spell(thing: Any) -> str | None:
     writer = Writer()
     text = str(writer.index(thing))
     return text + "".join(f" {digest(tensor):08x}" for tensor in writer.tensors.values())
+
+
+def bound(function: Any) -> str | None:
+    """What a function has beside its code: the arguments of a partial, the weights of a module.
+
+    >>> bound(partial(torch.add, other=1)) == bound(partial(torch.add, other=2))
+    False
+    """
+    if isinstance(function, nn.Module):
+        return fingerprint(function)
+    if not isinstance(function, partial):
+        return None
+    given = [*enumerate(function.args), *sorted(function.keywords.items())]
+    parts = [function.func, *(value for _, value in given if callable(value))]
+    return " ".join(f"{spell(part)} {bound(part)}" for part in parts) + f" {digest(given):08x}"
+
+
+def live_edits(model: nn.Module) -> list[str]:
+    """The edits that act on a model now: where, and by what.
+
+    >>> from hookline import scale
+    >>> handle = edit(model := nn.Sequential(nn.ReLU()), "0", scale(2.0)).attach()
+    >>> live_edits(model)
+    ["'0' scale ..."]
+    """
+    found: list[str] = []
+    for one in (one for one in attached(model) if isinstance(one, edit)):
+        for tap in one._taps.values():
+            how = digest((spell(tap.at), str(tap.calls)))
+            for change in tap.changes:
+                what = type(change).__name__
+                if isinstance(change, _Function):
+                    what = f"{spell(change.function)} {bound(change.function)}"
+                place = str(one.place_of(tap.target))
+                found.append(f"{place!r} {what} {digest(change, how):08x}")
+    return found
 
 
 def _code(code: CodeType) -> int:

@@ -18,14 +18,14 @@ import torch
 from torch import nn
 
 from hookline.core.places import Where
-from hookline.errors import HarvestError
+from hookline.errors import HarvestError, HooklineError, StoreError
 from hookline.harvests.batches import Share, Source, ranks
 from hookline.harvests.fingerprints import digest
 from hookline.harvests.plans import describe, plan_for, refuse_changes
 from hookline.harvests.progress import Progress
 from hookline.harvests.ranks import earlier, finish, open_writer
-from hookline.harvests.rows import Taken, Taker, Taking, batch_size, rows_in
-from hookline.harvests.statistics import Measuring
+from hookline.harvests.rows import Taken, Taker, Taking, rows_in, sizes_in
+from hookline.harvests.statistics import Measuring, statistics_path
 from hookline.harvests.writing import Background
 from hookline.statistics.measuring import Statistics
 from hookline.storage.store import Store
@@ -74,11 +74,13 @@ def harvest(
         transform: a function of the value (after `at`); what it returns is stored.
         dtype: how to store floating-point values.
         stop: "auto" ends each forward after the last place that is needed, where that is safe;
-            True always does, once each place has fired; False never.
+            True always does, once each place has fired, and takes the first call of each; False
+            never.
         mask: which positions of a sequence are stored, nonzero for tokens and zero for padding: the
             name of a part of the batch, or a function of it. Samples then vary in length.
         ids: a number or a word for each sample: the name of a part of the batch, or a function of
-            it. Without, samples are numbered as they come in the data.
+            it. Without, samples are numbered as they come in the data. A part of a dict that is
+            named here or as the mask is given to the model only if it takes such an argument.
         forward: a function of the model and a batch that runs the one on the other.
         statistics: `Mean()`, `TopK(k=5)` and so on, measured of what is stored and saved in
             the folder `statistics` of the store, for `Measurements.load`.
@@ -122,17 +124,21 @@ class _Harvest:
         self.before, self.mark = before, before.mark
         self.share = Share(rank, world, self.mark.get("batch", -1))
         self.numbered = before.samples  # samples that have an id, of a single rank
-        self.size: int | None = None  # of batch 0
+        self.sizes: dict[Any, int] = {}  # in batch 0, of the tensors that may hold the samples
 
     def run(self) -> None:
         """Write what is missing of this rank's share, and finish."""
         self.source.begin(self.share.rank if self.share.last < 0 else self.share.last)
         length = self.source.length
-        complete = bool(self.mark.get("done")) and length in (None, self.mark.get("length"))
-        batches = iter(()) if complete else self._batches()
+        batches = self._batches()
         begun = [self._item(*first) for first in islice(batches, 1)]
         if begun:
             self._plan(begun[0][2], length)
+            if self.measuring is not None:
+                self.measuring.check(begun[0][2].ids)
+        elif self._is_complete():
+            self.progress.show(f"complete: {str(self.folder)!r}")
+            return
         with open_writer(self.folder, self.share.rank, self.wanted) as self.writer:
             if (self.writer.mark, self.writer.samples) != (self.mark, self.before.samples):
                 raise HarvestError(
@@ -154,6 +160,17 @@ class _Harvest:
             finish(self.writer, self.world, kinds)
         self.progress.show(f"done: {str(self.folder)!r}")
 
+    def _is_done(self) -> bool:
+        """Whether this rank has written its share of data that was as long as this."""
+        return bool(self.mark.get("done")) and self.mark.get("length") == self.source.length
+
+    def _is_complete(self) -> bool:
+        """Whether there is nothing to write, so that the folder may even be a sealed one."""
+        measured = self.measuring is None or (
+            self.mark.get("kinds") == self.measuring.kinds and statistics_path(self.folder).is_dir()
+        )
+        return self._is_done() and measured and (self.folder / "harvest.json").exists()
+
     def _plan(self, taken: Taken, length: int | None) -> None:
         share = self.share
         batches = None if length is None else share.done() + share.size(length)
@@ -172,9 +189,12 @@ class _Harvest:
         except BaseException as error:
             with suppress(Exception):  # the first error counts; what is not saved is made again
                 self._save()
+            # An error of ours would come again; one of the disk, the data or the model may not.
+            recurs = isinstance(error, HooklineError) and not isinstance(error, StoreError)
             error.add_note(
                 f"hookline: the store in {str(self.folder)!r} is sound and has "
-                f"{self.writer.samples} samples; the same harvest again goes on from there."
+                f"{self.writer.samples} samples"
+                + ("." if recurs else "; the same harvest again goes on from there.")
             )
             raise
 
@@ -182,7 +202,7 @@ class _Harvest:
         """Save the statistics, unless they are ahead of what could be written."""
         measuring = self.measuring
         if measuring is not None and measuring.samples == self.writer.samples:
-            measuring.save(now=True)
+            measuring.save(self._count(), now=True)
 
     def _item(self, number: int, batch: Any) -> _Item:
         return number, self._known(batch), self._take(number, batch)
@@ -196,7 +216,7 @@ class _Harvest:
             mark = {"batch": number, "known": known}
             self.writer.append(taken.rows, ids=taken.ids, mark=mark)
             if self.measuring is not None:
-                self.measuring.save()
+                self.measuring.save(self._count())
         self.progress.step(rows_in(taken.rows))
 
     def _count(self) -> int:
@@ -211,9 +231,11 @@ class _Harvest:
         checked = self.share.last < 0
         for number, batch in self.source.numbered(self.share):
             if number == 0 and not self.source.skips:
-                self.size = batch_size(batch)
+                self.sizes = sizes_in(batch)
                 self.wanted["data"] = self._known(batch)
                 refuse_changes(self.folder, self.wanted)
+                if self._is_done() and self.source.length is not None and not self.source.jumps:
+                    return  # as long as before, and all of it would have to be loaded
             if number == self.share.last:
                 checked = True
                 if self._known(batch) != self.mark.get("known"):
@@ -222,14 +244,14 @@ class _Harvest:
                 if not checked:
                     self._refuse(f"Batch {self.share.last}, the last one stored, is missing.")
                 yield number, batch
-        if not checked:
-            self._refuse(f"It ends before batch {self.share.last}, the last one that was stored.")
         if number < 0 and not self.source.skips:
             raise HarvestError(
                 f"A harvest into {str(self.folder)!r} was asked for.",
                 "The data has no batches; a generator that was gone through before has none left.",
                 "Give a list, a loader, or a function that returns batches.",
             )
+        if not checked:
+            self._refuse(f"It ends before batch {self.share.last}, the last one that was stored.")
 
     def _known(self, batch: Any) -> int:
         """What a batch is known by: its ids, if the caller gives some, or its content."""
@@ -252,11 +274,18 @@ class _Harvest:
             first = self.numbered
             self.numbered += taken.samples
         else:
-            if self.size is None or taken.samples > self.size:
-                raise HarvestError(
-                    f"The samples of batch {number} were to be numbered, on {self.world} ranks.",
-                    f"It has {taken.samples}; the first batch has {self.size or 'nobody knows'}.",
-                    "Let all batches but the last have the same size, or give ids=.",
-                )
-            first = number * self.size
+            first = number * self._size(number, taken.samples, sizes_in(batch))
         return Taken(taken.rows, taken.samples, range(first, first + taken.samples))
+
+    def _size(self, number: int, samples: int, sizes: dict[Any, int]) -> int:
+        """How many samples batch 0 has, which another rank may run."""
+        self.sizes = {k: size for k, size in self.sizes.items() if sizes.get(k) == samples}
+        found = set(self.sizes.values())
+        if len(found) != 1 or samples > max(found):
+            shown = " or ".join(map(str, sorted(found))) or "nobody knows how many"
+            raise HarvestError(
+                f"The samples of batch {number} were to be numbered, on {self.world} ranks.",
+                f"It has {samples}; the first batch has {shown}.",
+                "Let all batches but the last have the same size, or give ids=.",
+            )
+        return found.pop()

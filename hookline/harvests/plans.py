@@ -9,15 +9,16 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from hookline.core.tables import as_text, show_bytes
 from hookline.errors import HarvestError
-from hookline.harvests.fingerprints import fingerprint, spell
+from hookline.harvests.fingerprints import bound, digest, fingerprint, live_edits, spell
 from hookline.harvests.rows import Taken, Taker
 from hookline.storage.description import read_description
 
@@ -32,6 +33,11 @@ _WORDS = {
     "transform": "The transform was {0}; now it is {1}.",
     "mask": "The mask was {0}; now it is {1}.",
     "ids": "The ids were {0}; now they are {1}.",
+    "forward": "The forward was {0}; now it is {1}.",
+    "bound": "A function has other arguments, or a module other weights ({0}, now {1}).",
+    "stop": "The forward was run with stop={0}; now it is {1}.",
+    "mode": "The model was in {0} mode; now it is in {1} mode.",
+    "edits": "The edits on the model were {0}; now they are {1}.",
     "ranks": "There were {0} ranks; now there are {1}.",
     "data": "The first batch differs: the data is other data, or in another order.",
 }
@@ -43,8 +49,9 @@ _FIXES = {
 
 
 def describe(taker: Taker, world: int | None) -> dict[str, Any]:
-    """What a harvest depends on. Functions are known by their name and code."""
+    """What a harvest depends on. Functions are known by their name, code and bound arguments."""
     taking = taker.taking
+    functions = (taking.at, taking.transform, taking.mask, taking.ids, taking.forward)
     return {
         "model": type(taker.model).__name__,
         "fingerprint": fingerprint(taker.model),
@@ -54,8 +61,20 @@ def describe(taker: Taker, world: int | None) -> dict[str, Any]:
         "transform": spell(taking.transform),
         "mask": spell(taking.mask),
         "ids": spell(taking.ids),
+        "forward": spell(taking.forward),
+        "bound": [bound(function) for function in functions],
+        "stop": taking.stop,
+        "mode": _mode(taker.model),
+        "edits": live_edits(taker.model),
         "ranks": world,
     }
+
+
+def _mode(model: nn.Module) -> str:
+    flags = [module.training for module in cast("Iterable[nn.Module]", model.modules())]
+    if len(set(flags)) > 1:
+        return f"a mixed ({digest(flags):08x})"
+    return "training" if flags[0] else "evaluation"
 
 
 def refuse_changes(folder: Path, wanted: dict[str, Any]) -> None:
@@ -70,9 +89,10 @@ def refuse_changes(folder: Path, wanted: dict[str, Any]) -> None:
         )
     found = cast("dict[str, Any]", found)
     for key, words in _WORDS.items():
-        if key in wanted and found.get(key) != wanted[key]:
+        # What older versions did not note cannot be compared.
+        if key in wanted and key in found and found[key] != wanted[key]:
             fix = _FIXES.get(key, "Give what was given before, or choose another folder.")
-            shown = (str(one)[:120] for one in (found.get(key), wanted[key]))
+            shown = (str(one)[:120] for one in (found[key], wanted[key]))
             raise HarvestError(asked, words.format(*shown), fix)
 
 

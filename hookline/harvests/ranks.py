@@ -18,7 +18,7 @@ from typing import Any
 from hookline import folders
 from hookline.errors import HooklineWarning, StoreError
 from hookline.harvests.plans import refuse_changes
-from hookline.harvests.statistics import merge_ranks
+from hookline.harvests.statistics import keep_whole, merge_ranks
 from hookline.storage.files import Index, index_path, read_index
 from hookline.storage.locks import locked
 from hookline.storage.store import Store
@@ -44,8 +44,10 @@ def open_writer(folder: Path, rank: int, wanted: dict[str, Any]) -> StoreWriter:
         metadata = None if known else {"harvest": wanted}
         try:
             return Store.create(folder, metadata=metadata, rank=rank, resume=True)
-        except StoreError:
+        except StoreError as error:
             refuse_changes(folder, wanted)  # another rank was quicker, and sees other data
+            if isinstance(error.__cause__, OSError):  # of the disk: waiting does not help
+                raise
             with locked(folder, rank) as free:
                 if free or time.monotonic() > until or not folder.is_dir():
                     raise
@@ -58,7 +60,7 @@ def finish(writer: StoreWriter, world: int, statistics: str | None) -> None:
     if writer.rank == 0:
         missing = _wait(folder, world, statistics)
         if not missing:
-            _describe(folder, world)
+            _describe(folder, world, statistics)
         else:
             warnings.warn(
                 f"Ranks {missing} have committed nothing for a while and are not done. What there "
@@ -69,7 +71,7 @@ def finish(writer: StoreWriter, world: int, statistics: str | None) -> None:
     elif not _missing(folder, world, statistics):
         with locked(folder, 0) as free:  # if not, rank 0 is there and does it
             if free:
-                _describe(folder, world)
+                _describe(folder, world, statistics)
 
 
 def _missing(folder: Path, world: int, statistics: str | None) -> list[int]:
@@ -98,14 +100,15 @@ def _wait(folder: Path, world: int, statistics: str | None) -> list[int]:
     return missing
 
 
-def _describe(folder: Path, world: int) -> None:
+def _describe(folder: Path, world: int, statistics: str | None) -> None:
     """Write harvest.json, and the statistics of all ranks as one."""
     indexes = [read_index(folder, rank) for rank in range(world)]
-    measured = merge_ranks(folder, world)
+    samples = sum(index.samples for index in indexes)
+    whole = keep_whole(folder, samples) if statistics is None else merge_ranks(folder, world)
     content = {
-        "samples": sum(index.samples for index in indexes),
+        "samples": samples,
         "batches": sum(index.mark["batches"] for index in indexes),
-        "statistics": None if measured is None else "statistics",
+        "statistics": "statistics" if whole else None,
         "ranks": [
             {"rank": n, "samples": index.samples, "batches": index.mark["batches"]}
             for n, index in enumerate(indexes)

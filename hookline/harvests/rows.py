@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 
 from hookline.core.captures import capture
 from hookline.core.distributed import recovers
-from hookline.core.nested import leaves, map_leaves, only_tensor
+from hookline.core.nested import Path, leaves, map_leaves, only_tensor
 from hookline.core.places import Place, Where
 from hookline.core.records import Record
 from hookline.errors import HarvestError, HooklineWarning
@@ -27,7 +28,7 @@ from hookline.listings import select
 from hookline.ready_slices import last_token
 from hookline.trials.batches import call as run
 
-__all__ = ["Rows", "Taken", "Taker", "Taking", "batch_size", "numbers_of", "rows_in"]
+__all__ = ["Rows", "Taken", "Taker", "Taking", "numbers_of", "rows_in", "sizes_in"]
 
 Rows = dict[str, "Tensor | list[Tensor]"]
 Stop = bool | Literal["auto"]
@@ -60,7 +61,10 @@ class Taking:
         if self.mask is None:
             return None
         found = _lookup(batch, self.mask, "mask")
-        mask = torch.as_tensor(found) != 0
+        try:
+            mask = torch.as_tensor(found) != 0
+        except (TypeError, ValueError, RuntimeError):
+            raise _misgiven("mask", found, "batch × position") from None
         if mask.ndim != 2:
             raise HarvestError(
                 f"The mask {self.mask!r} was to say which positions are kept.",
@@ -75,8 +79,10 @@ class Taking:
             return None
         found: Any = _lookup(batch, self.ids, "ids")
         if isinstance(found, (Tensor, np.ndarray)):
-            return cast("list[Any]", found.tolist())
-        return list(found)
+            found = cast("Any", found.tolist())
+        if isinstance(found, str) or not isinstance(found, Iterable):
+            raise _misgiven("ids", found, "a number or a word for each sample")
+        return list(cast("Iterable[Any]", found))
 
 
 @dataclass(frozen=True)
@@ -103,6 +109,7 @@ class Taker:
         self.places: list[Place] = []  # those that fire; empty before the first batch
         self.stops = taking.stop is True
         self._device = _device(model)
+        self._aside = _aside(model, taking)
         _refuse_spread(model)
         _warn_of_training(model)
 
@@ -132,6 +139,9 @@ class Taker:
 
     def _record(self, batch: Any, at: Any) -> Record:
         taking = self.taking
+        if self._aside and isinstance(batch, Mapping):
+            given = cast("Mapping[str, Any]", batch)
+            batch = {name: part for name, part in given.items() if name not in self._aside}
         if self._device is not None:
             batch = moved(batch, self._device)
         # A glob may match what never fires; a place that fired once has to fire each time.
@@ -161,7 +171,7 @@ class Taker:
 
     def _value(self, record: Record, place: Place) -> Tensor:
         values = record.calls(place)
-        if len(values) > 1:
+        if len(values) > 1 and self.taking.stop is not True:
             raise HarvestError(
                 f"The values at {str(place)!r} were to be stored.",
                 f"The module was called {len(values)} times for one batch.",
@@ -215,6 +225,13 @@ def _kept(value: Tensor, mask: Tensor) -> Tensor | list[Tensor]:
     A row of numbers for each sample, as a pooled output is, has no positions and stays whole.
     """
     pooled = value.ndim == 2 and value.dtype.is_floating_point
+    if pooled and value.shape == mask.shape:
+        raise HarvestError(
+            f"A mask of shape {tuple(mask.shape)} was given, batch × position.",
+            "A value has the same shape: a number for each position, or a row for each sample.",
+            "Give numbers a dimension of their own, as with transform=lambda v: v.unsqueeze(-1); "
+            "harvest rows by themselves, without a mask.",
+        )
     if len(value) == len(mask) and (value.ndim == 1 or pooled):
         return value
     if value.shape[:2] != mask.shape:
@@ -226,6 +243,21 @@ def _kept(value: Tensor, mask: Tensor) -> Tensor | list[Tensor]:
         )
     kept = value[mask.to(value.device)]
     return list(cast("tuple[Tensor, ...]", kept.split(mask.sum(1).tolist())))
+
+
+def _aside(model: nn.Module, taking: Taking) -> set[str]:
+    """The parts of a batch that say which samples and positions these are, and no more.
+
+    They stay with us, unless the model has arguments of these names.
+    """
+    named = {one for one in (taking.mask, taking.ids) if isinstance(one, str)}
+    if taking.forward is not None:
+        return set()
+    try:
+        taken = signature(model.forward).parameters
+    except (TypeError, ValueError):
+        return set()
+    return set() if any(p.kind is p.VAR_KEYWORD for p in taken.values()) else named - set(taken)
 
 
 def _lookup(batch: Any, key: str | Callable[[Any], Any], what: str) -> Any:
@@ -244,6 +276,14 @@ def _lookup(batch: Any, key: str | Callable[[Any], Any], what: str) -> Any:
             f"Name a part of it, or give {what}= a function of the batch.",
         )
     return found
+
+
+def _misgiven(what: str, found: Any, wanted: str) -> HarvestError:
+    return HarvestError(
+        f"{what}= was to give {wanted}.",
+        f"It gave a {type(found).__name__}.",
+        "Name a part of the batch, or give a function of it that returns these.",
+    )
 
 
 def _device(model: nn.Module) -> torch.device | None:
@@ -268,10 +308,9 @@ def rows_in(rows: Rows) -> int:
     return len(first) if isinstance(first, Tensor) else sum(map(len, first))
 
 
-def batch_size(batch: Any) -> int | None:
-    """How many samples a batch seems to have: the length of its first tensor."""
-    found = [tensor for _, tensor in leaves(batch) if tensor.ndim]
-    return len(found[0]) if found else None
+def sizes_in(batch: Any) -> dict[Path, int]:
+    """The lengths of the tensors in a batch, one of which holds the samples."""
+    return {path: len(tensor) for path, tensor in leaves(batch) if tensor.ndim}
 
 
 def numbers_of(ids: Any) -> Sequence[int] | None:
@@ -290,6 +329,11 @@ def _noted(batch: Any) -> Generator[None]:
             error.add_note(
                 "hookline: a batch that is a tuple or list is given to the model as its arguments; "
                 "if it holds labels too, pass forward=lambda model, batch: model(batch[0])."
+            )
+        elif isinstance(batch, Mapping):
+            error.add_note(
+                "hookline: a batch that is a dict is given to the model as its arguments by name; "
+                "if it holds labels too, pass forward=lambda model, batch: model(batch['x'])."
             )
         raise
 

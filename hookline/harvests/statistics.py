@@ -2,6 +2,7 @@
 
 - `Measuring`: takes in the rows of a rank as they are committed
 - `merge_ranks(folder, ranks)`: those of all ranks as one
+- `keep_whole(folder, samples)`: whether those that are there are of all samples
 
 What is measured is what is stored, so that it can always be made again from the store: what was
 saved of it is only a short cut. A rank saves now and then; after a crash the rows that came later
@@ -10,7 +11,9 @@ are read back.
 
 from __future__ import annotations
 
+import shutil
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +23,12 @@ from torch.nn.utils.rnn import pad_sequence
 
 from hookline.errors import HarvestError, StatisticsError
 from hookline.harvests.rows import Rows, numbers_of
-from hookline.statistics.kinds import Histogram
+from hookline.statistics.kinds import Histogram, TopK
 from hookline.statistics.measuring import Measurements, Statistics, _named
 from hookline.storage.files import read_index
 from hookline.storage.store import Store
 
-__all__ = ["Measuring", "merge_ranks", "statistics_path"]
+__all__ = ["Measuring", "keep_whole", "merge_ranks", "statistics_path"]
 
 _EVERY = 30.0  # seconds between two saves
 _AT_ONCE = 1024  # samples that are read back together
@@ -41,7 +44,7 @@ class Measuring:
 
     def __init__(self, statistics: Statistics, folder: Path, rank: int, world: int) -> None:
         self._kinds = _named(statistics)
-        self._folder, self._rank = folder, rank
+        self._folder, self._rank, self._world = folder, rank, world
         self.kinds = repr(self._kinds)
         self.found = Measurements()
         self.samples = 0
@@ -54,8 +57,19 @@ class Measuring:
                     "Give it one, as in Histogram(range=(-10.0, 10.0)).",
                 )
 
+    def check(self, ids: Any) -> None:
+        """An error if top samples could not be told from those of other ranks."""
+        ranked = any(isinstance(one, TopK) for one in self._kinds.values()) and self._world > 1
+        if ranked and ids is not None and numbers_of(ids) is None:
+            raise HarvestError(
+                f"The samples with the top values were to be found on {self._world} ranks.",
+                "Their ids are words, or negative: each rank would count its samples from 0.",
+                "Give each sample a whole number from 0 on as its id, or leave out TopK.",
+            )
+
     def update(self, rows: Rows, samples: int, ids: Any) -> None:
         """Take in the rows of a batch."""
+        self.check(ids)
         numbers = numbers_of(ids)
         for place, value in rows.items():
             own = self.found.statistics.setdefault(
@@ -64,14 +78,17 @@ class Measuring:
             tensor, mask = (value, None) if isinstance(value, Tensor) else _padded(value)
             for one in own.values():
                 one.update(tensor, mask, numbers)
-            self.found.calls[place] = self.found.calls.get(place, 0) + 1
         self.samples += samples
 
-    def save(self, *, now: bool = False) -> None:
-        """Save, if the last time is long ago or `now`; the first batch is always saved."""
+    def save(self, batches: int, *, now: bool = False) -> None:
+        """Save what so many batches gave, if the last time is long ago or `now`.
+
+        The first batch is always saved.
+        """
         count, when = self._saved
         first = count < 0
         if self.samples != count and (now or first or time.monotonic() - when > _EVERY):
+            self.found.calls = dict.fromkeys(self.found.statistics, batches)
             self.found.save(statistics_path(self._folder, self._rank))
             self._saved = self.samples, time.monotonic()
 
@@ -94,14 +111,17 @@ class Measuring:
 
     def _put(self, saved: Measurements, committed: int) -> None:
         """Take what was saved, if it is of the same kinds and of no more than was committed."""
-        counts: set[int] = set()
-        for own in saved.statistics.values():
-            if [repr(one) for one in own.values()] != [repr(o) for o in self._kinds.values()]:
-                return
-            counts |= {int(one.state.get("samples", torch.tensor(-1))) for one in own.values()}
-        if len(counts) == 1 and 0 <= max(counts) <= committed:
-            self.found, self.samples = saved, counts.pop()
+        same = all(repr(own) == self.kinds for own in saved.statistics.values())
+        if same and 0 <= _samples(saved) <= committed:
+            self.found, self.samples = saved, _samples(saved)
             self._saved = self.samples, time.monotonic()
+
+
+def _samples(found: Measurements) -> int:
+    """Of how many samples all of them are; -1 if that cannot be told."""
+    states = [one.state for own in found.statistics.values() for one in own.values()]
+    counts = {int(state["samples"]) if "samples" in state else -1 for state in states}
+    return counts.pop() if len(counts) == 1 else -1
 
 
 def _padded(samples: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -111,14 +131,21 @@ def _padded(samples: list[Tensor]) -> tuple[Tensor, Tensor]:
     return value, torch.arange(value.shape[1])[None] < lengths[:, None]
 
 
-def merge_ranks(folder: Path, ranks: int) -> Measurements | None:
-    """Join what all ranks measured and save it beside the store; None if they measured nothing."""
+def merge_ranks(folder: Path, ranks: int) -> bool:
+    """Join what all ranks measured and save it beside the store; whether that is anything."""
     found = Measurements()
     for rank in range(ranks):
-        path = statistics_path(folder, rank)
-        if path.is_dir():
-            found.merge(Measurements.load(path))
-    if not found.statistics:
-        return None
+        found.merge(Measurements.load(statistics_path(folder, rank)))
     found.save(statistics_path(folder))
-    return found
+    return bool(found.statistics)
+
+
+def keep_whole(folder: Path, samples: int) -> bool:
+    """Whether there are statistics of so many samples; those of others are removed."""
+    path = statistics_path(folder)
+    with suppress(StatisticsError):
+        if _samples(Measurements.load(path)) == samples:
+            return True
+    if path.is_dir():
+        shutil.rmtree(path)
+    return False

@@ -9,11 +9,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
+from operator import index
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -61,6 +64,23 @@ class Statistic:
     state: State = field(init=False, repr=False, default_factory=dict[str, Tensor])
     _takes_ids: ClassVar[bool] = False  # whether it tells one sample from another
 
+    def __post_init__(self) -> None:
+        """Make the options plain numbers: they are compared, and saved."""
+        for option in fields(self):
+            own = getattr(self, option.name)
+            if option.name == "state" or (own is None and option.name in ("dim", "range")):
+                continue
+            usual = (-1.0, 1.0) if option.name == "range" else option.default
+            try:
+                plain = _plain(own, usual)
+            except (TypeError, ValueError, OverflowError, RuntimeError):
+                raise StatisticsError(
+                    f"A {type(self).__name__} was to be made.",
+                    f"Its {option.name} is {own!r:.60}.",
+                    f"Give a value such as {usual}.",
+                ) from None
+            object.__setattr__(self, option.name, plain)
+
     def _of(self, rows: Rows) -> State:
         """The state that some rows alone give."""
         raise AssertionError("a statistic defines _of")
@@ -94,7 +114,7 @@ class Statistic:
         rows, shape = self._rows(value)
         kept = torch.ones((), dtype=torch.bool, device=value.device).expand(shape)
         if mask is not None:
-            kept = self._fitting(mask.to(value.device), shape)
+            kept = self._fitting(self._tensor(mask, "mask").to(value.device), shape)
         kept = kept.reshape(-1)
         names = self._names(shape, ids if self._takes_ids else None)
         if "channels" in self.state and int(self.state["channels"]) != rows.shape[1]:
@@ -152,16 +172,18 @@ class Statistic:
         count = shape[0] if shape else 1
         if ids is None:
             return torch.arange(count, device="cpu") + self.state.get("samples", _none())
-        names = (
-            torch.as_tensor(ids, device=None if isinstance(ids, Tensor) else "cpu")
-            .detach()
-            .cpu()
-            .reshape(-1)
-        )
+        names = self._tensor(ids, "ids").detach().cpu().reshape(-1)
         if len(names) != count or (len(names) and (names.is_floating_point() or names.min() < 0)):
             found = f"{len(names)} ids of {names.dtype} were given for {count} samples."
             raise self._unfit(found, "Give one whole number from 0 on for each sample.")
         return names.to(torch.int64)
+
+    def _tensor(self, given: Any, what: str) -> Tensor:
+        try:
+            return torch.as_tensor(given, device=None if isinstance(given, Tensor) else "cpu")
+        except (TypeError, ValueError, RuntimeError):
+            found = f"Its {what}, {given!r:.60}, is no tensor and cannot be made one."
+            raise self._unfit(found, "Give a tensor, an array or a list of numbers.") from None
 
     def merge(self, other: Statistic) -> Self:
         """Take in what another one of the same options has found; the other stays as it is."""
@@ -180,8 +202,7 @@ class Statistic:
     def _joined(self, one: State, other: State) -> State:
         if "channels" not in one or "channels" not in other:
             return {**one, **other}
-        fixed = {key: other.get(key, tensor) for key, tensor in one.items()}
-        return fixed | self._join(one, other)
+        return {**one, **other} | self._join(one, other)
 
     def _put(self, state: State) -> None:
         self.state.clear()
@@ -236,6 +257,19 @@ class Statistic:
 
     def _unfit(self, found: str, remedy: str) -> StatisticsError:
         return StatisticsError(f"{self!r} was to take in more.", found, remedy)
+
+
+def _plain(value: Any, usual: Any) -> Any:
+    """A value as Python's own, of the kind of the usual one; some error if it is of another."""
+    if isinstance(usual, tuple):
+        low, high = (_plain(end, 0.0) for end in value)
+        return low, high
+    if isinstance(value, str) or isinstance(value, (bool, np.bool_)) != isinstance(usual, bool):
+        raise TypeError
+    made = index(value) if type(usual) is int else type(usual)(value)
+    if not math.isfinite(made):
+        raise ValueError
+    return made
 
 
 def _none() -> Tensor:

@@ -51,12 +51,9 @@ class Histogram(Statistic):
     range: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         low, high = self.range or (0.0, 1.0)
-        if (
-            type(self.bins) is not int
-            or not 1 <= self.bins <= 2**20
-            or not -1e300 < low < high < 1e300
-        ):
+        if not 1 <= self.bins <= 2**20 or not -1e300 < low < high < 1e300:
             asked = f"A histogram of {self.bins} bins in {self.range} was asked for."
             raise StatisticsError(asked, "That has no bins.", "Give a range from low to high.")
 
@@ -146,7 +143,8 @@ class TopK(Statistic):
     _takes_ids: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if type(self.k) is not int or not 1 <= self.k < 2**31:
+        super().__post_init__()
+        if not 1 <= self.k < 2**31:
             raise StatisticsError(
                 f"TopK has k={self.k!r}.", "It keeps k values.", "Give 1 or more."
             )
@@ -199,11 +197,12 @@ class TopK(Statistic):
     @property
     def result(self) -> Tops:
         """Values, ids and positions, best first."""
-        state = self.state or {
+        nothing = {
             "values": torch.zeros(0, 1, dtype=torch.float64),
             "ids": torch.zeros(0, 1, dtype=torch.int64),
             "positions": torch.zeros(0, 1, 0, dtype=torch.int64),
         }
+        state = nothing | self.state
         values = state["values"] if self.largest else -state["values"]
         values = torch.where(state["ids"] < 0, torch.nan, values)
         kept = (state["ids"] >= 0).any(1)  # rows in which no channel has anything

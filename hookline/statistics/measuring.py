@@ -114,6 +114,10 @@ class Measurements(Mapping[str, Mapping[str, Any]]):
         """Read what `save` wrote."""
         content, tensors = folders.read(folder, "measurements", StatisticsError)
         made, source = cls(), f"{folder}"
+        states: dict[str, dict[str, Tensor]] = {}
+        for path, tensor in tensors.items():
+            start, _, key = path.rpartition("/")  # a name may hold slashes
+            states.setdefault(start, {})[key] = tensor
         try:
             for number, row in enumerate(content["places"]):
                 place, calls, named = row["place"], row["calls"], row["statistics"]
@@ -121,8 +125,7 @@ class Measurements(Mapping[str, Mapping[str, Any]]):
                     raise TypeError("a place is text, and its calls are counted")
                 own: dict[str, Statistic] = {}
                 for name, spelled in named.items():
-                    start = f"{number}/{name}/"
-                    state = {k[len(start) :]: t for k, t in tensors.items() if k.startswith(start)}
+                    state = states.get(f"{number}/{name}", {})
                     own[name] = statistic_from(dict(spelled), state, source)
                 made.statistics[place], made.calls[place] = own, calls
         except (KeyError, TypeError, AttributeError, ValueError) as error:
@@ -180,7 +183,10 @@ def _named(statistics: Any) -> dict[str, Statistic]:
                 "Two of them are of one kind, and so of one name.",
                 "Name them: statistics={'top': TopK(), 'bottom': TopK(largest=False)}.",
             )
-    for one in named.values():
+    for name, one in named.items():
+        if not isinstance(name, str):
+            asked = f"A statistic was given under the name {name!r:.60}."
+            raise StatisticsError(asked, "It is no text.", "Give a name such as 'top'.")
         if not isinstance(one, Statistic) or type(one) is Statistic:
             asked = f"{one!r} was given as a statistic."
             raise StatisticsError(asked, "It is none.", "Give such as hookline.Mean().")
@@ -245,7 +251,7 @@ class _Measuring(Entering):
             self.found.statistics[place] = {k: one.fresh() for k, one in self._kinds.items()}
             self.found.calls[place] = 0
             self._silent.pop(place, None)
-        mask = self._mask if isinstance(self._mask, Tensor) else self.batch_mask
+        mask = self.batch_mask if self._mask is None or isinstance(self._mask, str) else self._mask
         for one in self.found.statistics[place].values():
             one.update(tensor, mask, self.ids)
         self.found.calls[place] += 1
@@ -347,6 +353,12 @@ def measure(
                 "Give data=, or mask= the name of an argument of the model.",
             )
         return _Measuring(model, where, statistics, mask, at)
+    if isinstance(data, (Tensor, str, dict)):
+        raise StatisticsError(
+            f"A {type(cast('Any', data)).__name__} was given as data.",
+            "It is no series of batches.",
+            "Give a DataLoader, a list or a generator of batches; x.split(64) makes some.",
+        )
     of_batch = mask if callable(mask) and not isinstance(mask, Tensor) else None
     where = _read(where)
     if any("grad" in place.port for place in select(model, where)):

@@ -125,6 +125,7 @@ class Covariance(Statistic):
     correction: int = 1
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _need_dim(self)
 
     def _of(self, rows: Rows) -> State:
@@ -184,6 +185,7 @@ class Norm(Statistic):
     order: float = 2.0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _need_dim(self)
         if not 0 < self.order < 1e6:
             asked = f"Norm has order={self.order!r}."
