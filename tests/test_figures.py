@@ -555,6 +555,20 @@ def test_the_heading_of_layers_by_steps_tells_what_and_when(run):
     assert f"{len(steps)} steps from {steps[0]} to {steps[-1]}" in words(figure)
 
 
+def test_a_layer_that_never_ran_is_hatched_and_has_no_nan(tmp_path):
+    values = np.ones((3, len(STATISTICS)))
+    values[1:] = np.nan  # the first ran, the second had nothing finite, the third never ran
+    values[1, STATISTICS.index("nonfinite")] = 1
+    with RunWriter(tmp_path, [Row(name, "output") for name in "abc"]) as writer:
+        for step in range(2):
+            writer.values(step, values)
+    figure = renders(figures.over_steps(hl.Run(tmp_path)))
+    assert "2 NaN (grey)" in words(figure)
+    assert "2 not measured (hatched)" in words(figure)
+    assert figure.axes[0].images[0].get_alpha().tolist() == [[1, 1], [1, 1], [0, 0]]
+    assert figure.axes[0].patch.get_hatch()
+
+
 def test_noise_beside_effects_is_written_as_nothing():
     figure = figures.effects([[0.343, 1.2e-9, -3e-8], [0.0123, -0.21, math.nan]])
     written = [text.get_text() for text in figure.axes[0].texts][:6]

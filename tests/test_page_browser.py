@@ -336,6 +336,32 @@ def test_a_run_shows_findings_curves_and_a_map_that_leads_to_places(tab, tmp_pat
     assert tab.locator(".card .role").all_inner_texts() == ["value", "gradient"]
 
 
+def test_a_layer_that_never_ran_is_hatched_and_said_to_be_not_measured(tab, tmp_path):
+    values = np.ones((3, len(STATISTICS)))
+    values[1:] = np.nan  # the first ran, the second had nothing finite, the third never ran
+    values[1, STATISTICS.index("nonfinite")] = 1
+    with RunWriter(tmp_path / "run", [Row(name, "output") for name in "abc"]) as writer:
+        for step in range(4):
+            writer.values(step, values)
+    visit(tab, hl.report(tmp_path / "run", tmp_path / "run.html"))
+    assert tab.locator(".map .key").inner_text() == "not measured"
+    chart = tab.locator(".map canvas").first
+    chart.scroll_into_view_if_needed()
+    box, told = chart.bounding_box(), []
+    for row in range(3):
+        tab.mouse.move(box["x"] + box["width"] - 5, box["y"] + 22 * row + 10)
+        told.append(tab.locator(".tip").inner_text().splitlines())
+    assert told == [
+        ["a", "step 3", "std 1"],
+        ["b", "step 3", "std not finite"],
+        ["c", "step 3", "std not measured"],
+    ]
+    column = "node => [...node.getContext('2d').getImageData(node.width - 9, 0, 1, 66).data]"
+    pixels = np.array(chart.evaluate(column)).reshape(66, 4)
+    assert (pixels[24:42] == (214, 40, 110, 255)).all()
+    assert (pixels[46:64, 3] == 0).any()  # the page itself, between lines
+
+
 def test_a_live_run_updates_itself_and_survives_a_restart(tab, tmp_path):
     (tmp_path / "second").mkdir()
     with serve(tmp_path, poll=0.05) as server:

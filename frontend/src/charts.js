@@ -4,7 +4,7 @@ import uPlot from "uplot";
 import { announce, h } from "./dom.js";
 import { brief, show, tail } from "./format.js";
 import { fitScale, paint } from "./scales.js";
-import { FONT, colour, stretch, surface, theme } from "./surface.js";
+import { FONT, colour, hatch, stretch, surface, theme } from "./surface.js";
 
 /** A chart of one series over steps, {name, steps, values}. It follows the width and the theme. */
 export function curve(series, { title, tall = 190, alt }) {
@@ -89,10 +89,10 @@ export function redrawCurves() {
 }
 
 /**
- * A map of places × steps: one row a place. `chosen(row, column)` is called for a click or Enter;
- * the arrows move a cursor over the cells.
+ * A map of places × steps: one row a place, hatched where nothing was measured. `chosen(row, column)`
+ * is called for a click or Enter; the arrows move a cursor over the cells.
  */
-export function heatmap({ labels, steps, data, chosen, signed, statistic, alt }) {
+export function heatmap({ labels, steps, data, measured, chosen, signed, statistic, alt }) {
   const rows = labels.length;
   const columns = steps.length;
   const scale = fitScale(data, { signed, log: !signed });
@@ -108,14 +108,16 @@ export function heatmap({ labels, steps, data, chosen, signed, statistic, alt })
     if (row < 0 || row >= rows) return null;
     return [row, Math.max(0, Math.min(columns - 1, column)), x >= left];
   };
-  const say = (row, column) => [labels[row], `step ${steps[column].toLocaleString("en-US")}`, `${statistic} ${show(data[row * columns + column])}`];
+  const word = (n) => (!measured[n] ? "not measured" : Number.isNaN(data[n]) ? "not finite" : show(data[n]));
+  const say = (row, column) => [labels[row], `step ${steps[column].toLocaleString("en-US")}`, `${statistic} ${word(row * columns + column)}`];
   const box = surface({
     alt,
     height: () => rows * tall + foot,
     draw(context, width) {
       const left = gutter(width);
       context.clearRect(0, 0, width, rows * tall + foot);
-      stretch(context, paint(context, data, 0, columns, rows, scale, theme()), left, 0, width - left, rows * tall);
+      hatch(context, left, 0, width - left, rows * tall);
+      stretch(context, paint(context, data, 0, columns, rows, scale, theme(), measured), left, 0, width - left, rows * tall);
       context.font = FONT;
       context.fillStyle = colour("muted");
       context.textAlign = "right";

@@ -116,17 +116,20 @@ function layersBySteps(app) {
       fill(foot);
       return;
     }
+    const measured = chunk.arrays.measured.data;
     const { box, scale } = heatmap({
       labels,
       steps,
       data: chunk.arrays.values.data,
+      measured,
       signed: statistic === "mean" ? true : false,
       statistic,
       alt: `${statistic} of ${labels.length} places over ${steps.length} steps, from ${show(steps[0])} to ${show(steps[steps.length - 1])}. Arrows move, Enter opens the place.`,
       chosen: (row, column) => app.open(app.page.entries[map.entries[row]].place, column === null ? undefined : steps[column]),
     });
     fill(scroller, box);
-    fill(foot, legend(scale), chunk.meta.note ? h("p", { class: "note" }, chunk.meta.note) : null);
+    const key = measured.includes(0) ? h("div", { class: "key" }, h("span", {}, h("i", { class: "hatched" }), "not measured")) : null;
+    fill(foot, legend(scale), key, chunk.meta.note ? h("p", { class: "note" }, chunk.meta.note) : null);
   };
   const choose = (n) => {
     choice.map = n;
