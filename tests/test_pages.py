@@ -347,6 +347,29 @@ def test_findings_name_what_is_broken_dead_or_zero():
     assert "1 of 20" in page_of(record).content["findings"][0]["message"]
 
 
+def test_zeros_of_masks_of_whole_numbers_and_of_biases_are_no_findings():
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+            self.register_buffer("kinds", torch.zeros(1, 3, dtype=torch.int64))
+            self.mask, self.ids, self.scale = nn.Identity(), nn.Identity(), nn.Identity()
+            self.scale.weight = nn.Parameter(torch.zeros(3))
+
+        def forward(self, x):
+            self.mask(torch.zeros(2, 3, dtype=torch.bool))
+            self.ids(torch.tensor([[1, 0, 0], [2, 0, 0]]))
+            return self.attention(x, x, x)[0]
+
+    model = Masked()
+    page = page_of(model, batch=torch.randn(2, 3, 4))
+    known = entries(page)
+    for place in ("attention.in_proj_bias", "kinds", "mask", "ids"):
+        assert known[place]["summary"]["zeros"] > 0.5
+    found = [(f["kind"], f["place"]) for f in page.content["findings"]]
+    assert found == [("all zero", "scale.weight")]
+
+
 # -- stores ---------------------------------------------------------------------------------------
 
 
