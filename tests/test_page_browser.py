@@ -46,7 +46,7 @@ def tab(browser):
     page.on("dialog", lambda dialog: (troubles.append("a dialog opened"), dialog.dismiss()))
     asked = []
     page.on("request", lambda request: asked.append(request.url))
-    page.asked = asked
+    page.asked, page.troubles = asked, troubles
     yield page
     context.close()
     assert not troubles
@@ -398,6 +398,32 @@ def test_a_live_run_updates_itself_and_survives_a_restart(tab, tmp_path):
             tab.get_by_label("What is shown").select_option("second")
             playwright.expect(tab.locator(".top .name")).to_have_text("Other")
         tab.goto("about:blank")
+
+
+def test_a_folder_that_cannot_be_read_says_why_and_leaves_the_others_within_reach(tab, tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "store.json").write_text("{")
+    with RunWriter(tmp_path / "b", ROWS, model="Net") as writer:
+        write(writer, [0])
+    trouble, name = tab.locator("main .trouble"), tab.locator(".top .name")
+    chooser = tab.get_by_label("What is shown")
+    with serve(tmp_path) as server:
+        tab.goto(server.address)
+        playwright.expect(trouble).to_contain_text("It holds no sound JSON")
+        playwright.expect(name).to_have_text("a")
+        chooser.select_option("b")
+        playwright.expect(name).to_have_text("Net")
+        playwright.expect(trouble).to_have_count(0)
+        chooser.select_option("a")
+        playwright.expect(trouble).to_have_count(1)
+        shutil.rmtree(tmp_path / "a")
+        with hl.Store.create(tmp_path / "a") as writer:
+            writer.append({"fc": torch.ones(3, 2)})
+        playwright.expect(tab.locator(".row .name").last).to_have_text("fc")  # without a reload
+        playwright.expect(trouble).to_have_count(0)
+        tab.goto("about:blank")
+    assert all("409" in text or "404" in text for text in tab.troubles)
+    tab.troubles.clear()  # the browser itself logs what was refused
 
 
 def test_a_live_store_is_browsed_sample_by_sample(tab, tmp_path):
