@@ -362,6 +362,27 @@ def test_a_layer_that_never_ran_is_hatched_and_said_to_be_not_measured(tab, tmp_
     assert (pixels[46:64, 3] == 0).any()  # the page itself, between lines
 
 
+def test_the_axes_of_a_curve_tell_close_numbers_apart_and_have_whole_steps(tab, tmp_path):
+    with RunWriter(tmp_path / "run", ROWS, model="Net") as writer:
+        for step in range(4):
+            writer.scalar(step, "loss", 0.58213 + step * 1e-6)
+    tab.add_init_script("""
+      const write = CanvasRenderingContext2D.prototype.fillText;
+      window.written = [];
+      CanvasRenderingContext2D.prototype.fillText = function (text, ...rest) {
+        if (this.canvas.closest(".curve")) window.written.push(text);
+        return write.call(this, text, ...rest);
+      };""")
+    visit(tab, hl.report(tmp_path / "run", tmp_path / "run.html"))
+    tab.wait_for_selector(".curve canvas")
+    tab.wait_for_timeout(100)
+    written = tab.evaluate("window.written")
+    assert written[:4] == ["0", "1", "2", "3"]
+    values = [text for text in written if text.startswith("0.58")]
+    assert len(values) > 2
+    assert len({*values}) == len(values)
+
+
 def test_a_live_run_updates_itself_and_survives_a_restart(tab, tmp_path):
     (tmp_path / "second").mkdir()
     with serve(tmp_path, poll=0.05) as server:

@@ -2,9 +2,11 @@
 
 import uPlot from "uplot";
 import { announce, h } from "./dom.js";
-import { brief, show, tail } from "./format.js";
+import { brief, show, tail, tick } from "./format.js";
 import { fitScale, paint } from "./scales.js";
 import { FONT, colour, hatch, stretch, surface, theme } from "./surface.js";
+
+const WHOLE = Array.from({ length: 46 }, (_, n) => [1, 2, 5][n % 3] * 10 ** Math.floor(n / 3)); // between ticks of steps
 
 /** A chart of one series over steps, {name, steps, values}. It follows the width and the theme. */
 export function curve(series, { title, tall = 190, alt }) {
@@ -29,19 +31,21 @@ export function curve(series, { title, tall = 190, alt }) {
     plot?.destroy();
     plot = null;
     if (!box.clientWidth) return;
-    const words = (_, values) => values.map((value) => (value === null ? "" : show(value)));
+    const log = logged && positive();
+    const words = (_, values, __, ___, step) => values.map((value) => (value === null ? "" : tick(value, log ? 0 : step)));
+    const room = (_, values) => Math.max(58, 14 + 6.4 * Math.max(0, ...(values ?? []).map((text) => text.length)));
     const axis = { stroke: colour("muted"), font: FONT, grid: { stroke: colour("line"), width: 1 }, ticks: { show: false }, values: words };
     plot = new uPlot(
       {
         width: box.clientWidth,
         height: tall,
-        scales: { x: { time: false }, y: { distr: logged && positive() ? 3 : 1 } },
+        scales: { x: { time: false }, y: { distr: log ? 3 : 1 } },
         legend: { show: false },
         cursor: { points: { size: 7 }, drag: { x: true, y: false } },
         padding: [8, 10, 0, 0],
         axes: [
-          { ...axis, size: 26, gap: 6 },
-          { ...axis, size: 58, gap: 6 },
+          { ...axis, size: 26, gap: 6, incrs: WHOLE },
+          { ...axis, size: room, gap: 6 },
         ],
         series: [{}, { stroke: colour("series-0"), width: 1.6, spanGaps: true, points: { show: series.steps.length < 3 } }],
         hooks: { setCursor: [(self) => tell(self.cursor.idx)] },

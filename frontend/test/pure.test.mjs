@@ -2,7 +2,7 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
 import { fromBase64, gunzip, unpack } from "../src/decode.js";
-import { brief, bytes, compact, percent, plural, shape, show, tail } from "../src/format.js";
+import { brief, bytes, compact, percent, plural, shape, show, tail, tick } from "../src/format.js";
 import { readRoute, writeRoute } from "../src/route.js";
 import { countTypes, indexModules, parseQuery, unfoldAtFirst, visibleRows } from "../src/rows.js";
 import { colours, fitScale, quantiles, ticks } from "../src/scales.js";
@@ -17,6 +17,15 @@ test("numbers are short and keep their size", () => {
   assert.equal(show(-Infinity), "−∞");
   assert.equal(brief(-0.007188), "−7.2e−3");
   assert.equal(brief(9.137), "9.1");
+});
+
+test("numbers on an axis differ from those a step away", () => {
+  assert.deepEqual([0.58213, 0.582132, 0.582134].map((value) => tick(value, 2e-6)), ["0.58213", "0.582132", "0.582134"]);
+  assert.deepEqual([1, 1.0000025].map((value) => tick(value, 2.5e-6)), ["1", "1.0000025"]);
+  assert.deepEqual([-3.00002e-7, -3.00004e-7].map((value) => tick(value, 2e-12)), ["−3.00002e−7", "−3.00004e−7"]);
+  assert.deepEqual([1234.5678, 1234.5679].map((value) => tick(value, 1e-4)), ["1,234.5678", "1,234.5679"]);
+  assert.deepEqual([0, 0.1 + 0.2, 12.5].map((value) => tick(value, 0.1)), ["0", "0.3", "12.5"]);
+  assert.equal(tick(0.0123456, NaN), "0.01235");
 });
 
 test("counts, shares, sizes and shapes are for people", () => {
