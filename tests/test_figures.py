@@ -367,6 +367,20 @@ def test_feature_maps_of_many_channels_are_spread_evenly_and_said():
     assert np.unique(image(chosen).compressed()).tolist() == [3, 7]
 
 
+@pytest.mark.parametrize("shape", [(64, 16, 16), (64, 4, 16), (64, 16, 4), (50, 90, 90)])
+def test_the_numbers_above_feature_maps_fit_between_them(shape):
+    figure = renders(figures.feature_maps(torch.rand(shape)))
+    ax = figure.axes[0]
+    texts = [text for text in ax.texts if text.get_text().isdigit()]
+    assert len(texts) == shape[0]
+    tops = sorted({text.get_position()[1] for text in texts})
+    for text in texts:
+        row = tops.index(text.get_position()[1])
+        if row:
+            above = ax.transData.transform((0, tops[row - 1] + shape[1]))[1]
+            assert text.get_window_extent().y1 <= above
+
+
 def test_feature_maps_with_scales_of_their_own_go_from_0_to_1():
     value = torch.rand(3, 5, 5) * torch.tensor([1.0, 100.0, 0.0])[:, None, None]
     value[0, 0, 0] = torch.nan
