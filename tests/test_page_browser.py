@@ -263,6 +263,14 @@ def test_on_paper_there_is_only_the_content_and_it_is_light(tab, record_page):
     assert tab.evaluate("getComputedStyle(document.querySelector('main')).overflow") == "visible"
 
 
+def test_a_picture_without_a_finite_number_has_no_scale(tab, tmp_path):
+    with hl.capture(model := nn.Identity(), "") as record:
+        model(torch.full((3, 4), torch.nan))
+    visit(tab, hl.report(record, tmp_path / "nan.html"), "#place=")
+    playwright.expect(tab.locator(".pictured .note")).to_have_text("Nothing in it is finite.")
+    assert tab.locator(".legend").count() == 0
+
+
 def test_hostile_names_are_text_and_nothing_else(tab, tmp_path):
     path = hl.report(hostile_model(), tmp_path / "page.html", batch=torch.randn(3, 2))
     visit(tab, path)
@@ -454,6 +462,7 @@ def test_a_live_store_is_browsed_sample_by_sample(tab, tmp_path):
     with serve(tmp_path) as server:
         tab.goto(server.address + "#place=fc")
         tab.wait_for_selector(".statistics")
+        assert tab.locator(".counter").inner_text() == "1 place"
         tab.get_by_role("slider", name="sample").fill("777")
         playwright.expect(tab.locator(".slider output")).to_have_text("sample 777 · doc 777")
         playwright.expect(tab.locator(".statistics dd").first).to_have_text("3,110")

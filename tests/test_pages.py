@@ -170,6 +170,13 @@ def test_any_tensor_has_a_portrait(value):
     json.dumps(found.meta, allow_nan=False)
 
 
+def test_an_empty_tensor_and_magnitudes_are_said_to_be_so():
+    assert portray(torch.zeros(0, 3)).meta["notes"] == ["an empty tensor"]
+    found = portray(torch.tensor([3 + 4j]))
+    assert found.meta["notes"] == ["magnitudes of complex numbers"]
+    assert found.meta["statistics"]["mean"] == 5
+
+
 def test_a_sparse_csr_tensor_is_said_to_have_no_picture():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch says once in a process that CSR is new
@@ -222,6 +229,8 @@ def test_nested_values_have_an_entry_for_each_tensor():
     page = page_of(record)
     assert list(entries(page)) == ["cell[0]", "cell[1][0]", "cell[1][1]"]
     assert entries(page)["cell[1][0]"]["group"] == "output[1][0]"
+    assert ["values", "1"] in page.content["facts"]  # as the record itself counts
+    assert "1 values" in repr(record)
 
 
 def test_a_value_that_has_other_parts_in_some_calls_says_where_it_is_missing():

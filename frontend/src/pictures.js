@@ -119,7 +119,9 @@ export function pictureView(item, array, { gradient, alt }) {
   };
   draw();
   const stepper = samples > 1 ? chooser(samples, singular(item.axes[0]), (n) => ((sample = n), draw())) : null;
-  return h("div", { class: "pictured" }, stepper, holder, item.kind === "vector" ? null : legend(scale));
+  const finite = data.some((value) => Number.isFinite(value));
+  const key = !finite ? h("p", { class: "note" }, "Nothing in it is finite.") : item.kind === "vector" ? null : legend(scale);
+  return h("div", { class: "pictured" }, stepper, holder, key);
 }
 
 function singular(word) {
