@@ -302,6 +302,14 @@ def test_names_are_escaped_and_no_script_runs(number):
     assert not re.search(r"[{;\s]color:", style)  # text has the colour of the page
 
 
+def test_names_can_be_seen_and_do_not_turn_the_writing_around():
+    model = nn.Sequential()
+    model.add_module("ab\u202ecd", nn.Identity())
+    model.add_module(" ", nn.Identity())
+    page = Page(hl.select(model, "*")._repr_html_())
+    assert [row[0] for row in page.rows[1:]] == ["ab\\u202ecd", "' '"]
+
+
 def test_a_summary_folds_and_its_notes_stand_below():
     model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(30)], nn.Sequential(nn.Fold(2, 1)))
     model[30].append(nn.ModuleList(nn.ReLU() for _ in range(40)))

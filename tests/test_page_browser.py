@@ -263,6 +263,19 @@ def test_on_paper_there_is_only_the_content_and_it_is_light(tab, record_page):
     assert tab.evaluate("getComputedStyle(document.querySelector('main')).overflow") == "visible"
 
 
+def test_names_can_be_seen_and_do_not_turn_the_writing_around(tab, tmp_path):
+    model = nn.Sequential()
+    model.add_module("ab\u202ecd", nn.Linear(2, 2))
+    model.add_module(" ", nn.Linear(2, 2))
+    visit(tab, hl.report(model, tmp_path / "names.html", batch=torch.randn(3, 2)))
+    assert rows(tab) == ["model", "ab\\u202ecd", "' '"]
+    assert "\u202e" not in tab.locator("body").inner_text()
+    assert "' '" in tab.locator(".tile .path").all_inner_texts()
+    tab.locator(".row").nth(1).click()
+    tab.wait_for_selector(".card .statistics")
+    assert tab.locator("h1").inner_text() == "ab\\u202ecd"
+
+
 def test_a_picture_without_a_finite_number_has_no_scale(tab, tmp_path):
     with hl.capture(model := nn.Identity(), "") as record:
         model(torch.full((3, 4), torch.nan))

@@ -73,6 +73,16 @@ export function plural(count, word) {
   return `${count.toLocaleString("en-US")} ${word}${count === 1 ? "" : "s"}`;
 }
 
+/** Text whose marks for the direction of writing are written out: in a name they would turn it around. */
+export function straight(text) {
+  return text.replace(/[\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]/g, (mark) => `\\u${mark.charCodeAt(0).toString(16).padStart(4, "0")}`);
+}
+
+/** A name that can be seen: one of blanks only has quotes. */
+export function visible(name) {
+  return name && !name.trim() ? `'${name}'` : straight(name);
+}
+
 /** The end of a long path, which is what tells it from its neighbours. */
 export function tail(text, most) {
   return text.length <= most ? text : `…${text.slice(text.length - most + 1)}`;

@@ -2,7 +2,7 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
 import { fromBase64, gunzip, unpack } from "../src/decode.js";
-import { brief, bytes, compact, percent, plural, shape, show, tail, tick } from "../src/format.js";
+import { brief, bytes, compact, percent, plural, shape, show, tail, tick, visible } from "../src/format.js";
 import { readRoute, writeRoute } from "../src/route.js";
 import { countTypes, indexModules, parseQuery, unfoldAtFirst, visibleRows } from "../src/rows.js";
 import { colours, fitScale, quantiles, ticks } from "../src/scales.js";
@@ -36,6 +36,10 @@ test("counts, shares, sizes and shapes are for people", () => {
   assert.equal(shape([]), "a number");
   assert.equal(plural(1, "call"), "1 call");
   assert.equal(tail("blocks.0.norm.weight", 10), "…rm.weight");
+});
+
+test("a name can be seen, and does not turn the writing around", () => {
+  assert.deepEqual(["fc", "", " ", "ab\u202ecd", "שכבה"].map(visible), ["fc", "", "' '", "ab\\u202ecd", "שכבה"]);
 });
 
 test("an address keeps any place", () => {
