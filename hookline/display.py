@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from textwrap import wrap
 from typing import Any, cast
 
+from hookline.core import tables
 from hookline.errors import MissingExtra
 
 __all__ = [
@@ -132,18 +133,9 @@ def _cut(cell: str, size: int, keep_end: bool) -> str:
 
 
 def as_html(title: str, cells: Sequence[Sequence[str]], notes: Sequence[str] = ()) -> str:
-    """The same as a small HTML table; names are escaped."""
-    lines: list[str] = []
-    for n, row in enumerate(cells):
-        tag = "td" if n else "th"
-        shown = [
-            f"<{tag} style='text-align:{'left' if name in _TEXT else 'right'};white-space:nowrap'>"
-            f"{html.escape(cell)}</{tag}>"
-            for name, cell in zip(cells[0], row, strict=True)
-        ]
-        lines.append(f"<tr>{''.join(shown)}</tr>")
-    below = "".join(f"<p>{html.escape(note)}</p>" for note in notes)
-    return f"<p><b>{html.escape(title)}</b></p><table>{''.join(lines)}</table>{below}"
+    """The same for a notebook: a table that folds, and the notes under it; names are escaped."""
+    below = "".join(f'<div class="more">{html.escape(note)}</div>' for note in notes)
+    return tables.as_html(title, cells) + (f'<div class="hookline">{below}</div>' if below else "")
 
 
 class Tabled:

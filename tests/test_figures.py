@@ -367,6 +367,20 @@ def test_feature_maps_of_many_channels_are_spread_evenly_and_said():
     assert np.unique(image(chosen).compressed()).tolist() == [3, 7]
 
 
+@pytest.mark.parametrize("shape", [(64, 16, 16), (64, 4, 16), (64, 16, 4), (50, 90, 90)])
+def test_the_numbers_above_feature_maps_fit_between_them(shape):
+    figure = renders(figures.feature_maps(torch.rand(shape)))
+    ax = figure.axes[0]
+    texts = [text for text in ax.texts if text.get_text().isdigit()]
+    assert len(texts) == shape[0]
+    tops = sorted({text.get_position()[1] for text in texts})
+    for text in texts:
+        row = tops.index(text.get_position()[1])
+        if row:
+            above = ax.transData.transform((0, tops[row - 1] + shape[1]))[1]
+            assert text.get_window_extent().y1 <= above
+
+
 def test_feature_maps_with_scales_of_their_own_go_from_0_to_1():
     value = torch.rand(3, 5, 5) * torch.tensor([1.0, 100.0, 0.0])[:, None, None]
     value[0, 0, 0] = torch.nan
@@ -553,6 +567,20 @@ def test_the_heading_of_layers_by_steps_tells_what_and_when(run):
     assert figure.axes[0].get_title("left") == "Largest magnitude of the gradients"
     steps = run.steps()
     assert f"{len(steps)} steps from {steps[0]} to {steps[-1]}" in words(figure)
+
+
+def test_a_layer_that_never_ran_is_hatched_and_has_no_nan(tmp_path):
+    values = np.ones((3, len(STATISTICS)))
+    values[1:] = np.nan  # the first ran, the second had nothing finite, the third never ran
+    values[1, STATISTICS.index("nonfinite")] = 1
+    with RunWriter(tmp_path, [Row(name, "output") for name in "abc"]) as writer:
+        for step in range(2):
+            writer.values(step, values)
+    figure = renders(figures.over_steps(hl.Run(tmp_path)))
+    assert "2 NaN (grey)" in words(figure)
+    assert "2 not measured (hatched)" in words(figure)
+    assert figure.axes[0].images[0].get_alpha().tolist() == [[1, 1], [1, 1], [0, 0]]
+    assert figure.axes[0].patch.get_hatch()
 
 
 def test_noise_beside_effects_is_written_as_nothing():

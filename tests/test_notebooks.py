@@ -265,6 +265,11 @@ def hostile():
     return model
 
 
+class Sum(nn.Module):
+    def forward(self, values):
+        return sum(values)
+
+
 def shown():
     """Every object that has a representation, with hostile names in it."""
     model, x = hostile(), torch.randn(3, 4)
@@ -274,10 +279,14 @@ def shown():
     found = hl.measure(model, "*", statistics=[hl.Mean()], data=[x])
     recipe = hl.Recipe([(place, hl.add(torch.rand(4))) for place in places])
     finding = hl.Finding(NAMES[0], NAMES[4], 3, NAMES[4], {}, NAMES[1], "error")
-    return [record, places, found, recipe, finding, Findings([finding] * 3)]
+    whole = nn.Sequential(model, Sum())
+    summary, comparison = hl.summarize(whole, x), hl.compare(whole, whole, x)
+    sweep = hl.sweep(whole, x, -x, "0.*", torch.sum)
+    findings = Findings([finding] * 3)
+    return [record, places, found, recipe, finding, findings, summary, comparison, sweep]
 
 
-@pytest.mark.parametrize("number", range(6))
+@pytest.mark.parametrize("number", range(9))
 def test_names_are_escaped_and_no_script_runs(number):
     subject = shown()[number]
     text = subject._repr_html_()
@@ -290,6 +299,27 @@ def test_names_are_escaped_and_no_script_runs(number):
     assert len(text) < 60_000
     style = text[: text.index("</style>")]
     assert not re.search(r"[{;\s]color:", style)  # text has the colour of the page
+
+
+def test_names_can_be_seen_and_do_not_turn_the_writing_around():
+    model = nn.Sequential()
+    model.add_module("ab\u202ecd", nn.Identity())
+    model.add_module(" ", nn.Identity())
+    page = Page(hl.select(model, "*")._repr_html_())
+    assert [row[0] for row in page.rows[1:]] == ["ab\\u202ecd", "' '"]
+
+
+def test_a_summary_folds_and_its_notes_stand_below():
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(30)], nn.Sequential(nn.Fold(2, 1)))
+    model[30].append(nn.ModuleList(nn.ReLU() for _ in range(40)))
+    summary = hl.summarize(model)
+    page = Page(summary._repr_html_())
+    assert page.tags.count("details") == 2
+    assert page.rows[0] == ["place", "type", "parameters", "bytes", "buffers"]
+    assert len(page.rows) == 1 + 34 + 1  # with the head of what is folded away
+    text = summary._repr_html_()
+    assert "<summary>14 more</summary>" in text
+    assert text.index("40 deeper modules") > text.rindex("</details>")
 
 
 def test_a_store_a_recipe_and_measurements_have_pictures(tmp_path):

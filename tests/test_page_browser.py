@@ -46,7 +46,7 @@ def tab(browser):
     page.on("dialog", lambda dialog: (troubles.append("a dialog opened"), dialog.dismiss()))
     asked = []
     page.on("request", lambda request: asked.append(request.url))
-    page.asked = asked
+    page.asked, page.troubles = asked, troubles
     yield page
     context.close()
     assert not troubles
@@ -263,6 +263,27 @@ def test_on_paper_there_is_only_the_content_and_it_is_light(tab, record_page):
     assert tab.evaluate("getComputedStyle(document.querySelector('main')).overflow") == "visible"
 
 
+def test_names_can_be_seen_and_do_not_turn_the_writing_around(tab, tmp_path):
+    model = nn.Sequential()
+    model.add_module("ab\u202ecd", nn.Linear(2, 2))
+    model.add_module(" ", nn.Linear(2, 2))
+    visit(tab, hl.report(model, tmp_path / "names.html", batch=torch.randn(3, 2)))
+    assert rows(tab) == ["model", "ab\\u202ecd", "' '"]
+    assert "\u202e" not in tab.locator("body").inner_text()
+    assert "' '" in tab.locator(".tile .path").all_inner_texts()
+    tab.locator(".row").nth(1).click()
+    tab.wait_for_selector(".card .statistics")
+    assert tab.locator("h1").inner_text() == "ab\\u202ecd"
+
+
+def test_a_picture_without_a_finite_number_has_no_scale(tab, tmp_path):
+    with hl.capture(model := nn.Identity(), "") as record:
+        model(torch.full((3, 4), torch.nan))
+    visit(tab, hl.report(record, tmp_path / "nan.html"), "#place=")
+    playwright.expect(tab.locator(".pictured .note")).to_have_text("Nothing in it is finite.")
+    assert tab.locator(".legend").count() == 0
+
+
 def test_hostile_names_are_text_and_nothing_else(tab, tmp_path):
     path = hl.report(hostile_model(), tmp_path / "page.html", batch=torch.randn(3, 2))
     visit(tab, path)
@@ -336,6 +357,53 @@ def test_a_run_shows_findings_curves_and_a_map_that_leads_to_places(tab, tmp_pat
     assert tab.locator(".card .role").all_inner_texts() == ["value", "gradient"]
 
 
+def test_a_layer_that_never_ran_is_hatched_and_said_to_be_not_measured(tab, tmp_path):
+    values = np.ones((3, len(STATISTICS)))
+    values[1:] = np.nan  # the first ran, the second had nothing finite, the third never ran
+    values[1, STATISTICS.index("nonfinite")] = 1
+    with RunWriter(tmp_path / "run", [Row(name, "output") for name in "abc"]) as writer:
+        for step in range(4):
+            writer.values(step, values)
+    visit(tab, hl.report(tmp_path / "run", tmp_path / "run.html"))
+    assert tab.locator(".map .key").inner_text() == "not measured"
+    chart = tab.locator(".map canvas").first
+    chart.scroll_into_view_if_needed()
+    box, told = chart.bounding_box(), []
+    for row in range(3):
+        tab.mouse.move(box["x"] + box["width"] - 5, box["y"] + 22 * row + 10)
+        told.append(tab.locator(".tip").inner_text().splitlines())
+    assert told == [
+        ["a", "step 3", "std 1"],
+        ["b", "step 3", "std not finite"],
+        ["c", "step 3", "std not measured"],
+    ]
+    column = "node => [...node.getContext('2d').getImageData(node.width - 9, 0, 1, 66).data]"
+    pixels = np.array(chart.evaluate(column)).reshape(66, 4)
+    assert (pixels[24:42] == (214, 40, 110, 255)).all()
+    assert (pixels[46:64, 3] == 0).any()  # the page itself, between lines
+
+
+def test_the_axes_of_a_curve_tell_close_numbers_apart_and_have_whole_steps(tab, tmp_path):
+    with RunWriter(tmp_path / "run", ROWS, model="Net") as writer:
+        for step in range(4):
+            writer.scalar(step, "loss", 0.58213 + step * 1e-6)
+    tab.add_init_script("""
+      const write = CanvasRenderingContext2D.prototype.fillText;
+      window.written = [];
+      CanvasRenderingContext2D.prototype.fillText = function (text, ...rest) {
+        if (this.canvas.closest(".curve")) window.written.push(text);
+        return write.call(this, text, ...rest);
+      };""")
+    visit(tab, hl.report(tmp_path / "run", tmp_path / "run.html"))
+    tab.wait_for_selector(".curve canvas")
+    tab.wait_for_timeout(100)
+    written = tab.evaluate("window.written")
+    assert written[:4] == ["0", "1", "2", "3"]
+    values = [text for text in written if text.startswith("0.58")]
+    assert len(values) > 2
+    assert len({*values}) == len(values)
+
+
 def test_a_live_run_updates_itself_and_survives_a_restart(tab, tmp_path):
     (tmp_path / "second").mkdir()
     with serve(tmp_path, poll=0.05) as server:
@@ -374,6 +442,32 @@ def test_a_live_run_updates_itself_and_survives_a_restart(tab, tmp_path):
         tab.goto("about:blank")
 
 
+def test_a_folder_that_cannot_be_read_says_why_and_leaves_the_others_within_reach(tab, tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "store.json").write_text("{")
+    with RunWriter(tmp_path / "b", ROWS, model="Net") as writer:
+        write(writer, [0])
+    trouble, name = tab.locator("main .trouble"), tab.locator(".top .name")
+    chooser = tab.get_by_label("What is shown")
+    with serve(tmp_path) as server:
+        tab.goto(server.address)
+        playwright.expect(trouble).to_contain_text("It holds no sound JSON")
+        playwright.expect(name).to_have_text("a")
+        chooser.select_option("b")
+        playwright.expect(name).to_have_text("Net")
+        playwright.expect(trouble).to_have_count(0)
+        chooser.select_option("a")
+        playwright.expect(trouble).to_have_count(1)
+        shutil.rmtree(tmp_path / "a")
+        with hl.Store.create(tmp_path / "a") as writer:
+            writer.append({"fc": torch.ones(3, 2)})
+        playwright.expect(tab.locator(".row .name").last).to_have_text("fc")  # without a reload
+        playwright.expect(trouble).to_have_count(0)
+        tab.goto("about:blank")
+    assert all("409" in text or "404" in text for text in tab.troubles)
+    tab.troubles.clear()  # the browser itself logs what was refused
+
+
 def test_a_live_store_is_browsed_sample_by_sample(tab, tmp_path):
     with hl.Store.create(tmp_path / "acts") as writer:
         values = torch.arange(4000.0).reshape(1000, 4)
@@ -381,6 +475,7 @@ def test_a_live_store_is_browsed_sample_by_sample(tab, tmp_path):
     with serve(tmp_path) as server:
         tab.goto(server.address + "#place=fc")
         tab.wait_for_selector(".statistics")
+        assert tab.locator(".counter").inner_text() == "1 place"
         tab.get_by_role("slider", name="sample").fill("777")
         playwright.expect(tab.locator(".slider output")).to_have_text("sample 777 · doc 777")
         playwright.expect(tab.locator(".statistics dd").first).to_have_text("3,110")

@@ -170,6 +170,13 @@ def test_any_tensor_has_a_portrait(value):
     json.dumps(found.meta, allow_nan=False)
 
 
+def test_an_empty_tensor_and_magnitudes_are_said_to_be_so():
+    assert portray(torch.zeros(0, 3)).meta["notes"] == ["an empty tensor"]
+    found = portray(torch.tensor([3 + 4j]))
+    assert found.meta["notes"] == ["magnitudes of complex numbers"]
+    assert found.meta["statistics"]["mean"] == 5
+
+
 def test_a_sparse_csr_tensor_is_said_to_have_no_picture():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch says once in a process that CSR is new
@@ -222,6 +229,8 @@ def test_nested_values_have_an_entry_for_each_tensor():
     page = page_of(record)
     assert list(entries(page)) == ["cell[0]", "cell[1][0]", "cell[1][1]"]
     assert entries(page)["cell[1][0]"]["group"] == "output[1][0]"
+    assert ["values", "1"] in page.content["facts"]  # as the record itself counts
+    assert "1 values" in repr(record)
 
 
 def test_a_value_that_has_other_parts_in_some_calls_says_where_it_is_missing():
@@ -345,6 +354,29 @@ def test_findings_name_what_is_broken_dead_or_zero():
         ("all zero", "none", "warning"),
     ]
     assert "1 of 20" in page_of(record).content["findings"][0]["message"]
+
+
+def test_zeros_of_masks_of_whole_numbers_and_of_biases_are_no_findings():
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+            self.register_buffer("kinds", torch.zeros(1, 3, dtype=torch.int64))
+            self.mask, self.ids, self.scale = nn.Identity(), nn.Identity(), nn.Identity()
+            self.scale.weight = nn.Parameter(torch.zeros(3))
+
+        def forward(self, x):
+            self.mask(torch.zeros(2, 3, dtype=torch.bool))
+            self.ids(torch.tensor([[1, 0, 0], [2, 0, 0]]))
+            return self.attention(x, x, x)[0]
+
+    model = Masked()
+    page = page_of(model, batch=torch.randn(2, 3, 4))
+    known = entries(page)
+    for place in ("attention.in_proj_bias", "kinds", "mask", "ids"):
+        assert known[place]["summary"]["zeros"] > 0.5
+    found = [(f["kind"], f["place"]) for f in page.content["findings"]]
+    assert found == [("all zero", "scale.weight")]
 
 
 # -- stores ---------------------------------------------------------------------------------------

@@ -2,9 +2,11 @@
 
 import uPlot from "uplot";
 import { announce, h } from "./dom.js";
-import { brief, show, tail } from "./format.js";
+import { brief, show, tail, tick } from "./format.js";
 import { fitScale, paint } from "./scales.js";
-import { FONT, colour, stretch, surface, theme } from "./surface.js";
+import { FONT, colour, hatch, stretch, surface, theme } from "./surface.js";
+
+const WHOLE = Array.from({ length: 46 }, (_, n) => [1, 2, 5][n % 3] * 10 ** Math.floor(n / 3)); // between ticks of steps
 
 /** A chart of one series over steps, {name, steps, values}. It follows the width and the theme. */
 export function curve(series, { title, tall = 190, alt }) {
@@ -29,19 +31,21 @@ export function curve(series, { title, tall = 190, alt }) {
     plot?.destroy();
     plot = null;
     if (!box.clientWidth) return;
-    const words = (_, values) => values.map((value) => (value === null ? "" : show(value)));
+    const log = logged && positive();
+    const words = (_, values, __, ___, step) => values.map((value) => (value === null ? "" : tick(value, log ? 0 : step)));
+    const room = (_, values) => Math.max(58, 14 + 6.4 * Math.max(0, ...(values ?? []).map((text) => text.length)));
     const axis = { stroke: colour("muted"), font: FONT, grid: { stroke: colour("line"), width: 1 }, ticks: { show: false }, values: words };
     plot = new uPlot(
       {
         width: box.clientWidth,
         height: tall,
-        scales: { x: { time: false }, y: { distr: logged && positive() ? 3 : 1 } },
+        scales: { x: { time: false }, y: { distr: log ? 3 : 1 } },
         legend: { show: false },
         cursor: { points: { size: 7 }, drag: { x: true, y: false } },
         padding: [8, 10, 0, 0],
         axes: [
-          { ...axis, size: 26, gap: 6 },
-          { ...axis, size: 58, gap: 6 },
+          { ...axis, size: 26, gap: 6, incrs: WHOLE },
+          { ...axis, size: room, gap: 6 },
         ],
         series: [{}, { stroke: colour("series-0"), width: 1.6, spanGaps: true, points: { show: series.steps.length < 3 } }],
         hooks: { setCursor: [(self) => tell(self.cursor.idx)] },
@@ -89,10 +93,10 @@ export function redrawCurves() {
 }
 
 /**
- * A map of places × steps: one row a place. `chosen(row, column)` is called for a click or Enter;
- * the arrows move a cursor over the cells.
+ * A map of places × steps: one row a place, hatched where nothing was measured. `chosen(row, column)`
+ * is called for a click or Enter; the arrows move a cursor over the cells.
  */
-export function heatmap({ labels, steps, data, chosen, signed, statistic, alt }) {
+export function heatmap({ labels, steps, data, measured, chosen, signed, statistic, alt }) {
   const rows = labels.length;
   const columns = steps.length;
   const scale = fitScale(data, { signed, log: !signed });
@@ -108,14 +112,16 @@ export function heatmap({ labels, steps, data, chosen, signed, statistic, alt })
     if (row < 0 || row >= rows) return null;
     return [row, Math.max(0, Math.min(columns - 1, column)), x >= left];
   };
-  const say = (row, column) => [labels[row], `step ${steps[column].toLocaleString("en-US")}`, `${statistic} ${show(data[row * columns + column])}`];
+  const word = (n) => (!measured[n] ? "not measured" : Number.isNaN(data[n]) ? "not finite" : show(data[n]));
+  const say = (row, column) => [labels[row], `step ${steps[column].toLocaleString("en-US")}`, `${statistic} ${word(row * columns + column)}`];
   const box = surface({
     alt,
     height: () => rows * tall + foot,
     draw(context, width) {
       const left = gutter(width);
       context.clearRect(0, 0, width, rows * tall + foot);
-      stretch(context, paint(context, data, 0, columns, rows, scale, theme()), left, 0, width - left, rows * tall);
+      hatch(context, left, 0, width - left, rows * tall);
+      stretch(context, paint(context, data, 0, columns, rows, scale, theme(), measured), left, 0, width - left, rows * tall);
       context.font = FONT;
       context.fillStyle = colour("muted");
       context.textAlign = "right";

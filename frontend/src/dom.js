@@ -1,5 +1,7 @@
 // Elements are made here, and text only ever becomes text: a module may be called <script>.
 
+import { straight } from "./format.js";
+
 /** An element with properties, attributes, listeners (`onclick`) and children. */
 export function h(tag, props = {}, ...children) {
   const node = document.createElement(tag);
@@ -18,7 +20,7 @@ export function h(tag, props = {}, ...children) {
 function add(node, children) {
   for (const child of children.flat(Infinity)) {
     if (child === null || child === undefined || child === false) continue;
-    node.append(child instanceof Node ? child : document.createTextNode(String(child)));
+    node.append(child instanceof Node ? child : document.createTextNode(straight(String(child))));
   }
 }
 

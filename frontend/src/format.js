@@ -1,18 +1,25 @@
 // Numbers and shapes for people.
 
-/** A number with four digits that count: 0.01234, 1.2e-7, 12,345. */
-export function show(value) {
+/** A number with four digits that count, or more: 0.01234, 1.2e-7, 12,345. */
+export function show(value, digits = 4) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
   if (!Number.isFinite(value)) return value > 0 ? "∞" : "−∞";
   if (value === 0) return "0";
   const size = Math.abs(value);
   if (Number.isInteger(value) && size < 1e9) return minus(value.toLocaleString("en-US"));
   if (size >= 1e5 || size < 1e-3) {
-    const [digits, power] = value.toExponential(2).split("e");
-    return minus(`${Number(digits)}e${Number(power)}`);
+    const [base, power] = value.toExponential(digits - 2).split("e");
+    return minus(`${Number(base)}e${Number(power)}`);
   }
-  const rounded = Number(value.toPrecision(4));
-  return minus(size >= 1000 ? rounded.toLocaleString("en-US") : String(rounded));
+  const rounded = Number(value.toPrecision(digits));
+  return minus(size >= 1000 ? rounded.toLocaleString("en-US", { maximumFractionDigits: 12 }) : String(rounded));
+}
+
+/** A number on an axis, with as many digits as tell it from those one step away. */
+export function tick(value, step) {
+  if (!value || !(step > 0)) return show(value);
+  const digits = Math.floor(Math.log10(Math.abs(value) / step)) + 4; // one of them as steps may be 2.5
+  return show(value, Math.min(15, Math.max(4, digits)));
 }
 
 /** The same with two digits, where there is little room. */
@@ -64,6 +71,16 @@ export function bytes(count) {
 /** `1 call`, `2 calls`. */
 export function plural(count, word) {
   return `${count.toLocaleString("en-US")} ${word}${count === 1 ? "" : "s"}`;
+}
+
+/** Text whose marks for the direction of writing are written out: in a name they would turn it around. */
+export function straight(text) {
+  return text.replace(/[\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]/g, (mark) => `\\u${mark.charCodeAt(0).toString(16).padStart(4, "0")}`);
+}
+
+/** A name that can be seen: one of blanks only has quotes. */
+export function visible(name) {
+  return name && !name.trim() ? `'${name}'` : straight(name);
 }
 
 /** The end of a long path, which is what tells it from its neighbours. */

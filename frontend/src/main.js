@@ -20,7 +20,7 @@ class App {
   }
 
   async start() {
-    this.page = await this.source.page();
+    this.page = await this.source.page().catch((error) => this.unreadable(error));
     this.index();
     this.tree = new Tree(this.nodes, (index) => this.open(this.nodes[index].module.place));
     this.main = h("main", { tabindex: -1, id: "main" });
@@ -38,8 +38,23 @@ class App {
       redrawCurves();
     });
     this.show();
-    if (this.source.live) this.listen();
+    if (this.page.trouble) this.tryAgain();
+    else if (this.source.live) this.listen();
     document.documentElement.dataset.ready = "true";
+  }
+
+  /** The page of a folder that cannot be read: it says why, and the others stay within reach. */
+  unreadable(trouble) {
+    if (!this.source.live) throw trouble;
+    return { title: this.source.name, subtitle: "", trouble, facts: [], findings: [], modules: [], entries: [] };
+  }
+
+  /** It may be half written yet, or be mended. */
+  async tryAgain() {
+    const readable = () => this.source.page().then(() => true, () => false);
+    do await new Promise((done) => setTimeout(done, 3000));
+    while (!(await readable()));
+    location.reload();
   }
 
   listen() {
@@ -156,6 +171,11 @@ class App {
     this.route = readRoute(location.hash);
     if (this.names.length > 1 && this.route.source && this.route.source !== this.source.name) {
       location.reload();
+      return;
+    }
+    if (this.page.trouble) {
+      fill(this.main);
+      this.complain(this.page.trouble);
       return;
     }
     this.onScalars = this.onSteps = null;

@@ -3,7 +3,7 @@
 import { curve, heatmap, profile } from "./charts.js";
 import { costsIn } from "./costs.js";
 import { fill, h, icon } from "./dom.js";
-import { plural, show } from "./format.js";
+import { plural, show, visible } from "./format.js";
 import { legend } from "./pictures.js";
 import { colour, surface } from "./surface.js";
 
@@ -49,8 +49,8 @@ function findings(app) {
 
 function finding(app, one) {
   const known = one.place !== null && one.place !== undefined && app.hasPlace(one.place);
-  const where = one.place === "" ? "the model" : one.place;
-  const place = known ? h("a", { href: app.link(one.place, one.step ?? undefined), class: "path" }, where) : h("span", { class: "path" }, where ?? "");
+  const where = one.place === "" ? "the model" : visible(one.place ?? "");
+  const place = known ? h("a", { href: app.link(one.place, one.step ?? undefined), class: "path" }, where) : h("span", { class: "path" }, where);
   return h(
     "li",
     { class: one.severity },
@@ -109,24 +109,27 @@ function layersBySteps(app) {
     kinds.forEach((button, n) => button.setAttribute("aria-pressed", n === choice.map ? "true" : "false"));
     fill(select, map.statistics.map((name) => h("option", { value: name, selected: name === statistic }, name)));
     const chunk = await app.chunk(`map:${choice.map}:${map.statistics.indexOf(statistic)}`);
-    const labels = map.entries.map((n) => app.page.entries[n].place || "model");
+    const labels = map.entries.map((n) => visible(app.page.entries[n].place) || "model");
     const steps = Array.from(chunk.arrays.steps.data);
     if (!steps.length) {
       fill(scroller, h("p", { class: "empty" }, "No step has been measured yet."));
       fill(foot);
       return;
     }
+    const measured = chunk.arrays.measured.data;
     const { box, scale } = heatmap({
       labels,
       steps,
       data: chunk.arrays.values.data,
+      measured,
       signed: statistic === "mean" ? true : false,
       statistic,
       alt: `${statistic} of ${labels.length} places over ${steps.length} steps, from ${show(steps[0])} to ${show(steps[steps.length - 1])}. Arrows move, Enter opens the place.`,
       chosen: (row, column) => app.open(app.page.entries[map.entries[row]].place, column === null ? undefined : steps[column]),
     });
     fill(scroller, box);
-    fill(foot, legend(scale), chunk.meta.note ? h("p", { class: "note" }, chunk.meta.note) : null);
+    const key = measured.includes(0) ? h("div", { class: "key" }, h("span", {}, h("i", { class: "hatched" }), "not measured")) : null;
+    fill(foot, legend(scale), key, chunk.meta.note ? h("p", { class: "note" }, chunk.meta.note) : null);
   };
   const choose = (n) => {
     choice.map = n;
@@ -240,7 +243,7 @@ function tile(app, entry) {
   return h(
     "a",
     { class: "tile", href: app.link(entry.place), title: entry.place },
-    h("span", { class: "path" }, h("bdi", {}, entry.place || "the model")),
+    h("span", { class: "path" }, h("bdi", {}, visible(entry.place) || "the model")),
     chart,
     h("span", { class: min === max ? "ends one" : "ends" }, h("span", {}, show(min)), min === max ? null : h("span", {}, show(max))),
   );
@@ -261,7 +264,7 @@ function largest(app) {
       h(
         "a",
         { href: app.link(node.module.place) },
-        h("span", { class: "path" }, h("bdi", {}, node.path)),
+        h("span", { class: "path" }, h("bdi", {}, visible(node.path))),
         h("span", { class: "type" }, node.type),
         h("span", { class: "meter" }, h("i", { style: { width: `${(100 * node.module[key]) / most}%` } })),
         h("span", { class: "amount" }, write(node.module[key])),

@@ -1,7 +1,7 @@
 // The picture of a tensor by its kind, its histogram and its statistics.
 
 import { h, fill } from "./dom.js";
-import { percent, show } from "./format.js";
+import { percent, show, tick } from "./format.js";
 import { colours, fitScale, paint, ticks } from "./scales.js";
 import { FONT, colour, stretch, surface, theme } from "./surface.js";
 
@@ -63,7 +63,7 @@ export function histogramView({ counts, low, high, alt, logged = false, tall = 1
       const placed = ticks(low, high, width < 260 ? 3 : 5);
       for (const value of placed) {
         const x = pad.left + ((value - low) / (high - low)) * (width - pad.left - pad.right);
-        const text = show(value);
+        const text = tick(value, placed[1] - placed[0]);
         const half = context.measureText(text).width / 2;
         context.textAlign = "center";
         context.fillText(text, Math.min(Math.max(x, half), width - half), base + 5);
@@ -98,7 +98,7 @@ export function legend(scale) {
     "div",
     { class: "legend" },
     bar,
-    h("div", { class: "ends" }, h("span", {}, show(scale.low)), middle, h("span", {}, `${show(scale.high)}${scale.log ? " (log)" : ""}`)),
+    h("div", { class: "ends" }, h("span", {}, tick(scale.low, scale.high - scale.low)), middle, h("span", {}, `${tick(scale.high, scale.high - scale.low)}${scale.log ? " (log)" : ""}`)),
   );
 }
 
@@ -119,7 +119,9 @@ export function pictureView(item, array, { gradient, alt }) {
   };
   draw();
   const stepper = samples > 1 ? chooser(samples, singular(item.axes[0]), (n) => ((sample = n), draw())) : null;
-  return h("div", { class: "pictured" }, stepper, holder, item.kind === "vector" ? null : legend(scale));
+  const finite = data.some((value) => Number.isFinite(value));
+  const key = !finite ? h("p", { class: "note" }, "Nothing in it is finite.") : item.kind === "vector" ? null : legend(scale);
+  return h("div", { class: "pictured" }, stepper, holder, key);
 }
 
 function singular(word) {

@@ -1,11 +1,13 @@
 // The tree as a list of rows: what is unfolded, searched for and filtered.
 
+import { visible } from "./format.js";
+
 /** Children, depth and what else is needed of every module, once. */
 export function indexModules(modules, entries) {
   const nodes = modules.map((module, index) => ({
     index,
     path: module.path,
-    name: module.path === "" ? "model" : module.path.slice(module.path.lastIndexOf(".") + 1),
+    name: module.path === "" ? "model" : visible(module.path.slice(module.path.lastIndexOf(".") + 1)),
     type: module.type,
     parent: module.parent,
     children: [],

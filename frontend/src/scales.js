@@ -71,8 +71,8 @@ function finish(kind, low, high, log) {
   return { kind, low, high, log, position };
 }
 
-/** Paint numbers into an image: width × height, row by row from `start`. */
-export function paint(context, data, start, width, height, scale, theme) {
+/** Paint numbers into an image: width × height, row by row from `start`; what was not `measured` stays clear. */
+export function paint(context, data, start, width, height, scale, theme, measured = null) {
   const image = context.createImageData(width, height);
   const table = colours(theme, scale.kind);
   for (let n = 0; n < width * height; n++) {
@@ -81,7 +81,7 @@ export function paint(context, data, start, width, height, scale, theme) {
     image.data[4 * n] = r;
     image.data[4 * n + 1] = g;
     image.data[4 * n + 2] = b;
-    image.data[4 * n + 3] = 255;
+    image.data[4 * n + 3] = measured && !measured[start + n] ? 0 : 255;
   }
   return image;
 }

@@ -99,6 +99,23 @@ export function surface({ height, draw, alt, hover, click, keys }) {
   return box;
 }
 
+/** Thin slanting lines over a rectangle: here nothing is known. */
+export function hatch(context, x, y, width, height) {
+  context.save();
+  context.beginPath();
+  context.rect(x, y, width, height);
+  context.clip();
+  context.beginPath();
+  for (let at = x - height; at < x + width; at += 6) {
+    context.moveTo(at, y + height);
+    context.lineTo(at + height, y);
+  }
+  context.strokeStyle = colour("line-strong");
+  context.lineWidth = 1;
+  context.stroke();
+  context.restore();
+}
+
 /** Paint a small image over a rectangle: large cells stay sharp, small ones are smoothed. */
 export function stretch(context, image, x, y, width, height) {
   const small = document.createElement("canvas");

@@ -98,7 +98,7 @@ export class Tree {
     this.query = parseQuery(this.search.value, this.show, this.type);
     const { rows, matches } = visibleRows(this.nodes, this.unfolded, this.query);
     this.visible = rows;
-    this.counter.textContent = isEmpty(this.query) ? plural(this.nodes.length, "module") : matches ? plural(matches, "match").replace("matchs", "matches") : "Nothing matches";
+    this.counter.textContent = isEmpty(this.query) ? this.total() : matches ? plural(matches, "match").replace("matchs", "matches") : "Nothing matches";
     this.rows.style.height = `${rows.length * ROW}px`;
     if (top) {
       this.list.scrollTop = 0;
@@ -107,6 +107,12 @@ export class Tree {
     this.cursor = Math.min(this.cursor, Math.max(0, rows.length - 1));
     this.painted = null;
     this.paint();
+  }
+
+  /** How much there is: modules, or places where no module is known, as in a store. */
+  total() {
+    if (this.nodes.some((node) => node.type)) return plural(this.nodes.length, "module");
+    return plural(this.nodes.reduce((count, node) => count + node.entries.length, 0), "place");
   }
 
   paint() {

@@ -2,7 +2,7 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
 import { fromBase64, gunzip, unpack } from "../src/decode.js";
-import { brief, bytes, compact, percent, plural, shape, show, tail } from "../src/format.js";
+import { brief, bytes, compact, percent, plural, shape, show, tail, tick, visible } from "../src/format.js";
 import { readRoute, writeRoute } from "../src/route.js";
 import { countTypes, indexModules, parseQuery, unfoldAtFirst, visibleRows } from "../src/rows.js";
 import { colours, fitScale, quantiles, ticks } from "../src/scales.js";
@@ -19,6 +19,15 @@ test("numbers are short and keep their size", () => {
   assert.equal(brief(9.137), "9.1");
 });
 
+test("numbers on an axis differ from those a step away", () => {
+  assert.deepEqual([0.58213, 0.582132, 0.582134].map((value) => tick(value, 2e-6)), ["0.58213", "0.582132", "0.582134"]);
+  assert.deepEqual([1, 1.0000025].map((value) => tick(value, 2.5e-6)), ["1", "1.0000025"]);
+  assert.deepEqual([-3.00002e-7, -3.00004e-7].map((value) => tick(value, 2e-12)), ["−3.00002e−7", "−3.00004e−7"]);
+  assert.deepEqual([1234.5678, 1234.5679].map((value) => tick(value, 1e-4)), ["1,234.5678", "1,234.5679"]);
+  assert.deepEqual([0, 0.1 + 0.2, 12.5].map((value) => tick(value, 0.1)), ["0", "0.3", "12.5"]);
+  assert.equal(tick(0.0123456, NaN), "0.01235");
+});
+
 test("counts, shares, sizes and shapes are for people", () => {
   assert.deepEqual([950, 1234, 2_500_000, 999_999].map(compact), ["950", "1.2K", "2.5M", "1M"]);
   assert.deepEqual([0, 0.0001, 0.5, 0.99999, 1].map(percent), ["0 %", "< 0.1 %", "50 %", "> 99.9 %", "100 %"]);
@@ -27,6 +36,10 @@ test("counts, shares, sizes and shapes are for people", () => {
   assert.equal(shape([]), "a number");
   assert.equal(plural(1, "call"), "1 call");
   assert.equal(tail("blocks.0.norm.weight", 10), "…rm.weight");
+});
+
+test("a name can be seen, and does not turn the writing around", () => {
+  assert.deepEqual(["fc", "", " ", "ab\u202ecd", "שכבה"].map(visible), ["fc", "", "' '", "ab\\u202ecd", "שכבה"]);
 });
 
 test("an address keeps any place", () => {

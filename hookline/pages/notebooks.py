@@ -9,6 +9,7 @@ so that it reads in light and dark; its size is bounded, and it never raises.
 from __future__ import annotations
 
 import html
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -34,6 +35,7 @@ Rows = Sequence[Sequence[str]]
 
 _OPEN, _MOST, _PICTURES = 20, 60, 40  # rows in sight, in all, and with a picture
 _LONGEST = 120  # characters of a cell
+_TURNS = re.compile(r"[\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 _STYLE = """
 .hookline{font-size:13px;line-height:1.4;overflow-x:auto}
 .hookline summary{cursor:pointer;padding:2px 0}
@@ -72,7 +74,8 @@ def render(title: str, rows: Rows, subject: Any = None) -> str:
         table += f"<details><summary>{len(shown) - _OPEN} more</summary>{rest}</details>"
     if len(body) > _MOST:
         table += f'<div class="more">… and {len(body) - _MOST} more</div>'
-    whole = f"<details open><summary><b>{html.escape(title)}</b></summary>{table}</details>"
+    heading = html.escape(_visible(title))
+    whole = f"<details open><summary><b>{heading}</b></summary>{table}</details>"
     return f'<div class="hookline"><style>{_STYLE}</style>{whole}</div>'
 
 
@@ -93,12 +96,20 @@ def _line(tag: str, cells: Sequence[str]) -> str:
 
 def _cell(text: str) -> str:
     """A cell, escaped: sentences in lines, of a very long name the middle left out."""
+    text = _visible(text)
     if " " in text and len(text) > _LONGEST // 2:
         return f'<span class="long">{html.escape(text[: 4 * _LONGEST])}</span>'
     if len(text) <= _LONGEST:
         return html.escape(text)
     short = f"{text[: _LONGEST // 2]}…{text[-_LONGEST // 2 :]}"
     return f'<span title="{html.escape(text[:1000])}">{html.escape(short)}</span>'
+
+
+def _visible(text: str) -> str:
+    """Blanks in quotes, and marks that would turn the direction of writing written out."""
+    if text and not text.strip():
+        return repr(text)
+    return _TURNS.sub(lambda mark: f"\\u{ord(mark[0]):04x}", text)
 
 
 # -- pictures -------------------------------------------------------------------------------------

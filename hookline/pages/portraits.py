@@ -75,6 +75,10 @@ def portray(tensor: Tensor, most: int = MOST, *, weight: bool = False) -> Portra
     if values is None:
         notes.append(f"no picture of a {str(tensor.layout).removeprefix('torch.')} tensor")
         return Portrait(meta)
+    if tensor.is_complex():
+        notes.append("magnitudes of complex numbers")
+    if not values.numel():
+        notes.append("an empty tensor")
     meta["statistics"], low, high, counts = _statistics(values, notes)
     meta["low"], meta["high"] = low, high
     meta["dead"] = None if weight else _dead(values)

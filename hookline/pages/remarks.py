@@ -16,7 +16,10 @@ _DEAD = 0.5  # the share of channels from which on it is worth a word
 
 
 def remark(outline: Outline) -> list[dict[str, Any]]:
-    """Values that are not finite, all 0, or 0 in most channels; the gravest first."""
+    """Values that are not finite, all 0, or 0 in most channels; the gravest first.
+
+    Of whole numbers and truth values, a 0 says nothing.
+    """
     found = [finding for entry in outline.entries for finding in _of(entry)]
     errors = [finding for finding in found if finding["severity"] == "error"]
     others = [finding for finding in found if finding["severity"] != "error"]
@@ -39,10 +42,11 @@ def _of(entry: Entry) -> list[dict[str, Any]]:
                 "error",
             )
         ]
+    if entry.dtype.startswith(("int", "uint", "bool")):  # masks, indices and counts may well be 0
+        return []
     if count > 1 and statistics.get("zeros") == 1.0:
-        name = entry.group.rpartition(".")[2]
-        if name in ("bias", "running_mean", "num_batches_tracked"):
-            return []
+        if entry.weight and ("bias" in entry.group or entry.group == "running_mean"):
+            return []  # they begin as 0
         advice = "No signal passes here." if not entry.gradient else "Nothing is learned from here."
         text = f"All {count:,} numbers of the {what} are 0."
         return [_finding(entry, "all zero", text, {"zeros": 1.0}, advice)]

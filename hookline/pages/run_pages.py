@@ -190,7 +190,8 @@ class RunPage:
 
     def _map_chunk(self, kind: str, statistic: str) -> Chunk:
         values = self.table.matrix(kind, statistic)
-        return Chunk({}, {"steps": self.table.steps, "values": values})
+        measured = self.table.reached(kind, statistic).astype(np.uint8)
+        return Chunk({}, {"steps": self.table.steps, "values": values, "measured": measured})
 
     def _entry_chunk(self, number: int) -> Chunk:
         row = self.table.rows[number]

@@ -100,6 +100,13 @@ class RunTable:
         rows = [n for n, row in enumerate(self.rows) if row.kind == kind]
         return self.values[rows, self.statistics.index(statistic)]
 
+    def reached(self, kind: str, statistic: str) -> npt.NDArray[np.bool_]:
+        """Where in such a matrix something was measured, even if no number of it was finite."""
+        found = ~np.isnan(self.matrix(kind, statistic))
+        if "nonfinite" in self.statistics:
+            found |= self.matrix(kind, "nonfinite") == 1  # the share of all
+        return found
+
     def measured(self, kind: str) -> list[str]:
         """The statistics that were measured for a kind."""
         rows = [n for n, row in enumerate(self.rows) if row.kind == kind]

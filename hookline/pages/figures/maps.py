@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,7 @@ __all__ = ["attention_maps", "feature_maps"]
 Array = NDArray[Any]
 
 _CHANNELS = 64
+_NUMBER = 8.0  # points that the number above a map takes
 _HEADS, _PLACES = 16, 12
 _TOKENS = 40
 
@@ -85,10 +87,11 @@ def feature_maps(
         notes.append("each map on a scale of its own")
     columns = columns_for(len(array), 12)
     ax = axes_for(ax, _grid_size(len(array), columns, array.shape))
-    mosaic, gap = _mosaic(array, columns)
+    gaps = _gaps(ax, len(array), columns, array.shape)
+    mosaic = _mosaic(array, columns, gaps)
     signed = not own_scale and (mosaic[np.isfinite(mosaic)] < 0).any()
     image, remarks = picture(ax, mosaic, center=0.0 if signed else None, aspect="equal")
-    _between(ax, len(array), columns, array.shape, gap, numbered)
+    _between(ax, len(array), columns, array.shape, gaps, numbered)
     colour_bar(ax, image, "share of the map's range" if own_scale else "value")
     ax.set_axis_off()
     words = f"Feature maps of {named.name}" if named.name else "Feature maps"
@@ -147,28 +150,47 @@ def _to_unit(array: Array) -> Array:
 def _grid_size(count: int, columns: int, shape: tuple[int, ...]) -> tuple[float, float]:
     rows = max(1, -(-count // columns))
     ratio = (rows * shape[1]) / max(1, columns * shape[2])
-    return 6.4, min(10.0, max(2.0, 5.2 * ratio + 0.8))
+    return 6.4, min(10.0, max(2.0, 5.2 * ratio + rows * _NUMBER / 72 + 0.8))
 
 
-def _mosaic(array: Array, columns: int) -> tuple[Array, int]:
-    """All maps in one matrix, with gaps between them that are masked later, here minus infinity."""
-    count, height, width = array.shape
-    gap = max(1, round(0.06 * max(height, width)))
+def _gaps(ax: Axes, count: int, columns: int, shape: tuple[int, ...]) -> tuple[int, int]:
+    """Below and beside each map, in its pixels: a number fits above each."""
+    height, width = max(1, shape[1]), shape[2]
+    beside = max(1, round(0.06 * max(height, width)))
     rows = max(1, -(-count // columns))
-    whole = np.full((rows * (height + gap) - gap, columns * (width + gap) - gap), np.nan)
+    box = ax.get_window_extent().transformed(figure_of(ax).dpi_scale_trans.inverted())
+    across = 72 * 0.85 * box.width / (columns * (width + beside))  # the scale takes the rest
+    down = (72 * box.height - rows * _NUMBER) / (rows * height)
+    pixel = max(min(across, down), _NUMBER / height)  # in a tiny picture, half of it is numbers
+    return max(beside, math.ceil(_NUMBER / pixel)), beside
+
+
+def _mosaic(array: Array, columns: int, gaps: tuple[int, int]) -> Array:
+    """All maps in one matrix, with gaps between them that are covered later, here NaN."""
+    count, height, width = array.shape
+    below, beside = gaps
+    rows = max(1, -(-count // columns))
+    size = (rows * (height + below) - below, columns * (width + beside) - beside)
+    whole = np.full(size, np.nan)
     for n, one_map in enumerate(array):
-        top, left = (n // columns) * (height + gap), (n % columns) * (width + gap)
+        top, left = (n // columns) * (height + below), (n % columns) * (width + beside)
         whole[top : top + height, left : left + width] = one_map
-    return whole, gap
+    return whole
 
 
 def _between(
-    ax: Axes, count: int, columns: int, shape: tuple[int, ...], gap: int, numbered: Sequence[int]
+    ax: Axes,
+    count: int,
+    columns: int,
+    shape: tuple[int, ...],
+    gaps: tuple[int, int],
+    numbered: Sequence[int],
 ) -> None:
     """Cover the gaps, so that they are not taken for NaN, and number the maps."""
     from matplotlib.patches import Rectangle
 
-    height, width = shape[1] + gap, shape[2] + gap
+    below, beside = gaps
+    height, width = shape[1] + below, shape[2] + beside
     rows = max(1, -(-count // columns))
     ground: Any = ax.get_facecolor()
 
@@ -176,9 +198,9 @@ def _between(
         ax.add_patch(Rectangle((left, top), wide, high, color=ground, linewidth=0, zorder=3))
 
     for row in range(1, rows):
-        cover(-0.5, row * height - gap - 0.5, columns * width, gap)
+        cover(-0.5, row * height - below - 0.5, columns * width, below)
     for column in range(1, columns):
-        cover(column * width - gap - 0.5, -0.5, gap, rows * height)
+        cover(column * width - beside - 0.5, -0.5, beside, rows * height)
     for n in range(count, rows * columns):
         cover((n % columns) * width - 0.5, (n // columns) * height - 0.5, width, height)
     for n, number in enumerate(numbered[:count]):

@@ -139,8 +139,8 @@ def over_steps(
         statistic: such as mean, std, absmax, norm or zeros.
         ax: Axes to draw on.
 
-    The colours are logarithmic where positive values span more than a factor of a thousand. Steps
-    at which nothing was measured at a place are grey.
+    The colours are logarithmic where positive values span more than a factor of a thousand. Where
+    nothing was measured at a place, it is hatched; where nothing was finite, it is grey.
     """
     if not isinstance(run, Run):
         raise unfit(
@@ -156,7 +156,14 @@ def over_steps(
     signed = bool((array[np.isfinite(array)] < 0).any())
     norm, scale = _logarithmic(array)
     shown, fewer = reduced(array)
-    image, notes = picture(ax, shown, center=0.0 if signed else None, norm=norm)
+    measured = ~np.isnan(array)
+    measured |= run._matrix(kind, "nonfinite", places)[2] == 1  # measured, and nothing was finite
+    odd = counted(array[measured])
+    image, notes = picture(ax, shown, center=0.0 if signed else None, norm=norm, odd=odd)
+    if not measured.all():
+        image.set_alpha(reduced(measured)[0].astype(float))
+        ax.patch.set(hatch="////", edgecolor="0.8")
+        notes.append(f"{(~measured).sum():,} not measured (hatched)")
     colour_bar(ax, image, f"{statistic} of the {_KINDS.get(kind, kind)}{scale}")
     along = label_ticks(ax, "y", places) if len(places) == len(shown) else []
     _label_steps(ax, steps, shown.shape[1])
