@@ -174,6 +174,11 @@ class CaptureTap(Tap):
         last = self.fired - 1 if self.options.keep == "last" else 0
         return list(enumerate(self.kept, max(last, 0)))
 
+    def entries(self) -> list[Kept]:
+        """All that is kept, call by call."""
+        found = [kept for _, kept in self.gathered()] if self.grads else self.kept
+        return [kept for kept in found if kept is not None]
+
     def release(self) -> None:
         """Let go of the module: a record does not keep it alive."""
         self.target.module = cast(nn.Module, None)

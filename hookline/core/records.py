@@ -263,7 +263,7 @@ class Record:
     @property
     def nbytes(self) -> int:
         """The bytes of all tensors, each counted once."""
-        entries = [entry for tap in self._named().values() for entry in _entries(tap)]
+        entries = [entry for tap in self._named().values() for entry in tap.entries()]
         found = {id(tensor): tensor for value, _ in entries for _, tensor in leaves(value)}
         return sum(tables.bytes_of(tensor) for tensor in found.values())
 
@@ -306,7 +306,7 @@ class Record:
         rows: list[tuple[str, ...]] = [("place", "calls", "shape", "dtype", "")]
         count = 0
         for place, tap in self._named().items():
-            entries = _entries(tap)
+            entries = tap.entries()
             count += len(entries)
             if not entries:
                 rows.append((str(place), "0", "-", "-", "never fired"))
@@ -461,12 +461,6 @@ class Record:
 def _never_fired(place: str, why: str) -> NeverFired:
     remedy = "record.unfired() lists all places without values."
     return NeverFired(f"The value at {str(place)!r} was asked for:", why, remedy)
-
-
-def _entries(tap: CaptureTap) -> list[Kept]:
-    """What a tap has kept, call by call."""
-    found = [kept for _, kept in tap.gathered()] if tap.grads else tap.kept
-    return [kept for kept in found if kept is not None]
 
 
 def _split(key: Any) -> tuple[Any, int | None]:

@@ -59,7 +59,7 @@ def page_of_record(record: Record, model: nn.Module | None = None, budget: int =
     mark_called(outline, places)
     facts = [
         ["places", f"{len(places):,}"],
-        ["values", f"{sum(1 for _ in record._entries()):,}"],
+        ["values", f"{sum(len(tap.entries()) for tap in record._taps):,}"],
         ["captured", show_bytes(record.nbytes)],
     ]
     if summary is not None:
