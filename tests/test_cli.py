@@ -280,6 +280,26 @@ def test_transformers_models_with_weights_are_loaded(folder):
     assert all(row["mean"] != 7 for row in found if "why" not in row)
 
 
+def test_transformers_models_with_a_head_keep_it(folder):
+    from transformers import BertConfig, BertForMaskedLM, BertForSequenceClassification
+
+    config = BertConfig(
+        hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
+        vocab_size=20, max_position_embeddings=16,
+    )  # fmt: skip
+    model = BertForSequenceClassification(config)
+    model.save_pretrained(folder / "one")
+    with torch.no_grad():
+        model.classifier.weight.mul_(-5)
+    model.save_pretrained(folder / "other")
+    places = [data("places", "hf:one", "**", *more) for more in ([], ["--random-weights"])]
+    assert places[0] == places[1]
+    assert "classifier" in [row["place"] for row in places[0]]
+    assert run("compare", "hf:one", "hf:other", "-i", "tokens:1x4")[0] == 1
+    BertForMaskedLM(config).save_pretrained(folder / "masked")
+    assert run("compare", "hf:masked", "hf:masked", "-i", "tokens:1x4")[0] == 0
+
+
 # -- inputs ---------------------------------------------------------------------------------------
 
 
@@ -458,6 +478,21 @@ def test_two_models_are_compared_with_an_exit_code_as_diff_has():
     code, _, err = run("compare", "nets.py:make", "nets.py:tokens", "-i", "2x1x4x4")
     assert code == 2
     assert "Error" in err
+
+
+@pytest.mark.parametrize("first", ["../old/model.py:net", "model:net"])
+def test_each_of_two_models_imports_what_lies_beside_its_own_file(folder, first, monkeypatch):
+    source = "from torch import nn\nfrom parts.layers import Act\nnet = nn.Sequential(Act())\n"
+    for name, kind in (("old", "ReLU"), ("new", "Tanh")):
+        (folder / name / "parts").mkdir(parents=True)
+        (folder / name / "model.py").write_text(source)
+        (folder / name / "parts" / "layers.py").write_text(f"from torch.nn import {kind} as Act")
+    monkeypatch.chdir("old")
+    known = set(sys.modules)
+    code, out, err = run("compare", first, "../new/model.py:net", "-i", "3x4")
+    for name in set(sys.modules) - known:
+        del sys.modules[name]
+    assert code == 1, out + err
 
 
 @pytest.mark.parametrize("source", ["values", "acts", "run", "nets.py:make"])

@@ -10,7 +10,7 @@ import click
 from torch import nn
 
 import hookline as hl
-from hookline.cli.models import Inputs, load_model
+from hookline.cli.models import Inputs, load_pair
 from hookline.cli.options import (
     AskedInputs,
     takes_inputs,
@@ -80,7 +80,7 @@ def compare(
 
     The exit code is 0 if they agree, and 1 if they do not.
     """
-    one, other = (load_model(spec, random_weights, train) for spec in (first, second))
+    one, other = load_pair(first, second, random_weights, train)
     batch = batch_of(asked.made_for(one))
     options: dict[str, Any] = {} if tolerance is None else {"tolerance": tolerance}
     found = hl.compare(one, other, batch, where=list(where) or "**", **options)
