@@ -388,6 +388,15 @@ def test_a_summary_is_that_of_summarize(folder):
     assert "conv" in out.split()
 
 
+def test_a_summary_for_programs_has_the_modules_that_the_table_has():
+    def places(*args):
+        return [row["place"] for row in data("summary", "nets.py:make", *args)["modules"]]
+
+    assert places("-w", "conv") == places("-w", "conv", "-i", "2x1x4x4") == ["conv"]
+    assert places("--depth", "0") == [""]
+    assert places() == ["", "conv", "drop", "fc", "unused"]
+
+
 def test_a_harvest_by_plan_and_by_options_gives_the_same_store(folder):
     Path("plan.toml").write_text(
         'model = "nets.py:make"\ndata = "nets.py:batches"\nwhere = ["conv", "fc"]\nto = "one"\n'
@@ -405,6 +414,16 @@ def test_a_harvest_by_plan_and_by_options_gives_the_same_store(folder):
     assert data("harvest", "plan.toml", "-q")["samples"] == 40  # again: complete already
 
 
+@pytest.mark.filterwarnings("ignore:The model is in training mode")
+def test_a_plan_s_flags_mean_what_they_say(folder):
+    plan = 'model = "nets.py:make"\ndata = "nets.py:batches"\nwhere = "drop"\nto = "{0}"\n{1}\n'
+    for name, flags in (("still", "train = false\nstop = false"), ("moving", "train = true")):
+        Path("plan.toml").write_text(plan.format(name, flags))
+        assert data("harvest", "plan.toml", "-q")["samples"] == 40
+    still, moving = (hl.Store.open(name)["drop"][:] for name in ("still", "moving"))
+    assert (moving == 0).sum() > (still == 0).sum()
+
+
 @pytest.mark.parametrize(
     ("plan", "found"),
     [
@@ -412,6 +431,12 @@ def test_a_harvest_by_plan_and_by_options_gives_the_same_store(folder):
         ('modell = "x"', "modell"),
         ('model = "nets.py:make"', "lacks data, where, to"),
         (None, "cannot be"),
+        ('train = "no"', "train is the str 'no'"),
+        ("random_weights = 1", "random_weights is the int 1"),
+        ("to = 3", "to is the int 3"),
+        ("dtype = 16", "dtype is the int 16"),
+        ('stop = "never"', "stop is the str 'never'"),
+        ('where = ["fc", 3]', "where is the list ['fc', 3]"),
     ],
 )
 def test_a_bad_plan_is_an_error(plan, found):
@@ -420,6 +445,7 @@ def test_a_bad_plan_is_an_error(plan, found):
     code, _, err = run("harvest", "plan.toml")
     assert code == 2
     assert found in err
+    assert len(err.splitlines()) == 3
 
 
 def test_a_dtype_that_is_none_is_an_error():

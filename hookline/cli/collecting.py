@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import click
 import torch
@@ -17,7 +17,12 @@ from hookline.cli.output import Screen
 
 __all__ = ["harvest", "recipes"]
 
-_KEYS = {"model", "data", "where", "to", "dtype", "stop", "mask", "ids", "random_weights", "train"}
+_TEXT, _FLAG = "a text", "true or false"
+_TEXTS, _WHEN = "a text or a list of texts", 'true, false or "auto"'
+_KEYS = {
+    "model": _TEXT, "data": _TEXT, "where": _TEXTS, "to": _TEXT, "dtype": _TEXT, "stop": _WHEN,
+    "mask": _TEXT, "ids": _TEXT, "random_weights": _FLAG, "train": _FLAG,
+}  # fmt: skip
 
 
 @click.command()
@@ -53,7 +58,7 @@ def harvest(plan: Path | None, where: tuple[str, ...], screen: Screen, **given: 
             "Give a plan, or the options of these names.",
         )
     net = load_model(
-        options["model"], bool(options.get("random_weights")), bool(options.get("train"))
+        options["model"], options.get("random_weights", False), options.get("train", False)
     )
     data = load_object(options["data"])
     more: dict[str, Any] = {k: options[k] for k in ("mask", "ids", "stop") if k in options}
@@ -78,14 +83,27 @@ def _read_plan(path: Path | None) -> dict[str, Any]:
         raise CommandError(asked, f"It cannot be: {error.strerror}.", remedy) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise CommandError(asked, f"It is no TOML: {error}.", "Mend that line.") from None
-    unknown = sorted(set(found) - _KEYS)
+    unknown = sorted(set(found) - set(_KEYS))
     if unknown:
         raise CommandError(
             asked,
             f"It has {', '.join(unknown)}, which no harvest knows.",
             f"It may have {', '.join(sorted(_KEYS))}.",
         )
+    for key, value in found.items():
+        if not _is(value, _KEYS[key]):
+            shown = f"{type(value).__name__} {value!r}"[:80]
+            raise CommandError(asked, f"Its {key} is the {shown}.", f"Write {_KEYS[key]}.")
     return found
+
+
+def _is(value: Any, kind: str) -> bool:
+    """Whether a value of a plan is what its name wants."""
+    if kind == _TEXTS and isinstance(value, list):
+        return all(isinstance(item, str) for item in cast("list[Any]", value))
+    if kind in (_FLAG, _WHEN):
+        return isinstance(value, bool) or (kind == _WHEN and value == "auto")
+    return isinstance(value, str)
 
 
 def _dtype(name: str) -> torch.dtype:

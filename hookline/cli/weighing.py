@@ -48,7 +48,13 @@ def summary(
     batch = batch_of(asked.made_for(net)) if asked else None
     found = hl.summarize(net, batch, backward=backward, time=timed)
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 200
-    screen.text(found.show(list(where) or None, depth=depth, width=width), found.to_dict())
+    table, data = found.show(list(where) or None, depth=depth, width=width), found.to_dict()
+    paths = {place.path for place in hl.select(net, *(where or ("", "**")))}
+    data["modules"] = [
+        row for row in data["modules"]
+        if row["place"] in paths and (depth is None or row["depth"] <= depth)
+    ]  # fmt: skip
+    screen.text(table, data)
 
 
 def batch_of(inputs: Inputs) -> Any:
