@@ -357,8 +357,29 @@ def test_places_of_a_run_show_values_and_operations():
     found = {row["place"]: row["value"] for row in rows}
     assert found["conv"] == "(2, 4, 4, 4) float32"
     assert found["fc:grad_output"] == "(2, 3) float32"
-    assert found["/relu"].startswith("(2, 4, 4, 4) float32")
-    assert "nets.py:15" in found["/relu"]
+    assert found["/relu"] == "(2, 4, 4, 4) float32"
+    sources = {row["place"]: row["source"] for row in rows}
+    assert sources["/relu"].startswith("nets.py:15")
+    assert sources["conv"] == ""
+
+
+@pytest.mark.parametrize("where", ["/relu", "/nowhere", "/*"])
+def test_operations_are_listed_of_a_run_only(where):
+    code, out, err = run("places", "nets.py:make", "conv", where)
+    assert (code, out) == (2, "")
+    assert f"operation {where!r}" in err
+    assert "--input" in err
+
+
+def test_one_is_told_in_the_singular():
+    hl.Recipe([("fc", hl.zero())]).save("one")
+    for args, found in [
+        (["places", "nets.py:make", "fc"], "1 place\n"),
+        (["places", "nets.py:make", "/relu", "-i", "2x1x4x4"], "1 place\n"),
+        (["capture", "nets.py:make", "-w", "fc", "-i", "2x1x4x4"], "1 place, "),
+        (["recipes", "check", "one", "nets.py:make"], "1 edit."),
+    ]:
+        assert found in run(*args)[1]
 
 
 def test_gradients_are_captured_from_a_backward(folder):
@@ -466,6 +487,8 @@ def test_recipes_are_shown_checked_and_joined(folder):
     assert code == 2
     assert "'cov'" in err
     assert "Closest: 'conv'" in err
+    hl.Recipe([("/relu", hl.zero()), ("fc/relu", hl.zero())]).save("inside")
+    assert data("recipes", "check", "inside", "nets.py:make") == {"fits": True, "edits": 2}
     assert run("recipes", "join", "one", "two", "--to", "both")[0] == 0
     assert len(hl.Recipe.load("both")) == 2
 

@@ -13,7 +13,7 @@ from torch import nn
 import hookline as hl
 from hookline.cli.models import CommandError, load_model, load_object
 from hookline.cli.options import takes_model, takes_screen, weights_options, where_option
-from hookline.cli.output import Screen
+from hookline.cli.output import Screen, show_number
 
 __all__ = ["harvest", "recipes"]
 
@@ -143,12 +143,15 @@ def show(folder: Path, allow_functions: bool, screen: Screen) -> None:
 @_functions
 @takes_screen
 def check(folder: Path, net: nn.Module, allow_functions: bool, screen: Screen) -> None:
-    """Check that a recipe fits MODEL: all its places are there."""
+    """Check that a recipe fits MODEL: all its places are there.
+
+    Which operations a module calls is not checked: that shows in a run only.
+    """
     recipe = hl.Recipe.load(folder, allow_functions=allow_functions)
-    handle = recipe.on(net).attach()
-    handle.remove()
+    with recipe.on(net) as applied:
+        applied.remove()  # nothing runs, so nothing is to have fired
     screen.text(
-        f"The recipe fits {type(net).__name__}: {len(recipe)} edits.",
+        f"The recipe fits {type(net).__name__}: {show_number(len(recipe), 'edit')}.",
         {"fits": True, "edits": len(recipe)},
     )
 
@@ -163,4 +166,4 @@ def join(folders: tuple[Path, ...], to: Path, allow_functions: bool) -> None:
     for folder in folders:
         joined += hl.Recipe.load(folder, allow_functions=allow_functions)
     joined.save(to)
-    click.echo(f"{len(joined)} edits in {to}", err=True)
+    click.echo(f"{show_number(len(joined), 'edit')} in {to}", err=True)
