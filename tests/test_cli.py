@@ -409,6 +409,14 @@ def test_a_summary_is_that_of_summarize(folder):
     assert "conv" in out.split()
 
 
+@pytest.mark.parametrize("option", ["--time", "--backward"])
+def test_a_run_is_not_weighed_without_an_input(option):
+    code, out, err = run("summary", "nets.py:make", option)
+    assert (code, out) == (2, "")
+    assert f"{option} was asked for" in err
+    assert "--input" in err
+
+
 def test_a_summary_for_programs_has_the_modules_that_the_table_has():
     def places(*args):
         return [row["place"] for row in data("summary", "nets.py:make", *args)["modules"]]

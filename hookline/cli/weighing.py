@@ -10,7 +10,7 @@ import click
 from torch import nn
 
 import hookline as hl
-from hookline.cli.models import Inputs, load_pair
+from hookline.cli.models import CommandError, Inputs, load_pair
 from hookline.cli.options import (
     AskedInputs,
     takes_inputs,
@@ -45,6 +45,12 @@ def summary(
 
     Without --input nothing runs, and only sizes are told.
     """
+    if (backward or timed) and not asked:
+        raise CommandError(
+            f"{'--backward' if backward else '--time'} was asked for.",
+            "There is no input, so nothing runs.",
+            "Give --input.",
+        )
     batch = batch_of(asked.made_for(net)) if asked else None
     found = hl.summarize(net, batch, backward=backward, time=timed)
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 200
