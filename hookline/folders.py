@@ -41,7 +41,14 @@ def write(
             f"It is nested more than {_DEEPEST} levels deep.",
             "Leave out what is nested so deeply.",
         )
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise HooklineError(
+            f"A {kind} was to be written to {str(folder)!r}.",
+            f"That cannot be made a folder: {error.strerror}.",
+            "Give another folder.",
+        ) from error
     digest, path = None, folder / f"{kind}.safetensors"
     if tensors:
         # One tensor a storage: safetensors refuses tensors that share memory.

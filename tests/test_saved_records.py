@@ -135,6 +135,16 @@ def test_a_record_is_not_written_where_a_store_or_a_run_is(tmp_path):
         assert not (tmp_path / name / "record.json").exists()
 
 
+def test_a_file_where_the_folder_should_be_is_told_of(model, tmp_path):
+    with hl.capture(model, "fc") as record:
+        model(torch.randn(2, 3))
+    (tmp_path / "file").write_text("mine")
+    for name in ("file", "file/below"):
+        with pytest.raises(hl.HooklineError, match=rf"'.*{name}'.*cannot be made a folder"):
+            hl.save_record(record, tmp_path / name)
+    assert (tmp_path / "file").read_text() == "mine"
+
+
 def test_a_value_that_changed_since_is_refused(model, tmp_path):
     with hl.capture(model, "fc") as record:
         model(torch.randn(2, 3))
