@@ -387,3 +387,13 @@ def test_saving_again_replaces_what_was_there(saved):
     hl.Recipe([("0", hl.zero())]).save(saved)
     assert sorted(path.name for path in saved.iterdir()) == ["recipe.json"]
     assert repr(hl.Recipe.load(saved)) == repr(hl.Recipe([("0", hl.zero())]))
+
+
+def test_a_dict_is_taken_as_edit_takes_it():
+    model, x = nn.Sequential(nn.Identity(), nn.ReLU()), torch.ones(1, 2)
+    changes = {"0": hl.scale(2.0), nn.ReLU: hl.add(torch.ones(2))}
+    with hl.edit(model, changes):
+        expected = model(x)
+    with hl.Recipe(changes).on(model):
+        assert torch.equal(model(x), expected)
+    assert [where for where, _ in hl.Recipe(changes)] == ["0", nn.ReLU]
