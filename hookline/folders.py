@@ -21,7 +21,7 @@ __all__ = ["read", "write"]
 _VERSION = 1
 _MOST = 256 * 2**20  # bytes of JSON
 _DEEPEST = 1000  # levels of it, whatever Python's own limit is set to
-_WRITE = "Give a folder that was written by .save(folder)."
+_WRITERS = {"record": "hookline.save_record"}  # of all others `.save(folder)`
 
 
 def write(
@@ -77,7 +77,9 @@ def read(
 
     path = Path(folder) / f"{kind}.json"
 
-    def refuse(found: str, remedy: str = _WRITE) -> NoReturn:
+    written = f"Give a folder that was written by {_WRITERS.get(kind, '.save(folder)')}."
+
+    def refuse(found: str, remedy: str = written) -> NoReturn:
         raise error(f"A {kind} was to be read from {str(folder)!r}.", found, remedy) from None
 
     if not path.is_file():

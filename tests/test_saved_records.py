@@ -145,6 +145,11 @@ def test_a_file_where_the_folder_should_be_is_told_of(model, tmp_path):
     assert (tmp_path / "file").read_text() == "mine"
 
 
+def test_a_missing_record_names_what_writes_one(tmp_path):
+    with pytest.raises(hl.RecordError, match=r"no file record\.json.*by hookline\.save_record\."):
+        hl.load_record(tmp_path)
+
+
 def test_a_value_that_changed_since_is_refused(model, tmp_path):
     with hl.capture(model, "fc") as record:
         model(torch.randn(2, 3))
