@@ -336,6 +336,9 @@ def test_inputs_are_shapes_files_and_objects(folder):
         (["-i", "bad.safetensors"], "cannot be read"),
         (["-i", "bad.json"], "cannot be read"),
         (["-i", "2xyz"], "no shape"),
+        (["-i", "x"], "no shape"),
+        (["-i", ""], "no shape"),
+        (["-i", "scale="], "no shape"),
         (["-i", "tokens:2x2"], "vocabulary's size is not known"),
         ([], "No --input"),
     ],
@@ -417,6 +420,13 @@ def test_a_run_is_not_weighed_without_an_input(option):
     assert "--input" in err
 
 
+def test_a_long_summary_names_the_option_that_shows_more(folder):
+    (folder / "deep.py").write_text(
+        "from torch import nn\nnet = nn.Sequential(*[nn.ReLU() for _ in range(70)])\n"
+    )
+    assert "70 deeper modules: --depth" in run("summary", "deep.py:net")[1]
+
+
 def test_a_summary_for_programs_has_the_modules_that_the_table_has():
     def places(*args):
         return [row["place"] for row in data("summary", "nets.py:make", *args)["modules"]]
@@ -475,6 +485,14 @@ def test_a_bad_plan_is_an_error(plan, found):
     assert code == 2
     assert found in err
     assert len(err.splitlines()) == 3
+
+
+def test_a_file_is_no_folder_for_a_store():
+    args = ["--model", "nets.py:make", "--data", "nets.py:batches", "-w", "fc", "--to", "nets.py"]
+    code, _, err = run("harvest", *args)
+    assert code == 2
+    assert "It is a file." in err
+    assert Path("nets.py").read_text() == NETS
 
 
 def test_a_dtype_that_is_none_is_an_error():
@@ -574,7 +592,21 @@ def test_a_report_of_nothing_is_an_error(folder):
     assert "no record, store or run" in err
     code, _, err = run("report", "nowhere")
     assert code == 2
+    assert "no such folder" in err
+    code, _, err = run("report", "nets.py")
+    assert code == 2
+    assert "no name after a colon" in err
     assert not Path("report.html").exists()
+
+
+def test_a_report_of_a_folder_says_that_options_of_models_are_not_used():
+    run("capture", "nets.py:make", "-i", "2x1x4x4", "--to", "values")
+    assert "--train" not in run("report", "values")[2]
+    for options in (["-i", "2x1x4x4"], ["--train"], ["--random-weights"]):
+        code, _, err = run("report", "values", *options)
+        assert code == 0
+        assert options[0].replace("-i", "--input") in err
+        assert run("report", "values", *options, "-q")[2] == ""
 
 
 def test_a_live_view_is_served_until_ctrl_c(folder):
@@ -618,6 +650,10 @@ def test_a_usage_error_is_2():
     assert run("places")[0] == 2
     assert run("nonsense")[0] == 2
     assert run("capture", "nets.py:make", "--format", "yaml")[0] == 2
+    assert run("summary", "nets.py:make", "--depth", "-1")[0] == 2
+    compared = ["compare", "nets.py:make", "nets.py:make", "-i", "2x1x4x4"]
+    assert run(*compared, "--tolerance", "-1")[0] == 2
+    assert run(*compared, "--tolerance", "0")[0] == 0
 
 
 def test_a_user_s_model_that_raises_is_told_without_a_traceback():

@@ -61,6 +61,10 @@ def harvest(plan: Path | None, where: tuple[str, ...], screen: Screen, **given: 
         options["model"], options.get("random_weights", False), options.get("train", False)
     )
     data = load_object(options["data"])
+    if Path(options["to"]).is_file():
+        raise CommandError(
+            f"The store {options['to']!r} was asked for.", "It is a file.", "Name a folder."
+        )
     more: dict[str, Any] = {k: options[k] for k in ("mask", "ids", "stop") if k in options}
     if "dtype" in options:
         more["dtype"] = _dtype(options["dtype"])

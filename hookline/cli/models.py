@@ -221,7 +221,8 @@ def _one_input(spec: str, model: nn.Module, generator: torch.Generator) -> Any:
         kind, rest = "normal", spec
     shape, _, bound = rest.partition(":")
     sizes = shape.replace("x", " ").replace(",", " ").split()
-    if kind in ("normal", "zeros", "ones", "tokens") and all(size.isdigit() for size in sizes):
+    whole = bool(sizes) and all(size.isdigit() for size in sizes)
+    if kind in ("normal", "zeros", "ones", "tokens") and whole:
         return _made(kind, [int(size) for size in sizes], bound, model, generator)
     if not colon:
         _bad_input(spec, "It is no shape, and no file that can be read.")

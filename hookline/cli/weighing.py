@@ -27,7 +27,7 @@ __all__ = ["batch_of", "compare", "summary"]
 @click.command()
 @takes_model
 @takes_inputs
-@click.option("--depth", type=int, help="Show modules down to this depth.")
+@click.option("--depth", type=click.IntRange(min=0), help="Show modules down to this depth.")
 @where_option
 @click.option("--backward", is_flag=True, help="Count the backward, too.")
 @click.option("--time", "timed", is_flag=True, help="Time the forward, and the backward.")
@@ -55,6 +55,7 @@ def summary(
     found = hl.summarize(net, batch, backward=backward, time=timed)
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 200
     table, data = found.show(list(where) or None, depth=depth, width=width), found.to_dict()
+    table = table.replace("summary.show(depth=…)", "--depth shows them")
     paths = {place.path for place in hl.select(net, *(where or ("", "**")))}
     data["modules"] = [
         row for row in data["modules"]
@@ -76,7 +77,11 @@ def batch_of(inputs: Inputs) -> Any:
 @weights_options
 @takes_inputs
 @where_option
-@click.option("--tolerance", type=float, help="The relative error that counts as a difference.")
+@click.option(
+    "--tolerance",
+    type=click.FloatRange(min=0),
+    help="The relative error that counts as a difference.",
+)
 @takes_screen
 def compare(
     first: str,
