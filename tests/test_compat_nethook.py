@@ -677,6 +677,7 @@ def test_of_several_calls_the_last_is_kept_with_one_warning(options):
     with pytest.warns(hl.HooklineWarning, match="'0' only the last call") as caught:
         run_often(model, ret, 4)
     assert len(caught) == 1
+    assert caught[0].filename == __file__
     assert torch.equal(ret.output, model[0](X + 3))
 
 
@@ -686,6 +687,7 @@ def test_of_several_inputs_the_last_is_kept_with_one_warning():
     with pytest.warns(hl.HooklineWarning, match="only the last call") as caught:
         run_often(model, ret, 3)
     assert len(caught) == 1
+    assert caught[0].filename == __file__
     assert torch.equal(ret["0"].input, X + 2)
 
 
@@ -883,6 +885,15 @@ def test_recursive_copy_detaches_and_clones():
         y.zero_()
     assert torch.equal(both, X * 2)
     assert not both.requires_grad
+
+
+def test_recursive_copy_that_retains_gradients_does_not_detach():
+    x = X.clone().requires_grad_()
+    for clone in (False, True):
+        y = x * 2
+        copied = nethook.recursive_copy((y,), clone=clone, detach=True, retain_grad=True)[0]
+        (copied * 3).sum().backward()
+        assert torch.equal(y.grad, torch.full_like(y, 3))
 
 
 def test_recursive_copy_marks_the_originals_to_retain_their_gradients():
@@ -1242,6 +1253,7 @@ def test_of_several_calls_an_instrumented_model_keeps_the_last_with_one_warning(
     with pytest.warns(hl.HooklineWarning, match="'0' only the last call") as caught:
         run_often(inst, contextlib.nullcontext(), 3)
     assert len(caught) == 1
+    assert caught[0].filename == __file__
     assert torch.equal(inst.retained_layer("0"), linear(model[0], X + 2))
     inst.close()
 

@@ -498,6 +498,18 @@ def test_only_the_first_argument_is_replaced():
         assert torch.equal(layer(input2=y, input1=x * 0), expected)
 
 
+def test_an_input_of_another_shape_is_refused_and_a_tuple_of_one_is_its_content():
+    model, x, other = small(), torch.randn(5, 3), torch.randn(5, 4)
+    with replace_layer_inputs({"fc": model[2]}, {"fc": other}):
+        expected = model(x)
+    with replace_layer_inputs({"fc": model[2]}, {"fc": (other,)}):
+        assert torch.equal(model(x), expected)
+    with replace_layer_inputs({"fc": model[2]}, {"fc": other[:1]}):
+        with pytest.raises(hl.ChangeError, match=r"'fc'.*\(5, 4\), and the value \(1, 4\)"):
+            model(x)
+    assert_clean(model)
+
+
 def test_nested_outputs_can_be_replaced():
     lstm, x = nn.LSTM(2, 3), torch.randn(4, 1, 2)
     with get_layer_outputs({"lstm": lstm}) as outputs:

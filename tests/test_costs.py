@@ -984,3 +984,9 @@ def test_parts_of_parts_that_stand_in_several_places_count_once():
         assert row.parameter_bytes == 4 * row.parameters
     assert rows["c.1"].shared_with == ["a.0.1"]
     assert rows["a.0"].aliases == ["b.0", "c.0.0"]
+
+
+@pytest.mark.parametrize("options", [{"time": True}, {"backward": True}, {"backward": sum}])
+def test_the_costs_of_a_run_need_a_batch(options):
+    with pytest.raises(hl.BatchError, match=r"costs was asked for\. There is no batch.*shape"):
+        hl.summarize(nn.Linear(2, 2), **options)

@@ -43,6 +43,14 @@ def test_an_example_runs_and_says_the_truth(path, capsys, monkeypatch):
     assert "False" not in printed
 
 
+@pytest.mark.parametrize("name", NEEDS)
+def test_an_example_without_what_it_needs_says_how_to_install_it(name, monkeypatch):
+    for package in NEEDS[name]:
+        monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(SystemExit, match="pip install .*" + " ".join(NEEDS[name])):
+        runpy.run_path(str(FOLDER / f"{name}.py"))
+
+
 def in_a_process_of_its_own(path):
     """Ray starts threads and processes, and warns of itself."""
     result = subprocess.run(

@@ -329,6 +329,13 @@ def test_select_lists_operations_in_order_with_shapes_and_source():
     assert "<table" in found._repr_html_()
 
 
+def test_a_listing_shows_no_line_of_hookline_s_own():
+    model, x = nn.Sequential(nn.Linear(4, 4)), torch.randn(2, 4)
+    found = hl.select(model, "**/*", inputs=x)
+    assert found.rows == {"0/linear": ("(2, 4) float32", "")}
+    assert repr(found).startswith("1 place\n")
+
+
 def test_select_takes_arguments_by_position_and_by_name_and_leaves_buffers():
     class Two(nn.Module):
         def __init__(self):

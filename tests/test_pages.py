@@ -568,3 +568,9 @@ def test_facts_that_are_not_there_are_not_shown(tmp_path):
     facts = dict(page_of(tmp_path / "acts").content["facts"])
     assert facts["model"] == "Sequential"
     assert not any("{" in value for value in facts.values())
+
+
+@pytest.mark.parametrize("name", ["nowhere/page.html", "."])
+def test_a_page_that_cannot_be_written_is_told_of(tmp_path, name):
+    with pytest.raises(hl.ReportError, match=r"was to be written to .*cannot be: .*folder that is"):
+        hl.report(nn.Linear(2, 2), tmp_path / name)

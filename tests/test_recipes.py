@@ -403,5 +403,15 @@ def test_saving_again_replaces_what_was_there(saved):
 def test_saving_where_a_file_is_says_so(tmp_path):
     (tmp_path / "file").write_text("")
     for folder in ("file", "file/inside"):
-        with pytest.raises(hl.HooklineError, match="That is a file"):
+        with pytest.raises(hl.HooklineError, match="cannot be made a folder"):
             hl.Recipe([("0", hl.zero())]).save(tmp_path / folder)
+
+
+def test_a_dict_is_taken_as_edit_takes_it():
+    model, x = nn.Sequential(nn.Identity(), nn.ReLU()), torch.ones(1, 2)
+    changes = {"0": hl.scale(2.0), nn.ReLU: hl.add(torch.ones(2))}
+    with hl.edit(model, changes):
+        expected = model(x)
+    with hl.Recipe(changes).on(model):
+        assert torch.equal(model(x), expected)
+    assert [where for where, _ in hl.Recipe(changes)] == ["0", nn.ReLU]

@@ -95,8 +95,12 @@ def test_a_call_without_a_gradient_is_still_without_one(model, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "dtype", [torch.bfloat16, torch.float64, torch.int8, torch.bool, torch.complex64]
-)
+    "dtype",
+    [
+        torch.bfloat16, torch.float64, torch.int8, torch.bool, torch.complex64, torch.uint16,
+        torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2,
+    ],
+)  # fmt: skip
 def test_dtypes_stay_what_they_are(dtype, tmp_path):
     model = nn.Sequential(nn.Identity())
     x = torch.tensor([[1.0, 0.0]]).to(dtype)
@@ -104,7 +108,7 @@ def test_dtypes_stay_what_they_are(dtype, tmp_path):
         model(x)
     again = hl.load_record(hl.save_record(record, tmp_path))["0"]
     assert again.dtype == dtype
-    assert torch.equal(again, x)
+    assert again.tolist() == x.tolist()
 
 
 def test_what_safetensors_cannot_hold_is_refused_before_anything_is_written(tmp_path):
@@ -114,6 +118,36 @@ def test_what_safetensors_cannot_hold_is_refused_before_anything_is_written(tmp_
     with pytest.raises(hl.RecordError, match=r"'0'.*sparse.*transform="):
         hl.save_record(record, tmp_path / "r")
     assert not (tmp_path / "r").exists()
+
+
+def test_a_record_is_not_written_where_a_store_or_a_run_is(tmp_path):
+    model = nn.Sequential(nn.Linear(2, 2))
+    data = torch.randn(4, 2).split(2)
+    hl.harvest(model, data, "0", to=tmp_path / "store", quiet=True)
+    with hl.watch(model, every=1, to=tmp_path / "run") as watching:
+        model(data[0]).sum().backward()
+        watching.step()
+    with hl.capture(model, "0") as record:
+        model(data[0])
+    for name in ("store", "run"):
+        with pytest.raises(hl.RecordError, match=rf"a {name} in it.*another folder"):
+            hl.save_record(record, tmp_path / name)
+        assert not (tmp_path / name / "record.json").exists()
+
+
+def test_a_file_where_the_folder_should_be_is_told_of(model, tmp_path):
+    with hl.capture(model, "fc") as record:
+        model(torch.randn(2, 3))
+    (tmp_path / "file").write_text("mine")
+    for name in ("file", "file/below"):
+        with pytest.raises(hl.HooklineError, match=rf"'.*{name}'.*cannot be made a folder"):
+            hl.save_record(record, tmp_path / name)
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_missing_record_names_what_writes_one(tmp_path):
+    with pytest.raises(hl.RecordError, match=r"no file record\.json.*by hookline\.save_record\."):
+        hl.load_record(tmp_path)
 
 
 def test_a_value_that_changed_since_is_refused(model, tmp_path):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import click
 import torch
@@ -13,11 +13,16 @@ from torch import nn
 import hookline as hl
 from hookline.cli.models import CommandError, load_model, load_object
 from hookline.cli.options import takes_model, takes_screen, weights_options, where_option
-from hookline.cli.output import Screen
+from hookline.cli.output import Screen, show_number
 
 __all__ = ["harvest", "recipes"]
 
-_KEYS = {"model", "data", "where", "to", "dtype", "stop", "mask", "ids", "random_weights", "train"}
+_TEXT, _FLAG = "a text", "true or false"
+_TEXTS, _WHEN = "a text or a list of texts", 'true, false or "auto"'
+_KEYS = {
+    "model": _TEXT, "data": _TEXT, "where": _TEXTS, "to": _TEXT, "dtype": _TEXT, "stop": _WHEN,
+    "mask": _TEXT, "ids": _TEXT, "random_weights": _FLAG, "train": _FLAG,
+}  # fmt: skip
 
 
 @click.command()
@@ -53,9 +58,13 @@ def harvest(plan: Path | None, where: tuple[str, ...], screen: Screen, **given: 
             "Give a plan, or the options of these names.",
         )
     net = load_model(
-        options["model"], bool(options.get("random_weights")), bool(options.get("train"))
+        options["model"], options.get("random_weights", False), options.get("train", False)
     )
     data = load_object(options["data"])
+    if Path(options["to"]).is_file():
+        raise CommandError(
+            f"The store {options['to']!r} was asked for.", "It is a file.", "Name a folder."
+        )
     more: dict[str, Any] = {k: options[k] for k in ("mask", "ids", "stop") if k in options}
     if "dtype" in options:
         more["dtype"] = _dtype(options["dtype"])
@@ -78,18 +87,31 @@ def _read_plan(path: Path | None) -> dict[str, Any]:
         raise CommandError(asked, f"It cannot be: {error.strerror}.", remedy) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise CommandError(asked, f"It is no TOML: {error}.", "Mend that line.") from None
-    unknown = sorted(set(found) - _KEYS)
+    unknown = sorted(set(found) - set(_KEYS))
     if unknown:
         raise CommandError(
             asked,
             f"It has {', '.join(unknown)}, which no harvest knows.",
             f"It may have {', '.join(sorted(_KEYS))}.",
         )
+    for key, value in found.items():
+        if not _is(value, _KEYS[key]):
+            shown = f"{type(value).__name__} {value!r}"[:80]
+            raise CommandError(asked, f"Its {key} is the {shown}.", f"Write {_KEYS[key]}.")
     return found
 
 
-def _dtype(name: Any) -> torch.dtype:
-    found = getattr(torch, str(name), None)
+def _is(value: Any, kind: str) -> bool:
+    """Whether a value of a plan is what its name wants."""
+    if kind == _TEXTS and isinstance(value, list):
+        return all(isinstance(item, str) for item in cast("list[Any]", value))
+    if kind in (_FLAG, _WHEN):
+        return isinstance(value, bool) or (kind == _WHEN and value == "auto")
+    return isinstance(value, str)
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
         raise CommandError(
             f"The dtype {name!r} was asked for.", "torch has none of that name.", "Try float16."
@@ -124,12 +146,15 @@ def show(folder: Path, allow_functions: bool, screen: Screen) -> None:
 @_functions
 @takes_screen
 def check(folder: Path, net: nn.Module, allow_functions: bool, screen: Screen) -> None:
-    """Check that a recipe fits MODEL: all its places are there."""
+    """Check that a recipe fits MODEL: all its places are there.
+
+    Which operations a module calls is not checked: that shows in a run only.
+    """
     recipe = hl.Recipe.load(folder, allow_functions=allow_functions)
-    handle = recipe.on(net).attach()
-    handle.remove()
+    with recipe.on(net) as applied:
+        applied.remove()  # nothing runs, so nothing is to have fired
     screen.text(
-        f"The recipe fits {type(net).__name__}: {len(recipe)} edits.",
+        f"The recipe fits {type(net).__name__}: {show_number(len(recipe), 'edit')}.",
         {"fits": True, "edits": len(recipe)},
     )
 
@@ -144,4 +169,4 @@ def join(folders: tuple[Path, ...], to: Path, allow_functions: bool) -> None:
     for folder in folders:
         joined += hl.Recipe.load(folder, allow_functions=allow_functions)
     joined.save(to)
-    click.echo(f"{len(joined)} edits in {to}", err=True)
+    click.echo(f"{show_number(len(joined), 'edit')} in {to}", err=True)

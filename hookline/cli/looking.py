@@ -18,7 +18,7 @@ from hookline.cli.options import (
     takes_screen,
     where_option,
 )
-from hookline.cli.output import Screen
+from hookline.cli.output import Screen, show_number
 from hookline.core.grammar import parse
 from hookline.core.nested import leaves
 from hookline.core.tables import describe, show_bytes
@@ -38,15 +38,23 @@ def places(net: nn.Module, where: tuple[str, ...], asked: AskedInputs, screen: S
 
       hookline places file.py:net 'attn/*' -i 1x8x64
     """
+    operations = [w for w in where if parse(w).operation is not None]
     if asked:
-        rows = _seen(net, where, asked.made_for(net))
+        rows = _seen(net, where, operations, asked.made_for(net))
+    elif operations:
+        raise CommandError(
+            f"The operation {operations[0]!r} was asked for.",
+            "Which operations there are is known when the model has run, and it has no input.",
+            "Give --input.",
+        )
     else:
         found = hl.select(net, *where)
-        rows = [(str(place), _kind(net, place), _size(net, place)) for place in found]
-    names = ("place", "type", "value")
+        rows = [(str(place), _kind(net, place), _size(net, place), "") for place in found]
+    names = ("place", "type", "value", "source")
+    shown = 4 if operations else 3
     screen.table(
-        f"{type(net).__name__}: {len(rows)} places",
-        [names, *[(place or "''", kind, value) for place, kind, value in rows]],
+        f"{type(net).__name__}: {show_number(len(rows), 'place')}",
+        [names[:shown], *[(row[0] or "''", *row[1:shown]) for row in rows]],
         [dict(zip(names, row, strict=True)) for row in rows],
     )
 
@@ -65,11 +73,12 @@ def _size(model: nn.Module, place: hl.Place) -> str:
     return f"{count:,} parameters" if count else ""
 
 
-def _seen(model: nn.Module, where: tuple[str, ...], batch: Inputs) -> list[tuple[str, str, str]]:
-    """What is there in a run, with the shapes of the values."""
-    wanted = [w for w in where if parse(w).operation is not None]
-    plain = [w for w in where if w not in wanted] or ([] if wanted else ["**"])
-    rows: list[tuple[str, str, str]] = []
+def _seen(
+    model: nn.Module, where: tuple[str, ...], operations: list[str], batch: Inputs
+) -> list[tuple[str, str, str, str]]:
+    """What is there in a run, with the shapes of the values, and of operations the source."""
+    plain = [w for w in where if w not in operations] or ([] if operations else ["**"])
+    rows: list[tuple[str, str, str, str]] = []
     if plain:
         gradients = any("grad" in place.port for place in hl.select(model, *plain))
         with torch.set_grad_enabled(gradients), hl.capture(model, plain) as record:
@@ -79,16 +88,13 @@ def _seen(model: nn.Module, where: tuple[str, ...], batch: Inputs) -> list[tuple
         for place in record.places():
             calls = record.calls(place)
             shown = ", ".join(describe(t) for _, t in leaves(calls[0])) or type(calls[0]).__name__
-            rows.append(
-                (str(place), _kind(model, place), shown + f" × {len(calls)}" * (len(calls) > 1))
-            )
-        rows += [(str(place), _kind(model, place), "nothing") for place in record.unfired()]
-    if wanted:
+            shown += f" × {len(calls)}" * (len(calls) > 1)
+            rows.append((str(place), _kind(model, place), shown, ""))
+        rows += [(str(place), _kind(model, place), "nothing", "") for place in record.unfired()]
+    if operations:
         named = {**batch.kwargs} if not batch.args else batch.args
-        listing: Any = hl.select(model, *wanted, inputs=named)
-        rows += [
-            (str(p), "operation", f"{value}   {line}") for p, (value, line) in listing.rows.items()
-        ]
+        listing: Any = hl.select(model, *operations, inputs=named)
+        rows += [(str(p), "operation", *row) for p, row in listing.rows.items()]
     return rows
 
 
@@ -135,7 +141,8 @@ def capture(
             if backward is not None:
                 loss_of(out, backward).backward()
     rows, data = _described(record)
-    screen.table(f"{len(record.places())} places, {show_bytes(record.nbytes)}", rows, data)
+    count = show_number(len(record.places()), "place")
+    screen.table(f"{count}, {show_bytes(record.nbytes)}", rows, data)
     for place, why in record.unfired().items():
         screen.say(f"{place}: {why}")
     if to is not None:

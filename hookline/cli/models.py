@@ -1,6 +1,7 @@
 """Models and batches, as they are named on a command line.
 
 - `load_model(spec, random_weights, train)`: the model that `MODEL` names
+- `load_pair(first, second, random_weights, train)`: two models, each with its own file's siblings
 - `load_object(spec)`: what `package.module:name` or `file.py:name` names
 - `load_inputs(specs, model, seed)`: what to call the model with
 """
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 
 from hookline.errors import HooklineError
 
-__all__ = ["CommandError", "Inputs", "load_inputs", "load_model", "load_object"]
+__all__ = ["CommandError", "Inputs", "load_inputs", "load_model", "load_object", "load_pair"]
 
 _MODELS = "Write package.module:factory, file.py:name, or hf:FOLDER for a transformers model."
 _INPUTS = (
@@ -62,6 +63,33 @@ def load_model(spec: str, random_weights: bool = False, train: bool = False) -> 
             "Name a module, or a class or function that gives one without arguments.",
         )
     return found.train(train)
+
+
+def load_pair(
+    first: str, second: str, random_weights: bool = False, train: bool = False
+) -> tuple[nn.Module, nn.Module]:
+    """Two models; where their files lie in two folders, each imports what lies beside it."""
+    path, known, home = list(sys.path), set(sys.modules), _home(first)
+    one = load_model(first, random_weights, train)
+    if home != _home(second):
+        sys.path[:] = path
+        own = {n for n in set(sys.modules) - known if "." not in n and _lies_in(home, n)}
+        for name in [n for n in sys.modules if n.partition(".")[0] in own]:
+            del sys.modules[name]
+    return one, load_model(second, random_weights, train)
+
+
+def _home(spec: str) -> Path:
+    """The folder that the imports of a model's file look into first."""
+    source = spec.rpartition(":")[0]
+    return Path(source).resolve().parent if source.endswith(".py") else Path.cwd()
+
+
+def _lies_in(folder: Path, name: str) -> bool:
+    """Whether an imported module or package lies in a folder, at its top."""
+    module = sys.modules[name]
+    files = getattr(module, "__path__", None) or [getattr(module, "__file__", None) or ""]
+    return any(Path(file).resolve().parent == folder for file in files)
 
 
 def load_object(spec: str) -> Any:
@@ -129,13 +157,10 @@ def _load_transformers(name: str, random_weights: bool) -> nn.Module:
     except ModuleNotFoundError:
         remedy = "Install it with: pip install 'hookline[transformers]'"
         raise CommandError(asked, "transformers is not installed.", remedy) from None
+    auto: Any = transformers.AutoConfig.from_pretrained
     folder = Path(name)
-    weights = any(folder.glob("*.safetensors*"))
-    offline = folder.exists()
-    if weights and not random_weights:
-        load: Any = transformers.AutoModel.from_pretrained
-        return _guarded(asked, lambda: load(name, local_files_only=True, use_safetensors=True))
-    if name in transformers.CONFIG_MAPPING and not offline:
+    local = folder.exists()
+    if name in transformers.CONFIG_MAPPING and not local:
         if not random_weights:
             raise CommandError(
                 asked,
@@ -143,20 +168,20 @@ def _load_transformers(name: str, random_weights: bool) -> nn.Module:
                 "Give a folder, or --random-weights to build it from its default configuration.",
             )
         config = transformers.CONFIG_MAPPING[name]()
-    elif offline:
-        config = _guarded(asked, lambda: transformers.AutoConfig.from_pretrained(name))
-    else:  # a name on the hub; works where there is a network or a cache
-        load = transformers.AutoModel.from_pretrained
-        return _guarded(asked, lambda: load(name, use_safetensors=True))
+    else:  # or a name on the hub; works where there is a network or a cache
+        config = _guarded(asked, lambda: auto(name, local_files_only=local))
+    kind = _class_of(transformers, config)
     torch.manual_seed(0)
-    return _guarded(asked, lambda: _from_config(transformers, config))
+    if random_weights or (local and not any(folder.glob("*.safetensors*"))):
+        return _guarded(asked, lambda: (kind or transformers.AutoModel.from_config)(config))
+    load: Any = (kind or transformers.AutoModel).from_pretrained
+    return _guarded(asked, lambda: load(name, local_files_only=local, use_safetensors=True))
 
 
-def _from_config(transformers: Any, config: Any) -> Any:
-    """A model with random weights, of the class that the configuration names, if it names one."""
+def _class_of(transformers: Any, config: Any) -> Any:
+    """The class that a configuration names, heads and all, if transformers has it."""
     named = [getattr(transformers, kind, None) for kind in config.architectures or ()]
-    kind = next((kind for kind in named if kind is not None), None)
-    return kind(config) if kind is not None else transformers.AutoModel.from_config(config)
+    return next((kind for kind in named if kind is not None), None)
 
 
 # -- batches --------------------------------------------------------------------------------------
@@ -196,7 +221,8 @@ def _one_input(spec: str, model: nn.Module, generator: torch.Generator) -> Any:
         kind, rest = "normal", spec
     shape, _, bound = rest.partition(":")
     sizes = shape.replace("x", " ").replace(",", " ").split()
-    if kind in ("normal", "zeros", "ones", "tokens") and all(size.isdigit() for size in sizes):
+    whole = bool(sizes) and all(size.isdigit() for size in sizes)
+    if kind in ("normal", "zeros", "ones", "tokens") and whole:
         return _made(kind, [int(size) for size in sizes], bound, model, generator)
     if not colon:
         _bad_input(spec, "It is no shape, and no file that can be read.")

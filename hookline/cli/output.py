@@ -2,6 +2,7 @@
 
 - `Screen`: where one command's output goes
 - `fail(error)`: an error in its three parts
+- `show_number(number, what)`: how many there are of something
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from rich.text import Text
 
 from hookline.errors import HooklineError
 
-__all__ = ["Screen", "fail"]
+__all__ = ["Screen", "fail", "show_number"]
 
 
 @dataclass(frozen=True)
@@ -86,3 +87,12 @@ def fail(error: BaseException) -> None:
         console.print(Text(f"  {part}"))
     for note in getattr(error, "__notes__", ()):
         console.print(Text(f"  {note}"))
+
+
+def show_number(number: int, what: str) -> str:
+    """How many there are of something, in words.
+
+    >>> show_number(1, "edit"), show_number(2, "edit")
+    ('1 edit', '2 edits')
+    """
+    return f"{number} {what}{'s' * (number != 1)}"

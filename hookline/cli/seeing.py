@@ -28,7 +28,7 @@ def open_folder(path: Path) -> Any:
     raise CommandError(
         f"{str(path)!r} was to be opened.",
         "It holds no record, store or run." if path.is_dir() else "There is no such folder.",
-        "Name a folder that save_record, harvest or watch has written.",
+        "Name a folder that save_record, harvest or watch has written, or a model: file.py:name.",
     )
 
 
@@ -53,14 +53,17 @@ def report(
     A model is given as in the other commands; with --input it runs once, and its values are shown.
     """
     options: dict[str, Any] = {}
-    if Path(source).is_dir():
+    screen = Screen(quiet=quiet)
+    if Path(source).is_dir() or not (":" in source or source.endswith(".py")):
         what = open_folder(Path(source))
+        if asked or random_weights or train:
+            screen.say("A folder is not run: --input, --random-weights and --train say nothing.")
     else:
         what = load_model(source, random_weights, train)
         if asked:
             options["batch"] = batch_of(asked.made_for(what))
     hl.report(what, to=to, **options)
-    Screen(quiet=quiet).say(f"{Path(to).stat().st_size / 1000:,.0f} KB")
+    screen.say(f"{Path(to).stat().st_size / 1000:,.0f} KB")
     click.echo(to)
     if opened:
         webbrowser.open(Path(to).resolve().as_uri())

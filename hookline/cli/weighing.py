@@ -10,7 +10,7 @@ import click
 from torch import nn
 
 import hookline as hl
-from hookline.cli.models import Inputs, load_model
+from hookline.cli.models import CommandError, Inputs, load_pair
 from hookline.cli.options import (
     AskedInputs,
     takes_inputs,
@@ -27,7 +27,7 @@ __all__ = ["batch_of", "compare", "summary"]
 @click.command()
 @takes_model
 @takes_inputs
-@click.option("--depth", type=int, help="Show modules down to this depth.")
+@click.option("--depth", type=click.IntRange(min=0), help="Show modules down to this depth.")
 @where_option
 @click.option("--backward", is_flag=True, help="Count the backward, too.")
 @click.option("--time", "timed", is_flag=True, help="Time the forward, and the backward.")
@@ -45,10 +45,23 @@ def summary(
 
     Without --input nothing runs, and only sizes are told.
     """
+    if (backward or timed) and not asked:
+        raise CommandError(
+            f"{'--backward' if backward else '--time'} was asked for.",
+            "There is no input, so nothing runs.",
+            "Give --input.",
+        )
     batch = batch_of(asked.made_for(net)) if asked else None
     found = hl.summarize(net, batch, backward=backward, time=timed)
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 200
-    screen.text(found.show(list(where) or None, depth=depth, width=width), found.to_dict())
+    table, data = found.show(list(where) or None, depth=depth, width=width), found.to_dict()
+    table = table.replace("summary.show(depth=…)", "--depth shows them")
+    paths = {place.path for place in hl.select(net, *(where or ("", "**")))}
+    data["modules"] = [
+        row for row in data["modules"]
+        if row["place"] in paths and (depth is None or row["depth"] <= depth)
+    ]  # fmt: skip
+    screen.text(table, data)
 
 
 def batch_of(inputs: Inputs) -> Any:
@@ -64,7 +77,11 @@ def batch_of(inputs: Inputs) -> Any:
 @weights_options
 @takes_inputs
 @where_option
-@click.option("--tolerance", type=float, help="The relative error that counts as a difference.")
+@click.option(
+    "--tolerance",
+    type=click.FloatRange(min=0),
+    help="The relative error that counts as a difference.",
+)
 @click.option(
     "--map", "mapping", type=(str, str), multiple=True, metavar="PATH PATH",
     help="A path in A, or its beginning, and what it is in B; repeatable.",
@@ -85,7 +102,7 @@ def compare(
 
     The exit code is 0 if they agree, and 1 if they do not.
     """
-    one, other = (load_model(spec, random_weights, train) for spec in (first, second))
+    one, other = load_pair(first, second, random_weights, train)
     batch = batch_of(asked.made_for(one))
     options: dict[str, Any] = {"where": list(where)} if where else {}
     found = hl.compare(one, other, batch, mapping=dict(mapping), tolerance=tolerance, **options)

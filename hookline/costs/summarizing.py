@@ -83,6 +83,12 @@ def summarize(
             f"summarize was asked about a {type(model).__name__}. A model is a torch.nn.Module. "
             f"Give it first, then a batch or a shape."
         )
+    if batch is None and (time or backward is not False):
+        raise BatchError(
+            f"What a {'backward' if backward is not False else 'run'} costs was asked for.",
+            "There is no batch, so nothing runs.",
+            "Give a batch or its shape, or leave out backward= and time=.",
+        )
     if batch is None:
         return sizes(model)
     contents = Contents(model)

@@ -71,7 +71,14 @@ def report(
     if title is not None:
         page.content["title"] = title
     path = Path(to)
-    path.write_text(as_html(page), "utf-8")
+    try:
+        path.write_text(as_html(page), "utf-8")
+    except OSError as error:
+        raise ReportError(
+            f"A report was to be written to {str(path)!r}.",
+            f"It cannot be: {error.strerror}.",
+            "Give a file in a folder that is there and may be written to.",
+        ) from error
     return path
 
 

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
@@ -16,13 +15,13 @@ from torch import Tensor, nn
 
 from hookline.compat.nethook.invocations import Invocation
 from hookline.compat.nethook.names import get_module, module_names
-from hookline.compat.nethook.retention import Kept
+from hookline.compat.nethook.retention import Kept, warn_outside
 from hookline.compat.nethook.sequences import subsequence
 from hookline.core.hooks import hook
 from hookline.core.nested import only_tensor, set_part
 from hookline.core.places import Place
 from hookline.core.taps import Call
-from hookline.errors import ChangeError, HooklineWarning, NotCaptured, PlaceError
+from hookline.errors import ChangeError, NotCaptured, PlaceError
 from hookline.ready_changes import add, blend
 
 __all__ = ["InstrumentedModel"]
@@ -249,12 +248,10 @@ class InstrumentedModel(nn.Module):
     def _warn(self, layer: str) -> None:
         if not self._warned:
             self._warned = True
-            warnings.warn(
+            warn_outside(
                 f"Of the layer {layer!r} only the last call is retained: it was called again "
                 f"before the value was read. Read it after each call, or use hookline.capture, "
-                f"which keeps all calls.",
-                HooklineWarning,
-                stacklevel=3,
+                f"which keeps all calls."
             )
 
     def close(self) -> None:

@@ -19,6 +19,7 @@ from torch import nn
 from hookline.compat.nethook.invocations import Invocation
 from hookline.compat.nethook.layers import Options, Traced
 from hookline.compat.nethook.names import get_module
+from hookline.compat.nethook.retention import warn_outside
 from hookline.core.hooks import hook
 from hookline.core.places import Place
 from hookline.core.taps import Call
@@ -71,12 +72,10 @@ class _Layers:
     def warn(self, traced: Traced) -> None:
         if not self.warned:
             self.warned = True
-            warnings.warn(
+            warn_outside(
                 f"Of {traced.name} only the last call is retained: it was called again before "
                 f"the value was read. Read it after each call, retain nothing where only an edit "
-                f"is wanted (retain_output=False), or use hookline.capture, which keeps all calls.",
-                HooklineWarning,
-                stacklevel=3,
+                f"is wanted (retain_output=False), or use hookline.capture, which keeps all calls."
             )
 
 

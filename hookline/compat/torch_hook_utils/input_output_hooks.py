@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from typing import Any, Concatenate, TypeVar
+from typing import Any, Concatenate, TypeVar, cast
 
 from torch import Tensor
 
@@ -94,7 +94,8 @@ def replace_layer_inputs(
         inputs_to_use: by name, what stands in the place of the first argument of each layer. Other
             names than those of the layers do no harm.
 
-    It may be of any type and shape. The layers get copies, so that none can change what was given;
+    It may be of any type; a tensor has the shape of the one whose place it takes. The argument may
+    also be given as a tuple of one. The layers get copies, so that none can change what was given;
     gradients flow into it.
     """
     with _replaced(network_layers, inputs_to_use, ":input"):
@@ -142,10 +143,25 @@ def _replaced(named_layers: Layers[Any], given: Mapping[str, Any], port: str) ->
             )
 
     def put(value: Any, call: hl.Call) -> Any:
-        return map_leaves(_copied, values[layers.names[call.module][-1]])
+        name = layers.names[call.module][-1]
+        new = values[name]
+        return map_leaves(_copied, _argument(new, value, name) if port == ":input" else new)
 
     with layers.hook(port, put):
         yield
+
+
+def _argument(new: Any, old: Any, name: str) -> Any:
+    """What a layer is called with in an argument's stead."""
+    if type(new) is tuple and type(old) is not tuple and len(cast("Any", new)) == 1:
+        return _argument(cast("Any", new)[0], old, name)
+    if isinstance(new, Tensor) and isinstance(old, Tensor) and new.shape != old.shape:
+        raise hl.ChangeError(
+            f"The input of the layer {name!r} was to be replaced.",
+            f"It has the shape {tuple(old.shape)}, and the value {tuple(new.shape)}.",
+            "Give a value of the same shape, or use hookline.hook, which checks nothing.",
+        )
+    return cast("Any", new)
 
 
 def _copied(leaf: Any) -> Any:
