@@ -101,16 +101,19 @@ class _GradientLog(Log):
         self.begun: list[tuple[types.FrameType, int, Given]] = []
         self.counts = defaultdict[int, int](int)  # completed calls, by the id of the module
         self.hung = Handles()  # the hooks on tensors and nodes
+        self.paired_modules: list[nn.Module] = []  # those with a hook before each call
 
     def hook(self, steps: list[Step]) -> None:
+        modules = [module for _, module in steps]
         self.steps += steps
-        self.spread([module for _, module in steps], self.before_call, self.after_call, True)
+        self.paired_modules += modules
+        self.spread(modules, self.before_call, self.after_call, True)
 
     def unhook(self) -> None:
         super().unhook()
-        self.lift([module for _, module in self.steps], True)
+        self.lift(self.paired_modules, True)
         self.hung.remove_all()
-        self.begun = []
+        self.begun, self.paired_modules = [], []
         for tap in self.taps.values():
             tap.grad_inputs = tap.grad_outputs = ()
             tap.drain()
