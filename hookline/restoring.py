@@ -180,11 +180,12 @@ class replace_module(_PutsBack):
             old, asked = target.module, f"A module was to be put at {str(target.place)!r}."
             if old is self._model:
                 raise PlaceError(asked, "The model itself has no parent.", "Name a part of it.")
-            new = self._new if isinstance(self._new, nn.Module) else self._new(old)
+            new: Any = self._new
+            if not isinstance(new, nn.Module) and callable(new):
+                new = new(old)
             if not isinstance(new, nn.Module):
-                raise ChangeError(
-                    asked, f"The function made a {type(new).__name__}.", "Return one."
-                )
+                found = f"What was given, or made by a function, is a {type(new).__name__}."
+                raise ChangeError(asked, found, "Give a module, or a function that returns one.")
             for table in tables:
                 for name in [name for name, child in table.items() if child is old]:
                     Swap(table, name).put(new, self._undo)

@@ -686,3 +686,11 @@ def test_a_patch_puts_the_last_call_in_at_that_call():
         with pytest.raises(hl.NotCaptured, match="0 values of that call"):
             with hl.edit(model, "0", hl.patch(record)):
                 model(torch.tensor([-1.0]))
+
+
+@pytest.mark.parametrize("calls", [[1], (1,), {1}, range(1, 2), np.array([1]), torch.tensor([1]),
+                                   1, np.int64(1), torch.tensor(1), slice(1, 2)])  # fmt: skip
+def test_calls_are_given_in_any_way_that_counts(calls):
+    model = nn.Sequential(nn.Identity())
+    with hl.edit(model, "0", hl.zero(), calls=calls):
+        assert [model(torch.ones(1)).item() for _ in range(3)] == [1, 0, 1]

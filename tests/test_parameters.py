@@ -1131,9 +1131,11 @@ def test_replace_module_is_undone_after_exceptions_also_of_the_factory():
         with hl.replace_module(model, "*", fails):
             pass
     assert list(model) == olds
-    with pytest.raises(hl.ChangeError, match="made a int"):
+    with pytest.raises(hl.ChangeError, match="made by a function, is a int"):
         with hl.replace_module(model, "1", lambda old: 3):
             pass
+    with pytest.raises(hl.ChangeError, match="is a NoneType"):
+        hl.replace_module(model, "1", None).attach()
     assert list(model) == olds
 
 

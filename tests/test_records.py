@@ -1291,3 +1291,11 @@ def test_a_record_has_a_place_only_with_that_call_and_that_part():
         assert missing not in record
     with pytest.raises(hl.NotCaptured, match="patch was asked"):
         hl.edit(model, "0[1][0]", hl.patch(record, "0[9]")).__enter__()
+
+
+def test_a_record_of_single_calls_can_be_made_a_dict():
+    model = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
+    with hl.capture(model, "*") as record:
+        model(torch.zeros(1, 2))
+    assert list(dict(record)) == ["0", "1"]
+    assert torch.equal(dict(record)["1"], record["1"])

@@ -209,6 +209,11 @@ def attached(model: nn.Module) -> Attached:
     >>> attached(model)
     []
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"attached was asked about a {type(model).__name__}. What is live is kept by the "
+            f"modules of a model. Give a torch.nn.Module."
+        )
     found: dict[int, Any] = {}
     for _, module in cast("list[tuple[str, Any]]", walk(model)):
         for function in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from operator import index
-from typing import Any, SupportsIndex, cast
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -210,7 +210,8 @@ def _as_calls(calls: int | slice | Iterable[int]) -> Sequence[int]:
             stop = sys.maxsize if calls.stop is None else calls.stop
             found = range(calls.start or 0, stop, 1 if calls.step is None else calls.step)
         elif not isinstance(calls, bool):
-            found = sorted(map(index, [calls] if isinstance(calls, SupportsIndex) else calls))
+            several = isinstance(calls, Iterable) and getattr(calls, "shape", None) != ()
+            found = sorted(map(index, cast(Any, calls if several else [calls])))
     if not found or found[0] < 0 or found[0] > found[-1]:
         asked, remedy = f"The calls {calls!r} were asked for.", "Give an int, a slice, or a set."
         raise ChangeError(asked, "Calls are whole numbers from 0 on.", remedy)

@@ -230,6 +230,10 @@ class Record:
         """The places that hold values, in model order."""
         return [place for place, tap in self._named().items() if tap.holds]
 
+    def keys(self) -> list[Place]:
+        """The same as `places()`: with it, `dict(record)` works."""
+        return self.places()
+
     def items(self) -> Iterator[tuple[Place, Any]]:
         """Every place with its value, once for each call."""
         for place in self.places():
