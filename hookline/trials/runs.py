@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import random
+import sys
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -134,7 +135,7 @@ def trial(
     for content in contents:
         reshard(content.model, content.named)
         undo.append(partial(reshard, content.model, content.named))
-    with same_random_numbers(*models):
+    with same_random_numbers(*models, loaded=True):
         try:
             if any(map(is_not, grads, repeat(None))):
                 for parameter in parameters:
@@ -177,8 +178,11 @@ def _drop_new(table: dict[str, Any], before: dict[str, Any]) -> None:
 
 
 @contextmanager
-def same_random_numbers(*models: nn.Module) -> Generator[None]:
+def same_random_numbers(*models: nn.Module, loaded: bool = False) -> Generator[None]:
     """Random numbers drawn inside, from torch, Python or numpy, are drawn again after it.
+
+    With `loaded`, those of numpy only if its generators were loaded before: else nobody has seeded
+    them, and which numbers they give is left to chance.
 
     >>> with same_random_numbers():
     ...     first = torch.rand(3)
@@ -186,13 +190,16 @@ def same_random_numbers(*models: nn.Module) -> Generator[None]:
     True
     """
     devices = {device for model in models for device in cuda_devices(model)}
-    python, numbers, state = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    numpy = np.random if not loaded or "numpy.random" in sys.modules else None
+    numbers = None if numpy is None else numpy.get_state()
+    python, state = random.getstate(), torch.get_rng_state()
     states = {device: torch.cuda.get_rng_state(device) for device in devices}
     try:
         yield
     finally:
         random.setstate(python)
-        np.random.set_state(numbers)
+        if numpy is not None and numbers is not None:
+            numpy.set_state(numbers)
         torch.set_rng_state(state)
         for device, of_device in states.items():
             torch.cuda.set_rng_state(of_device, device)
