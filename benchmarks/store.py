@@ -11,7 +11,8 @@ file that they make. "not synced" leaves that to the system. "by hand" makes the
 makes (rows, header, index), prepared beforehand: what the safety costs without the Python around
 it. "raw, space ahead" is the raw write into a file whose space was asked for in one call: a store
 asks for some, too, as it grows. "datasets per batch" saves data sets, as people do; the inner
-class that writes their files stands beside it, without a goal. Then single random rows are read.
+class that writes their files stands beside it, with the same goal. Then single random rows are
+read.
 
 Ratios are of the best rounds. A goal is met ("pass"), or missed ("miss"), or it is "beyond raw":
 missed, and the raw write of the same bytes does not reach it either. The last column is how many
@@ -44,7 +45,7 @@ import hookline as hl
 RESULTS = Path(__file__).resolve().parent / "results" / "store.json"
 GOALS = {
     "raw write": 0.9, "save_file per batch": 2.0, "torch.save per batch": 3.0,
-    **{name: 3.0 for name in store_peers.WAYS if name not in store_peers.INNER},
+    **dict.fromkeys(store_peers.WAYS, 3.0),
 }  # fmt: skip
 Run = Callable[[Path, bool], float]  # into a folder, synced or not; gives seconds
 

@@ -105,7 +105,6 @@ WAYS: dict[str, Write] = {
     "datasets' inner writer": writer,
     "datasets' inner writer, Arrow tables": writer_of_tables,
 }
-INNER = [name for name in WAYS if "inner" in name]  # not what people use
 
 
 def installed() -> dict[str, Write]:

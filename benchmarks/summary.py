@@ -4,9 +4,9 @@
     python benchmarks/summary.py --peers-python VENV/bin/python    where torchinfo is installed
 
 The 12-layer transformer of overhead.py, 163 modules, is summarised by each in turn, in a new order
-every round, on tiny and on larger values; torch's counter comes afterwards, as it loads the
-compiler. Ratios are of fast runs (5th percentile). torchinfo is run where it can be imported: in
-this Python, or in the one that is named, which needs torch, numpy and safetensors besides. It
+every round, on tiny and on larger values; once before torch's compiler is loaded, which torch's
+counter does, and once after that. Ratios are of fast runs (5th percentile). torchinfo is run where
+it can be imported: in this Python, or in the one that is named, which needs torch, numpy and safetensors besides. It
 counts multiplications by the sizes of weights, without a dispatch mode: what such a mode costs is
 shown by an empty one, which hookline needs only for what does not follow from shapes, and what
 hooks cost by empty ones. FLOPs are compared with those of torch's own counter. Goals are printed
@@ -39,9 +39,8 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).resolve().parent / "results" / "summary.json"
 LARGER = Size("4096 elements", batch=2, length=32, width=64)
 GOAL = 3.0
-# These load torch's compiler, and where it is loaded every context sees to compiled models: they
-# are raced after the others, as few who ask for a summary have it.
-LATE = ("an empty dispatch mode", "torch's flop counter")
+# These load torch's compiler, and where it is loaded every context sees to compiled models.
+LOADING = ("an empty dispatch mode", "torch's flop counter")
 
 
 class Empty(TorchDispatchMode):
@@ -145,15 +144,16 @@ def flops() -> dict[str, dict[str, int]]:
 
 def timed(rounds: int) -> dict[str, dict[str, float]]:
     sizes = {size.name: variants(size) for size in (TINY, LARGER)}
-    result: dict[str, dict[str, float]] = {name: {} for name in sizes}
-    for late in (False, True):
+    result: dict[str, dict[str, float]] = {}
+    for loaded in (False, True):
         for name, ways in sizes.items():
-            race = Race({way: run for way, run in ways.items() if (way in LATE) is late})
+            race = Race({way: run for way, run in ways.items() if loaded or way not in LOADING})
             race.warm_up(2)
             for _ in range(3):
                 race.run(rounds)
-            result[name] |= {way: race.fast(way) for way in race.variants}
-    return {name: {way: found[way] for way in sizes[name]} for name, found in result.items()}
+            case = f"{name}, compiler loaded" if loaded else name
+            result[case] = {way: race.fast(way) for way in race.variants}
+    return result
 
 
 def main() -> None:

@@ -99,9 +99,12 @@ def compiled(results: Results) -> list[str]:
 def summary_table(results: Results) -> list[str]:
     sizes = list(results["µs"])
     rows = []
-    for way in next(iter(results["µs"].values())):
+    for way in results["µs"][sizes[-1]]:  # which has all of them
         row = [plain(way)]
         for size in sizes:
+            if way not in results["µs"][size]:
+                row += ["", ""]
+                continue
             taken, ours = results["µs"][size][way], results["µs"][size]["hookline"]
             row += [number(taken / 1e3), times(taken / ours)]
             if way == "torchinfo":
