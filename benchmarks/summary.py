@@ -6,11 +6,11 @@
 The 12-layer transformer of overhead.py, 163 modules, is summarised by each in turn, in a new order
 every round, on tiny and on larger values; once before torch's compiler is loaded, which torch's
 counter does, and once after that. Ratios are of fast runs (5th percentile). torchinfo is run where
-it can be imported: in this Python, or in the one that is named, which needs torch, numpy and safetensors besides. It
-counts multiplications by the sizes of weights, without a dispatch mode: what such a mode costs is
-shown by an empty one, which hookline needs only for what does not follow from shapes, and what
-hooks cost by empty ones. FLOPs are compared with those of torch's own counter. Goals are printed
-with pass or miss. Writes results/summary.json.
+it can be imported: in this Python, or in the one that is named, which needs torch, numpy and
+safetensors besides. It counts multiplications by the sizes of weights, without a dispatch mode:
+what such a mode costs is shown by an empty one, which hookline needs only for what does not follow
+from shapes, and what hooks cost by empty ones. FLOPs are compared with those of torch's own
+counter. Goals are printed with pass or miss. Writes results/summary.json.
 """
 
 from __future__ import annotations

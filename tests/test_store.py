@@ -682,18 +682,24 @@ def test_shards_that_were_closed_for_others_are_taken_back_too(counted, monkeypa
     check_counted(counted, 31)
 
 
-@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="asks Linux which file it is")
-def test_shards_that_were_closed_for_others_are_synced_at_the_end(tmp_path, monkeypatch):
+def names_of_synced(monkeypatch):
+    """From now on, the names of the files that are forced onto the disk."""
     synced = []
 
     def fsync(file, real=os.fsync):
         synced.append(Path(f"/proc/self/fd/{file}").readlink().name)
         real(file)
 
+    monkeypatch.setattr(os, "fsync", fsync)
+    return synced
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="asks Linux which file it is")
+def test_shards_that_were_closed_for_others_are_synced_at_the_end(tmp_path, monkeypatch):
     monkeypatch.setattr(store_writing, "most_files", lambda: 1)
     with Store.create(tmp_path, sync="shard") as writer:
         writer.append({name: torch.zeros(7) for name in "abc"})
-        monkeypatch.setattr(os, "fsync", fsync)
+        synced = names_of_synced(monkeypatch)
     shards = [f"rank00000-0000{n}.safetensors" for n in range(3)]
     assert sorted(synced[:3]) == shards
     assert synced[3:] == ["rank00000.index.json", tmp_path.name]
@@ -1267,14 +1273,8 @@ def test_the_policy_says_what_is_synced(tmp_path, monkeypatch, sync, least):
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="asks Linux which file it is")
 def test_a_full_shard_is_synced_with_its_name_and_the_index_that_commits_it(tmp_path, monkeypatch):
-    synced = []
-
-    def fsync(file, real=os.fsync):
-        synced.append(Path(f"/proc/self/fd/{file}").readlink().name)
-        real(file)
-
     with Store.create(tmp_path, sync="shard", shard_bytes=64) as writer:
-        monkeypatch.setattr(os, "fsync", fsync)
+        synced = names_of_synced(monkeypatch)
         writer.append({"x": torch.zeros(7)})
         assert synced == []
         writer.append({"x": torch.zeros(10)})  # fills the shard of 16 rows, and begins another

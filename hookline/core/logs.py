@@ -236,7 +236,7 @@ class OutputLog(Log):
                 and output.is_cpu
                 and not output.is_quantized
                 and output.untyped_storage().resizable()
-                and output._use_count() == 1  # pyright: ignore - not in torch's stubs
+                and output._use_count() == 1  # pyright: ignore[reportAttributeAccessIssue] - private
             ):
                 self.entries.append((id(module), output._lazy_clone(), None))
                 return None
