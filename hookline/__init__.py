@@ -32,9 +32,9 @@ All of them act inside `with`, or from `.attach()` to `.remove()`, and leave not
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from hookline.attaching import attached
 from hookline.core.captures import capture
 from hookline.core.changes import Chain, Change, replace
-from hookline.core.contexts import attached
 from hookline.core.edits import edit
 from hookline.core.hooks import hook
 from hookline.core.places import Place

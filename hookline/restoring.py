@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from hookline.core.contexts import Anchored
+from hookline.attaching import Anchored
 from hookline.core.distributed import gatherer, is_gathered, reshard
 from hookline.core.parameters import Swap, Undo, mark
 from hookline.core.places import Target, Where, resolve

@@ -310,6 +310,32 @@ def test_an_inplace_relu_after_a_view_is_exact_or_refused(place):
         assert torch.equal(record[place], at_lin if place == "0:grad_output" else at_relu)
 
 
+@pytest.mark.parametrize("others", [[], ["1:grad_output"]], ids=["alone", "beside"])
+def test_a_view_that_is_used_and_then_changed_in_place_has_both_shares(others):
+    class Model(nn.Sequential):
+        def forward(self, x):
+            y = self[0](x)
+            early = self[1](y)
+            return early + y.relu_()
+
+    model, x = Model(nn.Linear(4, 4), nn.Tanh()), torch.randn(2, 3, 4)
+    expected, _ = cut(model[0], [x], lambda y: weigh(y.tanh() + y.relu()))
+    with hl.capture(model, "0:grad_output", *others) as record:
+        loss = weigh(model(x))
+        loss.backward(retain_graph=True)
+        (2 * loss).backward()
+    first, second = record.calls("0:grad_output")
+    torch.testing.assert_close(first, expected)
+    torch.testing.assert_close(second, 2 * expected)
+
+
+def test_only_the_gradient_of_a_layers_own_output_can_be_asked_for():
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.randn(2, 3, 4)
+    with hl.capture(model, "0", "*:grad_output") as record:
+        (grad,) = torch.autograd.grad(weigh(model(x)), record["0"])
+    assert torch.equal(record["0:grad_output"], grad)
+
+
 def test_an_inplace_relu_after_no_view_is_exact_everywhere():
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 2))
     x = torch.randn(3, 4)

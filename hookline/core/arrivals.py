@@ -1,6 +1,7 @@
 """Hooks on tensors and nodes by which the gradients of a log arrive.
 
 - `Arrival`: the hooks for one call of a module
+- `MadeView`: the same for a view of what a layer of torch's own has made, and nobody else has seen
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from hookline.core.arms import cut_out
 from hookline.core.recomputation import in_backward
 from hookline.core.snapshots import LAZY
 
-__all__ = ["Arrival"]
+__all__ = ["Arrival", "MadeView"]
 
 
 class Arrival:
@@ -25,31 +26,10 @@ class Arrival:
 
     def __init__(self, log: weakref.ref[Any], ident: int, index: int) -> None:
         self.log, self.ident, self.index = log, ident, index
-        self.alias: Tensor | None = None
-
-    def view(self, tensor: Tensor, base: Tensor) -> None:
-        """The tensor is a view of what the call has made, by which its gradient may come, too."""
-        self.alias, self.version = tensor.detach(), tensor._version
-        self.base: tuple[Any, Any] = base.stride(), base.storage_offset()
 
     @torch_hooks.unserializable_hook
-    def at_tensor(self, grad: Tensor | None) -> None:
-        """The hook on a tensor; of a view that was changed since, not all comes this way."""
-        if self.alias is None or self.alias._version == self.version:
-            self.arrive(grad)
-
-    @torch_hooks.unserializable_hook
-    def at_base(self, grad: Tensor | None) -> None:
-        """The hook on the base of a view; see `Arm.at_base`."""
-        if self.alias is not None and self.alias._version != self.version and grad is not None:
-            self.arrive(cut_out(grad, self.alias, *self.base))
-
-    def at_node(self, grad_inputs: tuple[Tensor | None, ...], _: Any) -> None:
-        """The hook on a node inside a module: what it passes on to the module's input."""
-        self.arrive(grad_inputs[self.position])
-
     def arrive(self, grad: Tensor | None) -> None:
-        """Keep a gradient."""
+        """The hook on a tensor: keep its gradient."""
         log = self.log()
         if grad is None or log is None:
             return
@@ -64,3 +44,64 @@ class Arrival:
         tap = log.tap_of(self.ident)
         if tap is not None:
             tap.gradient(grad, self.index, ())
+
+    def at_node(self, grad_inputs: tuple[Tensor | None, ...], _: Any) -> None:
+        """The hook on a node inside a module: what it passes on to the module's input."""
+        self.arrive(grad_inputs[self.position])
+
+    def view(self, tensor: Tensor, base: Tensor) -> None:
+        """The call has returned a view of what it has made, by which its gradient may come, too."""
+        self.alias, self.version = tensor.detach(), tensor._version
+        self.base: tuple[Any, Any] = base.stride(), base.storage_offset()
+
+    @torch_hooks.unserializable_hook
+    def at_view(self, grad: Tensor | None) -> None:
+        """The hook on the view; if it was changed since, not all comes this way."""
+        if self.alias._version == self.version:
+            self.arrive(grad)
+
+    @torch_hooks.unserializable_hook
+    def at_base(self, grad: Tensor | None) -> None:
+        """The hook on the base of a view; see `Arm.at_base`."""
+        if self.alias._version != self.version and grad is not None:
+            self.arrive(cut_out(grad, self.alias, *self.base))
+
+
+class MadeView(Arrival):
+    """The hooks where the view holds all of its base, and nothing else was made of that.
+
+    Then all that flows into the base is the view's gradient: what came by the view already, in the
+    same memory, unless the view was changed in place.
+    """
+
+    __slots__ = ("came", "shape")
+
+    def view(self, tensor: Tensor, base: Tensor) -> None:
+        self.came: Any = None
+        self.shape = tensor.shape
+
+    @torch_hooks.unserializable_hook
+    def at_view(self, grad: Tensor | None) -> None:
+        """The hook on the view."""
+        if grad is not None:
+            self.came = _memory(grad)
+            self.arrive(grad)
+
+    @torch_hooks.unserializable_hook
+    def at_base(self, grad: Tensor | None) -> None:
+        """The hook on the base."""
+        came, self.came = self.came, None
+        if grad is None or came is _memory(grad):
+            return
+        log = self.log()
+        if came is not None and log is not None:  # it was only a part of this
+            log.forget(self.ident, self.index)
+        self.arrive(grad.reshape(self.shape))
+
+
+def _memory(tensor: Tensor) -> Any:
+    """What two tensors have in common if one is a view of the other."""
+    try:
+        return tensor.untyped_storage()
+    except RuntimeError:  # it has none
+        return tensor

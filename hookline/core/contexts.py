@@ -1,8 +1,6 @@
 """What all verbs that change or watch a model have in common: entering and leaving.
 
 - `Entering`: acts inside `with`, or from `.attach()` to `.remove()`; never before
-- `Anchored`: one without places, that the model keeps alive by a hook that does nothing
-- `attached(model)`: all that is live on a model
 """
 
 from __future__ import annotations
@@ -10,18 +8,14 @@ from __future__ import annotations
 import sys
 import types
 import warnings
-import weakref
-from typing import Any, Self, cast
+from typing import Any, Self
 
 from torch import Tensor, nn
 
 from hookline.core import compiling
-from hookline.core.sites import Site
-from hookline.core.taps import SERIALS
-from hookline.core.tree import walk
 from hookline.errors import HooklineWarning
 
-__all__ = ["Anchored", "Attached", "Entering", "attached"]
+__all__ = ["Entering"]
 
 
 class Entering:
@@ -165,61 +159,3 @@ class Entering:
 def _closed(kind: type[Entering]) -> Entering:
     """What stands in a copied or loaded model for a handle of the original: it does nothing."""
     return kind.__new__(kind)
-
-
-class Anchored(Entering):
-    """A context without taps: a hook that does nothing ties it to the model."""
-
-    _anchor: Site | None = None
-    _serial = 0
-
-    def _enter(self, attached: bool) -> None:
-        super()._enter(attached)
-        self._serial = next(SERIALS)
-        self._anchor = Site(self._model, weakref.ref(self), None)
-        if attached:
-            self._anchor.keeper = self
-        self._anchor.register(self._model)
-
-    def _leave(self) -> None:
-        if self._anchor is not None:
-            self._anchor.unregister(self._model)
-            self._anchor = None
-        super()._leave()
-
-
-class Attached(list[Any]):
-    """What is live on a model, in order of entering; `remove()` ends all of it."""
-
-    def remove(self, value: Any = None) -> None:
-        """End one of the contexts, or all, last first."""
-        for context in reversed(self) if value is None else (value,):
-            context.remove()
-
-
-def attached(model: nn.Module) -> Attached:
-    """All that is live on a model: open `with` blocks and attachments, in order of entering.
-
-    >>> import hookline
-    >>> model = nn.Sequential(nn.Linear(2, 3))
-    >>> handle = hookline.hook(model, "0", print).attach()
-    >>> attached(model)
-    [<hookline hook at '0', attached>]
-    >>> attached(model).remove()
-    >>> attached(model)
-    []
-    """
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"attached was asked about a {type(model).__name__}. What is live is kept by the "
-            f"modules of a model. Give a torch.nn.Module."
-        )
-    found: dict[int, Any] = {}
-    for _, module in cast("list[tuple[str, Any]]", walk(model)):
-        for function in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
-            site = getattr(function, "__self__", None)
-            if isinstance(site, Site) and site.context is not None:
-                context = site.context()
-                if context is not None:
-                    found[context._serial] = context
-    return Attached(found[serial] for serial in sorted(found))

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from hookline.core import gradients, input_gradients
 from hookline.core.arms import Handles, hang
-from hookline.core.arrivals import Arrival
+from hookline.core.arrivals import Arrival, MadeView
 from hookline.core.keeping import WHOLE, Kept, Options
 from hookline.core.logs import Log, LoggedTap, noted
 from hookline.core.nested import Path
@@ -201,6 +201,12 @@ class _GradientLog(Log):
             tap.outside = True
             self.watch_thoroughly(tap, output, index, frame)
 
+    def forget(self, ident: int, index: int) -> None:
+        """What came of a call in this backward was not all of it."""
+        tap = self.tap_of(ident)
+        if tap is not None:
+            tap.grads.pop((index, in_backward()), None)
+
     # What a call is given; None if it is not for the log.
     note: Callable[[Any, Any], Given | None] = staticmethod(gradients.note_given)
 
@@ -282,8 +288,12 @@ class GradOutputLog(_GradientLog):
             if len(self.hung) >= self.hung.many:
                 self.hung.prune()
             base = output._base
-            if base is None or (base.grad_fn and sys.getrefcount(base) <= gradients.alone()):
-                self.hang(output, base, ident, index)
+            if base is None:
+                self.hang(output, ident, index)
+            elif base.grad_fn and sys.getrefcount(base) <= gradients.alone():
+                whole = base.is_contiguous() and output.is_contiguous()
+                kind = MadeView if whole and base.numel() == output.numel() else Arrival
+                self.hang_both(output, base, kind(self.ref, ident, index))
             else:
                 self.hand_over(output, ident, index, sys._getframe(1), 0, ())
             return None
@@ -301,22 +311,27 @@ class GradOutputLog(_GradientLog):
         for other, *_ in given:
             if other is output or (base is not None and (other._base is base or other is base)):
                 return False
-        if base is not None:
-            root: Any = base.grad_fn
-            if root is None or root._sequence_nr() < start or not gradients.alike(base, output):
-                return False
-            if sys.getrefcount(base) > gradients.alone():
-                return False
-        self.hang(output, base, ident, index)
+        if base is None:
+            self.hang(output, ident, index)
+            return True
+        root: Any = base.grad_fn
+        if root is None or root._sequence_nr() < start or not gradients.alike(base, output):
+            return False
+        if sys.getrefcount(base) > gradients.alone():
+            return False
+        self.hang_both(output, base, Arrival(self.ref, ident, index))
         return True
 
-    def hang(self, output: Tensor, base: Tensor | None, ident: int, index: int) -> None:
+    def hang(self, output: Tensor, ident: int, index: int) -> None:
+        """Hook an output."""
+        arrive = Arrival(self.ref, ident, index).arrive
+        self.hung.append(hang(output, output.grad_fn, arrive))
+
+    def hang_both(self, output: Tensor, base: Tensor, arrival: Arrival) -> None:
         """Hook an output, and what it is a view of."""
-        arrival = Arrival(self.ref, ident, index)
-        if base is not None:
-            arrival.view(output, base)
-            self.hung.append(hang(base, base.grad_fn, arrival.at_base))
-        self.hung.append(hang(output, output.grad_fn, arrival.at_tensor))
+        arrival.view(output, base)
+        self.hung.append(hang(base, base.grad_fn, arrival.at_base))
+        self.hung.append(hang(output, output.grad_fn, arrival.at_view))
 
     def watch_thoroughly(self, tap: Any, output: Any, index: int, frame: Frame) -> None:
         gradients.watch_outputs(tap, output, output, index, frame)

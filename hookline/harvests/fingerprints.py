@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hookline.core.contexts import attached
+from hookline.attaching import attached
 from hookline.core.edits import _Function, edit
 from hookline.core.nested import children
 from hookline.ready_slices import heads

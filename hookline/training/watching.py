@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from hookline.core.contexts import Anchored
+from hookline.attaching import Anchored
 from hookline.core.places import Where
 from hookline.errors import HooklineWarning, PlaceError, RunError
 from hookline.training.diagnosis import Diagnosis
