@@ -296,6 +296,12 @@ def test_an_overflow_of_half_precision_in_a_backward_is_named(layer, operation):
     assert "float16 ends at 65504" in str(explained(fault))
 
 
+def test_an_overflow_of_bfloat16_is_not_told_to_use_bfloat16():
+    fault = caught(nn.Sequential(Doing(lambda x: x * 3e38)), torch.full((2,), 3.0).bfloat16())
+    assert "bfloat16" in fault.values[0][1].kind
+    assert "65504" not in str(explained(fault))
+
+
 def explained(fault):
     from hookline.guards.reports import explain
 

@@ -29,7 +29,6 @@ _HINTS = {
     "normalize": "Give normalize a larger eps.",
 }  # fmt: skip
 _SLOPES = ("sqrt", "rsqrt", "norm", "vector_norm", "linalg_norm", "std", "var", "cdist", "pow")
-_OVERFLOW = {"float16": 65504.0, "bfloat16": 3.3895e38, "float32": 3.4028e38}
 
 
 @dataclass(eq=False)
@@ -159,15 +158,10 @@ def _remedy(fault: Fault, scaled: bool) -> str:
         return "Use zeros, or write to all of it first."
     if kind == "unknown":
         return "Every module is checked from now on: run it again with the same guard."
-    hint = _SLOPE_HINT if fault.backward and op in _SLOPES else _HINTS.get(op, "")
-    overflow = next((d for d in _OVERFLOW if any(d in n.kind for _, n in fault.values)), "")
-    if overflow == "float16" and not any(own.nan for _, own in fault.values):
-        hint = "float16 ends at 65504: compute this in float32 or bfloat16."
-    if fault.backward and overflow == "float16" and not scaled:
-        hint += " If a GradScaler scales the loss, give it: guard(model, scaler=scaler)."
-    place = fault.place or ""
-    meant = f"If it is meant so: guard(model, ignore={place!r})."
-    return f"{hint} {meant}".strip()
-
-
-_SLOPE_HINT = _ZERO
+    hint = _ZERO if fault.backward and op in _SLOPES else _HINTS.get(op, "")
+    if any(" float16" in own.kind for _, own in fault.values):
+        if not any(own.nan for _, own in fault.values):
+            hint = "float16 ends at 65504: compute this in float32 or bfloat16."
+        if fault.backward and not scaled:
+            hint += " If a GradScaler scales the loss, give it: guard(model, scaler=scaler)."
+    return f"{hint} If it is meant so: guard(model, ignore={fault.place!r}).".strip()
