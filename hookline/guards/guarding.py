@@ -187,8 +187,7 @@ class guard(Context[_Tap]):
         self._running.clear()
 
     def _verify(self) -> None:
-        pending, self._pending = self._pending, []
-        self._check(pending)
+        self._check_pending()
         target = self._requests[0].targets[0]
         if not self._taps[target.key].fired:
             raise self._never_fired(self._requests[0], target)
@@ -215,8 +214,7 @@ class guard(Context[_Tap]):
         running[:] = [(f, kept) for f, kept in running if not _is_over(f)]
         if running and running[-1][1].called is not module:  # a part of that call
             return
-        pending, self._pending = self._pending, []
-        self._check(pending)  # of a call without a backward
+        self._check_pending()  # of a call without a backward
         if in_backward() == -1:
             self._passes.clear()  # of backwards that raised
         kept = Kept(self._parts[id(module)], inputs, frame.positional)
@@ -261,31 +259,25 @@ class guard(Context[_Tap]):
             return  # it is looked at when the trace knows that the call has ended
         kept.outputs = [(path, tensor.detach()) for path, tensor in found]
         probes = [one for _, tensor in kept.outputs if (one := probe(tensor)) is not None]
-        if graphs and _must_be_waited_for(probes):  # one wait for the whole step
-            self._pending.append((kept, probes))
-        else:
-            self._check([(kept, probes)])
+        self._pending.append((kept, probes))
+        if not (graphs and _must_be_waited_for(probes)):  # else one wait for the whole step
+            self._check_pending()
 
-    def _check(self, pending: list[tuple[Kept, list[Tensor]]]) -> None:
+    def _check_pending(self) -> None:
         """Look at the probes of outputs."""
+        pending, self._pending = self._pending, []
         for kept, probes in pending:
             if not all_finite(probes):
                 self._forward_failed(kept)
             kept.outputs = []
 
     def _forward_failed(self, kept: Kept) -> None:
-        bad = [
-            (path, tensor)
-            for path, tensor in kept.outputs
-            if is_bad(tensor) and not self._ignored.output(path, kept.called)
-        ]
+        bad = [(path, tensor) for path, tensor in kept.outputs if self._counts(kept, path, tensor)]
         if not bad or all(self._is_known((kept.path, *path), tensor) for path, tensor in bad):
             return  # the sum has overflowed, or it is meant
         seen: Labelled = [(label_of(path, kept.path), Numbers.of(tensor)) for path, tensor in bad]
         doubts = kept.doubts()
-        if doubts:
-            raise self._unknown(kept.number, False, seen, doubts)
-        found = self._teller.again(doubts, find_forward, kept, self._ignored)
+        found = None if doubts else self._teller.again(doubts, find_forward, kept, self._ignored)
         if found is None:
             raise self._unknown(kept.number, False, seen, doubts)
         if not found.bad or (not found.same and not found.origins):
@@ -301,6 +293,10 @@ class guard(Context[_Tap]):
             self._look_closely()
         raise self._teller.told(kept, found.origins[0], fault)
 
+    def _counts(self, kept: Kept, path: Part, tensor: Tensor) -> bool:
+        """Whether an output is bad, and not ignored."""
+        return is_bad(tensor) and not self._ignored.output(path, kept.called)
+
     def _is_known(self, path: Part, tensor: Tensor) -> bool:
         """Whether an output is infinite just where it was before, on purpose."""
         known, own = self._meant.get(path), cast(Tensor, numbers(tensor))
@@ -309,18 +305,16 @@ class guard(Context[_Tap]):
 
     def _left(self, module: nn.Module, output: Any) -> None:
         """Where every module is checked: a call of one has ended."""
-        if in_backward() != -1:
-            for kept in self._looked:  # it may be recomputed
-                kept.backward.recomputed(module, output)
-                break
+        if in_backward() != -1 and self._looked:  # it may be recomputed
+            self._looked[0].backward.recomputed(module, output)
         kept = self._ended
         if kept is None or module is not kept.called:
             return
         self._ended = None
         found = of_outputs(kept, kept.trace, output, self._ignored)
         if found.origins:
-            bad = [(label_of(p, kept.path), t) for p, t in leaves(output) if is_bad(t)]
-            seen: Labelled = [(label, Numbers.of(tensor)) for label, tensor in bad]
+            bad = [(p, t) for p, t in leaves(output) if self._counts(kept, p, t)]
+            seen: Labelled = [(label_of(p, kept.path), Numbers.of(t)) for p, t in bad]
             fault = fault_of(found.origins, set(), kept.number, seen)
             raise self._teller.told(kept, found.origins[0], fault)
         if (id(module), kept.number) in self._calls:
@@ -357,9 +351,8 @@ class guard(Context[_Tap]):
             return
         for outer in self._passes.values():  # a checkpoint runs a backward inside another
             found.calls |= outer.calls
-        pending, self._pending = self._pending, []
         try:
-            self._check(pending)
+            self._check_pending()
             if not all_finite([one for _, one in found.probes]):
                 self._backward_failed(found)
         finally:
