@@ -56,9 +56,8 @@ class Speller:
             raise TypeError(f"a {kind} tensor of {plain.dtype} on {plain.device}")
         if id(tensor) not in self._known:
             name = str(len(self.tensors))
-            self.tensors[name] = (
-                torch.view_as_real(plain.resolve_conj()) if (plain.is_complex()) else plain
-            )
+            split = torch.view_as_real(plain.resolve_conj()) if plain.is_complex() else plain
+            self.tensors[name] = split
             self._known[id(tensor)] = (tensor, name)
         return {"tensor": self._known[id(tensor)][1], "complex": plain.is_complex()}
 
@@ -191,10 +190,7 @@ def _parameters(kind: type[nn.Module]) -> list[str]:
 
 def _state_of(module: nn.Module, kept: Kept) -> dict[str, Tensor]:
     """The parameters and buffers of a module, as they were before the call."""
-    before = {
-        (id(held), name): tensor if copy is None else copy
-        for held, name, _, tensor, _, copy in kept.buffers
-    }
+    before = {(id(b.held), b.name): b.tensor if b.copy is None else b.copy for b in kept.buffers}
     found: dict[str, Tensor] = {}
     for path, inner in walk(module):
         for name, tensor in tensors_of(inner):
@@ -262,15 +258,15 @@ def write_dump(folder: str | Path, fault: Fault, sample: Sample, kept: Kept) -> 
         "output": [[list(p), speller.tensor(t)] for p, t in leaves(sample.output) if _is_plain(t)],
         "autocast": autocast, "torch": torch.__version__, "missing": missing,
     }  # fmt: skip
-    base = Path(folder)
     number = 0
     while True:  # several processes may write at the same time
+        own = Path(folder) / f"step{fault.step:06}-{number}"
         try:
-            (base / f"step{fault.step:06}-{number}").mkdir(parents=True)
+            own.mkdir(parents=True)
             break
         except FileExistsError:
             number += 1
-    return folders.write(base / f"step{fault.step:06}-{number}", KIND, content, speller.tensors)
+    return folders.write(own, KIND, content, speller.tensors)
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -6,6 +6,7 @@
 - `Randomness`: the states of the random number generators
 - `Holder`: a hook that keeps a call as long as its graph lives
 - `at_end(function)`: call a function at the end of the backward that is running
+- `version_of(tensor)`: how often it was changed in place
 - `unwrapped(model)`, `is_spread(model)`: what of a model can be run again in one process
 """
 
@@ -14,7 +15,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,21 +27,25 @@ from hookline.core.nested import Path, children, leaves, map_leaves, show_path
 from hookline.core.snapshots import same_bits
 from hookline.core.tree import join, walk
 
-__all__ = ["Buffers", "Holder", "Kept", "Parts", "Randomness", "at_end", "is_spread", "unwrapped"]
+__all__ = [
+    "Buffers", "Holder", "Kept", "Parts", "Randomness", "at_end", "is_spread", "unwrapped",
+    "version_of",
+]  # fmt: skip
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device)
 _WRAPPERS = {"DistributedDataParallel": "module", "OptimizedModule": "_orig_mod"}
 _MOST = 2**28  # bytes of buffers that are copied before it is known which of them change
 
 
-def _version(tensor: Tensor) -> int:
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor was changed in place; -1 if that is not counted."""
     return -1 if tensor.is_inference() else tensor._version
 
 
 class Randomness:
     """The states of torch's and Python's random number generators, now."""
 
-    def __init__(self, devices: Sequence[int] = ()) -> None:
+    def __init__(self, devices: Sequence[int]) -> None:
         self.torch = torch.get_rng_state()
         self.python = random.getstate()
         self.devices = {device: torch.cuda.get_rng_state(device) for device in devices}
@@ -58,6 +63,17 @@ def _there(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None or is_lazy(tensor) else tensor
 
 
+class Buffer(NamedTuple):
+    """A buffer as it was at some time: where it is held, and a copy if one was taken."""
+
+    held: dict[str, Tensor | None]  # the module's own
+    name: str
+    path: str
+    tensor: Tensor
+    version: int
+    copy: Tensor | None
+
+
 class Buffers:
     """The buffers of a model. Those that a call was seen to change are copied before the next."""
 
@@ -72,30 +88,29 @@ class Buffers:
         self.changing = {path for _, _, path in self.places} if small else set[str]()
         self.learnt = not small
 
-    def now(self, copies: bool = True) -> list[tuple[Any, str, str, Any, int, Any]]:
-        """Every buffer, its version, and a copy of those that may change."""
-        kept: list[tuple[Any, str, str, Any, int, Any]] = []
+    def now(self, every: bool = False) -> list[Buffer]:
+        """Every buffer, its version, and a copy of those that may change, or of every one."""
+        kept: list[Buffer] = []
         for held, name, path in self.places:
             tensor = _there(held.get(name))
             if tensor is not None:
-                copy = tensor.detach().clone() if copies and path in self.changing else None
-                kept.append((held, name, path, tensor, _version(tensor), copy))
+                copy = tensor.detach().clone() if every or path in self.changing else None
+                kept.append(Buffer(held, name, path, tensor, version_of(tensor), copy))
         return kept
 
-    def learn(self, before: list[tuple[Any, str, str, Any, int, Any]]) -> list[str]:
+    def learn(self, before: list[Buffer]) -> list[str]:
         """After a call: which buffers it has changed; those that were not copied before it."""
         changed = [
-            (path, copy)
-            for held, name, path, tensor, version, copy in before
-            if held.get(name) is not tensor or _version(tensor) != version
-        ]
+            b for b in before
+            if b.held.get(b.name) is not b.tensor or version_of(b.tensor) != b.version
+        ]  # fmt: skip
         if not self.learnt:
             self.changing, self.learnt = set(), True
-        self.changing |= {path for path, _ in changed}
-        return [path for path, copy in changed if copy is None]
+        self.changing |= {buffer.path for buffer in changed}
+        return [buffer.path for buffer in changed if buffer.copy is None]
 
     @staticmethod
-    def restore(kept: list[tuple[Any, str, str, Any, int, Any]]) -> None:
+    def restore(kept: list[Buffer]) -> None:
         """Put the copied ones back, as the objects that they were."""
         for held, name, _, tensor, _, copy in kept:
             held[name] = tensor
@@ -129,7 +144,7 @@ class Kept:
         self.args = tuple(held[name] for name in names[:positional])
         self.kwargs = {name: held[name] for name in names[positional:]}
         self.inputs, self.positional = held, positional
-        self.versions = [(path, t, _version(t)) for path, t in leaves(held)]
+        self.versions = [(path, t, version_of(t)) for path, t in leaves(held)]
         own = {t.device.index or 0 for _, t, _ in self.versions if t.is_cuda}
         self.devices = sorted(own | parts.devices)
         self.randomness = Randomness(self.devices)
@@ -155,7 +170,7 @@ class Kept:
     def learn(self) -> None:
         """After the call: note what it has changed."""
         self.lost = self.parts.buffers.learn(self.buffers)
-        if any(_version(tensor) != version for _, tensor, version in self.versions):
+        if any(version_of(tensor) != version for _, tensor, version in self.versions):
             self.parts.changes_inputs = True
 
     def close(self) -> None:
@@ -167,7 +182,7 @@ class Kept:
     def doubts(self) -> list[str]:
         """Why running it again may give something else, as far as can be seen."""
         found: list[str] = []
-        changed = [path for path, tensor, version in self.versions if _version(tensor) != version]
+        changed = [path for path, tensor, version in self.versions if version_of(tensor) != version]
         if changed:
             names = ", ".join(sorted({str(path[0]) for path in changed}))
             found.append(f"the input {names} was changed in place since")
@@ -187,16 +202,10 @@ class Kept:
         """All as it was before the call; inside, the arguments to call the model with.
 
         They are copies. With `gradients`, those that required grad are computed from leaves that
-        do so again, which come with their names. Afterwards random numbers,
-        buffers and modes are as they are now.
+        do so again, which come with their names. Afterwards random numbers, buffers and modes are
+        as they are now.
         """
-        now, after = (
-            Randomness(self.devices),
-            [
-                (*kept[:5], kept[3].detach().clone())
-                for kept in self.parts.buffers.now(copies=False)
-            ],
-        )
+        now, after = Randomness(self.devices), self.parts.buffers.now(every=True)
         modes = [(module, module.training) for module in self.parts.modules]
         try:
             with ExitStack() as stack:

@@ -33,7 +33,7 @@ from hookline.core.tree import join, tensors_of, walk
 from hookline.errors import NotHookable, PlaceNotFound
 from hookline.guards.finite_checks import bad_leaves, is_bad, is_mask, signs
 from hookline.guards.origins import Ignored, Origin, infinite, is_meant, labelled, line_of, shown
-from hookline.guards.runs import Parts
+from hookline.guards.runs import Parts, version_of
 
 __all__ = ["Modules", "Operations", "Running", "Sample", "Span", "Trace", "kept_value"]
 
@@ -288,7 +288,7 @@ class Operations(Mode):
         trace.clock += 1
         number, start, frame = trace.clock, sequence(), sys._getframe(1)
         given = [tensor for _, tensor in leaves((args, kwargs))]
-        versions = [_version(tensor) for tensor in given]
+        versions = [version_of(tensor) for tensor in given]
         bad = [(t, signs(t), infinite(t)) for t in given if is_bad(t)]
         found = innermost(frame)
         module = None if found is None else found[0]
@@ -297,7 +297,7 @@ class Operations(Mode):
         if sample is not None:
             self._before(sample, func, args, kwargs, module)
         output = func(*args, **kwargs)
-        changed = [t for t, v in zip(given, versions, strict=True) if _version(t) != v]
+        changed = [t for t, v in zip(given, versions, strict=True) if version_of(t) != v]
         made = [t for _, t in leaves(output)] + changed
         if sample is not None:
             sample.made = output if leaves(output) else changed[:1]
@@ -321,10 +321,6 @@ class Operations(Mode):
         running = self.trace._innermost(module)
         if running is not None:
             sample.of(running)
-
-
-def _version(tensor: Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
 
 
 class _ModuleTap(Tap):
