@@ -53,14 +53,12 @@ def probe(tensor: Tensor) -> Tensor | None:
     A sum: it may overflow, so that a bad probe is to be verified; a good one is certain. For
     float16, where it would often overflow, the least and the greatest number are taken.
     """
-    if type(tensor) is Tensor and tensor.dtype in _PLAIN and not tensor.is_meta:
+    if (
+        type(tensor) is Tensor and tensor.dtype in _PLAIN and not tensor.is_meta
+        and tensor.layout is torch.strided and not tensor.is_nested
+    ):  # fmt: skip
         # The commonest case without the checks; a sum of bfloat16 is taken in float32 inside.
-        is_plain = tensor.layout is torch.strided and not tensor.is_nested
-        return tensor.detach().sum() if is_plain else _probe(tensor)
-    return _probe(tensor)
-
-
-def _probe(tensor: Tensor) -> Tensor | None:
+        return tensor.detach().sum()
     found = numbers(tensor)
     if found is None:
         return None
@@ -181,7 +179,6 @@ class Numbers:
         return f"{' and '.join(f'{n} {name}' for n, name in named if n)} of {self.count}"
 
     def __str__(self) -> str:
-        text = self.kind
         said: list[str] = []
         if self.bad:
             where = f", first at {list(self.first)}" if self.first else ""
@@ -198,7 +195,7 @@ class Numbers:
                 )
         elif self.bad:
             said.append("nothing finite")
-        return f"{text}: {'; '.join(said)}" if said else text
+        return f"{self.kind}: {'; '.join(said)}" if said else self.kind
 
     def spelled(self) -> dict[str, Any]:
         """Itself for JSON."""

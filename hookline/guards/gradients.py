@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hookline.core.nested import leaves
+from hookline.core.tree import around
 from hookline.guards.finite_checks import Numbers, is_bad
 from hookline.guards.origins import RECOMPUTING, Labelled, Origin
 from hookline.guards.tracing import Span, Trace
@@ -117,16 +118,16 @@ class Backward:
             origin.source = _defined(node)
         origin.values = _described(passed, "gradient of argument")
         origin.given = _described(given, "gradient of the result")
-        origin.ignored = origin.meant = self._is_ignored(origin)
-        self.origins.append(origin)
-        return origin
+        return self._add(origin)
 
     def _unseen(self) -> Origin:
         """A checkpoint that recomputes more than modules: only their graphs are looked at."""
         for origin in self.origins:
             if origin.node == RECOMPUTING:
                 return origin
-        origin = Origin("operation", "", backward=True, node=RECOMPUTING)
+        return self._add(Origin("operation", "", backward=True, node=RECOMPUTING))
+
+    def _add(self, origin: Origin) -> Origin:
         origin.ignored = origin.meant = self._is_ignored(origin)
         self.origins.append(origin)
         return origin
@@ -138,16 +139,12 @@ class Backward:
         return min(fitting, key=lambda s: (s.end - s.start, not s.operation), default=None)
 
     def _is_ignored(self, origin: Origin) -> bool:
-        ignored = self.trace.ignored
+        model, ignored = self.trace.model, self.trace.ignored
         if not ignored:
             return False
-        module: nn.Module | None = None
-        names = origin.path.split(".") if origin.path else []
-        for depth in range(len(names), -1, -1):  # all that is in an ignored module is
-            module = self.trace.model.get_submodule(".".join(names[:depth]))
-            if ignored.module(module):
-                return True
-        owner = self.trace.model.get_submodule(origin.path)
+        if any(ignored.module(module) for module in around(model, origin.path)):
+            return True
+        owner = model.get_submodule(origin.path)
         return bool(origin.operation) and ignored.operation(owner, origin.operation, origin.use)
 
     def settle(self, gradients: Mapping[str, Tensor | None]) -> None:

@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -242,12 +242,9 @@ def _find_module(dump: _Dump, model: nn.Module) -> nn.Module:
         module = model.get_submodule(path)
     except (AttributeError, TypeError):
         dump.refuse(f"The model has no module {path!r}.", "Give the model that was guarded.")
-    kind = type(module)
-    if (
-        f"{kind.__module__}.{kind.__qualname__}".rpartition(".")[2]
-        != str(told.get("class")).rpartition(".")[2]
-    ):
-        found = f"{path!r} is a {kind.__name__} in this model, and was a {told.get('class')}."
+    kind = type(module).__name__
+    if kind != str(told.get("class")).rpartition(".")[2]:
+        found = f"{path!r} is a {kind} in this model, and was a {told.get('class')}."
         dump.refuse(found, "Give the model that was guarded.")
     return module
 
@@ -281,14 +278,15 @@ def _run_module(dump: _Dump, module: nn.Module) -> Replay:
     if not isinstance(inputs, dict):
         dump.refuse("Its inputs are not spelled as a guard does.")
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
-    state = _state(dump, module, told.get("state"), device)
+    parameters = dict(cast("Any", module.named_parameters(remove_duplicate=False)))
+    state = _state(dump, module, parameters, device)
     inputs = map_leaves(lambda one: one.to(device) if isinstance(one, Tensor) else one, inputs)
     wanted: dict[str, Tensor] = {}
     own: Any = map_leaves(_copied, inputs)
     if dump.backward:
         own = _leaves(inputs, wanted)
         for name, tensor in state.items():
-            if tensor.is_floating_point() and isinstance(_own(module, name), nn.Parameter):
+            if tensor.is_floating_point() and name in parameters:
                 wanted[name] = state[name] = tensor.requires_grad_()
     names, positional = list(own), int(told.get("positional", 0))
     args = tuple(own[name] for name in names[:positional])
@@ -308,28 +306,17 @@ def _run_module(dump: _Dump, module: nn.Module) -> Replay:
             inner.training = mode
 
 
-def _own(module: nn.Module, name: str) -> Any:
-    path, _, attribute = name.rpartition(".")
-    return getattr(module.get_submodule(path), attribute, None)
-
-
-def _state(dump: _Dump, module: nn.Module, told: Any, device: Any) -> dict[str, Tensor]:
+def _state(
+    dump: _Dump, module: nn.Module, parameters: dict[str, Tensor], device: torch.device
+) -> dict[str, Tensor]:
     """The state that was written, for a module that holds the same; its own if none was."""
+    told = dump.module.get("state")
     if told is None:
         return {}
-    own = dict(_named(module))
     found = {name: dump.value(tensor) for name, tensor in told.items()}
-    wrong = [
-        name
-        for name, tensor in found.items()  # a buffer may have grown since
-        if name not in own
-        or (isinstance(own[name], nn.Parameter) and own[name].shape != tensor.shape)
-    ]
-    if wrong:
-        dump.refuse(f"The module has no {wrong[0]!r} of that shape.", "Give the guarded model.")
+    buffers = {name for name, _ in module.named_buffers(remove_duplicate=False)}
+    for name, tensor in found.items():
+        fits = name in buffers  # which may have grown since
+        if not fits and (name not in parameters or parameters[name].shape != tensor.shape):
+            dump.refuse(f"The module has no {name!r} of that shape.", "Give the guarded model.")
     return {name: tensor.to(device).clone() for name, tensor in found.items()}
-
-
-def _named(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from cast("Any", module.named_parameters(remove_duplicate=False))
-    yield from module.named_buffers(remove_duplicate=False)

@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from hookline.core.arguments import bind
 from hookline.core.nested import Path, get_part, leaves
 from hookline.core.tree import join, tensors_of, walk
-from hookline.guards.finite_checks import Numbers, bad_leaves, numbers, signs
+from hookline.guards.finite_checks import bad_leaves, numbers, signs
 from hookline.guards.gradients import Backward
 from hookline.guards.origins import RECOMPUTING, Ignored, Labelled, Origin, labelled
 from hookline.guards.runs import Kept
@@ -41,10 +40,9 @@ class Found:
     same: bool = True  # whether it was bad where the first was
 
 
-def _run(kept: Kept, trace: Trace, args: Any, kwargs: Any, modules: Modules | None = None) -> Any:
+def _run(kept: Kept, trace: Trace, args: Any, kwargs: Any) -> Any:
     """Call again what was called, with everything shown to a trace."""
-    shown = nullcontext() if modules is not None else Modules(kept.parts.model, trace)
-    with shown, Operations(trace):
+    with Modules(kept.parts.model, trace), Operations(trace):
         return kept.called(*args, **kwargs)
 
 
@@ -92,19 +90,19 @@ def parameter_names(model: nn.Module) -> dict[int, str]:
     return found
 
 
-def find_backward(kept: Kept, ignored: Ignored, scale: float = 1.0) -> Found:
+def find_backward(kept: Kept, ignored: Ignored, scale: float) -> Found:
     """Run a call and its backward again and find the origins of bad gradients."""
     trace = Trace(kept.parts, ignored, operations=True)
     backward = None
     modules = Modules(kept.parts.model, trace)  # until after the backward: it may recompute calls
     try:
         with kept.again(gradients=True) as (args, kwargs, inputs), modules:
-            output = _run(kept, trace, args, kwargs, modules)
-            names = {id(p): n for p, n in _trainable(kept)} | {id(t): n for n, t in inputs}
-            backward = Backward(trace, names)
+            with Operations(trace):
+                output = kept.called(*args, **kwargs)
+            wanted = _trainable(kept) + inputs
+            backward = Backward(trace, {id(tensor): name for name, tensor in wanted})
             backward.watch(tensor for _, tensor in leaves(output))
             modules.left = backward.recomputed
-            wanted = [(n, p) for p, n in _trainable(kept)] + inputs
             backward.settle(_gradients(kept, output, wanted, scale))
             wrong = [p for p, t in leaves(output) if "n" in signs(t)]
             same = all(ignored.output(path, kept.called) for path in wrong)
@@ -119,9 +117,9 @@ def find_backward(kept: Kept, ignored: Ignored, scale: float = 1.0) -> Found:
             backward.remove()
 
 
-def _trainable(kept: Kept) -> list[tuple[Tensor, str]]:
+def _trainable(kept: Kept) -> list[tuple[str, Tensor]]:
     names = parameter_names(kept.parts.model)
-    return [(p, names[id(p)]) for p in kept.parts.parameters if p.requires_grad]
+    return [(names[id(p)], p) for p in kept.parts.parameters if p.requires_grad]
 
 
 def _gradients(
@@ -171,7 +169,7 @@ def _recomputes(tensors: list[Tensor]) -> bool:
 # -- what the producer was given ------------------------------------------------------------------
 
 
-def take_sample(kept: Kept, ignored: Ignored, origin: Origin, scale: float = 1.0) -> Sample | None:
+def take_sample(kept: Kept, ignored: Ignored, origin: Origin, scale: float) -> Sample | None:
     """Run a call again and keep what the producer was given and made; None if it did not come."""
     trace = Trace(kept.parts, ignored, operations=True)
     sample = trace.sample = Sample(origin.number, bool(origin.operation))
@@ -181,12 +179,11 @@ def take_sample(kept: Kept, ignored: Ignored, origin: Origin, scale: float = 1.0
             return None
         if origin.backward:
             _take_gradients(sample.made, sample.gradients)
-            if sample.whole is not None and sample.whole is not sample.made:
-                _take_gradients(sample.whole, sample.module_gradients)
-            wanted = [(n, p) for p, n in _trainable(kept)] + inputs
-            _gradients(kept, output, wanted, scale)
             if sample.whole is sample.made:
                 sample.module_gradients = sample.gradients
+            elif sample.whole is not None:
+                _take_gradients(sample.whole, sample.module_gradients)
+            _gradients(kept, output, _trainable(kept) + inputs, scale)
         sample.whole = sample.made = None
     return sample
 
@@ -204,16 +201,11 @@ def _take_gradients(value: Any, kept: dict[Path, Tensor]) -> None:
 
 def describe_sample(sample: Sample, origin: Origin) -> None:
     """Put into an origin what its sample shows."""
+    told = sample.inputs
     if sample.arguments is not None:
-        args, kwargs = sample.arguments
-        told: Any = bind(sample.function, args, kwargs)
-    else:
-        told = sample.inputs
-    given = labelled(told)
+        told = bind(sample.function, *sample.arguments)
     if origin.backward:
-        origin.given = [*given, *origin.given]
+        origin.given = [*labelled(told), *origin.given]
     else:
-        origin.given = given
-        origin.values = [
-            (label, own) for label, own in labelled({"": sample.output}) if own.bad
-        ] or [("", Numbers.of(t)) for _, t in leaves(sample.output)][:1]
+        origin.given, made = labelled(told), labelled({"": sample.output})
+        origin.values = [(label, own) for label, own in made if own.bad] or made[:1]
