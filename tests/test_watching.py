@@ -289,6 +289,24 @@ def test_a_place_is_named_by_any_of_its_names():
     assert {row.place for row in watching.last.rows} == {"0", "0.weight", "0.bias"}
 
 
+def test_a_module_of_the_users_that_calls_its_only_child_module_is_part_of_the_model():
+    class Around(nn.Module):
+        def __init__(self, module):
+            super().__init__()
+            self.module = module
+
+        def forward(self, x):
+            return self.module(x).square()
+
+    for wrap in (nn.Sequential, nn.DataParallel):
+        model = Around(nn.Linear(2, 1))
+        with hl.watch(wrap(model), every=1) as watching:
+            model(torch.ones(1, 2)).sum().backward()
+            watching.step()
+        kept = "0." if wrap is nn.Sequential else ""
+        assert watching.last[f"{kept}module", "output"]["norm"] > 0
+
+
 def test_frozen_parameters_have_no_rows():
     model, optimizer = fresh()
     model.first.requires_grad_(False)

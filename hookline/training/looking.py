@@ -2,7 +2,6 @@
 
 - `Plan`: what is measured, as rows, with the modules and parameters behind them
 - `Looking`: one measured step: attached when it begins, `finish()` gives what was found
-- `unwrapped(model)`: the model inside DDP, compile and the like
 
 Outputs and their gradients come from taps of the core, which replace nothing. The gradient of a
 parameter is looked at when a backward has ended: what `.grad` has then, over all micro-batches, is
@@ -31,9 +30,8 @@ from hookline.errors import PlaceError
 from hookline.training.moments import Flat, Moments, is_measurable, moments, sampled, settle
 from hookline.training.run_files import ROW_KINDS, Row
 
-__all__ = ["Looking", "Plan", "unwrapped"]
+__all__ = ["Looking", "Plan"]
 
-_WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 _UPDATES = 4096  # elements of a parameter that are compared before and after a step
 _OVERFLOWS = 20  # more than a scaler needs to come down from where it begins
 _FLAT: dict[str, Flat] = {
@@ -42,19 +40,6 @@ _FLAT: dict[str, Flat] = {
 }  # fmt: skip
 _CHANNELS = ("Conv", "BatchNorm", "InstanceNorm", "GroupNorm", "Pool", "Dropout1d", "Dropout2d")
 _engine: Any = cast(Any, torch.autograd.Variable)._execution_engine
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside of wrappers such as DDP's: its places have the names that the user gave.
-
-    >>> unwrapped(nn.DataParallel(nn.ReLU()))
-    ReLU()
-    """
-    while True:
-        names = list(model._modules)
-        if len(names) != 1 or names[0] not in _WRAPPERS or model._parameters or model._buffers:
-            return model
-        model = cast(nn.Module, model._modules[names[0]])
 
 
 class Plan:
@@ -308,16 +293,14 @@ class Looking(Context[_LookTap]):
         self._fold()
         settle([found for _, found in self._grads])
         self.backwards += 1
-        if scale is not None and any(found.nonfinite for _, found in self._grads):
+        grads, self._grads = self._grads, []
+        if scale is not None and any(found.nonfinite for _, found in grads):
             self.overflows += 1  # the scaler makes no step of it, and nor does this
-            self._grads = []
             if self.overflows == _OVERFLOWS:
                 self._alarm(self.overflows, scale)
-        for number, found in self._grads:
-            if scale is not None:
-                found = found.scaled(1 / scale)
-            self._add(number, found)
-        self._grads = []
+            return
+        for number, found in grads:
+            self._add(number, found if scale is None else found.scaled(1 / scale))
 
     def _fold(self) -> None:
         settle([found for _, found in self._outputs])

@@ -19,10 +19,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hookline.attaching import Anchored
 from hookline.core.places import Where
+from hookline.core.tree import unwrapped
 from hookline.errors import HooklineWarning, PlaceError, RunError
 from hookline.training.diagnosis import Diagnosis
 from hookline.training.findings import Finding, Findings
-from hookline.training.looking import Looking, Plan, unwrapped
+from hookline.training.looking import Looking, Plan
 from hookline.training.ranks import gathered, rank_of, ranks_in
 from hookline.training.run_files import BINS, ROW_KINDS
 from hookline.training.writers import Measured, Writer, writer_for
@@ -118,7 +119,7 @@ class watch(Anchored):
         self._diagnosis: Diagnosis | None = None
         self._found: list[Finding] = []
         super().__init__(model)
-        self._inner = unwrapped(model)
+        _, self._inner = unwrapped(model)  # places have the names that the user gave
 
     # -- entering and leaving -------------------------------------------------------------------
 
