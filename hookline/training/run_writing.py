@@ -18,13 +18,7 @@ import numpy.typing as npt
 
 from hookline.errors import RunError
 from hookline.training.findings import Finding, to_json
-from hookline.training.run_files import (
-    Head,
-    Row,
-    histogram_dtype,
-    segment_path,
-    values_dtype,
-)
+from hookline.training.run_files import Head, Row, histogram_dtype, segment_path, values_dtype
 
 __all__ = ["Bins", "RunWriter"]
 
@@ -60,13 +54,11 @@ class RunWriter:
         *,
         model: str = "",
         options: dict[str, Any] | None = None,
-        bins: int = 64,
     ) -> None:
         self.folder = Path(folder)
         self._files: dict[str, tuple[int, int]] = {}  # ending → file number and good size
-        head = Head(tuple(rows), time.time(), model, dict(options or {}), bins=bins)
-        self.head = head
-        self._values, self._histogram = values_dtype(head), histogram_dtype(bins)
+        self.head = Head(tuple(rows), time.time(), model, dict(options or {}))
+        self._values, self._histogram = values_dtype(self.head), histogram_dtype(self.head.bins)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.number = self._claim()

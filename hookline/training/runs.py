@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -255,7 +255,7 @@ class Run:
     def scalars(self, name: str) -> tuple[Steps, npt.NDArray[np.float64]]:
         """A scalar such as the loss: steps and values."""
         found: dict[int, float] = {}
-        for segment in [self._segments[number] for number in self.segments]:
+        for segment in reversed(self._latest_first()):
             if name in segment.scalars:
                 steps, values = segment.scalars[name]
                 found = {step: value for step, value in found.items() if step < min(steps)}
@@ -324,7 +324,7 @@ class Run:
             remedy = f"Say kind={statistic!r}: it is a kind." if statistic in kinds else ""
             self._missing(f"The statistic {statistic!r}", names, remedy)
 
-    def _missing(self, asked: str, there: list[str], remedy: str = "") -> None:
+    def _missing(self, asked: str, there: list[str], remedy: str = "") -> NoReturn:
         shown = ", ".join(map(repr, there[:8])) + ", …" * (len(there) > 8)
         raise NotCaptured(
             f"{asked} was asked for.",

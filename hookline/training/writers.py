@@ -117,32 +117,25 @@ class _Directory(Writer):
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = folder
-        self.shaped = False
-        self.writer: RunWriter | None = None
 
     def start(self, rows: Sequence[Row], model: str, options: dict[str, Any]) -> None:
         self.writer, self.shaped = RunWriter(self.folder, rows, model=model, options=options), False
 
-    @property
-    def open(self) -> RunWriter:
-        return cast(RunWriter, self.writer)
-
     def measured(self, measured: Measured) -> None:
         if not self.shaped:
-            self.open.shapes(measured.shapes)
+            self.writer.shapes(measured.shapes)
             self.shaped = True
-        self.open.histograms(measured.step, measured.histograms.items())
-        self.open.values(measured.step, measured.values, measured.time)
+        self.writer.histograms(measured.step, measured.histograms.items())
+        self.writer.values(measured.step, measured.values, measured.time)
 
     def scalar(self, step: int, name: str, value: float) -> None:
-        self.open.scalar(step, name, value)
+        self.writer.scalar(step, name, value)
 
     def finding(self, finding: Finding) -> None:
-        self.open.finding(finding)
+        self.writer.finding(finding)
 
     def close(self) -> None:
-        if self.writer is not None:
-            self.writer.close()
+        self.writer.close()
 
 
 class _Lines(Writer):
@@ -161,8 +154,8 @@ class _Lines(Writer):
             named = zip(STATISTICS, numbers.tolist(), strict=True)
             good = {name: to_json(value) for name, value in named if not math.isnan(value)}
             if good:
-                head: dict[str, Any] = {"step": measured.step, "place": row.place, "kind": row.kind}
-                line = head | good
+                head = {"step": measured.step, "place": row.place, "kind": row.kind}
+                line: dict[str, Any] = head | good
                 bins = measured.histograms.get(number)
                 if bins is not None:
                     counts = np.asarray(bins.counts).tolist()
