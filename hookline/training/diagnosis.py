@@ -105,7 +105,10 @@ class Diagnosis:
     def _nonfinite(self) -> list[Finding]:
         kind, found = "non-finite values", self._looking.found
         # -inf in an output may be a mask, and is no harm before a softmax.
-        wrong = [n for n, one in sorted(found.items()) if self._is_wrong(n, one.bad, one.nonfinite)]
+        wrong = [
+            n for n, one in sorted(found.items())
+            if (one.bad if self.rows[n].kind == "output" else one.nonfinite)
+        ]  # fmt: skip
         new = [n for n in wrong if (kind, n) not in self._told]
         if not new:
             return []
@@ -124,9 +127,6 @@ class Diagnosis:
         )
         evidence = {"nonfinite": share, "places": float(len(new))}
         return [self._finding(kind, first, message, evidence, advice, len(new) - 1, "error")]
-
-    def _is_wrong(self, number: int, bad: float, nonfinite: float) -> bool:
-        return bad > 0 if self.rows[number].kind == "output" else nonfinite > 0
 
     def overflow(self, step: int, count: int, scale: float) -> list[Finding]:
         """A scaler has skipped that many steps in a row: it cannot be its scale."""

@@ -53,6 +53,11 @@ class Finding:
         text = f"step {self.step}: {self.kind}{where}: {self.message} {self.advice}"
         return text.rstrip()
 
+    def cells(self) -> tuple[str, str, str]:
+        """The place, the step and what was noticed, as tables show them."""
+        what = f"error: {self.kind}" if self.severity == "error" else self.kind
+        return self.place or "''", f"{self.step:,}", what
+
     def _repr_html_(self) -> str:
         return Findings([self])._repr_html_()
 
@@ -93,13 +98,11 @@ class Findings(list[Finding]):
     def __str__(self) -> str:
         if not self:
             return super().__str__()
-        step = max(len(f"{one.step:,}") for one in self)
-        place = max(len(one.place or "''") for one in self)
+        width = [max(len(one.cells()[n]) for one in self) for n in range(2)]
         lines: list[str] = []
         for one in self:
-            what = f"{one.severity}: {one.kind}" if one.severity == "error" else one.kind
-            name = one.place or "''"
-            lines.append(f"step {one.step:>{step},}  {name:<{place}}  {what}")
+            place, step, what = one.cells()
+            lines.append(f"step {step:>{width[1]}}  {place:<{width[0]}}  {what}")
             for text in (one.message, one.advice):
                 lines += [f"    {line}" for line in wrap(text, _WIDTH - 4)]
         return "\n".join(lines)
@@ -108,11 +111,8 @@ class Findings(list[Finding]):
         errors = sum(one.severity == "error" for one in self)
         title = f"{len(self) or 'No'} finding{'s' * (len(self) != 1)}"
         title += f", {errors} of them error{'s' * (errors != 1)}" if errors else ""
-        rows = [("place", "step", "found", "", "what to try")]
-        for one in self:
-            what = f"{one.severity}: {one.kind}" if one.severity == "error" else one.kind
-            rows.append((one.place or "''", f"{one.step:,}", what, one.message, one.advice))
-        return as_html(title, rows)
+        head = ("place", "step", "found", "", "what to try")
+        return as_html(title, [head, *((*one.cells(), one.message, one.advice) for one in self)])
 
 
 _TEXTS = ("kind", "place", "message", "advice", "severity")

@@ -153,20 +153,18 @@ def moments(tensor: Tensor, unit: int = -1, flat: Flat | None = None, most: int 
         x = x.reshape(1)
     units = x.shape[unit] if x.ndim > 1 else 1
     rest = [d for d in range(x.ndim) if d != unit % x.ndim] if x.ndim > 1 else [0]
-    shape, sample = tuple(tensor.shape), sampled(x, most)
+    shape, sample, each = tuple(tensor.shape), sampled(x, most), x.numel() / units
     if x.is_cpu:
         found = _quick(x, rest, sample)
         if found is not None:
             count, total, centered, zeros, high, low = found
             ends = _NAN if flat is None else _at_ends(x, flat).item()
-            each = x.numel() / units
             return Moments(
                 count, total, centered, zeros, 0.0, 0.0, ends, high.reshape(-1), low.reshape(-1),
                 each, sample, shape,
             )  # fmt: skip
     numbers, high, low = _careful(x, rest, flat)
     sample = torch.where(sample.isfinite(), sample, torch.nan)
-    each = x.numel() / units
     found = Moments(0, 0, 0, 0, 0, 0, 0, high, low, each, sample, shape, waiting=numbers)
     if x.is_cpu:
         settle([found])
