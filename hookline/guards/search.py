@@ -22,6 +22,7 @@ from hookline.guards.gradients import Backward
 from hookline.guards.origins import RECOMPUTING, Ignored, Labelled, Origin, labelled
 from hookline.guards.runs import Kept
 from hookline.guards.tracing import Modules, Operations, Sample, Trace
+from hookline.trials.runs import nodes_of
 
 __all__ = [
     "Found", "describe_sample", "find_backward", "find_forward", "of_outputs", "parameter_names",
@@ -136,7 +137,7 @@ def _gradients(
         return {}
     tensors = [tensor for _, tensor in wanted]
     names = [name for name, _ in wanted]
-    if not _recomputes(ends):
+    if not any(node.name() == RECOMPUTING for node in nodes_of(ends)):
         found = torch.autograd.grad(ends, tensors, given, allow_unused=True)
         return dict(zip(names, found, strict=True))
     # The older checkpointing runs backwards of its own, which write to .grad: put back what is
@@ -150,20 +151,6 @@ def _gradients(
     finally:
         for tensor, gradient in zip(tensors, before, strict=True):
             tensor.grad = gradient
-
-
-def _recomputes(tensors: list[Tensor]) -> bool:
-    """Whether a graph holds a checkpoint of the older kind."""
-    seen: set[Any] = set()
-    stack: list[Any] = [tensor.grad_fn for tensor in tensors]
-    while stack:
-        node = stack.pop()
-        if node is not None and node not in seen:
-            if node.name() == RECOMPUTING:
-                return True
-            seen.add(node)
-            stack += [follows for follows, _ in node.next_functions]
-    return False
 
 
 # -- what the producer was given ------------------------------------------------------------------
