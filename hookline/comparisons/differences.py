@@ -54,10 +54,8 @@ class Difference:
     def to_dict(self) -> dict[str, Any]:
         """As plain values, ready for JSON: numbers that are not finite are None."""
         found = {**asdict(self), "diverges": self.diverges}
-        return {
-            k: None if isinstance(v, float) and not math.isfinite(v) else v
-            for k, v in found.items()
-        }
+        wild = (n for n, v in found.items() if isinstance(v, float) and not math.isfinite(v))
+        return found | dict.fromkeys(wild)
 
 
 class Comparison(Tabled):
@@ -150,8 +148,8 @@ class Comparison(Tabled):
         columns: dict[str, list[str]] = {"place": [row.place or "''" for row in rows]}
         if any(row.place != row.place_b for row in rows):
             columns["in b"] = [row.place_b or "''" for row in rows]
-        columns["output"] = [row.shape for row in rows]
-        columns["type"] = [
+        columns["shape"] = [row.shape for row in rows]
+        columns["dtype"] = [
             row.dtype if row.dtype == row.dtype_b else f"{row.dtype}, {row.dtype_b}" for row in rows
         ]
         if any(row.calls > 1 for row in rows):
@@ -162,9 +160,7 @@ class Comparison(Tabled):
         told = [row.remark or ("diverges" if row.diverges else "") for row in rows]
         if any(told):
             columns["remark"] = told
-        names = {"output": "shape", "type": "dtype"}
-        head = [names.get(name, name) for name in columns]
-        return [head, *map(list, zip(*columns.values(), strict=True))]
+        return [list(columns), *map(list, zip(*columns.values(), strict=True))]
 
     def _remarks(self) -> list[str]:
         found = list(self.notes)

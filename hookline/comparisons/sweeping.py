@@ -239,9 +239,7 @@ def _add_estimates(
 
 
 @contextmanager
-def _bar(
-    progress: bool | Callable[[int, int], None], total: int
-) -> Generator[Callable[[int], None]]:
+def _bar(progress: bool | Tell, total: int) -> Generator[Callable[[int], None]]:
     """A function to be told of progress: a bar of tqdm's, or what the user gave."""
     done = 0
 

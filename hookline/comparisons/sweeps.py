@@ -71,18 +71,16 @@ class Sweep(Tabled):
     @property
     def matrix(self) -> Tensor:
         """The changes, places × positions, for a heatmap; NaN where there is no such position."""
-        return self._matrix({(row.place, row.position): row.change for row in self.rows})
+        found = {(row.place, row.position): row.change for row in self.rows}
+        nothing = float("nan")
+        rows = [[found.get((place, p), nothing) for p in self.positions] for place in self.places]
+        return torch.tensor(rows, dtype=torch.float64)
 
     @property
     def shares(self) -> Tensor:
         """The same as shares of the way from the corrupt run to the clean one."""
         gap = self.clean - self.corrupt
         return self.matrix / gap if gap else torch.full_like(self.matrix, torch.nan)
-
-    def _matrix(self, found: dict[tuple[str, int | None], float]) -> Tensor:
-        nothing = float("nan")
-        rows = [[found.get((place, p), nothing) for p in self.positions] for place in self.places]
-        return torch.tensor(rows, dtype=torch.float64)
 
     @property
     def best(self) -> Effect:
