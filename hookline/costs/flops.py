@@ -10,7 +10,7 @@ cuDNN, and the fast path of `nn.MultiheadAttention`. Theirs are here.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, cast
 
@@ -41,29 +41,24 @@ no_dispatch: Any = getattr(torch._C, "_DisableTorchDispatch", None)  # private, 
 _own: dict[Any, Formula] = {}
 
 
-def _recurrent(tokens: Tensor, weights: list[Any]) -> int:
+def _recurrent(tokens: Tensor, weights: Sequence[Any]) -> int:
     """Every weight matrix meets every token once."""
     count = tokens.numel() // tokens.shape[-1]
     matrices = [weight for weight in weights if weight is not None and weight.ndim == 2]
     return sum(2 * count * matrix.numel() for matrix in matrices)
 
 
-def _rnn_layer(tokens: Tensor, *more: Any, out_val: Any = None, **kwargs: Any) -> int:
-    return _recurrent(tokens, list(more[:2]))  # biases follow: zeros as large as weights, if none
+def _rnn_layer(tokens: Tensor, *more: Any, **kwargs: Any) -> int:
+    return _recurrent(tokens, more[:2])  # biases follow: zeros as large as weights, if none
 
 
-def _rnn_layer_backward(tokens: Tensor, *more: Any, out_val: Any = None, **kwargs: Any) -> int:
-    return 2 * _recurrent(tokens, list(more[:2]))  # for the tokens, and for the weights
+def _cudnn_rnn(tokens: Tensor, weights: Any, *more: Any, **kwargs: Any) -> int:
+    return _recurrent(tokens, weights)
 
 
-def _cudnn_rnn(tokens: Tensor, weight: Any, *more: Any, out_val: Any = None, **kwargs: Any) -> int:
-    return _recurrent(tokens, list(weight))
-
-
-def _cudnn_rnn_backward(
-    tokens: Tensor, weight: Any, *more: Any, out_val: Any = None, **kwargs: Any
-) -> int:
-    return 2 * _recurrent(tokens, list(weight))
+def _backward_of(forward: Formula) -> Formula:
+    """Twice a forward's: for the tokens, and for the weights."""
+    return lambda *args, **kwargs: 2 * forward(*args, **kwargs)
 
 
 def _attention_layer(
@@ -88,9 +83,9 @@ def _formula_of(operation: Any) -> Formula | None:
             "_scaled_dot_product_flash_attention_for_cpu": attention,
             "_scaled_dot_product_flash_attention_for_cpu_backward": backward,
             "mkldnn_rnn_layer": _rnn_layer,
-            "mkldnn_rnn_layer_backward": _rnn_layer_backward,
+            "mkldnn_rnn_layer_backward": _backward_of(_rnn_layer),
             "_cudnn_rnn": _cudnn_rnn,
-            "_cudnn_rnn_backward": _cudnn_rnn_backward,
+            "_cudnn_rnn_backward": _backward_of(_cudnn_rnn),
             "_native_multi_head_attention": _attention_layer,
         }
         for name, formula in formulas.items():

@@ -256,18 +256,15 @@ class Summary:
         parts = [f"{len(self)} modules", f"{sizes} ({show_bytes(totals['parameter_bytes'])})"]
         if totals["trainable"] != totals["parameters"]:
             parts.append(f"{show_count(totals['trainable'])} of them trainable")
-        if totals["flops"] is not None:
-            parts.append(_show_flops(totals["flops"]))
-        if totals["backward_flops"] is not None:
-            parts.append(f"{_show_flops(totals['backward_flops'])} backward")
-        if totals["activation_bytes"] is not None:
-            parts.append(f"{show_bytes(totals['activation_bytes'])} activations")
-        if totals["peak_bytes"] is not None:
-            parts.append(f"{show_bytes(totals['peak_bytes'])} at the peak")
-        if totals["seconds"] is not None:
-            parts.append(show_seconds(totals["seconds"]))
-        if totals["backward_seconds"] is not None:
-            parts.append(f"{show_seconds(totals['backward_seconds'])} backward")
+        measured: list[tuple[str, Callable[[Any], str], str]] = [
+            ("flops", _show_flops, ""), ("backward_flops", _show_flops, " backward"),
+            ("activation_bytes", show_bytes, " activations"),
+            ("peak_bytes", show_bytes, " at the peak"),
+            ("seconds", show_seconds, ""), ("backward_seconds", show_seconds, " backward"),
+        ]  # fmt: skip
+        for name, show, what in measured:
+            if totals[name] is not None:
+                parts.append(f"{show(totals[name])}{what}")
         return f"{self.model}: {', '.join(parts)}"
 
     def _notes(self, left_out: int) -> list[str]:

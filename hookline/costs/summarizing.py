@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer
 
-from hookline.core.nested import get_part, leaves
+from hookline.core.nested import leaves
 from hookline.costs.call_trees import CallTree
 from hookline.costs.flops import FlopCounter
 from hookline.costs.footprints import size_of
@@ -26,15 +26,7 @@ from hookline.costs.summaries import Summary
 from hookline.errors import BatchError
 from hookline.trials.batches import make_batch, needs_whole_numbers, refused_shapes
 from hookline.trials.contents import Contents
-from hookline.trials.runs import (
-    Mode,
-    copied,
-    cuda_devices,
-    nodes_of,
-    pull_back,
-    run,
-    trial,
-)
+from hookline.trials.runs import Mode, copied, cuda_devices, nodes_of, pull_back, run, trial
 
 __all__ = ["summarize"]
 
@@ -165,9 +157,8 @@ def _counted(
     tree.certain = counter.certain
     with tree, torch.set_grad_enabled(graded), counter:
         output = run(model, batch)
-        if backward is not False:
-            roots = _roots(output, backward)
-            pull_back(roots)
+        if graded:
+            pull_back(_roots(output, backward))
     tree.settle()
     return tree, counter
 
@@ -209,12 +200,10 @@ def _times(tree: CallTree) -> tuple[dict[str, float], dict[str, float]]:
 
 def _roots(output: Any, backward: bool | Loss) -> list[Tensor]:
     """The tensors from which a backward starts."""
-    found: Any = output
     if callable(backward):
-        found = backward(output)
+        found: Any = backward(output)
     else:
-        with_loss = dict(leaves(output)).get(("loss",))
-        found = output if with_loss is None else get_part(output, ("loss",))
+        found = dict(leaves(output)).get(("loss",), output)
     roots = [tensor for _, tensor in leaves(found) if tensor.requires_grad]
     if not roots:
         raise BatchError(
