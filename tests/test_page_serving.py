@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import hookline as hl
+from hookline.pages import views
 from hookline.pages.chunks import unpack
 from hookline.pages.serving import serve
 from hookline.training.run_files import STATISTICS, Row
@@ -127,6 +128,33 @@ def test_a_saved_record_is_shown_and_read_again_when_it_was_saved_again(server, 
     again = ask_json(server, "/api/page?source=values")
     assert {entry["place"] for entry in again["entries"]} == {"", "0"}
     assert again["revision"] != page["revision"]
+
+
+def test_a_record_that_could_not_be_read_while_it_was_saved_is_read_at_the_next_look(
+    tmp_path, monkeypatch
+):
+    def save(*where):
+        model = nn.Sequential(nn.ReLU(), nn.ReLU())
+        with hl.capture(model, *where, detach=True) as record:
+            model(torch.ones(1, 2))
+        hl.save_record(record, tmp_path / "values")
+
+    def half_written(folder):
+        raise hl.RecordError("A record was to be read.", "Its tensors are missing.", "Wait.")
+
+    def places(view):
+        return {entry["place"] for entry in view.page()["entries"]}
+
+    save("0")
+    view = views.RecordView(tmp_path / "values")
+    before = view.revision
+    save("0", "1")
+    with monkeypatch.context() as patched:
+        patched.setattr(views, "load_record", half_written)
+        assert view.refresh() == before
+    assert places(view) == {"0"}
+    assert view.refresh() != before
+    assert places(view) == {"0", "1"}
 
 
 def test_answers_are_packed_for_those_who_take_it(server):

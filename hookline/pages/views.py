@@ -1,13 +1,14 @@
 """What the live view shows: runs, stores, records and reports in a folder, read, never written.
 
 - `Gallery`: what lies in a folder, opened when it is asked for
-- `RunView`, `StoreView`, `RecordView`: one of them, as the page of the moment
+- `View`: one of them, as the page of the moment: `RunView`, `StoreView`, `RecordView`
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from threading import RLock
 from typing import Any, NamedTuple
@@ -37,11 +38,50 @@ class Shown(NamedTuple):
     path: Path
 
 
-class RunView:
+class View:
+    """A run, a store or a record, as the page of the moment."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._lock = path, RLock()
+
+    @property
+    def revision(self) -> str:
+        """Another one whenever something has changed."""
+        raise AssertionError("a view has revisions")
+
+    def refresh(self) -> str:
+        """Read what was written since; the revision then."""
+        raise AssertionError("a view reads on")
+
+    def _current(self) -> Page:
+        raise AssertionError("a view has a page")
+
+    def page(self) -> dict[str, Any]:
+        """The description of the page."""
+        with self._lock:
+            return self._current().content
+
+    def chunk(self, name: str) -> Chunk | None:
+        """A chunk of the page, None if there is none of that name."""
+        with self._lock:
+            make = self._current().chunks.get(name)
+            return None if make is None else make()
+
+    def form(self) -> tuple[Any, ...]:
+        """What the tree of the page is made of."""
+        return (self.revision,)
+
+    def update(self, known: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What the page of a reader that knows that form needs now, and the form now."""
+        return self.form(), {"revision": self.revision, "restructured": True}
+
+
+class RunView(View):
     """A run that may still grow, be gone on with, or be started anew in the same folder."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._lock, self._renewed = path, RLock(), 0
+        super().__init__(path)
+        self._renewed = 0
         self._open()
 
     def _open(self) -> None:
@@ -55,11 +95,9 @@ class RunView:
 
     @property
     def revision(self) -> str:
-        """Another one whenever something has changed."""
         return f"{self._renewed}.{self._page.revision}"
 
     def refresh(self) -> str:
-        """Read what was written since; the revision then."""
         with self._lock:
             try:
                 if self._started() != self._first:  # deleted, and begun again
@@ -76,34 +114,6 @@ class RunView:
         except (HooklineError, OSError, IndexError):
             return  # gone, or half written: what was read of it stays on the page
 
-    def page(self) -> dict[str, Any]:
-        """The description of the page."""
-        with self._lock:
-            return self._current().content
-
-    def chunk(self, name: str) -> Chunk | None:
-        """A chunk of the page, None if there is none of that name."""
-        with self._lock:
-            make = self._current().chunks.get(name)
-            return None if make is None else make()
-
-    def update(self, known: tuple[Any, ...] | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What the page of a reader that knows that form needs, and the form now."""
-        with self._lock:
-            form = (self._renewed, *self._page.form)
-            if form != known:
-                return form, {"revision": self.revision, "restructured": True}
-            scalars = [
-                {**one, "steps": one["steps"].tolist(), "values": one["values"].tolist()}
-                for one in self._page.scalars()
-            ]
-            return form, {"revision": self.revision, **self._page.moving(), "scalars": scalars}
-
-    def form(self) -> tuple[Any, ...]:
-        """What the tree of the page is made of."""
-        with self._lock:
-            return self._renewed, *self._page.form
-
     def _current(self) -> Page:
         if self._made is None or self._made[0] != self.revision:
             page = self._page.page()
@@ -111,126 +121,98 @@ class RunView:
             self._made = self.revision, page
         return self._made[1]
 
+    def form(self) -> tuple[Any, ...]:
+        with self._lock:
+            return self._renewed, *self._page.form
 
-class StoreView:
-    """A store; it is read again when one of its indexes was written."""
+    def update(self, known: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        with self._lock:
+            form = self.form()
+            if form != known:
+                return super().update(known)
+            scalars = [
+                {**one, "steps": one["steps"].tolist(), "values": one["values"].tolist()}
+                for one in self._page.scalars()
+            ]
+            return form, {"revision": self.revision, **self._page.moving(), "scalars": scalars}
+
+
+class _Whole(View):
+    """What is read anew as a whole when one of its files was written."""
+
+    files = ""  # which of them tell
 
     def __init__(self, path: Path) -> None:
-        self._path, self._lock = path, RLock()
-        self._stamp = self._stamps()
-        self._open()
+        super().__init__(path)
+        self._open(self._stamps())
 
-    def _open(self) -> None:
-        # Not Store.open, which cuts off what a killed writer left: a viewer writes nothing, and
-        # readers stop at what the index says in any case.
-        folder = self._path.absolute()
-        indexes = [read_index(folder, rank) for rank in ranks_of(folder)]
-        self._store = Store(folder, read_description(folder), indexes)
-        self._page = page_of_store(self._store, live=True)
-        self._page.content["revision"] = self.revision
+    def _read(self) -> Page:
+        raise AssertionError("it is read")
+
+    def _open(self, stamps: tuple[Any, ...]) -> None:
+        page = self._read()
+        self._stamp, self._page = stamps, page
+        page.content |= {"live": True, "revision": self.revision}
 
     def _stamps(self) -> tuple[Any, ...]:
-        found = sorted(self._path.glob("rank*.index.json"))
+        found = sorted(self._path.glob(self.files))
         return tuple((path.name, path.stat().st_mtime_ns, path.stat().st_size) for path in found)
 
     @property
     def revision(self) -> str:
-        """Another one whenever something was appended."""
         return f"{hash(self._stamp) & 0xFFFFFFFF:x}"
 
     def refresh(self) -> str:
-        """Read the store again if it was written to; the revision then."""
         with self._lock:
-            try:
-                stamp = self._stamps()
-                if stamp != self._stamp:
-                    before, self._stamp = self._stamp, stamp
-                    try:
-                        self._open()
-                    except HooklineError:
-                        self._stamp = before  # in the middle of a write: look again
-            except OSError:
-                return self.revision  # gone: what was read of it stays on the page
+            # Gone, or in the middle of a write: what was read of it stays, until the next look.
+            with suppress(HooklineError, OSError):
+                stamps = self._stamps()
+                if stamps != self._stamp:
+                    self._open(stamps)
             return self.revision
 
-    def page(self) -> dict[str, Any]:
-        """The description of the page."""
-        with self._lock:
-            return self._page.content
+    def _current(self) -> Page:
+        return self._page
+
+
+class StoreView(_Whole):
+    """A store, with every sample of it."""
+
+    files = "rank*.index.json"
+
+    def _read(self) -> Page:
+        # Not Store.open, which cuts off what a killed writer left: a viewer writes nothing, and
+        # readers stop at what the index says in any case.
+        folder = self._path.absolute()
+        indexes = [read_index(folder, rank) for rank in ranks_of(folder)]
+        store = Store(folder, read_description(folder), indexes)
+        page = page_of_store(store, live=True)
+        self._store = store
+        return page
 
     def chunk(self, name: str) -> Chunk | None:
         """A chunk of the page: `e3`, or `e3:17` for the 17th sample of that entry."""
-        match = re.fullmatch(r"(e\d{1,9})(?::(\d{1,15}))?", name)
+        match = re.fullmatch(r"(e\d{1,9}):(\d{1,15})", name)
         if match is None:
-            return None
+            return super().chunk(name)
         with self._lock:
-            make = self._page.chunks.get(match[1])
-            if make is None or match[2] is None:
-                return None if make is None else make()
-            position = int(match[2])
-            if position >= len(self._store):
-                return None
             entries: list[dict[str, Any]] = self._page.content["entries"]
-            place = next(entry["place"] for entry in entries if entry["chunk"] == match[1])
+            place = next((one["place"] for one in entries if one["chunk"] == match[1]), None)
+            position = int(match[2])
+            if place is None or position >= len(self._store):
+                return None
             return sample_chunk(self._store, place, position)
 
-    def update(self, known: tuple[Any, ...] | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """A store that grew is read anew as a whole."""
-        return self.form(), {"revision": self.revision, "restructured": True}
 
-    def form(self) -> tuple[Any, ...]:
-        """What the tree of the page is made of."""
-        return (self.revision,)
+class RecordView(_Whole):
+    """A saved record."""
 
+    files = "record.json"
 
-class RecordView:
-    """A saved record; it is read again when it was saved again."""
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._lock = path, RLock()
-        self._open()
-
-    def _open(self) -> None:
-        self._stamp = self._path.joinpath("record.json").stat().st_mtime_ns
-        self._page = page_of_record(load_record(self._path))
-        self._page.content |= {"live": True, "revision": self.revision}
-
-    @property
-    def revision(self) -> str:
-        """Another one whenever it was saved anew."""
-        return f"{self._stamp & 0xFFFFFFFF:x}"
-
-    def refresh(self) -> str:
-        """Read the record again if it was saved anew; the revision then."""
-        with self._lock:
-            try:
-                if self._path.joinpath("record.json").stat().st_mtime_ns != self._stamp:
-                    self._open()
-            except (HooklineError, OSError):
-                return self.revision  # gone, or being saved: what was read of it stays on the page
-            return self.revision
-
-    def page(self) -> dict[str, Any]:
-        """The description of the page."""
-        with self._lock:
-            return self._page.content
-
-    def chunk(self, name: str) -> Chunk | None:
-        """A chunk of the page, None if there is none of that name."""
-        with self._lock:
-            make = self._page.chunks.get(name)
-            return None if make is None else make()
-
-    def update(self, known: tuple[Any, ...] | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """A record that was saved anew is read anew as a whole."""
-        return self.form(), {"revision": self.revision, "restructured": True}
-
-    def form(self) -> tuple[Any, ...]:
-        """What the tree of the page is made of."""
-        return (self.revision,)
+    def _read(self) -> Page:
+        return page_of_record(load_record(self._path))
 
 
-View = RunView | StoreView | RecordView
 _VIEWS: dict[str, Callable[[Path], View]] = {
     "run": RunView,
     "store": StoreView,
