@@ -560,6 +560,11 @@ def test_places_are_read_from_their_text(text, path, port, operation):
     assert (found.path, found.port, found.operation) == (path, port, operation)
 
 
+def test_a_million_flops_less_a_few_is_a_million():
+    page = page_of(nn.Linear(25, 19_999), batch=torch.ones(1, 25))
+    assert dict(page.content["facts"])["FLOPs"] == "1.00 M"
+
+
 def test_facts_that_are_not_there_are_not_shown(tmp_path):
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     modules = page_of(model).content["modules"]

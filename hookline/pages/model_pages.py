@@ -18,18 +18,10 @@ from hookline.core.places import Place
 from hookline.core.records import Record
 from hookline.core.tree import join, tensors_of, walk
 from hookline.costs.summarizing import summarize
-from hookline.errors import HooklineError
 from hookline.pages.chunks import Chunk, Page
 from hookline.pages.outlines import Outline
 from hookline.pages.portraits import portray_value
-from hookline.pages.record_pages import (
-    BUDGET,
-    facts_of,
-    gather,
-    mark_called,
-    never_called,
-    share,
-)
+from hookline.pages.record_pages import add_record, facts_of, gather, share
 from hookline.pages.remarks import remark
 from hookline.trials.runs import copied, run, trial
 
@@ -38,9 +30,7 @@ __all__ = ["page_of_model"]
 Loss = Callable[[Any], Tensor]
 
 
-def page_of_model(
-    model: nn.Module, batch: Any = None, loss: Loss | None = None, budget: int = BUDGET
-) -> Page:
+def page_of_model(model: nn.Module, batch: Any, loss: Loss | None, budget: int) -> Page:
     """The page of a model; with a batch, of one run of it, and with a loss, of its gradients."""
     if batch is not None and any(nn.parameter.is_lazy(p) for p in model.parameters()):
         model = copy.deepcopy(model)  # a run would give them their shapes
@@ -54,20 +44,19 @@ def page_of_model(
     ran = (batch is not None) + (loss is not None)
     most = share(budget, len(tensors) + ran * len(outline.modules))
     if batch is not None:
-        _add_run(outline, chunks, _observe(model, batch, loss, most), most, notes)
+        add_record(outline, chunks, _observe(model, batch, loss, most), most, notes)
     for path, (name, tensor) in tensors:
         place = Place(join(path, name), "value")
         if nn.parameter.is_lazy(tensor):
             outline.entry(place, note="It has no shape before the first run.", count=0, chunk="")
         else:
             gather(outline, chunks, place, [tensor], most, notes, weight=True)
+    run_so = "one run" + " with gradients" * bool(loss)
     return Page(
         {
             "kind": "model",
             "title": summary.model,
-            "subtitle": "parameters only"
-            if batch is None
-            else "one run" + " with gradients" * bool(loss),
+            "subtitle": "parameters only" if batch is None else run_so,
             "item": "call",
             "facts": facts_of(summary),
             "notes": notes,
@@ -91,20 +80,3 @@ def _observe(model: nn.Module, batch: Any, loss: Loss | None, most: int) -> Reco
             leaves = [p for p in model.parameters() if p.requires_grad]
             torch.autograd.grad(loss(result), leaves, allow_unused=True)
     return record
-
-
-def _add_run(
-    outline: Outline,
-    chunks: dict[str, Callable[[], Chunk]],
-    record: Record,
-    most: int,
-    notes: list[str],
-) -> None:
-    for place in record.places():
-        try:
-            gather(outline, chunks, place, record.calls(place), most, notes)
-        except HooklineError as error:
-            outline.entry(place, note=str(error), count=0, chunk="")
-    for place, reason in record.unfired().items():
-        never_called(outline, place, reason)
-    mark_called(outline, record.places())

@@ -1,7 +1,7 @@
 """A page of a record: each place with its calls, gradients beside the values that they belong to.
 
 - `page_of_record(record, model, …)`: the page
-- `gather(…)`: the entries of a place, from the values of its calls
+- `add_record(…)`: the entries of all its places; `gather(…)`: those of one, from its values
 - `items_chunk(portraits, labels)`: what is read when an entry is shown
 """
 
@@ -20,6 +20,7 @@ from hookline.core.records import Record
 from hookline.core.tables import show_bytes
 from hookline.costs.summaries import Summary
 from hookline.costs.summarizing import summarize
+from hookline.display import show_count
 from hookline.errors import HooklineError
 from hookline.pages.chunks import Chunk, Page
 from hookline.pages.outlines import Outline
@@ -27,8 +28,7 @@ from hookline.pages.portraits import MOST, Portrait, portray, portray_value, spr
 from hookline.pages.remarks import remark
 
 __all__ = [
-    "BUDGET", "facts_of", "gather", "items_chunk", "mark_called", "never_called", "page_of_record",
-    "share",
+    "BUDGET", "add_record", "facts_of", "gather", "items_chunk", "page_of_record", "share",
 ]  # fmt: skip
 
 BUDGET = 12_000_000  # bytes of pictures on a page
@@ -42,21 +42,9 @@ def page_of_record(record: Record, model: nn.Module | None = None, budget: int =
     summary = None if model is None else summarize(model)
     outline = Outline(summary)
     places = record.places()
-    most = share(budget, len(places) * 2)
     chunks: dict[str, Callable[[], Chunk]] = {}
     notes: list[str] = []
-    for place in places:
-        try:
-            calls = record.calls(place)
-        except HooklineError as error:
-            outline.entry(place, note=str(error), count=0, chunk="")
-            continue
-        weight = place.port in ("value", "grad")
-        gather(outline, chunks, place, calls, most, notes, weight=weight)
-    unfired = record.unfired()
-    for place, reason in unfired.items():
-        never_called(outline, place, reason)
-    mark_called(outline, places)
+    add_record(outline, chunks, record, share(budget, len(places) * 2), notes)
     facts = [
         ["places", f"{len(places):,}"],
         ["values", f"{sum(len(tap.entries()) for tap in record._taps):,}"],
@@ -78,6 +66,30 @@ def page_of_record(record: Record, model: nn.Module | None = None, budget: int =
         },
         chunks,
     )
+
+
+def add_record(
+    outline: Outline,
+    chunks: dict[str, Callable[[], Chunk]],
+    record: Record,
+    most: int,
+    notes: list[str],
+) -> None:
+    """Add the entries of all places of a record; where nothing is, it is said why."""
+    for place in record.places():
+        try:
+            calls = record.calls(place)
+        except HooklineError as error:
+            outline.entry(place, note=str(error), count=0, chunk="")
+            continue
+        weight = place.port in ("value", "grad")
+        gather(outline, chunks, place, calls, most, notes, weight=weight)
+    for place, reason in record.unfired().items():
+        _never_called(outline, place, reason)
+    for place in record.places():
+        index = outline.find(place.path)
+        if index is not None and not place.port.startswith("grad"):
+            outline.modules[index]["called"] = True
 
 
 def gather(
@@ -161,15 +173,7 @@ def share(budget: int, pictures: int) -> int:
     return int(min(MOST, max(512, budget / 2 / max(pictures, 1))))
 
 
-def mark_called(outline: Outline, places: list[Place]) -> None:
-    """Say of the modules of these places that they were called."""
-    for place in places:
-        index = outline.find(place.path)
-        if index is not None and not place.port.startswith("grad"):
-            outline.modules[index]["called"] = True
-
-
-def never_called(outline: Outline, place: Place, reason: str) -> None:
+def _never_called(outline: Outline, place: Place, reason: str) -> None:
     """Say at a place why it holds nothing."""
     index = outline.find(place.path)
     if index is not None and place.port == "output" and place.operation is None:
@@ -187,12 +191,7 @@ def facts_of(summary: Summary) -> list[list[str]]:
     facts += [["weights", show_bytes(totals["parameter_bytes"])]]
     facts += [["modules", f"{len(summary):,}"]]
     if totals.get("flops"):
-        facts.append(["FLOPs", _compact(totals["flops"])])
+        facts.append(["FLOPs", show_count(totals["flops"])])
     if totals.get("activation_bytes"):
         facts.append(["activations", show_bytes(totals["activation_bytes"])])
     return facts
-
-
-def _compact(count: float) -> str:
-    power = min((len(str(int(count))) - 1) // 3, 5)
-    return f"{count / 1000**power:.3g}{('', ' K', ' M', ' G', ' T', ' P')[power]}"

@@ -21,9 +21,7 @@ def remark(outline: Outline) -> list[dict[str, Any]]:
     Of whole numbers and truth values, a 0 says nothing.
     """
     found = [finding for entry in outline.entries for finding in _of(entry)]
-    errors = [finding for finding in found if finding["severity"] == "error"]
-    others = [finding for finding in found if finding["severity"] != "error"]
-    return [*errors, *others][:_MOST]
+    return sorted(found, key=lambda finding: finding["severity"] != "error")[:_MOST]
 
 
 def _of(entry: Entry) -> list[dict[str, Any]]:
@@ -31,17 +29,10 @@ def _of(entry: Entry) -> list[dict[str, Any]]:
     count, broken = statistics.get("count", 0), statistics.get("nonfinite", 0)
     what = "gradient" if entry.gradient else "value"
     if broken:
-        share = broken / count
-        return [
-            _finding(
-                entry,
-                "not finite",
-                f"{broken:,} of {count:,} numbers of the {what} are NaN or infinite.",
-                {"nonfinite": broken, "share": share},
-                "Look at the first place in model order that has any.",
-                "error",
-            )
-        ]
+        text = f"{broken:,} of {count:,} numbers of the {what} are NaN or infinite."
+        evidence = {"nonfinite": broken, "share": broken / count}
+        advice = "Look at the first place in model order that has any."
+        return [_finding(entry, "not finite", text, evidence, advice, "error")]
     if entry.dtype.startswith(("int", "uint", "bool")):  # masks, indices and counts may well be 0
         return []
     if count > 1 and statistics.get("zeros") == 1.0:
@@ -59,19 +50,8 @@ def _of(entry: Entry) -> list[dict[str, Any]]:
 
 
 def _finding(
-    entry: Entry,
-    kind: str,
-    message: str,
-    evidence: dict[str, float],
-    advice: str,
+    entry: Entry, kind: str, message: str, evidence: dict[str, float], advice: str,
     severity: str = "warning",
-) -> dict[str, Any]:
-    return {
-        "kind": kind,
-        "place": entry.place,
-        "step": None,
-        "message": message,
-        "evidence": evidence,
-        "advice": advice,
-        "severity": severity,
-    }
+) -> dict[str, Any]:  # fmt: skip
+    told = {"message": message, "evidence": evidence, "advice": advice, "severity": severity}
+    return {"kind": kind, "place": entry.place, "step": None, **told}

@@ -34,12 +34,12 @@ _TITLES = {
     "update": "updates",
 }
 _PAIRED = ("output", "grad", "weight", "weight_grad")  # values and their gradients
-_PORTS = {"grad": "grad_output", "weight_grad": "grad"}
+_PORTS = {"grad": "grad_output", "weight": "value", "update": "value", "weight_grad": "grad"}
 _POINTS = 2_000  # of a scalar
 _FINDINGS = 200
 
 
-def page_of_run(run: Run, model: nn.Module | None = None, budget: int = 12_000_000) -> Page:
+def page_of_run(run: Run, model: nn.Module | None, budget: int) -> Page:
     """The page of a run, as it is now."""
     rows, names = len(run.rows()), len(run.head.statistics)
     most = int(min(600, max(60, 3 * budget / (8 * max(rows, 1) * names))))
@@ -80,7 +80,7 @@ class RunPage:
 
     def page(self) -> Page:
         """The page, with chunks that are made when they are asked for."""
-        outline, entries = self._outline()
+        outline = self._outline()
         chunks: dict[str, Callable[[], Chunk]] = {"scalars": self._scalars_chunk}
         maps: list[dict[str, Any]] = []
         for number, kind in enumerate(self.kinds()):
@@ -91,7 +91,7 @@ class RunPage:
                     "kind": kind,
                     "title": _TITLES.get(kind, kind),
                     "statistics": statistics,
-                    "entries": [entries[n] for n in rows],
+                    "entries": rows,  # each row has an entry, in their order
                 }
             )
             for k, statistic in enumerate(statistics):
@@ -148,10 +148,9 @@ class RunPage:
 
     # -- inside ---------------------------------------------------------------------------------
 
-    def _outline(self) -> tuple[Outline, list[int]]:
+    def _outline(self) -> Outline:
         outline = Outline(self._summary)
         outline.module("", self.run.head.model)
-        entries: list[int] = []
         latest = self.table.values[:, :, -1] if len(self.table.steps) else None
         for n, row in enumerate(self.table.rows):
             place = _place_of(row)
@@ -169,8 +168,7 @@ class RunPage:
             )
             if place.port == "output":
                 outline.modules[entry.module]["type"] = row.type
-            entries.append(n)
-        return outline, entries
+        return outline
 
     def _notes(self) -> list[str]:
         shown, total = len(self.table.steps), self.table.total
@@ -212,10 +210,4 @@ class RunPage:
 
 def _place_of(row: Row) -> Place:
     """The place of a row: that of the module or parameter, at the port of its kind."""
-    if row.kind in ("weight", "weight_grad", "update"):
-        return Place(_path(row.place), "grad" if row.kind == "weight_grad" else "value")
-    return Place(_path(row.place), _PORTS.get(row.kind, "output"))
-
-
-def _path(text: str) -> str:
-    return read_place(text).path
+    return Place(read_place(row.place).path, _PORTS.get(row.kind, "output"))

@@ -53,7 +53,7 @@ class _Part:
 class RunTable:
     """All rows of a run at steps that are spread over its length, and the latest one."""
 
-    def __init__(self, run: Run, most: int = 600) -> None:
+    def __init__(self, run: Run, most: int) -> None:
         self.run = run
         self._asked = most
         self._parts: dict[int, _Part] = {}

@@ -17,8 +17,8 @@ from hookline.core.tables import show_bytes
 from hookline.costs.summarizing import summarize
 from hookline.pages.chunks import Chunk, Page
 from hookline.pages.outlines import Outline
-from hookline.pages.portraits import MOST, portray, spread
-from hookline.pages.record_pages import BUDGET, items_chunk
+from hookline.pages.portraits import portray, spread
+from hookline.pages.record_pages import BUDGET, items_chunk, share
 from hookline.pages.remarks import remark
 from hookline.storage.rows import StoredSamples
 from hookline.storage.store import Store
@@ -37,7 +37,7 @@ def page_of_store(
     chunks: dict[str, Callable[[], Chunk]] = {}
     places, total = store.places(), len(store)
     shown = spread(total, _SAMPLES)
-    most = int(min(MOST, max(512, budget / 2 / max(len(places) * (len(shown) + 1), 1))))
+    most = share(budget, len(places) * (len(shown) + 1))
     for place in places:
         rows = _overview(store, place)
         portrait = None if rows is None else portray(rows, most)
@@ -82,9 +82,9 @@ def page_of_store(
     )
 
 
-def sample_chunk(store: Store, place: str, position: int, most: int = MOST) -> Chunk:
+def sample_chunk(store: Store, place: str, position: int) -> Chunk:
     """One sample of a place, as the live view asks for it."""
-    return items_chunk([portray(_sample(store, place, position), most)], [str(position)])
+    return items_chunk([portray(_sample(store, place, position))], [str(position)])
 
 
 def _entry_chunk(store: Store, place: str, shown: list[int], most: int) -> Chunk:

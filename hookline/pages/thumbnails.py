@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from hookline.core.distributed import local
+from hookline.pages.portraits import spread
 
 __all__ = ["bars", "extent", "png", "thumbnail"]
 
@@ -88,17 +89,9 @@ def _dense(tensor: Tensor) -> Tensor | None:
     return tensor.abs() if tensor.is_complex() else tensor
 
 
-def _spaced(count: int, most: int) -> list[int]:
-    """Positions spread evenly over `count` ones, at most `most`."""
-    if count <= most:
-        return list(range(count))
-    return [round(n * (count - 1) / max(1, most - 1)) for n in range(most)]
-
-
 def _pick(matrix: Tensor, height: int, width: int) -> Tensor:
     """Evenly spaced rows and columns, as float64 on the CPU."""
-    rows = _spaced(matrix.shape[-2], height)
-    columns = _spaced(matrix.shape[-1], width)
+    rows, columns = spread(matrix.shape[-2], height), spread(matrix.shape[-1], width)
     return matrix[..., rows, :][..., columns].to("cpu", torch.float64)
 
 
@@ -112,7 +105,7 @@ def _plane(tensor: Tensor) -> Tensor:
         tensor = tensor[0]
     if tensor.ndim == 3:  # samples × positions × channels, or channels × height × width
         return _pick(tensor[0], _HIGH, _WIDE)
-    some = tensor[0][_spaced(tensor.shape[1], 3)]
+    some = tensor[0][spread(tensor.shape[1], 3)]
     pieces = _pick(some, _HIGH, _WIDE // max(1, len(some)) - 1)
     gap = torch.full((pieces.shape[1], 1), math.nan, dtype=torch.float64)
     joined = [part for piece in pieces for part in (piece, gap)]
@@ -163,7 +156,7 @@ def bars(counts: Tensor) -> str:
     heights = counts.to(torch.float64)
     if heights.ndim != 1 or not heights.numel() or not float(heights.max()):
         return ""
-    heights = heights[_spaced(len(heights), _WIDE)]
+    heights = heights[spread(len(heights), _WIDE)]
     levels = (heights / heights.max() * _HIGH).ceil()
     up = torch.arange(_HIGH, 0, -1, dtype=torch.float64)[:, None]
     pixels = torch.where(levels >= up, 14.0, float(_NOTHING))  # a blue that both themes show
