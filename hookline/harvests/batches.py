@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any, cast
 
-from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from hookline.errors import HarvestError
+from hookline.trials.batches import is_series, no_series
 
 __all__ = ["Share", "Source", "ranks"]
 
@@ -86,21 +86,18 @@ class Source:
         self._data: Any = data
         self._begins = 0  # the number of the first batch that the data has
         self.skips = False  # whether batch 0 may never be seen
-        if isinstance(data, (Tensor, str, dict)) or not (callable(data) or _iterable(data)):
-            raise HarvestError(
-                f"A {type(cast('Any', data)).__name__} was given as data.",
-                "It is no series of batches.",
-                "Give a DataLoader, a list or a generator of batches; x.split(64) makes some.",
-            )
-        if callable(data) and not _iterable(data):
-            self.skips = _takes_argument(cast("Callable[..., Any]", data))
+        self._called = callable(data) and not isinstance(data, Iterable)
+        if not self._called and not is_series(data):
+            raise no_series(data, HarvestError)
+        if self._called:
+            self.skips = _takes_argument(data)
 
     def begin(self, first: int) -> None:
         """Call the function, if it is one."""
-        if callable(self._data) and not _iterable(self._data):
+        if self._called:
             self._begins = first if self.skips else 0
             self._data = self._data(first) if self.skips else self._data()
-            if not _iterable(self._data) or isinstance(self._data, Tensor):
+            if not is_series(self._data):
                 raise HarvestError(
                     "The function that was given as data was called.",
                     f"It returned a {type(self._data).__name__}.",
@@ -137,10 +134,6 @@ def _can_skip(data: Any) -> bool:
     """Whether it is a plain loader that knows beforehand which samples a batch has."""
     loader = type(data) is DataLoader and data.batch_sampler is not None
     return loader and not isinstance(data.dataset, IterableDataset)
-
-
-def _iterable(data: Any) -> bool:
-    return isinstance(data, Iterable)
 
 
 def _takes_argument(function: Callable[..., Any]) -> bool:

@@ -3,13 +3,14 @@
 - `make_batch(model, batch, dtype)`: the batch, with a tensor for every shape in it
 - `call(model, inputs)`: run a model on a batch
 - `is_shape(value)`: whether a value is taken for a shape
+- `is_series(data)`: whether something is batches, and not one; `no_series(data, error)` if not
 - `needs_whole_numbers(error)`: whether a run failed for want of whole numbers, such as tokens
 - `refused_shapes(shapes, dtype, error)`: the error if that cannot be mended
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 import torch
@@ -17,9 +18,12 @@ from torch import Tensor, nn
 
 from hookline.core.nested import map_leaves
 from hookline.core.tree import tensors_of
-from hookline.errors import BatchError
+from hookline.errors import BatchError, HooklineError
 
-__all__ = ["call", "is_shape", "make_batch", "needs_whole_numbers", "refused_shapes"]
+__all__ = [
+    "call", "is_series", "is_shape", "make_batch", "needs_whole_numbers", "no_series",
+    "refused_shapes",
+]  # fmt: skip
 
 Shape = tuple[int, ...]
 
@@ -29,6 +33,24 @@ def call(model: nn.Module, inputs: Any) -> Any:
     if isinstance(inputs, Mapping):
         return model(**inputs)
     return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
+
+
+def is_series(data: Any) -> bool:
+    """Whether something is batches, and not one of them.
+
+    >>> is_series([torch.zeros(2)]), is_series(torch.zeros(2)), is_series(5)
+    (True, False, False)
+    """
+    return isinstance(data, Iterable) and not isinstance(data, (Tensor, str, dict))
+
+
+def no_series(data: Any, error: type[HooklineError]) -> HooklineError:
+    """The error for data that is no series of batches."""
+    return error(
+        f"A {type(data).__name__} was given as data.",
+        "It is no series of batches.",
+        "Give a DataLoader, a list or a generator of batches; x.split(64) makes some.",
+    )
 
 
 def is_shape(value: Any) -> bool:
