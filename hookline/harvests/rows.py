@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from inspect import signature
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from hookline.core.captures import capture
 from hookline.core.distributed import recovers
+from hookline.core.hooks import _settled
 from hookline.core.nested import Path, leaves, map_leaves, only_tensor
 from hookline.core.places import Place, Where
 from hookline.core.records import Record
@@ -102,9 +103,7 @@ class Taker:
             # It would wait for ranks that have fewer batches.
             model = cast("nn.Module", model.module)
         self.model, self.taking = model, taking
-        self._where: Any = where
-        if isinstance(where, Iterator):
-            self._where = list(cast("Iterator[Any]", where))
+        self._where = _settled(where)
         self.asked = _places(model, self._where)
         self.places: list[Place] = []  # those that fire; empty before the first batch
         self.stops = taking.stop is True

@@ -130,9 +130,8 @@ class Statistic:
         for start, part, counted in in_parts(rows, kept):
             batch = Rows(part, counted[:, None], start, names, shape)
             made = {key: tensor.cpu() for key, tensor in self._of(batch).items()}
-            state = self._joined(
-                state, made | {"channels": torch.tensor(rows.shape[1], device="cpu")}
-            )
+            made["channels"] = torch.tensor(rows.shape[1], device="cpu")
+            state = self._joined(state, made)
         # All at once: an error, or an interrupt, leaves the state as it was before the batch.
         state["samples"] = state.get("samples", _none()) + len(names)
         self._put(state)
@@ -158,9 +157,8 @@ class Statistic:
 
     def _fitting(self, mask: Tensor, shape: tuple[int, ...]) -> Tensor:
         ahead = shape[: mask.ndim]
-        if len(ahead) < mask.ndim or any(
-            m not in (1, n) for m, n in zip(mask.shape, ahead, strict=True)
-        ):
+        sizes = zip(mask.shape, ahead, strict=False)
+        if len(ahead) < mask.ndim or any(own not in (1, size) for own, size in sizes):
             raise self._unfit(
                 f"A mask has the shape {tuple(mask.shape)}, the value without channels {shape}.",
                 "A mask lies over the first dimensions of the value, such as batch × position.",
@@ -193,10 +191,8 @@ class Statistic:
         if len(widths) > 1:
             raise self._unfit(f"The two have {widths} channels.", "Merge those of one place.")
         state = self._joined(self.state, other.state)
-        state["samples"] = sum(
-            (s.get("samples", _none()) for s in (self.state, other.state)), _none()
-        )
-        self._put(state)
+        seen = [one.state.get("samples", _none()) for one in (self, other)]
+        self._put(state | {"samples": seen[0] + seen[1]})
         return self
 
     def _joined(self, one: State, other: State) -> State:
@@ -244,9 +240,7 @@ class Statistic:
     @classmethod
     def load(cls, folder: str | Path) -> Self:
         """Read what `save` wrote."""
-        from hookline.statistics.kinds import (
-            statistic_from,  # it knows all statistics, and so this file
-        )
+        from hookline.statistics.kinds import statistic_from  # which knows this file
 
         content, tensors = folders.read(folder, "statistic", StatisticsError)
         made = statistic_from(content, tensors, str(folder))

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from hookline import folders
 from hookline.core.contexts import Entering
-from hookline.core.hooks import hook
+from hookline.core.hooks import _settled, hook
 from hookline.core.nested import only_tensor
 from hookline.core.places import Place, Where
 from hookline.core.slices import take
@@ -27,6 +27,7 @@ from hookline.errors import HooklineWarning, NotCaptured, NotHookable, Statistic
 from hookline.listings import select
 from hookline.statistics.kinds import Statistic, statistic_from
 from hookline.trials.batches import call as run
+from hookline.trials.batches import is_series, no_series
 
 __all__ = ["Measurements", "measure"]
 
@@ -166,11 +167,6 @@ def _show(one: Statistic) -> str:
     return f"{label}{ends}{tuple(first.shape)}"
 
 
-def _read(where: Any) -> Where:
-    """The places as something that can be gone through twice."""
-    return list(cast("Iterator[Any]", where)) if isinstance(where, Iterator) else where
-
-
 def _named(statistics: Any) -> dict[str, Statistic]:
     if isinstance(statistics, Mapping):
         named = dict(cast("Mapping[str, Statistic]", statistics))
@@ -191,7 +187,8 @@ def _named(statistics: Any) -> dict[str, Statistic]:
             asked = f"{one!r} was given as a statistic."
             raise StatisticsError(asked, "It is none.", "Give such as hookline.Mean().")
     if not named:
-        raise StatisticsError("No statistics were given.", "", "Give such as [hookline.Mean()].")
+        asked = "Values were to be measured."
+        raise StatisticsError(asked, "No statistics were given.", "Give such as [hookline.Mean()].")
     return named
 
 
@@ -204,7 +201,7 @@ class _Measuring(Entering):
         self, model: nn.Module, where: Where, statistics: Statistics, mask: Any, at: Any
     ) -> None:
         self._kinds, self._mask, self._at = _named(statistics), mask, at
-        self._wheres = (_read(where),)
+        self._wheres = (_settled(where),)
         self.found = Measurements()
         self.ids: Any = None
         self.batch_mask: Any = None
@@ -353,14 +350,10 @@ def measure(
                 "Give data=, or mask= the name of an argument of the model.",
             )
         return _Measuring(model, where, statistics, mask, at)
-    if isinstance(data, (Tensor, str, dict)):
-        raise StatisticsError(
-            f"A {type(cast('Any', data)).__name__} was given as data.",
-            "It is no series of batches.",
-            "Give a DataLoader, a list or a generator of batches; x.split(64) makes some.",
-        )
+    if not is_series(data):
+        raise no_series(data, StatisticsError)
     of_batch = mask if callable(mask) and not isinstance(mask, Tensor) else None
-    where = _read(where)
+    where = _settled(where)
     if any("grad" in place.port for place in select(model, where)):
         raise StatisticsError(
             "measure was given data and gradient places.",
