@@ -131,12 +131,8 @@ class StoredRows:
             rows = self[first]
             if first is ...:
                 return rows[key]
-            kept = (
-                positions_of(first, self._total, self.place).ndim
-                if not isinstance(first, slice)
-                else 1
-            )
-            return rows[(*[slice(None)] * kept, *others)]
+            chosen = rows.ndim - len(self._row)  # dimensions that the first index has left
+            return rows[(*[slice(None)] * chosen, *others)]
         if isinstance(key, slice):
             start, stop, step = key.indices(self._total)
             if step == 1:

@@ -84,13 +84,9 @@ class Store:
         if rank is None:
             rank = int(os.environ.get("RANK", "0"))
         return StoreWriter(
-            Path(folder),
-            metadata=metadata,
-            rank=rank,
-            shard_bytes=shard_bytes,
-            sync=sync,
+            Path(folder), metadata=metadata, rank=rank, shard_bytes=shard_bytes, sync=sync,
             resume=resume,
-        )
+        )  # fmt: skip
 
     @staticmethod
     def open(folder: str | os.PathLike[str]) -> Store:
@@ -141,7 +137,8 @@ class Store:
     ) -> Iterator[dict[str, Any]]:
         """The samples in order, `size` at a time, as a dict of tensors (lists where they vary)."""
         if size < 1:
-            raise StoreError(f"Cannot give batches of {size}.", "", "Ask for 1 or more.")
+            asked = f"Batches of {size} samples were asked for."
+            raise StoreError(asked, "There are none of that size.", "Ask for 1 or more.")
         columns = {place: self[place] for place in self._named(places)}
         for start in range(0, len(self), size):
             yield {place: rows[start : start + size] for place, rows in columns.items()}

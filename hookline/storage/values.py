@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
@@ -119,8 +120,8 @@ def _series(place: str, part: str, rows: Tensor, shard_bytes: int) -> Series:
             + ("safetensors does not have." if kind is None else "holds nothing."),
             "Convert it first, for instance with .float().",
         )
-    series = Series(place, part, kind.name, shape, 1)
-    series = Series(place, part, kind.name, shape, max(1, shard_bytes // series.row_bytes))
+    row_bytes = math.prod(shape) * rows.itemsize
+    series = Series(place, part, kind.name, shape, max(1, shard_bytes // row_bytes))
     try:
         str.encode(place)
         fits = len(header_of(series, 1 << 62)) <= PAGE and place != "__metadata__"
@@ -187,25 +188,23 @@ def blocks_of(
     blocks: list[Block] = []
     counts: dict[str, int] = {}
 
-    def add(place: str, part: str, rows: Tensor) -> None:
+    def put(place: str, part: str, rows: Tensor) -> None:
         series = old.get((place, part))
         if series is None or not series.fits(rows):
             series = _series(place, part, rows, shard_bytes)
         blocks.append((series, rows))
 
+    def add(place: str, part: str, ends: str, rows: Tensor, lengths: list[int] | None) -> None:
+        counts[place if part == "rows" else "ids"] = len(rows if lengths is None else lengths)
+        put(place, part, rows)
+        if lengths is not None:
+            put(place, ends, _ends(old.get((place, part)), lengths))
+
     for place, value in values.items():
         varies = (place, "offsets") in old if old else isinstance(value, (list, tuple))
-        rows, lengths = _rows_of(place, value, varies)
-        counts[place] = rows.shape[0] if lengths is None else len(lengths)
-        add(place, "rows", rows)
-        if lengths is not None:
-            add(place, "offsets", _ends(old.get((place, "rows")), lengths))
+        add(place, "rows", "offsets", *_rows_of(place, value, varies))
     if ids is not None:
-        rows, lengths = _ids_of(ids)
-        counts["ids"] = rows.shape[0] if lengths is None else len(lengths)
-        add("", "ids", rows)
-        if lengths is not None:
-            add("", "id offsets", _ends(old.get(("", "ids")), lengths))
+        add("", "ids", "id offsets", *_ids_of(ids))
     if not values or len(set(counts.values())) != 1:
         raise StoreError(
             "Cannot append these values.",
