@@ -561,6 +561,17 @@ def test_the_doctor_s_exit_code_tells_of_a_problem(monkeypatch):
     assert "edits will not work (RuntimeError: torn)" in out
 
 
+def test_the_doctor_takes_no_folder_for_a_library(folder, monkeypatch):
+    from hookline.cli import doctor
+
+    (folder / "wandb_not_installed").mkdir()
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setattr(doctor, "_EXTRAS", {"wandb": ("wandb_not_installed", "watch")})
+    code, out, err = run("doctor")
+    assert code == 0, err
+    assert "absent" in out
+
+
 def test_two_models_are_compared_with_an_exit_code_as_diff_has():
     code, out, _ = run("compare", "nets.py:make", "nets.py:make", "-i", "2x1x4x4")
     assert code == 0

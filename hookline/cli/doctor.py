@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import platform
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -46,11 +44,7 @@ def doctor(screen: Screen) -> None:
 
 
 def _versions() -> list[Row]:
-    python, major = platform.python_version(), sys.version_info[:2]
-    rows = [
-        ("hookline", hl.__version__, ""),
-        ("Python", python, "" if major >= (3, 11) else "3.11 or newer is needed"),
-    ]
+    rows = [("hookline", hl.__version__, ""), ("Python", platform.python_version(), "")]
     for name in ("torch", "numpy", "safetensors"):
         try:
             rows.append((name, importlib.metadata.version(name), ""))
@@ -117,8 +111,8 @@ def _devices() -> list[Row]:
 def _extras() -> list[Row]:
     rows: list[Row] = []
     for extra, (package, purpose) in _EXTRAS.items():
-        if importlib.util.find_spec(package) is not None:
+        try:  # not by find_spec, which takes the folder that wandb writes for wandb
             rows.append((package, importlib.metadata.version(package), purpose))
-        else:
+        except importlib.metadata.PackageNotFoundError:
             rows.append((package, "absent", f"{purpose}: pip install 'hookline[{extra}]'"))
     return rows
