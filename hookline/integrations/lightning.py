@@ -37,7 +37,36 @@ def _scaler(trainer: Any) -> Any:
     return getattr(trainer.precision_plugin, "scaler", None)
 
 
-class WatchCallback(_base()):
+class _Callback(_base()):
+    """What both have in common: something is attached while the training runs."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.options = options
+        self._attached: Any = None
+
+    def _attach(self, made: Any) -> Any:
+        self._attached = made.attach()
+        return made
+
+    def _remove(self) -> None:
+        if self._attached is not None:
+            self._attached.remove()
+
+    def on_train_end(self, trainer: Any, pl_module: nn.Module) -> None:
+        """Take the hooks off."""
+        self._remove()
+
+    def on_exception(self, trainer: Any, pl_module: nn.Module, exception: BaseException) -> None:
+        """Take the hooks off."""
+        self._remove()
+
+    def teardown(self, trainer: Any, pl_module: nn.Module, stage: str) -> None:
+        """Take the hooks off."""
+        self._remove()
+
+
+class WatchCallback(_Callback):
     """`hookline.watch` for Lightning: `Trainer(callbacks=[WatchCallback(every=50, to="run")])`.
 
     Args:
@@ -51,8 +80,7 @@ class WatchCallback(_base()):
     """
 
     def __init__(self, **options: Any) -> None:
-        super().__init__()
-        self.options = options
+        super().__init__(**options)
         self.watch: watch | None = None
         self._step = 0
 
@@ -61,7 +89,7 @@ class WatchCallback(_base()):
         self._remove()
         self._step = trainer.global_step
         given = {"scaler": _scaler(trainer), "start": self._step} | self.options
-        self.watch = watch(pl_module, **given).attach()
+        self.watch = self._attach(watch(pl_module, **given))
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: nn.Module, outputs: Any, batch: Any, batch_idx: int
@@ -75,24 +103,8 @@ class WatchCallback(_base()):
         self.watch.step()
         self._step = trainer.global_step
 
-    def on_train_end(self, trainer: Any, pl_module: nn.Module) -> None:
-        """End watching."""
-        self._remove()
 
-    def on_exception(self, trainer: Any, pl_module: nn.Module, exception: BaseException) -> None:
-        """End watching."""
-        self._remove()
-
-    def teardown(self, trainer: Any, pl_module: nn.Module, stage: str) -> None:
-        """End watching."""
-        self._remove()
-
-    def _remove(self) -> None:
-        if self.watch is not None:
-            self.watch.remove()
-
-
-class GuardCallback(_base()):
+class GuardCallback(_Callback):
     """`hookline.guard` for Lightning: `Trainer(callbacks=[GuardCallback()])`.
 
     Args:
@@ -104,31 +116,14 @@ class GuardCallback(_base()):
     """
 
     def __init__(self, **options: Any) -> None:
-        super().__init__()
-        self.options = options
+        super().__init__(**options)
         self.guard: guard | None = None
 
     def on_train_start(self, trainer: Any, pl_module: nn.Module) -> None:
         """Begin to guard."""
         self._remove()
         given = {"scaler": _scaler(trainer)} | self.options
-        self.guard = _Guard(pl_module, **given).attach()
-
-    def on_train_end(self, trainer: Any, pl_module: nn.Module) -> None:
-        """End guarding."""
-        self._remove()
-
-    def on_exception(self, trainer: Any, pl_module: nn.Module, exception: BaseException) -> None:
-        """End guarding."""
-        self._remove()
-
-    def teardown(self, trainer: Any, pl_module: nn.Module, stage: str) -> None:
-        """End guarding."""
-        self._remove()
-
-    def _remove(self) -> None:
-        if self.guard is not None:
-            self.guard.remove()
+        self.guard = self._attach(_Guard(pl_module, **given))
 
 
 class _Guard(guard):

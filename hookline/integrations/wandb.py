@@ -41,6 +41,7 @@ class WandbWriter(Writer):
         self._wandb = load("wandb", "wandb")
         self._given, self._run = run, run
         self._open = -1  # the row of wandb that holds something of ours and was not ended by us
+        self._last = -1  # the step of what it holds
         self.statistics = [name for name in STATISTICS if name in statistics]
 
     def start(self, rows: Sequence[Row], model: str, options: dict[str, Any]) -> None:
@@ -83,8 +84,6 @@ class WandbWriter(Writer):
             self._run.log({}, commit=True)
         self._run.log({**content, "hookline/step": step}, commit=False)
         self._open, self._last = self._run.step, step
-
-    _last = -1
 
     def close(self) -> None:
         if self._run is not None and self._open == self._run.step:
