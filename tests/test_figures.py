@@ -728,6 +728,8 @@ def test_names_with_dollars_are_no_formulas():
     for draw in (figures.histograms, figures.ridge, figures.along_layers, figures.weights):
         renders(draw(value))
     renders(figures.weights(value, "$x_1$"))
+    heads = {r"$\frac$": torch.rand(1, 2, 4, 4), "b": torch.rand(1, 2, 4, 4)}
+    renders(figures.attention_maps(heads))
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hookline.errors import FigureError
 from hookline.pages.figures.samples import Sample, remarks, take
-from hookline.pages.figures.sources import gather, kept_places, matching, unfit
+from hookline.pages.figures.sources import gather, kept_places, matching
 from hookline.statistics.kinds import Bins, Histogram
 from hookline.statistics.measuring import Measurements
 from hookline.training.runs import Run
@@ -51,7 +52,7 @@ def distributions(
 ) -> list[Counts]:
     """The distributions at places; those of values have the same bins."""
     if bins < 1:
-        raise unfit(
+        raise FigureError(
             f"A histogram of {bins} bins was asked for.",
             "Values need one to fall into.",
             "Give bins=1 or more.",
@@ -93,7 +94,7 @@ def _measured(source: Measurements, place: str) -> Counts:
     for one in held.values():
         if isinstance(one, Histogram):
             return _of_bins(str(place), one.result, int(one.skipped.sum()))
-    raise unfit(
+    raise FigureError(
         f"The distribution of {str(place)!r} was to be drawn.",
         f"There {', '.join(held)} was measured, and no histogram.",
         "Measure with statistics=[hookline.Histogram(dim=None)].",
@@ -120,7 +121,7 @@ def _of_run(run: Run, where: Any, step: int | None, kind: str) -> list[Counts]:
             edges = np.linspace(low, high, len(counts) + 1)
             made.append(Counts(str(place), np.asarray(counts), edges, (f"step {at:,}",)))
     if not made:
-        raise unfit(
+        raise FigureError(
             f"Histograms of {where or 'a run'!r} were to be drawn.",
             f"The run has none of kind {kind!r}"
             + ("." if step is None else f" up to step {step}."),

@@ -3,6 +3,7 @@
 - `axes_for(ax, size)`: the given Axes, or those of a new figure
 - `panels(ax, rows, columns)`: a grid of Axes, in a new figure or inside given Axes
 - `title(ax, words, notes)`: a heading, and remarks in small type under it
+- `literal(text)`: text in which a dollar is a dollar
 - `shorten(names)`, `label_ticks(ax, "y", names)`: place names that fit
 - `picture(ax, array)`: a matrix with NaN and infinities in colours of their own
 - `figure_of(ax)`: the figure that Axes stand in
@@ -30,7 +31,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BLUE", "COLOURS", "GREY", "ORANGE", "PIXELS", "axes_for", "colour_bar", "columns_for",
-    "figure_of", "label_ticks", "panels", "picture", "reduced", "said", "shorten", "title",
+    "figure_of", "label_ticks", "literal", "panels", "picture", "reduced", "said", "shorten",
+    "title",
 ]  # fmt: skip
 
 Array = NDArray[Any]
@@ -111,15 +113,15 @@ def title(ax: Axes, words: str, notes: Sequence[str] = (), *, space: float = 0) 
     small = textwrap.wrap("; ".join(notes), max(24, int(inches * 16)))
     large = textwrap.wrap(words, max(20, int(inches * 10)), break_on_hyphens=False)
     pad = 6 + space + len(small) * _SMALL * 1.3
-    ax.set_title("\n".join(_literal(line) for line in large), loc="left", fontsize=11, pad=pad)
+    ax.set_title("\n".join(literal(line) for line in large), loc="left", fontsize=11, pad=pad)
     if small:
         ax.annotate(
-            "\n".join(_literal(line) for line in small), (0, 1), (0, 4 + space), "axes fraction",
+            "\n".join(literal(line) for line in small), (0, 1), (0, 4 + space), "axes fraction",
             "offset points", fontsize=_SMALL, alpha=0.7, va="bottom", annotation_clip=False,
         )  # fmt: skip
 
 
-def _literal(text: str) -> str:
+def literal(text: str) -> str:
     """Text in which a dollar is a dollar: a module may be called `$x$`."""
     return text.replace("$", r"\$")
 
@@ -163,7 +165,7 @@ def label_ticks(ax: Axes, which: Literal["x", "y"], names: Sequence[str]) -> lis
     step = max(1, math.ceil(len(short) * _SMALL * 1.25 / max(room, 1)))
     positions = list(range(0, len(short), step))
     axis = ax.yaxis if which == "y" else ax.xaxis
-    axis.set_ticks(positions, [_literal(short[n]) for n in positions], fontsize=_SMALL)
+    axis.set_ticks(positions, [literal(short[n]) for n in positions], fontsize=_SMALL)
     longest = max(map(len, short), default=0) * _SMALL * 0.62 + 4
     if which == "x" and longest * len(positions) > room:
         ax.tick_params(axis="x", labelrotation=90)

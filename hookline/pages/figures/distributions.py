@@ -11,16 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hookline.errors import FigureError
 from hookline.pages.figures.bins import Counts, distributions
 from hookline.pages.figures.canvas import (
     COLOURS,
     axes_for,
     figure_of,
     label_ticks,
+    literal,
     shorten,
     title,
 )
-from hookline.pages.figures.sources import unfit
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -60,7 +61,7 @@ def histograms(
     """
     found = distributions(source, where, bins, step, kind)
     if len(found) > len(COLOURS):
-        raise unfit(
+        raise FigureError(
             f"{len(found)} histograms in one figure were asked for.",
             f"Over each other, {len(COLOURS)} can be told apart.",
             "Name fewer places, or draw figures.ridge(...), one above the other.",
@@ -97,7 +98,7 @@ def _draw_several(ax: Axes, found: Sequence[Counts]) -> None:
     names, start = shorten([one.name for one in found])
     for one, name, colour in zip(found, names, COLOURS, strict=False):
         shares = one.counts / max(one.total, 1) * 100
-        ax.stairs(shares, one.edges, color=colour, linewidth=1.6, label=name.replace("$", r"\$"))
+        ax.stairs(shares, one.edges, color=colour, linewidth=1.6, label=literal(name))
         ax.stairs(shares, one.edges, fill=True, color=colour, alpha=0.12)
     ax.legend(frameon=False, fontsize=8)
     ax.set_ylabel("% of values per bin")

@@ -14,6 +14,7 @@ import numpy as np
 from torch import nn
 
 from hookline.core.records import Record
+from hookline.errors import FigureError
 from hookline.pages.figures.bins import Counts, distributions
 from hookline.pages.figures.canvas import (
     BLUE,
@@ -26,7 +27,7 @@ from hookline.pages.figures.canvas import (
     title,
 )
 from hookline.pages.figures.samples import Sample, take
-from hookline.pages.figures.sources import gather, kept_places, matching, unfit
+from hookline.pages.figures.sources import gather, kept_places, matching
 from hookline.statistics.kinds import Histogram, Variance
 from hookline.statistics.measuring import Measurements
 from hookline.training.runs import Run
@@ -76,7 +77,7 @@ def along_layers(
     """
     measured = isinstance(source, (Measurements, Run))
     spreads = _measured(source, where, step, kind) if measured else _of_values(source, where)
-    ax = axes_for(ax, (6.4, min(11.0, max(2.2, 1.1 + 0.2 * len(spreads)))))
+    ax = _axes(ax, len(spreads))
     ends = np.array([one.ends for one in spreads], dtype=float).reshape(-1, 5)
     rows = np.arange(len(spreads))
     ax.hlines(rows, ends[:, 0], ends[:, 4], color=BLUE, linewidth=1, alpha=0.5)
@@ -88,6 +89,10 @@ def along_layers(
     middle = "mean, ± 1 std" if deviations else "median, 25–75 % and 1–99 % of the values"
     _finish(ax, "Values along the layers", spreads, [middle])
     return figure_of(ax)
+
+
+def _axes(ax: Axes | None, rows: int) -> Axes:
+    return axes_for(ax, (6.4, min(11.0, max(2.2, 1.1 + 0.2 * rows))))
 
 
 def _finish(ax: Axes, words: str, rows: Sequence[Any], notes: Sequence[str]) -> None:
@@ -109,18 +114,11 @@ def _finish(ax: Axes, words: str, rows: Sequence[Any], notes: Sequence[str]) -> 
 
 
 def _of_values(source: Any, where: Any) -> list[_Spread]:
-    samples = [take(named) for named in gather(source, where)]
-    return [
-        _Spread(
-            one.name,
-            tuple(np.quantile(one.values, _SHARES)) if one.values.size else _NONE,
-            one.notes,
-        )
-        for one in samples
-    ]
-
-
-_NONE = (math.nan,) * 5
+    made: list[_Spread] = []
+    for one in [take(named) for named in gather(source, where)]:
+        ends = np.quantile(one.values, _SHARES) if one.values.size else (math.nan,) * 5
+        made.append(_Spread(one.name, tuple(ends), one.notes))
+    return made
 
 
 def _measured(source: Any, where: Any, step: int | None, kind: str) -> list[_Spread]:
@@ -134,7 +132,7 @@ def _measured(source: Any, where: Any, step: int | None, kind: str) -> list[_Spr
             continue
         moments = next((one for one in held if isinstance(one, Variance)), None)
         if moments is None:
-            raise unfit(
+            raise FigureError(
                 f"Where the values of {str(place)!r} lie was to be drawn.",
                 f"There {', '.join(source.statistics[place])} was measured.",
                 "Measure with statistics=[hookline.Histogram(dim=None)], or a Variance.",
@@ -153,8 +151,8 @@ def _of_counts(one: Counts) -> _Spread:
     return _Spread(one.name, tuple(one.quantile(share) for share in _SHARES), one.notes)
 
 
-def _of_moments(name: str, mean: float, std: float, notes: Sequence[str] = ()) -> _Spread:
-    return _Spread(name, (math.nan, mean - std, mean, mean + std, math.nan), notes)
+def _of_moments(name: str, mean: float, std: float) -> _Spread:
+    return _Spread(name, (math.nan, mean - std, mean, mean + std, math.nan))
 
 
 def _of_run(run: Run, where: Any, step: int | None, kind: str) -> list[_Spread]:
@@ -215,12 +213,12 @@ def gradient_flow(
         kind: of a run, which gradients: grad, of what modules return, or weight_grad.
         ax: Axes to draw on.
     """
-    flows = _flows_of_run(source, where, step, kind) if isinstance(source, Run) else None
-    flows = _flows(source, where) if flows is None else flows
+    ran = isinstance(source, Run)
+    flows = _flows_of_run(source, where, step, kind) if ran else _flows(source, where)
     good = [v for one in flows for v in (one.rms, one.largest) if math.isfinite(v) and v > 0]
     low, high = (min(good), max(good)) if good else (1e-3, 1.0)
     low, high = low / 3, high * 3
-    ax = axes_for(ax, (6.4, min(11.0, max(2.2, 1.1 + 0.2 * len(flows)))))
+    ax = _axes(ax, len(flows))
     rows = np.arange(len(flows))
     rms, largest = (np.array([one[n] for one in flows]) for n in (1, 2))
     ax.hlines(rows, rms, largest, color=GREY, linewidth=1, alpha=0.6)
@@ -250,13 +248,13 @@ def _flows(source: Any, where: Any) -> list[_Flow]:
     if isinstance(source, Record) and where is None:
         where = [str(place) for place in source.places() if "grad" in place.port]
         if not where:
-            raise unfit(
+            raise FigureError(
                 "The gradients of a record were to be drawn.",
                 f"It has none: {', '.join(map(repr, map(str, source.places()[:6])))}.",
                 "Capture gradient places, such as '**:grad_output' or '**.weight:grad'.",
             )
     if isinstance(source, nn.Module) and all(p.grad is None for p in source.parameters()):
-        raise unfit(
+        raise FigureError(
             "The gradients of a model were to be drawn.",
             "No parameter has one.",
             "Run a backward first, and draw before optimizer.zero_grad().",
@@ -267,9 +265,7 @@ def _flows(source: Any, where: Any) -> list[_Flow]:
 def _flow(one: Sample) -> _Flow:
     if one.refused:
         return _Flow(one.name, math.nan, math.nan, ["no gradient"])
-    if one.nan or one.above or one.below:
-        return _Flow(one.name, math.nan, math.nan, one.notes)
-    if not one.values.size:
+    if one.nan or one.above or one.below or not one.values.size:
         return _Flow(one.name, math.nan, math.nan, one.notes)
     sizes = np.abs(one.values)
     largest = float(sizes.max())

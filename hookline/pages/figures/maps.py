@@ -14,12 +14,14 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from hookline.errors import FigureError
 from hookline.pages.figures.canvas import (
     PIXELS,
     axes_for,
     colour_bar,
     columns_for,
     figure_of,
+    literal,
     panels,
     picture,
     reduced,
@@ -28,7 +30,7 @@ from hookline.pages.figures.canvas import (
     title,
 )
 from hookline.pages.figures.samples import counted, numbers
-from hookline.pages.figures.sources import Named, gather, one, unfit
+from hookline.pages.figures.sources import Named, gather, one
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -106,20 +108,22 @@ def _only(found: list[Named], words: str) -> Named:
     if len(found) == 1:
         return found[0]
     shown = ", ".join(repr(named.name) for named in found[:6]) + ", …" * (len(found) > 6)
-    raise unfit(f"{words} of one place were asked for.", f"There are {shown}.", "Name one of them.")
+    raise FigureError(
+        f"{words} of one place were asked for.", f"There are {shown}.", "Name one of them."
+    )
 
 
 def _sample_of(value: Tensor, sample: int, name: str) -> tuple[Tensor, list[str]]:
     if value.ndim == 3:
         return value, []
     if value.ndim != 4:
-        raise unfit(
+        raise FigureError(
             f"Feature maps of {name or 'a value'!r} were asked for.",
             f"It has the shape {tuple(value.shape)}.",
             "Give samples × channels × height × width; other values are drawn by figures.weights.",
         )
     if not -len(value) <= sample < len(value):
-        raise unfit(
+        raise FigureError(
             f"Feature maps of sample {sample} at {name or 'a value'!r} were asked for.",
             f"There are {len(value)} samples, from 0.",
             "Give sample= one of them.",
@@ -130,7 +134,7 @@ def _sample_of(value: Tensor, sample: int, name: str) -> tuple[Tensor, list[str]
 def _channels(maps: Tensor, channels: Sequence[int], name: str) -> Tensor:
     wrong = [c for c in channels if not -len(maps) <= c < len(maps)]
     if wrong or not channels:
-        raise unfit(
+        raise FigureError(
             f"The channels {list(channels)} of {name or 'a value'!r} were asked for.",
             f"There are {len(maps)}, from 0.",
             "Give channels= some of them.",
@@ -270,15 +274,17 @@ def _heads_of(
     asked = f"Attention maps of {name or 'a value'!r} were asked for."
     if value.ndim not in (2, 3, 4):
         found = f"It has the shape {tuple(value.shape)}."
-        raise unfit(asked, found, "Give samples × heads × queries × keys.")
+        raise FigureError(asked, found, "Give samples × heads × queries × keys.")
     if value.ndim == 4 and not -len(value) <= sample < len(value):
         found = f"There are {len(value)} samples, and number {sample} was asked for."
-        raise unfit(asked, found, "Give sample= one of them, from 0.")
+        raise FigureError(asked, found, "Give sample= one of them, from 0.")
     value = value[sample] if value.ndim == 4 else value
     value = value[None] if value.ndim == 2 else value
     numbered = list(range(len(value)) if heads is None else heads)
     if any(not -len(value) <= head < len(value) for head in numbered) or not numbered:
-        raise unfit(asked, f"There are {len(value)} heads, from 0.", "Give heads= some of them.")
+        raise FigureError(
+            asked, f"There are {len(value)} heads, from 0.", "Give heads= some of them."
+        )
     return numbers(value[numbered]), numbered
 
 
@@ -310,7 +316,7 @@ def _draw_heads(
             below = n + columns >= count if alone else row == len(maps) - 1
             _label(cell, head.shape, tokens, (below, column == 0), large=count == 1 and alone)
             if not alone and column == 0:
-                cell.set_ylabel(short[row], fontsize=8)
+                cell.set_ylabel(literal(short[row]), fontsize=8)
         for column in range(len(values), columns) if not alone else ():
             cells[row][column].set_axis_off()
     for cell in [c for line in cells for c in line][used:] if alone else ():
@@ -337,9 +343,9 @@ def _label(
     """Words, or the first and last number, along a map; only at the outside of the grid."""
     cell.tick_params(length=0, labelsize=7)
     queries, keys = shape
-    words = [str(word).replace("$", r"\$") for word in tokens or ()]
+    words = [literal(str(word)) for word in tokens or ()]
     if tokens is not None and len(words) != keys:
-        raise unfit(
+        raise FigureError(
             f"{len(words)} tokens were given for attention maps.",
             f"There are {keys} keys.",
             "Give as many tokens as keys.",

@@ -16,12 +16,14 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from hookline.comparisons.sweeps import Sweep
+from hookline.errors import FigureError
 from hookline.pages.figures.canvas import (
     axes_for,
     colour_bar,
     columns_for,
     figure_of,
     label_ticks,
+    literal,
     panels,
     picture,
     reduced,
@@ -30,7 +32,7 @@ from hookline.pages.figures.canvas import (
     title,
 )
 from hookline.pages.figures.samples import counted, numbers
-from hookline.pages.figures.sources import Named, gather, kept_places, one, unfit
+from hookline.pages.figures.sources import Named, gather, kept_places, one
 from hookline.training.runs import Run
 
 if TYPE_CHECKING:
@@ -106,9 +108,8 @@ def _draw_matrix(ax: Axes, value: Tensor, name: str, bar: bool) -> list[str]:
         ax.set_xlabel(f"{rest} columns" if value.ndim > 1 else f"{value.numel():,} values")
     else:
         largest = float(image.get_clim()[1])
-        ax.set_title(
-            f"{name}\n{tuple(value.shape)}  ±{largest:.2g}".replace("$", r"\$"), fontsize=7, pad=2
-        )
+        words = f"{name}\n{tuple(value.shape)}  ±{largest:.2g}"
+        ax.set_title(literal(words), fontsize=7, pad=2)
     if bar and not notes:
         ax.tick_params(labelsize=8)
         ax.locator_params(integer=True)
@@ -143,7 +144,7 @@ def over_steps(
     nothing was measured at a place, it is hatched; where nothing was finite, it is grey.
     """
     if not isinstance(run, Run):
-        raise unfit(
+        raise FigureError(
             f"Layers × steps of {type(run).__name__} were asked for.",
             "Only a run has steps.",
             "Give hookline.Run.open(folder) of a folder that hookline.watch wrote.",
@@ -262,7 +263,7 @@ def effects(
         str(c) for c in (own_columns if columns is None else columns) or range(array.shape[1])
     ]
     if (len(rows), len(columns)) != array.shape:
-        raise unfit(
+        raise FigureError(
             f"A matrix was to be drawn with {len(rows)} row and {len(columns)} column labels.",
             f"It has the shape {array.shape}.",
             "Give one label for each row and each column.",
@@ -303,7 +304,7 @@ def _labelled(found: Any) -> tuple[Array, list[str] | None, list[str] | None]:
     if array.ndim == 1:
         array = array[:, None]
     if array.ndim != 2:
-        raise unfit(
+        raise FigureError(
             "A matrix of effects was to be drawn.",
             f"It has the shape {array.shape}.",
             "Give a matrix: reduce the other dimensions first.",

@@ -5,7 +5,6 @@
 - `matching(names, where)`: which of some names a place or a pattern means
 - `kept_places(run, where, kind)`: the same for a kind of rows of a run
 - `one(named, call)`: the only tensor, or that of a call
-- `unfit(asked, found, remedy)`: the error for what cannot be drawn
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from hookline.storage.rows import StoredSamples
 from hookline.storage.store import Store
 from hookline.training.runs import Run
 
-__all__ = ["Named", "gather", "kept_places", "matching", "named_places", "one", "plain", "unfit"]
+__all__ = ["Named", "gather", "kept_places", "matching", "named_places", "one", "plain"]
 
 _TAKEN = "a record, a store, a model, a dict of tensors, or a tensor"
 
@@ -42,11 +41,6 @@ class Named(NamedTuple):
     tensors: list[Tensor]
     total: int
     refused: str = ""  # why there is nothing
-
-
-def unfit(asked: str, found: str, remedy: str) -> FigureError:
-    """The error for what cannot be drawn."""
-    return FigureError(asked, found, remedy)
 
 
 def gather(source: Any, where: Any = None, *, grads: bool = False) -> list[Named]:
@@ -125,7 +119,7 @@ def matching(
         fitting = [name for name in names if _fits(name, one_of, default, inside)]
         if not fitting:
             shown = ", ".join(map(repr, map(str, names[:6]))) + ", …" * (len(names) > 6)
-            raise unfit(
+            raise FigureError(
                 f"A figure of {getattr(one_of, 'pattern', one_of)!r} was asked for.",
                 f"There is {shown or 'nothing'}.",
                 "Name one of these, or a pattern such as 'h.*.mlp' that fits some.",
@@ -138,7 +132,7 @@ def _fits(name: str, where: Any, default: str, inside: bool) -> bool:
     if isinstance(where, re.Pattern):
         return cast("re.Pattern[str]", where).search(name) is not None
     if not isinstance(where, str):
-        raise unfit(
+        raise FigureError(
             f"A figure of {type(where).__name__} was asked for.",
             "The source has names only, and no live model to find that in.",
             "Give places as text, such as 'h.*.mlp'.",
@@ -176,7 +170,7 @@ def kept_places(run: Run, where: Any, kind: str) -> list[str]:
     held = [row.place for row in run.rows() if row.kind == kind]
     if not held:
         kinds = sorted({row.kind for row in run.rows()})
-        raise unfit(
+        raise FigureError(
             f"Rows of kind {kind!r} of a run were to be drawn.",
             f"It has {', '.join(kinds) or 'none'}.",
             "Give kind= one of these.",
@@ -191,9 +185,11 @@ def one(named: Named, call: int | None) -> Tensor:
     """The tensor of a place: of the given call, or the only one, or that of the first call."""
     count = len(named.tensors)
     if named.refused:
-        raise unfit(f"A figure of {named.name!r} was asked for.", named.refused, "Draw another.")
+        raise FigureError(
+            f"A figure of {named.name!r} was asked for.", named.refused, "Draw another."
+        )
     if not -count <= (call or 0) < count:
-        raise unfit(
+        raise FigureError(
             f"Call {call} at {named.name!r} was to be drawn.",
             f"There are {count} calls, from 0.",
             "Give call= one of them.",
@@ -223,7 +219,7 @@ def _split(name: str, values: Sequence[Any]) -> list[Named]:
             found.setdefault(name + show_path(path), []).append(plain(tensor, name))
     if not found:
         kinds = ", ".join({type(value).__name__ for value in values}) or "nothing"
-        raise unfit(
+        raise FigureError(
             f"A figure of {name or 'a value'!r} was asked for.",
             f"It holds no tensor: it is {kinds}.",
             f"Give {_TAKEN}.",
@@ -236,14 +232,14 @@ def _numbers(name: str, value: Any) -> Tensor:
         return torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError):
         asked = f"A figure of {name or 'a value'!r} was asked for."
-        raise unfit(asked, f"It is a {type(value).__name__}.", f"Give {_TAKEN}.") from None
+        raise FigureError(asked, f"It is a {type(value).__name__}.", f"Give {_TAKEN}.") from None
 
 
 def plain(tensor: Tensor, name: str = "") -> Tensor:
     """A tensor that can be indexed and turned into numpy: detached, dense, real."""
     tensor = local(tensor.detach())
     if tensor.is_meta or tensor.is_nested:
-        raise unfit(
+        raise FigureError(
             f"A figure of {name or 'a value'!r} was asked for.",
             "It is a meta tensor, without data." if tensor.is_meta else "It is a nested tensor.",
             "Draw values of a run with data; of a nested tensor, its parts.",
@@ -273,4 +269,6 @@ def _of_store(store: Store, place: str) -> Named:
 
 def _foreign(source: Any) -> FigureError:
     asked = f"A figure of {type(source).__name__} was asked for."
-    return unfit(asked, "It is not a kind of thing that this figure shows.", f"Give {_TAKEN}.")
+    return FigureError(
+        asked, "It is not a kind of thing that this figure shows.", f"Give {_TAKEN}."
+    )

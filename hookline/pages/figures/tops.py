@@ -13,9 +13,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hookline.pages.figures.canvas import BLUE, ORANGE, figure_of, panels, title
+from hookline.errors import FigureError
+from hookline.pages.figures.canvas import BLUE, ORANGE, figure_of, literal, panels, title
 from hookline.pages.figures.samples import numbers
-from hookline.pages.figures.sources import matching, unfit
+from hookline.pages.figures.sources import matching
 from hookline.statistics.kinds import TopK, Tops
 from hookline.statistics.measuring import Measurements
 
@@ -65,14 +66,14 @@ def top_samples(
     notes = [f"the first {_CHANNELS} of {len(values)} channels"]
     notes = notes if channels is None and len(values) > _CHANNELS else []
     if any(not 0 <= c < len(values) for c in wanted) or not wanted or not 1 <= k <= _SAMPLES:
-        raise unfit(
+        raise FigureError(
             f"The top {k} samples of channels {wanted} were to be drawn.",
             f"There are {len(values)} channels.",
             f"Give channels= some of them, from 0, and k= from 1 to {_SAMPLES}.",
         )
     count = min(k, values.shape[1])
     if not count:
-        raise unfit(
+        raise FigureError(
             "The top samples were to be drawn.", "Nothing was measured.", "Update the TopK first."
         )
     outer, cells = panels(ax, len(wanted), count, (1.25, 1.45))
@@ -99,7 +100,7 @@ def _tops(found: Any, where: str | None) -> tuple[str, Tops]:
     if isinstance(found, Measurements):
         places = matching(found, where)
         if len(places) != 1:
-            raise unfit(
+            raise FigureError(
                 "Top samples of one place were asked for.",
                 f"There are {', '.join(map(repr, map(str, places[:6])))}.",
                 "Name one of them.",
@@ -110,7 +111,7 @@ def _tops(found: Any, where: str | None) -> tuple[str, Tops]:
     if isinstance(found, TopK):
         found = found.result
     if not isinstance(found, Tops):
-        raise unfit(
+        raise FigureError(
             f"Top samples of {name or type(found).__name__!r} were to be drawn.",
             "There is no TopK.",
             "Measure with statistics=[hookline.TopK(k=10)].",
@@ -122,7 +123,7 @@ def _sample(data: Any, number: int) -> Any:
     try:
         sample = data[number]
     except (IndexError, KeyError, TypeError) as error:
-        raise unfit(
+        raise FigureError(
             f"The sample with id {number} was to be drawn.",
             f"data[{number}] failed: {error!r:.80}.",
             "Give the data that was measured, in its order, or a dict from id to sample.",
@@ -152,7 +153,7 @@ def _show(cell: Axes, sample: Any, position: NDArray[Any]) -> None:
         if len(position) == 1 and position[0] >= 0:
             cell.axvline(position[0], color=ORANGE, linewidth=1)
     else:
-        raise unfit(
+        raise FigureError(
             "Top samples were to be drawn.",
             f"A sample has the shape {array.shape}.",
             "Give images, lists of words, text, or rows of numbers.",
@@ -175,5 +176,5 @@ def _words(cell: Axes, words: list[str], marked: int) -> None:
     start = max(0, marked - 4) if marked >= 0 else 0
     around = words[start : start + 9]
     lines = [f"▸ {word}" if start + n == marked else word for n, word in enumerate(around)]
-    text = "\n".join(line.replace("$", r"\$")[:18] for line in lines)
+    text = "\n".join(literal(line[:18]) for line in lines)
     cell.text(0.05, 0.95, text, fontsize=5.5, va="top", transform=cell.transAxes)
