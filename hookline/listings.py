@@ -22,11 +22,11 @@ from hookline.core.grammar import Place, parse
 from hookline.core.nested import leaves
 from hookline.core.operations import Mode, innermost, name_of, not_called
 from hookline.core.places import Where, resolve
-from hookline.core.snapshots import same_bits
 from hookline.core.targets import Target
 from hookline.core.tree import walk
 from hookline.errors import PlaceNotFound
 from hookline.trials.batches import call
+from hookline.trials.runs import copied, trial
 
 __all__ = ["Listing", "Places", "select"]
 
@@ -42,9 +42,8 @@ class Places(list[Place]):
 
     def _repr_html_(self) -> str:
         rows = [(str(place) or "''", self._kinds.get(place, "")) for place in self]
-        return tables.as_html(
-            f"{len(self)} place{'s' * (len(self) != 1)}", [("place", "of"), *rows]
-        )
+        title = f"{len(self)} place{'s' * (len(self) != 1)}"
+        return tables.as_html(title, [("place", "of"), *rows])
 
 
 def select(model: nn.Module | Tensor, *where: Where, inputs: Any = None) -> list[Place]:
@@ -137,19 +136,15 @@ def _source() -> str:
 def _survey(model: nn.Module, wheres: Iterable[Where], inputs: Any) -> list[Place]:
     """The operations that one run of the model makes in the forwards that are asked for.
 
-    The run leaves nothing behind: no gradients, buffers and random numbers as before.
+    The run leaves nothing behind: model, batch and random numbers are as before.
     """
     requests = resolve(model, wheres, wild=True)
     targets = [t for request in requests for t in request.targets if t.operation is not None]
     mode = _Survey(targets)
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    try:
-        with torch.no_grad(), torch.random.fork_rng(devices=_devices(model)), mode:
-            call(model, inputs)
-    finally:
-        for buffer, before in buffers:
-            if not same_bits(buffer, before):
-                buffer.copy_(before)
+    with trial(model), torch.no_grad():
+        batch = copied(inputs)
+        with mode:
+            call(model, batch)
     often = {(id(target), name) for target, name, use, *_ in mode.found if use}
     rows: dict[Place, tuple[str, str]] = {}
     for target, name, use, values, source in mode.found:
@@ -165,11 +160,6 @@ def _survey(model: nn.Module, wheres: Iterable[Where], inputs: Any) -> list[Plac
         raise _not_called(targets[0], [name for _, name, *_ in mode.found])
     others = [t.place for request in requests for t in request.targets if t.operation is None]
     return Listing({**dict.fromkeys(others, ("", "")), **rows})
-
-
-def _devices(model: nn.Module) -> list[int]:
-    """The devices other than the CPU whose random numbers a run may use."""
-    return sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
 
 
 def _not_called(target: Target, names: list[str]) -> PlaceNotFound:

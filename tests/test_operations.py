@@ -1,6 +1,7 @@
 """Torch calls inside a forward: `path/operation[#n]`, against forwards that keep them by hand."""
 
 import asyncio
+import random
 import threading
 
 import pytest
@@ -334,6 +335,24 @@ def test_a_listing_shows_no_line_of_hookline_s_own():
     found = hl.select(model, "**/*", inputs=x)
     assert found.rows == {"0/linear": ("(2, 4) float32", "")}
     assert repr(found).startswith("1 place\n")
+
+
+def test_select_with_a_batch_leaves_what_a_forward_replaces_and_writes_into():
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(()))
+
+        def forward(self, x):
+            self.seen = self.seen + 1  # another tensor in the buffer's place
+            return x.add_(random.random())
+
+    model, x, state = Counting(), torch.zeros(2), random.getstate()
+    buffer = model.seen
+    assert hl.select(model, "/*", inputs=x) == ["/add", "/add_"]
+    assert model.seen is buffer
+    assert (float(model.seen), x.tolist()) == (0.0, [0.0, 0.0])
+    assert random.getstate() == state
 
 
 def test_select_takes_arguments_by_position_and_by_name_and_leaves_buffers():
