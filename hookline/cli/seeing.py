@@ -13,23 +13,9 @@ from hookline.cli.models import CommandError, load_model
 from hookline.cli.options import AskedInputs, takes_inputs, weights_options
 from hookline.cli.output import Screen
 from hookline.cli.weighing import batch_of
+from hookline.pages.reporting import kind_of
 
-__all__ = ["demo", "open_folder", "report", "view"]
-
-
-def open_folder(path: Path) -> Any:
-    """What is in a folder: a saved record, a store, or a run of `watch`."""
-    if (path / "record.json").is_file():
-        return hl.load_record(path)
-    if (path / "store.json").is_file():
-        return hl.Store.open(path)
-    if any(path.glob("[0-9]*.json")):
-        return hl.Run.open(path)
-    raise CommandError(
-        f"{str(path)!r} was to be opened.",
-        "It holds no record, store or run." if path.is_dir() else "There is no such folder.",
-        "Name a folder that save_record, harvest or watch has written, or a model: file.py:name.",
-    )
+__all__ = ["demo", "report", "view"]
 
 
 @click.command()
@@ -54,8 +40,17 @@ def report(
     """
     options: dict[str, Any] = {}
     screen = Screen(quiet=quiet)
-    if Path(source).is_dir() or not (":" in source or source.endswith(".py")):
-        what = open_folder(Path(source))
+    what: Any = Path(source)
+    if what.is_dir() or not (":" in source or source.endswith(".py")):
+        if kind_of(what) is None:
+            raise CommandError(
+                f"{source!r} was to be opened.",
+                "It holds no record, store or run."
+                if what.is_dir()
+                else "There is no such folder.",
+                "Name a folder that save_record, harvest or watch has written, or a model: "
+                "file.py:name.",
+            )
         if asked or random_weights or train:
             screen.say("A folder is not run: --input, --random-weights and --train say nothing.")
     else:

@@ -2,6 +2,7 @@
 
 - `report(subject, to)`: write the page of a record, a store, a run or a model
 - `page_of(subject)`: the same before it is HTML
+- `kind_of(folder)`: what lies in a folder
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from hookline.storage.store import Store
 from hookline.training.run_files import segments_in
 from hookline.training.runs import Run
 
-__all__ = ["page_of", "report"]
+__all__ = ["kind_of", "page_of", "report"]
 
 Loss = Callable[[Any], Tensor]
 
@@ -114,16 +115,22 @@ def page_of(
     )
 
 
+def kind_of(folder: Path) -> str | None:
+    """What lies in a folder: a `store`, a `record`, a `run`, or nothing that can be shown."""
+    if (folder / "store.json").is_file():
+        return "store"
+    if (folder / "record.json").is_file():
+        return "record"
+    return "run" if segments_in(folder) else None
+
+
 def _open(folder: Path) -> Store | Run | Record:
     """What lies in a folder."""
-    if (folder / "store.json").is_file():
-        return Store.open(folder)
-    if (folder / "record.json").is_file():
-        return load_record(folder)
-    if segments_in(folder):
-        return Run(folder)
-    raise ReportError(
-        f"A report of {str(folder)!r} was asked for.",
-        "There is no store, run or record in it." if folder.is_dir() else "It is no folder.",
-        "Give the folder that harvest, watch or save_record has written.",
-    )
+    kind = kind_of(folder)
+    if kind is None:
+        raise ReportError(
+            f"A report of {str(folder)!r} was asked for.",
+            "There is no store, run or record in it." if folder.is_dir() else "It is no folder.",
+            "Give the folder that harvest, watch or save_record has written.",
+        )
+    return {"store": Store.open, "record": load_record, "run": Run}[kind](folder)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from hookline.errors import HooklineError, ReportError
 from hookline.pages.chunks import Chunk, Page
 from hookline.pages.record_pages import page_of_record
+from hookline.pages.reporting import kind_of
 from hookline.pages.run_pages import RunPage
 from hookline.pages.store_pages import page_of_store, sample_chunk
 from hookline.saved_records import load_record
@@ -262,11 +263,7 @@ def _kind_of(path: Path) -> str | None:
     """What lies at a path: a run, a store, a record, a report, or nothing that can be shown."""
     try:
         if path.is_dir():
-            if (path / "store.json").is_file():
-                return "store"
-            if (path / "record.json").is_file():
-                return "record"
-            return "run" if segments_in(path) else None
+            return kind_of(path)
         if path.suffix == ".html" and path.is_file():
             with path.open("rb") as file:
                 return "report" if _MARK in file.read(4096) else None
