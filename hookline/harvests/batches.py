@@ -90,7 +90,7 @@ class Source:
         if not self._called and not is_series(data):
             raise no_series(data, HarvestError)
         if self._called:
-            self.skips = _takes_argument(data)
+            self.skips = _takes_argument(self._data)
 
     def begin(self, first: int) -> None:
         """Call the function, if it is one."""
