@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path as Folder
 from typing import Any, SupportsIndex, TypeAlias, cast
 from urllib.parse import quote
@@ -26,7 +26,9 @@ from hookline.core.places import Place, Where
 from hookline.core.taps import Call
 from hookline.errors import ChangeError, NotCaptured, PlaceError, PlaceNotFound
 from hookline.listings import select
-from hookline.restoring import get_module, preserve
+from hookline.restoring import get_module
+from hookline.trials.batches import call as run
+from hookline.trials.runs import trial
 
 __all__ = ["Hooks"]
 
@@ -127,21 +129,11 @@ class Hooks:
 
     def _run(self, place: Place, batch: Any) -> tuple[Any, Any]:
         """What a layer gets and gives in a run of the model."""
-        model = self.object
-        buffers = [Place(name, "value") for name, _ in model.named_buffers()]
-        devices = {tensor.device for tensor in model.parameters() if tensor.is_cuda}
+        watched = capture(self.object, (place, ":input"), place, detach=True, stop=True)
         self._resting = True
         try:
-            with (
-                torch.random.fork_rng(list(devices)),
-                torch.no_grad(),
-                preserve(model, buffers),
-                capture(model, (place, ":input"), place, detach=True, stop=True) as record,
-            ):
-                if isinstance(batch, Mapping):
-                    model(**cast("Mapping[str, Any]", batch))
-                else:
-                    model(*cast(Any, batch if isinstance(batch, (tuple, list)) else (batch,)))
+            with trial(self.object), torch.no_grad(), watched as record:
+                run(self.object, batch)
         finally:
             self._resting = False
         return record[Place(place.path, "input")], record[place]
