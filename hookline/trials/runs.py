@@ -46,7 +46,6 @@ __all__ = [
 ]
 
 Mode = Literal["eval", "train"]
-_EMPTY: dict[str, Any] = {}
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, nn.Module)
 
 
@@ -120,18 +119,7 @@ def trial(
     training = [module.training for module in modules]
     parameters = [p for content in contents for p in content.all_parameters if p is not None]
     grads = [p.grad for p in parameters]
-    tables = [table for content in contents for table in content.buffers]
-    owners = [module for module in modules if module._buffers]
-    buffers = {id(module._buffers): dict(module._buffers) for module in owners}
-    undo = Undo()
-    for module in owners:
-        before = buffers[id(module._buffers)]
-        for name, buffer in before.items():
-            if buffer is not None and not buffer.is_meta:
-                undo.append(partial(put_back, module, module._buffers, before, name))
-                if not is_lazy(buffer):
-                    old = buffer.data, buffer.detach().clone(), buffer.requires_grad
-                    undo.append(partial(restore, buffer, *old))
+    undo = _buffers_back(modules)
     for content in contents:
         reshard(content.model, content.named)
         undo.append(partial(reshard, content.model, content.named))
@@ -157,9 +145,22 @@ def trial(
                 for parameter, grad in zip(parameters, grads, strict=True):
                     if parameter.grad is not grad:
                         parameter.grad = grad
-            for table in [table for table in tables if table]:
-                _drop_new(table, buffers.get(id(table), _EMPTY))
             undo.run()
+
+
+def _buffers_back(modules: list[nn.Module]) -> Undo:
+    """What puts the buffers of modules back: the same tensors, bit for bit, and no others."""
+    undo = Undo()
+    before = {module: dict(module._buffers) for module in modules if module._buffers}
+    for module, own in before.items():
+        for name, buffer in own.items():
+            if buffer is not None and not buffer.is_meta:
+                undo.append(partial(put_back, module, module._buffers, own, name))
+                if not is_lazy(buffer):
+                    old = buffer.data, buffer.detach().clone(), buffer.requires_grad
+                    undo.append(partial(restore, buffer, *old))
+    undo.append(partial(_drop_new, modules, before))  # the last comes first
+    return undo
 
 
 def _require(content: Contents) -> None:
@@ -168,13 +169,15 @@ def _require(content: Contents) -> None:
             parameter.requires_grad_(was)
 
 
-def _drop_new(table: dict[str, Any], before: dict[str, Any]) -> None:
+def _drop_new(modules: list[nn.Module], before: dict[nn.Module, dict[str, Any]]) -> None:
     """Take out the buffers that a run has registered, and all that was in the place of none."""
-    for name in list(table):
-        if name not in before:
-            del table[name]
-        elif before[name] is None:
-            table[name] = None
+    for module in [module for module in modules if module._buffers]:
+        table, own = module._buffers, before.get(module, {})
+        for name in list(table):
+            if name not in own:
+                del table[name]
+            elif own[name] is None:
+                table[name] = None
 
 
 @contextmanager
