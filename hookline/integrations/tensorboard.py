@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -60,25 +59,18 @@ class TensorBoardWriter(Writer):
         return self._writer
 
     def measured(self, measured: Measured) -> None:
-        columns = [(name, STATISTICS.index(name)) for name in self.statistics]
-        for number, (row, values) in enumerate(zip(measured.rows, measured.values, strict=True)):
-            place = row.place or "model"
-            for name, column in columns:
-                value = float(values[column])
-                if not math.isnan(value):
-                    tag = f"{row.kind} {name}/{place}"
-                    self.writer.add_scalar(tag, value, measured.step, measured.time)
-            bins = measured.histograms.get(number)
-            if bins is not None:
-                mean, std = float(values[0]), float(values[1])
-                counts = np.asarray(bins.counts)
-                count = int(counts.sum())
-                self.writer.add_histogram_raw(
-                    f"{row.kind}/{place}", bins.low, bins.high, count, mean * count,
-                    (std**2 + mean**2) * count,
-                    np.linspace(bins.low, bins.high, len(counts) + 1)[1:].tolist(),
-                    counts.tolist(), measured.step, walltime=measured.time,
-                )  # fmt: skip
+        for tag, value in measured.scalars(self.statistics):
+            self.writer.add_scalar(tag, value, measured.step, measured.time)
+        for number, bins in measured.histograms.items():
+            row, (mean, std) = measured.rows[number], measured.values[number, :2].tolist()
+            counts = np.asarray(bins.counts)
+            count = int(counts.sum())
+            self.writer.add_histogram_raw(
+                f"{row.kind}/{row.place or 'model'}", bins.low, bins.high, count, mean * count,
+                (std**2 + mean**2) * count,
+                np.linspace(bins.low, bins.high, len(counts) + 1)[1:].tolist(),
+                counts.tolist(), measured.step, walltime=measured.time,
+            )  # fmt: skip
         self.writer.flush()
 
     def scalar(self, step: int, name: str, value: float) -> None:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -57,19 +56,12 @@ class WandbWriter(Writer):
                 self._run.define_metric(tag, step_metric="hookline/step")
 
     def measured(self, measured: Measured) -> None:
-        content: dict[str, Any] = {}
-        columns = [(name, STATISTICS.index(name)) for name in self.statistics]
-        for number, (row, values) in enumerate(zip(measured.rows, measured.values, strict=True)):
-            place = row.place or "model"
-            for name, column in columns:
-                if not math.isnan(values[column]):
-                    content[f"{row.kind} {name}/{place}"] = float(values[column])
-            bins = measured.histograms.get(number)
-            if bins is not None:
-                counts = np.asarray(bins.counts)
-                edges = np.linspace(bins.low, bins.high, len(counts) + 1)
-                histogram = self._wandb.Histogram(np_histogram=(counts.tolist(), edges.tolist()))
-                content[f"{row.kind}/{place}"] = histogram
+        content: dict[str, Any] = dict(measured.scalars(self.statistics))
+        for number, bins in measured.histograms.items():
+            row, counts = measured.rows[number], np.asarray(bins.counts)
+            edges = np.linspace(bins.low, bins.high, len(counts) + 1)
+            histogram = self._wandb.Histogram(np_histogram=(counts.tolist(), edges.tolist()))
+            content[f"{row.kind}/{row.place or 'model'}"] = histogram
         self._log(measured.step, content)
 
     def scalar(self, step: int, name: str, value: float) -> None:

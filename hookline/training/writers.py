@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -65,6 +65,13 @@ class Measured:
         histograms = binned([found.sample for found in looking.found.values()], bins)
         named = zip(looking.found, histograms, strict=True)
         return cls(step, time, rows, values, {number: one for number, one in named if one}, shapes)
+
+    def scalars(self, statistics: Sequence[str]) -> Iterator[tuple[str, float]]:
+        """What was measured of some statistics, under such names as `output std/h.0.mlp`."""
+        for row, numbers in zip(self.rows, self.values.tolist(), strict=True):
+            for name, value in zip(STATISTICS, numbers, strict=True):
+                if name in statistics and not math.isnan(value):
+                    yield f"{row.kind} {name}/{row.place or 'model'}", value
 
     def __getitem__(self, key: tuple[str, str]) -> dict[str, float]:
         for row, numbers in zip(self.rows, self.values, strict=True):
