@@ -38,6 +38,11 @@ LEAP = 100  # times the gradients of the steps before
 STILL = 1e-4  # of the update ratio of the other layers
 STUCK = 0.99  # of the values of every layer, which no step has changed so far
 CONSTANT = 1e-6  # of the largest value
+_VANISHING = (
+    "Use normalisation layers, residual connections, ReLU or GELU in place of sigmoid and tanh, or "
+    "an initialisation that suits the activation."
+)
+_EXPLODING = "Initialise with smaller weights, use normalisation layers, or clip gradients."
 _RELUS = ("ReLU", "ReLU6", "Threshold", "LeakyReLU", "PReLU")
 
 
@@ -60,9 +65,8 @@ class Diagnosis:
         sick = self._nonfinite()
         if sick:  # all else follows from it
             return sick
-        vanishing, exploding = self._depths()
         return [
-            *vanishing, *exploding, *self._leap(), *self._dead_units(), *self._saturated(),
+            *self._depths(), *self._leap(), *self._dead_units(), *self._saturated(),
             *self._still(), *self._unused(), *self._constant(),
         ]  # fmt: skip
 
@@ -150,7 +154,7 @@ class Diagnosis:
         tensor = self.plan.parameter(number)
         return () if tensor is None else tuple(tensor.shape)
 
-    def _depths(self) -> tuple[list[Finding], list[Finding]]:
+    def _depths(self) -> list[Finding]:
         """Gradients that vanish or explode on their way to the first layers."""
         rows = self._matrices("weight_grad")
         sizes = {n: math.sqrt(f.square / max(f.count, 1)) for n in rows for f in [self._found(n)]}
@@ -166,30 +170,20 @@ class Diagnosis:
                 small[number] = sizes[number] / max(later)
             elif sizes[number] > EXPLODING * median(later) > 0:
                 large[number] = sizes[number] / median(later)
-        vanishing, exploding = "vanishing gradient", "exploding gradient"
-        gone: list[Finding] = []
-        new = self._lasting(vanishing, small, rows)
-        if new:
-            share = small[new[0]]
-            message = f"The gradient of {self._name(new[0])} is " + (
-                f"{share:.1e} of that of a later layer." if share else "zero everywhere."
-            )
-            advice = (
-                "Use normalisation layers, residual connections, ReLU or GELU in place of sigmoid "
-                "and tanh, or an initialisation that suits the activation."
-            )
-            evidence = {"rms": sizes[new[0]], "relative": share}
-            gone = [self._finding(vanishing, new[0], message, evidence, advice, len(new) - 1)]
-        new = self._lasting(exploding, large, rows)
-        if not new:
-            return gone, []
-        message = (
-            f"The gradient of {self._name(new[0])} is {large[new[0]]:.1e} times that of the later "
-            f"layers."
-        )
-        advice = "Initialise with smaller weights, use normalisation layers, or clip gradients."
-        evidence = {"rms": sizes[new[0]], "relative": large[new[0]]}
-        return gone, [self._finding(exploding, new[0], message, evidence, advice, len(new) - 1)]
+        found: list[Finding] = []
+        for kind, shares, advice in (
+            ("vanishing gradient", small, _VANISHING), ("exploding gradient", large, _EXPLODING)
+        ):  # fmt: skip
+            new = self._lasting(kind, shares, rows)
+            if new:
+                share = shares[new[0]]
+                said = f"{share:.1e} of that of a later layer" if share else "zero everywhere"
+                if shares is large:
+                    said = f"{share:.1e} times that of the later layers"
+                message = f"The gradient of {self._name(new[0])} is {said}."
+                evidence = {"rms": sizes[new[0]], "relative": share}
+                found.append(self._finding(kind, new[0], message, evidence, advice, len(new) - 1))
+        return found
 
     def _found(self, number: int) -> Moments:
         return self._looking.found[number]
