@@ -2,7 +2,7 @@
 
 - `show_count(n)`, `show_seconds(s)`, `show_number(x)`, `show_shapes(shapes)`: short text
 - `as_lines(cells, width)`, `as_html(title, cells, notes)`: a table
-- `Tabled`: what shows itself as such a table
+- `Tabled`: rows that show themselves as such a table
 - `pandas(what)`: the library, or an error that says how to install it
 """
 
@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import html
 import importlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from textwrap import wrap
-from typing import Any, cast
+from typing import Any, Generic, TypeVar, cast
 
 from hookline.core import tables
 from hookline.errors import MissingExtra
@@ -22,6 +22,7 @@ __all__ = [
     "show_shapes",
 ]  # fmt: skip
 
+T = TypeVar("T")
 _LEAST = 12  # how far a column of text is cut; then columns are left out
 _LEFT_OUT = (
     "input", "activations", "type", "backward time", "backward", "output", "time", "calls", "dtype",
@@ -138,8 +139,16 @@ def as_html(title: str, cells: Sequence[Sequence[str]], notes: Sequence[str] = (
     return tables.as_html(title, cells) + (f'<div class="hookline">{below}</div>' if below else "")
 
 
-class Tabled:
-    """What shows itself as a table under a title, as text and in a notebook."""
+class Tabled(Generic[T]):
+    """Rows that show themselves as a table under a title, as text and in a notebook."""
+
+    rows: list[T]
+
+    def __iter__(self) -> Iterator[T]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
 
     def _title(self) -> str:
         raise AssertionError("a table has a title")

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -58,7 +58,7 @@ class Difference:
         return found | dict.fromkeys(wild)
 
 
-class Comparison(Tabled):
+class Comparison(Tabled[Difference]):
     """Two runs, place by place, in the order of the calls: `first` is where they part.
 
     >>> from torch import nn
@@ -72,7 +72,7 @@ class Comparison(Tabled):
 
     def __init__(self, models: tuple[str, str]) -> None:
         self.models = models
-        self.rows: list[Difference] = []
+        self.rows = []
         self.only_a: list[str] = []  # places and parts where only the first model has a value
         self.only_b: list[str] = []
         self.notes: list[str] = []
@@ -101,12 +101,6 @@ class Comparison(Tabled):
             f"There is one at {held}{', …' if len(self.rows) > 6 else ''}.",
             "Name one of these; only_a and only_b list what one model has alone.",
         )
-
-    def __iter__(self) -> Iterator[Difference]:
-        return iter(self.rows)
-
-    def __len__(self) -> int:
-        return len(self.rows)
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as plain values, ready for JSON."""

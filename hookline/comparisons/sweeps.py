@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, cast
 
@@ -32,7 +31,7 @@ class Effect:
     share: float | None  # that, as a share of the way from the corrupt run to the clean one
 
 
-class Sweep(Tabled):
+class Sweep(Tabled[Effect]):
     """What a change does to a metric, place by place and position by position.
 
     >>> from torch import nn
@@ -47,7 +46,7 @@ class Sweep(Tabled):
 
     def __init__(self, clean: float, corrupt: float, approximate: bool) -> None:
         self.clean, self.corrupt, self.approximate = clean, corrupt, approximate
-        self.rows: list[Effect] = []
+        self.rows = []
         self.runs = 0  # forwards, besides those of the clean and the corrupt batch
         self.notes: list[str] = []
 
@@ -99,12 +98,6 @@ class Sweep(Tabled):
             f"There are {len(self.rows)} results: {held}{', …' if len(self.rows) > 4 else ''}.",
             "Name one of these.",
         )
-
-    def __iter__(self) -> Iterator[Effect]:
-        return iter(self.rows)
-
-    def __len__(self) -> int:
-        return len(self.rows)
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as plain values, ready for JSON."""
