@@ -2,6 +2,7 @@
 
 - `write(folder, kind, content, tensors)`: both files, written as a whole or not at all
 - `read(folder, kind, error)`: what was written, or an error that says what is wrong with it
+- `is_plain(tensor)`: whether a tensor can be written as it is
 """
 
 from __future__ import annotations
@@ -13,17 +14,28 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
+import torch
 from torch import Tensor
 
 from hookline.errors import HooklineError
 
-__all__ = ["read", "write"]
+__all__ = ["is_plain", "read", "write"]
 
 _VERSION = 1
 _MOST = 256 * 2**20  # bytes of JSON
 _DEEPEST = 1000  # levels of it, whatever Python's own limit is set to
 _DIGEST = "[0-9a-f]" * 64
 _WRITERS = {"record": "hookline.save_record"}  # of all others `.save(folder)`
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor can be written: dense, with numbers of its own.
+
+    >>> is_plain(torch.zeros(2)), is_plain(torch.zeros(2, device="meta"))
+    (True, False)
+    """
+    strange = tensor.is_nested or tensor.is_quantized or tensor.is_meta
+    return tensor.layout is torch.strided and not strange
 
 
 def write(

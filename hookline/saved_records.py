@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
-import torch
 from torch import Tensor, nn
 
 from hookline import folders
@@ -34,7 +33,7 @@ _PORTS = {"output", "input", "inputs", "grad_output", "grad_input", "grad_inputs
 def save_record(record: Record, folder: str | Path) -> Path:
     """Write a record into a folder: `record.json` and `record.safetensors`.
 
-    >>> import tempfile, hookline as hl
+    >>> import tempfile, torch, hookline as hl
     >>> model = nn.Sequential(nn.Flatten())
     >>> with hl.capture(model, "0") as record:
     ...     _ = model(torch.ones(2, 3, 1))
@@ -117,11 +116,11 @@ def _address(place: Place) -> dict[str, Any]:
 def _spell(value: Any, tensors: dict[str, Tensor], place: Place) -> Any:
     if isinstance(value, Tensor):
         tensor = local(value.detach())
-        plain = tensor.layout is torch.strided and not tensor.is_meta
-        if not plain or kind_of(tensor.dtype) is None:
+        if not folders.is_plain(tensor) or kind_of(tensor.dtype) is None:
+            layout = "nested" if tensor.is_nested else tensor.layout
             raise RecordError(
                 f"The value at {str(place)!r} was to be saved.",
-                f"It holds a {tensor.dtype} tensor of layout {tensor.layout} on {tensor.device}, "
+                f"It holds a {tensor.dtype} tensor of layout {layout} on {tensor.device}, "
                 f"which no record holds.",
                 "Capture it with transform=, as a plain tensor.",
             )

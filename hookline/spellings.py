@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from hookline.core.changes import Chain, Change, replace
 from hookline.errors import RecipeError
+from hookline.folders import is_plain
 from hookline.ready_changes import (
     add,
     blend,
@@ -71,8 +72,9 @@ class Writer:
         if id(tensor) not in self._known:
             name = str(len(self.tensors))
             plain = tensor.detach()
-            if plain.layout != torch.strided or plain.is_quantized or plain.device.type == "meta":
-                found = f"It holds a {plain.layout} tensor of {plain.dtype} on {plain.device}."
+            if not is_plain(plain):
+                layout = "nested" if plain.is_nested else plain.layout
+                found = f"It holds a {layout} tensor of {plain.dtype} on {plain.device}."
                 self._refuse(found, "Give a plain dense tensor.")
             spelled: dict[str, Any] = {"tensor": name}
             if plain.is_complex():

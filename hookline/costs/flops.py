@@ -154,6 +154,8 @@ class _Counting(TorchDispatchMode):
             return NotImplemented
         if kind is _PASS:
             return func(*args, **kwargs)
+        if kind is _DECOMPOSE and any(isinstance(a, Tensor) and a.is_nested for a in args):
+            kind = _unknown  # they have kernels of their own, and what it is made of fails on them
         if kind is _DECOMPOSE:
             with self:
                 return func.decompose(*args, **kwargs)

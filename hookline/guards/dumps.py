@@ -51,7 +51,7 @@ class Speller:
     def tensor(self, tensor: Tensor) -> dict[str, Any]:
         """A tensor by its number; the same one twice has one number."""
         plain = tensor.detach()
-        if not _is_plain(plain):
+        if not folders.is_plain(plain):
             kind = "nested" if plain.is_nested else plain.layout
             raise TypeError(f"a {kind} tensor of {plain.dtype} on {plain.device}")
         if id(tensor) not in self._known:
@@ -244,6 +244,7 @@ def _operation(sample: Sample, speller: Speller, missing: dict[str, str]) -> dic
 def write_dump(folder: str | Path, fault: Fault, sample: Sample, kept: Kept) -> Path:
     """Write what a producer was given into a new folder inside `folder`; that folder."""
     speller, missing = Speller(), dict[str, str]()
+    made = [(p, t) for p, t in leaves(sample.output) if folders.is_plain(t)]
     autocast = [[kind, on, str(dtype).removeprefix("torch.")] for kind, on, dtype in kept.autocast]
     content: dict[str, Any] = {
         "fault": fault.spelled(),
@@ -255,7 +256,7 @@ def write_dump(folder: str | Path, fault: Fault, sample: Sample, kept: Kept) -> 
                 ("operation", sample.gradients), ("module", sample.module_gradients)
             )
         },
-        "output": [[list(p), speller.tensor(t)] for p, t in leaves(sample.output) if _is_plain(t)],
+        "output": [[list(path), speller.tensor(tensor)] for path, tensor in made],
         "autocast": autocast, "torch": torch.__version__, "missing": missing,
     }  # fmt: skip
     number = 0
@@ -267,8 +268,3 @@ def write_dump(folder: str | Path, fault: Fault, sample: Sample, kept: Kept) -> 
         except FileExistsError:
             number += 1
     return folders.write(own, KIND, content, speller.tensors)
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    strange = tensor.is_nested or tensor.is_quantized or tensor.is_meta
-    return tensor.layout == torch.strided and not strange

@@ -153,6 +153,8 @@ def digest(value: Any, seen: int = 0) -> int:
             value = torch.from_numpy(np.ascontiguousarray(array)) if array.size else array.shape
         else:
             value = array.tolist()
+    if isinstance(value, Tensor) and value.is_nested:
+        value = list(value.unbind())
     if isinstance(value, Tensor):
         return zlib.crc32(f"{value.dtype}{tuple(value.shape)}".encode() + _content(value), seen)
     if value is None or isinstance(value, (str, bytes, bool, int, float)):

@@ -177,6 +177,12 @@ class Taker:
                 "Give stop=True to take the first call, or name a place that is called once.",
             )
         _, tensor = only_tensor(values[0], f"The value at {str(place)!r}")
+        if tensor.is_nested:
+            raise HarvestError(
+                f"The values at {str(place)!r} were to be stored, one row for each sample.",
+                "There is a nested tensor.",
+                "Store it padded, with transform=lambda v: v.to_padded_tensor(0.0) and a mask.",
+            )
         if tensor.ndim == 0:
             raise HarvestError(
                 f"The values at {str(place)!r} were to be stored, one row for each sample.",
@@ -309,7 +315,7 @@ def rows_in(rows: Rows) -> int:
 
 def sizes_in(batch: Any) -> dict[Path, int]:
     """The lengths of the tensors in a batch, one of which holds the samples."""
-    return {path: len(tensor) for path, tensor in leaves(batch) if tensor.ndim}
+    return {path: tensor.size(0) for path, tensor in leaves(batch) if tensor.ndim}
 
 
 def numbers_of(ids: Any) -> Sequence[int] | None:

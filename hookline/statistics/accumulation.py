@@ -139,6 +139,11 @@ class Statistic:
 
     def _rows(self, value: Tensor) -> tuple[Tensor, tuple[int, ...]]:
         """The value as rows × channels, and its shape without the channels."""
+        if value.is_nested:
+            raise self._unfit(
+                "The value is a nested tensor: its samples have shapes of their own.",
+                "Measure it padded, with at=lambda value: value.to_padded_tensor(0.0) and a mask.",
+            )
         if value.is_complex() or value.is_quantized or value.layout != torch.strided:
             found = f"The value is {value.dtype}, {value.layout}: its numbers have no order."
             raise self._unfit(

@@ -27,10 +27,15 @@ def _plain(place: str, value: Any) -> Tensor:
         native = cast("NDArray[Any]", value)
         native = native.astype(native.dtype.newbyteorder("="), copy=False)
         value = torch.from_numpy(np.asarray(native, order="C"))  # torch has no negative strides
-    if not isinstance(value, Tensor) or value.layout is not torch.strided or value.is_meta:
+    nested = isinstance(value, Tensor) and value.is_nested
+    if (
+        nested or not isinstance(value, Tensor)
+        or value.layout is not torch.strided or value.is_meta
+    ):  # fmt: skip
+        kind = "nested tensor" if nested else type(cast("Any", value)).__name__
         raise StoreError(
             f"Cannot store {place!r}.",
-            f"The value is a {type(cast('Any', value)).__name__}, not a plain tensor with data.",
+            f"The value is a {kind}, not a plain tensor with data.",
             "Give a tensor with one row for each sample, or a list of tensors.",
         )
     # Only what is needed: each torch call costs a small append as much as a system call.
@@ -157,6 +162,7 @@ def _as_before(values: Mapping[str, Any], known: list[Series]) -> tuple[list[Blo
             type(value) is not Tensor
             or place != series.place
             or series.part != "rows"
+            or value.is_nested
             or value.ndim != 1 + len(series.shape)
             or not series.fits(value)
             or not (value.is_cpu and value.layout is torch.strided and value.is_contiguous())

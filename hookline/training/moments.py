@@ -131,6 +131,7 @@ def is_measurable(tensor: Tensor) -> bool:
     return (
         tensor.is_floating_point()
         and tensor.layout is torch.strided
+        and not tensor.is_nested
         and not tensor.is_quantized
         and not tensor.is_meta
         and tensor.numel() > 0

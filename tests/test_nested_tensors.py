@@ -1,0 +1,85 @@
+"""Nested tensors of both layouts, whose samples have shapes of their own: measured, or refused."""
+
+import pytest
+import torch
+from helpers import assert_clean
+from torch import nn
+
+import hookline as hl
+
+pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+LENGTHS = (2, 4)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.same = nn.Identity()
+        self.fc = nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.fc(self.same(x))
+
+
+@pytest.fixture(params=[torch.strided, torch.jagged], ids=["strided", "jagged"])
+def batch(request):
+    rows = [torch.full((length, 3), float(length)) for length in LENGTHS]
+    return torch.nested.nested_tensor(rows, layout=request.param)
+
+
+def padded(value):
+    return value.to_padded_tensor(0.0)
+
+
+def test_a_watched_training_goes_on_with_them(batch):
+    model = Net()
+    with hl.watch(model, every=1) as watching:
+        padded(model(batch)).sum().backward()
+        watching.step()
+    assert watching.last["fc.weight", "weight_grad"]["norm"] > 0
+    assert_clean(model)
+
+
+def test_statistics_refuse_them_and_take_them_padded(batch):
+    model = Net()
+    with pytest.raises(hl.StatisticsError, match=r"nested tensor.*to_padded_tensor"):
+        hl.measure(model, "same", statistics=[hl.Mean()], data=[[batch]])
+    mask = torch.arange(4)[None] < torch.tensor(LENGTHS)[:, None]
+    found = hl.measure(
+        model, "same", statistics=[hl.Mean(dim=None)], data=[[batch]], at=padded, mask=mask
+    )
+    assert float(found["same"]["mean"]) == pytest.approx((2 * 2 + 4 * 4) / 6)
+    assert_clean(model)
+
+
+def test_a_harvest_refuses_them_and_stores_them_padded(batch, tmp_path):
+    model = Net()
+    with pytest.raises(hl.HarvestError, match=r"'same'.*nested tensor.*to_padded_tensor"):
+        hl.harvest(model, [[batch]], "same", to=tmp_path / "raw", quiet=True)
+    to = tmp_path / "padded"
+    for _ in range(2):  # the second one sees that the data is the same
+        store = hl.harvest(model, [[batch]], "same", to=to, transform=padded, quiet=True)
+    assert torch.equal(store["same"][:], padded(batch))
+
+
+def test_a_summary_tells_what_it_could_not_count(batch):
+    found = hl.summarize(Net(), [batch])
+    counted = found["fc"].flops == 2 * sum(LENGTHS) * 3 * 3
+    assert counted or found.totals["uncounted"] == {"aten.linear": 1}
+
+
+def test_records_recipes_and_stores_refuse_to_save_them(batch, tmp_path):
+    model = Net()
+    with hl.capture(model, "same") as record:
+        model(batch)
+    with pytest.raises(hl.RecordError, match=r"'same' was to be saved.*nested"):
+        hl.save_record(record, tmp_path / "record")
+    with pytest.raises(hl.RecipeError, match="It holds a nested tensor"):
+        hl.Recipe([("same", hl.replace(batch))]).save(tmp_path / "recipe")
+    with hl.Store.create(tmp_path / "store") as writer:
+        with pytest.raises(hl.StoreError, match="The value is a nested tensor"):
+            writer.append({"same": batch})
+        writer.append({"same": torch.zeros(2, 4, 3)})
+        with pytest.raises(hl.StoreError, match="The value is a nested tensor"):
+            writer.append({"same": batch})
+    assert len(hl.Store.open(tmp_path / "store")) == 2
