@@ -83,3 +83,10 @@ def test_records_recipes_and_stores_refuse_to_save_them(batch, tmp_path):
         with pytest.raises(hl.StoreError, match="The value is a nested tensor"):
             writer.append({"same": batch})
     assert len(hl.Store.open(tmp_path / "store")) == 2
+
+
+def test_a_sweep_over_them_is_refused(batch):
+    model = Net()
+    with pytest.raises(hl.BatchError, match=r"'same' was asked for\. There is a nested tensor"):
+        hl.sweep(model, [batch], [batch], "same", lambda y: padded(y).sum(), progress=False)
+    assert_clean(model)

@@ -60,7 +60,14 @@ def one_number(value: Any) -> float:
 
 def shape_of(value: Any, place: Place) -> torch.Size:
     """The shape of the one tensor that stands at a place."""
-    return only_tensor(value, f"The value at {str(place)!r}")[1].shape
+    tensor = only_tensor(value, f"The value at {str(place)!r}")[1]
+    if tensor.is_nested:
+        raise BatchError(
+            f"A sweep over {str(place)!r} was asked for.",
+            "There is a nested tensor, whose samples have shapes of their own.",
+            "Let the model pad: nn.TransformerEncoder(..., enable_nested_tensor=False).",
+        )
+    return tensor.shape
 
 
 class Runner:
