@@ -328,6 +328,12 @@ def test_a_store_is_pickled_without_its_data(tmp_path):
     assert same(pickle.loads(text)[7]["x"], before[7])
 
 
+def test_a_rank_of_the_launcher_that_is_no_number_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "first")
+    with pytest.raises(StoreError, match=r"as rank 'first'.*A rank is an integer"):
+        Store.create(tmp_path)
+
+
 def test_ranks_write_side_by_side_and_are_read_as_one(tmp_path, monkeypatch):
     writers = [Store.create(tmp_path, rank=rank, shard_bytes=50) for rank in (0, 2)]
     monkeypatch.setenv("RANK", "1")
