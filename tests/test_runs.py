@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import struct
 import subprocess
 import sys
@@ -428,6 +429,13 @@ def test_a_directory_that_cannot_be_made_is_told(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(RunError, match="was to be written"):
         RunWriter(tmp_path / "file", ROWS)
+
+
+def test_a_file_that_cannot_be_made_later_is_told(tmp_path):
+    with RunWriter(tmp_path / "run", ROWS) as writer:
+        shutil.rmtree(tmp_path / "run")
+        with pytest.raises(RunError, match="was to be written"):
+            writer.scalar(0, "loss", 1.0)
 
 
 def test_a_closed_writer_says_so(tmp_path):

@@ -4,6 +4,8 @@ import json
 import logging
 import math
 import random
+import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -305,6 +307,27 @@ def test_a_module_of_the_users_that_calls_its_only_child_module_is_part_of_the_m
             watching.step()
         kept = "0." if wrap is nn.Sequential else ""
         assert watching.last[f"{kept}module", "output"]["norm"] > 0
+
+
+def test_a_training_goes_on_when_its_run_directory_is_removed(tmp_path, caplog):
+    model = nn.Linear(2, 1)
+    with hl.watch(model, every=1, to=tmp_path / "run") as watching:
+        shutil.rmtree(tmp_path / "run")
+        watching.log(loss=1.0)  # the first: its file would have to be made
+        model(torch.ones(1, 2)).sum().backward()
+        watching.step()
+    assert watching.last.step == 0
+    assert "watch has stopped to write" in caplog.text
+    files = [str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+    assert not any(str(tmp_path) in file for file in files)
+
+
+@pytest.mark.parametrize("to", ["file/run", "file/run.jsonl"])
+def test_a_place_that_cannot_be_written_to_is_told_at_once(tmp_path, to):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(hl.RunError, match=r"to be written to .*Name a"):
+        with hl.watch(nn.Linear(2, 1), to=tmp_path / to):
+            pass
 
 
 def test_frozen_parameters_have_no_rows():

@@ -130,7 +130,10 @@ class RunWriter:
         self._append(ending, line.encode("utf-8", "surrogatepass") + b"\n")
 
     def _append(self, ending: str, content: bytes) -> None:
-        number, size = self._open(ending)
+        try:
+            number, size = self._open(ending)
+        except OSError as error:
+            self._refuse(error)
         try:
             written = os.write(number, content)
             while written < len(content):  # a full disk, or a signal: go on, or say why not

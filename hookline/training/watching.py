@@ -286,6 +286,7 @@ class watch(Anchored):
             except RunError as error:
                 _log.error("watch has stopped to write: %s", error)
                 self._writers.remove(writer)
+                writer.close()
 
 
 class _Stepped:

@@ -152,7 +152,6 @@ class _Lines(Writer):
         self.path = path
 
     def start(self, rows: Sequence[Row], model: str, options: dict[str, Any]) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         self._write([])  # a file that cannot be written is told now, not after the first steps
 
     def measured(self, measured: Measured) -> None:
@@ -179,6 +178,7 @@ class _Lines(Writer):
     def _write(self, lines: list[dict[str, Any]]) -> None:
         text = "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines)
         try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(text)
         except OSError as error:
