@@ -16,6 +16,7 @@ import sys
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
@@ -49,29 +50,31 @@ def kept_value(value: Any) -> Any:
     return map_leaves(lambda leaf: snapshot(leaf) if isinstance(leaf, Tensor) else leaf, value)
 
 
+@dataclass(eq=False, slots=True)
 class Running:
     """A call of a module that is running."""
 
-    __slots__ = (
-        "inputs", "module", "number", "origins", "path", "positional", "random", "start",
-    )  # fmt: skip
-
-    def __init__(self, module: nn.Module, path: str, number: int, start: int) -> None:
-        self.module, self.path, self.number, self.start = module, path, number, start
-        self.inputs: Any = None
-        self.positional = 0
-        self.random = torch.get_rng_state()
-        self.origins: tuple[Origin, ...] = ()  # of what it was given
+    module: nn.Module
+    path: str
+    number: int
+    start: int
+    inputs: Any
+    positional: int
+    random: Tensor = field(default_factory=torch.get_rng_state)
+    origins: tuple[Origin, ...] = ()  # of what it was given
 
 
+@dataclass(eq=False, slots=True)
 class Span:
     """The numbers of the autograd nodes that an operation or a call has made."""
 
-    __slots__ = ("end", "number", "operation", "path", "source", "start", "use")
-
-    def __init__(self, start: int, end: int, number: int, path: str) -> None:
-        self.start, self.end, self.number, self.path = start, end, number, path
-        self.operation, self.use, self.source = "", 0, ""
+    start: int
+    end: int
+    number: int
+    path: str
+    operation: str = ""
+    use: int = 0
+    source: str = ""
 
 
 class Sample:
@@ -198,8 +201,8 @@ class Trace:
     def enter(self, module: nn.Module, inputs: Any, positional: int) -> None:
         """A call of a module begins."""
         self.clock += 1
-        running = Running(module, self.names.get(id(module), ""), self.clock, sequence())
-        running.inputs, running.positional = kept_value(inputs), positional
+        path, given = self.names.get(id(module), ""), kept_value(inputs)
+        running = Running(module, path, self.clock, sequence(), given, positional)
         if module is self.called and not self.running:
             self.give(running, inputs)
         if not self.sees_operations:
@@ -305,11 +308,11 @@ class Operations(Mode):
         if use:
             trace.often.add((trace.names.get(id(module), ""), name))
         if sequence() > start:
-            span = Span(start, sequence(), number, trace.names.get(id(module), ""))
-            span.operation, span.use, span.source = name, use, shown(line_of(frame))
+            path = trace.names.get(id(module), "")
             if module is None and trace.running:
-                span.path = trace.running[-1].path
-            trace.spans.append(span)
+                path = trace.running[-1].path
+            source = shown(line_of(frame))
+            trace.spans.append(Span(start, sequence(), number, path, name, use, source))
         wrong = [tensor for tensor in made if is_bad(tensor)]
         if wrong:
             trace.note_operation(name, use, module, (args, kwargs), bad, wrong, frame)
