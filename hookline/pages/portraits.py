@@ -12,6 +12,7 @@ n-th is taken along a dimension, and the portrait says so.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
@@ -29,18 +30,13 @@ MOST = 16_384  # values in a picture
 _COUNTED = 2_000_000  # values that statistics are taken of; of more, every n-th
 
 
+@dataclass(eq=False, slots=True)
 class Portrait:
     """What is shown of a tensor. `meta` is plain JSON, `counts` and `picture` are arrays."""
 
-    __slots__ = ("counts", "meta", "picture")
-
-    def __init__(
-        self,
-        meta: dict[str, Any],
-        counts: NDArray[np.uint32] | None = None,
-        picture: NDArray[np.float16] | None = None,
-    ) -> None:
-        self.meta, self.counts, self.picture = meta, counts, picture
+    meta: dict[str, Any]
+    counts: NDArray[np.uint32] | None = None
+    picture: NDArray[np.float16] | None = None
 
 
 def portray_value(value: Any, most: int = MOST) -> list[tuple[Path, Portrait]]:
