@@ -261,6 +261,10 @@ def _count(value: Any, least: int = 0) -> bool:
     return type(value) is int and least <= value < 1 << 62
 
 
+def _counts(values: Any, least: int = 0) -> bool:
+    return isinstance(values, list) and all(_count(n, least) for n in cast("list[Any]", values))
+
+
 def read_index(folder: Path, rank: int) -> Index:
     """The index of a rank; every field is checked, nothing is allocated by what it claims."""
     path = index_path(folder, rank)
@@ -297,25 +301,15 @@ def _read_series(entry: Any, path: Path) -> Series:
         and isinstance(dtype, str)
         and part in ("rows", "offsets", "ids", "id offsets")
         and dtype in KINDS
-        and isinstance(shape, list)
-        and len(cast("list[Any]", shape)) <= 32
-        and all(_count(size, 1) for size in cast("list[Any]", shape))
+        and _counts(shape, 1)
+        and len(shape) <= 32
         and _count(shard_rows, 1)
         and _count(rows)
-        and isinstance(shards, list)
-        and all(_count(number) for number in cast("list[Any]", shards))
+        and _counts(shards)
     )
     if not sound:
         raise corrupt(path, f"The series of {place!r} in it makes no sense")
-    series = Series(
-        place,
-        part,
-        dtype,
-        tuple(cast("list[int]", shape)),
-        shard_rows,
-        rows,
-        cast("list[int]", shards),
-    )
+    series = Series(place, part, dtype, tuple(shape), shard_rows, rows, shards)
     if not _count(series.row_bytes):
         raise corrupt(path, f"The shape of {place!r} in it makes no sense")
     if len(series.shards) != -(-rows // shard_rows):
