@@ -13,7 +13,6 @@ from hookline.cli.models import CommandError, load_model
 from hookline.cli.options import AskedInputs, takes_inputs, weights_options
 from hookline.cli.output import Screen
 from hookline.cli.weighing import batch_of
-from hookline.pages.reporting import kind_of
 
 __all__ = ["demo", "report", "view"]
 
@@ -38,6 +37,8 @@ def report(
 
     A model is given as in the other commands; with --input it runs once, and its values are shown.
     """
+    from hookline.pages.reporting import kind_of
+
     options: dict[str, Any] = {}
     screen = Screen(quiet=quiet)
     what: Any = Path(source)
