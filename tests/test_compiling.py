@@ -1,7 +1,10 @@
 """Compiled models: captures and edits are right every time, in the graph or out of it."""
 
 import gc
+import sys
 import threading
+import types
+from importlib.machinery import ModuleSpec
 
 import pytest
 import torch
@@ -320,3 +323,13 @@ def test_other_threads_run_eagerly_too_and_right():
         model(batches(1)[0])
     torch.testing.assert_close(found[0], model(batches(1)[0]))
     assert len(record.calls("2")) == 1
+
+
+def test_a_compiler_that_is_being_imported_has_compiled_nothing(monkeypatch):
+    half = types.ModuleType("torch._dynamo.convert_frame")
+    half.__spec__ = ModuleSpec(half.__name__, None)
+    half.__spec__._initializing = True
+    monkeypatch.setitem(sys.modules, half.__name__, half)
+    assert compiling.untouched()
+    half.__spec__._initializing = False  # then there is no telling
+    assert not compiling.untouched()

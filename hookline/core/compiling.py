@@ -101,5 +101,7 @@ def loaded() -> bool:
 def untouched() -> bool:
     """Whether nothing was compiled so far in this process, or since the compiler was reset."""
     dynamo: Any = sys.modules.get("torch._dynamo.convert_frame")
+    if dynamo is None or getattr(dynamo.__spec__, "_initializing", False):  # being imported
+        return True
     codes = getattr(getattr(dynamo, "input_codes", None), "seen", None)
-    return dynamo is None or (codes is not None and not codes)
+    return codes is not None and not codes
