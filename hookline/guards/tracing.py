@@ -8,6 +8,7 @@ reached the model's outputs counts, by its origins: what was masked away has don
 - `Operations`: the mode of torch's that shows every operation to a trace
 - `Modules`: the hooks that show every call of a module to a trace
 - `Sample`: what an operation or call was given and made, kept on the way
+- `Settings`: the random numbers and the autocast of a moment
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from hookline.guards.finite_checks import bad_leaves, is_bad, is_mask, signs
 from hookline.guards.origins import Ignored, Origin, infinite, is_meant, labelled, line_of, shown
 from hookline.guards.runs import Parts
 
-__all__ = ["Modules", "Operations", "Running", "Sample", "Span", "Trace", "kept_value"]
+__all__ = ["Modules", "Operations", "Running", "Sample", "Settings", "Span", "Trace", "kept_value"]
 
 _UNWRITTEN = frozenset({
     "empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted",
@@ -49,18 +50,31 @@ def kept_value(value: Any) -> Any:
     return map_leaves(lambda leaf: snapshot(leaf) if isinstance(leaf, Tensor) else leaf, value)
 
 
+class Settings:
+    """The random numbers and the autocast of a moment; a forward may change both on its way."""
+
+    __slots__ = ("autocast", "random")
+
+    def __init__(self) -> None:
+        self.random = torch.get_rng_state()
+        self.autocast = [
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            for kind in ("cpu", "cuda")
+        ]
+
+
 class Running:
     """A call of a module that is running."""
 
     __slots__ = (
-        "inputs", "module", "number", "origins", "path", "positional", "random", "start",
+        "inputs", "module", "number", "origins", "path", "positional", "settings", "start",
     )  # fmt: skip
 
     def __init__(self, module: nn.Module, path: str, number: int, start: int) -> None:
         self.module, self.path, self.number, self.start = module, path, number, start
         self.inputs: Any = None
         self.positional = 0
-        self.random = torch.get_rng_state()
+        self.settings = Settings()
         self.origins: tuple[Origin, ...] = ()  # of what it was given
 
 
@@ -87,7 +101,7 @@ class Sample:
         self.module: nn.Module | None = None
         self.made: Any = None  # live, so that its gradients can be asked for
         self.output: Any = None  # the same as it was when it was made
-        self.random = self.module_random = torch.empty(0, dtype=torch.uint8)
+        self.settings = self.module_settings = Settings()
         self.whole: Any = None  # the output of the module around an operation
         self.gradients: dict[Path, Tensor] = {}  # of what was made
         self.module_gradients: dict[Path, Tensor] = {}
@@ -95,7 +109,8 @@ class Sample:
     def of(self, running: Running) -> None:
         """Keep what is known of a running call."""
         self.inputs, self.positional = running.inputs, running.positional
-        self.path, self.module, self.module_random = running.path, running.module, running.random
+        self.path, self.module = running.path, running.module
+        self.module_settings = running.settings
 
 
 class Trace:
@@ -317,7 +332,7 @@ class Operations(Mode):
 
     def _before(self, sample: Sample, func: Any, args: Any, kwargs: Any, module: Any) -> None:
         sample.function, sample.arguments = func, kept_value((args, kwargs))
-        sample.random = torch.get_rng_state()
+        sample.settings = Settings()
         running = self.trace._innermost(module)
         if running is not None:
             sample.of(running)
