@@ -175,6 +175,7 @@ def _defined(node: Any) -> str:
         return ""
     try:
         lines, first = inspect.getsourcelines(function)
-        return f"{File(inspect.getfile(function)).name}:{first}  {lines[0].strip()}"
+        below = next((n for n, line in enumerate(lines) if line.lstrip().startswith("def ")), 0)
+        return f"{File(inspect.getfile(function)).name}:{first + below}  {lines[below].strip()}"
     except (OSError, TypeError):  # written where no source is
         return ""
