@@ -548,3 +548,45 @@ def test_what_is_masked_away_is_not_accused_beside_what_is_not():
 
     fault = caught(Net(), torch.zeros(3))
     assert (fault.place, fault.others) == ("bad/rsqrt", [])
+
+
+class Between(nn.Module):
+    """A layer, and then a function of what it made, in the same forward."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.before, self.layer, self.function = nn.Linear(4, 4), nn.Linear(4, 4), function
+
+    def forward(self, x):
+        return self.function(self.layer(self.before(x).abs()))
+
+
+def fault_of_step(model, **options):
+    with hl.guard(model, to=None, **options), pytest.raises(hl.NonFiniteError) as found:
+        model(torch.ones(2, 4)).sum().backward()
+    return found.value.fault
+
+
+@pytest.mark.parametrize("careful", [False, True])
+def test_a_bad_parameter_is_told_though_only_gradients_show_it(careful):
+    model = Between(torch.sigmoid)  # 1 at infinity, where its slope is 0
+    nn.init.constant_(model.layer.weight, INF)
+    fault = fault_of_step(model, careful=careful)
+    assert (fault.kind, fault.place, fault.others) == ("parameter", "layer.weight", [])
+    with hl.guard(model, to=None, careful=careful, ignore="layer.weight"):
+        model(torch.ones(2, 4)).sum().backward()
+
+
+@pytest.mark.parametrize("careful", [False, True])
+def test_a_bad_parameter_of_a_module_is_not_blamed_on_the_forward_around_it(careful):
+    model = Between(lambda h: (h @ h.T).softmax(-1))
+    nn.init.constant_(model.layer.weight, math.nan)
+    fault = fault_of_step(model, careful=careful)
+    assert (fault.kind, fault.place) == ("parameter", "layer.weight")
+
+
+def test_an_infinity_that_only_gradients_show_is_told_as_what_made_it():
+    model = Between(lambda h: torch.sigmoid((1e9 * (h * h + 1)).exp() * h))
+    fault = fault_of_step(model)
+    assert (fault.kind, fault.place, fault.backward) == ("operation", "/exp", False)
+    assert fault.others == []

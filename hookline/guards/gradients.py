@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hookline.core.nested import leaves
+from hookline.core.tree import tensors_of
 from hookline.guards.finite_checks import Numbers, is_bad
 from hookline.guards.origins import RECOMPUTING, Labelled, Origin
 from hookline.guards.tracing import Span, Trace
@@ -74,7 +75,7 @@ class Backward:
         if not came and node.name() == RECOMPUTING and self.origins:
             origins = self.origins  # of the backward that ran inside
         elif not came:
-            origins = [self._origin("operation", node, passed, given)]
+            origins = self._handed(node) or [self._origin("operation", node, passed, given)]
         elif not origins:
             # Every share that flowed in was finite, or was none of the model's.
             met = (node, came[0])
@@ -120,6 +121,23 @@ class Backward:
         origin.ignored = origin.meant = self._is_ignored(origin)
         self.origins.append(origin)
         return origin
+
+    def _handed(self, node: Any) -> list[Origin]:
+        """The origins of what the forward was given bad: its backward only passes that on.
+
+        Some kernels give a finite result for it, and so does a sigmoid of an infinity.
+        """
+        span = self._span(node)
+        if span is None:
+            return []
+        held = list(span.origins)
+        if not span.operation:  # a call, whose own parameters count, too
+            owner = self.trace.model.get_submodule(span.path)
+            bad = [tensor for _, tensor in tensors_of(owner) if is_bad(tensor)]
+            held += [o for tensor in bad for o in self.trace.origins_of(tensor)]
+        wrong = [o for o in held if not o.meant] or [o for o in held if o.ignored]
+        self.origins += [o for o in wrong if o not in self.origins]
+        return wrong
 
     def _unseen(self) -> Origin:
         """A checkpoint that recomputes more than modules: only their graphs are looked at."""

@@ -114,11 +114,12 @@ def fault_of(
     origins: Sequence[Origin], often: set[tuple[str, str]], step: int, seen: Labelled
 ) -> Fault:
     """The fault of the first of these origins; the others are mentioned."""
-    origin, *others = origins
+    origin = origins[0]
     fault = Fault(step, origin.backward, seen, origin.kind, _place(origin, often))
     fault.operation, fault.node, fault.source = origin.operation, origin.node, origin.source
     fault.values, fault.given, fault.path = origin.values, origin.given, origin.path
-    fault.others = [f"{_place(other, often)} ({other.kind})" for other in others[:4]]
+    told = dict.fromkeys(f"{_place(own, often)} ({own.kind})" for own in origins)
+    fault.others = list(told)[1:5]  # forward and backward of an operation are one place
     return fault
 
 

@@ -67,7 +67,7 @@ class Running:
     """A call of a module that is running."""
 
     __slots__ = (
-        "inputs", "module", "number", "origins", "path", "positional", "settings", "start",
+        "inner", "inputs", "module", "number", "origins", "path", "positional", "settings", "start",
     )  # fmt: skip
 
     def __init__(self, module: nn.Module, path: str, number: int, start: int) -> None:
@@ -76,16 +76,18 @@ class Running:
         self.positional = 0
         self.settings = Settings()
         self.origins: tuple[Origin, ...] = ()  # of what it was given
+        self.inner: list[Origin] = []  # of what calls in it have returned
 
 
 class Span:
     """The numbers of the autograd nodes that an operation or a call has made."""
 
-    __slots__ = ("end", "number", "operation", "path", "source", "start", "use")
+    __slots__ = ("end", "number", "operation", "origins", "path", "source", "start", "use")
 
     def __init__(self, start: int, end: int, number: int, path: str) -> None:
         self.start, self.end, self.number, self.path = start, end, number, path
         self.operation, self.use, self.source = "", 0, ""
+        self.origins: tuple[Origin, ...] = ()  # of what was given bad
 
 
 class Sample:
@@ -237,7 +239,8 @@ class Trace:
 
     def _inside(self, running: Running, value: Tensor) -> tuple[Origin, ...]:
         """The origins of what a forward made: of calls in it, of its inputs, or itself."""
-        found = [o for o in self.origins if o.number > running.number and not o.meant]
+        made = [o for o in self.origins if o.number > running.number]
+        found = [o for o in dict.fromkeys((*made, *running.inner)) if not o.meant]
         found = found or [o for o in running.origins if not o.meant]
         if not found:
             for name, tensor in tensors_of(running.module):
@@ -264,7 +267,9 @@ class Trace:
             running = last if last.module is module else None
         if running is None:
             return
-        self.spans.append(Span(running.start, sequence(), running.number, running.path))
+        span = Span(running.start, sequence(), running.number, running.path)
+        span.origins = running.origins
+        self.spans.append(span)
         for _, tensor in bad_leaves(output):
             if self.ignored.module(module):
                 origin = Origin("module", running.path, number=running.number)
@@ -272,6 +277,8 @@ class Trace:
                 self._follow([tensor], (self._add(origin),))
             elif not self.origins_of(tensor):
                 self._follow([tensor], self._inside(running, tensor))
+            if self.running:
+                self.running[-1].inner += self.origins_of(tensor)
         for origin in self.origins:  # what it made may be a part of its output, or lie before it
             if origin.sample is not None and origin.number == running.number:
                 origin.sample.output = kept_value(output)
@@ -322,6 +329,7 @@ class Operations(Mode):
         if sequence() > start:
             span = Span(start, sequence(), number, trace.names.get(id(module), ""))
             span.operation, span.use, span.source = name, use, shown(line_of(frame))
+            span.origins = tuple(o for tensor, _, _ in bad for o in trace.origins_of(tensor))
             if module is None and trace.running:
                 span.path = trace.running[-1].path
             trace.spans.append(span)
