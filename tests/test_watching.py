@@ -683,6 +683,16 @@ def test_a_run_directory_holds_what_was_measured(tmp_path):
     assert {row.place: row.shape for row in run.rows() if row.kind == "output"}["last"] == (16, 3)
 
 
+def test_what_is_not_one_number_is_refused_by_its_name():
+    model, optimizer = fresh()
+    with hl.watch(model, optimizer=optimizer) as watching:
+        train(model, optimizer, 1)
+        with pytest.raises(hl.RunError, match=r"'losses'.*Tensor of shape \(3,\), not one number"):
+            watching.log(losses=torch.ones(3))
+        with pytest.raises(hl.RunError, match=r"'what'.*a dict, not one number"):
+            watching.log(what={})
+
+
 def test_json_lines_hold_what_was_measured(tmp_path):
     model, optimizer = fresh()
     path = tmp_path / "logs" / "run.jsonl"

@@ -274,7 +274,15 @@ class watch(Anchored):
         before the watch begins and after it has ended, they go nowhere.
         """
         for name, value in scalars.items():
-            number = float(value.detach() if isinstance(value, torch.Tensor) else value)
+            try:
+                number = float(value.detach() if isinstance(value, torch.Tensor) else value)
+            except (TypeError, ValueError, RuntimeError):
+                shape = f" of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else ""
+                raise RunError(
+                    f"watch was asked to log {name!r}.",
+                    f"It is a {type(value).__name__}{shape}, not one number.",
+                    "Log one number for each name, as loss.mean() of a loss for each example.",
+                ) from None
             self._write("scalar", self.steps if step is None else step, name, number)
 
     def _write(self, method: str, *content: Any) -> None:
