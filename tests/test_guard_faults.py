@@ -590,3 +590,38 @@ def test_an_infinity_that_only_gradients_show_is_told_as_what_made_it():
     fault = fault_of_step(model)
     assert (fault.kind, fault.place, fault.backward) == ("operation", "/exp", False)
     assert fault.others == []
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values())
+def test_the_limit_of_float16_is_named_for_float16_alone(dtype):
+    model = nn.Sequential(Doing(lambda x: x * torch.finfo(dtype).max)).to(dtype)
+    with hl.guard(model, to=None), pytest.raises(hl.NonFiniteError) as found:
+        model(torch.full((2, 4), 3.0, dtype=dtype))
+    assert ("65504" in str(found.value)) == (dtype is torch.float16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values())
+def test_a_loss_that_overflows_in_float16_leads_to_the_scaler(dtype):
+    model = nn.Sequential(nn.Linear(4, 4)).to(dtype)
+    with hl.guard(model, to=None), pytest.raises(hl.NonFiniteError) as found:
+        (model(torch.ones(2, 4, dtype=dtype)).double().sum() * 1e300).backward()
+    assert found.value.fault.kind == "loss"
+    assert ("scaler=scaler" in str(found.value)) == (dtype is torch.float16)
+
+
+def test_where_no_second_run_can_be_trusted_bad_parameters_are_mentioned():
+    model = nn.Sequential(Doing(lambda x: x.add_(1)), nn.Linear(4, 4))
+    nn.init.constant_(model[1].weight, math.nan)
+    with hl.guard(model, to=None), pytest.raises(hl.NonFiniteError) as found:
+        model(torch.ones(2, 4))
+    assert found.value.fault.kind == "unknown"
+    assert "'1.weight' holds such numbers now." in str(found.value)
+
+
+def test_the_code_of_torch_is_not_shown_as_the_line_of_a_program():
+    model = nn.Sequential(nn.Linear(4, 4))
+    model[0].register_full_backward_hook(lambda module, passed, given: (passed[0] / 0,))
+    with hl.guard(model, to=None), pytest.raises(hl.NonFiniteError) as found:
+        model(torch.ones(2, 4, requires_grad=True)).sum().backward()
+    assert found.value.fault.path == "0"
+    assert "_functions.py" not in str(found.value)

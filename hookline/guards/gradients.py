@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from hookline.core.nested import leaves
 from hookline.core.tree import tensors_of
 from hookline.guards.finite_checks import Numbers, is_bad
-from hookline.guards.origins import RECOMPUTING, Labelled, Origin
+from hookline.guards.origins import OURS, RECOMPUTING, Labelled, Origin
 from hookline.guards.tracing import Span, Trace
 
 __all__ = ["Backward"]
@@ -192,6 +192,8 @@ def _defined(node: Any) -> str:
     if function is None:
         return ""
     try:
+        if inspect.getfile(function).startswith(OURS):  # as that of full backward hooks
+            return ""
         lines, first = inspect.getsourcelines(function)
         below = next((n for n, line in enumerate(lines) if line.lstrip().startswith("def ")), 0)
         return f"{File(inspect.getfile(function)).name}:{first + below}  {lines[below].strip()}"

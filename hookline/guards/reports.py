@@ -29,7 +29,7 @@ _HINTS = {
     "normalize": "Give normalize a larger eps.",
 }  # fmt: skip
 _SLOPES = ("sqrt", "rsqrt", "norm", "vector_norm", "linalg_norm", "std", "var", "cdist", "pow")
-_OVERFLOW = {"float16": 65504.0, "bfloat16": 3.3895e38, "float32": 3.4028e38}
+_SCALED = "If a GradScaler scales the loss, give it: guard(model, scaler=scaler)."
 
 
 @dataclass(eq=False)
@@ -144,6 +144,7 @@ def explain(fault: Fault, scaled: bool) -> NonFiniteError:
 
 def _remedy(fault: Fault, scaled: bool) -> str:
     kind, op = fault.kind, fault.operation.strip("_")
+    half = any(own.kind.endswith(" float16") for _, own in fault.values)
     if kind in ("parameter", "buffer"):
         return "Guard the steps before: an optimiser's step or a loaded checkpoint put it there."
     if kind == "input":
@@ -151,7 +152,8 @@ def _remedy(fault: Fault, scaled: bool) -> str:
         return f"Look at {where}. If it is meant so: guard(model, ignore={fault.place!r})."
     if kind == "loss":
         used = "output" if fault.values else "parameters"
-        return f"Look at the loss, and at what it does with the model's {used}."
+        said = f"Look at the loss, and at what it does with the model's {used}."
+        return f"{said} {_SCALED}" if half and not scaled else said
     if fault.node == RECOMPUTING:
         return "checkpoint(..., use_reentrant=False) shows what inside of it does."
     if kind == "hook":
@@ -161,11 +163,10 @@ def _remedy(fault: Fault, scaled: bool) -> str:
     if kind == "unknown":
         return "Every module is checked from now on: run it again with the same guard."
     hint = _SLOPE_HINT if fault.backward and op in _SLOPES else _HINTS.get(op, "")
-    overflow = next((d for d in _OVERFLOW if any(d in n.kind for _, n in fault.values)), "")
-    if overflow == "float16" and not any(own.nan for _, own in fault.values):
+    if half and not any(own.nan for _, own in fault.values):
         hint = "float16 ends at 65504: compute this in float32 or bfloat16."
-    if fault.backward and overflow == "float16" and not scaled:
-        hint += " If a GradScaler scales the loss, give it: guard(model, scaler=scaler)."
+    if fault.backward and half and not scaled:
+        hint += f" {_SCALED}"
     place = fault.place or ""
     meant = f"If it is meant so: guard(model, ignore={place!r})."
     return f"{hint} {meant}".strip()
