@@ -395,6 +395,18 @@ def test_the_optimizer_of_the_model_is_found():
     assert not module._global_optimizer_post_hooks
 
 
+def test_steps_go_on_when_all_parameters_are_exchanged():
+    model, optimizer = fresh()
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with hl.watch(model, every=2) as watching:
+        train(model, optimizer, 3)
+        model.load_state_dict(state, assign=True)  # other objects, and an optimizer for them
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        train(model, optimizer, 2, first=3)
+    assert watching.steps == 5
+    close(watching.last, "last.weight", "weight", model.last.weight)
+
+
 def test_of_two_optimizers_the_first_counts_and_updates_of_both_are_seen():
     model, _ = fresh()
     one = torch.optim.SGD(model.first.parameters(), 0.1)

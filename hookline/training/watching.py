@@ -135,7 +135,6 @@ class watch(Anchored):
         plan = Plan(self._inner, self._wheres[0], self._kinds)
         self._plan, self._diagnosis = plan, Diagnosis(plan)
         self._silent = dict.fromkeys(plan.literal)
-        self._own = {id(p) for p in self._inner.parameters()}
         own: weakref.ref[watch] = weakref.ref(self)
         if self._optimizer is None:
             hook = register_optimizer_step_post_hook(_Stepped(own))
@@ -207,7 +206,8 @@ class watch(Anchored):
         if self._optimizer is None:
             known = None if self._counted is None else self._counted()
             if known is None:
-                if not any(id(p) in self._own for g in optimizer.param_groups for p in g["params"]):
+                own = set(map(id, self._inner.parameters()))  # they may have been exchanged since
+                if not any(id(p) in own for g in optimizer.param_groups for p in g["params"]):
                     return
                 self._counted = weakref.ref(optimizer)
             elif known is not optimizer:
