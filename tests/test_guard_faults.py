@@ -625,3 +625,37 @@ def test_the_code_of_torch_is_not_shown_as_the_line_of_a_program():
         model(torch.ones(2, 4, requires_grad=True)).sum().backward()
     assert found.value.fault.path == "0"
     assert "_functions.py" not in str(found.value)
+
+
+def exchange_parameters(model):
+    model.load_state_dict({n: t.clone() for n, t in model.state_dict().items()}, assign=True)
+
+
+def exchange_a_module(model):
+    model[0] = nn.Linear(4, 4)
+
+
+@pytest.mark.parametrize("exchange", [exchange_parameters, exchange_a_module])
+@pytest.mark.parametrize("careful", [False, True])
+def test_gradients_of_parameters_that_came_while_it_guards_are_looked_at(exchange, careful):
+    model = nn.Sequential(nn.Linear(4, 4), Doing(torch.abs), nn.Linear(4, 2))
+    with hl.guard(model, to=None, careful=careful) as guarding:
+        model(torch.ones(2, 4)).sum().backward()
+        exchange(model)
+        model[1].function = lambda x: torch.sqrt(x * 0) + x
+        with pytest.raises(hl.NonFiniteError) as found:
+            model(torch.ones(2, 4)).sum().backward()
+        assert found.value.fault.path == "1"
+        assert found.value.fault.backward
+    assert guarding._later == []
+
+
+def test_parameters_that_a_call_alone_was_given_are_let_go():
+    model = nn.Sequential(nn.Linear(4, 4))
+    with hl.guard(model, to=None) as guarding:
+        for _ in range(5):
+            given = {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters()}
+            torch.func.functional_call(model, given, (torch.ones(2, 4),)).sum().backward()
+            assert len(guarding._later) == 2
+        model(torch.ones(2, 4)).sum().backward()
+        assert guarding._later == []
