@@ -146,7 +146,7 @@ def test_a_mapping_can_leave_places_out_and_move_to_the_root():
     x = torch.randn(3, 4)
     comparison = hl.compare(outer, inner, x, where="core.**", mapping={"core": ""})
     assert {row.place: row.place_b for row in comparison}["core.0.0"] == "0.0"
-    longest = hl.compare(outer, inner, x, where="core.**", mapping={"core.0": "0", "core": "no"})
+    longest = hl.compare(outer, inner, x, where="core.**", mapping={"core.0": "0", "core": "0.0"})
     assert longest["core.0.1"].place_b == "0.1"
     left = hl.compare(inner, inner, x, mapping=lambda p: None if p.endswith("1") else p)
     assert "0.1" not in [row.place for row in left]
@@ -154,6 +154,8 @@ def test_a_mapping_can_leave_places_out_and_move_to_the_root():
 
 def test_a_mapping_of_what_is_not_there_and_a_tolerance_of_no_dtype_are_errors():
     old, x = Old(), torch.randn(3, 4)
+    with pytest.raises(hl.PlaceNotFound, match=r"mapped to 'encc'.*second model .* 'encc'"):
+        hl.compare(old, New(old), x, mapping={"encoder": "encc"})
     with pytest.raises(hl.PlaceNotFound, match=r"'encodr' was mapped to 'enc'.*first model"):
         hl.compare(old, New(old), x, mapping={"encodr": "enc", "head": "out"})
     for given in ("encoder.0.0", "encoder.0.0.weight", ""):  # all of these are there
@@ -498,9 +500,13 @@ def test_of_a_compiled_model_that_has_run_the_output_is_compared():
     assert ran, "the graph ran, not the eager model"
     assert [row.place for row in comparison] == [""]
     assert comparison.first.relative == pytest.approx(0.5)
-    assert "was compiled, and has run" in comparison.notes[0]
-    with pytest.raises(hl.BatchError, match="which was not asked for"):
+    assert "something compiled has run in this process" in comparison.notes[0]
+    with pytest.raises(hl.BatchError, match=r"something compiled has run.*Name ''"):
         hl.compare(model, compiled, x, where="0")
+    inputs = hl.compare(model, compiled, x, where=["**:input", ""])
+    assert "only outputs of modules" in inputs.notes[0]
+    torch.compiler.reset()
+    assert len(hl.compare(model, compiled, x).rows) > 1
 
 
 # -- all is as before -----------------------------------------------------------------------------

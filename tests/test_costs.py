@@ -196,6 +196,32 @@ def test_the_fast_path_of_attention_has_the_flops_of_the_slow_one(monkeypatch):
     assert counted == [expected]
 
 
+class Experts(nn.Module):
+    """Rows that each go to one of four experts, by one kernel or one expert after the other."""
+
+    def __init__(self, grouped):
+        super().__init__()
+        self.grouped, self.weight = grouped, nn.Parameter(torch.randn(4, 16, 24))
+
+    def forward(self, x):
+        ends = torch.tensor([3, 3, 8, 12], dtype=torch.int32)
+        if self.grouped:
+            return torch._grouped_mm(x, self.weight, offs=ends)
+        parts = x.tensor_split(ends[:-1].tolist())
+        return torch.cat([part @ own for part, own in zip(parts, self.weight, strict=True)])
+
+
+@pytest.mark.skipif(not hasattr(torch, "_grouped_mm"), reason="this torch has no such kernel")
+def test_experts_in_one_kernel_have_the_flops_of_each_alone():
+    x = torch.randn(12, 16, requires_grad=True)
+    found = [hl.summarize(Experts(grouped), x, backward=True).totals for grouped in (True, False)]
+    for name in ("flops", "backward_flops"):
+        assert found[0][name] == found[1][name] == (1 + ("back" in name)) * 2 * 12 * 16 * 24
+    one, other = torch.randn(5, 2, 16), torch.randn(5, 16, 8)
+    batched = hl.summarize(Experts(True), lambda _: torch._grouped_mm(one, other))
+    assert batched.totals["flops"] == 2 * 5 * 2 * 16 * 8
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_recomputed_calls_count_in_the_backward_and_no_gradient_is_left(reentrant):
     class Saving(nn.Module):

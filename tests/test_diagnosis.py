@@ -220,6 +220,50 @@ def test_a_gradient_that_is_lost_in_a_branch_is_found():
     assert one(watching, "vanishing gradient").place == "branch.weight"
 
 
+class Residual(nn.Module):
+    """Branches that begin with nothing, each multiplied by a number that is learned."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem = nn.Linear(64, 32)
+        self.branches = nn.ModuleList(
+            [nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32)) for _ in range(3)]
+        )
+        self.gains = nn.Parameter(torch.zeros(3))
+        self.head = nn.Linear(32, 10)
+
+    def forward(self, x):
+        h = self.stem(x)
+        for gain, branch in zip(self.gains, self.branches, strict=True):
+            h = h + gain * branch(h)
+        return self.head(h)
+
+
+def test_branches_that_begin_small_are_no_exploding_gradient():
+    model = Residual()
+    watching, losses = train(model, 20, torch.optim.Adam(model.parameters(), 1e-5), every=1)
+    assert losses[-1] < losses[0]
+    assert watching.findings() == []
+
+
+class Experts(nn.Module):
+    """Two layers that take turns, as experts do of which one is chosen."""
+
+    def __init__(self, turns):
+        super().__init__()
+        self.experts, self.turns = nn.ModuleList([nn.Linear(64, 10), nn.Linear(64, 10)]), turns
+
+    def forward(self, x):
+        return self.experts[next(self.turns)](x)
+
+
+def test_an_expert_that_is_not_used_for_a_while_is_no_finding():
+    turns = iter([0, 1, *[0] * 10, *[1] * 10])
+    watching, _ = train(Experts(turns), 22, every=1)
+    assert watching.findings() == []
+
+
 def test_a_rate_that_is_warmed_up_from_zero_is_no_finding():
     model = mlp()
     optimizer = torch.optim.Adam(model.parameters(), 1e-3)
@@ -502,6 +546,15 @@ def test_values_that_are_not_finite_are_found_at_once(where):
     else:
         assert finding.step == 11
         assert finding.place == "2"
+
+
+def test_after_values_that_are_not_finite_no_other_finding_follows_from_them():
+    model = mlp()
+    with torch.no_grad():
+        model[0].weight[:60] = math.nan
+        model[0].bias[60:] = -1e3  # the only finite units give zeros
+    watching, _ = train(model, 8, torch.optim.SGD(model.parameters(), 0.0), every=1)
+    assert kinds(watching) == {"non-finite values"}
 
 
 def test_a_finding_is_told_once_and_written(tmp_path):

@@ -279,6 +279,44 @@ def test_half_precision_and_autocast_are_replayed(tmp_path):
     assert again.output.dtype == torch.bfloat16
 
 
+class Casting(nn.Module):
+    """Turns autocast on, or off, in its own forward."""
+
+    def __init__(self, inner, enabled):
+        super().__init__()
+        self.inner, self.enabled = inner, enabled
+
+    def forward(self, x):
+        with torch.autocast("cpu", torch.float16, enabled=self.enabled):
+            return self.inner(x).float()
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("whole", [False, True])
+def test_autocast_that_a_forward_turns_on_or_off_is_replayed(tmp_path, enabled, whole):
+    model = nn.Sequential(Casting(nn.Linear(4, 4), enabled))
+    nn.init.constant_(model[0].inner.weight, 3e4 if enabled else 3e38)
+    with (
+        hl.guard(model, to=tmp_path),
+        torch.autocast("cpu", torch.bfloat16, enabled=not enabled),
+        pytest.raises(hl.NonFiniteError) as found,
+    ):
+        model(torch.full((2, 4), 1.0))
+    assert found.value.fault.place == "0.inner/linear"
+    again = hl.replay(found.value.fault.folder, *[model][: int(whole)])
+    assert again.reproduced
+    assert again.output.dtype == (torch.float16 if enabled else torch.float32)
+
+
+def test_a_replay_is_not_changed_by_the_autocast_around_it(tmp_path):
+    model = nn.Sequential(nn.Linear(4, 4))
+    nn.init.constant_(model[0].weight, 3e38)
+    fault = dumped(model, torch.ones(2, 4), tmp_path)
+    with torch.autocast("cpu", torch.bfloat16):
+        again = hl.replay(fault.folder)
+    assert (again.exact, again.output.dtype) == (True, torch.float32)
+
+
 # -- what is read is not trusted ------------------------------------------------------------------
 
 
@@ -298,8 +336,8 @@ def rewritten(folder, change):
 HOSTILE = {
     "no fault": lambda c: c.pop("fault"),
     "fault of another kind": lambda c: c.update(fault=3),
-    "no settings": lambda c: c.pop("autocast"),
-    "strange settings": lambda c: c.update(autocast=[["cpu", True, "load"]]),
+    "no settings": lambda c: c["operation"].pop("autocast"),
+    "strange settings": lambda c: c["operation"].update(autocast=[["cpu", True, "load"]]),
     "no function": lambda c: c["operation"].update(function="os.system"),
     "a function that reads files": lambda c: c["operation"].update(function="torch.load"),
     "a function of a list": lambda c: c["operation"].update(function=["torch.log"]),

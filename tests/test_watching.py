@@ -436,6 +436,18 @@ def test_the_optimizer_of_the_model_is_found():
     assert not module._global_optimizer_post_hooks
 
 
+def test_steps_go_on_when_all_parameters_are_exchanged():
+    model, optimizer = fresh()
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with hl.watch(model, every=2) as watching:
+        train(model, optimizer, 3)
+        model.load_state_dict(state, assign=True)  # other objects, and an optimizer for them
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        train(model, optimizer, 2, first=3)
+    assert watching.steps == 5
+    close(watching.last, "last.weight", "weight", model.last.weight)
+
+
 def test_of_two_optimizers_the_first_counts_and_updates_of_both_are_seen():
     model, _ = fresh()
     one = torch.optim.SGD(model.first.parameters(), 0.1)
@@ -722,6 +734,16 @@ def test_a_run_directory_holds_what_was_measured(tmp_path):
         assert bins.step == 2
         assert bins.counts.tolist() == found[1].histograms[number].counts.tolist()
     assert {row.place: row.shape for row in run.rows() if row.kind == "output"}["last"] == (16, 3)
+
+
+def test_what_is_not_one_number_is_refused_by_its_name():
+    model, optimizer = fresh()
+    with hl.watch(model, optimizer=optimizer) as watching:
+        train(model, optimizer, 1)
+        with pytest.raises(hl.RunError, match=r"'losses'.*Tensor of shape \(3,\), not one number"):
+            watching.log(losses=torch.ones(3))
+        with pytest.raises(hl.RunError, match=r"'what'.*a dict, not one number"):
+            watching.log(what={})
 
 
 def test_json_lines_hold_what_was_measured(tmp_path):

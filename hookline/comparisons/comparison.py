@@ -41,8 +41,13 @@ Renaming = Mapping[str, str] | Callable[[str], str | None]
 Kept = dict[Place, dict[int, tuple[Place, int, Any]]]
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 _COMPILED = (
-    "was compiled, and has run: only its output is compared, as no hook fires in a graph. Compare "
-    "before the first call of a compiled model to see inside."
+    "is compiled, and something compiled has run in this process: only its output is compared, as "
+    "no hook fires in a graph that may be there already. Compare before, or after "
+    "torch.compiler.reset(), to see inside."
+)
+_WHOLE = (
+    "is compiled: only its output is compared, as of a graph only outputs of modules, and those as "
+    "a whole, can be seen."
 )
 _LAST = "Where a place has several calls, the last is compared: a compiled model keeps no other."
 
@@ -84,7 +89,7 @@ def compare(
     Both run without gradients, with the same random numbers, and are afterwards as before. The
     values of the first model are kept until the second has its own; those are not kept.
     """
-    _check(model_a, mapping, tolerance)
+    _check(model_a, model_b, mapping, tolerance)
     pairs, comparison = _paired(model_a, model_b, where, mapping)
     with trial(model_a, model_b, mode=mode):
         kept: Kept = {}
@@ -114,16 +119,19 @@ def _kept(leaf: Any) -> Any:
     return snapshot(leaf) if isinstance(leaf, Tensor) else leaf
 
 
-def _check(model_a: nn.Module, mapping: Renaming | None, tolerance: Tolerance | None) -> None:
+def _check(
+    model_a: nn.Module, model_b: nn.Module, mapping: Renaming | None, tolerance: Tolerance | None
+) -> None:
     """An error if a mapping or a tolerance is for something that cannot be met."""
     given: Mapping[str, str] = {} if mapping is None or callable(mapping) else mapping
     for path, goal in given.items():
-        if path and not exists(model_a, path.split(".")):
-            raise PlaceNotFound(
-                f"{path!r} was mapped to {goal!r}.",
-                "The first model has nothing under that path.",
-                "Map paths of the first model, or their beginnings, to those of the second.",
-            )
+        for which, model, own in (("first", model_a, path), ("second", model_b, goal)):
+            if own and not exists(model, own.split(".")):
+                raise PlaceNotFound(
+                    f"{path!r} was mapped to {goal!r}.",
+                    f"The {which} model has nothing under the path {own!r}.",
+                    "Map paths of the first model, or their beginnings, to those of the second.",
+                )
     for dtype in tolerance if isinstance(tolerance, Mapping) else ():
         if not isinstance(dtype, torch.dtype):
             raise BatchError(
@@ -268,8 +276,8 @@ def _follow_compiled(
     """The same for a compiled model: its values are those of the graph, not of the eager model."""
     inside = all(p.port == "output" and not p.parts and not p.operation for p in places)
     if not (compiling.untouched() and inside):
-        take(_root(places), 0, run(model, batch))
-        comparison.notes.append(f"{name} {_COMPILED}")
+        take(_root(places, inside), 0, run(model, batch))
+        comparison.notes.append(f"{name} {_COMPILED if inside else _WHOLE}")
         return
     capturing = capture(model, places, keep="last")
     with suppress(NeverFired):
@@ -279,14 +287,14 @@ def _follow_compiled(
         take(place, 0, capturing.record[place])
 
 
-def _root(places: list[Place]) -> Place:
+def _root(places: list[Place], inside: bool) -> Place:
     for place in places:
         if _short(place.path) == "" and place.port == "output" and not place.parts:
             return place
     raise BatchError(
-        "A compiled model was to be compared.",
-        "It has run before, so that only its output can be seen, which was not asked for.",
-        "Leave out where=, or compare before the first call of a compiled model.",
+        "A compiled model was to be compared at places that do not hold its output.",
+        f"It {_COMPILED if inside else _WHOLE}",
+        "Name '' in where=, too, or compare the model that was compiled.",
     )
 
 

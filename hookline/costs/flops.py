@@ -5,7 +5,8 @@
 
 torch's counter (`torch.utils.flop_counter`) brings the formulas, and is what the sums are compared
 with. Some kernels have none there: attention and recurrent layers on the CPU, recurrent layers of
-cuDNN, and the fast path of `nn.MultiheadAttention`. Theirs are here.
+cuDNN, the fast path of `nn.MultiheadAttention`, and grouped products of matrices, by which experts
+are computed. Theirs are here.
 """
 
 from __future__ import annotations
@@ -71,6 +72,14 @@ def _attention_layer(
     return 2 * rows * width * width + attention
 
 
+def _grouped_product(
+    one: Tensor, other: Tensor, *more: Any, out_val: Any = None, **kwargs: Any
+) -> int:
+    """Groups of rows, or of columns, each with a matrix of its own; or of what is summed over."""
+    groups = one.shape[0] if one.ndim == other.ndim == 3 else 1
+    return 2 * groups * one.shape[-2] * one.shape[-1] * other.shape[-1]
+
+
 def _formula_of(operation: Any) -> Formula | None:
     """The formula of an operation: torch's or the user's, or ours for what those have none for."""
     from torch.utils import flop_counter
@@ -87,6 +96,8 @@ def _formula_of(operation: Any) -> Formula | None:
             "_cudnn_rnn": _cudnn_rnn,
             "_cudnn_rnn_backward": _backward_of(_cudnn_rnn),
             "_native_multi_head_attention": _attention_layer,
+            "_grouped_mm": _grouped_product,
+            "_scaled_grouped_mm": _grouped_product,
         }
         for name, formula in formulas.items():
             if hasattr(_aten, name):  # not every build of torch has all of them

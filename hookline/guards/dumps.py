@@ -23,7 +23,7 @@ from hookline.core.nested import leaves
 from hookline.core.tree import join, tensors_of, walk
 from hookline.guards.reports import Fault
 from hookline.guards.runs import Kept
-from hookline.guards.tracing import Sample
+from hookline.guards.tracing import Sample, Settings
 
 __all__ = ["KIND", "Speller", "function_named", "name_of", "read_value", "write_dump"]
 
@@ -208,7 +208,7 @@ def _module(
         "path": sample.path, "class": f"{kind.__module__}.{kind.__qualname__}",
         "training": {path: modes.get(id(inner), True) for path, inner in walk(module)},
         "constructor": None, "inputs": None, "positional": sample.positional, "state": None,
-        "random": speller.tensor(sample.module_random),
+        **_settings(sample.module_settings, speller),
     }  # fmt: skip
     try:
         told["inputs"] = speller.value(dict(sample.inputs))
@@ -238,14 +238,18 @@ def _operation(sample: Sample, speller: Speller, missing: dict[str, str]) -> dic
     except TypeError as error:
         missing["operation"] = f"the operation was given {error}, which no plain file can hold"
         return None
-    return {"function": name, **told, "random": speller.tensor(sample.random)}
+    return {"function": name, **told, **_settings(sample.settings, speller)}
+
+
+def _settings(settings: Settings, speller: Speller) -> dict[str, Any]:
+    autocast = [[kind, on, str(d).removeprefix("torch.")] for kind, on, d in settings.autocast]
+    return {"random": speller.tensor(settings.random), "autocast": autocast}
 
 
 def write_dump(folder: str | Path, fault: Fault, sample: Sample, kept: Kept) -> Path:
     """Write what a producer was given into a new folder inside `folder`; that folder."""
     speller, missing = Speller(), dict[str, str]()
     made = [(p, t) for p, t in leaves(sample.output) if folders.is_plain(t)]
-    autocast = [[kind, on, str(dtype).removeprefix("torch.")] for kind, on, dtype in kept.autocast]
     content: dict[str, Any] = {
         "fault": fault.spelled(),
         "operation": _operation(sample, speller, missing) if sample.is_operation else None,
@@ -257,7 +261,7 @@ def write_dump(folder: str | Path, fault: Fault, sample: Sample, kept: Kept) -> 
             )
         },
         "output": [[list(path), speller.tensor(tensor)] for path, tensor in made],
-        "autocast": autocast, "torch": torch.__version__, "missing": missing,
+        "torch": torch.__version__, "missing": missing,
     }  # fmt: skip
     number = 0
     while True:  # several processes may write at the same time

@@ -17,9 +17,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from hookline.core.nested import leaves
-from hookline.core.tree import around
+from hookline.core.tree import around, tensors_of
 from hookline.guards.finite_checks import Numbers, is_bad
-from hookline.guards.origins import RECOMPUTING, Labelled, Origin
+from hookline.guards.origins import OURS, RECOMPUTING, Labelled, Origin
 from hookline.guards.tracing import Span, Trace
 
 __all__ = ["Backward"]
@@ -75,7 +75,7 @@ class Backward:
         if not came and node.name() == RECOMPUTING and self.origins:
             origins = self.origins  # of the backward that ran inside
         elif not came:
-            origins = [self._origin("operation", node, passed, given)]
+            origins = self._handed(node) or [self._origin("operation", node, passed, given)]
         elif not origins:
             # Every share that flowed in was finite, or was none of the model's.
             met = (node, came[0])
@@ -119,6 +119,23 @@ class Backward:
         origin.values = _described(passed, "gradient of argument")
         origin.given = _described(given, "gradient of the result")
         return self._add(origin)
+
+    def _handed(self, node: Any) -> list[Origin]:
+        """The origins of what the forward was given bad: its backward only passes that on.
+
+        Some kernels give a finite result for it, and so does a sigmoid of an infinity.
+        """
+        span = self._span(node)
+        if span is None:
+            return []
+        held = list(span.origins)
+        if not span.operation:  # a call, whose own parameters count, too
+            owner = self.trace.model.get_submodule(span.path)
+            bad = [tensor for _, tensor in tensors_of(owner) if is_bad(tensor)]
+            held += [o for tensor in bad for o in self.trace.origins_of(tensor)]
+        wrong = [o for o in held if not o.meant] or [o for o in held if o.ignored]
+        self.origins += [o for o in wrong if o not in self.origins]
+        return wrong
 
     def _unseen(self) -> Origin:
         """A checkpoint that recomputes more than modules: only their graphs are looked at."""
@@ -171,7 +188,10 @@ def _defined(node: Any) -> str:
     if function is None:
         return ""
     try:
+        if inspect.getfile(function).startswith(OURS):  # as that of full backward hooks
+            return ""
         lines, first = inspect.getsourcelines(function)
-        return f"{File(inspect.getfile(function)).name}:{first}  {lines[0].strip()}"
+        below = next((n for n, line in enumerate(lines) if line.lstrip().startswith("def ")), 0)
+        return f"{File(inspect.getfile(function)).name}:{first + below}  {lines[below].strip()}"
     except (OSError, TypeError):  # written where no source is
         return ""

@@ -148,6 +148,7 @@ class guard(Context[_Tap]):
     def _start(self, attached: bool) -> None:
         self._called = (self._model, *self._entries())
         self._running: dict[int, list[tuple[Frame, Kept]]] = {}
+        self._later: list[Tensor] = []  # parameters that have come since
         # A call is kept by a hook on its output's graph: as long as a backward may come.
         self._calls: WeakValueDictionary[Key, Kept] = WeakValueDictionary()
         self._looked: deque[Kept] = deque()  # whose graph has hooks on all nodes
@@ -160,13 +161,22 @@ class guard(Context[_Tap]):
         self._ignored = Ignored(self._model, self._ignore, self._called)
         self._teller = Teller(self._model, self._ignored, self._to, self._scaler is not None)
         super()._start(attached)
-        names = first_names(self._model)
-        self._parts = {id(one): Parts(self._model, one, names) for one in self._called}
+        self._find_parts()
+        self._first = {id(p): p for p in self._model.parameters()}
         target = self._requests[1].targets[0]  # of the inputs
         self._input_tap = _Tap(target, weakref.ref(self))
         self._watched: dict[int, weakref.ref[Tensor]] = {}
         if self.careful or is_spread(self._model):
             self._look_closely()
+
+    def _find_parts(self) -> None:
+        names = first_names(self._model)
+        self._parts = {id(one): Parts(self._model, one, names) for one in self._called}
+
+    def _find_more(self) -> None:
+        """Parameters were exchanged, as by `load_state_dict(assign=True)`: watch the new ones."""
+        self._later = [p for p in self._model.parameters() if id(p) not in self._first]
+        self._find_parts()
 
     def _look_closely(self) -> None:
         """Check every module from now on."""
@@ -185,6 +195,7 @@ class guard(Context[_Tap]):
         self._looked.clear()
         self._calls.clear()
         self._running.clear()
+        self._later.clear()
 
     def _verify(self) -> None:
         self._check_pending()
@@ -217,6 +228,8 @@ class guard(Context[_Tap]):
         self._check_pending()  # of a call without a backward
         if in_backward() == -1:
             self._passes.clear()  # of backwards that raised
+        if self._parts[id(module)].are_exchanged():
+            self._find_more()
         kept = Kept(self._parts[id(module)], inputs, frame.positional)
         kept.line = line_of(frame.running)
         running.append((frame, kept))
@@ -233,7 +246,7 @@ class guard(Context[_Tap]):
                 if tensor is not None and tensor.requires_grad:
                     tap.reasons = {}
                     gradients.watch_tensor(tap, tensor)
-        for _, tensor in leaves(inputs):
+        for tensor in (*self._later, *(tensor for _, tensor in leaves(inputs))):
             known = self._watched.get(id(tensor))
             if tensor.requires_grad and (known is None or known() is not tensor):
                 if len(self._watched) > _RECENT:

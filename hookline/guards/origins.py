@@ -28,14 +28,14 @@ from hookline.errors import PlaceError
 from hookline.guards.finite_checks import Numbers, numbers, signs
 
 __all__ = [
-    "RECOMPUTING", "Ignored", "Line", "Origin", "infinite", "is_meant", "labelled", "line_of",
-    "shown",
+    "OURS", "RECOMPUTING", "Ignored", "Line", "Origin", "infinite", "is_meant", "labelled",
+    "line_of", "shown",
 ]  # fmt: skip
 
 RECOMPUTING = "CheckpointFunctionBackward"  # the older checkpointing: a backward in another
 
 _GUARDS = str(Path(__file__).parent)
-_OURS = tuple(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, _GUARDS))
+OURS = tuple(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, _GUARDS))
 # Of these the numbers in the result stand where they stand in the arguments.
 _ELEMENTWISE = frozenset({"add", "sub", "subtract", "rsub", "mul", "multiply", "div", "pow", "exp"})
 _TURNS = frozenset({"neg", "negative", "abs", "absolute", "sub", "subtract", "rsub"})
@@ -208,7 +208,7 @@ def line_of(frame: FrameType | None) -> Line | None:
 
     None in a second run of which no line is the user's: that which began it is another one.
     """
-    while frame is not None and (file := frame.f_code.co_filename).startswith(_OURS):
+    while frame is not None and (file := frame.f_code.co_filename).startswith(OURS):
         frame = None if file.startswith(_GUARDS) else frame.f_back
     return None if frame is None else (frame.f_code.co_filename, frame.f_lineno)
 

@@ -84,7 +84,6 @@ class _Dump:
             if self.module["state"] is not None:
                 self.module["state"] = dict(self.module["state"])
             self.given = dict(self.content["gradients"])
-            self.autocast = [_autocast(*one) for one in self.content["autocast"]]
         except (KeyError, TypeError, ValueError) as error:
             self.refuse(f"It is not spelled as a guard does: {error!r:.80}.")
 
@@ -147,14 +146,15 @@ def replay(folder: str | Path, model: nn.Module | None = None) -> Replay:
 
 
 @contextmanager
-def _settings(dump: _Dump, random: Any, device: str) -> Generator[None]:
+def _settings(dump: _Dump, told: dict[str, Any], device: str) -> Generator[None]:
     """Random numbers and autocast as they were; afterwards as they are now."""
     now = torch.get_rng_state()
-    state = dump.value(random)
+    state = dump.value(told.get("random"))
     try:
         with ExitStack() as stack:
-            for dtype in dump.autocast:
-                if dtype is not None:
+            stack.enter_context(torch.autocast(device, enabled=False))
+            for one in told["autocast"]:
+                if (dtype := _autocast(*one)) is not None:
                     stack.enter_context(torch.autocast(device, dtype))
             stack.enter_context(torch.set_grad_enabled(dump.backward))
             torch.set_rng_state(state)
@@ -216,7 +216,7 @@ def _run_operation(dump: _Dump) -> Replay:
     if not isinstance(args, list) or not isinstance(kwargs, dict):
         dump.refuse("Its arguments are not spelled as a guard does.")
     wanted: dict[str, Tensor] = {}
-    with _settings(dump, told.get("random"), "cpu"):
+    with _settings(dump, told, "cpu"):
         own_args, own_kwargs = map_leaves(_copied, (args, kwargs))
         if dump.backward:
             own_args, own_kwargs = _leaves((args, kwargs), wanted, "argument ")
@@ -295,7 +295,7 @@ def _run_module(dump: _Dump, module: nn.Module) -> Replay:
     try:
         for path, inner in walk(module):
             inner.training = told["training"].get(path, inner.training) is True
-        with _settings(dump, told.get("random"), device.type):
+        with _settings(dump, told, device.type):
             output = torch.func.functional_call(module, state, args, kwargs)
             given = dump.pairs("gradients", dump.given["module"])
             what = f"the module {told.get('path')!r} ({type(module).__name__})"

@@ -29,6 +29,7 @@ _HINTS = {
     "normalize": "Give normalize a larger eps.",
 }  # fmt: skip
 _SLOPES = ("sqrt", "rsqrt", "norm", "vector_norm", "linalg_norm", "std", "var", "cdist", "pow")
+_SCALED = "If a GradScaler scales the loss, give it: guard(model, scaler=scaler)."
 
 
 @dataclass(eq=False)
@@ -113,11 +114,12 @@ def fault_of(
     origins: Sequence[Origin], often: set[tuple[str, str]], step: int, seen: Labelled
 ) -> Fault:
     """The fault of the first of these origins; the others are mentioned."""
-    origin, *others = origins
+    origin = origins[0]
     fault = Fault(step, origin.backward, seen, origin.kind, _place(origin, often))
     fault.operation, fault.node, fault.source = origin.operation, origin.node, origin.source
     fault.values, fault.given, fault.path = origin.values, origin.given, origin.path
-    fault.others = [f"{_place(other, often)} ({other.kind})" for other in others[:4]]
+    told = dict.fromkeys(f"{_place(own, often)} ({own.kind})" for own in origins)
+    fault.others = list(told)[1:5]  # forward and backward of an operation are one place
     return fault
 
 
@@ -142,6 +144,7 @@ def explain(fault: Fault, scaled: bool) -> NonFiniteError:
 
 def _remedy(fault: Fault, scaled: bool) -> str:
     kind, op = fault.kind, fault.operation.strip("_")
+    half = any(own.kind.endswith(" float16") for _, own in fault.values)
     if kind in ("parameter", "buffer"):
         return "Guard the steps before: an optimiser's step or a loaded checkpoint put it there."
     if kind == "input":
@@ -149,7 +152,8 @@ def _remedy(fault: Fault, scaled: bool) -> str:
         return f"Look at {where}. If it is meant so: guard(model, ignore={fault.place!r})."
     if kind == "loss":
         used = "output" if fault.values else "parameters"
-        return f"Look at the loss, and at what it does with the model's {used}."
+        said = f"Look at the loss, and at what it does with the model's {used}."
+        return f"{said} {_SCALED}" if half and not scaled else said
     if fault.node == RECOMPUTING:
         return "checkpoint(..., use_reentrant=False) shows what inside of it does."
     if kind == "hook":
@@ -159,9 +163,8 @@ def _remedy(fault: Fault, scaled: bool) -> str:
     if kind == "unknown":
         return "Every module is checked from now on: run it again with the same guard."
     hint = _ZERO if fault.backward and op in _SLOPES else _HINTS.get(op, "")
-    if any(" float16" in own.kind for _, own in fault.values):
-        if not any(own.nan for _, own in fault.values):
-            hint = "float16 ends at 65504: compute this in float32 or bfloat16."
-        if fault.backward and not scaled:
-            hint += " If a GradScaler scales the loss, give it: guard(model, scaler=scaler)."
-    return f"{hint} If it is meant so: guard(model, ignore={fault.place!r}).".strip()
+    if half and not any(own.nan for _, own in fault.values):
+        hint = "float16 ends at 65504: compute this in float32 or bfloat16."
+    if fault.backward and half and not scaled:
+        hint += f" {_SCALED}"
+    return f"{hint} If it is meant so: guard(model, ignore={fault.place or ''!r}).".strip()

@@ -15,6 +15,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -129,6 +130,15 @@ class Parts:
         self.buffers = Buffers(called, names)
         self.devices = {p.device.index or 0 for p in self.parameters if p.is_cuda}
         self.changes_inputs = False  # whether a call was seen to change what it was given
+        self._held = [held for m in self.modules for held in (m._modules, m._parameters)]
+        self._known = self._identities()
+
+    def are_exchanged(self) -> bool:
+        """Whether modules or parameters were put in, taken out or exchanged since."""
+        return self._identities() != self._known
+
+    def _identities(self) -> list[int]:  # of what is alive: all that was found is kept here
+        return [*map(id, chain.from_iterable(held.values() for held in self._held))]
 
 
 class Kept:

@@ -15,9 +15,10 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from hookline.core.nested import show_path
+from hookline.core.tree import join, tensors_of, walk
 from hookline.errors import NonFiniteError
 from hookline.guards.dumps import write_dump
-from hookline.guards.finite_checks import Numbers, is_bad
+from hookline.guards.finite_checks import Numbers, is_bad, is_mask
 from hookline.guards.origins import Ignored, Labelled, Origin, shown
 from hookline.guards.reports import Fault, explain, fault_of
 from hookline.guards.runs import Kept
@@ -139,6 +140,9 @@ class Teller:
         """The error where a call cannot be run again as it was."""
         fault = Fault(step, backward, seen)
         fault.remarks = [f"No second run shows it: {one}." for one in dict.fromkeys(doubts)]
+        held = [(join(path, name), t) for path, m in walk(self.model) for name, t in tensors_of(m)]
+        bad = [name for name, t in held if is_bad(t) and not is_mask(t)]
+        fault.remarks += [f"{name!r} holds such numbers now." for name in bad[:1]]
         return self.finish(fault)
 
     def finish(self, fault: Fault) -> NonFiniteError:

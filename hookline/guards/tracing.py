@@ -8,6 +8,7 @@ reached the model's outputs counts, by its origins: what was masked away has don
 - `Operations`: the mode of torch's that shows every operation to a trace
 - `Modules`: the hooks that show every call of a module to a trace
 - `Sample`: what an operation or call was given and made, kept on the way
+- `Settings`: the random numbers and the autocast of a moment
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from hookline.guards.finite_checks import bad_leaves, is_bad, is_mask, signs
 from hookline.guards.origins import Ignored, Origin, infinite, is_meant, labelled, line_of, shown
 from hookline.guards.runs import Parts, version_of
 
-__all__ = ["Modules", "Operations", "Running", "Sample", "Span", "Trace", "kept_value"]
+__all__ = ["Modules", "Operations", "Running", "Sample", "Settings", "Span", "Trace", "kept_value"]
 
 _UNWRITTEN = frozenset({
     "empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted",
@@ -50,6 +51,19 @@ def kept_value(value: Any) -> Any:
     return map_leaves(lambda leaf: snapshot(leaf) if isinstance(leaf, Tensor) else leaf, value)
 
 
+class Settings:
+    """The random numbers and the autocast of a moment; a forward may change both on its way."""
+
+    __slots__ = ("autocast", "random")
+
+    def __init__(self) -> None:
+        self.random = torch.get_rng_state()
+        self.autocast = [
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            for kind in ("cpu", "cuda")
+        ]
+
+
 @dataclass(eq=False, slots=True)
 class Running:
     """A call of a module that is running."""
@@ -60,8 +74,9 @@ class Running:
     start: int
     inputs: Any
     positional: int
-    random: Tensor = field(default_factory=torch.get_rng_state)
+    settings: Settings = field(default_factory=Settings)
     origins: tuple[Origin, ...] = ()  # of what it was given
+    inner: list[Origin] = field(default_factory=list["Origin"])  # of what calls in it have returned
 
 
 @dataclass(eq=False, slots=True)
@@ -75,6 +90,7 @@ class Span:
     operation: str = ""
     use: int = 0
     source: str = ""
+    origins: tuple[Origin, ...] = ()  # of what was given bad
 
 
 class Sample:
@@ -90,7 +106,7 @@ class Sample:
         self.module: nn.Module | None = None
         self.made: Any = None  # live, so that its gradients can be asked for
         self.output: Any = None  # the same as it was when it was made
-        self.random = self.module_random = torch.empty(0, dtype=torch.uint8)
+        self.settings = self.module_settings = Settings()
         self.whole: Any = None  # the output of the module around an operation
         self.gradients: dict[Path, Tensor] = {}  # of what was made
         self.module_gradients: dict[Path, Tensor] = {}
@@ -98,7 +114,8 @@ class Sample:
     def of(self, running: Running) -> None:
         """Keep what is known of a running call."""
         self.inputs, self.positional = running.inputs, running.positional
-        self.path, self.module, self.module_random = running.path, running.module, running.random
+        self.path, self.module = running.path, running.module
+        self.module_settings = running.settings
 
 
 class Trace:
@@ -225,7 +242,8 @@ class Trace:
 
     def _inside(self, running: Running, value: Tensor) -> tuple[Origin, ...]:
         """The origins of what a forward made: of calls in it, of its inputs, or itself."""
-        found = [o for o in self.origins if o.number > running.number and not o.meant]
+        made = [o for o in self.origins if o.number > running.number]
+        found = [o for o in dict.fromkeys((*made, *running.inner)) if not o.meant]
         found = found or [o for o in running.origins if not o.meant]
         if not found:
             for name, tensor in tensors_of(running.module):
@@ -252,7 +270,9 @@ class Trace:
             running = last if last.module is module else None
         if running is None:
             return
-        self.spans.append(Span(running.start, sequence(), running.number, running.path))
+        span = Span(running.start, sequence(), running.number, running.path)
+        span.origins = running.origins
+        self.spans.append(span)
         for _, tensor in bad_leaves(output):
             if self.ignored.module(module):
                 origin = Origin("module", running.path, number=running.number)
@@ -260,6 +280,8 @@ class Trace:
                 self._follow([tensor], (self._add(origin),))
             elif not self.origins_of(tensor):
                 self._follow([tensor], self._inside(running, tensor))
+            if self.running:
+                self.running[-1].inner += self.origins_of(tensor)
         for origin in self.origins:  # what it made may be a part of its output, or lie before it
             if origin.sample is not None and origin.number == running.number:
                 origin.sample.output = kept_value(output)
@@ -312,7 +334,8 @@ class Operations(Mode):
             if module is None and trace.running:
                 path = trace.running[-1].path
             source = shown(line_of(frame))
-            trace.spans.append(Span(start, sequence(), number, path, name, use, source))
+            held = tuple(o for tensor, _, _ in bad for o in trace.origins_of(tensor))
+            trace.spans.append(Span(start, sequence(), number, path, name, use, source, held))
         wrong = [tensor for tensor in made if is_bad(tensor)]
         if wrong:
             trace.note_operation(name, use, module, (args, kwargs), bad, wrong, frame)
@@ -320,7 +343,7 @@ class Operations(Mode):
 
     def _before(self, sample: Sample, func: Any, args: Any, kwargs: Any, module: Any) -> None:
         sample.function, sample.arguments = func, kept_value((args, kwargs))
-        sample.random = torch.get_rng_state()
+        sample.settings = Settings()
         running = self.trace._innermost(module)
         if running is not None:
             sample.of(running)

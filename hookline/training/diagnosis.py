@@ -57,6 +57,8 @@ class Diagnosis:
         self._dead: dict[int, tuple[Tensor, float, int]] = {}  # masks, values a unit, steps
         self._totals: list[float] = []
         self._learned = False  # whether a step has changed some layer
+        self._used: set[int] = set()  # the rows of gradients that have come
+        self._wrong: set[int] = set()  # those that are not finite at this step
         self._last_parameter = max(plan.of_kind("weight_grad") or plan.of_kind("weight") or [-1])
 
     def update(self, measured: Measured, looking: Looking) -> list[Finding]:
@@ -113,6 +115,7 @@ class Diagnosis:
             n for n, one in sorted(found.items())
             if (one.bad if self.rows[n].kind == "output" else one.nonfinite)
         ]  # fmt: skip
+        self._wrong = set(wrong)
         new = [n for n in wrong if (kind, n) not in self._told]
         if not new:
             return []
@@ -145,10 +148,12 @@ class Diagnosis:
 
     def _matrices(self, kind: str) -> list[int]:
         """The rows of parameters that are matrices, or more: biases and scales differ too much."""
-        return [
-            n for n in self.plan.of_kind(kind)
-            if n in self._looking.found and len(self.rows[n].shape or self._shape(n)) > 1
-        ]  # fmt: skip
+        return [n for n in self._sound(kind) if len(self.rows[n].shape or self._shape(n)) > 1]
+
+    def _sound(self, kind: str) -> list[int]:
+        """The rows of a kind that were measured, and are not NaN or infinite."""
+        found = self._looking.found
+        return [n for n in self.plan.of_kind(kind) if n in found and n not in self._wrong]
 
     def _shape(self, number: int) -> tuple[int, ...]:
         tensor = self.plan.parameter(number)
@@ -168,8 +173,12 @@ class Diagnosis:
             # of attention are small by nature.
             if reached < VANISHING * max(later) or sizes[number] < LOST * max(later):
                 small[number] = sizes[number] / max(later)
-            elif sizes[number] > EXPLODING * median(later) > 0:
-                large[number] = sizes[number] / median(later)
+                continue
+            # What has grown on its way was small near the output; the layers in between may be
+            # small by nature, as residual branches that begin with zeros.
+            usual = max(median(later), *later[len(later) // 2 :])
+            if sizes[number] > EXPLODING * usual > 0:
+                large[number] = sizes[number] / usual
         found: list[Finding] = []
         for kind, shares, advice in (
             ("vanishing gradient", small, _VANISHING), ("exploding gradient", large, _EXPLODING)
@@ -213,10 +222,7 @@ class Diagnosis:
 
     def _outputs(self) -> list[int]:
         """The rows of outputs that were measured, but for those that hand an earlier one on."""
-        return [
-            n for n in self.plan.of_kind("output")
-            if n in self._looking.found and n not in self._looking.aliases
-        ]  # fmt: skip
+        return [n for n in self._sound("output") if n not in self._looking.aliases]
 
     def _dead_units(self) -> list[Finding]:
         kind, found = "dead units", list[Finding]()
@@ -342,7 +348,8 @@ class Diagnosis:
     def _unused(self) -> list[Finding]:
         kind, rows = "unused parameters", self.plan.of_kind("weight_grad")
         came = [n for n in rows if n in self._looking.found]
-        missing = [n for n in rows if n not in self._looking.found and self._is_trained(n)]
+        self._used.update(came)  # experts, say, are not used at every step
+        missing = [n for n in rows if n not in self._used and self._is_trained(n)]
         new = self._lasting(kind, missing if came else [], rows)
         if not new:
             return []

@@ -136,7 +136,6 @@ class watch(Anchored):
         plan = Plan(self._inner, self._wheres[0], self._kinds)
         self._plan, self._diagnosis = plan, Diagnosis(plan)
         self._silent = dict.fromkeys(plan.literal)
-        self._own = {id(p) for p in self._inner.parameters()}
         own: weakref.ref[watch] = weakref.ref(self)
         if self._optimizer is None:
             hook = register_optimizer_step_post_hook(_Stepped(own))
@@ -208,7 +207,8 @@ class watch(Anchored):
         if self._optimizer is None:
             known = None if self._counted is None else self._counted()
             if known is None:
-                if not any(id(p) in self._own for g in optimizer.param_groups for p in g["params"]):
+                own = set(map(id, self._inner.parameters()))  # they may have been exchanged since
+                if not any(id(p) in own for g in optimizer.param_groups for p in g["params"]):
                     return
                 self._counted = weakref.ref(optimizer)
             elif known is not optimizer:
@@ -275,7 +275,15 @@ class watch(Anchored):
         before the watch begins and after it has ended, they go nowhere.
         """
         for name, value in scalars.items():
-            number = float(value.detach() if isinstance(value, torch.Tensor) else value)
+            try:
+                number = float(value.detach() if isinstance(value, torch.Tensor) else value)
+            except (TypeError, ValueError, RuntimeError):
+                shape = f" of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else ""
+                raise RunError(
+                    f"watch was asked to log {name!r}.",
+                    f"It is a {type(value).__name__}{shape}, not one number.",
+                    "Log one number for each name, as loss.mean() of a loss for each example.",
+                ) from None
             self._write("scalar", self.steps if step is None else step, name, number)
 
     def _write(self, method: str, *content: Any) -> None:
