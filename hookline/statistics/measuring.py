@@ -80,19 +80,23 @@ class Measurements(Mapping[str, Mapping[str, Any]]):
         return len(self.statistics)
 
     def merge(self, other: Measurements) -> Measurements:
-        """Take in what another run measured, place by place; the other stays as it is."""
+        """Take in what another run measured, place by place; the other stays as it is.
+
+        If something does not fit, nothing is taken in.
+        """
+        joined: dict[str, dict[str, Statistic]] = {}
         for place, theirs in other.statistics.items():
-            own = self.statistics.setdefault(
-                place, {name: one.fresh() for name, one in theirs.items()}
-            )
+            own = self.statistics.get(place) or {n: one.fresh() for n, one in theirs.items()}
             if own.keys() != theirs.keys():
                 raise StatisticsError(
                     f"Measurements at {place!r} were to be merged.",
                     f"One has {', '.join(own)}, the other {', '.join(theirs)}.",
                     "Measure the same statistics in both runs.",
                 )
-            for name, one in theirs.items():
-                own[name].merge(one)
+            joined[place] = {n: own[n].fresh().merge(own[n]).merge(theirs[n]) for n in own}
+        for place, both in joined.items():
+            for name, one in self.statistics.setdefault(place, both).items():
+                one._put(dict(both[name].state))
             self.calls[place] = self.calls.get(place, 0) + other.calls[place]
         return self
 
@@ -368,6 +372,7 @@ def measure(
             "Use `with hookline.measure(...) as found:` and run the backward inside.",
         )
     measuring = _Measuring(model, where, statistics, None if of_batch else mask, at)
+    batch: Any = None
     with measuring as found:
         try:
             for batch in data:
@@ -377,7 +382,7 @@ def measure(
                     run(model, batch)
                 measuring.warn_of_silent()
         except BaseException as error:
-            if isinstance(error, TypeError):
+            if type(error) is TypeError and isinstance(batch, (tuple, list)):
                 error.add_note(
                     "hookline: a batch that is a tuple or list is given to the model as its "
                     "arguments; if it holds labels too, pass (x for x, y in loader)."
