@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch.utils.data import Dataset
 
@@ -82,7 +82,8 @@ class Store:
             resume: Go on where this rank stopped, instead of refusing.
         """
         if rank is None:
-            rank = int(os.environ.get("RANK", "0"))
+            told = os.environ.get("RANK") or "0"
+            rank = cast("int", int(told) if told.isdecimal() else told)  # what is none is refused
         return StoreWriter(
             Path(folder),
             metadata=metadata,

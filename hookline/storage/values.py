@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hookline.errors import StoreError
-from hookline.storage.files import PAGE, Series, header_of, kind_of
+from hookline.storage.files import MOST_SIZES, PAGE, Series, header_of, kind_of
 
 __all__ = ["blocks_of"]
 
@@ -112,6 +112,12 @@ def _series(place: str, part: str, rows: Tensor, shard_bytes: int) -> Series:
     """The series that begins with these rows."""
     kind = kind_of(rows.dtype)
     shape = tuple(rows.shape[1:])
+    if len(shape) > MOST_SIZES:
+        raise StoreError(
+            f"Cannot store {place!r}.",
+            f"A row has {len(shape)} dimensions, more than {MOST_SIZES}.",
+            "Flatten some of them first, for instance with .flatten(1).",
+        )
     if kind is None or 0 in shape:
         raise StoreError(
             f"Cannot store {place!r}.",
