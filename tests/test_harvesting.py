@@ -1311,3 +1311,27 @@ def test_warnings_of_what_was_dropped_are_given_when_it_goes_on(data, to):
         store = hl.harvest(small(), data, "0", to=to, quiet=True)
     with warnings.catch_warnings(action="error"):
         assert_same(store, seen_by_torch(small(), data, "0"))
+
+
+def test_values_that_do_not_fit_the_store_name_the_place_and_advise_nothing_in_vain(to):
+    model = nn.Embedding(10, 4)
+    batches = [torch.zeros(2, 3, dtype=torch.long), torch.zeros(2, 5, dtype=torch.long)]
+    with pytest.raises(hl.StoreError, match=r"has .*'' rows \(3, 4\) F32.*mask=") as caught:
+        hl.harvest(model, batches, "", to=to, quiet=True)
+    assert "goes on from there" not in " ".join(caught.value.__notes__)
+    assert len(hl.Store.open(to)) == 2
+
+
+def test_names_of_wrappers_may_be_left_out_where_a_harvest_is_read(data, to):
+    model = small()
+    compiled = torch.compile(model, backend="eager")
+    store = hl.harvest(compiled, data, ["0", "3:input"], to=to, statistics=[hl.Mean()], quiet=True)
+    assert store.places() == ["_orig_mod.0", "_orig_mod.3:input"]
+    assert "0" in store
+    assert_same(store, seen_by_torch(model, data, "0"))
+    assert store["3:input"].shape == store["_orig_mod.3:input"].shape == (50, 3)
+    found = hl.Measurements.load(to / "statistics")
+    assert torch.equal(found["0"]["mean"], found["_orig_mod.0"]["mean"])
+    assert found.get("1") is None
+    with pytest.raises(hl.StoreError, match="no place '1'"):
+        store["1"]

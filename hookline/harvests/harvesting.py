@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from hookline.core.places import Where
-from hookline.errors import HarvestError, HooklineError, StoreError
+from hookline.errors import HarvestError, HooklineError
 from hookline.harvests.batches import Share, Source, ranks
 from hookline.harvests.fingerprints import digest
 from hookline.harvests.plans import describe, plan_for, refuse_changes
@@ -190,7 +190,7 @@ class _Harvest:
             with suppress(Exception):  # the first error counts; what is not saved is made again
                 self._save()
             # An error of ours would come again; one of the disk, the data or the model may not.
-            recurs = isinstance(error, HooklineError) and not isinstance(error, StoreError)
+            recurs = isinstance(error, HooklineError) and not isinstance(error.__cause__, OSError)
             error.add_note(
                 f"hookline: the store in {str(self.folder)!r} is sound and has "
                 f"{self.writer.samples} samples"

@@ -24,7 +24,7 @@ from hookline.core.slices import take
 from hookline.core.tables import as_html, as_text
 from hookline.core.taps import Call
 from hookline.errors import HooklineWarning, NotCaptured, NotHookable, StatisticsError
-from hookline.listings import select
+from hookline.listings import held_as, select
 from hookline.statistics.kinds import Statistic, statistic_from
 from hookline.trials.batches import call as run
 
@@ -57,21 +57,22 @@ class Measurements(Mapping[str, Mapping[str, Any]]):
         self.calls: dict[str, int] = {}
 
     def __getitem__(self, place: str) -> dict[str, Any]:
-        if place not in self.statistics:
+        known = held_as(place, self.statistics)
+        if known is None:
             held = ", ".join(map(repr, list(self.statistics)[:6]))
             raise NotCaptured(
                 f"What was measured at {place!r} was asked for.",
                 f"There is something at {held or 'no place'}.",
                 "Measure that place, or write it as it is listed.",
             )
-        return {name: one.result for name, one in self.statistics[place].items()}
+        return {name: one.result for name, one in self.statistics[known].items()}
 
     def __contains__(self, place: object) -> bool:
-        return place in self.statistics
+        return held_as(place, self.statistics) is not None
 
     def get(self, key: str, default: Any = None) -> Any:
         """What was measured at a place, or the default."""
-        return default if key not in self.statistics else self[key]
+        return default if held_as(key, self.statistics) is None else self[key]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.statistics)

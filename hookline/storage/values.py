@@ -96,7 +96,8 @@ def _compare(old: list[Series], new: list[Series]) -> None:
     """An error if an append does not bring what the first one brought."""
 
     def told(series: list[Series]) -> list[str]:
-        return [f"{s.place or 'ids'} {s.part} {s.shape} {s.dtype}" for s in series]
+        names = [s.part if s.part.startswith("id") else f"{s.place!r} {s.part}" for s in series]
+        return [f"{name} {s.shape} {s.dtype}" for name, s in zip(names, series, strict=True)]
 
     if told(old) != told(new):
         missing = [one for one in told(old) if one not in told(new)]
@@ -104,7 +105,8 @@ def _compare(old: list[Series], new: list[Series]) -> None:
         raise StoreError(
             "Cannot append these values.",
             f"The store has {missing or 'the others'}; given were {added or 'none of these'}.",
-            "Give the places, dtypes, shapes and ids that the first append had.",
+            "Give the places, dtypes, shapes and ids that the first append had. Samples of varying "
+            "length go in as a list of tensors, from the first append on; a harvest takes mask=.",
         )
 
 
