@@ -1009,6 +1009,23 @@ def test_batches_that_grow_need_ids_on_several_ranks(data, to):
         hl.harvest(small(), data, "0", to=to, quiet=True, statistics=[hl.Histogram()])
 
 
+@pytest.mark.parametrize("sizes", [[8, 5, 8, 8], [8, 8, 5, 8], [8, 8, 8, 4, 2]], ids=str)
+@pytest.mark.parametrize("known", [True, False])
+def test_a_small_batch_before_the_last_needs_ids_on_several_ranks(sizes, known, to):
+    batches = torch.randn(sum(sizes), 4).split(sizes)
+    short = next(number for number, size in enumerate(sizes) if size < 8)
+    for again in (False, True):
+        given = batches if known and not again else iter(batches)
+        found = rf"batch {short} .*is not the last: \d is there.*give ids="
+        with as_rank(short % 2, 2), pytest.raises(hl.HarvestError, match=found):
+            hl.harvest(small(), given, "0", to=to, quiet=True)
+    for rank in (1, 0):
+        with as_rank(rank, 2):
+            named = {"to": to.with_name("named"), "ids": lambda x: x[:, 0].view(torch.int32)}
+            store = hl.harvest(small(), batches, "0", quiet=True, **named)
+    assert len(store) == sum(sizes)
+
+
 @pytest.mark.parametrize("make", [str, lambda n: n - 9], ids=["words", "negative"])
 def test_top_samples_are_counted_on_one_rank_and_need_numbers_on_several(make, data, to):
     def ids(batch):
