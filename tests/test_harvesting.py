@@ -176,6 +176,29 @@ def test_one_number_for_each_token_is_told_from_a_row_for_each_sample(to):
     assert store["mix"].rows.shape == (sum(LENGTHS), 1)
 
 
+def test_a_batch_as_long_as_a_pooled_row_is_wide_is_told_by_those_before_it(to):
+    class Pooling(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.pool = nn.Embedding(9, 6), nn.Identity()
+
+        def forward(self, tokens, attention_mask):
+            return self.pool(self.embed(tokens).mean(1))
+
+    model = Pooling()
+    tokens = [torch.randint(9, (2, length)) for length in (3, 6, 6, 8)]
+    batches = [{"tokens": t, "attention_mask": torch.ones_like(t)} for t in tokens]
+    given = {"to": to, "mask": "attention_mask", "quiet": True}
+    with pytest.raises(hl.HarvestError, match="has the same shape"):
+        hl.harvest(model, batches[1:], ["embed", "pool"], **given)
+    with pytest.raises(Stopped):
+        hl.harvest(model, stopping(batches, 2), ["embed", "pool"], **given)
+    store = hl.harvest(model, batches, ["embed", "pool"], **given)
+    with torch.no_grad():
+        assert torch.equal(store["pool"][:], torch.cat([model(**batch) for batch in batches]))
+    assert store["embed"].lengths().tolist() == [3, 3, 6, 6, 6, 6, 8, 8]
+
+
 def test_the_last_token_of_each_sequence(to):
     model, batches = Token(), texts([3, 1, 5, 2])
     store = hl.harvest(

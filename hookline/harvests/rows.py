@@ -107,6 +107,7 @@ class Taker:
             self._where = list(cast("Iterator[Any]", where))
         self.asked = _places(model, self._where)
         self.places: list[Place] = []  # those that fire; empty before the first batch
+        self.whole: set[str] = set()  # with a mask: places that are known to have no positions
         self.stops = taking.stop is True
         self._device = _device(model)
         self._aside = _aside(model, taking)
@@ -125,7 +126,10 @@ class Taker:
         if not self.places:
             self._settle(record)
         values = {str(place): self._value(record, place) for place in self.places}
-        rows: Rows = {p: v if mask is None else _kept(v, mask) for p, v in values.items()}
+        rows: Rows = dict(values)
+        if mask is not None:
+            rows = {p: _kept(v, mask, p in self.whole) for p, v in values.items()}
+            self.whole |= {place for place, kept in rows.items() if isinstance(kept, Tensor)}
         counts = {place: len(value) for place, value in rows.items()}
         ids = taking.ids_of(batch)
         if len(set(counts.values())) != 1 or (ids is not None and len(ids) not in counts.values()):
@@ -219,13 +223,14 @@ def _refuse_spread(model: nn.Module) -> None:
             )
 
 
-def _kept(value: Tensor, mask: Tensor) -> Tensor | list[Tensor]:
+def _kept(value: Tensor, mask: Tensor, whole: bool) -> Tensor | list[Tensor]:
     """The rows of each sample that the mask keeps.
 
-    A row of numbers for each sample, as a pooled output is, has no positions and stays whole.
+    A row of numbers for each sample, as a pooled output is, has no positions and stays whole; in a
+    batch that is as long as such a row is wide, only others before it tell (`whole`).
     """
     pooled = value.ndim == 2 and value.dtype.is_floating_point
-    if pooled and value.shape == mask.shape:
+    if pooled and value.shape == mask.shape and not whole:
         raise HarvestError(
             f"A mask of shape {tuple(mask.shape)} was given, batch × position.",
             "A value has the same shape: a number for each position, or a row for each sample.",
