@@ -448,6 +448,9 @@ def test_labels_in_a_batch_are_told_of(data, to):
     with pytest.raises(TypeError) as caught:
         hl.harvest(small(), [(x, len(x)) for x in data], "0", to=to, quiet=True)
     assert "labels" in caught.value.__notes__[0]
+    with pytest.raises(TypeError) as caught:  # not of a batch that goes to a function
+        hl.harvest(small(), [(x, len(x)) for x in data], "0", to=to, quiet=True, forward=torch.add)
+    assert not any("labels" in note for note in getattr(caught.value, "__notes__", []))
 
 
 def test_batches_go_to_the_device_of_the_model():

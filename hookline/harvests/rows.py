@@ -121,7 +121,7 @@ class Taker:
         at = taking.at
         if at is last_token:
             at, mask = last_token(self._needed(mask)), None
-        with _noted(batch):
+        with _noted(batch if taking.forward is None else None):
             record = self._record(batch, at)
         if not self.places:
             self._settle(record)
