@@ -1,7 +1,9 @@
 """Statistics: numpy on the whole data is the oracle, however the data was split."""
 
 import dataclasses
+import errno
 import json
+import os
 import warnings
 from contextlib import suppress
 from itertools import count, pairwise, product
@@ -14,6 +16,7 @@ from helpers import assert_clean, assert_same_state, state_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import small
+from safetensors import SafetensorError
 from torch import nn
 
 import hookline as hl
@@ -728,6 +731,33 @@ def test_saving_that_fails_or_is_killed_leaves_one_whole_version(model, tmp_path
         left = sorted(path.name for path in folder.iterdir())
         assert left == ["measurements.json", "measurements.safetensors"]
     assert seen == {True, False}
+
+
+@pytest.mark.parametrize("step", ["tensors", "json"])
+def test_saving_on_a_full_disk_says_so_and_leaves_no_part_behind(step, tmp_path, monkeypatch):
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def save_file(tensors, path):
+        path.write_bytes(b"half of it")
+        raise SafetensorError(f"Error while serializing: I/O error: {full}")
+
+    def write_text(self, *args, **more):
+        self.write_bytes(b"half of it")
+        raise full
+
+    x = torch.randn(4, 3)
+    hl.Mean().update(x).save(tmp_path)
+    with monkeypatch.context() as patch:
+        if step == "tensors":
+            patch.setattr("safetensors.torch.save_file", save_file)
+        else:
+            patch.setattr(Path, "write_text", write_text)
+        with pytest.raises(hl.HooklineError, match="No space left on device") as caught:
+            hl.Mean().update(x + 1).save(tmp_path)
+    assert isinstance(caught.value.__cause__, OSError)
+    assert caught.value.remedy
+    assert not list(tmp_path.glob("*part*"))
+    assert_close(hl.Mean.load(tmp_path).result, x.double().mean(0))
 
 
 class Odd(hl.Mean):
