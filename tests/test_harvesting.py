@@ -915,6 +915,29 @@ def test_statistics_leave_out_padding_and_know_positions(to):
         assert store["mix"][sample][position, channel] == values[0, channel]
 
 
+def test_a_single_number_for_each_sample_or_token_is_one_channel(data, to):
+    model = nn.Sequential(nn.Linear(4, 1), nn.Flatten(0)).eval()
+    kinds = [hl.Mean(), hl.TopK(k=2), hl.Sparsity(dim=None)]
+    even = data[:6]  # all of one size
+    with pytest.raises(Stopped):
+        hl.harvest(model, stopping(even, 3), "1", to=to, quiet=True, statistics=kinds)
+    shutil.rmtree(to / "rank00000.statistics")
+    store = hl.harvest(model, even, "1", to=to, quiet=True, statistics=kinds)
+    found = hl.Measurements.load(to / "statistics")["1"]
+    values = store["1"][:].double()
+    assert torch.allclose(found["mean"], values.mean()[None], rtol=1e-12)
+    assert found["topk"].ids[:, 0].tolist() == values.topk(2).indices.tolist()
+    other = to.with_name("tokens")
+    tokens = hl.harvest(
+        Token(), texts(LENGTHS), "embed:input", to=other, mask="attention_mask", quiet=True,
+        statistics=kinds,
+    )  # fmt: skip
+    found = hl.Measurements.load(other / "statistics")["embed:input"]
+    assert torch.allclose(found["mean"], tokens["embed:input"].rows[:].double().mean()[None])
+    best, position = int(found["topk"].ids[0, 0]), int(found["topk"].positions[0, 0, 0])
+    assert tokens["embed:input"][best][position] == tokens["embed:input"].rows[:].max()
+
+
 def test_statistics_can_be_asked_for_later(data, to):
     hl.harvest(small(), data, "0", to=to, quiet=True)
     store = hl.harvest(small(), data, "0", to=to, quiet=True, statistics=[hl.Mean()])

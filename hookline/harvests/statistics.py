@@ -76,8 +76,9 @@ class Measuring:
                 place, {name: one.fresh() for name, one in self._kinds.items()}
             )
             tensor, mask = (value, None) if isinstance(value, Tensor) else _padded(value)
+            single = tensor.ndim == (1 if mask is None else 2)  # a row is a number: one channel
             for one in own.values():
-                one.update(tensor, mask, numbers)
+                one.update(tensor[..., None] if single and one.dim else tensor, mask, numbers)
         self.samples += samples
 
     def save(self, batches: int, *, now: bool = False) -> None:
