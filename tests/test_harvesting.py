@@ -1167,6 +1167,7 @@ def test_functions_and_slices_are_told_apart():
     assert len({spell(one) for one in things}) == len(things)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_batches_are_told_apart():
     class Own:
         def __init__(self, x):
@@ -1176,8 +1177,34 @@ def test_batches_are_told_apart():
     things = [
         x, x.flip(0), x.double(), x.view(2, 3), {"x": x}, {"y": x}, [x], x.numpy() + 1,
         {"x": x, "n": 1}, "a", ["a", "b"], ["b", "a"], Own(x), Own(x + 1), np.array(["a"]),
+        *odd_batches(x), *odd_batches(x + 1),
     ]  # fmt: skip
     assert len({digest(one) for one in things}) == len(things)
+    assert [*map(digest, odd_batches(x))] == [*map(digest, odd_batches(x))]
+
+
+def odd_batches(x):
+    """What torch cannot view as bytes, or numpy has and torch does not."""
+    nested = [
+        torch.nested.as_nested_tensor([x[:2].clone(), x.clone()], layout=layout)
+        for layout in (torch.strided, torch.jagged)
+    ]
+    return [
+        torch.complex(x, x).conj(), x.view(2, 3).to_sparse(), x.numpy().astype(">f4"),
+        x.numpy().astype(np.longdouble), nested[0], [nested[1]],
+    ]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_batches_of_any_kind_are_gone_on_with(data, to):
+    for number, odd in enumerate(odd_batches(torch.arange(6.0))):
+        given = [{"x": x, "odd": odd} for x in data]
+        run = {"to": to / str(number), "forward": lambda model, batch: model(batch["x"])}
+        with pytest.raises(Stopped):
+            hl.harvest(small(), stopping(given, 2), "0", quiet=True, **run)
+        assert_same(
+            hl.harvest(small(), given, "0", quiet=True, **run), seen_by_torch(small(), data, "0")
+        )
 
 
 # Real data

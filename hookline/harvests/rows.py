@@ -315,7 +315,7 @@ def rows_in(rows: Rows) -> int:
 
 def sizes_in(batch: Any) -> dict[Path, int]:
     """The lengths of the tensors in a batch, one of which holds the samples."""
-    return {path: len(tensor) for path, tensor in leaves(batch) if tensor.ndim}
+    return {path: tensor.size(0) for path, tensor in leaves(batch) if tensor.ndim}
 
 
 def numbers_of(ids: Any) -> Sequence[int] | None:
