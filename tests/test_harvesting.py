@@ -199,6 +199,65 @@ def test_a_batch_as_long_as_a_pooled_row_is_wide_is_told_by_those_before_it(to):
     assert store["embed"].lengths().tolist() == [3, 3, 6, 6, 6, 6, 8, 8]
 
 
+class Encoder(nn.Module):
+    """In eval mode torch packs what is padded here into nested tensors."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(8, 2, dim_feedforward=12, batch_first=True)
+        self.stack = nn.TransformerEncoder(layer, 2)
+
+    def forward(self, x, mask):
+        return self.stack(x, src_key_padding_mask=mask == 0)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("mask", ["mask", None])
+def test_nested_tensors_are_samples_of_their_own_lengths(mask, to):
+    lengths = torch.tensor([3, 5, 1, 4, 2, 5])
+    x, keep = torch.randn(6, 5, 8), torch.arange(5)[None] < lengths[:, None]
+    batches = [{"x": x[s], "mask": keep[s].long()} for s in (np.s_[:3], np.s_[3:])]
+    model = Encoder().eval()
+    kinds = [hl.Mean(), hl.TopK(k=1)]
+    with torch.no_grad():
+        expected = model(x, keep)
+    given = {"mask": mask, "quiet": True, "statistics": kinds}
+    places = ["stack.layers.1", "stack.layers.0.linear1"]
+    store = hl.harvest(model, batches, places, to=to, **given)
+    assert store["stack.layers.1"].lengths().tolist() == lengths.tolist()
+    assert torch.allclose(store["stack.layers.1"].rows[:], expected[keep], atol=1e-6)
+    found = hl.Measurements.load(to / "statistics")
+    measured = hl.measure(model, places, statistics=kinds, data=batches, mask=mask)
+    for place in places:
+        rows = store[place].rows[:].double()
+        assert torch.allclose(found[place]["mean"], rows.mean(0), atol=1e-12)
+        assert torch.allclose(measured[place]["mean"], rows.mean(0), atol=1e-12)
+        values, ids, positions = measured[place]["topk"]
+        assert store[place][int(ids[0, 0])][int(positions[0, 0, 0]), 0] == values[0, 0]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_and_sparse_tensors_that_do_not_fit_are_refused(to):
+    class Packing(nn.Module):
+        def forward(self, x, mask):
+            return torch.nested.as_nested_tensor([row[: n + 1] for n, row in enumerate(x)])
+
+    batch = {"x": torch.randn(2, 3, 4), "mask": torch.ones(2, 3)}
+    given = {"to": to, "quiet": True, "mask": "mask"}
+    with pytest.raises(hl.HarvestError, match=r"not as long as the mask says: \[3, 3\]"):
+        hl.harvest(Packing(), [batch], "", **given)
+    with pytest.raises(hl.StatisticsError, match=r"\(1, 4\), \(2, 4\).* keeps \[3, 3\]"):
+        hl.measure(Packing(), "", statistics=[hl.Mean()], data=[batch], mask="mask")
+    uneven = torch.nested.as_nested_tensor([torch.ones(2, 3), torch.ones(2, 4)])
+    with pytest.raises(hl.StatisticsError, match="differ in their first size only"):
+        hl.Mean().update(uneven)
+    with pytest.raises(hl.HarvestError, match=r"sparse_coo.*to_dense"):
+        hl.harvest(nn.Identity(), [torch.eye(3).to_sparse()], "", to=to, quiet=True)
+    with pytest.raises(hl.StatisticsError, match=r"sparse_coo.*to_dense"):
+        hl.Mean().update(torch.eye(3).to_sparse())
+
+
 def test_the_last_token_of_each_sequence(to):
     model, batches = Token(), texts([3, 1, 5, 2])
     store = hl.harvest(

@@ -126,7 +126,7 @@ class Taker:
         if not self.places:
             self._settle(record)
         values = {str(place): self._value(record, place) for place in self.places}
-        rows: Rows = dict(values)
+        rows: Rows = {p: [*v.unbind()] if v.is_nested else v for p, v in values.items()}
         if mask is not None:
             rows = {p: _kept(v, mask, p in self.whole) for p, v in values.items()}
             self.whole |= {place for place, kept in rows.items() if isinstance(kept, Tensor)}
@@ -182,11 +182,16 @@ class Taker:
                 "Give stop=True to take the first call, or name a place that is called once.",
             )
         _, tensor = only_tensor(values[0], f"The value at {str(place)!r}")
-        if tensor.ndim == 0:
+        sparse = not tensor.is_nested and tensor.layout != torch.strided
+        if tensor.ndim == 0 or sparse:
             raise HarvestError(
                 f"The values at {str(place)!r} were to be stored, one row for each sample.",
-                "There is a single number for the whole batch.",
-                "Keep the dimension of the samples in at= and transform=.",
+                f"There is a tensor of {tensor.layout}."
+                if sparse
+                else "There is a single number for the whole batch.",
+                "Give transform=lambda value: value.to_dense()."
+                if sparse
+                else "Keep the dimension of the samples in at= and transform=.",
             )
         return tensor
 
@@ -227,8 +232,20 @@ def _kept(value: Tensor, mask: Tensor, whole: bool) -> Tensor | list[Tensor]:
     """The rows of each sample that the mask keeps.
 
     A row of numbers for each sample, as a pooled output is, has no positions and stays whole; in a
-    batch that is as long as such a row is wide, only others before it tell (`whole`).
+    batch that is as long as such a row is wide, only others before it tell (`whole`). In a nested
+    tensor, which layers of torch's TransformerEncoder give in eval mode, padding is left out
+    already.
     """
+    if value.is_nested:
+        samples = [*value.unbind()]
+        kept: list[int] = mask.sum(1).tolist()
+        if [len(sample) for sample in samples] != kept:
+            raise HarvestError(
+                f"A mask of shape {tuple(mask.shape)} was given, batch × position.",
+                f"A value is nested; its samples are not as long as the mask says: {kept!s:.80}.",
+                "Leave the mask out, or pad the value with transform=.",
+            )
+        return samples
     pooled = value.ndim == 2 and value.dtype.is_floating_point
     if pooled and value.shape == mask.shape and not whole:
         raise HarvestError(
@@ -246,8 +263,8 @@ def _kept(value: Tensor, mask: Tensor, whole: bool) -> Tensor | list[Tensor]:
             "Bring samples and positions to the front with transform=, or harvest places with "
             "other positions by themselves.",
         )
-    kept = value[mask.to(value.device)]
-    return list(cast("tuple[Tensor, ...]", kept.split(mask.sum(1).tolist())))
+    rows = value[mask.to(value.device)]
+    return list(cast("tuple[Tensor, ...]", rows.split(mask.sum(1).tolist())))
 
 
 def _aside(model: nn.Module, taking: Taking) -> set[str]:
