@@ -238,7 +238,7 @@ def _kept(value: Tensor, mask: Tensor, whole: bool) -> Tensor | list[Tensor]:
     """
     if value.is_nested:
         samples = [*value.unbind()]
-        kept: list[int] = mask.sum(1).tolist()
+        kept = cast("list[int]", mask.sum(1).tolist())
         if [len(sample) for sample in samples] != kept:
             raise HarvestError(
                 f"A mask of shape {tuple(mask.shape)} was given, batch × position.",

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from operator import index
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self, cast
 
 import numpy as np
 import torch
@@ -152,7 +152,7 @@ class Statistic:
         lengths = [sample.shape[0] if sample.ndim else -1 for sample in samples]
         given: list[int] = lengths
         if mask is not None:
-            given = (self._tensor(mask, "mask") != 0).sum(-1).tolist()
+            given = cast("list[int]", (self._tensor(mask, "mask") != 0).sum(-1).tolist())
         if given != lengths or len({sample.shape[1:] for sample in samples}) != 1:
             found = f"The value is nested, of samples of shapes {[*map(_shape, samples)]!s:.200}"
             raise self._unfit(
