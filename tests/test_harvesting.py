@@ -552,6 +552,17 @@ def test_options_that_make_no_sense_are_refused(option, data, to):
         hl.harvest(small(), data, "0", to=to, quiet=True, **option)
 
 
+def test_rows_that_are_as_many_as_nothing_in_the_batch_are_warned_of(to):
+    model, batches = nn.LSTM(3, 4, batch_first=True), torch.randn(6, 5, 3).split(2)
+    with pytest.warns(hl.HooklineWarning, match=r"have 2 in .* and the values 1"):
+        hl.harvest(model, batches, "[1][0]", to=to, quiet=True)  # layer × sample × channel
+    to = to.with_name("front")
+    store = hl.harvest(
+        model, batches, "[1][0]", to=to, quiet=True, transform=lambda v: v.transpose(0, 1)
+    )
+    assert store["[1][0]"].shape == (6, 1, 4)
+
+
 def test_values_that_do_not_fit_samples_are_refused(data, to):
     with pytest.raises(hl.HarvestError, match="single number"):
         hl.harvest(small(), data, "0", to=to, transform=torch.mean, quiet=True)

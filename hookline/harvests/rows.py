@@ -123,7 +123,8 @@ class Taker:
             at, mask = last_token(self._needed(mask)), None
         with _noted(batch if taking.forward is None else None):
             record = self._record(batch, at)
-        if not self.places:
+        first = not self.places
+        if first:
             self._settle(record)
         values = {str(place): self._value(record, place) for place in self.places}
         rows: Rows = {p: [*v.unbind()] if v.is_nested else v for p, v in values.items()}
@@ -139,7 +140,10 @@ class Taker:
                 f"Counts along the first dimension: {str(counts)[:300]}.",
                 "Bring the samples to the front, as with transform=lambda v: v.transpose(0, 1).",
             )
-        return Taken(rows, next(iter(counts.values())), ids)
+        samples = next(iter(counts.values()))
+        if first and ids is None and taking.at is taking.transform is taking.forward is None:
+            _warn_of_order(batch, samples)
+        return Taken(rows, samples, ids)
 
     def _record(self, batch: Any, at: Any) -> Record:
         taking = self.taking
@@ -358,6 +362,19 @@ def _noted(batch: Any) -> Generator[None]:
                 "if it holds labels too, pass forward=lambda model, batch: model(batch['x'])."
             )
         raise
+
+
+def _warn_of_order(batch: Any, samples: int) -> None:
+    """Warn of rows that nobody brought to the front, and that are as many as nothing in a batch."""
+    sizes = sorted(set(sizes_in(batch).values()))
+    if sizes and samples not in sizes:
+        warnings.warn(
+            f"The tensors of the first batch have {' or '.join(map(str, sizes))} in their first "
+            f"dimension, and the values {samples}: these may not be samples, and would be numbered "
+            "as such. Bring samples to the front with transform=, or give ids=.",
+            HooklineWarning,
+            stacklevel=4,
+        )
 
 
 def _warn_of_training(model: nn.Module) -> None:
