@@ -11,6 +11,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -48,9 +49,6 @@ def write(
     is saved now. The tensors lie there under their digest until the JSON that speaks of them has
     replaced the one before.
     """
-    # Their annotations say PathLike, without of what.
-    from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType] - untyped
-
     folder = Path(folder)
     asked = f"A {kind} was to be written to {str(folder)!r}."
     if _is_deep(content):  # `read` would refuse it
@@ -65,24 +63,47 @@ def write(
     except OSError as error:
         found = f"That cannot be made a folder: {error.strerror}."
         raise HooklineError(asked, found, "Name a folder, or a new one.") from error
-    digest, path, part = None, folder / f"{kind}.safetensors", folder / f"{kind}.part"
-    if tensors:
-        # One tensor a storage: safetensors refuses tensors that share memory.
-        plain = {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
-        save_file(plain, part)
-        digest = _digest(part)
-        part.replace(_waiting(path, digest))
-    head = {"format": f"hookline {kind}", "version": _VERSION, "tensors": digest}
-    part = folder / f"{kind}.json.part"
-    part.write_text(_spell(head | content), encoding="utf-8")
-    part.replace(folder / f"{kind}.json")
-    if digest is None:
-        path.unlink(missing_ok=True)
-    else:
-        _waiting(path, digest).replace(path)
-    for old in folder.glob(_waiting(path, _DIGEST).name):  # of one that was killed
-        old.unlink(missing_ok=True)
+    path, part = folder / f"{kind}.safetensors", folder / f"{kind}.part"
+    try:
+        digest = _write_tensors(tensors, path, part) if tensors else None
+        head = {"format": f"hookline {kind}", "version": _VERSION, "tensors": digest}
+        part = folder / f"{kind}.json.part"
+        part.write_text(_spell(head | content), encoding="utf-8")
+        part.replace(folder / f"{kind}.json")
+        if digest is None:
+            path.unlink(missing_ok=True)
+        else:
+            _waiting(path, digest).replace(path)
+        for old in folder.glob(_waiting(path, _DIGEST).name):  # of one that was killed
+            old.unlink(missing_ok=True)
+    except OSError as error:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)  # it takes space, of which there may be none
+        raise HooklineError(
+            asked,
+            f"The system says: {error.strerror or error}.",
+            "What was saved there before is still there. See to the disk, its space and "
+            "permissions, or name another folder.",
+        ) from error
     return folder
+
+
+def _write_tensors(tensors: Mapping[str, Tensor], path: Path, part: Path) -> str:
+    """Write tensors to where they lie until their JSON is there; gives their digest."""
+    from safetensors import SafetensorError
+
+    # Their annotations say PathLike, without of what.
+    from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType] - untyped
+
+    # One tensor a storage: safetensors refuses tensors that share memory.
+    plain = {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
+    try:
+        save_file(plain, part)
+    except SafetensorError as error:  # that is how it tells of a full disk
+        raise OSError(str(error)) from error
+    digest = _digest(part)
+    part.replace(_waiting(path, digest))
+    return digest
 
 
 def _waiting(path: Path, digest: str) -> Path:

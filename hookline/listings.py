@@ -3,13 +3,15 @@
 - `select`: the places that match, in model order
 - `Places`: a list of them that notebooks show as a table
 - `Listing`: the same with operations, in the order in which they came, and what stood there
+- `held_as`: the place that is meant where the names of torch's wrappers may be left out
 """
 
 from __future__ import annotations
 
 import linecache
+import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from types import FrameType
 from typing import Any, cast
@@ -23,14 +25,15 @@ from hookline.core.nested import leaves
 from hookline.core.operations import Mode, innermost, name_of, not_called
 from hookline.core.places import Where, resolve
 from hookline.core.targets import Target
-from hookline.core.tree import walk
+from hookline.core.tree import _WRAPPERS, walk
 from hookline.errors import PlaceNotFound
 from hookline.trials.batches import call
 from hookline.trials.runs import copied, trial
 
-__all__ = ["Listing", "Places", "select"]
+__all__ = ["Listing", "Places", "held_as", "select"]
 
 _TORCH = str(Path(torch.__file__).parent)
+_WRAPPED = re.compile(rf"(?:^|(?<=\.))(?:{'|'.join(sorted(_WRAPPERS - {''}))})(?:\.|(?=[/:[])|$)")
 
 
 class Places(list[Place]):
@@ -44,6 +47,21 @@ class Places(list[Place]):
         rows = [(str(place) or "''", self._kinds.get(place, "")) for place in self]
         title = f"{len(self)} place{'s' * (len(self) != 1)}"
         return tables.as_html(title, [("place", "of"), *rows])
+
+
+def held_as(place: object, held: Collection[str]) -> str | None:
+    """The one of some places that a name means, in which those of wrappers may be left out.
+
+    >>> held_as("fc:input", ["_orig_mod.fc", "_orig_mod.fc:input"])
+    '_orig_mod.fc:input'
+    """
+    if not isinstance(place, str):
+        return None
+    if place in held:
+        return place
+    short = _WRAPPED.sub("", place)
+    found = [one for one in held if _WRAPPED.sub("", one) == short]
+    return found[0] if len(found) == 1 else None
 
 
 def select(model: nn.Module | Tensor, *where: Where, inputs: Any = None) -> list[Place]:

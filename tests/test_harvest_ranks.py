@@ -173,6 +173,38 @@ def test_columns_are_given_to_the_model_by_name_or_by_a_function(tmp_path):
         harvester(tmp_path / "c", forward=lambda model, columns: None)
 
 
+def test_lists_come_to_the_model_as_one_tensor(tmp_path):
+    tokens = np.empty(2, dtype=object)  # as Ray gives a column of lists
+    tokens[:] = [np.array([1, 2, 3]), np.array([4, 5, 6])]
+    mask = np.empty(2, dtype=object)
+    mask[:] = [np.array([1, 1, 0]), np.array([1, 0, 0])]
+    torch.manual_seed(0)
+    model = torch.nn.Embedding(9, 4)
+    actor = Harvester(model, "", tmp_path, ids="id", inputs="tokens", mask="mask")
+    assert actor({"id": np.array(["a", "b"]), "tokens": tokens, "mask": mask})["samples"] == [2]
+    uneven = np.empty(2, dtype=object)
+    uneven[:] = [np.array([1, 2, 3]), np.array([4])]
+    with pytest.raises(hl.HarvestError, match=r"'tokens' was .* differ in shape.*Pad them"):
+        actor({"id": np.array(["c", "d"]), "tokens": uneven, "mask": mask})
+    with pytest.raises(hl.HarvestError, match=r"The batch has .*'id', 'mask'"):
+        actor({"id": np.array(["c", "d"]), "mask": mask})
+    actor.close()
+    store = hl.Store.open(tmp_path)
+    assert store.ids == ["a", "b"]
+    assert torch.equal(store[""].rows[:], model(torch.tensor([1, 2, 4])))
+
+
+def test_an_id_that_stands_twice_in_a_batch_is_stored_once(tmp_path):
+    actor = harvester(tmp_path)
+    assert actor(batch(3, 1, 3, 3, 2)) | {"store": []} == {
+        "store": [], "rank": [0], "samples": [3], "stored before": [2],
+    }  # fmt: skip
+    actor.close()
+    store = hl.Store.open(tmp_path)
+    assert store.ids == [3, 1, 2]
+    assert torch.equal(store["0"][:], rows_of(3, 1, 2))
+
+
 # Ray itself: see also examples/18_harvest_ray.py, which test_examples.py runs
 
 

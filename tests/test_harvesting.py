@@ -176,6 +176,88 @@ def test_one_number_for_each_token_is_told_from_a_row_for_each_sample(to):
     assert store["mix"].rows.shape == (sum(LENGTHS), 1)
 
 
+def test_a_batch_as_long_as_a_pooled_row_is_wide_is_told_by_those_before_it(to):
+    class Pooling(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.pool = nn.Embedding(9, 6), nn.Identity()
+
+        def forward(self, tokens, attention_mask):
+            return self.pool(self.embed(tokens).mean(1))
+
+    model = Pooling()
+    tokens = [torch.randint(9, (2, length)) for length in (3, 6, 6, 8)]
+    batches = [{"tokens": t, "attention_mask": torch.ones_like(t)} for t in tokens]
+    given = {"to": to, "mask": "attention_mask", "quiet": True}
+    with pytest.raises(hl.HarvestError, match="has the same shape"):
+        hl.harvest(model, batches[1:], ["embed", "pool"], **given)
+    with pytest.raises(Stopped):
+        hl.harvest(model, stopping(batches, 2), ["embed", "pool"], **given)
+    store = hl.harvest(model, batches, ["embed", "pool"], **given)
+    with torch.no_grad():
+        assert torch.equal(store["pool"][:], torch.cat([model(**batch) for batch in batches]))
+    assert store["embed"].lengths().tolist() == [3, 3, 6, 6, 6, 6, 8, 8]
+
+
+class Encoder(nn.Module):
+    """In eval mode torch packs what is padded here into nested tensors."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(8, 2, dim_feedforward=12, batch_first=True)
+        self.stack = nn.TransformerEncoder(layer, 2)
+
+    def forward(self, x, mask):
+        return self.stack(x, src_key_padding_mask=mask == 0)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("mask", ["mask", None])
+def test_nested_tensors_are_samples_of_their_own_lengths(mask, to):
+    lengths = torch.tensor([3, 5, 1, 4, 2, 5])
+    x, keep = torch.randn(6, 5, 8), torch.arange(5)[None] < lengths[:, None]
+    batches = [{"x": x[s], "mask": keep[s].long()} for s in (np.s_[:3], np.s_[3:])]
+    model = Encoder().eval()
+    kinds = [hl.Mean(), hl.TopK(k=1)]
+    with torch.no_grad():
+        expected = model(x, keep)
+    given = {"mask": mask, "quiet": True, "statistics": kinds}
+    places = ["stack.layers.1", "stack.layers.0.linear1"]
+    store = hl.harvest(model, batches, places, to=to, **given)
+    assert store["stack.layers.1"].lengths().tolist() == lengths.tolist()
+    assert torch.allclose(store["stack.layers.1"].rows[:], expected[keep], atol=1e-6)
+    found = hl.Measurements.load(to / "statistics")
+    measured = hl.measure(model, places, statistics=kinds, data=batches, mask=mask)
+    for place in places:
+        rows = store[place].rows[:].double()
+        assert torch.allclose(found[place]["mean"], rows.mean(0), atol=1e-12)
+        assert torch.allclose(measured[place]["mean"], rows.mean(0), atol=1e-12)
+        values, ids, positions = measured[place]["topk"]
+        assert store[place][int(ids[0, 0])][int(positions[0, 0, 0]), 0] == values[0, 0]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_and_sparse_tensors_that_do_not_fit_are_refused(to):
+    class Packing(nn.Module):
+        def forward(self, x, mask):
+            return torch.nested.as_nested_tensor([row[: n + 1] for n, row in enumerate(x)])
+
+    batch = {"x": torch.randn(2, 3, 4), "mask": torch.ones(2, 3)}
+    given = {"to": to, "quiet": True, "mask": "mask"}
+    with pytest.raises(hl.HarvestError, match=r"not as long as the mask says: \[3, 3\]"):
+        hl.harvest(Packing(), [batch], "", **given)
+    with pytest.raises(hl.StatisticsError, match=r"\(1, 4\), \(2, 4\).* keeps \[3, 3\]"):
+        hl.measure(Packing(), "", statistics=[hl.Mean()], data=[batch], mask="mask")
+    uneven = torch.nested.as_nested_tensor([torch.ones(2, 3), torch.ones(2, 4)])
+    with pytest.raises(hl.StatisticsError, match="differ in their first size only"):
+        hl.Mean().update(uneven)
+    with pytest.raises(hl.HarvestError, match=r"sparse_coo.*to_dense"):
+        hl.harvest(nn.Identity(), [torch.eye(3).to_sparse()], "", to=to, quiet=True)
+    with pytest.raises(hl.StatisticsError, match=r"sparse_coo.*to_dense"):
+        hl.Mean().update(torch.eye(3).to_sparse())
+
+
 def test_the_last_token_of_each_sequence(to):
     model, batches = Token(), texts([3, 1, 5, 2])
     store = hl.harvest(
@@ -425,6 +507,9 @@ def test_labels_in_a_batch_are_told_of(data, to):
     with pytest.raises(TypeError) as caught:
         hl.harvest(small(), [(x, len(x)) for x in data], "0", to=to, quiet=True)
     assert "labels" in caught.value.__notes__[0]
+    with pytest.raises(TypeError) as caught:  # not of a batch that goes to a function
+        hl.harvest(small(), [(x, len(x)) for x in data], "0", to=to, quiet=True, forward=torch.add)
+    assert not any("labels" in note for note in getattr(caught.value, "__notes__", []))
 
 
 def test_batches_go_to_the_device_of_the_model():
@@ -465,6 +550,17 @@ def test_ids_and_masks_that_a_function_does_not_give_are_refused(option, found, 
 def test_options_that_make_no_sense_are_refused(option, data, to):
     with pytest.raises(hl.HarvestError, match="was asked for"):
         hl.harvest(small(), data, "0", to=to, quiet=True, **option)
+
+
+def test_rows_that_are_as_many_as_nothing_in_the_batch_are_warned_of(to):
+    model, batches = nn.LSTM(3, 4, batch_first=True), torch.randn(6, 5, 3).split(2)
+    with pytest.warns(hl.HooklineWarning, match=r"have 2 in .* and the values 1"):
+        hl.harvest(model, batches, "[1][0]", to=to, quiet=True)  # layer × sample × channel
+    to = to.with_name("front")
+    store = hl.harvest(
+        model, batches, "[1][0]", to=to, quiet=True, transform=lambda v: v.transpose(0, 1)
+    )
+    assert store["[1][0]"].shape == (6, 1, 4)
 
 
 def test_values_that_do_not_fit_samples_are_refused(data, to):
@@ -889,6 +985,29 @@ def test_statistics_leave_out_padding_and_know_positions(to):
         assert store["mix"][sample][position, channel] == values[0, channel]
 
 
+def test_a_single_number_for_each_sample_or_token_is_one_channel(data, to):
+    model = nn.Sequential(nn.Linear(4, 1), nn.Flatten(0)).eval()
+    kinds = [hl.Mean(), hl.TopK(k=2), hl.Sparsity(dim=None)]
+    even = data[:6]  # all of one size
+    with pytest.raises(Stopped):
+        hl.harvest(model, stopping(even, 3), "1", to=to, quiet=True, statistics=kinds)
+    shutil.rmtree(to / "rank00000.statistics")
+    store = hl.harvest(model, even, "1", to=to, quiet=True, statistics=kinds)
+    found = hl.Measurements.load(to / "statistics")["1"]
+    values = store["1"][:].double()
+    assert torch.allclose(found["mean"], values.mean()[None], rtol=1e-12)
+    assert found["topk"].ids[:, 0].tolist() == values.topk(2).indices.tolist()
+    other = to.with_name("tokens")
+    tokens = hl.harvest(
+        Token(), texts(LENGTHS), "embed:input", to=other, mask="attention_mask", quiet=True,
+        statistics=kinds,
+    )  # fmt: skip
+    found = hl.Measurements.load(other / "statistics")["embed:input"]
+    assert torch.allclose(found["mean"], tokens["embed:input"].rows[:].double().mean()[None])
+    best, position = int(found["topk"].ids[0, 0]), int(found["topk"].positions[0, 0, 0])
+    assert tokens["embed:input"][best][position] == tokens["embed:input"].rows[:].max()
+
+
 def test_statistics_can_be_asked_for_later(data, to):
     hl.harvest(small(), data, "0", to=to, quiet=True)
     store = hl.harvest(small(), data, "0", to=to, quiet=True, statistics=[hl.Mean()])
@@ -1009,6 +1128,23 @@ def test_batches_that_grow_need_ids_on_several_ranks(data, to):
         hl.harvest(small(), data, "0", to=to, quiet=True, statistics=[hl.Histogram()])
 
 
+@pytest.mark.parametrize("sizes", [[8, 5, 8, 8], [8, 8, 5, 8], [8, 8, 8, 4, 2]], ids=str)
+@pytest.mark.parametrize("known", [True, False])
+def test_a_small_batch_before_the_last_needs_ids_on_several_ranks(sizes, known, to):
+    batches = torch.randn(sum(sizes), 4).split(sizes)
+    short = next(number for number, size in enumerate(sizes) if size < 8)
+    for again in (False, True):
+        given = batches if known and not again else iter(batches)
+        found = rf"batch {short} .*is not the last: \d is there.*give ids="
+        with as_rank(short % 2, 2), pytest.raises(hl.HarvestError, match=found):
+            hl.harvest(small(), given, "0", to=to, quiet=True)
+    for rank in (1, 0):
+        with as_rank(rank, 2):
+            named = {"to": to.with_name("named"), "ids": lambda x: x[:, 0].view(torch.int32)}
+            store = hl.harvest(small(), batches, "0", quiet=True, **named)
+    assert len(store) == sum(sizes)
+
+
 @pytest.mark.parametrize("make", [str, lambda n: n - 9], ids=["words", "negative"])
 def test_top_samples_are_counted_on_one_rank_and_need_numbers_on_several(make, data, to):
     def ids(batch):
@@ -1101,6 +1237,7 @@ def test_functions_and_slices_are_told_apart():
     assert len({spell(one) for one in things}) == len(things)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_batches_are_told_apart():
     class Own:
         def __init__(self, x):
@@ -1110,8 +1247,34 @@ def test_batches_are_told_apart():
     things = [
         x, x.flip(0), x.double(), x.view(2, 3), {"x": x}, {"y": x}, [x], x.numpy() + 1,
         {"x": x, "n": 1}, "a", ["a", "b"], ["b", "a"], Own(x), Own(x + 1), np.array(["a"]),
+        *odd_batches(x), *odd_batches(x + 1),
     ]  # fmt: skip
     assert len({digest(one) for one in things}) == len(things)
+    assert [*map(digest, odd_batches(x))] == [*map(digest, odd_batches(x))]
+
+
+def odd_batches(x):
+    """What torch cannot view as bytes, or numpy has and torch does not."""
+    nested = [
+        torch.nested.as_nested_tensor([x[:2].clone(), x.clone()], layout=layout)
+        for layout in (torch.strided, torch.jagged)
+    ]
+    return [
+        torch.complex(x, x).conj(), x.view(2, 3).to_sparse(), x.numpy().astype(">f4"),
+        x.numpy().astype(np.longdouble), nested[0], [nested[1]],
+    ]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_batches_of_any_kind_are_gone_on_with(data, to):
+    for number, odd in enumerate(odd_batches(torch.arange(6.0))):
+        given = [{"x": x, "odd": odd} for x in data]
+        run = {"to": to / str(number), "forward": lambda model, batch: model(batch["x"])}
+        with pytest.raises(Stopped):
+            hl.harvest(small(), stopping(given, 2), "0", quiet=True, **run)
+        assert_same(
+            hl.harvest(small(), given, "0", quiet=True, **run), seen_by_torch(small(), data, "0")
+        )
 
 
 # Real data
@@ -1311,3 +1474,27 @@ def test_warnings_of_what_was_dropped_are_given_when_it_goes_on(data, to):
         store = hl.harvest(small(), data, "0", to=to, quiet=True)
     with warnings.catch_warnings(action="error"):
         assert_same(store, seen_by_torch(small(), data, "0"))
+
+
+def test_values_that_do_not_fit_the_store_name_the_place_and_advise_nothing_in_vain(to):
+    model = nn.Embedding(10, 4)
+    batches = [torch.zeros(2, 3, dtype=torch.long), torch.zeros(2, 5, dtype=torch.long)]
+    with pytest.raises(hl.StoreError, match=r"has .*'' rows \(3, 4\) F32.*mask=") as caught:
+        hl.harvest(model, batches, "", to=to, quiet=True)
+    assert "goes on from there" not in " ".join(caught.value.__notes__)
+    assert len(hl.Store.open(to)) == 2
+
+
+def test_names_of_wrappers_may_be_left_out_where_a_harvest_is_read(data, to):
+    model = small()
+    compiled = torch.compile(model, backend="eager")
+    store = hl.harvest(compiled, data, ["0", "3:input"], to=to, statistics=[hl.Mean()], quiet=True)
+    assert store.places() == ["_orig_mod.0", "_orig_mod.3:input"]
+    assert "0" in store
+    assert_same(store, seen_by_torch(model, data, "0"))
+    assert store["3:input"].shape == store["_orig_mod.3:input"].shape == (50, 3)
+    found = hl.Measurements.load(to / "statistics")
+    assert torch.equal(found["0"]["mean"], found["_orig_mod.0"]["mean"])
+    assert found.get("1") is None
+    with pytest.raises(hl.StoreError, match="no place '1'"):
+        store["1"]

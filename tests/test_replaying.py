@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from faults import INF, Doing
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional as F
@@ -262,6 +263,15 @@ def test_a_dump_that_cannot_be_written_does_not_hide_the_fault(tmp_path):
     assert fault.place == "/log"
     assert fault.folder is None
     assert "could not be written" in fault.remarks[-1]
+
+
+def test_a_disk_that_is_full_does_not_hide_the_fault(tmp_path, monkeypatch):
+    def save_file(tensors, path):
+        raise SafetensorError("Error while serializing: I/O error: No space left on device")
+
+    monkeypatch.setattr("safetensors.torch.save_file", save_file)
+    fault = dumped(Doing(torch.log), torch.zeros(3), tmp_path)
+    assert "No space left on device" in fault.remarks[-1]
 
 
 def test_half_precision_and_autocast_are_replayed(tmp_path):

@@ -1,7 +1,9 @@
 """Statistics: numpy on the whole data is the oracle, however the data was split."""
 
 import dataclasses
+import errno
 import json
+import os
 import warnings
 from contextlib import suppress
 from itertools import count, pairwise, product
@@ -14,6 +16,7 @@ from helpers import assert_clean, assert_same_state, state_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import small
+from safetensors import SafetensorError
 from torch import nn
 
 import hookline as hl
@@ -730,6 +733,33 @@ def test_saving_that_fails_or_is_killed_leaves_one_whole_version(model, tmp_path
     assert seen == {True, False}
 
 
+@pytest.mark.parametrize("step", ["tensors", "json"])
+def test_saving_on_a_full_disk_says_so_and_leaves_no_part_behind(step, tmp_path, monkeypatch):
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def save_file(tensors, path):
+        path.write_bytes(b"half of it")
+        raise SafetensorError(f"Error while serializing: I/O error: {full}")
+
+    def write_text(self, *args, **more):
+        self.write_bytes(b"half of it")
+        raise full
+
+    x = torch.randn(4, 3)
+    hl.Mean().update(x).save(tmp_path)
+    with monkeypatch.context() as patch:
+        if step == "tensors":
+            patch.setattr("safetensors.torch.save_file", save_file)
+        else:
+            patch.setattr(Path, "write_text", write_text)
+        with pytest.raises(hl.HooklineError, match="No space left on device") as caught:
+            hl.Mean().update(x + 1).save(tmp_path)
+    assert isinstance(caught.value.__cause__, OSError)
+    assert caught.value.remedy
+    assert not list(tmp_path.glob("*part*"))
+    assert_close(hl.Mean.load(tmp_path).result, x.double().mean(0))
+
+
 class Odd(hl.Mean):
     def spelled(self):
         return {"statistic": object()}
@@ -804,3 +834,47 @@ def test_a_tensor_is_no_series_of_batches(model):
     for data in (torch.randn(8, 3), {"input": torch.randn(8, 3)}, "text"):
         with pytest.raises(hl.StatisticsError, match="no series of batches"):
             hl.measure(model, "0", statistics=[hl.Mean()], data=data)
+
+
+def test_a_histogram_of_turned_values_warns_of_nothing(recwarn):
+    values = torch.randn(6, 40, dtype=torch.float64)
+    found = hl.Histogram(dim=0, bins=5, range=(-1, 1)).update(values)  # torch warns once a process
+    counts = [np.histogram(row, bins=5, range=(-1, 1))[0] for row in values.numpy()]
+    assert np.array_equal(found.result.counts, counts)
+    assert not [str(w.message) for w in recwarn]
+
+
+def test_a_merge_that_does_not_fit_takes_in_nothing(model):
+    x = torch.randn(8, 3)
+    kinds = [hl.Mean(), hl.Histogram()]  # each finds a range of its own
+    one, other = (hl.measure(model, "*", statistics=kinds, data=[part]) for part in x.split(4))
+    held = one.statistics["0"]["mean"]
+    with pytest.raises(hl.StatisticsError, match="The ranges differ"):
+        one.merge(other)
+    assert held.count.tolist() == one.statistics["0"]["histogram"].count.tolist()
+    assert one.calls == dict.fromkeys(one, 1)
+    one.merge(hl.Measurements())
+    one.merge(one)
+    assert held.count.tolist() == [8] * len(held.count), "what was held is what was merged into"
+
+
+def test_top_values_that_do_not_fit_each_other_are_refused():
+    whole = hl.TopK(k=5).update(torch.randn(4, 2, 3)).state
+    for key, wrong in (
+        ("positions", torch.zeros((), dtype=torch.int64)),
+        ("positions", torch.zeros(0, 3, 1, dtype=torch.int64)),
+        ("positions", torch.zeros(0, 3, 10**9, dtype=torch.int64)),
+        ("ids", whole["ids"][:2]),
+        ("values", whole["values"][:0]),
+    ):
+        with pytest.raises(hl.StatisticsError, match="has the shape"):
+            statistics.statistic_from(hl.TopK(k=5).spelled(), whole | {key: wrong}, "x")
+
+
+def test_labels_are_spoken_of_only_where_a_batch_may_have_some(model):
+    x = torch.randn(4, 3)
+    several = torch.nn.LSTM(3, 2)  # more tensors than one: an error of another kind
+    for net, batch, spoken in ((model, (x, x), True), (several, x, False), (several, (x,), False)):
+        with pytest.raises(TypeError) as caught:
+            hl.measure(net, "" if net is several else "0", statistics=[hl.Mean()], data=[batch])
+        assert any("labels" in note for note in caught.value.__notes__) == spoken

@@ -189,6 +189,40 @@ def test_rows_are_indexed_as_a_tensor_is(dtype, tmp_path):
             stored[key]
 
 
+def test_lists_beside_lists_are_pairs_of_positions_as_in_a_tensor(tmp_path):
+    rows = torch.arange(72.0).reshape(6, 4, 3)
+    with Store.create(tmp_path, shard_bytes=100) as writer:
+        writer.append({"x": rows})
+    stored = Store.open(tmp_path)["x"]
+    every, labels = torch.arange(6), torch.tensor([0, 1, 2, 3, 0, 1])
+    for key in (
+        (every, labels), ([0, -1], [2, 3]), ([0, 1], 1, [1, 2]), (every, slice(None), labels % 3),
+        ([[0, 1], [2, 3]], [1, 2]), (every > 2, [0, 1, 2]), ([0, 1], ..., [1, 2]), (3, [0, 1]),
+        ([0, 1], None, [0, 1]), (slice(1, 5), [0, 1], [2, 2]), ([0, 1], torch.tensor(2)),
+    ):  # fmt: skip
+        assert same(stored[key], rows[key]), key
+
+
+@pytest.mark.parametrize("dimensions", [32, 33, 60])
+def test_rows_of_many_dimensions_are_read_back_or_refused_when_they_are_written(
+    dimensions, tmp_path
+):
+    rows = torch.ones(2, *[1] * dimensions)
+    with Store.create(tmp_path) as writer:
+        if dimensions > 32:
+            with pytest.raises(StoreError, match="more than 32"):
+                writer.append({"x": rows})
+            rows = rows.flatten(1)
+        writer.append({"x": rows})
+    assert same(Store.open(tmp_path)["x"][:], rows)
+
+
+def test_a_rank_of_the_launcher_that_is_no_number_is_told(tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "first")
+    with pytest.raises(StoreError, match="as rank 'first'"):
+        Store.create(tmp_path)
+
+
 def test_numpy_gets_its_own_dtypes_and_bf16_as_float32(tmp_path):
     x, y = torch.randn(4, 2), torch.randn(4, 2).bfloat16()
     with Store.create(tmp_path) as writer:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from hookline.core.nested import show_path
 from hookline.core.tree import join, tensors_of, walk
-from hookline.errors import NonFiniteError
+from hookline.errors import HooklineError, NonFiniteError
 from hookline.guards.dumps import write_dump
 from hookline.guards.finite_checks import Numbers, is_bad, is_mask
 from hookline.guards.origins import Ignored, Labelled, Origin, shown
@@ -130,8 +130,9 @@ class Teller:
                 return self.finish(fault)
             try:
                 fault.folder = write_dump(self.to, fault, sample, kept)
-            except (OSError, RuntimeError) as error:  # what was found counts more
-                fault.remarks.append(f"The dump could not be written: {error}.")
+            except (OSError, RuntimeError, HooklineError) as error:  # what was found counts more
+                why = str(error).rstrip(".")
+                fault.remarks.append(f"The dump could not be written: {why}.")
         return self.finish(fault)
 
     def unknown(

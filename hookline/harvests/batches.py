@@ -85,6 +85,7 @@ class Source:
     def __init__(self, data: Any) -> None:
         self._data: Any = data
         self._begins = 0  # the number of the first batch that the data has
+        self._seen = -1  # the number of the last batch that was come to
         self.skips = False  # whether batch 0 may never be seen
         self._called = callable(data) and not isinstance(data, Iterable)
         if not self._called and not is_series(data):
@@ -118,6 +119,11 @@ class Source:
         """Whether only what is needed is loaded."""
         return type(self._data) in (list, tuple) or (_can_skip(self._data) and not self._begins)
 
+    @property
+    def last(self) -> int:
+        """The number of the last batch, as far as that is known by now."""
+        return (self.length or 0) - 1 if self.jumps else self._seen
+
     def numbered(self, share: Share) -> Iterator[tuple[int, Any]]:
         """The batches that a share needs, with their numbers, in order."""
         data = self._data
@@ -127,7 +133,10 @@ class Source:
         elif self.jumps:
             yield from zip(filter(share.needs, count()), _part(data, share), strict=False)
         else:
-            yield from ((n, b) for n, b in enumerate(data, self._begins) if share.needs(n))
+            for number, batch in enumerate(data, self._begins):
+                self._seen = number
+                if share.needs(number):
+                    yield number, batch
 
 
 def _can_skip(data: Any) -> bool:

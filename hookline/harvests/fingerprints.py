@@ -60,7 +60,7 @@ def _content(tensor: Tensor) -> bytes:
     tensor = tensor.detach()
     if tensor.is_meta or tensor.layout != torch.strided or type(tensor).__name__ == "DTensor":
         return b""
-    plain = tensor.data.contiguous().reshape(-1)
+    plain = tensor.data.resolve_conj().contiguous().reshape(-1)
     if not plain.numel() or plain.is_quantized:
         return str(plain.int_repr().sum() if plain.numel() else "").encode()
     bits = plain.view(torch.uint8)
@@ -139,6 +139,15 @@ def _code(code: CodeType) -> int:
     return seen
 
 
+def _plain(array: np.ndarray[Any, Any]) -> Any:
+    """An array as a tensor, or as its bytes where torch has no such dtype or byte order."""
+    array = np.ascontiguousarray(array)
+    try:
+        return torch.from_numpy(array)
+    except (TypeError, ValueError):
+        return str(array.dtype), array.shape, array.tobytes()
+
+
 def digest(value: Any, seen: int = 0) -> int:
     """Of the tensors, arrays, numbers and words in a structure; of large ones a sample.
 
@@ -150,11 +159,14 @@ def digest(value: Any, seen: int = 0) -> int:
     if isinstance(value, np.ndarray):
         array = cast("np.ndarray[Any, Any]", value)
         if array.dtype.kind in "biufc":
-            value = torch.from_numpy(np.ascontiguousarray(array)) if array.size else array.shape
+            value = _plain(array) if array.size else array.shape
         else:
             value = array.tolist()
     if isinstance(value, Tensor) and value.is_nested:
-        value = list(value.unbind())
+        value = value.unbind()
+    elif isinstance(value, Tensor) and "sparse" in str(value.layout):
+        whole = value.detach().to_sparse().coalesce()
+        value = (tuple(value.shape), whole.indices(), whole.values())
     if isinstance(value, Tensor):
         return zlib.crc32(f"{value.dtype}{tuple(value.shape)}".encode() + _content(value), seen)
     if value is None or isinstance(value, (str, bytes, bool, int, float)):

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from hookline.core.places import Where
-from hookline.errors import HarvestError, HooklineError, StoreError
+from hookline.errors import HarvestError, HooklineError
 from hookline.harvests.batches import Share, Source, ranks
 from hookline.harvests.fingerprints import digest
 from hookline.harvests.plans import describe, plan_for, refuse_changes
@@ -122,9 +122,14 @@ class _Harvest:
         refuse_changes(folder, self.wanted)
         before = earlier(folder, rank)
         self.before, self.mark = before, before.mark
+        varying = {series.place for series in before.series if series.part == "offsets"}
+        taker.whole = {series.place for series in before.series} - varying
         self.share = Share(rank, world, self.mark.get("batch", -1))
         self.numbered = before.samples  # samples that have an id, of a single rank
         self.sizes: dict[Any, int] = {}  # in batch 0, of the tensors that may hold the samples
+        # The batch that is smaller than the first, of several ranks: samples behind it would be
+        # numbered wrongly.
+        self.short = self.share.last if self.mark.get("short") else None
 
     def run(self) -> None:
         """Write what is missing of this rank's share, and finish."""
@@ -190,7 +195,7 @@ class _Harvest:
             with suppress(Exception):  # the first error counts; what is not saved is made again
                 self._save()
             # An error of ours would come again; one of the disk, the data or the model may not.
-            recurs = isinstance(error, HooklineError) and not isinstance(error, StoreError)
+            recurs = isinstance(error, HooklineError) and not isinstance(error.__cause__, OSError)
             error.add_note(
                 f"hookline: the store in {str(self.folder)!r} is sound and has "
                 f"{self.writer.samples} samples"
@@ -213,7 +218,9 @@ class _Harvest:
         if taken.samples:
             if self.measuring is not None:
                 self.measuring.update(taken.rows, taken.samples, taken.ids)
-            mark = {"batch": number, "known": known}
+            mark: dict[str, Any] = {"batch": number, "known": known}
+            if number == self.short:
+                mark["short"] = True
             self.writer.append(taken.rows, ids=taken.ids, mark=mark)
             if self.measuring is not None:
                 self.measuring.save(self._count())
@@ -243,7 +250,9 @@ class _Harvest:
             if self.share.takes(number):
                 if not checked:
                     self._refuse(f"Batch {self.share.last}, the last one stored, is missing.")
+                self._refuse_behind_short(number)
                 yield number, batch
+        self._refuse_behind_short(self.source.last)
         if number < 0 and not self.source.skips:
             raise HarvestError(
                 f"A harvest into {str(self.folder)!r} was asked for.",
@@ -283,9 +292,21 @@ class _Harvest:
         found = set(self.sizes.values())
         if len(found) != 1 or samples > max(found):
             shown = " or ".join(map(str, sorted(found))) or "nobody knows how many"
-            raise HarvestError(
-                f"The samples of batch {number} were to be numbered, on {self.world} ranks.",
-                f"It has {samples}; the first batch has {shown}.",
-                "Let all batches but the last have the same size, or give ids=.",
-            )
+            raise self._unnumbered(number, f"It has {samples}; the first batch has {shown}.")
+        if samples < max(found):
+            self.short = number
+            self._refuse_behind_short(self.source.last)
         return found.pop()
+
+    def _refuse_behind_short(self, number: int) -> None:
+        """An error if there is a batch behind the one that is smaller than the first."""
+        if self.short is not None and number > self.short:
+            found = f"It has fewer than the first batch, and is not the last: {number} is there."
+            raise self._unnumbered(self.short, found)
+
+    def _unnumbered(self, number: int, found: str) -> HarvestError:
+        return HarvestError(
+            f"The samples of batch {number} were to be numbered, on {self.world} ranks.",
+            found,
+            "Let all batches but the last have the same size, or give ids=.",
+        )

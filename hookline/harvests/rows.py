@@ -106,6 +106,7 @@ class Taker:
         self._where = _settled(where)
         self.asked = _places(model, self._where)
         self.places: list[Place] = []  # those that fire; empty before the first batch
+        self.whole: set[str] = set()  # with a mask: places that are known to have no positions
         self.stops = taking.stop is True
         self._device = _device(model)
         self._aside = _aside(model, taking)
@@ -119,12 +120,16 @@ class Taker:
         at = taking.at
         if at is last_token:
             at, mask = last_token(self._needed(mask)), None
-        with _noted(batch):
+        with _noted(batch if taking.forward is None else None):
             record = self._record(batch, at)
-        if not self.places:
+        first = not self.places
+        if first:
             self._settle(record)
         values = {str(place): self._value(record, place) for place in self.places}
-        rows: Rows = {p: v if mask is None else _kept(v, mask) for p, v in values.items()}
+        rows: Rows = {p: [*v.unbind()] if v.is_nested else v for p, v in values.items()}
+        if mask is not None:
+            rows = {p: _kept(v, mask, p in self.whole) for p, v in values.items()}
+            self.whole |= {place for place, kept in rows.items() if isinstance(kept, Tensor)}
         counts = {place: len(value) for place, value in rows.items()}
         ids = taking.ids_of(batch)
         if len(set(counts.values())) != 1 or (ids is not None and len(ids) not in counts.values()):
@@ -134,7 +139,10 @@ class Taker:
                 f"Counts along the first dimension: {str(counts)[:300]}.",
                 "Bring the samples to the front, as with transform=lambda v: v.transpose(0, 1).",
             )
-        return Taken(rows, next(iter(counts.values())), ids)
+        samples = next(iter(counts.values()))
+        if first and ids is None and taking.at is taking.transform is taking.forward is None:
+            _warn_of_order(batch, samples)
+        return Taken(rows, samples, ids)
 
     def _record(self, batch: Any, at: Any) -> Record:
         taking = self.taking
@@ -177,17 +185,16 @@ class Taker:
                 "Give stop=True to take the first call, or name a place that is called once.",
             )
         _, tensor = only_tensor(values[0], f"The value at {str(place)!r}")
-        if tensor.is_nested:
+        sparse = not tensor.is_nested and tensor.layout != torch.strided
+        if tensor.ndim == 0 or sparse:
             raise HarvestError(
                 f"The values at {str(place)!r} were to be stored, one row for each sample.",
-                "There is a nested tensor.",
-                "Store it padded, with transform=lambda v: v.to_padded_tensor(0.0) and a mask.",
-            )
-        if tensor.ndim == 0:
-            raise HarvestError(
-                f"The values at {str(place)!r} were to be stored, one row for each sample.",
-                "There is a single number for the whole batch.",
-                "Keep the dimension of the samples in at= and transform=.",
+                f"There is a tensor of {tensor.layout}."
+                if sparse
+                else "There is a single number for the whole batch.",
+                "Give transform=lambda value: value.to_dense()."
+                if sparse
+                else "Keep the dimension of the samples in at= and transform=.",
             )
         return tensor
 
@@ -224,13 +231,26 @@ def _refuse_spread(model: nn.Module) -> None:
             )
 
 
-def _kept(value: Tensor, mask: Tensor) -> Tensor | list[Tensor]:
+def _kept(value: Tensor, mask: Tensor, whole: bool) -> Tensor | list[Tensor]:
     """The rows of each sample that the mask keeps.
 
-    A row of numbers for each sample, as a pooled output is, has no positions and stays whole.
+    A row of numbers for each sample, as a pooled output is, has no positions and stays whole; in a
+    batch that is as long as such a row is wide, only others before it tell (`whole`). In a nested
+    tensor, which layers of torch's TransformerEncoder give in eval mode, padding is left out
+    already.
     """
+    if value.is_nested:
+        samples = [*value.unbind()]
+        kept = cast("list[int]", mask.sum(1).tolist())
+        if [len(sample) for sample in samples] != kept:
+            raise HarvestError(
+                f"A mask of shape {tuple(mask.shape)} was given, batch × position.",
+                f"A value is nested; its samples are not as long as the mask says: {kept!s:.80}.",
+                "Leave the mask out, or pad the value with transform=.",
+            )
+        return samples
     pooled = value.ndim == 2 and value.dtype.is_floating_point
-    if pooled and value.shape == mask.shape:
+    if pooled and value.shape == mask.shape and not whole:
         raise HarvestError(
             f"A mask of shape {tuple(mask.shape)} was given, batch × position.",
             "A value has the same shape: a number for each position, or a row for each sample.",
@@ -246,8 +266,8 @@ def _kept(value: Tensor, mask: Tensor) -> Tensor | list[Tensor]:
             "Bring samples and positions to the front with transform=, or harvest places with "
             "other positions by themselves.",
         )
-    kept = value[mask.to(value.device)]
-    return list(cast("tuple[Tensor, ...]", kept.split(mask.sum(1).tolist())))
+    rows = value[mask.to(value.device)]
+    return list(cast("tuple[Tensor, ...]", rows.split(mask.sum(1).tolist())))
 
 
 def _aside(model: nn.Module, taking: Taking) -> set[str]:
@@ -341,6 +361,19 @@ def _noted(batch: Any) -> Generator[None]:
                 "if it holds labels too, pass forward=lambda model, batch: model(batch['x'])."
             )
         raise
+
+
+def _warn_of_order(batch: Any, samples: int) -> None:
+    """Warn of rows that nobody brought to the front, and that are as many as nothing in a batch."""
+    sizes = sorted(set(sizes_in(batch).values()))
+    if sizes and samples not in sizes:
+        warnings.warn(
+            f"The tensors of the first batch have {' or '.join(map(str, sizes))} in their first "
+            f"dimension, and the values {samples}: these may not be samples, and would be numbered "
+            "as such. Bring samples to the front with transform=, or give ids=.",
+            HooklineWarning,
+            stacklevel=4,
+        )
 
 
 def _warn_of_training(model: nn.Module) -> None:

@@ -17,12 +17,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from hookline.errors import HarvestError, StatisticsError
 from hookline.harvests.rows import Rows, numbers_of
+from hookline.statistics.accumulation import padded
 from hookline.statistics.kinds import Histogram, TopK
 from hookline.statistics.measuring import Measurements, Statistics, _named
 from hookline.storage.files import read_index
@@ -75,9 +74,10 @@ class Measuring:
             own = self.found.statistics.setdefault(
                 place, {name: one.fresh() for name, one in self._kinds.items()}
             )
-            tensor, mask = (value, None) if isinstance(value, Tensor) else _padded(value)
+            tensor, mask = (value, None) if isinstance(value, Tensor) else padded(value)
+            single = tensor.ndim == (1 if mask is None else 2)  # a row is a number: one channel
             for one in own.values():
-                one.update(tensor, mask, numbers)
+                one.update(tensor[..., None] if single and one.dim else tensor, mask, numbers)
         self.samples += samples
 
     def save(self, batches: int, *, now: bool = False) -> None:
@@ -122,13 +122,6 @@ def _samples(found: Measurements) -> int:
     states = [one.state for own in found.statistics.values() for one in own.values()]
     counts = {int(state["samples"]) if "samples" in state else -1 for state in states}
     return counts.pop() if len(counts) == 1 else -1
-
-
-def _padded(samples: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Samples of varying length as one tensor, and where it holds something."""
-    lengths = torch.tensor([len(one) for one in samples])
-    value = pad_sequence(samples, batch_first=True)
-    return value, torch.arange(value.shape[1])[None] < lengths[:, None]
 
 
 def merge_ranks(folder: Path, ranks: int) -> bool:

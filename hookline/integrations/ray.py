@@ -107,8 +107,9 @@ class Harvester:
         """Store a batch, as Ray gives it: a dict of arrays."""
         self._look_around()
         columns = {name: _tensor(column) for name, column in batch.items()}
-        names = self._taker.taking.ids_of(columns)
-        new = [n for n, name in enumerate(names) if name not in self._seen]
+        names: list[Any] = self._taker.taking.ids_of(columns)
+        first = {name: len(names) - n for n, name in enumerate(reversed(names), 1)}  # where each is
+        new = sorted(n for name, n in first.items() if name not in self._seen)
         if new and len(new) < len(names):
             columns = {k: _some(column, new) for k, column in columns.items()}
         if new:
@@ -146,8 +147,22 @@ class Harvester:
 
 def _run(model: nn.Module, batch: dict[str, Any], *, inputs: str | Mapping[str, str] | None) -> Any:
     if isinstance(inputs, str):
-        return model(batch[inputs])
-    return model(**{name: batch[column] for name, column in (inputs or {}).items()})
+        return model(_column(batch, inputs))
+    return model(**{name: _column(batch, column) for name, column in (inputs or {}).items()})
+
+
+def _column(batch: dict[str, Any], name: str) -> Any:
+    """What a column holds; an error if that is nothing, or rows of several lengths."""
+    found: Any = batch.get(name)
+    rows = cast("Any", found) if isinstance(found, list) else ()
+    uneven = any(isinstance(one, np.ndarray) for one in rows)
+    if found is None or uneven:
+        raise HarvestError(
+            f"The column {name!r} was to be an argument of the model.",
+            "Its rows differ in shape." if uneven else f"The batch has {list(batch)}.",
+            "Pad them before, or give forward=." if uneven else "Name one of these.",
+        )
+    return cast("Any", found)
 
 
 def _free_writer(folder: Path, wanted: dict[str, Any]) -> StoreWriter:
@@ -184,7 +199,12 @@ def _ids_of(folder: Path, rank: int) -> list[Any]:
 
 
 def _tensor(column: Any) -> Any:
+    """A column as a tensor; as a list if it holds words, or arrays of several shapes."""
     array = np.asarray(column)
+    rows: list[Any] = array.tolist() if array.dtype.kind == "O" else []
+    shapes: set[Any] = {getattr(one, "shape", None) for one in rows}
+    if len(shapes) == 1:
+        array = np.asarray([*rows])  # Ray gives lists, such as tokens, as an array of arrays
     if array.dtype.kind in "biufc":
         return torch.from_numpy(np.array(array))  # Ray's own are read-only
     return cast("list[Any]", array.tolist())

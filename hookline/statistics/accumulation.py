@@ -4,6 +4,7 @@
 - `Rows`: part of a batch, as a statistic takes it in
 - `State`: what a statistic holds: tensors by name
 - `in_parts(values, kept)`: rows in parts that are small enough for float64
+- `padded(samples)`: samples of varying length as one tensor, and where it holds something
 - `sums(one, other, *keys)`: the parts of two states that are joined by adding
 """
 
@@ -14,16 +15,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from operator import index
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self, cast
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from hookline import folders
 from hookline.errors import StatisticsError
 
-__all__ = ["Rows", "State", "Statistic", "in_parts", "sums"]
+__all__ = ["Rows", "State", "Statistic", "in_parts", "padded", "sums"]
 
 State = dict[str, Tensor]
 _CHUNK = 2**20  # numbers that are widened to float64 at once
@@ -107,10 +109,13 @@ class Statistic:
 
         Args:
             value: a tensor of any real dtype; its first dimension, channels apart, is the samples.
+                In a nested tensor each sample has a length of its own.
             mask: nonzero where the value counts: over the first dimensions of the value, channels
                 apart, as batch × position is for batch × position × channel.
             ids: a whole number for each sample, for `TopK`. Without, samples are counted.
         """
+        if value.is_nested:
+            value, mask = self._unnested(value, mask)
         rows, shape = self._rows(value)
         kept = torch.ones((), dtype=torch.bool, device=value.device).expand(shape)
         if mask is not None:
@@ -137,18 +142,31 @@ class Statistic:
         self._put(state)
         return self
 
+    def _unnested(self, value: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        """A nested tensor padded, and where it holds something: what a mask keeps, if one is given.
+
+        That is what the layers of torch's TransformerEncoder have in eval mode, with padding.
+        """
+        samples = value.detach().unbind()
+        lengths = [sample.shape[0] if sample.ndim else -1 for sample in samples]
+        given: list[int] = lengths
+        if mask is not None:
+            given = cast("list[int]", (self._tensor(mask, "mask") != 0).sum(-1).tolist())
+        if given != lengths or len({sample.shape[1:] for sample in samples}) != 1:
+            found = f"The value is nested, of samples of shapes {[*map(_shape, samples)]!s:.200}"
+            raise self._unfit(
+                f"{found}{'' if given == lengths else f', the mask keeps {given!s:.80}'}.",
+                "Give samples that differ in their first size only, as long as the mask says.",
+            )
+        return padded(samples)
+
     def _rows(self, value: Tensor) -> tuple[Tensor, tuple[int, ...]]:
         """The value as rows × channels, and its shape without the channels."""
-        if value.is_nested:
-            raise self._unfit(
-                "The value is a nested tensor: its samples have shapes of their own.",
-                "Measure it padded, with at=lambda value: value.to_padded_tensor(0.0) and a mask.",
-            )
         if value.is_complex() or value.is_quantized or value.layout != torch.strided:
             found = f"The value is {value.dtype}, {value.layout}: its numbers have no order."
-            raise self._unfit(
-                found, "Measure a real part of it, with at=lambda value: value.abs()."
-            )
+            way = "dequantize" if value.is_quantized else "to_dense"
+            way = "abs" if value.is_complex() else way
+            raise self._unfit(found, f"Measure at=lambda value: value.{way}() instead.")
         value = value.detach()
         if self.dim is None:
             return value.reshape(-1, 1), tuple(value.shape)
@@ -287,6 +305,17 @@ def in_parts(values: Tensor, kept: Tensor) -> Iterator[tuple[int, Tensor, Tensor
     for start in range(0, len(values), step):
         part = _wide(values[start : start + step])
         yield start, part, kept[start : start + step].to(part.device)
+
+
+def padded(samples: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Samples of varying length as one tensor, and where it holds something."""
+    lengths = torch.tensor([sample.shape[0] for sample in samples], device=samples[0].device)
+    value = pad_sequence(list(samples), batch_first=True)
+    return value, torch.arange(value.shape[1], device=value.device)[None] < lengths[:, None]
+
+
+def _shape(tensor: Tensor) -> tuple[int, ...]:
+    return tuple(tensor.shape)
 
 
 def sums(one: State, other: State, *keys: str) -> State:

@@ -83,7 +83,7 @@ class Histogram(Statistic):
         kept = rows.kept & ~rows.values.isnan()
         edges = self._edges().to(rows.values.device)
         # From 0, below the range, to bins + 1, above it.
-        which = torch.bucketize(rows.values, edges, right=True)
+        which = torch.bucketize(rows.values.contiguous(), edges, right=True)  # else torch warns
         which = torch.where(rows.values == edges[-1], self.bins, which)
         width, channels = self.bins + 2, rows.values.shape[1]
         flat = (which + torch.arange(channels, device=which.device) * width)[kept.expand_as(which)]

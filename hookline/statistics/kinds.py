@@ -39,6 +39,7 @@ __all__ = [
 _KINDS: dict[str, type[Statistic]] = {
     kind.__name__: kind for kind in (Mean, Variance, Covariance, Histogram, TopK, Norm, Sparsity)
 }
+_DEEPEST = 64  # dimensions that torch can work on
 
 
 def statistic_from(spelled: dict[str, Any], tensors: State, source: str) -> Statistic:
@@ -77,6 +78,8 @@ def _misfit(made: Statistic, tensors: State) -> str:
             return ""
         return "The state does not say how many channels it has."
     where = tensors.get("positions", torch.zeros(0, 0, 0))
+    if where.ndim != 3 or where.shape[2] > _DEEPEST:
+        return f"The state's 'positions' has the shape {tuple(where.shape)}."
     zeros = torch.zeros(1, *[1] * where.shape[-1], *([] if made.dim is None else [channels]))
     options: dict[str, Any] = made._options() | {"dim": None if made.dim is None else -1}
     like = type(made)(**options).update(zeros).state
@@ -85,10 +88,11 @@ def _misfit(made: Statistic, tensors: State) -> str:
         if own is None and key == "range":
             continue  # nothing but NaN was seen
         most = made.k if isinstance(made, TopK) and key in ("values", "ids", "positions") else 0
-        loose = most > 0  # up to k rows
+        loose = most > 0  # up to k rows, of each as many
         if own is None or own.dtype != expected.dtype or own.ndim != expected.ndim:
             return f"The state's {key!r} is missing, or of another kind."
-        if own.shape[loose:] != expected.shape[loose:] or (loose and len(own) > most):
+        many = loose and not len(own) == len(where) <= most
+        if own.shape[loose:] != expected.shape[loose:] or many:
             return f"The state's {key!r} has the shape {tuple(own.shape)}."
     unknown = sorted(set(tensors) - set(like))
     return f"The state has {', '.join(unknown)[:60]}." if unknown else ""

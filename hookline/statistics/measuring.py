@@ -24,7 +24,7 @@ from hookline.core.slices import take
 from hookline.core.tables import as_html, as_text
 from hookline.core.taps import Call
 from hookline.errors import HooklineWarning, NotCaptured, NotHookable, StatisticsError
-from hookline.listings import select
+from hookline.listings import held_as, select
 from hookline.statistics.kinds import Statistic, statistic_from
 from hookline.trials.batches import call as run
 from hookline.trials.batches import is_series, no_series
@@ -58,21 +58,22 @@ class Measurements(Mapping[str, Mapping[str, Any]]):
         self.calls: dict[str, int] = {}
 
     def __getitem__(self, place: str) -> dict[str, Any]:
-        if place not in self.statistics:
+        known = held_as(place, self.statistics)
+        if known is None:
             held = ", ".join(map(repr, list(self.statistics)[:6]))
             raise NotCaptured(
                 f"What was measured at {place!r} was asked for.",
                 f"There is something at {held or 'no place'}.",
                 "Measure that place, or write it as it is listed.",
             )
-        return {name: one.result for name, one in self.statistics[place].items()}
+        return {name: one.result for name, one in self.statistics[known].items()}
 
     def __contains__(self, place: object) -> bool:
-        return place in self.statistics
+        return held_as(place, self.statistics) is not None
 
     def get(self, key: str, default: Any = None) -> Any:
         """What was measured at a place, or the default."""
-        return default if key not in self.statistics else self[key]
+        return default if held_as(key, self.statistics) is None else self[key]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.statistics)
@@ -81,19 +82,23 @@ class Measurements(Mapping[str, Mapping[str, Any]]):
         return len(self.statistics)
 
     def merge(self, other: Measurements) -> Measurements:
-        """Take in what another run measured, place by place; the other stays as it is."""
+        """Take in what another run measured, place by place; the other stays as it is.
+
+        If something does not fit, nothing is taken in.
+        """
+        joined: dict[str, dict[str, Statistic]] = {}
         for place, theirs in other.statistics.items():
-            own = self.statistics.setdefault(
-                place, {name: one.fresh() for name, one in theirs.items()}
-            )
+            own = self.statistics.get(place) or {n: one.fresh() for n, one in theirs.items()}
             if own.keys() != theirs.keys():
                 raise StatisticsError(
                     f"Measurements at {place!r} were to be merged.",
                     f"One has {', '.join(own)}, the other {', '.join(theirs)}.",
                     "Measure the same statistics in both runs.",
                 )
-            for name, one in theirs.items():
-                own[name].merge(one)
+            joined[place] = {n: own[n].fresh().merge(own[n]).merge(theirs[n]) for n in own}
+        for place, both in joined.items():
+            for name, one in self.statistics.setdefault(place, both).items():
+                one._put(dict(both[name].state))
             self.calls[place] = self.calls.get(place, 0) + other.calls[place]
         return self
 
@@ -361,6 +366,7 @@ def measure(
             "Use `with hookline.measure(...) as found:` and run the backward inside.",
         )
     measuring = _Measuring(model, where, statistics, None if of_batch else mask, at)
+    batch: Any = None
     with measuring as found:
         try:
             for batch in data:
@@ -370,7 +376,7 @@ def measure(
                     run(model, batch)
                 measuring.warn_of_silent()
         except BaseException as error:
-            if isinstance(error, TypeError):
+            if type(error) is TypeError and isinstance(batch, (tuple, list)):
                 error.add_note(
                     "hookline: a batch that is a tuple or list is given to the model as its "
                     "arguments; if it holds labels too, pass (x for x, y in loader)."

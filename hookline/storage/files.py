@@ -32,6 +32,7 @@ from hookline.storage.small_files import corrupt, open_regular, parse_json, read
 __all__ = [
     "HEADER",
     "KINDS",
+    "MOST_SIZES",
     "PAGE",
     "Index",
     "IndexFile",
@@ -50,6 +51,7 @@ __all__ = [
 
 HEADER = 65536  # bytes that a shard reserves in front of its data
 PAGE = 4096  # what lies in one page is written whole or not at all, also by a killed process
+MOST_SIZES = 32  # that the shape of a row may have
 _FORMAT, _VERSION = "hookline.store.index", 1
 
 
@@ -302,7 +304,7 @@ def _read_series(entry: Any, path: Path) -> Series:
         and part in ("rows", "offsets", "ids", "id offsets")
         and dtype in KINDS
         and _counts(shape, 1)
-        and len(shape) <= 32
+        and len(shape) <= MOST_SIZES
         and _count(shard_rows, 1)
         and _count(rows)
         and _counts(shards)

@@ -29,6 +29,7 @@ from hookline.storage.small_files import corrupt, most_files
 __all__ = ["StoredRows", "StoredSamples", "positions_of"]
 
 Key = int | slice | Sequence[int] | Sequence[bool] | Tensor | NDArray[Any]
+_PLAIN = (int, slice, EllipsisType, type(None))  # what torch takes along a dimension by itself
 
 
 class _Shard:
@@ -82,7 +83,7 @@ class StoredRows:
     """The rows of a place: indexed like a tensor in the first size, each read a new tensor.
 
     `rows[7]`, `rows[10:20]`, `rows[[1, 5]]`, `rows[mask]`, `rows[tensor_of_positions]`; further
-    indices apply to the result. `len(rows)`, `rows.shape`, `rows.dtype`, `rows.to_numpy()`.
+    indices are as a tensor's. `len(rows)`, `rows.shape`, `rows.dtype`, `rows.to_numpy()`.
     """
 
     def __init__(self, folder: Path, series: Sequence[tuple[Index, Series]]) -> None:
@@ -131,7 +132,14 @@ class StoredRows:
             rows = self[first]
             if first is ...:
                 return rows[key]
+            if isinstance(first, slice):
+                return rows[(slice(None), *others)]
             chosen = rows.ndim - len(self._row)  # dimensions that the first index has left
+            if chosen and not all(isinstance(one, _PLAIN) for one in others):
+                # Lists beside lists are pairs of positions, as in rows[[0, 1], [4, 5]].
+                shape = rows.shape[:chosen]
+                count = torch.arange(shape.numel()).reshape(shape)
+                return rows.flatten(0, chosen - 1)[(count, *others)]
             return rows[(*[slice(None)] * chosen, *others)]
         if isinstance(key, slice):
             start, stop, step = key.indices(self._total)

@@ -19,6 +19,7 @@ from torch.utils.data import Dataset
 
 from hookline.core.tables import as_html, as_text, show_bytes
 from hookline.errors import StoreError
+from hookline.listings import held_as
 from hookline.storage.description import read_description
 from hookline.storage.files import Index, Series, ranks_of
 from hookline.storage.recovery import recover
@@ -120,18 +121,18 @@ class Store:
         return self._samples
 
     def __contains__(self, place: object) -> bool:
-        return place in self._columns
+        return held_as(place, self._columns) is not None
 
     def __getitem__(self, place: str) -> Any:
         """The rows of a place: `StoredRows`, or `StoredSamples` where lengths vary."""
-        try:
-            return self._columns[place]
-        except (KeyError, TypeError):
+        known = held_as(place, self._columns)
+        if known is None:
             raise StoreError(
                 f"The store has no place {place!r}.",
                 f"It has {str(self.places())[:300]}.",
                 "Ask for one of these; samples are read as store[place][position].",
-            ) from None
+            )
+        return self._columns[known]
 
     def batches(
         self, size: int, *, places: str | Sequence[str] | None = None

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hookline.errors import StoreError
-from hookline.storage.files import PAGE, Series, header_of, kind_of
+from hookline.storage.files import MOST_SIZES, PAGE, Series, header_of, kind_of
 
 __all__ = ["blocks_of"]
 
@@ -102,7 +102,8 @@ def _compare(old: list[Series], new: list[Series]) -> None:
     """An error if an append does not bring what the first one brought."""
 
     def told(series: list[Series]) -> list[str]:
-        return [f"{s.place or 'ids'} {s.part} {s.shape} {s.dtype}" for s in series]
+        names = [s.part if s.part.startswith("id") else f"{s.place!r} {s.part}" for s in series]
+        return [f"{name} {s.shape} {s.dtype}" for name, s in zip(names, series, strict=True)]
 
     if told(old) != told(new):
         missing = [one for one in told(old) if one not in told(new)]
@@ -110,7 +111,8 @@ def _compare(old: list[Series], new: list[Series]) -> None:
         raise StoreError(
             "Cannot append these values.",
             f"The store has {missing or 'the others'}; given were {added or 'none of these'}.",
-            "Give the places, dtypes, shapes and ids that the first append had.",
+            "Give the places, dtypes, shapes and ids that the first append had. Samples of varying "
+            "length go in as a list of tensors, from the first append on; a harvest takes mask=.",
         )
 
 
@@ -118,6 +120,12 @@ def _series(place: str, part: str, rows: Tensor, shard_bytes: int) -> Series:
     """The series that begins with these rows."""
     kind = kind_of(rows.dtype)
     shape = tuple(rows.shape[1:])
+    if len(shape) > MOST_SIZES:
+        raise StoreError(
+            f"Cannot store {place!r}.",
+            f"A row has {len(shape)} dimensions, more than {MOST_SIZES}.",
+            "Flatten some of them first, for instance with .flatten(1).",
+        )
     if kind is None or 0 in shape:
         raise StoreError(
             f"Cannot store {place!r}.",

@@ -69,7 +69,7 @@ class StoreWriter:
             raise StoreError(
                 f"Cannot write a store as rank {rank!r} with shards of {shard_bytes!r} bytes.",
                 "A rank is an integer from 0 to 99999, and the bytes are one from 1 on.",
-                "Leave them out for the usual ones.",
+                "Leave them out for the usual ones; the usual rank is the variable RANK, or 0.",
             )
         self.folder, self.rank = folder, rank
         self._sync: Sync = sync
