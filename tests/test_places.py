@@ -674,3 +674,10 @@ def test_the_model_itself_is_looked_for_inside_of_torchs_wrappers(wrap):
     assert torch.equal(record[":input"], x)
     assert torch.equal(record["/tanh"] * 2, out)
     assert torch.equal(record[""], out)
+
+
+@pytest.mark.parametrize("where", [lambda m: m.weight, lambda m: [m.weight], lambda m: b"weight"])
+def test_a_tensor_or_bytes_in_the_place_of_a_name_are_refused_by_their_type(where):
+    model = nn.Linear(2, 3)
+    with pytest.raises(hl.PlaceError, match=r"is no place: it is of type (Parameter|bytes)"):
+        hl.select(model, where(model))
