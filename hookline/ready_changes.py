@@ -240,6 +240,7 @@ class remove_direction(Change):
             raise self._unfit(call, f"{found}, along dim={self.dim}.")
         wide = torch.promote_types(self.direction.dtype, torch.float32)
         direction = self.direction.to(value.device, wide)
+        direction = direction / direction.abs().max()  # else its square may overflow or vanish
         direction = beside(direction / direction.abs().square().sum().sqrt(), value)
         moved = value.movedim(self.dim, -1)
         along = (moved * direction.conj()).sum(-1, keepdim=True)

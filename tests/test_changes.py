@@ -783,3 +783,11 @@ def test_channels_last_values_are_changed_rightly():
     v = torch.tensor([1.0, 2.0, 3.0])
     assert torch.equal(changed(hl.scale(v), x), x * v.view(1, 3, 1, 1))
     assert torch.equal(changed(hl.zero(), x), torch.zeros(2, 3, 4, 5))
+
+
+@pytest.mark.parametrize("length", [1e-38, 1e-25, 1.0, 1e25, 1e38])
+def test_a_direction_is_removed_however_long_it_is(length):
+    direction, x = torch.tensor([0.6, -0.8, 0.0]) * length, values(4, 3)
+    along = (x @ torch.tensor([0.6, -0.8, 0.0])).unsqueeze(-1)
+    expected = x - along * torch.tensor([0.6, -0.8, 0.0])
+    torch.testing.assert_close(changed(hl.remove_direction(direction), x), expected)
