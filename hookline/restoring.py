@@ -136,11 +136,15 @@ def put_back(owner: nn.Module, table: dict[str, Any], before: dict[str, Any], na
 def restore(tensor: Tensor, data: Tensor, copy: Tensor, requires_grad: bool) -> None:
     """Make a tensor what it was: the same memory, bits and `requires_grad`."""
     plain = data.layout is torch.strided and not data.is_quantized  # else bits cannot be compared
-    if plain and data.untyped_storage().nbytes() < copy.untyped_storage().nbytes():  # freed inside
-        data.untyped_storage().resize_(copy.untyped_storage().nbytes())
-    if not (plain and _geometry(tensor) == _geometry(data) and same_bits(data, copy)):
+    own = data
+    for dim, stride in enumerate(data.stride() if plain else ()):
+        if stride == 0 and data.shape[dim]:  # what is expanded is in memory once
+            own, copy = own.narrow(dim, 0, 1), copy.narrow(dim, 0, 1)
+    if plain and data.untyped_storage().nbytes() < copy.nbytes:  # freed inside
+        data.untyped_storage().resize_(copy.nbytes)
+    if not (plain and _geometry(tensor) == _geometry(data) and same_bits(own, copy)):
         with torch.no_grad(), torch.inference_mode(tensor.is_inference()):
-            data.copy_(copy)
+            own.copy_(copy)
         tensor.data = data
         mark(tensor)
     if tensor.is_leaf and tensor.requires_grad != requires_grad:

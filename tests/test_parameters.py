@@ -1190,3 +1190,34 @@ def test_captures_and_edits_see_the_new_module():
             model(X)
     assert torch.equal(record["1"], torch.relu(model[0](X)) * 2)
     assert_clean(model)
+
+
+class Expanded(nn.Module):
+    """A model with buffers whose elements lie in memory once."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+        self.register_buffer("gain", torch.tensor([2.0]).expand(2))
+        self.register_buffer("none", torch.zeros(1, 0).expand(4, 0))
+
+    def forward(self, x):
+        return self.linear(x) * self.gain
+
+
+@pytest.mark.parametrize("change", ["nothing", "memory", "another"])
+def test_expanded_buffers_are_preserved_with_all_the_rest(change):
+    model = Expanded()
+    gain, weight = model.gain, model.linear.weight.detach().clone()
+    with hl.preserve(model), torch.no_grad():
+        model.linear.weight.zero_()
+        if change == "memory":
+            model.gain[:1].fill_(7)
+        elif change == "another":
+            model.gain = torch.zeros(2)
+    assert torch.equal(model.linear.weight, weight)
+    assert model.gain is gain
+    hl.summarize(model, X)
+    assert (gain.tolist(), gain.stride()) == ([2, 2], (0,))
+    assert gain.untyped_storage().nbytes() == 4
+    assert_clean(model)
