@@ -1311,3 +1311,25 @@ def test_warnings_of_what_was_dropped_are_given_when_it_goes_on(data, to):
         store = hl.harvest(small(), data, "0", to=to, quiet=True)
     with warnings.catch_warnings(action="error"):
         assert_same(store, seen_by_torch(small(), data, "0"))
+
+
+class Sometimes(nn.Module):
+    """Returns a tuple only when it is given something more."""
+
+    def forward(self, x, extra=None):
+        return x * 2 if extra is None else (x + extra,)
+
+
+class CallsTwice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = Sometimes()
+
+    def forward(self, x):
+        return self.inner(x) + self.inner(x, x * 4)[0]
+
+
+@pytest.mark.parametrize("stop", [True, False])
+def test_a_part_that_only_one_of_the_calls_has_is_harvested(tmp_path, stop):
+    hl.harvest(CallsTwice(), [torch.ones(2, 3)], "inner[0]", to=tmp_path / "acts", stop=stop)
+    assert hl.Store.open(tmp_path / "acts")["inner[0]"][:].tolist() == [[5.0] * 3] * 2
