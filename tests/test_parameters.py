@@ -1221,3 +1221,30 @@ def test_expanded_buffers_are_preserved_with_all_the_rest(change):
     assert (gain.tolist(), gain.stride()) == ([2, 2], (0,))
     assert gain.untyped_storage().nbytes() == 4
     assert_clean(model)
+
+
+@pytest.mark.parametrize("verb", ["preserve", "summarize"])
+def test_a_graph_that_saved_running_statistics_stays_valid_when_they_are_put_back(verb):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    other = copy.deepcopy(model)
+    (other(X) ** 3).sum().backward()
+    result = model(X)
+    before = state_bits(model)
+    if verb == "summarize":
+        hl.summarize(model, X, mode="train")
+    else:
+        with hl.preserve(model):
+            model(X * 2)
+    assert_same_state(model, before)
+    (result**3).sum().backward()
+    assert torch.equal(model[0].weight.grad, other[0].weight.grad)
+
+
+def test_a_graph_that_saved_what_was_written_inside_preserve_is_refused_afterwards():
+    model = nn.BatchNorm1d(3).eval()
+    with hl.preserve(model):
+        model.running_var.fill_(4)
+        result = model(X)
+    with pytest.raises(RuntimeError, match="inplace operation"):
+        result.sum().backward()
