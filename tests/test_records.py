@@ -1174,8 +1174,8 @@ def test_the_table_says_of_each_tensor_whether_it_is_attached():
     with hl.capture(model, "") as record:
         model(packed)
     rows = [line.split() for line in repr(record).splitlines()]
-    attached = {row[0]: row[-1] == "attached" for row in rows if row[0].startswith("''")}
-    assert attached == {"''[0][data]": True, "''[0][batch_sizes]": False, "''[1]": True}
+    attached = {row[0]: row[-1] == "attached" for row in rows if row[0].startswith("[")}
+    assert attached == {"[0][data]": True, "[0][batch_sizes]": False, "[1]": True}
 
 
 class Half(nn.Module):
@@ -1342,3 +1342,16 @@ def test_the_gradient_of_a_call_without_the_part_that_was_asked_for_keeps_its_nu
     assert record[where, 1].tolist() == [3, 3]
     with pytest.raises(hl.GradientNotAvailable, match="asked for: the value is a"):
         record[where, 0]
+
+
+def test_every_place_in_the_table_of_a_record_can_be_read():
+    model = nn.LSTM(2, 3)
+    with hl.capture(model, "", ":inputs", ":grad_output", "weight_ih_l0:grad") as record:
+        model(torch.zeros(1, 2))[0].sum().backward()
+    shown = [line.split()[0] for line in repr(record).splitlines()[2:]]
+    assert shown[:3] == ["[0]", "[1][0]", "[1][1]"]
+    for place in shown:
+        assert isinstance(record[place], torch.Tensor)
+    with hl.capture(model, "") as record:
+        assert repr(record).splitlines()[2].split()[:2] == ["''", "0"]
+        model(torch.zeros(1, 2))

@@ -306,7 +306,7 @@ class Record:
             entries = tap.entries()
             count += len(entries)
             if not entries:
-                rows.append((str(place), "0", "-", "-", "never fired"))
+                rows.append((str(place) or "''", "0", "-", "-", "never fired"))
             else:
                 values = [entry[0] for entry in entries]
                 rows += tables.rows_of(place, values, entries[0][1], partial(self._spread, tap))
