@@ -211,6 +211,9 @@ class _Query:
     def _not_found(self, request: Request, text: str, names: tuple[Any, ...]) -> PlaceNotFound:
         found = next((f"{str(place)!r}: {why}" for place, why in request.refused.items()), "")
         *above, name = names or ("",)
+        if request.literal and request.port in TENSOR_PORTS and find(self.model, names):
+            remedy = "Modules have fc:grad_output and fc:grad_input, parameters fc.weight:grad."
+            return _nothing(request, "It is a module.", remedy)
         for _, owner in find(self.model, above) if request.literal else ():
             if nn.utils.parametrize.is_parametrized(owner, name):
                 ((full, module),) = find(self.model, (*above, "parametrizations", name))
