@@ -142,7 +142,8 @@ def restorer(tensor: Tensor) -> Callable[[], None]:
 def _restore(
     tensor: Tensor, data: Tensor, copy: Tensor, requires_grad: bool, version: int | None
 ) -> None:
-    plain = data.layout is torch.strided and not data.is_quantized  # else bits cannot be compared
+    # Of others, bits cannot be compared.
+    plain = data.layout is torch.strided and not (data.is_quantized or data.is_nested)
     own = data
     for dim, stride in enumerate(data.stride() if plain else ()):
         if stride == 0 and data.shape[dim]:  # what is expanded is in memory once
@@ -151,6 +152,8 @@ def _restore(
         data.untyped_storage().resize_(copy.nbytes)
     if not (plain and _geometry(tensor) == _geometry(data) and same_bits(own, copy)):
         with torch.no_grad(), torch.inference_mode(tensor.is_inference()):
+            if data.layout is torch.sparse_csr:  # it may have fewer elements now
+                own.resize_as_sparse_(copy)
             own.copy_(copy)
         tensor.data = data
         # torch does not count what batch norm does to its statistics: graphs that saved them stay

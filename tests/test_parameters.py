@@ -1248,3 +1248,24 @@ def test_a_graph_that_saved_what_was_written_inside_preserve_is_refused_afterwar
         result = model(X)
     with pytest.raises(RuntimeError, match="inplace operation"):
         result.sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.eye(3).to_sparse_csr(),
+        lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    ],
+    ids=["sparse rows", "nested"],
+)
+def test_preserve_puts_back_buffers_that_have_no_strides(make):
+    model = mlp()
+    model.register_buffer("other", make())
+    other, weight = model.other, model[0].weight.detach().clone()
+    with hl.preserve(model), torch.no_grad():
+        model[0].weight.zero_()
+        model.other.zero_()
+    assert model.other is other
+    assert str(other) == str(make())
+    assert torch.equal(model[0].weight, weight)
