@@ -229,6 +229,8 @@ class remove_direction(Change):
     dim: int = -1
 
     def __post_init__(self) -> None:
+        if not isinstance(self.direction, Tensor):  # an array, a list
+            object.__setattr__(self, "direction", torch.as_tensor(self.direction))
         if self.direction.ndim != 1 or not float(self.direction.detach().abs().sum()) > 0:
             found = f"It has the shape {tuple(self.direction.shape)}, or is zero."
             raise ChangeError("remove_direction was given no direction.", found, "Give a vector.")
@@ -240,6 +242,7 @@ class remove_direction(Change):
             raise self._unfit(call, f"{found}, along dim={self.dim}.")
         wide = torch.promote_types(self.direction.dtype, torch.float32)
         direction = self.direction.to(value.device, wide)
+        direction = direction / direction.abs().max()  # else its square may overflow or vanish
         direction = beside(direction / direction.abs().square().sum().sqrt(), value)
         moved = value.movedim(self.dim, -1)
         along = (moved * direction.conj()).sum(-1, keepdim=True)

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ class heads(Slice):
     """
 
     def __init__(self, *which: int, of: int) -> None:
-        self.which, self.of = which, of
+        self.which, self.of = tuple(map(operator.index, which)), operator.index(of)
 
     def index(self, value: Tensor) -> Any:
         """The index of the heads' columns in the last dimension."""

@@ -3,7 +3,7 @@
 - `get_module(model, path)`, `get_parameter(model, path)`: what stands at a path
 - `preserve(model, *where)`: parameters and buffers are afterwards what they were before
 - `replace_module(model, where, new)`: another module in the place of one
-- `put_back(owner, table, before, name)`, `restore(tensor, data, copy, requires_grad)`: one tensor
+- `put_back(owner, table, before, name)`, `restorer(tensor)`: the same for one tensor
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hookline.core.snapshots import same_bits
 from hookline.core.tree import join, tensors_of, walk
 from hookline.errors import ChangeError, NotHookable, PlaceError, PlaceNotFound
 
-__all__ = ["get_module", "get_parameter", "preserve", "put_back", "replace_module", "restore"]
+__all__ = ["get_module", "get_parameter", "preserve", "put_back", "replace_module", "restorer"]
 
 Maker = Callable[[nn.Module], nn.Module]
 
@@ -117,8 +117,7 @@ class preserve(_PutsBack):
                         self._undo.append(partial(put_back, owner, table, before, name))
         for tensor in tensors.values():
             if tensor is not None and not nn.parameter.is_lazy(tensor):
-                old = tensor.data, tensor.detach().clone(), tensor.requires_grad
-                self._undo.append(partial(restore, tensor, *old))
+                self._undo.append(restorer(tensor))
         self._undo.append(partial(reshard, self._model))
 
 
@@ -133,16 +132,34 @@ def put_back(owner: nn.Module, table: dict[str, Any], before: dict[str, Any], na
             table[key] = table.pop(key)
 
 
-def restore(tensor: Tensor, data: Tensor, copy: Tensor, requires_grad: bool) -> None:
-    """Make a tensor what it was: the same memory, bits and `requires_grad`."""
-    plain = data.layout is torch.strided and not data.is_quantized  # else bits cannot be compared
-    if plain and data.untyped_storage().nbytes() < copy.untyped_storage().nbytes():  # freed inside
-        data.untyped_storage().resize_(copy.untyped_storage().nbytes())
-    if not (plain and _geometry(tensor) == _geometry(data) and same_bits(data, copy)):
+def restorer(tensor: Tensor) -> Callable[[], None]:
+    """What makes a tensor again what it is now: the same memory, bits and `requires_grad`."""
+    version = None if tensor.is_inference() else tensor._version
+    old = tensor.data, tensor.detach().clone(), tensor.requires_grad, version
+    return partial(_restore, tensor, *old)
+
+
+def _restore(
+    tensor: Tensor, data: Tensor, copy: Tensor, requires_grad: bool, version: int | None
+) -> None:
+    # Of others, bits cannot be compared.
+    plain = data.layout is torch.strided and not (data.is_quantized or data.is_nested)
+    own = data
+    for dim, stride in enumerate(data.stride() if plain else ()):
+        if stride == 0 and data.shape[dim]:  # what is expanded is in memory once
+            own, copy = own.narrow(dim, 0, 1), copy.narrow(dim, 0, 1)
+    if plain and data.untyped_storage().nbytes() < copy.nbytes:  # freed inside
+        data.untyped_storage().resize_(copy.nbytes)
+    if not (plain and _geometry(tensor) == _geometry(data) and same_bits(own, copy)):
         with torch.no_grad(), torch.inference_mode(tensor.is_inference()):
-            data.copy_(copy)
+            if data.layout is torch.sparse_csr:  # it may have fewer elements now
+                own.resize_as_sparse_(copy)
+            own.copy_(copy)
         tensor.data = data
-        mark(tensor)
+        # torch does not count what batch norm does to its statistics: graphs that saved them stay
+        # valid, and so they do when that is undone.
+        if version is None or isinstance(tensor, nn.Parameter) or tensor._version != version:
+            mark(tensor)
     if tensor.is_leaf and tensor.requires_grad != requires_grad:
         tensor.requires_grad_(requires_grad)
 

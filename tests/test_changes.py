@@ -4,6 +4,7 @@ import copy
 import dataclasses
 from contextlib import suppress
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -783,3 +784,23 @@ def test_channels_last_values_are_changed_rightly():
     v = torch.tensor([1.0, 2.0, 3.0])
     assert torch.equal(changed(hl.scale(v), x), x * v.view(1, 3, 1, 1))
     assert torch.equal(changed(hl.zero(), x), torch.zeros(2, 3, 4, 5))
+
+
+@pytest.mark.parametrize("length", [1e-38, 1e-25, 1.0, 1e25, 1e38])
+def test_a_direction_is_removed_however_long_it_is(length):
+    direction, x = torch.tensor([0.6, -0.8, 0.0]) * length, values(4, 3)
+    along = (x @ torch.tensor([0.6, -0.8, 0.0])).unsqueeze(-1)
+    expected = x - along * torch.tensor([0.6, -0.8, 0.0])
+    torch.testing.assert_close(changed(hl.remove_direction(direction), x), expected)
+
+
+@pytest.mark.parametrize("given", [np.array([1.0, 2.0, 3.0]), [1.0, 2.0, 3.0]], ids=type)
+@pytest.mark.parametrize(
+    "make", [hl.add, hl.scale, hl.clamp, hl.blend, hl.replace, hl.remove_direction]
+)
+def test_arrays_and_lists_are_taken_for_tensors(make, given):
+    x = values(4, 3).requires_grad_()
+    expected = changed(make(torch.as_tensor(given)), x)
+    assert torch.equal(changed(make(given), x), expected)
+    with torch.no_grad():
+        assert torch.equal(changed(make(given), x), expected)

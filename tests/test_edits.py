@@ -694,3 +694,33 @@ def test_calls_are_given_in_any_way_that_counts(calls):
     model = nn.Sequential(nn.Identity())
     with hl.edit(model, "0", hl.zero(), calls=calls):
         assert [model(torch.ones(1)).item() for _ in range(3)] == [1, 0, 1]
+
+
+class Varied(nn.Module):
+    """A tensor, or with `extra` a tuple."""
+
+    def forward(self, x, extra=None):
+        return x * 2 if extra is None else (x * 3, extra)
+
+
+@pytest.mark.parametrize("where", ["[0]", ":inputs[extra]"])
+def test_an_edit_of_some_calls_leaves_the_others_alone_that_have_no_such_part(where):
+    model, x = Varied(), torch.ones(2)
+    with hl.edit(model, where, hl.zero(), calls=slice(1, None)):
+        assert torch.equal(model(x), x * 2)
+        changed = model(x, x * 5)
+    assert not changed[0 if where == "[0]" else 1].any()
+    with pytest.raises(hl.PlaceError, match="does not fit"), hl.edit(model, where, hl.zero()):
+        model(x)
+    assert_clean(model)
+
+
+def test_a_gradient_edit_of_some_calls_leaves_the_others_alone_that_have_another_structure():
+    model, x = Varied(), torch.ones(2, requires_grad=True)
+    with hl.edit(model, ":grad_output", hl.scale(10.0), calls=0):
+        (model(x) + model(x, x * 5)[0]).sum().backward()
+    assert x.grad.tolist() == [23, 23]
+    x.grad = None
+    with hl.edit(model, ":grad_output[0]", hl.scale(10.0), calls=1):
+        (model(x) + model(x, x * 5)[0]).sum().backward()
+    assert x.grad.tolist() == [32, 32]

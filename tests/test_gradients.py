@@ -1469,3 +1469,22 @@ def test_of_several_calls_the_gradient_of_the_first_or_the_last_is_kept(where, o
     assert torch.equal(first[where], every[where, 0])
     assert torch.equal(last[where], every[where, 5])
     assert len(first.calls(where)) == len(last.calls(where)) == 1
+
+
+class Weighted(nn.Module):
+    def forward(self, q, k, v):
+        return q * 2 + k * 3 + v * 5
+
+
+def test_a_tensor_that_is_passed_for_several_arguments_has_one_gradient():
+    module, x = Weighted(), torch.ones(2, requires_grad=True)
+    with hl.capture(module, ":grad_inputs") as record:
+        y = x * 1
+        module(y, y, v=y).sum().backward()
+    for name in ("q", "k", "v"):
+        assert record[":grad_inputs"][name].tolist() == [10, 10]
+    x.grad = None
+    with hl.edit(module, ":grad_inputs[v]", hl.scale(2.0)):
+        y = x * 1
+        module(y, y, v=y).sum().backward()
+    assert x.grad.tolist() == [20, 20]

@@ -1498,3 +1498,25 @@ def test_names_of_wrappers_may_be_left_out_where_a_harvest_is_read(data, to):
     assert found.get("1") is None
     with pytest.raises(hl.StoreError, match="no place '1'"):
         store["1"]
+
+
+class Sometimes(nn.Module):
+    """Returns a tuple only when it is given something more."""
+
+    def forward(self, x, extra=None):
+        return x * 2 if extra is None else (x + extra,)
+
+
+class CallsTwice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = Sometimes()
+
+    def forward(self, x):
+        return self.inner(x) + self.inner(x, x * 4)[0]
+
+
+@pytest.mark.parametrize("stop", [True, False])
+def test_a_part_that_only_one_of_the_calls_has_is_harvested(tmp_path, stop):
+    hl.harvest(CallsTwice(), [torch.ones(2, 3)], "inner[0]", to=tmp_path / "acts", stop=stop)
+    assert hl.Store.open(tmp_path / "acts")["inner[0]"][:].tolist() == [[5.0] * 3] * 2

@@ -1190,3 +1190,82 @@ def test_captures_and_edits_see_the_new_module():
             model(X)
     assert torch.equal(record["1"], torch.relu(model[0](X)) * 2)
     assert_clean(model)
+
+
+class Expanded(nn.Module):
+    """A model with buffers whose elements lie in memory once."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+        self.register_buffer("gain", torch.tensor([2.0]).expand(2))
+        self.register_buffer("none", torch.zeros(1, 0).expand(4, 0))
+
+    def forward(self, x):
+        return self.linear(x) * self.gain
+
+
+@pytest.mark.parametrize("change", ["nothing", "memory", "another"])
+def test_expanded_buffers_are_preserved_with_all_the_rest(change):
+    model = Expanded()
+    gain, weight = model.gain, model.linear.weight.detach().clone()
+    with hl.preserve(model), torch.no_grad():
+        model.linear.weight.zero_()
+        if change == "memory":
+            model.gain[:1].fill_(7)
+        elif change == "another":
+            model.gain = torch.zeros(2)
+    assert torch.equal(model.linear.weight, weight)
+    assert model.gain is gain
+    hl.summarize(model, X)
+    assert (gain.tolist(), gain.stride()) == ([2, 2], (0,))
+    assert gain.untyped_storage().nbytes() == 4
+    assert_clean(model)
+
+
+@pytest.mark.parametrize("verb", ["preserve", "summarize"])
+def test_a_graph_that_saved_running_statistics_stays_valid_when_they_are_put_back(verb):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    other = copy.deepcopy(model)
+    (other(X) ** 3).sum().backward()
+    result = model(X)
+    before = state_bits(model)
+    if verb == "summarize":
+        hl.summarize(model, X, mode="train")
+    else:
+        with hl.preserve(model):
+            model(X * 2)
+    assert_same_state(model, before)
+    (result**3).sum().backward()
+    assert torch.equal(model[0].weight.grad, other[0].weight.grad)
+
+
+def test_a_graph_that_saved_what_was_written_inside_preserve_is_refused_afterwards():
+    model = nn.BatchNorm1d(3).eval()
+    with hl.preserve(model):
+        model.running_var.fill_(4)
+        result = model(X)
+    with pytest.raises(RuntimeError, match="inplace operation"):
+        result.sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.eye(3).to_sparse_csr(),
+        lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    ],
+    ids=["sparse rows", "nested"],
+)
+def test_preserve_puts_back_buffers_that_have_no_strides(make):
+    model = mlp()
+    model.register_buffer("other", make())
+    other, weight = model.other, model[0].weight.detach().clone()
+    with hl.preserve(model), torch.no_grad():
+        model[0].weight.zero_()
+        model.other.zero_()
+    assert model.other is other
+    assert str(other) == str(make())
+    assert torch.equal(model[0].weight, weight)

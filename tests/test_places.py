@@ -235,7 +235,7 @@ def test_a_module_port_at_a_parameter_and_the_other_way_round_are_told():
         hl.select(model, (nn.Linear, ":grad"))
     with pytest.raises(hl.PlaceNotFound, match="No parameter or buffer matches '0:grad'"):
         hl.select(model, "0:grad")
-    with pytest.raises(hl.PlaceNotFound, match="Closest: '0'"):
+    with pytest.raises(hl.PlaceNotFound, match=r"'0:grad'\. It is a module"):
         hl.select(model, "0:grad")
 
 
@@ -674,3 +674,16 @@ def test_the_model_itself_is_looked_for_inside_of_torchs_wrappers(wrap):
     assert torch.equal(record[":input"], x)
     assert torch.equal(record["/tanh"] * 2, out)
     assert torch.equal(record[""], out)
+
+
+@pytest.mark.parametrize("where", [lambda m: m.weight, lambda m: [m.weight], lambda m: b"weight"])
+def test_a_tensor_or_bytes_in_the_place_of_a_name_are_refused_by_their_type(where):
+    model = nn.Linear(2, 3)
+    with pytest.raises(hl.PlaceError, match=r"is no place: it is of type (Parameter|bytes)"):
+        hl.select(model, where(model))
+
+
+@pytest.mark.parametrize("where", ["0:grad", "0:value", ("0", ":grad"), ":grad"])
+def test_the_port_of_a_parameter_at_a_module_is_answered_with_those_of_modules(where):
+    with pytest.raises(hl.PlaceNotFound, match=r"It is a module\. Modules have fc:grad_output"):
+        hl.select(nn.Sequential(nn.Linear(2, 3)), where)

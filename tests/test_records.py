@@ -1174,8 +1174,8 @@ def test_the_table_says_of_each_tensor_whether_it_is_attached():
     with hl.capture(model, "") as record:
         model(packed)
     rows = [line.split() for line in repr(record).splitlines()]
-    attached = {row[0]: row[-1] == "attached" for row in rows if row[0].startswith("''")}
-    assert attached == {"''[0][data]": True, "''[0][batch_sizes]": False, "''[1]": True}
+    attached = {row[0]: row[-1] == "attached" for row in rows if row[0].startswith("[")}
+    assert attached == {"[0][data]": True, "[0][batch_sizes]": False, "[1]": True}
 
 
 class Half(nn.Module):
@@ -1299,3 +1299,59 @@ def test_a_record_of_single_calls_can_be_made_a_dict():
         model(torch.zeros(1, 2))
     assert list(dict(record)) == ["0", "1"]
     assert torch.equal(dict(record)["1"], record["1"])
+
+
+class Varied(nn.Module):
+    """A tensor, or with `extra` a tuple."""
+
+    def forward(self, x, extra=None, fails=False):
+        if fails:
+            raise ValueError("as asked")
+        return x * 2 if extra is None else (x + extra,)
+
+
+@pytest.mark.parametrize("where", ["[0]", ":inputs[extra]"])
+def test_a_call_without_the_part_that_was_asked_for_keeps_its_number(where):
+    model, x = Varied(), torch.ones(2)
+    with hl.capture(model, where) as record:
+        with pytest.raises(ValueError, match="as asked"):
+            model(x, fails=True)
+        model(x)
+        model(x, x * 3)
+        model(x, x * 5)
+    more = 1 if where == "[0]" else 0
+    assert record.calls(where)[0] is None
+    assert [value.tolist() for value in record.calls(where)[1:]] == [[3 + more] * 2, [5 + more] * 2]
+    assert record[where, 2].tolist() == [5 + more] * 2
+    assert record.to("cpu")[where, 1].tolist() == [3 + more] * 2
+    with pytest.raises(hl.NotCaptured, match=r"asked for: the value is a .* Capture the whole"):
+        record[where, 0]
+    with hl.edit(model, where, hl.patch(record), calls={1, 2}), hl.capture(model, where) as patched:
+        for extra in (None, x, x):
+            model(x * 7, extra)
+    assert torch.equal(patched[where, 1], record[where, 1])
+    assert torch.equal(patched[where, 2], record[where, 2])
+
+
+@pytest.mark.parametrize("where", [":grad_output[0]", ":grad_inputs[extra]"])
+def test_the_gradient_of_a_call_without_the_part_that_was_asked_for_keeps_its_number(where):
+    model, x = Varied(), torch.ones(2, requires_grad=True)
+    with hl.capture(model, where) as record:
+        (model(x) + 3 * model(x, x * 1)[0]).sum().backward()
+    assert record.calls(where)[0] is None
+    assert record[where, 1].tolist() == [3, 3]
+    with pytest.raises(hl.GradientNotAvailable, match="asked for: the value is a"):
+        record[where, 0]
+
+
+def test_every_place_in_the_table_of_a_record_can_be_read():
+    model = nn.LSTM(2, 3)
+    with hl.capture(model, "", ":inputs", ":grad_output", "weight_ih_l0:grad") as record:
+        model(torch.zeros(1, 2))[0].sum().backward()
+    shown = [line.split()[0] for line in repr(record).splitlines()[2:]]
+    assert shown[:3] == ["[0]", "[1][0]", "[1][1]"]
+    for place in shown:
+        assert isinstance(record[place], torch.Tensor)
+    with hl.capture(model, "") as record:
+        assert repr(record).splitlines()[2].split()[:2] == ["''", "0"]
+        model(torch.zeros(1, 2))

@@ -535,3 +535,12 @@ def test_quantised_tensors_can_be_compared():
     one = torch.quantize_per_tensor(torch.eye(3), 0.1, 0, torch.qint8)
     assert same_bits(one, one.clone())
     assert not same_bits(one, torch.quantize_per_tensor(torch.ones(3, 3), 0.1, 0, torch.qint8))
+
+
+def test_a_parameter_that_was_captured_inside_its_edit_is_said_to_have_changed():
+    model = nn.Linear(2, 2)
+    with hl.edit(model, "weight", hl.zero()), hl.capture(model, "weight") as record:
+        model(torch.ones(1, 2))
+        assert not record["weight"].any()
+    with pytest.raises(hl.ValueChanged, match=r"changed in place since\. Capture with detach"):
+        record["weight"]

@@ -66,8 +66,8 @@ class capture(Context[CaptureTap]):
     A value that requires grad is kept attached, the very tensor: it can be used in a loss and in
     `torch.autograd.grad`, and reading it raises `ValueChanged` if it was changed in place since
     (writes through `.data`, its storage or another library's alias are not seen; `detach=True`
-    holds against all of them). Any other value is a snapshot. The model's results are bit for bit
-    those without the capture.
+    holds against all of them, but for a DLPack alias that was there before). Any other value is a
+    snapshot. The model's results are bit for bit those without the capture.
     """
 
     _verb = "capture"

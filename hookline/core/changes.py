@@ -75,8 +75,9 @@ class Change:
         A 1-D tensor is per channel: it lies along dimension 1 of values with four or more
         dimensions, else along the last one, or along the only one of the two that has its length.
         """
-        if not isinstance(own, Tensor):
+        if own is None or isinstance(own, (int, float, complex)):
             return own
+        own = own if isinstance(own, Tensor) else torch.as_tensor(own)  # an array, a list
         own = _cast(own, value.dtype).to(value.device)
         # Autograd saves no tensor that was made in inference mode.
         own = own.clone() if own.is_inference() and torch.is_grad_enabled() else own

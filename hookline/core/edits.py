@@ -26,6 +26,8 @@ from hookline.errors import ChangeError
 
 __all__ = ["edit"]
 
+_EVERY = range(sys.maxsize)
+
 
 class _Function(Change):
     """A user's function as a change: it meets the whole value."""
@@ -50,7 +52,7 @@ class _EditTap(Tap):
 
     def receive(self, value: Any, index: int, recomputed: bool, frame: Frame | None) -> Any:
         self.seen += 1
-        if self.calls is not None and index not in self.calls:
+        if index not in self.calls:
             return KEEP
         change = partial(self._changed, Call(self, index, recomputed, frame))
         try:
@@ -69,8 +71,13 @@ class _EditTap(Tap):
             value = change.meet(value, call)
         return value
 
+    def missing(self, index: int, problem: str) -> None:
+        if index in self.calls:
+            super().missing(index, problem)
+
     def expect(self, value: Any, index: int, tensors: Sequence[tuple[Tensor, list[Path]]]) -> None:
-        if self.at is not None or not all(isinstance(c, _Function) for c in self.changes):
+        ready = self.at is not None or not all(isinstance(c, _Function) for c in self.changes)
+        if ready and index in self.calls:
             only_tensor(value, f"The value at {str(self.place)!r}")
 
 
@@ -155,7 +162,7 @@ class edit(Context[_EditTap]):
 
     def _tap(self, target: Target, ref: Any) -> _EditTap:
         check_at(self._at, target)
-        calls = None if target.port == "value" else self._calls
+        calls = _EVERY if target.port == "value" or self._calls is None else self._calls
         return _EditTap(target, ref, self._changes_at[target.key], self._at, calls)
 
     def _prepared(self) -> None:

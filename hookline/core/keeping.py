@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import weakref
 from collections.abc import Callable, Sequence, Set
 from operator import itemgetter
@@ -169,10 +170,14 @@ class CaptureTap(Tap):
         elif self.options.keep == "last" and not late:
             self.kept[0] = kept
 
-    def numbered(self) -> list[tuple[int, Kept]]:
-        """The values with their calls."""
-        last = self.fired - 1 if self.options.keep == "last" else 0
-        return list(enumerate(self.kept, max(last, 0)))
+    def numbered(self) -> list[tuple[int, Kept | None]]:
+        """The values with their calls; None for a call that had not the part asked for."""
+        if self.options.keep != "all":
+            return [(self.fired - 1 if self.options.keep == "last" else 0, k) for k in self.kept]
+        without = {call for call, _ in self.reasons}
+        calls = (call for call in itertools.count() if call not in without)
+        found = dict.fromkeys(without) | dict(zip(calls, self.kept, strict=False))
+        return sorted(found.items())
 
     def entries(self) -> list[Kept]:
         """All that is kept, call by call."""
@@ -246,6 +251,7 @@ class CaptureTap(Tap):
         """
         self.lost()
         passes: dict[int, list[dict[Path, Kept]]] = {call: [] for call in self.shapes}
+        passes |= {call: [] for call, _ in self.reasons}
         for key, parts in sorted(self.grads.items(), key=itemgetter(0)):
             passes.setdefault(key[0], []).append(parts)
         found: list[tuple[int, Kept | None]] = []

@@ -121,15 +121,16 @@ class _Query:
             self.requests.append(self._of_modules(where, port, parts))
         elif isinstance(where, tuple) and _is_pair(where):
             self.add(where[0], *parse_port(where[1]))
-        elif isinstance(where, Iterable):
+        elif isinstance(where, Iterable) and not isinstance(where, (Tensor, bytes)):
             for item in where:
                 self.add(item, port, parts)
         else:
             raise PlaceError(
-                f"{where!r} is no place:",
+                f"{'A tensor' if isinstance(where, Tensor) else repr(where)} is no place:",
                 f"it is of type {type(where).__name__}.",
                 "Give a string, a module, a type, a re.Pattern, a predicate (name, module) -> "
-                "bool, a pair of one of them and a port, or a list of them.",
+                "bool, a pair of one of them and a port, or a list of them; for a parameter, its "
+                "path.",
             )
 
     # -- text -----------------------------------------------------------------------------------
@@ -210,6 +211,9 @@ class _Query:
     def _not_found(self, request: Request, text: str, names: tuple[Any, ...]) -> PlaceNotFound:
         found = next((f"{str(place)!r}: {why}" for place, why in request.refused.items()), "")
         *above, name = names or ("",)
+        if request.literal and request.port in TENSOR_PORTS and find(self.model, names):
+            remedy = "Modules have fc:grad_output and fc:grad_input, parameters fc.weight:grad."
+            return _nothing(request, "It is a module.", remedy)
         for _, owner in find(self.model, above) if request.literal else ():
             if nn.utils.parametrize.is_parametrized(owner, name):
                 ((full, module),) = find(self.model, (*above, "parametrizations", name))

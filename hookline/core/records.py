@@ -149,20 +149,15 @@ class Record:
         kept = self._kept(tap)
         if call is None:
             if len(kept) > 1:
-                place = self._place(tap)
-                raise SeveralCalls(
-                    f"The value at {str(place)!r} was asked for.",
-                    f"There are {len(kept)} of them, one a call.",
-                    f"Read record[{str(place)!r}, n], record.calls({str(place)!r}), or capture "
-                    f"with keep='last'.",
-                )
+                place = repr(str(self._place(tap)))
+                asked, found = f"The value at {place} was asked for.", f"There are {len(kept)} of"
+                remedy = f"Read record[{place}, n], record.calls({place}), or capture with"
+                raise SeveralCalls(asked, f"{found} them, one a call.", f"{remedy} keep='last'.")
             call = 0
         if not -len(kept) <= call < len(kept):
-            raise NotCaptured(
-                f"Call {call} at {str(self._place(tap))!r} was asked for.",
-                f"There are {len(kept)} calls, from 0.",
-                "record.calls(place) gives all of them.",
-            )
+            asked = f"Call {call} at {str(self._place(tap))!r} was asked for."
+            found = f"There are {len(kept)} calls, from 0."
+            raise NotCaptured(asked, found, "record.calls(place) gives all of them.")
         return kept[call]
 
     def calls(self, where: Any) -> list[Any]:
@@ -179,11 +174,9 @@ class Record:
         found = [kept for index, kept in self._kept(tap) if index in (call, -1)]
         if len(found) == 1:
             return self._read(tap, found[0], parts, call)
-        raise NotCaptured(
-            f"Call {call} at {str(self._place(tap))!r} was asked for.",
-            f"The record holds {len(found)} values of that call.",
-            "Capture a run with the same calls, and one backward for each; or give the value.",
-        )
+        asked = f"Call {call} at {str(self._place(tap))!r} was asked for."
+        remedy = "Capture a run with the same calls, and one backward for each; or give the value."
+        raise NotCaptured(asked, f"The record holds {len(found)} values of that call.", remedy)
 
     def _is_sliced(self, where: Any) -> bool | None:
         """Whether what is kept at a place is a slice of the value; None if that is not known."""
@@ -313,7 +306,7 @@ class Record:
             entries = tap.entries()
             count += len(entries)
             if not entries:
-                rows.append((str(place), "0", "-", "-", "never fired"))
+                rows.append((str(place) or "''", "0", "-", "-", "never fired"))
             else:
                 values = [entry[0] for entry in entries]
                 rows += tables.rows_of(place, values, entries[0][1], partial(self._spread, tap))
@@ -358,11 +351,9 @@ class Record:
         if model is not None:
             targets = [t for request in resolve(model, (where,)) for t in request.targets]
             if len(targets) > 1:
-                raise NotCaptured(
-                    f"{where!r} was asked of a record.",
-                    f"It matches {len(targets)} places.",
-                    "Read one place at a time; record.items() gives all.",
-                )
+                found = f"It matches {len(targets)} places."
+                remedy = "Read one place at a time; record.items() gives all."
+                raise NotCaptured(f"{where!r} was asked of a record.", found, remedy)
             found = self._holding(targets[0])
             if found is not None:
                 return found
@@ -419,36 +410,29 @@ class Record:
             return kept
         if not gradient:
             raise _never_fired(self._place(tap), self._why(tap))
-        raise GradientNotAvailable(
-            f"The gradient at {str(self._place(tap))!r} was asked for:",
-            self._why(tap),
-            "Run the forward and the backward inside the `with`.",
-        )
+        asked = f"The gradient at {str(self._place(tap))!r} was asked for:"
+        remedy = "Run the forward and the backward inside the `with`."
+        raise GradientNotAvailable(asked, self._why(tap), remedy)
 
     def _read(self, tap: CaptureTap, kept: Kept | None, parts: Path, call: int) -> Any:
         """A value, or a part of it, if it is what it was when it was captured."""
         refused = {path: why for (n, path), why in tap.reasons.items() if n == call}
-        for path, why in refused.items() if "grad" in tap.target.port else ():
+        for path, why in refused.items():
             if kept is None or (path and path[: len(parts)] == parts[: len(path)]):
-                raise GradientNotAvailable(
-                    f"The gradient at {str(self._place(tap)) + show_path(path)!r} was asked for:",
-                    *why,
-                )
+                gradient, place = "grad" in tap.target.port, str(self._place(tap)) + show_path(path)
+                asked = f"The {'gradient' if gradient else 'value'} at {place!r} was asked for:"
+                raise (GradientNotAvailable if gradient else NotCaptured)(asked, *why)
         if kept is None:
-            raise GradientNotAvailable(
-                f"The gradient at {str(self._place(tap))!r}, call {call}, was asked for:",
-                "none arrived for that call.",
-                "record.calls(place) has None there.",
-            )
+            asked = f"The gradient at {str(self._place(tap))!r}, call {call}, was asked for:"
+            found, remedy = "none arrived for that call.", "record.calls(place) has None there."
+            raise GradientNotAvailable(asked, found, remedy)
         value, checks = kept
         try:
             value = get_part(value, parts) if parts else value
         except LookupError as error:
-            raise NotCaptured(
-                f"{show_path(parts)} of the value at {str(self._place(tap))!r} was asked for:",
-                f"{error}.",
-                "Read the place without the part to see the whole.",
-            ) from None
+            place, remedy = str(self._place(tap)), "Read the place without the part to see it all."
+            asked = f"{show_path(parts)} of the value at {place!r} was asked for:"
+            raise NotCaptured(asked, f"{error}.", remedy) from None
         if isinstance(checks, int):
             checks = {id(value): (checks, None)}
         for path, tensor in leaves(value):

@@ -265,6 +265,8 @@ class Site:
         for frame in frames:
             frame.running, frame.edges, frame.given, frame.gates = None, (), (), ()
             frame.pending = [(tap, kept) for tap, kept in frame.pending if tap.wants_late()]
+            for tap in self.inputs:  # the next call has the same number
+                cast("dict[Any, Any]", tap.reasons or {}).pop((frame.index, ()), None)
             if frame.pending:
                 kept = [old for old in self.abandoned if old.pending[0][0].options.keep == "all"]
                 self.abandoned = [*kept, frame]

@@ -69,7 +69,7 @@ def rows_of(
 ) -> list[tuple[str, ...]]:
     """One row for each tensor in the values of a place; shapes that vary are marked."""
     first, others = values[0], [dict(leaves(value)) for value in values[1:]]
-    place, count = place or "''", str(len(values))  # '' is the model itself
+    count = str(len(values))
     rows: list[tuple[str, ...]] = []
     for path, tensor in leaves(first):
         shape = _shape(tensor)
@@ -78,10 +78,11 @@ def rows_of(
         attached = isinstance(checks, int) or id(tensor) in (checks or ())
         dtype = str(tensor.dtype).removeprefix("torch.")
         notes = ["attached"] * attached + [str(p) for p in spread(path, tensor) or ()]
-        rows.append((place + show_path(path), count, shape, dtype, ", ".join(notes)))
+        rows.append((place + show_path(path) or "''", count, shape, dtype, ", ".join(notes)))
     if not rows:
         plain = children(first) is not None or issubclass(type(first), _PLAIN)
-        rows.append((place, count, type(first).__name__, "-", "" if plain else "kept by reference"))
+        kept = "" if plain else "kept by reference"
+        rows.append((place or "''", count, type(first).__name__, "-", kept))
     return rows
 
 

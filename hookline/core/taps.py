@@ -119,13 +119,11 @@ class Tap:
 
     def missing(self, index: int, problem: str) -> None:
         """The call has not the value that the place names: told at exit, or at once by an edit."""
+        remedy = "Capture the whole value and look at record[place] to see its parts."
         if self.replaces:
-            raise PlaceError(
-                f"The place {str(self.place)!r} does not fit the value there:",
-                problem,
-                "Capture the whole value and look at record[place] to see its parts.",
-            )
-        self.explain(index, problem)
+            asked = f"The place {str(self.place)!r} does not fit the value there:"
+            raise PlaceError(asked, problem, remedy)
+        self.explain(index, problem, remedy)
 
     watch_outputs = gradients.watch_outputs
 

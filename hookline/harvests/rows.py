@@ -177,7 +177,7 @@ class Taker:
             self.stops = bool(recovers(self.model))
 
     def _value(self, record: Record, place: Place) -> Tensor:
-        values = record.calls(place)
+        values = [value for value in record.calls(place) if value is not None] or [None]
         if len(values) > 1 and self.taking.stop is not True:
             raise HarvestError(
                 f"The values at {str(place)!r} were to be stored.",

@@ -30,7 +30,7 @@ from hookline.core.nested import map_leaves
 from hookline.core.parameters import Undo
 from hookline.core.snapshots import duplicate
 from hookline.errors import BatchError
-from hookline.restoring import put_back, restore
+from hookline.restoring import put_back, restorer
 from hookline.trials.batches import call
 from hookline.trials.contents import Contents
 
@@ -157,8 +157,7 @@ def _buffers_back(modules: list[nn.Module]) -> Undo:
             if buffer is not None and not buffer.is_meta:
                 undo.append(partial(put_back, module, module._buffers, own, name))
                 if not is_lazy(buffer):
-                    old = buffer.data, buffer.detach().clone(), buffer.requires_grad
-                    undo.append(partial(restore, buffer, *old))
+                    undo.append(restorer(buffer))
     undo.append(partial(_drop_new, modules, before))  # the last comes first
     return undo
 
