@@ -307,7 +307,7 @@ def test_what_is_changed_in_place_later_is_kept_as_it_was_or_refused():
         lambda: {} | outputs, lambda: outputs.setdefault("0", 1), lambda: outputs.pop("0"),
         lambda: outputs == {"0": 1, "1": 2}, lambda: outputs != {}, lambda: {}.update(outputs),
     ):  # fmt: skip
-        with pytest.raises(hl.ValueChanged, match=r"'0'.*in place 1 times.*detach=True"):
+        with pytest.raises(hl.ValueChanged, match=r"'0'.*in place.*detach=True"):
             read()
     assert repr(outputs).startswith("{'0': <ValueChanged>, '1': tensor(")
 

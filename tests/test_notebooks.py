@@ -191,7 +191,7 @@ def test_parts_of_nested_values_have_their_own_pictures():
     with hl.capture(lstm, "", detach=True) as record:
         lstm(torch.randn(5, 4, 3))
     page = Page(record._repr_html_())
-    assert [row[0] for row in page.rows[1:]] == ["''[0]", "''[1][0]", "''[1][1]"]
+    assert [row[0] for row in page.rows[1:]] == ["[0]", "[1][0]", "[1][1]"]
     assert len(pixels(record._repr_html_())) == 3
 
 

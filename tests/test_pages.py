@@ -230,7 +230,7 @@ def test_nested_values_have_an_entry_for_each_tensor():
     assert list(entries(page)) == ["cell[0]", "cell[1][0]", "cell[1][1]"]
     assert entries(page)["cell[1][0]"]["group"] == "output[1][0]"
     assert ["values", "1"] in page.content["facts"]  # as the record itself counts
-    assert "1 values" in repr(record)
+    assert "1 value," in repr(record)
 
 
 def test_a_model_page_has_the_gradients_of_nested_values():

@@ -235,8 +235,17 @@ def test_a_module_port_at_a_parameter_and_the_other_way_round_are_told():
         hl.select(model, (nn.Linear, ":grad"))
     with pytest.raises(hl.PlaceNotFound, match="No parameter or buffer matches '0:grad'"):
         hl.select(model, "0:grad")
-    with pytest.raises(hl.PlaceNotFound, match="Closest: '0'"):
-        hl.select(model, "0:grad")
+
+
+@pytest.mark.parametrize(
+    ("where", "inside"),
+    [("0:grad", "0.**:grad"), ("*:value", "0.**:value"), (":grad", "**:grad")],
+)
+def test_parameters_that_are_asked_for_by_their_module_are_named(where, inside):
+    model = small()
+    with pytest.raises(hl.PlaceNotFound, match=rf"is a module; it holds '{re.escape(inside)}'"):
+        hl.select(model, where)
+    assert "0.weight" in str(hl.select(model, inside))
 
 
 def test_a_parameter_that_is_none_is_told_from_one_that_does_not_exist():

@@ -255,18 +255,15 @@ def silence(tap: Tap, site: Site, model: Any, names: dict[int, str]) -> str:
     if tap.silent and target.port != "grad":
         return tap.silent
     if site.foreign:
-        return (
-            f"its module was called {site.foreign} times, but from another thread or task than the "
-            f"one that entered this; threads='all' takes those calls too."
-        )
+        other = f"its module was called {site.foreign}×, but from another thread or task than this:"
+        return f"{other} threads='all' takes those calls too."
     if isinstance(site, Operation) and not site.count:
         return not_called(target.operation or "", site.names)
     if target.port == "grad":
         return tap.silent or _NO_GRADIENT
     if site.count:
-        none = "and the change applied to none of them."
-        none = f"but {_NO_GRADIENT}" if "grad" in target.port else none
-        return f"its module was called {site.count} times, {none}"
+        none = f"but {_NO_GRADIENT}" if "grad" in target.port else "and no call was changed."
+        return f"its module was called {site.count}×, {none}"
     path = names.get(target.ident)
     if path is None and isinstance(model, nn.Module):
         return "its module was taken out of the model while this was open."

@@ -222,6 +222,8 @@ class _Query:
                 return _nothing(request, f"{name!r} is a method there.", f"Call {call}.")
             if getattr(owner, name, 0) is None:
                 found = f"{name!r} is there, but it is None."
+        for path, _ in find(self.model, names)[:1] if request.port in TENSOR_PORTS else ():
+            found = f"{path!r} is a module; it holds '{join(escape(path), '**')}:{request.port}'."
         return _nothing(request, found or _closest(self.model, text))
 
     # -- modules --------------------------------------------------------------------------------

@@ -160,7 +160,7 @@ class Record:
         if not -len(kept) <= call < len(kept):
             raise NotCaptured(
                 f"Call {call} at {str(self._place(tap))!r} was asked for.",
-                f"There are {len(kept)} calls, from 0.",
+                f"Calls that were kept: {len(kept)}, counted from 0.",
                 "record.calls(place) gives all of them.",
             )
         return kept[call]
@@ -317,8 +317,9 @@ class Record:
             else:
                 values = [entry[0] for entry in entries]
                 rows += tables.rows_of(place, values, entries[0][1], partial(self._spread, tap))
-        size = tables.show_bytes(self.nbytes)
-        title = f"Record of {len(self.places())} places, {count} values, {size}"
+        rows = [(row[0] or "''", *row[1:]) for row in rows]  # '' is the model itself
+        n, size = len(self.places()), tables.show_bytes(self.nbytes)
+        title = f"Record of {n} place{'s' * (n != 1)}, {count} value{'s' * (count != 1)}, {size}"
         return title, rows
 
     # -- finding --------------------------------------------------------------------------------

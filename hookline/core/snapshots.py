@@ -125,10 +125,9 @@ def unreadable(tensor: Tensor, version: int | None, twin: Tensor | None) -> tupl
                 "It was kept attached, and its memory was freed since.",
                 "Capture with detach=True to keep a copy.",
             )
-        changes = tensor._version - version
-        if changes or (twin is not None and not same_bits(tensor.detach(), twin)):
+        if tensor._version - version or (twin is not None and not same_bits(tensor.detach(), twin)):
             return (
-                f"It was kept attached, and was changed in place {changes or 'some'} times since.",
+                "It was kept attached, and was changed in place since.",
                 "Capture with detach=True to keep it as it was, or read it before the change.",
             )
     return None

@@ -69,7 +69,7 @@ def rows_of(
 ) -> list[tuple[str, ...]]:
     """One row for each tensor in the values of a place; shapes that vary are marked."""
     first, others = values[0], [dict(leaves(value)) for value in values[1:]]
-    place, count = place or "''", str(len(values))  # '' is the model itself
+    count = str(len(values))
     rows: list[tuple[str, ...]] = []
     for path, tensor in leaves(first):
         shape = _shape(tensor)

@@ -146,7 +146,7 @@ def _of_record(record: Record, names: Sequence[str]) -> Found:
         except HooklineError:
             continue  # the text beside it, or reading it, says why
         for path, tensor in leaves(value):
-            tensors[(str(place) or "''") + show_path(path)] = tensor
+            tensors[str(place) + show_path(path) or "''"] = tensor
     for name in names:
         yield _drawn(tensors.get(name))
 
