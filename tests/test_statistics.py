@@ -804,3 +804,10 @@ def test_a_tensor_is_no_series_of_batches(model):
     for data in (torch.randn(8, 3), {"input": torch.randn(8, 3)}, "text"):
         with pytest.raises(hl.StatisticsError, match="no series of batches"):
             hl.measure(model, "0", statistics=[hl.Mean()], data=data)
+
+
+@pytest.mark.parametrize("given", ["mean", hl.Mean, [hl.Mean, hl.Norm], ["mean", "norm"], 3])
+def test_what_is_no_statistic_is_named(given):
+    model = nn.Sequential(nn.Linear(2, 2))
+    with pytest.raises(hl.StatisticsError, match=r"was given as a statistic\..*hookline\.Mean\(\)"):
+        hl.measure(model, "0", statistics=given, data=[torch.ones(1, 2)])

@@ -170,22 +170,25 @@ def _show(one: Statistic) -> str:
 def _named(statistics: Any) -> dict[str, Statistic]:
     if isinstance(statistics, Mapping):
         named = dict(cast("Mapping[str, Statistic]", statistics))
+        given = list(named.values())
     else:
-        given = [statistics] if isinstance(statistics, Statistic) else list(statistics)
+        several = isinstance(statistics, Iterable) and not isinstance(statistics, str)
+        given = list(cast("Iterable[Any]", statistics)) if several else [statistics]
         named = {type(one).__name__.lower(): one for one in given}
-        if len(named) < len(given):
-            raise StatisticsError(
-                f"{len(given)} statistics were given.",
-                "Two of them are of one kind, and so of one name.",
-                "Name them: statistics={'top': TopK(), 'bottom': TopK(largest=False)}.",
-            )
-    for name, one in named.items():
-        if not isinstance(name, str):
-            asked = f"A statistic was given under the name {name!r:.60}."
-            raise StatisticsError(asked, "It is no text.", "Give a name such as 'top'.")
+    for one in given:
         if not isinstance(one, Statistic) or type(one) is Statistic:
             asked = f"{one!r} was given as a statistic."
             raise StatisticsError(asked, "It is none.", "Give such as hookline.Mean().")
+    if len(named) < len(given):
+        raise StatisticsError(
+            f"{len(given)} statistics were given.",
+            "Two of them are of one kind, and so of one name.",
+            "Name them: statistics={'top': TopK(), 'bottom': TopK(largest=False)}.",
+        )
+    for name in named:
+        if not isinstance(name, str):
+            asked = f"A statistic was given under the name {name!r:.60}."
+            raise StatisticsError(asked, "It is no text.", "Give a name such as 'top'.")
     if not named:
         asked = "Values were to be measured."
         raise StatisticsError(asked, "No statistics were given.", "Give such as [hookline.Mean()].")
