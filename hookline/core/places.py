@@ -258,6 +258,7 @@ def _is_pair(where: tuple[Any, ...]) -> bool:
     return len(where) == 2 and isinstance(where[1], str) and where[1][:1] in (":", "[")
 
 
+_ALONE = "none; the model itself is ''"
 _EXPORTED = "Use torch.export.unflatten(exported_program), or the model before the export."
 _CONTAINERS = {nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict}
 _fine: set[type[nn.Module]] = set()  # types at whose modules hooks can fire, as far as seen
@@ -310,7 +311,7 @@ def _closest(model: nn.Module, text: str) -> str:
     names = [join(path, name) for path, m in walk(model) for name in ("", *dict(tensors_of(m)))]
     close = difflib.get_close_matches(re.split(r"[:\[]", text)[0], names, n=3, cutoff=0.5)
     shown = [repr(escape(name)) for name in close or [*dict(model._modules.items())][:8]]
-    return f"{'Closest' if close else 'Its own children'}: {', '.join(shown) or 'none'}."
+    return f"{'Closest' if close else 'Its own children'}: {', '.join(shown or [_ALONE])}."
 
 
 def _ambiguous(text: str, literal: Target, pattern: Target) -> PlaceError:
