@@ -522,7 +522,7 @@ def test_calls_hold_for_gradients_too():
 
 def test_calls_that_never_came_are_told_at_exit():
     model = mlp()
-    with pytest.raises(hl.NeverFired, match=r"'0'.*called 1 time.*none of them"):
+    with pytest.raises(hl.NeverFired, match=r"'0'.*called 1×, and no call was changed"):
         with hl.edit(model, "0", hl.zero(), calls=3):
             model(X)
 
@@ -694,3 +694,12 @@ def test_calls_are_given_in_any_way_that_counts(calls):
     model = nn.Sequential(nn.Identity())
     with hl.edit(model, "0", hl.zero(), calls=calls):
         assert [model(torch.ones(1)).item() for _ in range(3)] == [1, 0, 1]
+
+
+@pytest.mark.parametrize("verb", [hl.edit, hl.hook])
+def test_a_function_with_the_arguments_of_torchs_own_hooks_is_refused_at_once(verb):
+    model = nn.Sequential(nn.Linear(2, 2))
+    for function in (lambda module, args, output: output, lambda m, args, kwargs, output: output):
+        with pytest.raises(TypeError, match=r"needs [34] arguments.*torch's own hooks"):
+            verb(model, "0", function)
+    assert not hl.attached(model)

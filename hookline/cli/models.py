@@ -177,7 +177,8 @@ def _load_transformers(name: str, random_weights: bool) -> nn.Module:
         try:
             config = auto(name)
         except Exception as error:
-            close = difflib.get_close_matches(name, transformers.CONFIG_MAPPING, n=3)
+            known: list[str] = list(transformers.CONFIG_MAPPING)
+            close = difflib.get_close_matches(name, known, n=3)
             raise CommandError(
                 asked,
                 f"It is no folder, no architecture{_among(close)}, and was not had from the hub "

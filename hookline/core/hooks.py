@@ -221,8 +221,7 @@ class Context(Entering, Generic[T]):
                 raise self._never_fired(request, (lost or missing)[0])
 
     def _never_fired(self, request: Request, target: Target) -> NeverFired:
-        tap = self._taps[target.key]
-        count = len(request.targets)
+        tap, count = self._taps[target.key], len(request.targets)
         others = f", nor any other of the {count} places that match {request.asked}"
         return NeverFired(
             f"Nothing happened at {str(self.place_of(target))!r}"
@@ -275,9 +274,8 @@ def silence(tap: Tap, site: Site, model: Any, names: dict[int, str]) -> str:
                 "ask for the attention module's own output."
             )
     return (
-        "its module was not called. Its forward may have been called directly, as in "
-        "module.forward(x), which runs no hooks, or its weights used without it, or the code that "
-        "calls it was not reached."
+        "its module was not called. Its forward may have been called directly, module.forward(x), "
+        "which runs no hooks, its weights used without it, or the code that calls it not reached."
     )
 
 
@@ -294,8 +292,12 @@ def named_place(target: Target, names: dict[int, str]) -> Place:
 # -- hook -----------------------------------------------------------------------------------------
 
 
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
 def takes_call(function: Callable[..., Any]) -> bool:
-    """Whether a function asks for the Call: it has a second required positional parameter.
+    """Whether a function asks for the Call: it has a second required positional parameter. One
+    with a third, as torch's own hooks have, is refused.
 
     >>> import torch
     >>> takes_call(lambda value, call: value), takes_call(torch.relu), takes_call(print)
@@ -305,11 +307,13 @@ def takes_call(function: Callable[..., Any]) -> bool:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):  # builtins have no signature
         return False
-    if len(parameters) < 2:
-        return False
-    second = parameters[1]
-    positional = second.kind in (second.POSITIONAL_ONLY, second.POSITIONAL_OR_KEYWORD)
-    return positional and second.default is second.empty
+    required = [p for p in parameters if p.kind in _POSITIONAL and p.default is p.empty]
+    if len(required) > 2:
+        raise TypeError(
+            f"{function!r} was given to be called at places. It needs {len(required)} arguments, "
+            f"as torch's own hooks do. Let it take the value, or (value, call), with call.module."
+        )
+    return len(required) == 2
 
 
 class _HookTap(Tap):
@@ -361,9 +365,8 @@ class hook(Context[_HookTap]):
     def __init__(
         self, model: nn.Module | Tensor, where: Where, function: Callable[..., Any]
     ) -> None:
+        self._function, self._wants_call = function, takes_call(function)
         super().__init__(model, (where,))
-        self._function = function
-        self._wants_call = takes_call(function)
 
     def _tap(self, target: Target, ref: weakref.ref[Context[Any]]) -> _HookTap:
         return _HookTap(target, ref, self._function, self._wants_call)

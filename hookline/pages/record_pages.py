@@ -165,15 +165,15 @@ def _portrayed(
     """What `portray_value` gave, kept by a capture instead of a value; in a nested gradient it
     stands at each part, since these arrive one by one.
     """
-    if type(value) is list:
-        pairs = cast("list[Any]", value)
-        if pairs and all(type(pair) is tuple and isinstance(pair[-1], Portrait) for pair in pairs):
-            return [((*path, *inner), portrait) for inner, portrait in pairs]
-    if id(value) in above:
-        return []
+    pairs = cast("list[Any]", value if isinstance(value, list) else [])
+    if pairs and all(type(pair) is tuple and isinstance(pair[-1], Portrait) for pair in pairs):
+        return [((*path, *inner), portrait) for inner, portrait in pairs]
     found: list[tuple[Path, Portrait]] = []
+    mark = id(cast("object", value))
+    if mark in above:
+        return found
     for part, inside in children(value) or ():
-        found += _portrayed(inside, (*path, part), (*above, id(value)))
+        found += _portrayed(inside, (*path, part), (*above, mark))
     return found
 
 

@@ -168,12 +168,14 @@ def _show(one: Statistic) -> str:
 
 
 def _named(statistics: Any) -> dict[str, Statistic]:
+    given: list[Any] = [statistics]
+    named: dict[Any, Any]
     if isinstance(statistics, Mapping):
-        named = dict(cast("Mapping[str, Statistic]", statistics))
+        named = dict(cast("Mapping[Any, Any]", statistics))
         given = list(named.values())
     else:
-        several = isinstance(statistics, Iterable) and not isinstance(statistics, str)
-        given = list(cast("Iterable[Any]", statistics)) if several else [statistics]
+        if isinstance(statistics, Iterable) and not isinstance(statistics, str):
+            given = list(cast("Iterable[Any]", statistics))
         named = {type(one).__name__.lower(): one for one in given}
     for one in given:
         if not isinstance(one, Statistic) or type(one) is Statistic:
