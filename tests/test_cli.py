@@ -264,6 +264,15 @@ def test_the_traceback_can_be_asked_for_at_the_end_of_the_command(folder):
     assert "No such option" not in run("places", "nets.py:make", "--", "--debug")[2]
 
 
+def test_remedies_name_commands(folder):
+    _, _, err = run("places", "nets.py:make", "nothing_here")
+    assert "with hookline places MODEL '**' '**:value'." in err
+    _, _, err = run("capture", "nets.py:make", "-i", "2x1x4x4", "-w", "conv/*")
+    assert "with hookline places MODEL PLACE -i SPEC, and" in err
+    _, _, err = run("capture", "nets.py:make", "-i", "2x1x4x4", "-w", "conv/softmax")
+    assert "with hookline places MODEL 'conv/*' -i SPEC." in err
+
+
 def test_an_import_error_inside_a_model_s_own_file_is_not_hidden(folder):
     (folder / "needs.py").write_text("import surely_not_there\n")
     code, _, err = run("places", "needs:make")
