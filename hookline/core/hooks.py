@@ -274,8 +274,9 @@ def silence(tap: Tap, site: Site, model: Any, names: dict[int, str]) -> str:
                 "ask for the attention module's own output."
             )
     return (
-        "its module was not called. Its forward may have been called directly, module.forward(x), "
-        "which runs no hooks, its weights used without it, or the code that calls it not reached."
+        "its module was not called. Its forward may have been called directly, as in "
+        "module.forward(x), which runs no hooks, or its weights used without it, or the code that "
+        "calls it was not reached."
     )
 
 
