@@ -368,12 +368,17 @@ def measure(
     measuring = _Measuring(model, where, statistics, None if of_batch else mask, at)
     with measuring as found:
         try:
+            empty = True
             for batch in data:
+                empty = False
                 measuring.ids = None if ids is None else ids(batch)
                 measuring.batch_mask = None if of_batch is None else of_batch(batch)
                 with torch.no_grad():
                     run(model, batch)
                 measuring.warn_of_silent()
+            if empty:
+                why = "It has no batches; a generator that was gone through before has none left."
+                raise StatisticsError("Data was to be measured.", why, "Give a list or a loader.")
         except BaseException as error:
             if isinstance(error, TypeError):
                 error.add_note(
