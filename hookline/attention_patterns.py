@@ -131,7 +131,8 @@ class Patterns:
             remarks = " | ".join(dict.fromkeys(remarks_on(operation, one) for one in kept))
             rows.append((str(place) or "''", str(len(kept)), shape, dtype, operation, remarks))
             count += len(kept)
-        return f"Attention patterns of {len(rows) - 1} places, {count} calls", rows
+        places = f"{len(rows) - 1} place{'s' * (len(rows) != 2)}"
+        return f"Attention patterns of {places}, {count} call{'s' * (count != 1)}", rows
 
     def _found(self) -> dict[Place, tuple[str, list[Any]]]:
         """The operation that gives the patterns of a place, and what was kept of its calls."""

@@ -26,7 +26,9 @@ _VERSION = 1
 _MOST = 256 * 2**20  # bytes of JSON
 _DEEPEST = 1000  # levels of it, whatever Python's own limit is set to
 _DIGEST = "[0-9a-f]" * 64
-_WRITERS = {"record": "hookline.save_record"}  # of all others `.save(folder)`
+_WRITERS = {  # of all others `.save(folder)`
+    "guard": "hookline.guard", "record": "hookline.save_record", "recipe": "hookline.Recipe.save",
+}  # fmt: skip
 
 
 def is_plain(tensor: Tensor) -> bool:

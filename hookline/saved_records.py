@@ -38,7 +38,7 @@ def save_record(record: Record, folder: str | Path) -> Path:
     >>> with hl.capture(model, "0") as record:
     ...     _ = model(torch.ones(2, 3, 1))
     >>> print(load_record(save_record(record, tempfile.mkdtemp())))
-    Record of 1 places, 1 values, 24 B
+    Record of 1 place, 1 value, 24 B
       place  calls  shape   dtype
       0      1      (2, 3)  float32
 

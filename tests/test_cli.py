@@ -20,6 +20,8 @@ from torch import nn
 import hookline as hl
 from hookline.cli.commands import hookline
 
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
 NETS = """
 import torch
 from torch import nn
@@ -225,10 +227,11 @@ def test_a_model_is_a_file_a_package_a_class_or_an_instance(folder):
         ("none.py:make", "no such file"),
         ("none.at.all:make", "no such module"),
         ("nets.py:nothing", "has no 'nothing'"),
-        ("nets.py:number", "It is a int"),
-        ("nets.py:batches", "It is a tuple"),
+        ("nets.py:number", "It is of type int"),
+        ("nets.py:batches", "It is of type tuple"),
         ("nets.py:broken", "ValueError: no weights here"),
         ("hf:gpt2", "an architecture"),
+        ("hf:gpt22", "no architecture (closest: gpt2,"),
     ],
 )
 def test_a_model_that_is_none_is_an_error_in_three_parts(spec, found):
@@ -236,6 +239,38 @@ def test_a_model_that_is_none_is_an_error_in_three_parts(spec, found):
     assert (code, out) == (2, "")
     assert found in err
     assert len(err.splitlines()) == 3
+
+
+def test_a_model_without_children_has_its_own_place():
+    assert [row["place"] for row in data("places", "torch.nn:ReLU")] == [""]
+    assert [row["place"] for row in data("places", "torch.nn:ReLU", "-i", "2x3")] == [""]
+    assert data("capture", "torch.nn:ReLU", "-i", "2x3")[0]["shape"] == [2, 3]
+    assert data("summary", "torch.nn:ReLU", "-i", "2x3")["totals"]["modules"] == 1
+
+
+def test_data_that_is_not_there_is_told_how_data_is_named(folder):
+    options = ("--model", "nets.py:make", "-w", "conv", "--to", "acts")
+    for spec in ("96x1x8x8", "none.py:batches", "none.at.all:batches"):
+        code, _, err = run("harvest", *options, "--data", spec)
+        assert code == 2
+        assert "file.py:name, of batches" in err
+
+
+def test_the_traceback_can_be_asked_for_at_the_end_of_the_command(folder):
+    for args in (("--debug", "places", "nets.py:broken"), ("places", "nets.py:broken", "--debug")):
+        code, _, err = run(*args)
+        assert code == 2
+        assert "Traceback" in err
+    assert "No such option" not in run("places", "nets.py:make", "--", "--debug")[2]
+
+
+def test_remedies_name_commands(folder):
+    _, _, err = run("places", "nets.py:make", "nothing_here")
+    assert "with hookline places MODEL '**' '**:value'." in err
+    _, _, err = run("capture", "nets.py:make", "-i", "2x1x4x4", "-w", "conv/*")
+    assert "with hookline places MODEL PLACE -i SPEC, and" in err
+    _, _, err = run("capture", "nets.py:make", "-i", "2x1x4x4", "-w", "conv/softmax")
+    assert "with hookline places MODEL 'conv/*' -i SPEC." in err
 
 
 def test_an_import_error_inside_a_model_s_own_file_is_not_hidden(folder):

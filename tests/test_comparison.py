@@ -355,6 +355,14 @@ def test_nan_and_infinity_are_equal_only_to_themselves():
     assert json.loads(json.dumps(content, allow_nan=False)) == content
 
 
+def test_values_without_a_finite_number_in_common_have_no_cosine():
+    one, none = Gives(lambda x: x), Gives(lambda x: x * float("nan"))
+    comparison = hl.compare(one, none, torch.ones(2))
+    assert np.isnan(comparison[""].cosine)
+    assert comparison.to_dict()["places"][0]["cosine"] is None
+    assert "1.00000" not in str(comparison)
+
+
 def test_zeros_and_nothing_have_an_error_too():
     zero, one = Gives(lambda x: x * 0), Gives(lambda x: x)
     assert hl.compare(zero, zero, torch.ones(2)).first is None

@@ -1016,3 +1016,11 @@ def test_parts_of_parts_that_stand_in_several_places_count_once():
 def test_the_costs_of_a_run_need_a_batch(options):
     with pytest.raises(hl.BatchError, match=r"costs was asked for\. There is no batch.*shape"):
         hl.summarize(nn.Linear(2, 2), **options)
+
+
+def test_a_batch_with_labels_is_told_how_it_was_given():
+    model, pair = nn.Sequential(nn.Linear(2, 2)), [torch.ones(1, 2), torch.ones(1)]
+    for ask in (hl.summarize, lambda model, batch: hl.compare(model, model, batch)):
+        with pytest.raises(TypeError) as raised:
+            ask(model, pair)
+        assert "give batch[0]" in "".join(raised.value.__notes__)

@@ -522,7 +522,7 @@ def test_calls_hold_for_gradients_too():
 
 def test_calls_that_never_came_are_told_at_exit():
     model = mlp()
-    with pytest.raises(hl.NeverFired, match=r"'0'.*called 1 time.*none of them"):
+    with pytest.raises(hl.NeverFired, match=r"'0'.*called 1×, and no call was changed"):
         with hl.edit(model, "0", hl.zero(), calls=3):
             model(X)
 
@@ -724,3 +724,12 @@ def test_a_gradient_edit_of_some_calls_leaves_the_others_alone_that_have_another
     with hl.edit(model, ":grad_output[0]", hl.scale(10.0), calls=1):
         (model(x) + model(x, x * 5)[0]).sum().backward()
     assert x.grad.tolist() == [32, 32]
+
+
+@pytest.mark.parametrize("verb", [hl.edit, hl.hook])
+def test_a_function_with_the_arguments_of_torchs_own_hooks_is_refused_at_once(verb):
+    model = nn.Sequential(nn.Linear(2, 2))
+    for function in (lambda module, args, output: output, lambda m, args, kwargs, output: output):
+        with pytest.raises(TypeError, match=r"needs [34] arguments.*torch's own hooks"):
+            verb(model, "0", function)
+    assert not hl.attached(model)

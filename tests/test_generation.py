@@ -339,7 +339,7 @@ def test_an_edit_does_change_the_words(decoder):
 
 
 def test_an_edit_of_a_call_that_never_comes_is_told(decoder):
-    with pytest.raises(hl.NeverFired, match=f"called {NEW} times"):
+    with pytest.raises(hl.NeverFired, match=f"called {NEW}×"):
         with hl.edit(decoder.model, decoder.mlp, hl.zero(), calls=NEW):
             generate(decoder.model)
 

@@ -357,6 +357,26 @@ def test_a_run_shows_findings_curves_and_a_map_that_leads_to_places(tab, tmp_pat
     assert tab.locator(".card .role").all_inner_texts() == ["value", "gradient"]
 
 
+def test_the_steps_of_a_map_stand_under_their_columns(tab, tmp_path):
+    tab.add_init_script("""const write = CanvasRenderingContext2D.prototype.fillText;
+      window.written = [];
+      CanvasRenderingContext2D.prototype.fillText = function (text, x, y) {
+        const said = this.canvas.getAttribute("aria-label") || "";
+        if (said.startsWith("std of 5 places") && this.textBaseline === "top")
+          window.written.push([Number(text), x, this.textAlign]);
+        return write.call(this, text, x, y);
+      };""")
+    with RunWriter(tmp_path / "run", ROWS, model="Net") as writer:
+        write(writer, range(12))
+    visit(tab, hl.report(tmp_path / "run", tmp_path / "run.html"))
+    assert painted(tab, "canvas[aria-label^='std of 5 places']")
+    steps, at, align = zip(*tab.evaluate("window.written"), strict=True)
+    assert {0, 11} < set(steps)
+    assert set(align) == {"center"}
+    wide = (max(at) - min(at)) / 11  # of a column
+    assert np.allclose(at, min(at) + wide * np.array(steps), atol=1)
+
+
 def test_a_layer_that_never_ran_is_hatched_and_said_to_be_not_measured(tab, tmp_path):
     values = np.ones((3, len(STATISTICS)))
     values[1:] = np.nan  # the first ran, the second had nothing finite, the third never ran

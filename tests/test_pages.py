@@ -230,7 +230,18 @@ def test_nested_values_have_an_entry_for_each_tensor():
     assert list(entries(page)) == ["cell[0]", "cell[1][0]", "cell[1][1]"]
     assert entries(page)["cell[1][0]"]["group"] == "output[1][0]"
     assert ["values", "1"] in page.content["facts"]  # as the record itself counts
-    assert "1 values" in repr(record)
+    assert "1 value," in repr(record)
+
+
+def test_a_model_page_has_the_gradients_of_nested_values():
+    model = nn.Sequential(nn.LSTM(3, 4))
+    page = page_of(model, batch=torch.ones(2, 5, 3), loss=lambda output: output[0].sum())
+    with hl.capture(model, "0:grad_output") as record:
+        model(torch.ones(2, 5, 3))[0].sum().backward()
+    (found,), _ = items(page, "0:grad_output[0]")
+    expected = record["0:grad_output"][0].square().sum().sqrt().item()
+    assert found["statistics"]["norm"] == pytest.approx(expected)
+    assert "0:grad_output" not in entries(page)  # no entry that says that there is no tensor
 
 
 def test_a_value_that_has_other_parts_in_some_calls_says_where_it_is_missing():

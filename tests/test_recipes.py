@@ -344,7 +344,7 @@ def test_a_file_that_was_tampered_with_is_an_error(found, saved):
 
 
 def test_foreign_folders_are_errors(saved, tmp_path):
-    with pytest.raises(hl.RecipeError, match=r"no file recipe.json"):
+    with pytest.raises(hl.RecipeError, match=r"no file recipe.json.*by hookline.Recipe.save"):
         hl.Recipe.load(tmp_path)
     (saved / "recipe.json").write_bytes(b"\x80\x04]" * 9)
     with pytest.raises(hl.RecipeError, match="no JSON"):

@@ -114,7 +114,7 @@ def test_a_call_that_was_not_made_is_an_error_with_the_number_of_calls():
     with hl.capture(model, "0") as record:
         model(torch.ones(1, 3))
     for call in (1, -2):
-        with pytest.raises(hl.NotCaptured, match=rf"Call {call} at '0'.*There are 1 calls"):
+        with pytest.raises(hl.NotCaptured, match=rf"Call {call} at '0'.*Calls that were kept: 1"):
             record["0", call]
 
 
@@ -443,7 +443,7 @@ def test_the_repr_does_not_raise_for_any_kind_of_tensor():
     for value in values:
         with hl.capture(model, "") as record:
             model(value)
-        assert repr(record).startswith("Record of 1 places, 1 values")
+        assert repr(record).startswith("Record of 1 place, 1 value")
         assert record._repr_html_()
         assert record.nbytes >= 0
 
@@ -452,7 +452,7 @@ def test_the_repr_does_not_raise_for_tensors_that_died_with_vmap():
     model = nn.Linear(3, 3)
     with torch.no_grad(), hl.capture(model, "") as record:
         torch.vmap(model)(torch.ones(4, 3))
-    assert "Record of 1 places" in repr(record)
+    assert "Record of 1 place" in repr(record)
     assert record._repr_html_()
 
 
@@ -483,7 +483,7 @@ def test_hostile_values_disturb_neither_the_model_nor_the_repr(kind):
     model = Returns(lambda x: value)
     with hl.capture(model, "") as record:
         assert model(torch.ones(1)) is value
-    assert "Record of 1 places" in repr(record)
+    assert "Record of 1 place" in repr(record)
     assert record._repr_html_()
     assert_clean(model)
 
@@ -1355,3 +1355,18 @@ def test_every_place_in_the_table_of_a_record_can_be_read():
     with hl.capture(model, "") as record:
         assert repr(record).splitlines()[2].split()[:2] == ["''", "0"]
         model(torch.zeros(1, 2))
+
+
+def test_printed_places_of_the_models_own_parts_can_be_read():
+    model = nn.LSTM(2, 3)
+    with hl.capture(model, "") as record:
+        model(torch.ones(4, 2))
+    shown = [line.split()[0] for line in repr(record).splitlines()[2:]]
+    assert [record[place].shape for place in shown] == [(4, 3), (1, 3), (1, 3)]
+
+
+def test_a_part_of_a_tensor_is_told_to_be_left_out():
+    model = nn.Sequential(nn.Linear(2, 3))
+    with pytest.raises(hl.NeverFired, match=r"'0\[0\]'.*leave the part out; a slice.*at="):
+        with hl.capture(model, "0[0]"):
+            model(torch.ones(4, 2))

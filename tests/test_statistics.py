@@ -878,3 +878,18 @@ def test_labels_are_spoken_of_only_where_a_batch_may_have_some(model):
         with pytest.raises(TypeError) as caught:
             hl.measure(net, "" if net is several else "0", statistics=[hl.Mean()], data=[batch])
         assert any("labels" in note for note in caught.value.__notes__) == spoken
+
+
+@pytest.mark.parametrize("given", ["mean", hl.Mean, [hl.Mean, hl.Norm], ["mean", "norm"], 3])
+def test_what_is_no_statistic_is_named(given):
+    model = nn.Sequential(nn.Linear(2, 2))
+    with pytest.raises(hl.StatisticsError, match=r"was given as a statistic\..*hookline\.Mean\(\)"):
+        hl.measure(model, "0", statistics=given, data=[torch.ones(1, 2)])
+
+
+def test_data_without_batches_is_an_error():
+    model, used = nn.Sequential(nn.Linear(2, 2)), iter([torch.ones(1, 2)])
+    hl.measure(model, "0", statistics=[hl.Mean()], data=used)
+    for data in (used, []):
+        with pytest.raises(hl.StatisticsError, match=r"no batches.*Give a list"):
+            hl.measure(model, "0", statistics=[hl.Mean()], data=data)

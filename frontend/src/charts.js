@@ -137,8 +137,11 @@ export function heatmap({ labels, steps, data, measured, chosen, signed, statist
       const marks = Math.max(1, Math.min(columns - 1, Math.floor((width - left) / 110)));
       for (let n = 0; n <= marks; n++) {
         const column = Math.round((n / marks) * (columns - 1));
-        context.textAlign = n === 0 ? "left" : n === marks ? "right" : "center";
-        context.fillText(show(steps[column]), left + (marks ? n / marks : 0) * (width - left), rows * tall + 6);
+        const text = show(steps[column]);
+        const half = context.measureText(text).width / 2;
+        const middle = left + ((column + 0.5) / columns) * (width - left); // of the column it names
+        context.textAlign = "center";
+        context.fillText(text, Math.min(Math.max(middle, left + half), width - half), rows * tall + 6);
         if (columns === 1) break;
       }
       if (cursor.shown) {

@@ -17,6 +17,7 @@ from hookline.cli.output import Screen, show_number
 
 __all__ = ["harvest", "recipes"]
 
+_DATA = "Write package.module:name or file.py:name, of batches or of a function that gives them."
 _TEXT, _FLAG = "a text", "true or false"
 _TEXTS, _WHEN = "a text or a list of texts", 'true, false or "auto"'
 _KEYS = {
@@ -60,7 +61,7 @@ def harvest(plan: Path | None, where: tuple[str, ...], screen: Screen, **given: 
     net = load_model(
         options["model"], options.get("random_weights", False), options.get("train", False)
     )
-    data = load_object(options["data"])
+    data = load_object(options["data"], _DATA)
     if Path(options["to"]).is_file():
         raise CommandError(
             f"The store {options['to']!r} was asked for.", "It is a file.", "Name a folder."

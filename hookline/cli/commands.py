@@ -25,6 +25,12 @@ __all__ = ["hookline"]
 class _Group(click.Group):
     """Tells errors in three parts, without a traceback unless it is asked for."""
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        own = args[: args.index("--")] if "--" in args else args
+        if "--debug" in own:  # wherever it stands: people add it at the end
+            args = ["--debug", *[a for a in own if a != "--debug"], *args[len(own) :]]
+        return super().parse_args(ctx, args)
+
     def invoke(self, ctx: click.Context) -> Any:
         try:
             with warnings.catch_warnings():

@@ -48,7 +48,7 @@ def places(net: nn.Module, where: tuple[str, ...], asked: AskedInputs, screen: S
             "Give --input.",
         )
     else:
-        found = hl.select(net, *where)
+        found = hl.select(net, *(where or _every(net)))
         rows = [(str(place), _kind(net, place), _size(net, place), "") for place in found]
     names = ("place", "type", "value", "source")
     shown = 4 if operations else 3
@@ -57,6 +57,11 @@ def places(net: nn.Module, where: tuple[str, ...], asked: AskedInputs, screen: S
         [names[:shown], *[(row[0] or "''", *row[1:shown]) for row in rows]],
         [dict(zip(names, row, strict=True)) for row in rows],
     )
+
+
+def _every(model: nn.Module) -> list[str]:
+    """All modules, or the model itself if there are none in it."""
+    return ["**"] if any(True for _ in model.children()) else [""]
 
 
 def _kind(model: nn.Module, place: hl.Place) -> str:
@@ -77,7 +82,7 @@ def _seen(
     model: nn.Module, where: tuple[str, ...], operations: list[str], batch: Inputs
 ) -> list[tuple[str, str, str, str]]:
     """What is there in a run, with the shapes of the values, and of operations the source."""
-    plain = [w for w in where if w not in operations] or ([] if operations else ["**"])
+    plain = [w for w in where if w not in operations] or ([] if operations else _every(model))
     rows: list[tuple[str, str, str, str]] = []
     if plain:
         gradients = any("grad" in place.port for place in hl.select(model, *plain))
@@ -136,7 +141,7 @@ def capture(
             "Give --backward sum, or mean.",
         )
     with torch.set_grad_enabled(backward is not None):
-        with hl.capture(net, *(where or ("**",)), detach=True, stop=stop) as record:
+        with hl.capture(net, *(where or _every(net)), detach=True, stop=stop) as record:
             out = batch.run(net)
             if backward is not None:
                 loss_of(out, backward).backward()

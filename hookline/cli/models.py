@@ -2,12 +2,13 @@
 
 - `load_model(spec, random_weights, train)`: the model that `MODEL` names
 - `load_pair(first, second, random_weights, train)`: two models, each with its own file's siblings
-- `load_object(spec)`: what `package.module:name` or `file.py:name` names
+- `load_object(spec, remedy)`: what `package.module:name` or `file.py:name` names
 - `load_inputs(specs, model, seed)`: what to call the model with
 """
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import importlib.util
 import json
@@ -59,7 +60,7 @@ def load_model(spec: str, random_weights: bool = False, train: bool = False) -> 
     if not isinstance(found, nn.Module):
         raise CommandError(
             f"The model {spec!r} was asked for.",
-            f"It is a {type(found).__name__}, not a torch.nn.Module.",
+            f"It is of type {type(found).__name__}, and no torch.nn.Module.",
             "Name a module, or a class or function that gives one without arguments.",
         )
     return found.train(train)
@@ -92,12 +93,13 @@ def _lies_in(folder: Path, name: str) -> bool:
     return any(Path(file).resolve().parent == folder for file in files)
 
 
-def load_object(spec: str) -> Any:
+def load_object(spec: str, remedy: str = _MODELS) -> Any:
     """What `package.module:name` or `file.py:name` names; names may be dotted."""
     source, colon, name = spec.rpartition(":")
     if not colon or not source or not name:
-        raise CommandError(f"{spec!r} was asked for.", "It has no name after a colon.", _MODELS)
-    module = _import_file(Path(source)) if source.endswith(".py") else _import_package(source)
+        raise CommandError(f"{spec!r} was asked for.", "It has no name after a colon.", remedy)
+    load = _import_file if source.endswith(".py") else _import_package
+    module = load(source, remedy)
     found: Any = module
     for part in name.split("."):
         if not hasattr(found, part):
@@ -111,10 +113,11 @@ def load_object(spec: str) -> Any:
     return found
 
 
-def _import_file(path: Path) -> ModuleType:
-    asked = f"The file {str(path)!r} was asked for."
+def _import_file(name: str, remedy: str) -> ModuleType:
+    path = Path(name)
+    asked = f"The file {name!r} was asked for."
     if not path.is_file():
-        raise CommandError(asked, "There is no such file.", _MODELS)
+        raise CommandError(asked, "There is no such file.", remedy)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
@@ -126,7 +129,7 @@ def _import_file(path: Path) -> ModuleType:
     return module
 
 
-def _import_package(name: str) -> ModuleType:
+def _import_package(name: str, remedy: str) -> ModuleType:
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))  # as `python -m` does
     asked = f"The module {name!r} was asked for."
@@ -135,7 +138,7 @@ def _import_package(name: str) -> ModuleType:
     except CommandError as error:
         missing = error.__cause__
         if isinstance(missing, ModuleNotFoundError) and name.startswith(str(missing.name)):
-            raise CommandError(asked, "There is no such module here.", _MODELS) from missing
+            raise CommandError(asked, "There is no such module here.", remedy) from missing
         raise
 
 
@@ -168,14 +171,30 @@ def _load_transformers(name: str, random_weights: bool) -> nn.Module:
                 "Give a folder, or --random-weights to build it from its default configuration.",
             )
         config = transformers.CONFIG_MAPPING[name]()
+    elif local:
+        config = _guarded(asked, lambda: auto(name, local_files_only=True))
     else:  # or a name on the hub; works where there is a network or a cache
-        config = _guarded(asked, lambda: auto(name, local_files_only=local))
+        try:
+            config = auto(name)
+        except Exception as error:
+            known: list[str] = list(transformers.CONFIG_MAPPING)
+            close = difflib.get_close_matches(name, known, n=3)
+            raise CommandError(
+                asked,
+                f"It is no folder, no architecture{_among(close)}, and was not had from the hub "
+                f"({type(error).__name__}; --debug shows it).",
+                "Give a folder, a name on the hub, or an architecture with --random-weights.",
+            ) from error
     kind = _class_of(transformers, config)
     torch.manual_seed(0)
     if random_weights or (local and not any(folder.glob("*.safetensors*"))):
         return _guarded(asked, lambda: (kind or transformers.AutoModel.from_config)(config))
     load: Any = (kind or transformers.AutoModel).from_pretrained
     return _guarded(asked, lambda: load(name, local_files_only=local, use_safetensors=True))
+
+
+def _among(names: Sequence[str]) -> str:
+    return f" (closest: {', '.join(names)})" if names else ""
 
 
 def _class_of(transformers: Any, config: Any) -> Any:
@@ -226,7 +245,7 @@ def _one_input(spec: str, model: nn.Module, generator: torch.Generator) -> Any:
         return _made(kind, [int(size) for size in sizes], bound, model, generator)
     if not colon:
         _bad_input(spec, "It is no shape, and no file that can be read.")
-    found = load_object(spec)
+    found = load_object(spec, _INPUTS)
     return _guarded(f"The input {spec!r} was asked for.", found) if callable(found) else found
 
 

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -76,6 +77,15 @@ def _aligned(title: str, rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([title, *(f"  {line}".rstrip() for line in lines)])
 
 
+_SELECT = re.compile(r"hookline\.select\(model, ([^()]*)\)")
+
+
+def _as_command(found: re.Match[str]) -> str:
+    """What a remedy calls in Python, as the command that does it."""
+    words = {"inputs=batch": "-i SPEC", "place": "PLACE"}
+    return " ".join(["hookline places MODEL", *[words.get(w, w) for w in found[1].split(", ")]])
+
+
 def fail(error: BaseException) -> None:
     """Print an error in its three parts."""
     console = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -84,7 +94,7 @@ def fail(error: BaseException) -> None:
         parts = [part for part in (error.asked, error.found, error.remedy) if part]
     console.print(Text.assemble(("Error: ", "bold red"), parts[0]))
     for part in parts[1:]:
-        console.print(Text(f"  {part}"))
+        console.print(Text(f"  {_SELECT.sub(_as_command, part)}"))
     for note in getattr(error, "__notes__", ()):
         console.print(Text(f"  {note}"))
 

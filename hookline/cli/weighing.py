@@ -56,10 +56,10 @@ def summary(
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 200
     table, data = found.show(list(where) or None, depth=depth, width=width), found.to_dict()
     table = table.replace("summary.show(depth=…)", "--depth shows them")
-    paths = {place.path for place in hl.select(net, *(where or ("", "**")))}
+    paths = {place.path for place in hl.select(net, *where)} if where else None
     data["modules"] = [
         row for row in data["modules"]
-        if row["place"] in paths and (depth is None or row["depth"] <= depth)
+        if (paths is None or row["place"] in paths) and (depth is None or row["depth"] <= depth)
     ]  # fmt: skip
     screen.text(table, data)
 

@@ -42,7 +42,7 @@ class Difference:
     call: int  # where the relative error is the largest
     error: float  # the largest absolute error; infinite where only one value is finite
     relative: float  # the norm of the difference, as a multiple of the norm of the first value
-    cosine: float  # of the two values, as vectors
+    cosine: float  # of the two values, as vectors of what is finite in both; NaN if nothing is
     tolerance: float
     remark: str = ""  # what numbers do not tell
 
@@ -208,6 +208,8 @@ def measure_difference(a: Tensor, b: Tensor) -> tuple[float, float, float, str]:
     distance = math.inf if remark else apart
     relative = distance / length if length else math.inf if distance else 0.0
     cosine = float(a @ b) / (length * other) if length and other else float(length == other)
+    if remark and not bool(finite.any()):
+        cosine = math.nan
     return error, relative, cosine, remark
 
 

@@ -16,7 +16,7 @@ from hookline.comparisons.sweep_runs import Job, Metric, Runner, Shapes, one_num
 from hookline.comparisons.sweeps import Sweep
 from hookline.core.captures import capture
 from hookline.core.changes import Change
-from hookline.core.hooks import _settled
+from hookline.core.hooks import settled
 from hookline.core.nested import leaves, map_leaves, only_tensor
 from hookline.core.places import Place, Where
 from hookline.core.records import Record
@@ -74,7 +74,7 @@ def sweep(
 
     The model is afterwards as before; all runs have the same random numbers.
     """
-    where = _settled(where)
+    where = settled(where)
     _check(select(model, where))
     if approximate and change is not patch:
         raise BatchError(

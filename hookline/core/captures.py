@@ -55,7 +55,8 @@ class capture(Context[CaptureTap]):
         model: any module, or a plain tensor with the place ":grad".
         where: places, or anything else that `select` takes.
         at: an index such as `np.s_[:, -1]`, or a function of the value; only the slice is kept.
-        transform: a function of the value (after `at`); what it returns is kept.
+        transform: a function of the value (after `at`); what it returns is kept. Gradients of a
+            nested value arrive one by one, and `at` and `transform` meet each tensor alone.
         detach: keep snapshots of values that require grad, too.
         device: where to keep tensors.
         dtype: how to keep floating-point tensors.

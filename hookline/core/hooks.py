@@ -29,7 +29,7 @@ from hookline.core.taps import KEEP, SERIALS, Call, Frame, Tap, add_place
 from hookline.core.tree import around, walk
 from hookline.errors import ChangeError, HooklineWarning, NeverFired, NotHookable, PlaceError
 
-__all__ = ["Context", "first_names", "hook", "named_place", "silence", "takes_call"]
+__all__ = ["Context", "first_names", "hook", "named_place", "settled", "silence", "takes_call"]
 
 T = TypeVar("T", bound="Tap")
 _NOTHING = cast(Any, MappingProxyType({}))
@@ -39,9 +39,9 @@ _NO_GRADIENT = (
 )
 
 
-def _settled(where: Any) -> Any:
+def settled(where: Any) -> Any:
     """What was asked for, so that it can be gone through again: iterators become lists."""
-    return [_settled(w) for w in where] if hasattr(where, "__next__") else where
+    return [settled(w) for w in where] if hasattr(where, "__next__") else where
 
 
 class Context(Entering, Generic[T]):
@@ -61,7 +61,7 @@ class Context(Entering, Generic[T]):
         self._wheres = tuple(wheres)
         for where in self._wheres:
             if not isinstance(where, str):
-                self._wheres = tuple([_settled(where) for where in self._wheres])
+                self._wheres = tuple([settled(where) for where in self._wheres])
                 break
 
     # -- for subclasses -------------------------------------------------------------------------
@@ -221,8 +221,7 @@ class Context(Entering, Generic[T]):
                 raise self._never_fired(request, (lost or missing)[0])
 
     def _never_fired(self, request: Request, target: Target) -> NeverFired:
-        tap = self._taps[target.key]
-        count = len(request.targets)
+        tap, count = self._taps[target.key], len(request.targets)
         others = f", nor any other of the {count} places that match {request.asked}"
         return NeverFired(
             f"Nothing happened at {str(self.place_of(target))!r}"
@@ -255,18 +254,15 @@ def silence(tap: Tap, site: Site, model: Any, names: dict[int, str]) -> str:
     if tap.silent and target.port != "grad":
         return tap.silent
     if site.foreign:
-        return (
-            f"its module was called {site.foreign} times, but from another thread or task than the "
-            f"one that entered this; threads='all' takes those calls too."
-        )
+        other = f"its module was called {site.foreign}×, but from another thread or task than this:"
+        return f"{other} threads='all' takes those calls too."
     if isinstance(site, Operation) and not site.count:
         return not_called(target.operation or "", site.names)
     if target.port == "grad":
         return tap.silent or _NO_GRADIENT
     if site.count:
-        none = "and the change applied to none of them."
-        none = f"but {_NO_GRADIENT}" if "grad" in target.port else none
-        return f"its module was called {site.count} times, {none}"
+        none = f"but {_NO_GRADIENT}" if "grad" in target.port else "and no call was changed."
+        return f"its module was called {site.count}×, {none}"
     path = names.get(target.ident)
     if path is None and isinstance(model, nn.Module):
         return "its module was taken out of the model while this was open."
@@ -297,8 +293,12 @@ def named_place(target: Target, names: dict[int, str]) -> Place:
 # -- hook -----------------------------------------------------------------------------------------
 
 
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
 def takes_call(function: Callable[..., Any]) -> bool:
-    """Whether a function asks for the Call: it has a second required positional parameter.
+    """Whether a function asks for the Call: it has a second required positional parameter. One
+    with a third, as torch's own hooks have, is refused.
 
     >>> import torch
     >>> takes_call(lambda value, call: value), takes_call(torch.relu), takes_call(print)
@@ -308,11 +308,13 @@ def takes_call(function: Callable[..., Any]) -> bool:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):  # builtins have no signature
         return False
-    if len(parameters) < 2:
-        return False
-    second = parameters[1]
-    positional = second.kind in (second.POSITIONAL_ONLY, second.POSITIONAL_OR_KEYWORD)
-    return positional and second.default is second.empty
+    required = [p for p in parameters if p.kind in _POSITIONAL and p.default is p.empty]
+    if len(required) > 2:
+        raise TypeError(
+            f"{function!r} was given to be called at places. It needs {len(required)} arguments, "
+            f"as torch's own hooks do. Let it take the value, or (value, call), with call.module."
+        )
+    return len(required) == 2
 
 
 class _HookTap(Tap):
@@ -364,9 +366,8 @@ class hook(Context[_HookTap]):
     def __init__(
         self, model: nn.Module | Tensor, where: Where, function: Callable[..., Any]
     ) -> None:
+        self._function, self._wants_call = function, takes_call(function)
         super().__init__(model, (where,))
-        self._function = function
-        self._wants_call = takes_call(function)
 
     def _tap(self, target: Target, ref: weakref.ref[Context[Any]]) -> _HookTap:
         return _HookTap(target, ref, self._function, self._wants_call)

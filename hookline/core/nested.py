@@ -144,8 +144,8 @@ def _locate(value: Any, part: Part, before: Path = ()) -> tuple[Any, Part, list[
         return item, name, inside
     it = show_path(before) or "the value"
     if isinstance(value, Tensor):
-        shape = tuple(value.shape)
-        raise LookupError(f"{it} is a tensor of shape {shape}, and a part never indexes a tensor")
+        it += f" is a tensor of shape {tuple(value.shape)}, and a part never indexes a tensor"
+        raise LookupError(f"{it}: leave the part out; a slice is given with at=")
     if isinstance(part, str) and not callable(getattr(kind, part, None)):  # methods are no parts
         with suppress(Exception):  # a property may raise anything
             return getattr(value, part), part, [] if inside else [(part, None)]

@@ -211,9 +211,6 @@ class _Query:
     def _not_found(self, request: Request, text: str, names: tuple[Any, ...]) -> PlaceNotFound:
         found = next((f"{str(place)!r}: {why}" for place, why in request.refused.items()), "")
         *above, name = names or ("",)
-        if request.literal and request.port in TENSOR_PORTS and find(self.model, names):
-            remedy = "Modules have fc:grad_output and fc:grad_input, parameters fc.weight:grad."
-            return _nothing(request, "It is a module.", remedy)
         for _, owner in find(self.model, above) if request.literal else ():
             if nn.utils.parametrize.is_parametrized(owner, name):
                 ((full, module),) = find(self.model, (*above, "parametrizations", name))
@@ -226,6 +223,9 @@ class _Query:
                 return _nothing(request, f"{name!r} is a method there.", f"Call {call}.")
             if getattr(owner, name, 0) is None:
                 found = f"{name!r} is there, but it is None."
+        for path, _ in find(self.model, names)[:1] if request.port in TENSOR_PORTS else ():
+            found = f"{path!r} is a module; it holds '{join(escape(path), '**')}:{request.port}'."
+            return _nothing(request, found, "A module itself has :grad_output and :grad_input.")
         return _nothing(request, found or _closest(self.model, text))
 
     # -- modules --------------------------------------------------------------------------------
@@ -260,6 +260,7 @@ def _is_pair(where: tuple[Any, ...]) -> bool:
     return len(where) == 2 and isinstance(where[1], str) and where[1][:1] in (":", "[")
 
 
+_ALONE = "none; the model itself is ''"
 _EXPORTED = "Use torch.export.unflatten(exported_program), or the model before the export."
 _CONTAINERS = {nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict}
 _fine: set[type[nn.Module]] = set()  # types at whose modules hooks can fire, as far as seen
@@ -312,7 +313,7 @@ def _closest(model: nn.Module, text: str) -> str:
     names = [join(path, name) for path, m in walk(model) for name in ("", *dict(tensors_of(m)))]
     close = difflib.get_close_matches(re.split(r"[:\[]", text)[0], names, n=3, cutoff=0.5)
     shown = [repr(escape(name)) for name in close or [*dict(model._modules.items())][:8]]
-    return f"{'Closest' if close else 'Its own children'}: {', '.join(shown) or 'none'}."
+    return f"{'Closest' if close else 'Its own children'}: {', '.join(shown or [_ALONE])}."
 
 
 def _ambiguous(text: str, literal: Target, pattern: Target) -> PlaceError:

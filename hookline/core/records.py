@@ -149,15 +149,20 @@ class Record:
         kept = self._kept(tap)
         if call is None:
             if len(kept) > 1:
-                place = repr(str(self._place(tap)))
-                asked, found = f"The value at {place} was asked for.", f"There are {len(kept)} of"
-                remedy = f"Read record[{place}, n], record.calls({place}), or capture with"
-                raise SeveralCalls(asked, f"{found} them, one a call.", f"{remedy} keep='last'.")
+                place = str(self._place(tap))
+                raise SeveralCalls(
+                    f"The value at {place!r} was asked for.",
+                    f"There are {len(kept)} of them, one a call.",
+                    f"Read record[{place!r}, n], record.calls({place!r}), or capture with "
+                    f"keep='last'.",
+                )
             call = 0
         if not -len(kept) <= call < len(kept):
-            asked = f"Call {call} at {str(self._place(tap))!r} was asked for."
-            found = f"There are {len(kept)} calls, from 0."
-            raise NotCaptured(asked, found, "record.calls(place) gives all of them.")
+            raise NotCaptured(
+                f"Call {call} at {str(self._place(tap))!r} was asked for.",
+                f"Calls that were kept: {len(kept)}, counted from 0.",
+                "record.calls(place) gives all of them.",
+            )
         return kept[call]
 
     def calls(self, where: Any) -> list[Any]:
@@ -310,8 +315,8 @@ class Record:
             else:
                 values = [entry[0] for entry in entries]
                 rows += tables.rows_of(place, values, entries[0][1], partial(self._spread, tap))
-        size = tables.show_bytes(self.nbytes)
-        title = f"Record of {len(self.places())} places, {count} values, {size}"
+        n, size = len(self.places()), tables.show_bytes(self.nbytes)
+        title = f"Record of {n} place{'s' * (n != 1)}, {count} value{'s' * (count != 1)}, {size}"
         return title, rows
 
     # -- finding --------------------------------------------------------------------------------

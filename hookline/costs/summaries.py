@@ -253,7 +253,8 @@ class Summary:
     def _title(self) -> str:
         totals = self.totals
         sizes = f"{show_count(totals['parameters'])} parameters"
-        parts = [f"{len(self)} modules", f"{sizes} ({show_bytes(totals['parameter_bytes'])})"]
+        modules = f"{len(self)} module{'s' * (len(self) != 1)}"
+        parts = [modules, f"{sizes} ({show_bytes(totals['parameter_bytes'])})"]
         if totals["trainable"] != totals["parameters"]:
             parts.append(f"{show_count(totals['trainable'])} of them trainable")
         measured: list[tuple[str, Callable[[Any], str], str]] = [

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from hookline.core.captures import capture
 from hookline.core.distributed import recovers
-from hookline.core.hooks import _settled
+from hookline.core.hooks import settled
 from hookline.core.nested import Path, leaves, map_leaves, only_tensor
 from hookline.core.places import Place, Where
 from hookline.core.records import Record
@@ -103,7 +103,7 @@ class Taker:
             # It would wait for ranks that have fewer batches.
             model = cast("nn.Module", model.module)
         self.model, self.taking = model, taking
-        self._where = _settled(where)
+        self._where = settled(where)
         self.asked = _places(model, self._where)
         self.places: list[Place] = []  # those that fire; empty before the first batch
         self.whole: set[str] = set()  # with a mask: places that are known to have no positions

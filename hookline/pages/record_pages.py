@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from hookline.core.nested import Path, children
 from hookline.core.places import Place
 from hookline.core.records import Record
 from hookline.core.tables import show_bytes
@@ -114,10 +115,8 @@ def gather(
         value = calls[index]
         if isinstance(value, Tensor):
             found: Any = [((), portray(value, most, weight=weight))]
-        elif _is_portrayed(value):
-            found = value
         else:
-            found = portray_value(value, most)
+            found = _portrayed(value) or portray_value(value, most)
         for path, portrait in found:
             row = portraits.setdefault(path, [])
             row += [None] * (position - len(row)) + [portrait]
@@ -160,12 +159,22 @@ def items_chunk(portraits: Sequence[Portrait | None], labels: Sequence[str]) -> 
     return Chunk({"items": items}, arrays)
 
 
-def _is_portrayed(value: Any) -> bool:
-    """Whether a value is what `portray_value` gave, kept by a capture instead of the value."""
-    if type(value) is not list:
-        return False
-    pairs = cast("list[Any]", value)
-    return all(type(pair) is tuple and isinstance(pair[-1], Portrait) for pair in pairs)
+def _portrayed(
+    value: Any, path: Path = (), above: tuple[int, ...] = ()
+) -> list[tuple[Path, Portrait]]:
+    """What `portray_value` gave, kept by a capture instead of a value; in a nested gradient it
+    stands at each part, since these arrive one by one.
+    """
+    pairs = cast("list[Any]", value if isinstance(value, list) else [])
+    if pairs and all(type(pair) is tuple and isinstance(pair[-1], Portrait) for pair in pairs):
+        return [((*path, *inner), portrait) for inner, portrait in pairs]
+    found: list[tuple[Path, Portrait]] = []
+    mark = id(cast("object", value))
+    if mark in above:
+        return found
+    for part, inside in children(value) or ():
+        found += _portrayed(inside, (*path, part), (*above, mark))
+    return found
 
 
 def share(budget: int, pictures: int) -> int:

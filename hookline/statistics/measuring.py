@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from hookline import folders
 from hookline.core.contexts import Entering
-from hookline.core.hooks import _settled, hook
+from hookline.core.hooks import hook, settled
 from hookline.core.nested import only_tensor
 from hookline.core.places import Place, Where
 from hookline.core.slices import take
@@ -173,24 +173,29 @@ def _show(one: Statistic) -> str:
 
 
 def _named(statistics: Any) -> dict[str, Statistic]:
+    given: list[Any] = [statistics]
+    named: dict[Any, Any]
     if isinstance(statistics, Mapping):
-        named = dict(cast("Mapping[str, Statistic]", statistics))
+        named = dict(cast("Mapping[Any, Any]", statistics))
+        given = list(named.values())
     else:
-        given = [statistics] if isinstance(statistics, Statistic) else list(statistics)
+        if isinstance(statistics, Iterable) and not isinstance(statistics, str):
+            given = list(cast("Iterable[Any]", statistics))
         named = {type(one).__name__.lower(): one for one in given}
-        if len(named) < len(given):
-            raise StatisticsError(
-                f"{len(given)} statistics were given.",
-                "Two of them are of one kind, and so of one name.",
-                "Name them: statistics={'top': TopK(), 'bottom': TopK(largest=False)}.",
-            )
-    for name, one in named.items():
-        if not isinstance(name, str):
-            asked = f"A statistic was given under the name {name!r:.60}."
-            raise StatisticsError(asked, "It is no text.", "Give a name such as 'top'.")
+    for one in given:
         if not isinstance(one, Statistic) or type(one) is Statistic:
             asked = f"{one!r} was given as a statistic."
             raise StatisticsError(asked, "It is none.", "Give such as hookline.Mean().")
+    if len(named) < len(given):
+        raise StatisticsError(
+            f"{len(given)} statistics were given.",
+            "Two of them are of one kind, and so of one name.",
+            "Name them: statistics={'top': TopK(), 'bottom': TopK(largest=False)}.",
+        )
+    for name in named:
+        if not isinstance(name, str):
+            asked = f"A statistic was given under the name {name!r:.60}."
+            raise StatisticsError(asked, "It is no text.", "Give a name such as 'top'.")
     if not named:
         asked = "Values were to be measured."
         raise StatisticsError(asked, "No statistics were given.", "Give such as [hookline.Mean()].")
@@ -206,7 +211,7 @@ class _Measuring(Entering):
         self, model: nn.Module, where: Where, statistics: Statistics, mask: Any, at: Any
     ) -> None:
         self._kinds, self._mask, self._at = _named(statistics), mask, at
-        self._wheres = (_settled(where),)
+        self._wheres = (settled(where),)
         self.found = Measurements()
         self.ids: Any = None
         self.batch_mask: Any = None
@@ -358,7 +363,7 @@ def measure(
     if not is_series(data):
         raise no_series(data, StatisticsError)
     of_batch = mask if callable(mask) and not isinstance(mask, Tensor) else None
-    where = _settled(where)
+    where = settled(where)
     if any("grad" in place.port for place in select(model, where)):
         raise StatisticsError(
             "measure was given data and gradient places.",
@@ -369,12 +374,17 @@ def measure(
     batch: Any = None
     with measuring as found:
         try:
+            empty = True
             for batch in data:
+                empty = False
                 measuring.ids = None if ids is None else ids(batch)
                 measuring.batch_mask = None if of_batch is None else of_batch(batch)
                 with torch.no_grad():
                     run(model, batch)
                 measuring.warn_of_silent()
+            if empty:
+                why = "It has no batches; a generator that was gone through before has none left."
+                raise StatisticsError("Data was to be measured.", why, "Give a list or a loader.")
         except BaseException as error:
             if type(error) is TypeError and isinstance(batch, (tuple, list)):
                 error.add_note(

@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hookline.attaching import Anchored
-from hookline.core.hooks import _settled
+from hookline.core.hooks import settled
 from hookline.core.places import Where
 from hookline.core.tree import unwrapped
 from hookline.errors import HooklineWarning, PlaceError, RunError
@@ -108,7 +108,7 @@ class watch(Anchored):
                 "Leave out optimizer=, and call watching.step() at the end of each step.",
             )
         kinds = (kinds,) if isinstance(kinds, str) else tuple(kinds)
-        self._wheres, self._every, self._to, self._kinds = (_settled(where),), every, to, kinds
+        self._wheres, self._every, self._to, self._kinds = (settled(where),), every, to, kinds
         self._optimizer, self._scaler, self._ranks = optimizer, scaler, ranks
         self._begin = start
         self._writers: list[Writer] = []

@@ -59,7 +59,15 @@ def run(model: nn.Module, batch: Any) -> Any:
     """
     if callable(batch) and not isinstance(batch, (Tensor, nn.Module)):
         return cast("Callable[[nn.Module], Any]", batch)(model)
-    return call(model, batch)
+    try:
+        return call(model, batch)
+    except TypeError as error:
+        if isinstance(batch, (tuple, list)):
+            error.add_note(
+                "hookline: a batch that is a tuple or list is given to the model as its arguments; "
+                "if it holds labels too, give batch[0]."
+            )
+        raise
 
 
 def cuda_devices(model: nn.Module) -> set[torch.device]:

@@ -151,7 +151,7 @@ class Kept:
             if tensor._version != version:
                 raise ValueChanged(
                     f"The {what} was asked for.",
-                    f"It was changed in place {tensor._version - version} times since.",
+                    "It was changed in place since.",
                     "Retain it with clone=True or detach=True, or read it before the change.",
                 )
         self.unread = False
