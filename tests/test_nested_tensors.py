@@ -40,22 +40,19 @@ def test_a_watched_training_goes_on_with_them(batch):
     assert_clean(model)
 
 
-def test_statistics_refuse_them_and_take_them_padded(batch):
+def test_statistics_take_them_as_they_are_and_padded(batch):
     model = Net()
-    with pytest.raises(hl.StatisticsError, match=r"nested tensor.*to_padded_tensor"):
-        hl.measure(model, "same", statistics=[hl.Mean()], data=[[batch]])
     mask = torch.arange(4)[None] < torch.tensor(LENGTHS)[:, None]
-    found = hl.measure(
-        model, "same", statistics=[hl.Mean(dim=None)], data=[[batch]], at=padded, mask=mask
-    )
-    assert float(found["same"]["mean"]) == pytest.approx((2 * 2 + 4 * 4) / 6)
+    for options in ({}, {"at": padded, "mask": mask}):
+        found = hl.measure(model, "same", statistics=[hl.Mean(dim=None)], data=[[batch]], **options)
+        assert float(found["same"]["mean"]) == pytest.approx((2 * 2 + 4 * 4) / 6)
     assert_clean(model)
 
 
-def test_a_harvest_refuses_them_and_stores_them_padded(batch, tmp_path):
+def test_a_harvest_stores_them_as_they_are_and_padded(batch, tmp_path):
     model = Net()
-    with pytest.raises(hl.HarvestError, match=r"'same'.*nested tensor.*to_padded_tensor"):
-        hl.harvest(model, [[batch]], "same", to=tmp_path / "raw", quiet=True)
+    store = hl.harvest(model, [[batch]], "same", to=tmp_path / "raw", quiet=True)
+    assert [sample.tolist() for sample in store["same"]] == [s.tolist() for s in batch.unbind()]
     to = tmp_path / "padded"
     for _ in range(2):  # the second one sees that the data is the same
         store = hl.harvest(model, [[batch]], "same", to=to, transform=padded, quiet=True)
