@@ -134,15 +134,13 @@ export function heatmap({ labels, steps, data, measured, chosen, signed, statist
         context.fillText(text, left - 8, row * tall + (tall * Math.min(every, rows - row)) / 2 / (every > 1 ? every : 1));
       }
       context.textBaseline = "top";
-      const marks = Math.max(1, Math.min(columns - 1, Math.floor((width - left) / 110)));
-      for (let n = 0; n <= marks; n++) {
-        const column = Math.round((n / marks) * (columns - 1));
+      context.textAlign = "center";
+      const apart = Math.max(1, Math.ceil((columns * 110) / (width - left))); // as many columns as a label needs
+      for (let column = 0; column < columns; column += apart) {
         const text = show(steps[column]);
         const half = context.measureText(text).width / 2;
         const middle = left + ((column + 0.5) / columns) * (width - left); // of the column it names
-        context.textAlign = "center";
         context.fillText(text, Math.min(Math.max(middle, left + half), width - half), rows * tall + 6);
-        if (columns === 1) break;
       }
       if (cursor.shown) {
         const wide = (width - left) / columns;
@@ -182,6 +180,7 @@ export function profile({ labels, series, chosen, alt }) {
   const [low, high] = [Math.min(...all), Math.max(...all)];
   const log = high / low > 20;
   const f = (value) => (log ? Math.log10(value) : value);
+  const drawn = (value) => Number.isFinite(value) && (value > 0 || (value === 0 && !log));
   const [a, b] = log ? [Math.floor(f(low) - 0.05), Math.ceil(f(high) + 0.05)] : [0, high * 1.05];
   const pad = { left: 52, right: 8, top: 10, bottom: 8 };
   const count = labels.length;
@@ -215,7 +214,7 @@ export function profile({ labels, series, chosen, alt }) {
         context.beginPath();
         let pen = false;
         one.values.forEach((value, n) => {
-          if (!(value > 0)) return;
+          if (!drawn(value)) return;
           if (pen) context.lineTo(at(n, width), y(value));
           else context.moveTo(at(n, width), y(value));
           pen = true;
@@ -223,7 +222,7 @@ export function profile({ labels, series, chosen, alt }) {
         context.stroke();
         if (count > 150) return;
         one.values.forEach((value, n) => {
-          if (!(value > 0)) return;
+          if (!drawn(value)) return;
           context.beginPath();
           context.arc(at(n, width), y(value), 2.6, 0, 7);
           context.fill();
