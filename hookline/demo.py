@@ -203,7 +203,7 @@ _STYLES = {"bold": "1", "dim": "2", "red": "1;31", "green": "32", "title": "1;36
 
 def say(text: str, style: str = "") -> None:
     """Print one line of the account, with colours on a terminal."""
-    colours = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    colours = bool(sys.stdout) and sys.stdout.isatty() and "NO_COLOR" not in os.environ
     print(f"\x1b[{_STYLES[style]}m{text}\x1b[0m" if style and colours else text)
 
 

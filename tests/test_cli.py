@@ -122,6 +122,19 @@ def test_a_process_lists_places_on_stdout_and_nothing_on_stderr():
     )
 
 
+@pytest.mark.parametrize("command", ["places", "summary"])
+def test_a_process_whose_stdout_is_closed_does_its_work_all_the_same(command, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)  # as Python has it after `hookline … >&-`
+    code = hookline.main([command, "nets.py:make"], prog_name="hookline", standalone_mode=False)
+    assert not code
+
+
+def test_a_harvest_whose_stderr_is_closed_tells_nothing_and_is_done(folder, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", None)
+    batches = [torch.ones(2, 3)]
+    assert len(hl.harvest(nn.Sequential(nn.ReLU()), batches, "0", to=folder / "acts")) == 2
+
+
 def test_an_error_has_three_parts_on_stderr_and_no_traceback():
     code, out, err = process("places", "nets.py:make", "cnv")
     assert (code, out) == (2, "")

@@ -2,6 +2,7 @@
 
 - `Screen`: where one command's output goes
 - `fail(error)`: an error in its three parts
+- `is_terminal()`: whether stdout is one
 - `show_number(number, what)`: how many there are of something
 """
 
@@ -21,7 +22,12 @@ from rich.text import Text
 
 from hookline.errors import HooklineError
 
-__all__ = ["Screen", "fail", "show_number"]
+__all__ = ["Screen", "fail", "is_terminal", "show_number"]
+
+
+def is_terminal() -> bool:
+    """Whether stdout is a terminal; it is None where it was closed, as by `hookline … >&-`."""
+    return bool(sys.stdout) and sys.stdout.isatty()
 
 
 @dataclass(frozen=True)
@@ -40,7 +46,7 @@ class Screen:
         """Print a table whose first row is its head; for programs `data` instead."""
         if self.format == "json":
             self.json(data)
-        elif sys.stdout.isatty():
+        elif is_terminal():
             self._drawn(title, rows)
         else:
             click.echo(_aligned(title, rows))

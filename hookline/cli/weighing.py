@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from typing import Any
 
 import click
@@ -19,7 +18,7 @@ from hookline.cli.options import (
     weights_options,
     where_option,
 )
-from hookline.cli.output import Screen
+from hookline.cli.output import Screen, is_terminal
 
 __all__ = ["batch_of", "compare", "summary"]
 
@@ -53,7 +52,7 @@ def summary(
         )
     batch = batch_of(asked.made_for(net)) if asked else None
     found = hl.summarize(net, batch, backward=backward, time=timed)
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 200
+    width = shutil.get_terminal_size().columns if is_terminal() else 200
     table, data = found.show(list(where) or None, depth=depth, width=width), found.to_dict()
     table = table.replace("summary.show(depth=…)", "--depth shows them")
     paths = {place.path for place in hl.select(net, *where)} if where else None

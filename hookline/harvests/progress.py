@@ -25,7 +25,8 @@ class Progress:
     """
 
     def __init__(self, *, quiet: bool) -> None:
-        self._quiet, self._bar = quiet, None
+        self._quiet = quiet or not sys.stderr  # which is None where it was closed
+        self._bar = None
         self._total: int | None = None
         self._done = self._before = self._rows = 0
         self._start = self._told = time.monotonic()

@@ -148,7 +148,7 @@ class StoredRows:
             return self._tensor(self._gather(np.arange(start, stop, step, dtype=np.int64)))
         positions = positions_of(key, self._total, self.place)
         rows = self._tensor(self._gather(positions.reshape(-1)))
-        return rows.reshape(*positions.shape, *self._row)
+        return rows.reshape((*positions.shape, *self._row))
 
     def __iter__(self) -> Iterator[Tensor]:
         return (self[position] for position in range(self._total))
