@@ -11,6 +11,7 @@ from __future__ import annotations
 import linecache
 import re
 import sys
+from collections import Counter
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from types import FrameType
@@ -33,7 +34,7 @@ from hookline.trials.runs import copied, trial
 __all__ = ["Listing", "Places", "held_as", "select"]
 
 _TORCH = str(Path(torch.__file__).parent)
-_WRAPPED = re.compile(rf"(?:^|(?<=\.))(?:{'|'.join(sorted(_WRAPPERS - {''}))})(?:\.|(?=[/:[])|$)")
+_WRAPPED = re.compile(rf"(?:^|(?<=\.))({'|'.join(sorted(_WRAPPERS - {''}))})(?:\.|(?=[/:[])|$)")
 
 
 class Places(list[Place]):
@@ -52,6 +53,8 @@ class Places(list[Place]):
 def held_as(place: object, held: Collection[str]) -> str | None:
     """The one of some places that a name means, in which those of wrappers may be left out.
 
+    Added they may not be: `module.fc` is not `fc`, and a model may have both.
+
     >>> held_as("fc:input", ["_orig_mod.fc", "_orig_mod.fc:input"])
     '_orig_mod.fc:input'
     """
@@ -59,8 +62,9 @@ def held_as(place: object, held: Collection[str]) -> str | None:
         return None
     if place in held:
         return place
-    short = _WRAPPED.sub("", place)
+    short, given = _WRAPPED.sub("", place), Counter(_WRAPPED.findall(place))
     found = [one for one in held if _WRAPPED.sub("", one) == short]
+    found = [one for one in found if given <= Counter(_WRAPPED.findall(one))]
     return found[0] if len(found) == 1 else None
 
 

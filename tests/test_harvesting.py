@@ -12,6 +12,7 @@ import threading
 import time
 import warnings
 import weakref
+from collections import OrderedDict
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -1520,3 +1521,19 @@ class CallsTwice(nn.Module):
 def test_a_part_that_only_one_of_the_calls_has_is_harvested(tmp_path, stop):
     hl.harvest(CallsTwice(), [torch.ones(2, 3)], "inner[0]", to=tmp_path / "acts", stop=stop)
     assert hl.Store.open(tmp_path / "acts")["inner[0]"][:].tolist() == [[5.0] * 3] * 2
+
+
+def test_a_module_called_as_a_wrapper_is_not_taken_for_another_one(to):
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.module, self.fc = nn.Sequential(OrderedDict(fc=nn.Linear(3, 3))), nn.Linear(3, 2)
+
+        def forward(self, x):
+            return self.fc(self.module(x))
+
+    store = hl.harvest(Outer(), [torch.ones(2, 3)], "fc", to=to, statistics=[hl.Mean()], quiet=True)
+    assert "module.fc" not in store
+    assert hl.Measurements.load(to / "statistics").get("module.fc") is None
+    with pytest.raises(hl.StoreError, match="no place 'module.fc'"):
+        store["module.fc"]

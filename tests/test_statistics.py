@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import warnings
+from collections import UserDict
 from contextlib import suppress
 from itertools import count, pairwise, product
 from pathlib import Path
@@ -831,7 +832,8 @@ def test_names_of_statistics_may_hold_a_slash_and_have_to_be_text(model, tmp_pat
 
 
 def test_a_tensor_is_no_series_of_batches(model):
-    for data in (torch.randn(8, 3), {"input": torch.randn(8, 3)}, "text"):
+    batch = {"input": torch.randn(8, 3)}
+    for data in (batch["input"], batch, UserDict(batch), "text"):  # as tokenizers give them
         with pytest.raises(hl.StatisticsError, match="no series of batches"):
             hl.measure(model, "0", statistics=[hl.Mean()], data=data)
 

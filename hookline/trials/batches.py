@@ -41,7 +41,7 @@ def is_series(data: Any) -> bool:
     >>> is_series([torch.zeros(2)]), is_series(torch.zeros(2)), is_series(5)
     (True, False, False)
     """
-    return isinstance(data, Iterable) and not isinstance(data, (Tensor, str, dict))
+    return isinstance(data, Iterable) and not isinstance(data, (Tensor, str, Mapping))
 
 
 def no_series(data: Any, error: type[HooklineError]) -> HooklineError:
