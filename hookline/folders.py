@@ -66,32 +66,39 @@ def write(
         found = f"That cannot be made a folder: {error.strerror}."
         raise HooklineError(asked, found, "Name a folder, or a new one.") from error
     path, part = folder / f"{kind}.safetensors", folder / f"{kind}.part"
+    left = [part]  # what an error would leave behind: it takes space, of which there may be none
     try:
-        digest = _write_tensors(tensors, path, part) if tensors else None
+        digest = _save(tensors, part) if tensors else None
+        if digest is not None:
+            waiting = _waiting(path, digest)
+            left += [] if waiting.exists() else [waiting]  # else what was saved before may need it
+            part.replace(waiting)
         head = {"format": f"hookline {kind}", "version": _VERSION, "tensors": digest}
-        part = folder / f"{kind}.json.part"
-        part.write_text(_spell(head | content), encoding="utf-8")
-        part.replace(folder / f"{kind}.json")
-        if digest is None:
-            path.unlink(missing_ok=True)
-        else:
-            _waiting(path, digest).replace(path)
-        for old in folder.glob(_waiting(path, _DIGEST).name):  # of one that was killed
-            old.unlink(missing_ok=True)
+        left.append(folder / f"{kind}.json.part")
+        left[-1].write_text(_spell(head | content), encoding="utf-8")
+        left[-1].replace(folder / f"{kind}.json")
     except OSError as error:
-        with suppress(OSError):
-            part.unlink(missing_ok=True)  # it takes space, of which there may be none
+        for one in left:
+            with suppress(OSError):
+                one.unlink(missing_ok=True)
         raise HooklineError(
             asked,
             f"The system says: {error.strerror or error}.",
             "What was saved there before is still there. See to the disk, its space and "
             "permissions, or name another folder.",
         ) from error
+    with suppress(OSError):  # all is there now: `read` finds tensors that wait, too
+        if digest is None:
+            path.unlink(missing_ok=True)
+        else:
+            _waiting(path, digest).replace(path)
+        for old in folder.glob(_waiting(path, _DIGEST).name):  # of one that was killed
+            old.unlink(missing_ok=True)
     return folder
 
 
-def _write_tensors(tensors: Mapping[str, Tensor], path: Path, part: Path) -> str:
-    """Write tensors to where they lie until their JSON is there; gives their digest."""
+def _save(tensors: Mapping[str, Tensor], to: Path) -> str:
+    """Write tensors to a file; gives its digest."""
     from safetensors import SafetensorError
 
     # Their annotations say PathLike, without of what.
@@ -100,12 +107,10 @@ def _write_tensors(tensors: Mapping[str, Tensor], path: Path, part: Path) -> str
     # One tensor a storage: safetensors refuses tensors that share memory.
     plain = {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
     try:
-        save_file(plain, part)
+        save_file(plain, to)
     except SafetensorError as error:  # that is how it tells of a full disk
         raise OSError(str(error)) from error
-    digest = _digest(part)
-    part.replace(_waiting(path, digest))
-    return digest
+    return _digest(to)
 
 
 def _waiting(path: Path, digest: str) -> Path:

@@ -1535,5 +1535,5 @@ def test_a_module_called_as_a_wrapper_is_not_taken_for_another_one(to):
     store = hl.harvest(Outer(), [torch.ones(2, 3)], "fc", to=to, statistics=[hl.Mean()], quiet=True)
     assert "module.fc" not in store
     assert hl.Measurements.load(to / "statistics").get("module.fc") is None
-    with pytest.raises(hl.StoreError, match="no place 'module.fc'"):
+    with pytest.raises(hl.StoreError, match=r"no place 'module\.fc'"):
         store["module.fc"]

@@ -757,8 +757,27 @@ def test_saving_on_a_full_disk_says_so_and_leaves_no_part_behind(step, tmp_path,
             hl.Mean().update(x + 1).save(tmp_path)
     assert isinstance(caught.value.__cause__, OSError)
     assert caught.value.remedy
-    assert not list(tmp_path.glob("*part*"))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["statistic.json", "statistic.safetensors"]
     assert_close(hl.Mean.load(tmp_path).result, x.double().mean(0))
+
+
+def test_a_failed_save_spares_tensors_that_only_the_one_before_has(tmp_path, monkeypatch):
+    def fail(self, *args, **more):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def move(self, to, move=Path.replace):
+        return fail(self) if to.name == "statistic.safetensors" else move(self, to)
+
+    mean = hl.Mean().update(torch.randn(4, 3))
+    hl.Mean().update(torch.randn(4, 3)).save(tmp_path)
+    with monkeypatch.context() as patch:  # all is written, and only the last name is not had
+        patch.setattr(Path, "replace", move)
+        mean.save(tmp_path)
+    assert_close(hl.Mean.load(tmp_path).result, mean.result)
+    monkeypatch.setattr(Path, "write_text", fail)
+    with pytest.raises(hl.HooklineError, match="still there"):
+        mean.save(tmp_path)
+    assert_close(hl.Mean.load(tmp_path).result, mean.result)
 
 
 class Odd(hl.Mean):
