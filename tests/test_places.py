@@ -496,6 +496,13 @@ def test_a_typo_is_told_with_the_closest_names(text, closest):
     assert "hookline.select(model, '**" in caught.value.remedy
 
 
+def test_a_model_without_children_is_not_to_be_listed_by_a_pattern_that_it_has_not():
+    with pytest.raises(hl.PlaceNotFound) as caught:
+        hl.select(nn.ReLU(), "fc")
+    assert "'**'" not in caught.value.remedy
+    assert hl.select(nn.ReLU(), "", ":input") == ["", ":input"]  # what it names instead
+
+
 @pytest.mark.parametrize("text", ["zzz", "zzz.*", "**.zzz", "{y,z}z", "zzz:grad", "**.zzz:value"])
 def test_what_resembles_nothing_is_told_with_the_models_children(text):
     with pytest.raises(hl.PlaceNotFound, match=re.escape(repr(text))) as caught:

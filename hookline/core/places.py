@@ -34,6 +34,7 @@ from hookline.errors import HooklineError, NotHookable, PlaceError, PlaceNotFoun
 __all__ = ["Place", "Request", "Target", "Where", "resolve"]
 
 _LIST = "List what there is with hookline.select(model, '**', '**:value')."
+_ITSELF = "Name the model as '', a port of it as ':input', a parameter or buffer as 'weight'."
 Predicate = Callable[[str, nn.Module], bool]
 Where: TypeAlias = str | nn.Module | type[nn.Module] | re.Pattern[str] | Predicate | Iterable[Any]
 
@@ -226,7 +227,8 @@ class _Query:
         for path, _ in find(self.model, names)[:1] if request.port in TENSOR_PORTS else ():
             found = f"{path!r} is a module; it holds '{join(escape(path), '**')}:{request.port}'."
             return _nothing(request, found, "A module itself has :grad_output and :grad_input.")
-        return _nothing(request, found or _closest(self.model, text))
+        remedy = _LIST if self.model._modules else _ITSELF
+        return _nothing(request, found or _closest(self.model, text), remedy)
 
     # -- modules --------------------------------------------------------------------------------
 
