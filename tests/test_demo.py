@@ -40,3 +40,8 @@ def test_without_scikit_learn_the_demo_says_how_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(SystemExit, match="pip install scikit-learn"):
         demo.load_digits()
+
+
+def test_the_account_is_told_to_nobody_where_stdout_is_closed(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    demo.say("Nobody reads this.", "title")

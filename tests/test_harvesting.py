@@ -1537,3 +1537,22 @@ def test_a_module_called_as_a_wrapper_is_not_taken_for_another_one(to):
     assert hl.Measurements.load(to / "statistics").get("module.fc") is None
     with pytest.raises(hl.StoreError, match=r"no place 'module\.fc'"):
         store["module.fc"]
+
+
+def test_warnings_of_the_first_batch_are_told_at_the_line_that_asked(to):
+    class Turning(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.unused = nn.Linear(3, 4), nn.Linear(3, 4)
+
+        def forward(self, x):
+            return self.used(x.transpose(0, 1))
+
+    batches = [torch.ones(2, 5, 3)]
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        hl.harvest(Turning(), batches, "*", to=to, quiet=True)
+        hl.measure(Turning(), "*", statistics=[hl.Mean()], data=batches)
+    begins = [str(one.message).split()[0] for one in told]
+    assert begins == ["Nothing", "The", "Nothing"]
+    assert {one.filename for one in told} == {__file__}

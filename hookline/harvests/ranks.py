@@ -11,12 +11,12 @@ ends last does.
 from __future__ import annotations
 
 import time
-import warnings
 from pathlib import Path
 from typing import Any
 
 from hookline import folders
-from hookline.errors import HooklineWarning, StoreError
+from hookline.display import warn_outside
+from hookline.errors import StoreError
 from hookline.harvests.plans import refuse_changes
 from hookline.harvests.statistics import keep_whole, merge_ranks
 from hookline.storage.files import Index, index_path, read_index
@@ -62,11 +62,9 @@ def finish(writer: StoreWriter, world: int, statistics: str | None) -> None:
         if not missing:
             _describe(folder, world, statistics)
         else:
-            warnings.warn(
+            warn_outside(
                 f"Ranks {missing} have committed nothing for a while and are not done. What there "
-                f"is can be read; start them again to complete the store in {str(folder)!r}.",
-                HooklineWarning,
-                stacklevel=3,
+                f"is can be read; start them again to complete the store in {str(folder)!r}."
             )
     elif not _missing(folder, world, statistics):
         with locked(folder, 0) as free:  # if not, rank 0 is there and does it

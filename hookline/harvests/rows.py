@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,7 +23,8 @@ from hookline.core.hooks import settled
 from hookline.core.nested import Path, leaves, map_leaves, only_tensor
 from hookline.core.places import Place, Where
 from hookline.core.records import Record
-from hookline.errors import HarvestError, HooklineWarning
+from hookline.display import warn_outside
+from hookline.errors import HarvestError
 from hookline.listings import select
 from hookline.ready_slices import last_token
 from hookline.trials.batches import call as run
@@ -167,11 +167,9 @@ class Taker:
         silent = record.unfired()
         if silent:
             shown = ", ".join(map(repr, list(silent)[:6])) + ", …" * (len(silent) > 6)
-            warnings.warn(
+            warn_outside(
                 f"Nothing happened at {shown} in the first batch: the harvest goes on without "
-                f"{'it' if len(silent) == 1 else 'them'}.",
-                HooklineWarning,
-                stacklevel=4,
+                f"{'it' if len(silent) == 1 else 'them'}."
             )
         if self.taking.stop == "auto":
             self.stops = bool(recovers(self.model))
@@ -367,12 +365,10 @@ def _warn_of_order(batch: Any, samples: int) -> None:
     """Warn of rows that nobody brought to the front, and that are as many as nothing in a batch."""
     sizes = sorted(set(sizes_in(batch).values()))
     if sizes and samples not in sizes:
-        warnings.warn(
+        warn_outside(
             f"The tensors of the first batch have {' or '.join(map(str, sizes))} in their first "
             f"dimension, and the values {samples}: these may not be samples, and would be numbered "
-            "as such. Bring samples to the front with transform=, or give ids=.",
-            HooklineWarning,
-            stacklevel=4,
+            "as such. Bring samples to the front with transform=, or give ids=."
         )
 
 
@@ -384,9 +380,7 @@ def _warn_of_training(model: nn.Module) -> None:
     modules = cast("Iterable[tuple[str, nn.Module]]", model.named_modules())
     found = [name for name, module in modules if random(module)]
     if found:
-        warnings.warn(
+        warn_outside(
             f"The model is in training mode: {found[0]!r} makes values that depend on chance or on "
-            f"the rest of the batch. Call model.eval() first.",
-            HooklineWarning,
-            stacklevel=4,
+            f"the rest of the batch. Call model.eval() first."
         )

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -23,7 +22,8 @@ from hookline.core.places import Place, Where
 from hookline.core.slices import take
 from hookline.core.tables import as_html, as_text
 from hookline.core.taps import Call
-from hookline.errors import HooklineWarning, NotCaptured, NotHookable, StatisticsError
+from hookline.display import warn_outside
+from hookline.errors import NotCaptured, NotHookable, StatisticsError
 from hookline.listings import held_as, select
 from hookline.statistics.kinds import Statistic, statistic_from
 from hookline.trials.batches import call as run
@@ -285,11 +285,9 @@ class _Measuring(Entering):
             del self._silent[place]
         if silent:
             shown = ", ".join(map(repr, silent[:6])) + ", …" * (len(silent) > 6)
-            warnings.warn(
+            warn_outside(
                 f"Nothing happened at {shown} in the first batch: what is measured lacks "
-                f"{'it' if len(silent) == 1 else 'them'} so far. hookline.capture says why.",
-                HooklineWarning,
-                stacklevel=2,
+                f"{'it' if len(silent) == 1 else 'them'} so far. hookline.capture says why."
             )
 
 

@@ -3,29 +3,20 @@
 - `recursive_copy(x, clone, detach, retain_grad)`: the old name
 - `Kept`: the last value of one layer, safe against later changes
 - `with_gradient(value)`: a value whose tensors will have a `.grad`, and what the model goes on with
-- `warn_outside(message)`: a warning at the user's line
 """
 
 from __future__ import annotations
 
-import sys
-import warnings
 from collections.abc import Callable
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
-import torch
 from torch import Tensor
 
-import hookline
 from hookline.core.nested import map_leaves
 from hookline.core.snapshots import snapshot
-from hookline.errors import HooklineWarning, ValueChanged
+from hookline.errors import ValueChanged
 
-__all__ = ["Kept", "recursive_copy", "warn_outside", "with_gradient"]
-
-_INSIDE = (str(Path(hookline.__file__).parent), str(Path(torch.__file__).parent))
+__all__ = ["Kept", "recursive_copy", "with_gradient"]
 
 
 def recursive_copy(
@@ -156,12 +147,3 @@ class Kept:
                 )
         self.unread = False
         return self._value
-
-
-def warn_outside(message: str) -> None:
-    """Warn at the line outside of hookline and torch that led here, such as a call of the model."""
-    frame: FrameType | None = sys._getframe()
-    level = 1
-    while frame is not None and frame.f_code.co_filename.startswith(_INSIDE):
-        frame, level = frame.f_back, level + 1
-    warnings.warn(message, HooklineWarning, stacklevel=level)

@@ -19,10 +19,10 @@ from torch import nn
 from hookline.compat.nethook.invocations import Invocation
 from hookline.compat.nethook.layers import Options, Traced
 from hookline.compat.nethook.names import get_module
-from hookline.compat.nethook.retention import warn_outside
 from hookline.core.hooks import hook
 from hookline.core.places import Place
 from hookline.core.taps import Call
+from hookline.display import warn_outside
 from hookline.errors import HooklineWarning, PlaceError, PlaceNotFound
 
 __all__ = ["StopForward", "Trace", "TraceDict"]
