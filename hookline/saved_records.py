@@ -179,8 +179,9 @@ def _tap(entry: Any, tensors: dict[str, Tensor]) -> CaptureTap:
     if "why" in entry:
         tap.reasons = {(0, ()): (str(entry["why"]), "")}
     for n, value in enumerate(_list(entry.get("calls", []))):
-        if isinstance(value, dict) and isinstance(value.get("missing"), str):
-            tap.explain(n, value["missing"])
+        why = cast("dict[str, Any]", value).get("missing") if isinstance(value, dict) else None
+        if isinstance(why, str):
+            tap.explain(n, why)
             continue
         absent = value is None and port.startswith("grad")
         tap.kept.append(cast(Any, None) if absent else (_read(value, tensors), None))
