@@ -692,3 +692,18 @@ def test_gradients_and_outputs_inside_of_vmap_are_passed_by():
         assert torch.equal(torch.func.jacrev(run)(given)["0.weight"], slopes["0.weight"])
         assert torch.equal(torch.func.vmap(run)(many), outputs)
         model(x).sum().backward()
+
+
+@pytest.mark.parametrize("careful", [False, True])
+@pytest.mark.parametrize("ignore", ["", "1", "1.weight"])
+def test_what_an_ignored_module_makes_of_its_own_bad_parameter_is_ignored_too(ignore, careful):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Sigmoid())
+    with torch.no_grad():
+        model[1].weight[0, 0] = INF
+    with hl.guard(model, to=None, ignore=ignore, careful=careful):
+        model(torch.ones(2, 4)).sum().backward()
+    with (
+        hl.guard(model, to=None, ignore="0", careful=careful),
+        pytest.raises(hl.NonFiniteError, match=r"The parameter '1\.weight' was bad"),
+    ):
+        model(torch.ones(2, 4)).sum().backward()
