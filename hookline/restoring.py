@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -132,33 +133,40 @@ def put_back(owner: nn.Module, table: dict[str, Any], before: dict[str, Any], na
             table[key] = table.pop(key)
 
 
+# How many hold a tensor, as graphs that saved it do. Private, so detected; NaN is never less.
+_holders: Callable[[Tensor], float] = getattr(Tensor, "_use_count", lambda _: math.nan)
+
+
 def restorer(tensor: Tensor) -> Callable[[], None]:
     """What makes a tensor again what it is now: the same memory, bits and `requires_grad`."""
-    version = None if tensor.is_inference() else tensor._version
-    old = tensor.data, tensor.detach().clone(), tensor.requires_grad, version
+    counts = None if tensor.is_inference() else (tensor._version, _holders(tensor))
+    # Of others, bits cannot be compared.
+    plain = tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_nested)
+    size = tensor.untyped_storage().nbytes() if plain else None
+    old = tensor.data, tensor.detach().clone(), tensor.requires_grad, counts, size
     return partial(_restore, tensor, *old)
 
 
 def _restore(
-    tensor: Tensor, data: Tensor, copy: Tensor, requires_grad: bool, version: int | None
-) -> None:
-    # Of others, bits cannot be compared.
-    plain = data.layout is torch.strided and not (data.is_quantized or data.is_nested)
-    own = data
+    tensor: Tensor, data: Tensor, copy: Tensor, requires_grad: bool,
+    counts: tuple[int, float] | None, size: int | None,
+) -> None:  # fmt: skip
+    plain, own = size is not None, data
     for dim, stride in enumerate(data.stride() if plain else ()):
         if stride == 0 and data.shape[dim]:  # what is expanded is in memory once
             own, copy = own.narrow(dim, 0, 1), copy.narrow(dim, 0, 1)
-    if plain and data.untyped_storage().nbytes() < copy.nbytes:  # freed inside
-        data.untyped_storage().resize_(copy.nbytes)
+    if size is not None and data.untyped_storage().nbytes() < size:  # freed inside
+        data.untyped_storage().resize_(size)
     if not (plain and _geometry(tensor) == _geometry(data) and same_bits(own, copy)):
         with torch.no_grad(), torch.inference_mode(tensor.is_inference()):
             if data.layout is torch.sparse_csr:  # it may have fewer elements now
                 own.resize_as_sparse_(copy)
             own.copy_(copy)
         tensor.data = data
-        # torch does not count what batch norm does to its statistics: graphs that saved them stay
-        # valid, and so they do when that is undone.
-        if version is None or isinstance(tensor, nn.Parameter) or tensor._version != version:
+        # torch does not count what batch norm does to its statistics: graphs that saved them before
+        # stay valid, and so they do when that is undone. One that has come since does not.
+        same = counts is not None and tensor._version == counts[0] and _holders(tensor) <= counts[1]
+        if isinstance(tensor, nn.Parameter) or not same:
             mark(tensor)
     if tensor.is_leaf and tensor.requires_grad != requires_grad:
         tensor.requires_grad_(requires_grad)

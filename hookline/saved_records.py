@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -19,7 +19,7 @@ from hookline.core.keeping import PLAIN, CaptureTap, Kept
 from hookline.core.nested import children
 from hookline.core.places import Place, Target
 from hookline.core.records import Record
-from hookline.errors import RecordError
+from hookline.errors import NotCaptured, RecordError
 from hookline.storage.files import kind_of
 from hookline.training.run_files import segments_in
 
@@ -59,7 +59,7 @@ def save_record(record: Record, folder: str | Path) -> Path:
     places: list[dict[str, Any]] = []
     for place in record.places():
         try:
-            calls = [_spell(value, tensors, place) for value in record.calls(place)]
+            calls = list(_spelled(record, place, tensors))
         except RecursionError:
             raise RecordError(
                 f"The value at {str(place)!r} was to be saved.",
@@ -111,6 +111,18 @@ def _address(place: Place) -> dict[str, Any]:
     if place.operation is not None:
         address["operation"] = place.operation
     return address
+
+
+def _spelled(record: Record, place: Place, tensors: dict[str, Tensor]) -> Iterator[Any]:
+    """The values at a place, call by call; the reason where a call had not the part asked for."""
+    for n, value in enumerate(record.calls(place)):
+        if value is None and not place.port.startswith("grad"):
+            try:
+                record[place, n]
+            except NotCaptured as error:
+                yield {"missing": error.found}
+                continue
+        yield _spell(value, tensors, place)
 
 
 def _spell(value: Any, tensors: dict[str, Tensor], place: Place) -> Any:
@@ -166,7 +178,11 @@ def _tap(entry: Any, tensors: dict[str, Tensor]) -> CaptureTap:
     tap = _SavedTap(target, cast(Any, lambda: None), PLAIN)  # its capture is over
     if "why" in entry:
         tap.reasons = {(0, ()): (str(entry["why"]), "")}
-    for value in _list(entry.get("calls", [])):
+    for n, value in enumerate(_list(entry.get("calls", []))):
+        why = cast("dict[str, Any]", value).get("missing") if isinstance(value, dict) else None
+        if isinstance(why, str):
+            tap.explain(n, why)
+            continue
         absent = value is None and port.startswith("grad")
         tap.kept.append(cast(Any, None) if absent else (_read(value, tensors), None))
     return tap

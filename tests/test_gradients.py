@@ -329,6 +329,22 @@ def test_a_view_that_is_used_and_then_changed_in_place_has_both_shares(others):
     torch.testing.assert_close(second, 2 * expected)
 
 
+@pytest.mark.parametrize("shape", [(3, 4), (2, 3, 4)], ids=["no view", "a view"])
+def test_a_gradient_is_what_came_before_a_hook_of_the_models_own_has_changed_it(shape):
+    class Model(nn.Sequential):
+        def forward(self, x):
+            y = self[0](x)
+            y.register_hook(lambda grad: grad.clamp(max=0.1))
+            return self[1](y)
+
+    model, x = Model(nn.Linear(4, 4), nn.Tanh()), torch.randn(shape)
+    expected, _ = cut(model[0], [x], lambda y: weigh(y.tanh()))
+    with hl.capture(model, "0:grad_output") as record:
+        weigh(model(x)).backward()
+    assert torch.equal(record["0:grad_output"], expected)
+    assert expected.max() > 0.1
+
+
 def test_only_the_gradient_of_a_layers_own_output_can_be_asked_for():
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.randn(2, 3, 4)
     with hl.capture(model, "0", "*:grad_output") as record:

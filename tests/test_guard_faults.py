@@ -665,3 +665,45 @@ def test_parameters_that_a_call_alone_was_given_are_let_go():
             assert len(guarding._later) == 2
         model(torch.ones(2, 4)).sum().backward()
         assert guarding._later == []
+
+
+def test_a_bad_gradient_of_parameters_that_are_there_no_more_is_told_at_the_second_time():
+    model = nn.Sequential(nn.Linear(4, 4), Doing(torch.sqrt))
+    given = {n: torch.zeros_like(p).requires_grad_() for n, p in model.named_parameters()}
+    with hl.guard(model, to=None):
+        with pytest.raises(hl.NonFiniteError, match="not finite in step 0, a gradient") as found:
+            torch.func.functional_call(model, given, torch.ones(2, 4)).sum().backward()
+        assert "parameters were exchanged since" in str(found.value)
+        with pytest.raises(hl.NonFiniteError) as found:
+            torch.func.functional_call(model, given, torch.ones(2, 4)).sum().backward()
+        assert found.value.fault.path == "1"
+
+
+def test_gradients_and_outputs_inside_of_vmap_are_passed_by():
+    model, x = nn.Sequential(nn.Linear(4, 3), nn.Tanh()), torch.randn(2, 4)
+    given = {name: tensor.detach() for name, tensor in model.named_parameters()}
+    many = {name: torch.stack([tensor, 2 * tensor]) for name, tensor in given.items()}
+
+    def run(own):
+        return torch.func.functional_call(model, own, x)
+
+    slopes, outputs = torch.func.jacrev(run)(given), torch.func.vmap(run)(many)
+    with hl.guard(model, to=None):
+        assert torch.equal(torch.func.jacrev(run)(given)["0.weight"], slopes["0.weight"])
+        assert torch.equal(torch.func.vmap(run)(many), outputs)
+        model(x).sum().backward()
+
+
+@pytest.mark.parametrize("careful", [False, True])
+@pytest.mark.parametrize("ignore", ["", "1", "1.weight"])
+def test_what_an_ignored_module_makes_of_its_own_bad_parameter_is_ignored_too(ignore, careful):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Sigmoid())
+    with torch.no_grad():
+        model[1].weight[0, 0] = INF
+    with hl.guard(model, to=None, ignore=ignore, careful=careful):
+        model(torch.ones(2, 4)).sum().backward()
+    with (
+        hl.guard(model, to=None, ignore="0", careful=careful),
+        pytest.raises(hl.NonFiniteError, match=r"The parameter '1\.weight' was bad"),
+    ):
+        model(torch.ones(2, 4)).sum().backward()

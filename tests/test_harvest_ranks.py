@@ -173,6 +173,21 @@ def test_columns_are_given_to_the_model_by_name_or_by_a_function(tmp_path):
         harvester(tmp_path / "c", forward=lambda model, columns: None)
 
 
+def test_columns_that_are_no_arrays_come_as_they_are(tmp_path):
+    seen = []
+
+    def forward(model, batch):
+        seen.append(batch["labels"])
+        return model(batch["x"])
+
+    labels = np.empty(2, dtype=object)
+    labels[:] = [[1], [2, 3]]
+    actor = harvester(tmp_path, inputs=None, forward=forward)
+    actor(batch(0, 1) | {"labels": labels})
+    actor.close()
+    assert seen == [[[1], [2, 3]]]
+
+
 def test_lists_come_to_the_model_as_one_tensor(tmp_path):
     tokens = np.empty(2, dtype=object)  # as Ray gives a column of lists
     tokens[:] = [np.array([1, 2, 3]), np.array([4, 5, 6])]

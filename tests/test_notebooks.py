@@ -385,3 +385,15 @@ def test_findings_show_what_to_try():
     assert findings[0]._repr_html_() == findings._repr_html_()
     assert "1 finding, 1 of them error" in findings._repr_html_()
     Page(Findings()._repr_html_())
+
+
+def test_a_record_shows_the_first_call_that_has_the_part():
+    class Varied(nn.Module):
+        def forward(self, x, whole):
+            return x if whole else (x,)
+
+    model = Varied()
+    with hl.capture(model, "[0]") as record:
+        model(torch.zeros(2), whole=True)
+        model(torch.tensor([1.0, 3.0]), whole=False)
+    assert "1 … 3" in record._repr_html_()

@@ -1269,3 +1269,23 @@ def test_preserve_puts_back_buffers_that_have_no_strides(make):
     assert model.other is other
     assert str(other) == str(make())
     assert torch.equal(model[0].weight, weight)
+
+
+def test_a_graph_that_saved_running_statistics_inside_preserve_is_refused_afterwards():
+    model, x = nn.BatchNorm1d(3), X.clone().requires_grad_()
+    with hl.preserve(model):
+        model(5 * X)
+        result = model.eval()(x)
+    with pytest.raises(RuntimeError, match="inplace operation"):
+        result.sum().backward()
+
+
+def test_preserve_fills_freed_memory_that_several_buffers_share():
+    model, memory = nn.Module(), torch.arange(10.0)
+    model.register_buffer("late", memory[6:9])
+    model.register_buffer("early", memory[:3])
+    with hl.preserve(model):
+        memory.untyped_storage().resize_(0)
+    assert model.late.tolist() == [6, 7, 8]
+    assert model.early.tolist() == [0, 1, 2]
+    assert memory.untyped_storage().nbytes() == 40

@@ -703,3 +703,9 @@ def test_a_tensor_or_bytes_in_the_place_of_a_name_are_refused_by_their_type(wher
 def test_the_port_of_a_parameter_at_a_module_is_answered_with_those_of_modules(where):
     with pytest.raises(hl.PlaceNotFound, match=r"is a module; it holds .* has :grad_output"):
         hl.select(nn.Sequential(nn.Linear(2, 3)), where)
+
+
+def test_a_module_without_parameters_is_not_said_to_hold_some():
+    model = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
+    with pytest.raises(hl.PlaceNotFound, match=r"'1' is a module; it holds none"):
+        hl.select(model, "1:grad")

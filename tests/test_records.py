@@ -1344,6 +1344,16 @@ def test_the_gradient_of_a_call_without_the_part_that_was_asked_for_keeps_its_nu
         record[where, 0]
 
 
+@pytest.mark.parametrize("where", ["[0]", ":grad_output[0]"])
+def test_joining_calls_of_which_one_has_not_the_part_says_so(where):
+    model, x = Varied(), torch.ones(2, requires_grad=True)
+    with hl.capture(model, where) as record:
+        (model(x, x * 2)[0] + model(x)).sum().backward()
+    for join in (record.cat, record.stack):
+        with pytest.raises(hl.HooklineError, match=r"asked for: the value is a tensor .* at="):
+            join(where)
+
+
 def test_every_place_in_the_table_of_a_record_can_be_read():
     model = nn.LSTM(2, 3)
     with hl.capture(model, "", ":inputs", ":grad_output", "weight_ih_l0:grad") as record:

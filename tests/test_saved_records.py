@@ -235,3 +235,21 @@ def test_what_is_nested_too_deeply_to_be_read_is_not_written(tmp_path, limit, fo
 def test_a_folder_without_a_record_is_refused(tmp_path):
     with pytest.raises(hl.RecordError, match=r"There is no file record\.json"):
         hl.load_record(tmp_path)
+
+
+def test_a_call_without_the_part_that_was_asked_for_is_still_without_it(tmp_path):
+    class Varied(nn.Module):
+        def forward(self, x, whole):
+            return x if whole else (x, None)
+
+    model, x = Varied(), torch.ones(2)
+    with hl.capture(model, "[0]", "[1]") as record:
+        for whole in (True, False, True, False):
+            model(x, whole)
+    read = hl.load_record(hl.save_record(record, tmp_path))
+    assert repr(read) == repr(record)
+    assert [value is None for value in read.calls("[0]")] == [True, False, True, False]
+    assert read["[1]", 1] is None
+    for place in ("[0]", "[1]"):
+        with pytest.raises(hl.NotCaptured, match="asked for: the value is a tensor"):
+            read[place, 2]

@@ -494,3 +494,21 @@ def test_of_many_effects_the_largest_are_shown():
     model = nn.Sequential(*[nn.Identity() for _ in range(70)])
     found = hl.sweep(model, torch.ones(1, 2), torch.zeros(1, 2), "*", torch.sum)
     assert "the 60 largest changes of 70; all are in sweep.rows" in str(found)
+
+
+def test_a_place_that_not_every_call_has_is_told_with_the_reason():
+    class Varied(nn.Module):
+        def forward(self, x, whole):
+            return x if whole else (x,)
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Varied()
+
+        def forward(self, x):
+            return self.inner(x, True) + self.inner(x, False)[0]
+
+    x = torch.ones(1, 2)
+    with pytest.raises(hl.NotCaptured, match=r"'inner\[0\]' was asked for: the value is a tensor"):
+        hl.sweep(Model(), x, 0 * x, where="inner[0]", metric=torch.sum)

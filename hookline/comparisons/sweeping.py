@@ -88,7 +88,10 @@ def sweep(
                 output = run(model, copied(clean))
         places = record.places()
         reference = one_number(metric(output))
-        shapes = {place: [shape_of(v, place) for v in record.calls(place)] for place in places}
+        shapes: Shapes = {}
+        for place in places:
+            calls = range(len(record.calls(place)))
+            shapes[place] = [shape_of(record[place, n], place) for n in calls]
         if approximate:
             jobs = _jobs(shapes, positions, dim)
             return _estimated(model, corrupt, metric, record, reference, jobs, dim)

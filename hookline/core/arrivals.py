@@ -1,7 +1,6 @@
 """Hooks on tensors and nodes by which the gradients of a log arrive.
 
 - `Arrival`: the hooks for one call of a module
-- `MadeView`: the same for a view of what a layer of torch's own has made, and nobody else has seen
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from hookline.core.arms import cut_out
 from hookline.core.recomputation import in_backward
 from hookline.core.snapshots import LAZY
 
-__all__ = ["Arrival", "MadeView"]
+__all__ = ["Arrival"]
 
 
 class Arrival:
@@ -65,43 +64,3 @@ class Arrival:
         """The hook on the base of a view; see `Arm.at_base`."""
         if self.alias._version != self.version and grad is not None:
             self.arrive(cut_out(grad, self.alias, *self.base))
-
-
-class MadeView(Arrival):
-    """The hooks where the view holds all of its base, and nothing else was made of that.
-
-    Then all that flows into the base is the view's gradient: what came by the view already, in the
-    same memory, unless the view was changed in place.
-    """
-
-    __slots__ = ("came", "shape")
-
-    def view(self, tensor: Tensor, base: Tensor) -> None:
-        self.came: Any = None
-        self.shape = tensor.shape
-
-    @torch_hooks.unserializable_hook
-    def at_view(self, grad: Tensor | None) -> None:
-        """The hook on the view."""
-        if grad is not None:
-            self.came = _memory(grad)
-            self.arrive(grad)
-
-    @torch_hooks.unserializable_hook
-    def at_base(self, grad: Tensor | None) -> None:
-        """The hook on the base."""
-        came, self.came = self.came, None
-        if grad is None or came is _memory(grad):
-            return
-        log = self.log()
-        if came is not None and log is not None:  # it was only a part of this
-            log.forget(self.ident, self.index)
-        self.arrive(grad.reshape(self.shape))
-
-
-def _memory(tensor: Tensor) -> Any:
-    """What two tensors have in common if one is a view of the other."""
-    try:
-        return tensor.untyped_storage()
-    except RuntimeError:  # it has none
-        return tensor

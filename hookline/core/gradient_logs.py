@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from hookline.core import gradients, input_gradients
 from hookline.core.arms import Handles, hang
-from hookline.core.arrivals import Arrival, MadeView
+from hookline.core.arrivals import Arrival
 from hookline.core.keeping import WHOLE, Kept, Options
 from hookline.core.logs import Log, LoggedTap, noted
 from hookline.core.nested import Path
@@ -201,12 +201,6 @@ class _GradientLog(Log):
             tap.outside = True
             self.watch_thoroughly(tap, output, index, frame)
 
-    def forget(self, ident: int, index: int) -> None:
-        """What came of a call in this backward was not all of it."""
-        tap = self.tap_of(ident)
-        if tap is not None:
-            tap.grads.pop((index, in_backward()), None)
-
     # What a call is given; None if it is not for the log.
     note: Callable[[Any, Any], Given | None] = staticmethod(gradients.note_given)
 
@@ -291,9 +285,7 @@ class GradOutputLog(_GradientLog):
             if base is None:
                 self.hang(output, ident, index)
             elif base.grad_fn and sys.getrefcount(base) <= gradients.alone():
-                whole = base.is_contiguous() and output.is_contiguous()
-                kind = MadeView if whole and base.numel() == output.numel() else Arrival
-                self.hang_both(output, base, kind(self.ref, ident, index))
+                self.hang_both(output, base, ident, index)
             else:
                 self.hand_over(output, ident, index, sys._getframe(1), 0, ())
             return None
@@ -319,7 +311,7 @@ class GradOutputLog(_GradientLog):
             return False
         if sys.getrefcount(base) > gradients.alone():
             return False
-        self.hang_both(output, base, Arrival(self.ref, ident, index))
+        self.hang_both(output, base, ident, index)
         return True
 
     def hang(self, output: Tensor, ident: int, index: int) -> None:
@@ -327,8 +319,9 @@ class GradOutputLog(_GradientLog):
         arrive = Arrival(self.ref, ident, index).arrive
         self.hung.append(hang(output, output.grad_fn, arrive))
 
-    def hang_both(self, output: Tensor, base: Tensor, arrival: Arrival) -> None:
+    def hang_both(self, output: Tensor, base: Tensor, ident: int, index: int) -> None:
         """Hook an output, and what it is a view of."""
+        arrival = Arrival(self.ref, ident, index)
         arrival.view(output, base)
         self.hung.append(hang(base, base.grad_fn, arrival.at_base))
         self.hung.append(hang(output, output.grad_fn, arrival.at_view))

@@ -172,6 +172,8 @@ class CaptureTap(Tap):
 
     def numbered(self) -> list[tuple[int, Kept | None]]:
         """The values with their calls; None for a call that had not the part asked for."""
+        if self.options.keep == "all" and not self.reasons:
+            return list(enumerate(self.kept))
         if self.options.keep != "all":
             return [(self.fired - 1 if self.options.keep == "last" else 0, k) for k in self.kept]
         without = {call for call, _ in self.reasons}

@@ -224,8 +224,10 @@ class _Query:
                 return _nothing(request, f"{name!r} is a method there.", f"Call {call}.")
             if getattr(owner, name, 0) is None:
                 found = f"{name!r} is there, but it is None."
-        for path, _ in find(self.model, names)[:1] if request.port in TENSOR_PORTS else ():
-            found = f"{path!r} is a module; it holds '{join(escape(path), '**')}:{request.port}'."
+        for path, module in find(self.model, names)[:1] if request.port in TENSOR_PORTS else ():
+            within = f"it holds '{join(escape(path), '**')}:{request.port}'."
+            held = any([*tensors_of(inner)] for _, inner in walk(module))
+            found = f"{path!r} is a module; {within if held else 'it holds none.'}"
             return _nothing(request, found, "A module itself has :grad_output and :grad_input.")
         remedy = _LIST if self.model._modules else _ITSELF
         return _nothing(request, found or _closest(self.model, text), remedy)

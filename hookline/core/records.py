@@ -222,7 +222,9 @@ class Record:
         return distributed.spread(tensor, tap.layouts, (*tap.target.parts, *path))
 
     def _tensors(self, where: Any) -> list[Tensor]:
-        return [only_tensor(value, f"The value at {where!r}")[1] for value in self.calls(where)]
+        # A call that has no value is read, for the error that says why.
+        found = [self[where, n] if v is None else v for n, v in enumerate(self.calls(where))]
+        return [only_tensor(value, f"The value at {where!r}")[1] for value in found]
 
     def places(self) -> list[Place]:
         """The places that hold values, in model order."""

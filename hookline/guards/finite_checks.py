@@ -55,7 +55,7 @@ def probe(tensor: Tensor) -> Tensor | None:
     """
     if (
         type(tensor) is Tensor and tensor.dtype in _PLAIN and not tensor.is_meta
-        and tensor.layout is torch.strided and not tensor.is_nested
+        and tensor.layout is torch.strided and not tensor.is_nested and not _is_wrapped(tensor)
     ):  # fmt: skip
         # The commonest case without the checks; a sum of bfloat16 is taken in float32 inside.
         return tensor.detach().sum()

@@ -126,7 +126,7 @@ class Backward:
         Some kernels give a finite result for it, and so does a sigmoid of an infinity.
         """
         span = self._span(node)
-        if span is None:
+        if span is None or self._is_ignored(span):
             return []
         held = list(span.origins)
         if not span.operation:  # a call, whose own parameters count, too
@@ -155,14 +155,14 @@ class Backward:
         fitting = [span for span in self.trace.spans if span.start <= number < span.end]
         return min(fitting, key=lambda s: (s.end - s.start, not s.operation), default=None)
 
-    def _is_ignored(self, origin: Origin) -> bool:
+    def _is_ignored(self, found: Origin | Span) -> bool:
         model, ignored = self.trace.model, self.trace.ignored
         if not ignored:
             return False
-        if any(ignored.module(module) for module in around(model, origin.path)):
+        if any(ignored.module(module) for module in around(model, found.path)):
             return True
-        owner = model.get_submodule(origin.path)
-        return bool(origin.operation) and ignored.operation(owner, origin.operation, origin.use)
+        owner = model.get_submodule(found.path)
+        return bool(found.operation) and ignored.operation(owner, found.operation, found.use)
 
     def settle(self, gradients: Mapping[str, Tensor | None]) -> None:
         """What came out in the end; a sum of finite shares may be bad, and what hooks make."""

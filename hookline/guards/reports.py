@@ -131,7 +131,7 @@ def _place(origin: Origin, often: set[tuple[str, str]]) -> str:
 
 def explain(fault: Fault, scaled: bool) -> NonFiniteError:
     """The error that tells of a fault."""
-    shown = [f"{label}: {own.counts()}" for label, own in fault.seen[:3]]
+    shown = [f"{label}: {own.counts()}" for label, own in fault.seen[:3]] or ["a gradient"]
     more = f" and {len(fault.seen) - 3} more" if len(fault.seen) > 3 else ""
     error = NonFiniteError(
         f"guard found numbers that are not finite in step {fault.step}, {'; '.join(shown)}{more}.",

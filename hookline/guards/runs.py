@@ -201,6 +201,9 @@ class Kept:
             found.append(f"it was given a {opaque}, which the first run may have changed")
         if any(parameter._version != version for parameter, version in self.parameters):
             found.append("parameters were changed since, as by an optimiser's step")
+        there = set(map(id, self.called.parameters()))
+        if any(id(parameter) not in there for parameter, _ in self.parameters):
+            found.append("parameters were exchanged since, as after torch.func.functional_call")
         if self.lost:
             found.append(f"the buffer {self.lost[0]} was changed, and not copied before")
         if any(tensor._version != version for tensor, version in self.gradients.values()):

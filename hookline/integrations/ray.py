@@ -203,7 +203,7 @@ def _tensor(column: Any) -> Any:
     array = np.asarray(column)
     rows: list[Any] = array.tolist() if array.dtype.kind == "O" else []
     shapes: set[Any] = {getattr(one, "shape", None) for one in rows}
-    if len(shapes) == 1:
+    if len(shapes) == 1 and None not in shapes:
         array = np.asarray([*rows])  # Ray gives lists, such as tokens, as an array of arrays
     if array.dtype.kind in "biufc":
         return torch.from_numpy(np.array(array))  # Ray's own are read-only

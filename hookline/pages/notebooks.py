@@ -138,11 +138,12 @@ Found = Iterator[tuple[str, str] | None]
 
 
 def _of_record(record: Record, names: Sequence[str]) -> Found:
-    """The first call's tensors; what was changed in place since has no picture."""
+    """The tensors of the first call that has any; what was changed in place has no picture."""
     tensors: dict[str, Tensor] = {}
     for place in record.places()[: len(names)]:
         try:
-            value = record[place, 0]
+            tap, _ = record._find(place)
+            value = record._read(tap, tap.entries()[0], (), 0)
         except HooklineError:
             continue  # the text beside it, or reading it, says why
         for path, tensor in leaves(value):
