@@ -301,6 +301,25 @@ def test_a_name_that_is_not_called_is_an_error_that_lists_those_that_are():
         hl.select(model, "0.attn/bmm", inputs=x)
 
 
+class Fused(nn.Module):
+    def forward(self, x):
+        return F.scaled_dot_product_attention(x, x, x)
+
+
+@pytest.mark.parametrize("place", ["/softmax", "/softmax#0"])
+def test_a_softmax_that_a_fused_kernel_does_inside_is_told_with_what_shows_it(place):
+    model, x = Fused(), torch.randn(1, 2, 3, 4)
+    for context in (hl.capture(model, place), hl.edit(model, place, hl.zero())):
+        with (
+            pytest.raises(hl.errors.NeverFired, match=r"hookline\.attention.*attn_implementation"),
+            context,
+        ):
+            model(x)
+    with pytest.raises(hl.errors.NeverFired) as error, hl.capture(model, "/bmm"):
+        model(x)
+    assert "attn_implementation" not in str(error.value)
+
+
 def test_what_an_operation_cannot_have_is_refused():
     model = transformer()
     with pytest.raises(hl.errors.NotHookable, match="`with`"):

@@ -243,4 +243,7 @@ def refuse(targets: Iterable[Target]) -> None:
 def not_called(name: str, others: Iterable[str]) -> str:
     """Why nothing happened at an operation."""
     listed = ", ".join(dict.fromkeys(others)) or "no torch function at all"
+    if name.startswith("softmax") and "scaled_dot_product_attention" in listed:
+        listed += " (hookline.attention shows the patterns; to have a softmax to edit, models of "
+        listed += 'transformers need attn_implementation="eager")'
     return f"its module's own forward never called {name!r}. It called {listed}."
