@@ -1,8 +1,10 @@
 """Torch calls inside a forward: `path/operation[#n]`, against forwards that keep them by hand."""
 
 import asyncio
+import gc
 import random
 import threading
+import weakref
 
 import pytest
 import torch
@@ -637,3 +639,43 @@ def test_an_operation_that_returns_its_input_unchanged_is_not_written_to():
     with hl.edit(model, "/contiguous", hl.zero()):
         assert torch.equal(model(x), x)
     assert torch.equal(x, torch.ones(2))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_an_operation_in_a_region_inside_a_region_is_edited_again(reentrant):
+    class Squash(nn.Module):
+        def forward(self, x):
+            return x.tanh() * 2
+
+    class Nested(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Squash()
+
+        def forward(self, x):
+            return checkpoint(self.inner, x, use_reentrant=reentrant).sin()
+
+    model, x = Nested(), torch.randn(3, requires_grad=True)
+    with hl.edit(model, "inner/tanh", hl.scale(0.5)):
+        checkpoint(model, x, use_reentrant=reentrant).sum().backward()
+    (wanted,) = torch.autograd.grad(x.tanh().sin().sum(), x)
+    assert torch.allclose(x.grad, wanted)
+
+
+def test_what_callers_hold_is_freed_when_they_return_without_garbage_collection():
+    model = transformer()
+
+    def run():
+        x = batch()
+        model(x)
+        return weakref.ref(x)
+
+    gc.collect()
+    gc.disable()
+    try:
+        with hl.capture(model, "0.attn/softmax", detach=True):
+            assert run()() is None
+        with hl.edit(model, "0.attn/softmax", hl.scale(2.0)):
+            assert run()() is None
+    finally:
+        gc.enable()

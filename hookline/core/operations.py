@@ -25,7 +25,6 @@ from hookline.core.nested import leaves
 from hookline.core.places import Target
 from hookline.core.recomputation import in_backward
 from hookline.core.sites import ACTIVE, Site
-from hookline.core.taps import is_over
 from hookline.errors import NotHookable
 
 __all__ = ["Mode", "Operation", "innermost", "name_of", "not_called", "refuse"]
@@ -81,8 +80,7 @@ class Mode(TorchFunctionMode):
         self.operations: dict[int, list[Operation]] = {}  # by module, in order of entering
         self.names: dict[str, int] = {}  # how many operations are for each name
         self.waiting = 0  # operations that never came: then all names are of interest
-        # The running calls of modules, and the operations in each of them, counted by name.
-        self.running: list[tuple[FrameType, dict[str, int]]] = []
+        self.key = f"hookline {id(self)}"  # of the counts in a frame, which end with it
 
     def add(self, operation: Operation) -> None:
         """Serve one more operation; with the first the mode begins."""
@@ -105,7 +103,6 @@ class Mode(TorchFunctionMode):
         if not served:
             del self.operations[ident]
         if not self.operations:
-            self.running.clear()
             self.leave()
 
     def leave(self) -> None:
@@ -143,20 +140,15 @@ class Mode(TorchFunctionMode):
 
     def count(self, name: str, frame: FrameType) -> int:
         """How many operations of a name came before in this call of a module."""
-        running = self.running
-        while running and running[-1][0] is not frame and is_over(running[-1][0]):
-            running.pop()
-        if not running or running[-1][0] is not frame:
-            running.append((frame, {}))
-        counts = running[-1][1]
+        counts = frame.f_locals.setdefault(self.key, {})
         counts[name] = counts.get(name, -1) + 1
         return counts[name]
 
     def run(self, func: Any, args: Any, kwargs: Any, operations: list[Operation]) -> Any:
         """Call a function between what the operations do before and after it."""
-        running = sys._getframe()
+        # Its frame is never a local of its own: such a circle holds all callers until it is broken.
         for operation in operations:
-            new = operation.begin(func, args, kwargs, running)
+            new = operation.begin(func, args, kwargs, sys._getframe())
             if new is not None:
                 args, kwargs = new
         first = args[0] if args else None
@@ -165,7 +157,7 @@ class Mode(TorchFunctionMode):
         # What works in place is often called without use of what it returns.
         in_place = output is first and _version(output) != before and not output.requires_grad
         for operation in operations:
-            new = operation.end(output, running)
+            new = operation.end(output, sys._getframe())
             if new is not None:
                 output = output.copy_(new) if in_place else new
         return output
