@@ -617,8 +617,9 @@ def test_a_context_that_its_own_function_removes_leaves_no_mode(verb):
     assert not torch.overrides._get_current_function_mode_stack()
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("used", [True, False])
-def test_an_edit_of_an_operation_in_place_holds_whether_its_result_is_used_or_not(used):
+def test_an_edit_of_an_operation_in_place_holds_whether_its_result_is_used_or_not(used, mode):
     class Rectified(nn.Module):
         def forward(self, x):
             x = x + 1
@@ -626,8 +627,29 @@ def test_an_edit_of_an_operation_in_place_holds_whether_its_result_is_used_or_no
             return y * 2 if used else x * 2
 
     model, x = Rectified(), torch.randn(3, 4)
-    with hl.edit(model, "/relu_", hl.replace(5.0)):
+    with mode(), hl.edit(model, "/relu_", hl.replace(5.0)):
         assert torch.equal(model(x), torch.full((3, 4), 10.0))
+
+
+@pytest.mark.parametrize("change", [hl.scale(0.5), hl.clamp(-0.3, 0.3), torch.square])
+@pytest.mark.parametrize("used", [True, False])
+def test_an_edit_of_an_operation_in_place_has_its_gradient(used, change):
+    class Masked(nn.Module):
+        def forward(self, x):
+            h = x * 3
+            y = h.masked_fill_(x > 1, -0.2)
+            return (y if used else h).square()
+
+    model, x = Masked(), torch.randn(3, 4, requires_grad=True)
+    with hl.edit(model, "/masked_fill_", change), hl.capture(model, "/masked_fill_") as record:
+        output = model(x)
+    by_hand = (x * 3).masked_fill(x > 1, -0.2)
+    wanted = {hl.scale: lambda v: v * 0.5, hl.clamp: lambda v: v.clamp(-0.3, 0.3)}
+    by_hand = wanted.get(type(change), torch.square)(by_hand)
+    assert torch.equal(record["/masked_fill_"], by_hand)
+    assert torch.equal(output, by_hand.square())
+    gradients = [torch.autograd.grad(one.sum(), x)[0] for one in (output, by_hand.square())]
+    assert torch.allclose(*gradients)
 
 
 def test_an_operation_that_returns_its_input_unchanged_is_not_written_to():

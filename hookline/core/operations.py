@@ -151,13 +151,19 @@ class Mode(TorchFunctionMode):
             new = operation.begin(func, args, kwargs, sys._getframe())
             if new is not None:
                 args, kwargs = new
-        first = args[0] if args else None
+        first: Any = args[0] if args else None
         before = _version(first)
         output = func(*args, **kwargs)
-        # What works in place is often called without use of what it returns.
-        in_place = output is first and _version(output) != before and not output.requires_grad
+        # What works in place is often called without use of what it returns: what is changed is
+        # written there too, unless the backward needs what was written first (as of `relu_`).
+        in_place: bool = isinstance(first, Tensor) and output is first
+        if in_place and first.is_inference():  # which has no versions
+            in_place = name_of(func).endswith("_")
+        elif in_place:
+            in_place = first._version != before and not hasattr(first.grad_fn, "_saved_result")
         for operation in operations:
-            new = operation.end(output, sys._getframe())
+            apart = in_place and output.requires_grad and any(t.replaces for t in operation.outputs)
+            new = operation.end(output.clone() if apart else output, sys._getframe())
             if new is not None:
                 output = output.copy_(new) if in_place else new
         return output
