@@ -27,7 +27,7 @@ from hookline.core.places import Place, Request, Target, Where
 from hookline.core.records import Record
 from hookline.core.snapshots import duplicate, settle
 from hookline.core.taps import Frame
-from hookline.core.tree import walk
+from hookline.core.tree import unwrapped, walk
 from hookline.errors import (
     HooklineError,
     NeverFired,
@@ -155,12 +155,13 @@ class Patterns:
         found, model = self._found(), self._model()
         fitting = [place for place in found if place == where]
         if not fitting and model is not None:
-            asked = select(model, where)
+            modules = dict(walk(model))
             fitting = [
                 place
                 for place in found
-                for other in asked
-                if place.path == other.path and other.operation in (None, place.operation)
+                for other in select(model, where)
+                if other.operation in (None, place.operation) and other.path in modules
+                if place.path == unwrapped(other.path, modules[other.path])[0]
             ]
         if len(fitting) == 1:
             return fitting[0], *found[fitting[0]]
@@ -290,7 +291,8 @@ class attention(capture):
                 "It belongs to a module as a whole, or to one of its operations.",
                 f"Write {target.path!r}, or {target.path + '/' + SDPA!r}.",
             )
-        module, path, named = target.module, target.path, target.operation
+        path, module = unwrapped(target.path, target.module)
+        named = target.operation
         if named is not None and named.partition("#")[0] not in _PORTS:
             raise PlaceError(
                 f"An attention pattern at {str(target.place)!r} was asked for.",

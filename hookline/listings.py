@@ -20,7 +20,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from hookline.core import tables
+from hookline.core import compiling, tables
 from hookline.core.grammar import Place, parse
 from hookline.core.nested import leaves
 from hookline.core.operations import Mode, innermost, name_of, not_called
@@ -165,8 +165,12 @@ def _survey(model: nn.Module, wheres: Iterable[Where], inputs: Any) -> list[Plac
     mode = _Survey(targets)
     with trial(model), torch.no_grad():
         batch = copied(inputs)
-        with mode:
-            call(model, batch)
+        compiling.suspend(mode, in_graph=False)
+        try:
+            with mode:
+                call(model, batch)
+        finally:
+            compiling.resume(mode)
     often = {(id(target), name) for target, name, use, *_ in mode.found if use}
     rows: dict[Place, tuple[str, str]] = {}
     for target, name, use, values, source in mode.found:

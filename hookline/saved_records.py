@@ -43,9 +43,10 @@ def save_record(record: Record, folder: str | Path) -> Path:
       0      1      (2, 3)  float32
 
     Values are written detached, from whichever device; of a DTensor this rank's part. Tuples, lists
-    and dicts stay what they are; named tuples, dataclasses and the like are read again as dicts,
-    and an object that holds no tensors is kept as its repr. A value that changed since it was
-    captured is refused, as it is on reading, and so is a folder that holds a store or a run.
+    and dicts stay what they are (keys that are neither strings nor integers become strings); named
+    tuples, dataclasses and the like are read again as dicts, and an object that holds no tensors is
+    kept as its repr. A value that changed since it was captured is refused, as it is on reading,
+    and so is a folder that holds a store or a run.
     """
     held = "store" if (Path(folder) / "store.json").is_file() else ""
     held = held or ("run" if segments_in(Path(folder)) else "")

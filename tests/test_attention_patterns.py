@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from helpers import assert_clean, hooks_left
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.utils.checkpoint import checkpoint
 from transformers import (
@@ -806,3 +807,19 @@ def test_generation_with_a_cache_has_one_query_a_step_and_keys_that_grow(name):
         for n, step in enumerate(steps, 6):
             expected = whole[:, :, n : n + 1, : n + 1]
             torch.testing.assert_close(step, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("wrap", [lambda m: torch.compile(m, backend="eager"), checkpoint_wrapper])
+@pytest.mark.parametrize("asked", [None, "0"])
+def test_a_wrapped_module_has_its_pattern_under_its_own_name(wrap, asked):
+    class SelfAttention(nn.Module):
+        def forward(self, x):
+            return F.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+    model, (x, _) = nn.Sequential(SelfAttention(), nn.ReLU()), tensors()
+    model[0] = wrap(model[0])
+    with hl.attention(model, asked) as patterns:
+        model(x)
+    assert len(patterns) == 1
+    for place in ("0", model[0]):
+        assert torch.allclose(patterns[place], by_kernel(x, x, is_causal=True), atol=1e-6)

@@ -333,3 +333,19 @@ def test_a_compiler_that_is_being_imported_has_compiled_nothing(monkeypatch):
     assert compiling.untouched()
     half.__spec__._initializing = False  # then there is no telling
     assert not compiling.untouched()
+
+
+def test_operations_of_a_compiled_child_are_found_under_its_own_name():
+    model, x = model_with_inplace(), torch.randn(3, 4)
+    wanted = model[0](x)
+    model[0] = torch.compile(model[0], backend="eager")
+    model(x)
+    assert hl.select(model, "0/*", inputs=x) == ["0._orig_mod/linear"]
+    assert "0._orig_mod/linear" in hl.select(model, "**/*", inputs=x)
+    for place in ("0/linear", "{0..1}/linear"):
+        with hl.capture(model, place, detach=True) as record:
+            model(x)
+        assert torch.equal(record["0/linear"], wanted)
+    with hl.edit(model, "0/linear", hl.zero()):
+        assert torch.equal(model(x), model[2].bias.expand(3, 2))
+    assert_clean(model)

@@ -1,8 +1,10 @@
 """Torch calls inside a forward: `path/operation[#n]`, against forwards that keep them by hand."""
 
 import asyncio
+import gc
 import random
 import threading
+import weakref
 
 import pytest
 import torch
@@ -301,6 +303,25 @@ def test_a_name_that_is_not_called_is_an_error_that_lists_those_that_are():
         hl.select(model, "0.attn/bmm", inputs=x)
 
 
+class Fused(nn.Module):
+    def forward(self, x):
+        return F.scaled_dot_product_attention(x, x, x)
+
+
+@pytest.mark.parametrize("place", ["/softmax", "/softmax#0"])
+def test_a_softmax_that_a_fused_kernel_does_inside_is_told_with_what_shows_it(place):
+    model, x = Fused(), torch.randn(1, 2, 3, 4)
+    for context in (hl.capture(model, place), hl.edit(model, place, hl.zero())):
+        with (
+            pytest.raises(hl.errors.NeverFired, match=r"hookline\.attention.*attn_implementation"),
+            context,
+        ):
+            model(x)
+    with pytest.raises(hl.errors.NeverFired) as error, hl.capture(model, "/bmm"):
+        model(x)
+    assert "attn_implementation" not in str(error.value)
+
+
 def test_what_an_operation_cannot_have_is_refused():
     model = transformer()
     with pytest.raises(hl.errors.NotHookable, match="`with`"):
@@ -596,8 +617,9 @@ def test_a_context_that_its_own_function_removes_leaves_no_mode(verb):
     assert not torch.overrides._get_current_function_mode_stack()
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("used", [True, False])
-def test_an_edit_of_an_operation_in_place_holds_whether_its_result_is_used_or_not(used):
+def test_an_edit_of_an_operation_in_place_holds_whether_its_result_is_used_or_not(used, mode):
     class Rectified(nn.Module):
         def forward(self, x):
             x = x + 1
@@ -605,8 +627,29 @@ def test_an_edit_of_an_operation_in_place_holds_whether_its_result_is_used_or_no
             return y * 2 if used else x * 2
 
     model, x = Rectified(), torch.randn(3, 4)
-    with hl.edit(model, "/relu_", hl.replace(5.0)):
+    with mode(), hl.edit(model, "/relu_", hl.replace(5.0)):
         assert torch.equal(model(x), torch.full((3, 4), 10.0))
+
+
+@pytest.mark.parametrize("change", [hl.scale(0.5), hl.clamp(-0.3, 0.3), torch.square])
+@pytest.mark.parametrize("used", [True, False])
+def test_an_edit_of_an_operation_in_place_has_its_gradient(used, change):
+    class Masked(nn.Module):
+        def forward(self, x):
+            h = x * 3
+            y = h.masked_fill_(x > 1, -0.2)
+            return (y if used else h).square()
+
+    model, x = Masked(), torch.randn(3, 4, requires_grad=True)
+    with hl.edit(model, "/masked_fill_", change), hl.capture(model, "/masked_fill_") as record:
+        output = model(x)
+    by_hand = (x * 3).masked_fill(x > 1, -0.2)
+    wanted = {hl.scale: lambda v: v * 0.5, hl.clamp: lambda v: v.clamp(-0.3, 0.3)}
+    by_hand = wanted.get(type(change), torch.square)(by_hand)
+    assert torch.equal(record["/masked_fill_"], by_hand)
+    assert torch.equal(output, by_hand.square())
+    gradients = [torch.autograd.grad(one.sum(), x)[0] for one in (output, by_hand.square())]
+    assert torch.allclose(*gradients)
 
 
 def test_an_operation_that_returns_its_input_unchanged_is_not_written_to():
@@ -618,3 +661,43 @@ def test_an_operation_that_returns_its_input_unchanged_is_not_written_to():
     with hl.edit(model, "/contiguous", hl.zero()):
         assert torch.equal(model(x), x)
     assert torch.equal(x, torch.ones(2))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_an_operation_in_a_region_inside_a_region_is_edited_again(reentrant):
+    class Squash(nn.Module):
+        def forward(self, x):
+            return x.tanh() * 2
+
+    class Nested(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Squash()
+
+        def forward(self, x):
+            return checkpoint(self.inner, x, use_reentrant=reentrant).sin()
+
+    model, x = Nested(), torch.randn(3, requires_grad=True)
+    with hl.edit(model, "inner/tanh", hl.scale(0.5)):
+        checkpoint(model, x, use_reentrant=reentrant).sum().backward()
+    (wanted,) = torch.autograd.grad(x.tanh().sin().sum(), x)
+    assert torch.allclose(x.grad, wanted)
+
+
+def test_what_callers_hold_is_freed_when_they_return_without_garbage_collection():
+    model = transformer()
+
+    def run():
+        x = batch()
+        model(x)
+        return weakref.ref(x)
+
+    gc.collect()
+    gc.disable()
+    try:
+        with hl.capture(model, "0.attn/softmax", detach=True):
+            assert run()() is None
+        with hl.edit(model, "0.attn/softmax", hl.scale(2.0)):
+            assert run()() is None
+    finally:
+        gc.enable()

@@ -25,7 +25,6 @@ from hookline.core.nested import leaves
 from hookline.core.places import Target
 from hookline.core.recomputation import in_backward
 from hookline.core.sites import ACTIVE, Site
-from hookline.core.taps import is_over
 from hookline.errors import NotHookable
 
 __all__ = ["Mode", "Operation", "innermost", "name_of", "not_called", "refuse"]
@@ -81,8 +80,7 @@ class Mode(TorchFunctionMode):
         self.operations: dict[int, list[Operation]] = {}  # by module, in order of entering
         self.names: dict[str, int] = {}  # how many operations are for each name
         self.waiting = 0  # operations that never came: then all names are of interest
-        # The running calls of modules, and the operations in each of them, counted by name.
-        self.running: list[tuple[FrameType, dict[str, int]]] = []
+        self.key = f"hookline {id(self)}"  # of the counts in a frame, which end with it
 
     def add(self, operation: Operation) -> None:
         """Serve one more operation; with the first the mode begins."""
@@ -105,7 +103,6 @@ class Mode(TorchFunctionMode):
         if not served:
             del self.operations[ident]
         if not self.operations:
-            self.running.clear()
             self.leave()
 
     def leave(self) -> None:
@@ -143,29 +140,30 @@ class Mode(TorchFunctionMode):
 
     def count(self, name: str, frame: FrameType) -> int:
         """How many operations of a name came before in this call of a module."""
-        running = self.running
-        while running and running[-1][0] is not frame and is_over(running[-1][0]):
-            running.pop()
-        if not running or running[-1][0] is not frame:
-            running.append((frame, {}))
-        counts = running[-1][1]
+        counts = frame.f_locals.setdefault(self.key, {})
         counts[name] = counts.get(name, -1) + 1
         return counts[name]
 
     def run(self, func: Any, args: Any, kwargs: Any, operations: list[Operation]) -> Any:
         """Call a function between what the operations do before and after it."""
-        running = sys._getframe()
+        # Its frame is never a local of its own: such a circle holds all callers until it is broken.
         for operation in operations:
-            new = operation.begin(func, args, kwargs, running)
+            new = operation.begin(func, args, kwargs, sys._getframe())
             if new is not None:
                 args, kwargs = new
-        first = args[0] if args else None
+        first: Any = args[0] if args else None
         before = _version(first)
         output = func(*args, **kwargs)
-        # What works in place is often called without use of what it returns.
-        in_place = output is first and _version(output) != before and not output.requires_grad
+        # What works in place is often called without use of what it returns: what is changed is
+        # written there too, unless the backward needs what was written first (as of `relu_`).
+        in_place: bool = isinstance(first, Tensor) and output is first
+        if in_place and first.is_inference():  # which has no versions
+            in_place = name_of(func).endswith("_")
+        elif in_place:
+            in_place = first._version != before and not hasattr(first.grad_fn, "_saved_result")
         for operation in operations:
-            new = operation.end(output, running)
+            apart = in_place and output.requires_grad and any(t.replaces for t in operation.outputs)
+            new = operation.end(output.clone() if apart else output, sys._getframe())
             if new is not None:
                 output = output.copy_(new) if in_place else new
         return output
@@ -243,4 +241,7 @@ def refuse(targets: Iterable[Target]) -> None:
 def not_called(name: str, others: Iterable[str]) -> str:
     """Why nothing happened at an operation."""
     listed = ", ".join(dict.fromkeys(others)) or "no torch function at all"
+    if name.startswith("softmax") and "scaled_dot_product_attention" in listed:
+        listed += " (hookline.attention shows the patterns; to have a softmax to edit, models of "
+        listed += 'transformers need attn_implementation="eager")'
     return f"its module's own forward never called {name!r}. It called {listed}."

@@ -168,11 +168,12 @@ class _Query:
                 )
         for path in pattern.paths:
             if not path and (pattern.operation or "input" in (request.port or "")):
-                self._add_modules(request, [unwrapped(self.model)])
+                self._add_modules(request, [unwrapped("", self.model)])
             elif pattern.operation is None:
                 self._add_path(request, path)
             else:
-                self._add_modules(request, find(self.model, path))
+                steps = [unwrapped(*step) for step in find(self.model, path)]
+                self._add_modules(request, {step[1]: step for step in steps}.values())
         if not (request.modules or request.tensors):
             raise self._not_found(request, text, pattern.paths[0])
         return request

@@ -3,7 +3,7 @@
 - `walk(model)`: every module once, under its first name
 - `find(model, segments)`: the modules whose path matches
 - `find_tensors(model, segments, gradients)`: the parameters and buffers whose path matches
-- `unwrapped(model)`: what torch's wrappers hold
+- `unwrapped(path, module)`: what torch's wrappers hold
 - `exists(model, names)`: whether a plain path is that of a module, parameter or buffer
 - `around(model, path)`: the module at a path and those that it is in, the innermost first
 - `tensors_of(module)`: the parameters and buffers of a module itself
@@ -99,9 +99,8 @@ def _wrapped(path: str, module: nn.Module, segment: Segment) -> Step | None:
     return None
 
 
-def unwrapped(model: nn.Module) -> Step:
-    """The model, or what torch's wrappers around it hold: their forwards take any arguments."""
-    path, module = "", model
+def unwrapped(path: str, module: nn.Module) -> Step:
+    """A module, or what torch's wrappers around it hold: their forwards take any arguments."""
     while len(module._modules) == 1:
         ((name, inner),) = module._modules.items()
         known = name != "module" or "DataParallel" in type(module).__name__

@@ -119,7 +119,7 @@ class watch(Anchored):
         self._diagnosis: Diagnosis | None = None
         self._found: list[Finding] = []
         super().__init__(model)
-        _, self._inner = unwrapped(model)  # places have the names that the user gave
+        _, self._inner = unwrapped("", model)  # places have the names that the user gave
 
     # -- entering and leaving -------------------------------------------------------------------
 
