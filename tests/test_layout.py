@@ -221,7 +221,7 @@ def test_the_core_does_not_grow():
     # The aim was about 1,800 lines, before compiled, checkpointed and spread models, operations
     # and the logs.
     total = sum(lines_of_code(path.read_text()) for path in CORE)
-    assert total < 4_380, total
+    assert total < 4_360, total
 
 
 def test_no_file_is_named_like_a_public_function_or_a_drawer():
