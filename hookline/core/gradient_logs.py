@@ -230,15 +230,6 @@ _MAKERS: set[type[nn.Module]] = {
 _everywhere: Any = getattr(nn.modules.module, "_global_forward_hooks", {None: None})
 
 
-def _makes(module: nn.Module) -> bool:
-    """Whether a module makes what it returns, and nobody else has to do with that."""
-    if type(module) not in _MAKERS:
-        return False
-    own = module.__dict__
-    others = own["_forward_hooks"] or own["_forward_pre_hooks"] or _everywhere
-    return not (others or "forward" in own or own.get("inplace"))
-
-
 class GradOutputLog(_GradientLog):
     """The gradients at the outputs of modules."""
 
@@ -248,7 +239,13 @@ class GradOutputLog(_GradientLog):
         makers: list[Step] = []
         rest: list[Step] = []
         for step in steps:
-            (makers if _makes(step[1]) else rest).append(step)
+            found = rest
+            if type(step[1]) in _MAKERS:  # and nobody else has to do with what it returns
+                own = step[1].__dict__
+                others = own["_forward_hooks"] or own["_forward_pre_hooks"] or _everywhere
+                if not (others or "forward" in own or own.get("inplace")):
+                    found = makers
+            found.append(step)
         self.steps += makers
         key, after_made = self.key, self.after_made
         for _, module in makers:
@@ -263,6 +260,7 @@ class GradOutputLog(_GradientLog):
         active: Callable[[], frozenset[int | None]] = ACTIVE.get,
         in_backward: Callable[[], int] = in_backward,
         saving: Callable[[bool], Any] = saving,
+        held_by: Callable[[object], int] = sys.getrefcount,
         /,
     ) -> Any:
         """The forward hook of a module that makes what it returns: the one before is not needed."""
@@ -284,7 +282,7 @@ class GradOutputLog(_GradientLog):
             base = output._base
             if base is None:
                 self.hang(output, ident, index)
-            elif base.grad_fn and sys.getrefcount(base) <= gradients.alone():
+            elif base.grad_fn and held_by(base) <= gradients.alone():
                 self.hang_both(output, base, ident, index)
             else:
                 self.hand_over(output, ident, index, sys._getframe(1), 0, ())
