@@ -1248,6 +1248,7 @@ def test_batches_are_told_apart():
     things = [
         x, x.flip(0), x.double(), x.view(2, 3), {"x": x}, {"y": x}, [x], x.numpy() + 1,
         {"x": x, "n": 1}, "a", ["a", "b"], ["b", "a"], Own(x), Own(x + 1), np.array(["a"]),
+        np.int32(5), np.int32(6), np.float32(0.5), 1j, 2j, np.complex64(3j),
         *odd_batches(x), *odd_batches(x + 1),
     ]  # fmt: skip
     assert len({digest(one) for one in things}) == len(things)

@@ -162,6 +162,8 @@ def digest(value: Any, seen: int = 0) -> int:
             value = _plain(array) if array.size else array.shape
         else:
             value = array.tolist()
+    elif isinstance(value, np.generic):
+        value = cast("np.generic[Any]", value).item()
     if isinstance(value, Tensor) and value.is_nested:
         value = value.unbind()
     elif isinstance(value, Tensor) and "sparse" in str(value.layout):
@@ -169,7 +171,7 @@ def digest(value: Any, seen: int = 0) -> int:
         value = (tuple(value.shape), whole.indices(), whole.values())
     if isinstance(value, Tensor):
         return zlib.crc32(f"{value.dtype}{tuple(value.shape)}".encode() + _content(value), seen)
-    if value is None or isinstance(value, (str, bytes, bool, int, float)):
+    if value is None or isinstance(value, (str, bytes, bool, int, float, complex)):
         return zlib.crc32(repr(value).encode(), seen)
     inside = children(value)
     if inside is None:  # an object of another library: the tensors in its attributes
