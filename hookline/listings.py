@@ -26,7 +26,7 @@ from hookline.core.nested import leaves
 from hookline.core.operations import Mode, innermost, name_of, not_called
 from hookline.core.places import Where, resolve
 from hookline.core.targets import Target
-from hookline.core.tree import _WRAPPERS, walk
+from hookline.core.tree import WRAPPERS, walk
 from hookline.errors import PlaceNotFound
 from hookline.trials.batches import call
 from hookline.trials.runs import copied, trial
@@ -34,7 +34,7 @@ from hookline.trials.runs import copied, trial
 __all__ = ["Listing", "Places", "held_as", "select"]
 
 _TORCH = str(Path(torch.__file__).parent)
-_WRAPPED = re.compile(rf"(?:^|(?<=\.))({'|'.join(sorted(_WRAPPERS - {''}))})(?:\.|(?=[/:[])|$)")
+_WRAPPED = re.compile(rf"(?:^|(?<=\.))({'|'.join(sorted(WRAPPERS - {''}))})(?:\.|(?=[/:[])|$)")
 
 
 class Places(list[Place]):

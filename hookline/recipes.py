@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from hookline import folders
 from hookline.core.changes import Chain, Change, replace
 from hookline.core.contexts import Entering
-from hookline.core.edits import _as_calls, _as_change, _EditTap, edit
+from hookline.core.edits import EditTap, as_calls, as_change, edit
 from hookline.core.places import Target, Where
 from hookline.core.tables import as_html, as_text, describe
 from hookline.core.taps import Frame
@@ -99,11 +99,11 @@ class Recipe:
                     "Write Recipe([('fc', hookline.scale(2.0))]); at= and calls= stand behind.",
                 )
             where, change = cast("tuple[Any, Any]", pair)
-            _as_change(change)  # complains about what is none
+            as_change(change)  # complains about what is none
             change = replace(change) if isinstance(change, Tensor) else change
             self._entries += (_Entry(_settled(where), change, at, calls),)
         if calls is not None:
-            _as_calls(calls)
+            as_calls(calls)
 
     def on(self, model: nn.Module) -> Applied:
         """The recipe on a model: acts inside `with`, or from `.attach()` to `.remove()`.
@@ -233,7 +233,7 @@ def _show(value: Any) -> str:
 # -- on a model -----------------------------------------------------------------------------------
 
 
-class _EntryTap(_EditTap):
+class _EntryTap(EditTap):
     """An edit's tap that says which entry of the recipe it serves when a change does not fit."""
 
     note = ""
@@ -256,7 +256,7 @@ class _EntryEdit(edit):
         self.note = note
         super().__init__(model, entry.where, entry.change, at=entry.at, calls=entry.calls)
 
-    def _tap(self, target: Target, ref: Any) -> _EditTap:
+    def _tap(self, target: Target, ref: Any) -> EditTap:
         made = super()._tap(target, ref)
         tap = _EntryTap(made.target, ref, made.changes, made.at, made.calls)
         tap.note = self.note

@@ -62,7 +62,7 @@ def test_a_saved_change_does_what_it_did_before(name, model, tmp_path):
 def test_every_ready_change_but_patch_can_be_saved():
     homes = ("hookline.core.changes", "hookline.ready_changes")
     ready = {c.__name__ for c in hl.Change.__subclasses__() if c.__module__ in homes}
-    assert ready - {"patch", "Chain", "_Function"} == set(spellings._READY)
+    assert ready - {"patch", "Chain", "EditFunction"} == set(spellings._READY)
 
 
 def test_entries_apply_in_order_as_stacked_edits_do(model):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from hookline.comparisons.sweeps import Sweep
 from hookline.core.changes import replace
-from hookline.core.edits import _as_change, edit
+from hookline.core.edits import as_change, edit
 from hookline.core.hooks import hook
 from hookline.core.nested import leaves, map_leaves, only_tensor, set_part
 from hookline.core.places import Place
@@ -80,7 +80,7 @@ class Runner:
         self.record, self.dim, self.runs = record, dim, 0
         self.change = None
         if change is not patch:
-            self.change = _as_change(change() if isinstance(change, type) else change)
+            self.change = as_change(change() if isinstance(change, type) else change)
         self.copies, self.samples = 1, 0
         self.together: set[Place] = set()  # where several changes can be tried in one forward
         self.output: Any = None  # of the corrupt batch as it is

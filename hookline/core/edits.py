@@ -1,6 +1,8 @@
 """Change values: `edit(model, where, change)`.
 
 - `edit`: change the values at places while a `with` block runs
+- `EditTap`: what it does at one target; `EditFunction`: a user's function as a change
+- `as_change(given)`, `as_calls(calls)`: what a user gives, as changes and numbers of calls
 """
 
 from __future__ import annotations
@@ -24,12 +26,12 @@ from hookline.core.slices import check_at, put
 from hookline.core.taps import KEEP, Call, Frame, Tap, add_place
 from hookline.errors import ChangeError
 
-__all__ = ["edit"]
+__all__ = ["EditFunction", "EditTap", "as_calls", "as_change", "edit"]
 
 _EVERY = range(sys.maxsize)
 
 
-class _Function(Change):
+class EditFunction(Change):
     """A user's function as a change: it meets the whole value."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -41,7 +43,7 @@ class _Function(Change):
         return self._fitting(value, new, call)
 
 
-class _EditTap(Tap):
+class EditTap(Tap):
     """Applies changes, one after the other, to the values at a target."""
 
     empty = False  # whether there was nothing to change in the last value
@@ -76,7 +78,7 @@ class _EditTap(Tap):
             super().missing(index, problem)
 
     def expect(self, value: Any, index: int, tensors: Sequence[tuple[Tensor, list[Path]]]) -> None:
-        ready = self.at is not None or not all(isinstance(c, _Function) for c in self.changes)
+        ready = self.at is not None or not all(isinstance(c, EditFunction) for c in self.changes)
         if ready and index in self.calls:
             only_tensor(value, f"The value at {str(self.place)!r}")
 
@@ -97,7 +99,7 @@ class _Used:
         return self.seen == {False} and self.target.tensor() is self.tensor
 
 
-class edit(Context[_EditTap]):
+class edit(Context[EditTap]):
     """Change the values at places while a `with` block runs.
 
     >>> import torch
@@ -142,8 +144,8 @@ class edit(Context[_EditTap]):
         pairs = list(cast(Any, where).items()) if isinstance(where, Mapping) else [(where, change)]
         if isinstance(where, Mapping) and change is not None:
             raise TypeError("edit was given a mapping of changes and a change. Give either.")
-        self._changes = [_as_change(given) for _, given in pairs]
-        self._at, self._calls = at, None if calls is None else _as_calls(calls)
+        self._changes = [as_change(given) for _, given in pairs]
+        self._at, self._calls = at, None if calls is None else as_calls(calls)
         self._undo = parameters.Undo()
         super().__init__(model, [place for place, _ in pairs])
 
@@ -160,10 +162,10 @@ class edit(Context[_EditTap]):
                 self._changes_at.setdefault(key, []).append(change)
         return found
 
-    def _tap(self, target: Target, ref: Any) -> _EditTap:
+    def _tap(self, target: Target, ref: Any) -> EditTap:
         check_at(self._at, target)
         calls = _EVERY if target.port == "value" or self._calls is None else self._calls
-        return _EditTap(target, ref, self._changes_at[target.key], self._at, calls)
+        return EditTap(target, ref, self._changes_at[target.key], self._at, calls)
 
     def _prepared(self) -> None:
         values = [tap for tap in self._taps.values() if tap.target.port == "value"]
@@ -198,18 +200,19 @@ class edit(Context[_EditTap]):
         self._undo.run()
 
 
-def _as_change(given: Any) -> Change:
+def as_change(given: Any) -> Change:
+    """What a user gives for a change: one, a tensor or a function."""
     if isinstance(given, Tensor):
         return replace(given)
     if isinstance(given, Change):
         return given
     if callable(given) and not isinstance(given, type):
-        return _Function(given)
+        return EditFunction(given)
     remedy = "Give one such as hookline.scale(2.0), a tensor, or a function of the value."
     raise ChangeError(f"{given!r} was given as a change.", f"It is of {type(given)}.", remedy)
 
 
-def _as_calls(calls: int | slice | Iterable[int]) -> Sequence[int]:
+def as_calls(calls: int | slice | Iterable[int]) -> Sequence[int]:
     """The calls that an edit is for, in order; an error if they make no sense."""
     found: Sequence[int] = ()
     with suppress(TypeError, ValueError):

@@ -56,7 +56,9 @@ def snapshot(tensor: Tensor, exported: bool = True) -> Tensor:
             if tensor.untyped_storage().resizable():
                 if tensor.requires_grad:
                     return tensor.detach()._lazy_clone()
-                if not exported or tensor._use_count() == 1:  # pyright: ignore - not in stubs
+                if not exported or (
+                    tensor._use_count() == 1  # pyright: ignore[reportAttributeAccessIssue] - private
+                ):
                     return tensor._lazy_clone()
         except (NotImplementedError, RuntimeError):  # no storage: sparse, nested, vmap
             pass

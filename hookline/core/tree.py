@@ -3,7 +3,7 @@
 - `walk(model)`: every module once, under its first name
 - `find(model, segments)`: the modules whose path matches
 - `find_tensors(model, segments, gradients)`: the parameters and buffers whose path matches
-- `unwrapped(path, module)`: what torch's wrappers hold
+- `unwrapped(path, module)`: what torch's wrappers hold; `WRAPPERS` are their names for it
 - `exists(model, names)`: whether a plain path is that of a module, parameter or buffer
 - `around(model, path)`: the module at a path and those that it is in, the innermost first
 - `tensors_of(module)`: the parameters and buffers of a module itself
@@ -20,14 +20,15 @@ from torch import Tensor, nn
 from hookline.core.grammar import ANY, DEEP, Segment
 
 __all__ = [
-    "Step", "around", "exists", "find", "find_tensors", "join", "tensors_of", "unwrapped", "walk",
+    "WRAPPERS", "Step", "around", "exists", "find", "find_tensors", "join", "tensors_of",
+    "unwrapped", "walk",
 ]  # fmt: skip
 
 Step = tuple[str, nn.Module]  # a module under a path
 Owned = tuple[str, nn.Module, str]  # and a parameter or buffer in it
 
 # Wrappers of torch whose name in a path may be left out: DDP, compile, FSDP1, checkpointing.
-_WRAPPERS = {"", "module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+WRAPPERS = {"", "module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 
 
 def walk(model: nn.Module) -> list[Step]:
@@ -93,8 +94,8 @@ def _wrapped(path: str, module: nn.Module, segment: Segment) -> Step | None:
     if len(module._modules) == 1:
         ((name, inner),) = module._modules.items()
         known = name != "module" or "DataParallel" in type(module).__name__
-        known = known or isinstance(segment, str) or _WRAPPERS.issuperset(path.split("."))
-        if name in _WRAPPERS and inner is not None and name != segment and known:
+        known = known or isinstance(segment, str) or WRAPPERS.issuperset(path.split("."))
+        if name in WRAPPERS and inner is not None and name != segment and known:
             return join(path, name), inner
     return None
 
@@ -104,7 +105,7 @@ def unwrapped(path: str, module: nn.Module) -> Step:
     while len(module._modules) == 1:
         ((name, inner),) = module._modules.items()
         known = name != "module" or "DataParallel" in type(module).__name__
-        if inner is None or name not in _WRAPPERS or not known:
+        if inner is None or name not in WRAPPERS or not known:
             break
         path, module = join(path, name), inner
     return path, module

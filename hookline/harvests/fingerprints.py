@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from hookline.attaching import attached
-from hookline.core.edits import _Function, edit
+from hookline.core.edits import EditFunction, edit
 from hookline.core.nested import children
 from hookline.ready_slices import heads
 from hookline.spellings import Writer
@@ -122,7 +122,7 @@ def live_edits(model: nn.Module) -> list[str]:
             how = digest((spell(tap.at), str(tap.calls)))
             for change in tap.changes:
                 what = type(change).__name__
-                if isinstance(change, _Function):
+                if isinstance(change, EditFunction):
                     what = f"{spell(change.function)} {bound(change.function)}"
                 place = str(one.place_of(tap.target))
                 found.append(f"{place!r} {what} {digest(change, how):08x}")

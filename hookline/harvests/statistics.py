@@ -23,7 +23,7 @@ from hookline.errors import HarvestError, StatisticsError
 from hookline.harvests.rows import Rows, numbers_of
 from hookline.statistics.accumulation import padded
 from hookline.statistics.kinds import Histogram, TopK
-from hookline.statistics.measuring import Measurements, Statistics, _named
+from hookline.statistics.measuring import Measurements, Statistics, by_name
 from hookline.storage.files import read_index
 from hookline.storage.store import Store
 
@@ -42,7 +42,7 @@ class Measuring:
     """The statistics of what one rank has stored."""
 
     def __init__(self, statistics: Statistics, folder: Path, rank: int, world: int) -> None:
-        self._kinds = _named(statistics)
+        self._kinds = by_name(statistics)
         self._folder, self._rank, self._world = folder, rank, world
         self.kinds = repr(self._kinds)
         self.found = Measurements()

@@ -2,6 +2,7 @@
 
 - `measure(model, where, statistics=[...], data=loader)`: run the model and measure
 - `Measurements`: what was found, by place; merged, saved and shown as a table
+- `by_name(statistics)`: statistics as they are given, each under its name
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from hookline.statistics.kinds import Statistic, statistic_from
 from hookline.trials.batches import call as run
 from hookline.trials.batches import is_series, no_series
 
-__all__ = ["Measurements", "measure"]
+__all__ = ["Measurements", "by_name", "measure"]
 
 Statistics = Sequence[Statistic] | Mapping[str, Statistic]
 FromBatch = Callable[[Any], Any]
@@ -172,7 +173,8 @@ def _show(one: Statistic) -> str:
     return f"{label}{ends}{tuple(first.shape)}"
 
 
-def _named(statistics: Any) -> dict[str, Statistic]:
+def by_name(statistics: Any) -> dict[str, Statistic]:
+    """Statistics as they are given, each under its name."""
     given: list[Any] = [statistics]
     named: dict[Any, Any]
     if isinstance(statistics, Mapping):
@@ -210,7 +212,7 @@ class _Measuring(Entering):
     def __init__(
         self, model: nn.Module, where: Where, statistics: Statistics, mask: Any, at: Any
     ) -> None:
-        self._kinds, self._mask, self._at = _named(statistics), mask, at
+        self._kinds, self._mask, self._at = by_name(statistics), mask, at
         self._wheres = (settled(where),)
         self.found = Measurements()
         self.ids: Any = None
