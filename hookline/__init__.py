@@ -32,15 +32,24 @@ All of them act inside `with`, or from `.attach()` to `.remove()`, and leave not
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from hookline.attaching import attached
-from hookline.core.captures import capture
-from hookline.core.changes import Chain, Change, replace
-from hookline.core.edits import edit
+from hookline.core.attaching import attached
 from hookline.core.hooks import hook
-from hookline.core.places import Place
-from hookline.core.records import Record
-from hookline.core.tables import render_with as _render_with
 from hookline.core.taps import Call
+from hookline.edits.changes import Chain, Change, replace
+from hookline.edits.edits import edit
+from hookline.edits.ready_changes import (
+    add,
+    blend,
+    clamp,
+    dropout,
+    noise,
+    patch,
+    remove_direction,
+    scale,
+    zero,
+)
+from hookline.edits.ready_slices import heads, last_token
+from hookline.edits.restoring import get_module, get_parameter, preserve, replace_module
 from hookline.errors import (
     BatchError,
     ChangeError,
@@ -68,19 +77,10 @@ from hookline.errors import (
     ValueChanged,
 )
 from hookline.listings import select
-from hookline.ready_changes import (
-    add,
-    blend,
-    clamp,
-    dropout,
-    noise,
-    patch,
-    remove_direction,
-    scale,
-    zero,
-)
-from hookline.ready_slices import heads, last_token
-from hookline.restoring import get_module, get_parameter, preserve, replace_module
+from hookline.places.resolution import Place
+from hookline.records.captures import capture
+from hookline.records.records import Record
+from hookline.values.tables import render_with as _render_with
 
 if TYPE_CHECKING:
     from hookline.attention_patterns import attention

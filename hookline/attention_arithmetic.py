@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hookline.core.snapshots import snapshot
+from hookline.values.snapshots import snapshot
 
 __all__ = ["MHA", "SDPA", "SOFTMAX", "compute", "remarks_on", "shape_of"]
 

@@ -18,16 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from hookline.attention_arithmetic import MHA, SDPA, SOFTMAX, compute, remarks_on, shape_of
-from hookline.core import tables
-from hookline.core.captures import capture
-from hookline.core.grammar import escape
-from hookline.core.keeping import CaptureTap
 from hookline.core.operations import Operation
-from hookline.core.places import Place, Request, Target, Where
-from hookline.core.records import Record
-from hookline.core.snapshots import duplicate, settle
 from hookline.core.taps import Frame
-from hookline.core.tree import unwrapped, walk
 from hookline.errors import (
     HooklineError,
     NeverFired,
@@ -37,6 +29,14 @@ from hookline.errors import (
     SeveralCalls,
 )
 from hookline.listings import select
+from hookline.places.grammar import escape
+from hookline.places.resolution import Place, Request, Target, Where
+from hookline.places.tree import unwrapped, walk
+from hookline.records.captures import capture
+from hookline.records.keeping import CaptureTap
+from hookline.records.records import Record
+from hookline.values import tables
+from hookline.values.snapshots import duplicate, settle
 
 __all__ = ["Patterns", "attention"]
 
@@ -340,8 +340,9 @@ class attention(capture):
         """The error for modules without a pattern: what looks like attention, and what it calls."""
         asked = f"Attention patterns at {request.asked} were asked for."
         for tap in self._taps.values():
-            if self._site_of(tap).foreign:  # a task's: calls of other threads are never seen
-                return NeverFired(asked, self.reason(tap), "Run the model where the `with` is.")
+            if self._site_of(tap).foreign:
+                found = "What is there was called from another thread or task than this."
+                return NeverFired(asked, found, "Run the model where the `with` is.")
         sites = [(id(module), cast(Operation, site)) for module, site in self._sites.values()]
         called: dict[int, Mapping[str, None]] = {ident: site.names for ident, site in sites}
         named = {target.ident for target in request.targets if request.literal}
@@ -350,16 +351,21 @@ class attention(capture):
         shown: list[str] = []
         for path, module in looks[:3]:
             names = ", ".join(called.get(id(module), ()))
-            did = f"called {names}" if names else "was not called in this thread"
+            did = f"called {names or 'no torch function itself in this thread'}"
+            did = did if id(module) in called else "was not looked at"
             shown.append(f"{path!r} ({type(module).__name__}, which {did})")
         path = escape(looks[0][0]) if looks else "path"
         if any("softmax" in called.get(id(module), ()) for _, module in looks):
             remedy = f"If what softmax gives is the pattern, name it: '{path}/softmax'."
-        else:
+        elif any(called.values()):
             remedy = (
                 f"List what a module calls with hookline.select(model, '{path}/*', inputs=batch), "
                 f"and capture what is the pattern; or use an implementation that calls {SDPA}."
             )
+        else:
+            remedy = "Run the model inside the `with`, in its thread."
+        if not all(id(module) in called for _, module in looks):
+            remedy = f"Look at every module: hookline.attention(model). Or: {remedy}"
         return NeverFired(
             asked,
             f"No module there called {SDPA}, {MHA}, or a softmax over the last of four "

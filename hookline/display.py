@@ -21,8 +21,8 @@ from typing import Any, Generic, TypeVar, cast
 
 import torch
 
-from hookline.core import tables
 from hookline.errors import HooklineWarning, MissingExtra
+from hookline.values import tables
 
 __all__ = [
     "Tabled", "as_html", "as_lines", "pandas", "show_count", "show_number", "show_seconds",

@@ -34,7 +34,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hookline.core.records import Record
+    from hookline.records.records import Record
 
 __all__ = [
     "BatchError",

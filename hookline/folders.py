@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from hookline.errors import HooklineError
+from hookline.storage.locks import held
 
 __all__ = ["is_plain", "read", "write"]
 
@@ -49,7 +50,8 @@ def write(
     The JSON holds a digest of the tensors' file, so that two that do not belong together are seen.
     Whatever fails, and whenever the process ends: what was saved there before can be read, or what
     is saved now. The tensors lie there under their digest until the JSON that speaks of them has
-    replaced the one before.
+    replaced the one before. Of several processes that save into one folder, each waits for the
+    others, and the last one counts.
     """
     folder = Path(folder)
     asked = f"A {kind} was to be written to {str(folder)!r}."
@@ -65,6 +67,20 @@ def write(
     except OSError as error:
         found = f"That cannot be made a folder: {error.strerror}."
         raise HooklineError(asked, found, "Name a folder, or a new one.") from error
+    with held(folder, alone=True) as free:
+        if not free:
+            raise HooklineError(
+                asked,
+                "Others have been saving into it for a minute.",
+                "Wait for them, or name another folder.",
+            )
+        _write(folder, kind, content, tensors, asked)
+    return folder
+
+
+def _write(
+    folder: Path, kind: str, content: dict[str, Any], tensors: Mapping[str, Tensor], asked: str
+) -> None:
     path, part = folder / f"{kind}.safetensors", folder / f"{kind}.part"
     left = [part]  # what an error would leave behind: it takes space, of which there may be none
     try:
@@ -94,7 +110,6 @@ def write(
             _waiting(path, digest).replace(path)
         for old in folder.glob(_waiting(path, _DIGEST).name):  # of one that was killed
             old.unlink(missing_ok=True)
-    return folder
 
 
 def _save(tensors: Mapping[str, Tensor], to: Path) -> str:
@@ -126,6 +141,13 @@ def read(
     folder: str | Path, kind: str, error: type[HooklineError]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """What `write` wrote, as it stands there: nothing in it was looked at. Never unpickles."""
+    with held(Path(folder), alone=False):  # else the JSON of one save, and the tensors of another
+        return _read(folder, kind, error)
+
+
+def _read(
+    folder: str | Path, kind: str, error: type[HooklineError]
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
     from safetensors import SafetensorError
 
     # Their annotations say PathLike, without of what.

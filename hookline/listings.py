@@ -13,6 +13,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Collection, Iterable
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any, cast
@@ -20,16 +21,19 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from hookline.core import compiling, tables
-from hookline.core.grammar import Place, parse
-from hookline.core.nested import leaves
+from hookline.core import compiling
+from hookline.core.hooks import hook
 from hookline.core.operations import Mode, innermost, name_of, not_called
-from hookline.core.places import Where, resolve
-from hookline.core.targets import Target
-from hookline.core.tree import WRAPPERS, walk
-from hookline.errors import PlaceNotFound
+from hookline.core.taps import Call
+from hookline.errors import NeverFired, PlaceNotFound
+from hookline.places.grammar import Place, parse
+from hookline.places.resolution import Where, resolve
+from hookline.places.targets import Target
+from hookline.places.tree import WRAPPERS, walk
 from hookline.trials.batches import call
 from hookline.trials.runs import copied, trial
+from hookline.values import tables
+from hookline.values.nested import leaves
 
 __all__ = ["Listing", "Places", "held_as", "select"]
 
@@ -84,10 +88,20 @@ def select(model: nn.Module | Tensor, *where: Where, inputs: Any = None) -> list
             `(nn.Conv2d, ":grad_output")`, and lists of any of them.
         inputs: a batch (a tensor, a tuple of arguments, or a dict of them by name). With it,
             operations inside forwards are listed, too, as in `"h.0.attn/*"`: the model runs once,
-            without gradients, and what comes back shows shapes, dtypes and the source line.
+            without gradients, and what comes back shows shapes, dtypes, and of operations the
+            source line.
+
+    A place is `path[/operation[#n]][:port][[part]]...`:
+
+    - path: the name of a module, parameter or buffer; `*` is anything within one segment, `**` any
+      number of segments, `{a,b}` either, `{0..11}` a range; the empty path is the model itself
+    - operation: a torch function that the module's own forward calls, such as `h.0.attn/softmax`
+    - port: `output` (may be left out), `input`, `inputs`, `grad_output`, `grad_input`,
+      `grad_inputs`; of a parameter or buffer `value` (may be left out) and `grad`
+    - part: one item of a nested value, as in `lstm[1][0]` and `block:inputs[mask]`
     """
     if inputs is not None and isinstance(model, nn.Module):
-        return _survey(model, where, inputs)
+        return _survey(model, where or ("**",), inputs)
     targets = [t for request in resolve(model, where or ("**",)) for t in request.targets]
     if isinstance(model, Tensor):
         return [target.place for target in targets]
@@ -117,8 +131,11 @@ class Listing(list[Place]):
         return tables.as_html(*self._table())
 
     def _table(self) -> tuple[str, list[tuple[str, ...]]]:
-        rows = [(str(place) or "''", *row) for place, row in self.rows.items()]
-        return f"{len(self)} place{'s' * (len(self) != 1)}", [("place", "value", "source"), *rows]
+        columns = 3 if any(source for _, source in self.rows.values()) else 2
+        rows = [("place", "value", "source")]
+        rows += [(str(place) or "''", *row) for place, row in self.rows.items()]
+        title = f"{len(self)} place{'s' * (len(self) != 1)}"
+        return title, [row[:columns] for row in rows]
 
 
 class _Survey(Mode):
@@ -156,36 +173,55 @@ def _source() -> str:
 
 
 def _survey(model: nn.Module, wheres: Iterable[Where], inputs: Any) -> list[Place]:
-    """The operations that one run of the model makes in the forwards that are asked for.
+    """What one run of the model has at places, and the operations in the forwards asked for.
 
     The run leaves nothing behind: model, batch and random numbers are as before.
     """
-    requests = resolve(model, wheres, wild=True)
-    targets = [t for request in requests for t in request.targets if t.operation is not None]
+    asked = [t for request in resolve(model, wheres, wild=True) for t in request.targets]
+    targets = [target for target in asked if target.operation is not None]
+    names = {id(module): path for path, module in walk(model)}
+    others = {t.place_at(names[t.ident]): t for t in asked if t.operation is None}
+    seen: dict[Place, list[str]] = {}
+
+    def look(value: Any, at: Call) -> None:
+        shown = ", ".join(tables.describe(tensor) for _, tensor in leaves(value))
+        seen.setdefault(at.place, []).append(shown or type(value).__name__)
+
+    looked = [p for p, t in others.items() if t.attribute is None and "grad" not in p.port]
     mode = _Survey(targets)
     with trial(model), torch.no_grad():
         batch = copied(inputs)
         compiling.suspend(mode, in_graph=False)
         try:
-            with mode:
+            looking = hook(model, looked, look) if looked else nullcontext()
+            with suppress(NeverFired), looking, mode:  # what was not called is listed as such
                 call(model, batch)
         finally:
             compiling.resume(mode)
     often = {(id(target), name) for target, name, use, *_ in mode.found if use}
     rows: dict[Place, tuple[str, str]] = {}
     for target, name, use, values, source in mode.found:
-        for asked in (t for t in targets if t.ident == target.ident):
-            wanted, _, nth = cast(str, asked.operation).partition("#")
+        for own in (t for t in targets if t.ident == target.ident):
+            wanted, _, nth = cast(str, own.operation).partition("#")
             (segment,) = parse(wanted).paths[0]
             fits = name == segment if isinstance(segment, str) else segment.fullmatch(name)
             if fits and nth in ("", str(use)):
                 spelled = f"{name}#{use}" if nth or (id(target), name) in often else name
-                place = Place(asked.path, asked.port, asked.parts, spelled)
+                place = Place(own.path, own.port, own.parts, spelled)
                 rows.setdefault(place, (values, source))
     if targets and not rows:
-        raise _not_called(targets[0], [name for _, name, *_ in mode.found])
-    others = [t.place for request in requests for t in request.targets if t.operation is None]
-    return Listing({**dict.fromkeys(others, ("", "")), **rows})
+        own = [name for target, name, *_ in mode.found if target.ident == targets[0].ident]
+        raise _not_called(targets[0], own)
+    return Listing({**{p: (_standing(t, seen.get(p)), "") for p, t in others.items()}, **rows})
+
+
+def _standing(target: Target, values: list[str] | None) -> str:
+    """What stood at a place that is no operation."""
+    if target.attribute is not None or "grad" in target.port:
+        return _kind_of(target) if target.attribute is not None else ""
+    if values is None:
+        return "not called"
+    return values[0] + f" × {len(values)}" * (len(values) > 1)
 
 
 def _not_called(target: Target, names: list[str]) -> PlaceNotFound:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import html
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
+from operator import index
 from pathlib import Path
 from types import BuiltinFunctionType
 from typing import Any, cast
@@ -15,14 +16,14 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from hookline import folders
-from hookline.core.changes import Chain, Change, replace
 from hookline.core.contexts import Entering
-from hookline.core.edits import EditTap, as_calls, as_change, edit
-from hookline.core.places import Target, Where
-from hookline.core.tables import as_html, as_text, describe
 from hookline.core.taps import Frame
+from hookline.edits.changes import Chain, Change, replace
+from hookline.edits.edits import EditTap, as_calls, as_change, edit
 from hookline.errors import HooklineError, RecipeError
+from hookline.places.resolution import Target, Where
 from hookline.spellings import Reader, Writer
+from hookline.values.tables import as_html, as_text, describe
 
 __all__ = ["Recipe"]
 
@@ -87,8 +88,9 @@ class Recipe:
         calls: int | slice | Iterable[int] | None = None,
     ) -> None:
         self._entries: tuple[_Entry, ...] = ()
-        if isinstance(calls, Iterable):
-            calls = list(calls)  # it may be an iterator
+        if isinstance(calls, Iterable):  # it may be an iterator, or a tensor of one number
+            single = getattr(calls, "shape", None) == ()
+            calls = index(cast("Any", calls)) if single else list(calls)
         if isinstance(entries, Mapping):
             entries = cast("Mapping[Any, Any]", entries).items()
         for number, pair in enumerate(cast("Iterable[Any]", entries), 1):

@@ -14,14 +14,14 @@ from typing import Any, NoReturn, cast
 from torch import Tensor, nn
 
 from hookline import folders
-from hookline.core.distributed import local
-from hookline.core.keeping import PLAIN, CaptureTap, Kept
-from hookline.core.nested import children
-from hookline.core.places import Place, Target
-from hookline.core.records import Record
 from hookline.errors import NotCaptured, RecordError
+from hookline.places.resolution import Place, Target
+from hookline.records.keeping import PLAIN, CaptureTap, Kept
+from hookline.records.records import Record
 from hookline.storage.files import kind_of
 from hookline.training.run_files import segments_in
+from hookline.values.nested import children
+from hookline.values.shards import local
 
 __all__ = ["load_record", "save_record"]
 
@@ -149,6 +149,12 @@ def _spell(value: Any, tensors: dict[str, Tensor], place: Place) -> Any:
     items = [[part, _spell(item, tensors, place)] for part, item in inside]
     if type(value) in (tuple, list):
         return {type(value).__name__: [item for _, item in items]}
+    if len({part for part, _ in inside}) < len(inside):
+        raise RecordError(
+            f"The value at {str(place)!r} was to be saved.",
+            f"Two keys in it are written alike: {[*value]!s:.120}.",
+            "Capture a part of it, or what transform= makes of it.",
+        )
     named = any(isinstance(part, str) for part, _ in items) or isinstance(value, Mapping)
     return {"dict": items} if named else {"tuple": [item for _, item in items]}
 

@@ -21,10 +21,8 @@ from typing import Any, NoReturn, SupportsIndex, cast
 import torch
 from torch import Tensor, nn
 
-from hookline.core.changes import Chain, Change, replace
-from hookline.errors import RecipeError
-from hookline.folders import is_plain
-from hookline.ready_changes import (
+from hookline.edits.changes import Chain, Change, replace
+from hookline.edits.ready_changes import (
     add,
     blend,
     clamp,
@@ -35,7 +33,9 @@ from hookline.ready_changes import (
     scale,
     zero,
 )
-from hookline.ready_slices import heads, last_token
+from hookline.edits.ready_slices import heads, last_token
+from hookline.errors import RecipeError
+from hookline.folders import is_plain
 
 __all__ = ["Reader", "Writer"]
 
@@ -166,7 +166,8 @@ class Writer:
             return {"ellipsis": True}
         if isinstance(at, slice):
             own = cast("Any", at)
-            return {"slice": [self.index(step) for step in (own.start, own.stop, own.step)]}
+            steps = (own.start, own.stop, own.step)
+            return {"slice": [None if step is None else index(step) for step in steps]}
         if isinstance(at, heads):
             return {"heads": [index(head) for head in at.which], "of": index(at.of)}
         if isinstance(at, last_token):

@@ -301,3 +301,17 @@ def test_the_arguments_of_torchs_own_modules_have_their_names():
     assert torch.equal(record[":inputs[key]"], x * 2)
     assert record[":inputs[need_weights]"] is False
     assert_clean(attention)
+
+
+def test_the_arguments_of_methods_that_make_tensors_have_their_own_names():
+    class Model(nn.Module):
+        def forward(self, x):
+            return x.new_full((2,), 5.0) + torch.zeros(2)
+
+    model = Model()
+    with hl.capture(model, "/new_full:inputs", "/zeros:inputs") as record:
+        model(ONE)
+    given = record["/new_full:inputs"]
+    assert list(given) == ["self", "size", "fill_value"]
+    assert given["fill_value"] == 5.0
+    assert record["/zeros:inputs"] == {0: 2}

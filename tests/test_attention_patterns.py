@@ -605,9 +605,22 @@ def test_a_model_without_attention_is_an_error_that_says_what_looks_like_it():
     assert "'0.attn' were asked for" in text
     assert "No module there called scaled_dot_product_attention" in text
     assert "'0.attn' (Odd, which called mT, matmul, exp, sum, div)" in text
-    assert "'1.attn' (Attention, which was not called in this thread)" in text
+    assert "'1.attn' (Attention, which was not looked at)" in text
     assert "select(model, '0.attn/*', inputs=batch)" in text
     assert_clean(model)
+
+
+def test_a_module_that_leaves_attention_to_its_children_is_not_said_to_be_uncalled():
+    model = transformer()
+    with pytest.raises(hl.NeverFired) as error, hl.attention(model, "0"):
+        model(batch())
+    assert "not called" not in str(error.value)
+    assert "'0' (Block, which called " in str(error.value)
+    assert "'0.attn' (Attention, which was not looked at)" in str(error.value)
+    assert "Look at every module: hookline.attention(model)." in error.value.remedy
+    with hl.attention(model) as patterns:
+        model(batch())
+    assert patterns.places() == ["0.attn", "1.attn"]
 
 
 def test_a_named_module_without_a_pattern_is_an_error_though_others_have_one():
@@ -650,7 +663,7 @@ def test_calls_of_another_thread_are_not_seen_and_are_the_reason_given():
         thread.join()
 
     with (
-        pytest.raises(hl.NeverFired, match="not called in this thread"),
+        pytest.raises(hl.NeverFired, match="called from another thread"),
         hl.attention(model),
     ):
         run()

@@ -172,6 +172,14 @@ def test_remove_direction_leaves_nothing_along_it():
     assert torch.einsum("bchw,c->bhw", result, unit).abs().max() < 1e-6
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.int64])
+def test_remove_direction_is_as_exact_as_the_value(dtype):
+    direction = torch.tensor([1, 1, 0], dtype=dtype)
+    x = torch.randn(4, 3, dtype=torch.float64)
+    along = changed(hl.remove_direction(direction), x) @ direction.double()
+    assert along.abs().max() < 1e-14  # in float32 it would be 1e-8
+
+
 def test_remove_direction_is_a_projection_for_complex_values():
     d = torch.tensor([1.0 + 0j, 1j, 2.0])
     x = values(4, 3, dtype=torch.complex64) * (1 + 2j)
@@ -265,6 +273,18 @@ def test_whole_numbers_that_do_not_fit_are_refused():
         with pytest.raises(hl.ChangeError, match="uint8"):
             changed(change, torch.ones(1, dtype=torch.uint8))
     assert changed(hl.add(torch.tensor([200])), torch.ones(1, dtype=torch.uint8)) == 201
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32])
+def test_whole_numbers_never_wrap_around(dtype):
+    most = torch.iinfo(dtype).max
+    value = torch.tensor([0, 1, most], dtype=dtype)
+    assert changed(hl.clamp(-1, most // 2), value).tolist() == [0, 1, most // 2]
+    assert changed(hl.clamp(max=2 * most), value).tolist() == value.tolist()
+    one = torch.ones(3, dtype=dtype)
+    for change in (hl.add(1), hl.scale(2), hl.add(one), hl.scale(2 * one), hl.add(-most - 10)):
+        with pytest.raises(hl.ChangeError, match="int64"):
+            changed(change, value)
 
 
 def test_a_number_is_put_in_with_all_its_digits():
@@ -592,6 +612,16 @@ def test_patch_of_a_slice_takes_that_slice_of_a_record_of_the_whole_or_of_the_sl
             model(clean)
         with hl.edit(model, "0", hl.patch(record), at=at):
             assert torch.equal(model(corrupt), expected)
+
+
+@pytest.mark.parametrize("at", [np.s_[:, -1], np.s_[0, 0], np.s_[:, -1:]])
+def test_patch_of_a_whole_value_refuses_a_record_of_a_slice(at):
+    model = nn.Identity()
+    with hl.capture(model, "", at=at) as record:  # as many tokens as sequences: it broadcasts
+        model(torch.randn(3, 3, 4))
+    refused = pytest.raises(hl.ChangeError, match=r"holds a slice .* the same at=")
+    with refused, hl.edit(model, "", hl.patch(record)):
+        model(torch.randn(3, 3, 4))
 
 
 def test_patch_of_a_slice_takes_a_mean_that_broadcasts():

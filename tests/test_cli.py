@@ -779,6 +779,14 @@ def test_every_command_explains_itself():
     for name, command in hookline.commands.items():
         assert name in out
         assert command.help, name
+    assert "..." not in out.partition("Commands:")[2]  # no line is cut off
+
+
+def test_a_class_that_needs_arguments_is_told_with_what_to_name_instead():
+    code, _, err = run("summary", "torch.nn:Linear")
+    assert code == 2
+    assert "'in_features' and 'out_features'" in err
+    assert "a function that needs no arguments" in err
 
 
 def test_a_usage_error_is_2():

@@ -98,6 +98,9 @@ def test_whole_numbers_are_to_be_equal():
     found = hl.compare(Index(0), Index(1), ids)
     assert found.first.error == 1
     assert found.first.tolerance == 0
+    large = torch.tensor([2**53, 2**62, -(2**62)])  # float64 has no number for the next one
+    assert hl.compare(Index(0), Index(0), large)
+    assert hl.compare(Index(0), Index(1), large).first.error == 1
 
 
 class Old(nn.Module):
@@ -163,6 +166,43 @@ def test_a_mapping_of_what_is_not_there_and_a_tolerance_of_no_dtype_are_errors()
         assert hl.compare(old, old, x, where="head", mapping={given: given})
     with pytest.raises(hl.BatchError, match=r"'float32'.*torch\.float32"):
         hl.compare(old, old, x, tolerance={"float32": 1e-3})
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_wrapper_around_the_whole_model_is_left_out_of_names(first):
+    model = stack(4, 6, 3)
+    models = (nn.DataParallel(model), model) if first else (model, nn.DataParallel(model))
+    found = hl.compare(*models, torch.randn(2, 4))
+    assert len(found) == 7
+    assert found.equal
+    assert found["1.0"].calls == found["module.1.0"].calls == 1
+    assert not found.only_a
+    assert not found.only_b
+
+
+def test_the_empty_path_is_a_beginning_of_all():
+    class Outer(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.core = inner
+
+        def forward(self, x):
+            return -self.core(x)
+
+    inner = stack(4, 6, 3)
+    found = hl.compare(inner, Outer(inner), torch.randn(2, 4), mapping={"": "core"})
+    assert found.equal
+    assert [row.place_b for row in found][-2:] == ["core.1", "core"]
+    assert found.only_b == ["''"]
+
+
+def test_a_tolerance_is_any_number_that_is_not_negative():
+    model, x = stack(4, 3), torch.randn(2, 4)
+    for tolerance in (np.float32(0.5), torch.tensor(0.5), 0.5, {torch.float32: np.float64(0.5)}):
+        assert hl.compare(model, model, x, tolerance=tolerance)["0"].tolerance == 0.5
+    for tolerance in (-1, float("nan"), {torch.float32: -1.0}):
+        with pytest.raises(ValueError, match="A relative error is 0 or more"):
+            hl.compare(model, model, x, tolerance=tolerance)
 
 
 def test_models_without_a_common_place_are_an_error():
@@ -370,6 +410,59 @@ def test_zeros_and_nothing_have_an_error_too():
     assert hl.compare(zero, zero, torch.ones(2))[""].cosine == 1
     assert hl.compare(zero, one, torch.ones(2)).first.relative == float("inf")
     assert hl.compare(one, one, torch.ones(0, 3)).equal
+
+
+@pytest.mark.parametrize("size", [1e-170, 1e-310, 1e170, 1e300])
+def test_values_whose_squares_are_nothing_or_infinite_are_compared(size):
+    one, other = Gives(lambda x: x * size), Gives(lambda x: x * (3 * size))
+    x = torch.tensor([1.0, -1.0], dtype=torch.float64)
+    assert hl.compare(one, one, x)
+    found = hl.compare(one, other, x)[""]
+    assert found.relative == pytest.approx(2)
+    assert found.cosine == pytest.approx(1)
+    assert found.error == pytest.approx(2 * size)
+
+
+@pytest.mark.parametrize(
+    "give",
+    [
+        lambda x: float(x.sum()),
+        lambda x: int(x.sum()),
+        lambda x: x.numpy(),
+        lambda x: x.numpy().sum(),
+        lambda x: {"y": x * 0, "loss": x.sum().item()},
+    ],
+    ids=["float", "int", "array", "numpy number", "beside a tensor"],
+)
+def test_numbers_and_arrays_are_compared_too(give):
+    one, other = Gives(give), Gives(lambda x: give(2 * x))
+    assert hl.compare(one, one, torch.ones(3))
+    found = hl.compare(one, other, torch.ones(3))
+    assert found.first.relative == pytest.approx(1)
+    assert found.first.place in ("", "[loss]")
+    x = torch.ones(3)
+    with torch.device("meta"):  # a default device, as others have cuda there
+        assert hl.compare(one, other, x).to_dict() == found.to_dict()
+
+
+def test_an_array_that_is_written_to_later_is_compared_as_it_was():
+    class Reuses(nn.Module):
+        def __init__(self, step):
+            super().__init__()
+            self.first, self.step, self.memory = Gives(self.fill), step, np.zeros(3)
+
+        def fill(self, x):
+            self.memory[:] = x.numpy() + self.step
+            return self.memory
+
+        def forward(self, x):
+            self.first(x)
+            self.memory[:] = 0
+            return x
+
+    found = hl.compare(Reuses(0), Reuses(1), torch.ones(3))
+    assert found.first.place == "first"
+    assert found.first.error == 1
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
@@ -627,3 +720,14 @@ def test_of_many_rows_those_around_the_first_divergence_are_shown():
     assert "\n  80 " in text
     assert "\n  30 " not in text
     assert "41 more rows in comparison.rows" in text
+
+
+def test_a_second_model_of_another_dtype_is_told_of_a_batch_of_its_own():
+    model, x = nn.Sequential(nn.Linear(2, 2)), torch.ones(1, 2)
+    with pytest.raises(RuntimeError, match="dtype") as caught:
+        hl.compare(model, copy.deepcopy(model).bfloat16(), x)
+    assert any("batch_b=x.bfloat16()" in note for note in caught.value.__notes__)
+    assert hl.compare(model, copy.deepcopy(model).bfloat16(), x, batch_b=x.bfloat16())
+    with pytest.raises(RuntimeError, match="dtype") as caught:
+        hl.compare(copy.deepcopy(model).bfloat16(), model, x)
+    assert not hasattr(caught.value, "__notes__")

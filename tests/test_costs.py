@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from helpers import assert_clean, assert_same_state, state_bits
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_flop_formula
@@ -245,6 +247,49 @@ def test_recomputed_calls_count_in_the_backward_and_no_gradient_is_left(reentran
     assert summary.totals["backward_flops"] == 4 * one
 
 
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_backward_that_a_forward_makes_itself_is_a_part_of_it(backward):
+    class Forces(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.energy = nn.Sequential(nn.Linear(3, 8, bias=False), nn.Tanh(), nn.Linear(8, 1))
+
+        def forward(self, x):
+            with torch.enable_grad():
+                x = x.detach().requires_grad_()
+                energy = self.energy(x).sum()
+                return torch.autograd.grad(energy, x, create_graph=backward)[0]
+
+    summary = hl.summarize(Forces(), torch.randn(5, 3), backward=backward)
+    small, large = 2 * 5 * 8 * 1, 2 * 5 * 3 * 8
+    assert summary["energy"].flops == small + large
+    assert summary[""].own_flops == small + large  # the gradient of the positions
+    assert summary[""].flops == summary.totals["flops"] == 2 * (small + large)
+    if backward:  # the first weights and what they meet twice, the last weights once
+        assert summary.totals["backward_flops"] == 4 * large + small
+
+
+def test_a_backward_of_the_users_function_is_counted():
+    model, x = nn.Linear(3, 4, bias=False), torch.randn(5, 3)
+
+    def train(model):
+        with torch.enable_grad():
+            model(x).sum().backward()
+
+    one = 2 * 5 * 3 * 4
+    assert hl.summarize(model, train).totals["flops"] == 2 * one
+
+
+def test_a_backward_is_measured_in_inference_mode_too():
+    model, x = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), torch.randn(5, 3)
+    expected = hl.summarize(model, x, backward=True).to_dict()
+    with torch.inference_mode():
+        assert hl.summarize(model, (5, 3), backward=True, time=True).totals["backward_seconds"] > 0
+        assert hl.summarize(model, x * 1, backward=True).to_dict() == expected
+        assert torch.is_inference_mode_enabled()
+    assert torch.is_grad_enabled()
+
+
 @pytest.mark.parametrize("inference", [False, True])
 def test_what_is_remembered_of_earlier_calls_is_what_counting_them_gives(inference, monkeypatch):
     model, ids = Tied(), torch.randint(11, (2, 6))
@@ -434,6 +479,9 @@ def test_nested_values_keep_their_structure():
 
 
 def test_a_tuple_of_whole_numbers_is_a_shape_and_nothing_else_is():
+    sizes = tuple(np.array([2, 8]))
+    assert hl.summarize(nn.Linear(8, 3), sizes).totals["flops"] == 2 * 2 * 8 * 3
+
     class Two(nn.Module):
         def forward(self, a, b):
             return a, b
@@ -529,6 +577,34 @@ def test_on_the_meta_device_the_numbers_are_the_same():
         assert found.totals["parameters"] == real["totals"]["parameters"]
         assert found.totals["activation_bytes"] == real["totals"]["activation_bytes"]
     assert model.embed.weight.is_meta
+
+
+def test_another_default_device_changes_nothing():
+    model = nn.Linear(3, 2)
+    expected = hl.summarize(model, (4, 3)).to_dict()
+    with torch.device("meta"):  # as others have cuda there
+        assert hl.summarize(model, (4, 3)).to_dict() == expected
+
+
+class Several(nn.Module):
+    """A convolution, a recurrent layer and attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv1d(3, 8, 3, padding=1), nn.BatchNorm1d(8)
+        self.lstm, self.block = nn.LSTM(8, 8, batch_first=True), Block()
+
+    def forward(self, x):
+        return self.block(self.lstm(self.norm(self.conv(x)).mT)[0])
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("given", [(2, 3, 6), lambda model: model(torch.ones(2, 3, 6))])
+def test_fake_tensors_cost_what_real_ones_do(backward, given):
+    expected = hl.summarize(Several(), given, backward=backward).to_dict()
+    with FakeTensorMode():
+        assert hl.summarize(Several(), given, backward=backward).to_dict() == expected
+    assert expected["totals"]["flops"] > 0
 
 
 def test_a_large_model_on_the_meta_device_takes_no_memory():
@@ -643,6 +719,24 @@ def test_calls_that_raise_and_are_caught_do_not_take_what_comes_after():
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_calls_in_other_threads_are_not_said_to_be_missing():
+    class Threaded(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.here, self.there, self.never = (nn.Linear(3, 3) for _ in range(3))
+
+        def forward(self, x):
+            with ThreadPoolExecutor(1) as pool:
+                return self.here(x) + pool.submit(self.there, x).result()
+
+    summary = hl.summarize(Threaded(), (5, 3))
+    assert [summary[name].called for name in ("here", "there", "never")] == [True, None, False]
+    assert summary.totals["elsewhere"] == ["there"]
+    assert "called in another thread, and not measured there: there" in str(summary)
+    assert str(summary).count("not called") == 1
+    assert hl.summarize(nn.Linear(3, 3), (5, 3)).totals["elsewhere"] == []
+
+
 def test_a_compiled_model_is_measured_eagerly():
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     compiled = torch.compile(model, backend="eager")
@@ -710,12 +804,42 @@ def test_everything_is_put_back_also_after_an_error(fails, mode, backward):
     assert torch._C._len_torch_function_stack() == 0
 
 
-def test_hooks_that_step_an_optimiser_in_the_backward_do_not_run():
-    model, ran = nn.Linear(3, 2), []
-    model.weight.register_post_accumulate_grad_hook(ran.append)
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_embeddings_that_shorten_their_weights_have_them_back(kind):
+    model, ids = nn.Sequential(kind(5, 3, max_norm=0.1)), torch.arange(5)[None]
+    weight, before = model[0].weight, model[0].weight.detach().clone()
+    where = model[0].weight.data_ptr()
+    hl.summarize(model, ids)
+    hl.compare(model, model, ids)
+    assert model[0].weight is weight
+    assert torch.equal(weight, before)
+    assert weight.data_ptr() == where
+
+
+def test_a_packed_sequence_is_one_argument():
+    packed = nn.utils.rnn.pack_padded_sequence(torch.randn(5, 2, 3), [5, 3])
+    summary = hl.summarize(nn.LSTM(3, 4), packed)
+    assert summary.totals["flops"] == 2 * 8 * (3 + 4) * 4 * 4
+    assert summary[""].output[0][0] == "(8, 4)"
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_hooks_that_step_an_optimiser_in_the_backward_do_not_run(reentrant):
+    class Steps(nn.Sequential):
+        def forward(self, x):
+            x = self[0](x)
+            return self[1](x) if reentrant is None else checkpoint(
+                self[1], x, use_reentrant=reentrant
+            )  # fmt: skip
+
+    model, ran = Steps(nn.Linear(3, 3), nn.Linear(3, 2)), []
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(ran.append)
     hl.summarize(model, (4, 3), backward=True)
     assert not ran
-    assert model.weight.grad is None
+    assert model[0].weight.grad is model[1].weight.grad is None
+    model(torch.ones(4, 3)).sum().backward()
+    assert len(ran) == 4
 
 
 def test_gradients_are_kept_from_a_backward_that_the_run_makes_itself():
@@ -964,6 +1088,7 @@ def test_a_model_that_changes_in_its_run_is_told_as_it_is_afterwards():
     assert [row.calls for row in summary] == [1, 1, 1, 0]  # nobody could watch the new one
     assert [row.flops for row in summary] == [4 * one, one, one, 0]
     assert summary["made"].called is None
+    assert summary.totals["called"] == 3  # another one has gone
 
 
 def test_contents_notice_whatever_is_put_in_another_place():

@@ -264,6 +264,35 @@ def test_an_expert_that_is_not_used_for_a_while_is_no_finding():
     assert watching.findings() == []
 
 
+@pytest.mark.parametrize("every", [1, 5])
+def test_an_expert_that_is_used_rarely_is_no_finding(every):
+    """At every fifth step, when nothing is measured, or first after a while."""
+    turns = (
+        [step % 5 == 2 for step in range(60)] if every == 5 else [step > 15 for step in range(60)]
+    )
+    watching, _ = train(Experts(iter(map(int, turns))), 60, every=every)
+    assert watching.findings() == []
+
+
+def test_a_gradient_that_vanishes_in_a_branch_is_found_though_the_layer_before_it_has_one():
+    class Branched(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            layers = [layer for _ in range(8) for layer in (nn.Linear(32, 32), nn.Sigmoid())]
+            self.stem, self.deep = nn.Linear(64, 32), nn.Sequential(*layers)
+            self.head = nn.Linear(32, 10)
+
+        def forward(self, x):
+            h = self.stem(x)
+            return self.head(h + self.deep(h))
+
+    watching, _ = train(Branched(), 30)
+    finding = one(watching, "vanishing gradient")
+    assert finding.place == "deep.0.weight"
+    assert 1e-8 < finding.evidence["relative"] < 1e-6
+
+
 def test_a_rate_that_is_warmed_up_from_zero_is_no_finding():
     model = mlp()
     optimizer = torch.optim.Adam(model.parameters(), 1e-3)

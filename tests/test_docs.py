@@ -72,6 +72,12 @@ def test_the_examples_of_a_page_run_and_print_what_it_says(page, tmp_path, monke
     run(page.read_text(), page)
 
 
+def test_the_first_page_leads_to_every_other():
+    index = ROOT / "docs" / "index.md"
+    linked = {index.parent / link["file"] for link in LINK.finditer(index.read_text())}
+    assert linked == set(PAGES[1:]) - {index}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_the_links_of_a_page_lead_somewhere(page):
     for link in LINK.finditer(page.read_text()):

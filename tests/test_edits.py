@@ -199,6 +199,21 @@ def _tensors(value):
     return _tensors(vars(value)) if hasattr(value, "__dict__") else []
 
 
+@pytest.mark.parametrize(
+    ("given", "found", "remedy"),
+    [
+        (hl.zero, "It is a class.", "zero(...)"),
+        (nn.Dropout, "It is a class.", "Dropout(...)"),
+        (2.0, "It is a float.", "hookline.replace(2.0)"),
+    ],
+)
+def test_what_is_no_change_is_told_with_what_to_give_instead(given, found, remedy):
+    with pytest.raises(hl.ChangeError) as caught:
+        hl.edit(nn.Sequential(nn.ReLU()), "0", given)
+    assert caught.value.found == found
+    assert remedy in caught.value.remedy
+
+
 def test_a_ready_change_on_several_tensors_lists_the_parts():
     model = nn.Sequential(nn.LSTM(2, 3))
     with pytest.raises(

@@ -15,7 +15,7 @@ from torch.func import functional_call, grad, hessian, jacrev, jvp, stack_module
 from torch.nn.utils import parametrizations
 
 import hookline as hl
-from hookline.core.nested import leaves
+from hookline.values.nested import leaves
 
 
 class Net(nn.Module):

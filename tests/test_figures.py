@@ -298,6 +298,13 @@ def test_gradient_flow_shows_root_mean_square_and_largest(seen):
         assert ax.get_xscale() == "log"
 
 
+def test_the_largest_gradient_is_that_of_all_values_also_where_a_sample_is_drawn():
+    gradient = torch.randn(1200, 1000)
+    gradient[-1, 7] = -1e6
+    figure = figures.gradient_flow({"a:grad": gradient, "b:grad": torch.ones(3)})
+    assert figure.axes[0].lines[1].get_xdata().tolist() == [1e6, 1]
+
+
 def test_gradients_that_are_zero_missing_or_not_finite_are_marked_and_said():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 1))
     model[0].weight.grad = torch.full((2, 2), 1e-30)
@@ -515,6 +522,17 @@ def test_effects_have_labels_and_numbers():
     centered = figures.effects(matrix, center=1.0, words="accuracy (%)")
     assert centered.axes[0].images[0].get_clim() == (-1.0, 3.0)
     assert "Accuracy (%)" in words(centered)
+
+
+def test_effects_that_some_rows_lack_are_left_open_and_labels_are_any_series():
+    figure = figures.effects({"h.0": {"a": 1.0}, "h.1": {"b": 3.0, "a": 2.0}})
+    shown = [text.get_text() for text in figure.axes[0].texts][:4]
+    assert shown == ["1", "nan", "2", "3"]
+    assert [text.get_text() for text in figure.axes[0].get_xticklabels()] == ["a", "b"]
+    figure = figures.effects(torch.rand(3, 2), np.array([4, 5, 6]), np.array(["x", "y"]))
+    assert [text.get_text() for text in figure.axes[0].get_yticklabels()] == ["4", "5", "6"]
+    with pytest.raises(hl.FigureError, match="rows have the shapes"):
+        figures.effects({"a": [1, 2], "b": [1]})
 
 
 def test_the_effects_of_a_sweep_are_its_matrix():

@@ -841,3 +841,12 @@ def test_a_users_own_tensor_hook_applies_beside_an_edit(ours_first, shape):
     # and a hook on it sees what comes before the gate.
     assert lin.bias.grad[0].item() / rows in (11, 20)
     assert_clean(lin)
+
+
+def test_an_edit_of_a_gradient_without_a_backward_says_to_run_one():
+    model = nn.Sequential(nn.Linear(2, 2))
+    for place in ("0:grad_output", "0.bias:grad", "0/linear:grad_output"):
+        with pytest.raises(hl.NeverFired) as caught, hl.edit(model, place, hl.zero()):
+            model(torch.ones(1, 2))
+        assert caught.value.remedy == "Run the forward and the backward inside the `with`."
+    assert_clean(model)

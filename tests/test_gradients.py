@@ -21,7 +21,9 @@ from torch import nn
 from torch.autograd import Function
 
 import hookline as hl
-from hookline.core import arms, gradient_logs
+from hookline.core import arms
+from hookline.records import gradient_logs
+from hookline.values.nested import leaves
 
 
 @pytest.fixture(autouse=True)
@@ -179,7 +181,9 @@ def test_of_two_views_of_inputs_the_one_that_was_changed_is_never_none(changed):
         assert_exact_or_refused(record, f"{place}[{changed}]", expected, "in place")
 
 
-def test_a_base_that_is_kept_for_another_loss_does_not_count():
+@pytest.mark.parametrize("threads", ["own", "all"])
+@pytest.mark.parametrize("shape", [(1, 2), (1, 1, 2)])  # of the second, what is kept is a view
+def test_a_base_or_view_that_is_kept_for_another_loss_does_not_count(shape, threads):
     class Keeping(nn.Module):
         def __init__(self):
             super().__init__()
@@ -190,12 +194,75 @@ def test_a_base_that_is_kept_for_another_loss_does_not_count():
             return self.feature.view(-1)
 
     model = Keeping()
-    with hl.capture(model, ":grad_output") as record:
-        y = model(torch.ones(1, 2))
+    with hl.capture(model, ":grad_output", threads=threads) as record:
+        y = model(torch.ones(shape))
         side = 5 * model.feature
         y.mul_(3)
         (y.sum() + side.sum()).backward()
     assert_exact_or_refused(record, ":grad_output", torch.full((2,), 3.0), "in place")
+
+
+@pytest.mark.parametrize("others", [3, 100])
+@pytest.mark.parametrize("keep", ["first", "last"])
+def test_a_nested_gradient_stays_whatever_calls_without_one_come_before_or_after(keep, others):
+    model, x = nn.LSTM(2, 3), torch.ones(4, 1, 2)
+
+    def evaluate():
+        with torch.no_grad():
+            for _ in range(others):
+                model(x)
+        for _ in range(others):  # with a graph, but no backward
+            model(x)
+
+    with hl.capture(model, ":grad_output", keep=keep) as record:
+        if keep == "last":
+            model(x)[0].sum().backward()
+        evaluate()
+        if keep == "first":
+            model(x)[0].sum().backward()
+    expected = (torch.ones(4, 1, 3), (None, None))
+    if keep == "first" and others > 64:
+        with pytest.raises(hl.GradientNotAvailable):
+            record[":grad_output"]
+    else:
+        assert torch.equal(record[":grad_output"][0], expected[0])
+        assert record[":grad_output"][1] == expected[1]
+
+
+def test_an_older_gradient_is_not_taken_for_the_last_where_that_is_forgotten():
+    model, x = nn.LSTM(2, 3), torch.ones(4, 1, 2)
+    with hl.capture(model, ":grad_output", keep="last") as record:
+        model(x)[0].sum().backward()
+        outputs = [model(x)[0] for _ in range(100)]
+        outputs[10].sum().backward()
+    with pytest.raises(hl.GradientNotAvailable, match=r"forgotten.*keep='all'"):
+        record[":grad_output"]
+
+
+def test_what_flows_to_a_view_beside_one_that_was_changed_does_not_count():
+    model = nn.Sequential(nn.Linear(2, 2), Giving(lambda x: (x[..., 0:], x.view(-1))))
+    with hl.capture(model, ":grad_output") as record:
+        beside, y = model(torch.ones(1, 1, 2))
+        side = 5 * beside
+        y.mul_(3)
+        (y.sum() + side.sum()).backward()
+    assert_exact_or_refused(record, ":grad_output[1]", torch.full((2,), 3.0), "in place")
+
+
+@pytest.mark.parametrize("threads", ["own", "all"])
+@pytest.mark.parametrize("place", [":grad_input", ":grad_inputs[0]"])
+def test_a_view_that_the_module_uses_and_then_changes_in_place_is_exact_or_refused(place, threads):
+    def use_and_change(x):
+        y = x + 1
+        x.mul_(2)
+        return x + y
+
+    leaf = torch.ones(4, requires_grad=True)
+    for given in (lambda: leaf * 1, lambda: (leaf * 1)[:3]):
+        module = Giving(use_and_change)
+        with hl.capture(module, place, threads=threads) as record:
+            module(given()).sum().backward()
+        assert_exact_or_refused(record, place, torch.full(given().shape, 3.0), "in place")
 
 
 # -- what cannot be told apart is refused ---------------------------------------------------------
@@ -272,6 +339,19 @@ def test_an_output_from_which_another_is_computed_is_refused():
         record[":grad_output[1]", 0]
     with pytest.raises(hl.GradientNotAvailable, match="another output"):
         record[":grad_output", 0]
+
+
+@pytest.mark.parametrize("place", [":grad_output", "1:grad_input", "1:grad_inputs"])
+def test_an_object_that_cannot_be_looked_into_is_not_said_to_be_without_gradients(place):
+    class Opaque:
+        def __init__(self, hidden):
+            self.hidden = hidden
+
+    model = nn.Sequential(Giving(lambda x: Opaque(x * 2)), Giving(lambda o: Opaque(o.hidden)))
+    with hl.capture(model, place) as record:
+        model(torch.ones(3, requires_grad=True)).hidden.sum().backward()
+    with pytest.raises(hl.GradientNotAvailable, match="no tensor was found in the value"):
+        record[place]
 
 
 def test_an_input_that_the_output_does_not_depend_on_is_told():
@@ -508,11 +588,11 @@ def test_gradients_mirror_the_structure_of_the_output(pack):
     module = Giving(lambda x: pack(x * 2, x.exp()))
     x = torch.randn(3, requires_grad=True)
     with hl.capture(module, ":grad_output") as record:
-        a, b = (tensor for _, tensor in hl.core.nested.leaves(module(x)))
+        a, b = (tensor for _, tensor in leaves(module(x)))
         (weigh(a) + 3 * b.sum()).backward()
     found = record[":grad_output"]
     assert type(found) is type(pack(x, x))
-    tensors = [tensor for _, tensor in hl.core.nested.leaves(found)]
+    tensors = [tensor for _, tensor in leaves(found)]
     assert torch.equal(tensors[0], torch.linspace(-1, 1, 3))
     assert torch.equal(tensors[1], torch.full((3,), 3.0))
 
@@ -1504,3 +1584,24 @@ def test_a_tensor_that_is_passed_for_several_arguments_has_one_gradient():
         y = x * 1
         module(y, y, v=y).sum().backward()
     assert x.grad.tolist() == [20, 20]
+
+
+def test_the_gradient_of_data_is_told_to_need_requires_grad():
+    model, x = nn.Sequential(nn.Linear(2, 2)), torch.ones(1, 2)
+    with hl.capture(model, "0:grad_input") as record:
+        model(x).sum().backward()
+    with pytest.raises(hl.GradientNotAvailable, match=r"x.requires_grad_\(\)"):
+        record["0:grad_input"]
+    with hl.capture(model, "0:grad_input") as record:
+        model(x.requires_grad_()).sum().backward()
+    assert torch.equal(record["0:grad_input"], x.grad)
+
+
+def test_gradients_of_several_backwards_are_told_as_such():
+    model = nn.Sequential(nn.Linear(2, 2))
+    with hl.capture(model, "0:grad_output") as record:
+        loss = model(torch.ones(1, 2)).sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+    with pytest.raises(hl.SeveralCalls, match=r"There are 2 of them, one a call and backward\."):
+        record["0:grad_output"]

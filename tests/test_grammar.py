@@ -9,7 +9,7 @@ from models import named
 from torch import nn
 
 import hookline as hl
-from hookline.core.grammar import escape, parse, parse_port
+from hookline.places.grammar import escape, parse, parse_port
 
 SPECIAL = "*{},/:[]#\\"
 

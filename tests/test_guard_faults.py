@@ -328,6 +328,66 @@ def test_a_sum_of_gradients_that_overflows_is_told_from_its_shares():
     assert (fault.kind, fault.place, fault.backward) == ("sum", "inner/linear", True)
 
 
+@pytest.mark.parametrize("careful", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_that_overflow_over_several_backwards_are_told_at_once(dtype, careful):
+    model = nn.Sequential(nn.Linear(4, 4)).to(DTYPES[dtype])
+    large = 4e4 if dtype == "fp16" else 2e38
+    x = torch.ones(1, 4, dtype=DTYPES[dtype])
+
+    def backward():
+        (model(x)[0, 0] * large).backward()
+
+    with hl.guard(model, to=None, careful=careful) as guard:
+        backward()
+        with pytest.raises(hl.NonFiniteError, match="Added to what backwards before") as found:
+            backward()
+        fault = found.value.fault
+        assert (fault.kind, fault.place, fault.step) == ("sum", "0.bias", 1)
+        assert fault.others == ["0.weight (sum)"]
+        assert fault.values[0][1].positive == 1
+        model.zero_grad(set_to_none=False)
+        backward()
+        # What is there already is not looked at again by a backward that adds nothing to it.
+        model[0].weight.grad[:] = INF
+        torch.autograd.grad(model(x).sum(), model[0].weight)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    model.zero_grad()
+    with hl.guard(model, to=None, careful=careful, scaler=scaler) as guard:
+        backward()
+        backward()
+    assert guard.skipped == 0
+    with hl.guard(model, to=None, careful=careful, ignore=["0.bias", "0.weight"]):
+        backward()
+
+
+@pytest.mark.parametrize("careful", [False, True])
+def test_bad_gradients_that_are_ignored_are_so_too_when_others_are_added(careful):
+    model = nn.Sequential(nn.Linear(4, 4), Doing(lambda x: (x * 0).sqrt() if x[0, 0] > 9 else x))
+    nn.init.ones_(model[0].weight)
+    with hl.guard(model, to=None, careful=careful, ignore="1"):
+        for size in (1.0, 9.0, 1.0):
+            model(size * torch.ones(2, 4)).sum().backward()
+        assert model[0].weight.grad.isnan().all()
+
+
+@pytest.mark.parametrize("careful", [False, True])
+def test_what_autograd_grad_gives_is_looked_at_beside_gradients_that_are_there(careful):
+    model = nn.Sequential(nn.Linear(4, 4), Doing(lambda x: (x * 0).sqrt()))
+    x = torch.ones(2, 4)
+    with hl.guard(model, to=None, careful=careful):
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        with pytest.raises(hl.NonFiniteError) as found:
+            torch.autograd.grad(model(x).sum(), list(model.parameters()))
+        assert found.value.fault.path == "1"
+        # A hook that mends what comes, as many have it.
+        for parameter in model.parameters():
+            parameter.register_hook(torch.nan_to_num)
+        model(x).sum().backward()
+        torch.autograd.grad(model(x).sum(), list(model.parameters()))
+
+
 def test_a_parameter_whose_shares_overflow_together_is_named():
     class Shared(nn.Module):
         def __init__(self):
@@ -589,6 +649,46 @@ def test_a_bad_parameter_of_a_module_is_not_blamed_on_the_forward_around_it(care
     nn.init.constant_(model.layer.weight, math.nan)
     fault = fault_of_step(model, careful=careful)
     assert (fault.kind, fault.place) == ("parameter", "layer.weight")
+
+
+class Hidden(torch.autograd.Function):
+    """Finite in the forward, whatever it is given."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.nan_to_num(0.0)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.saved_tensors[0]
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_nan_that_a_custom_function_hides_is_told_as_what_made_it(apart):
+    def log(h):
+        return (h * 0 - 1).log()
+
+    hide = Doing(Hidden.apply) if apart else Doing(lambda h: Hidden.apply(log(h)))
+    model = nn.Sequential(nn.Linear(4, 4), Doing(log) if apart else nn.Identity(), hide)
+    fault = fault_of_step(model)
+    assert (fault.place, fault.backward) == ("1/log" if apart else "2/log", False)
+    fault = fault_of_step(model, careful=True)
+    assert fault.path == ("1" if apart else "2")
+
+
+def test_infinities_that_were_masked_away_are_not_blamed_for_a_backward_that_is_bad_by_itself():
+    class Scored(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.mask = nn.Linear(4, 4), Doing(lambda h: h.masked_fill(h > 0, -INF))
+
+        def forward(self, x):
+            h = self.linear(x)
+            return self.mask(h).exp() + torch.where(h > 0, (h * 0).sqrt(), h)
+
+    fault = fault_of_step(nn.Sequential(Scored()), careful=True)
+    assert (fault.path, fault.node) == ("0", "SqrtBackward0")
 
 
 def test_an_infinity_that_only_gradients_show_is_told_as_what_made_it():

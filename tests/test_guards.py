@@ -30,7 +30,7 @@ def hooks_of(model):
 
 
 def guarded(model, **options):
-    return hl.guard(model, to=None, **options)
+    return hl.guard(model, **{"to": None} | options)
 
 
 def fault_in(run, model, **options):
@@ -497,7 +497,92 @@ def test_what_a_checkpoint_recomputes_outside_of_modules_is_not_blamed_on_them(r
     model = Net()
     fault = fault_in(lambda: model(torch.ones(3)).sum().backward(), model, careful=careful)
     assert (fault.kind, fault.path, fault.others) == ("operation", "", [])
-    assert fault.node == ("CheckpointFunctionBackward" if reentrant else "SqrtBackward0")
+    unseen = reentrant and careful  # of what is recomputed only modules are seen
+    assert fault.node == ("CheckpointFunctionBackward" if unseen else "SqrtBackward0")
+
+
+class Again(nn.Module):
+    """Runs what is in it under a checkpoint of the older kind."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return checkpoint(lambda y: self.inner(y * 1.0) * 1.0, x, use_reentrant=True)
+
+
+def rooted(x):
+    """Bad in the backward only, and for large values only."""
+    return x + torch.where(x > 0, (x * 0).sqrt(), 0 * x) if x.abs().max() > 50 else x * 1.0
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")  # torch's own
+@pytest.mark.parametrize("nested", [False, True])
+def test_operations_inside_of_an_older_checkpoint_are_named_and_replayed(nested, tmp_path):
+    inner = nn.Sequential(nn.Linear(3, 3), Doing(rooted))
+    model = nn.Sequential(nn.Linear(3, 3), Again(Again(inner) if nested else inner))
+    fault = fault_in(lambda: model(1e3 * torch.ones(2, 3)).sum().backward(), model, to=tmp_path)
+    assert fault.place == ("1.inner.inner.1/sqrt" if nested else "1.inner.1/sqrt")
+    assert (fault.node, fault.others) == ("SqrtBackward0", [])
+    assert "(x * 0).sqrt()" in fault.source
+    assert hl.replay(fault.folder).reproduced
+    assert hl.replay(fault.folder, model).reproduced
+
+
+@pytest.mark.parametrize("careful", [False, True])
+def test_a_bad_gradient_that_flows_into_an_older_checkpoint_is_not_blamed_on_it(careful):
+    model = nn.Sequential(Again(nn.Linear(3, 3)), Doing(rooted))
+    x = 1e3 * torch.ones(2, 3, requires_grad=True)
+    fault = fault_in(lambda: model(x).sum().backward(), model, careful=careful)
+    assert (fault.path, fault.node, fault.others) == ("1", "SqrtBackward0", [])
+
+
+@pytest.mark.parametrize("careful", [False, True])
+@pytest.mark.parametrize("sizes", [(1e3, 1.0), (1.0, 1e3)])
+def test_of_several_calls_with_older_checkpoints_the_module_is_named(sizes, careful):
+    model = nn.Sequential(nn.Linear(3, 3), Again(nn.Sequential(Doing(rooted), nn.Linear(3, 3))))
+    calls = [size * torch.ones(2, 3) for size in sizes]
+    fault = fault_in(lambda: sum(model(x).sum() for x in calls).backward(), model, careful=careful)
+    assert (fault.path, fault.node) == ("1.inner.0", "SqrtBackward0")
+
+
+@pytest.mark.parametrize("careful", [False, True])
+@pytest.mark.parametrize("around", [nn.Identity, Again])
+def test_a_nan_that_attention_hides_from_the_output_is_told_as_what_made_it(around, careful):
+    def logarithm(q):
+        return q + F.pad((q[..., :1, :1] * 0 - 1).log(), (0, 3, 0, 3))
+
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.query = nn.Linear(8, 8), Doing(logarithm)
+
+        def forward(self, x):
+            h = self.linear(x).unflatten(-1, (2, 4)).transpose(1, 2)
+            h = F.scaled_dot_product_attention(self.query(h), h, h)
+            return h.transpose(1, 2).flatten(-2)
+
+    inner = Attention()
+    model = nn.Sequential(nn.Linear(8, 8), Again(inner) if around is Again else inner)
+    x = torch.randn(2, 4, 8)
+    assert model(x).isfinite().all()  # else this shows nothing
+    fault = fault_in(lambda: model(x).sum().backward(), model, careful=careful)
+    assert fault.path == ("1.inner.query" if around is Again else "1.query")
+    assert (fault.backward, fault.operation) == (False, "" if careful else "log")
+
+
+def test_only_the_model_itself_is_hooked_so_that_fast_paths_stay():
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    model = nn.Sequential(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), nn.Tanh())
+    x = torch.randn(2, 3, 16)
+    model.eval()
+    with torch.no_grad():
+        bare = model(x)
+        with guarded(model):
+            assert [m for m in model.modules() if hooks_of(m) and m is not model] == []
+            assert torch.equal(model(x), bare)
+    assert fault_in(lambda: model(x * INF).sum().backward(), model).kind == "input"
 
 
 # -- where a call cannot be run again -------------------------------------------------------------
@@ -778,6 +863,17 @@ def test_gradients_that_only_the_scale_makes_infinite_are_left_to_the_scaler():
     assert guard.skipped >= 1
     fault = fault_in(lambda: (model(torch.ones(3)).sum() * 2.0**18).backward(), model)
     assert fault.place == "1/float"  # whose backward makes float16 of it
+
+
+@pytest.mark.parametrize("careful", [False, True])
+def test_a_backward_with_others_inside_of_it_is_skipped_once(careful):
+    model = nn.Sequential(nn.Linear(3, 3), Again(nn.Linear(3, 3)), Again(nn.Linear(3, 3)))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**126)
+    with guarded(model, scaler=scaler, careful=careful) as guard:
+        for _ in range(3):
+            scaler.scale(model(torch.ones(2, 3)).sum() * 64).backward()
+            assert not model[2].inner.weight.grad.isfinite().all()
+    assert guard.skipped == 3
 
 
 def test_gradients_that_are_bad_without_the_scale_too_are_accused():

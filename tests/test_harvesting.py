@@ -4,6 +4,7 @@ import errno
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -802,6 +803,19 @@ def test_the_plan_is_shown_first(data, to, capsys):
     assert "nobody knows how many" in capsys.readouterr().err
 
 
+def test_data_that_cannot_tell_its_length_yet_is_gone_through(data, to, capsys):
+    class Later:  # as Lightning's CombinedLoader
+        def __iter__(self):
+            return iter(data)
+
+        def __len__(self):
+            raise RuntimeError("call iter() first")
+
+    store = hl.harvest(small(), Later(), "0", to=to)
+    assert "nobody knows how many" in capsys.readouterr().err
+    assert_same(store, seen_by_torch(small(), data, "0"))
+
+
 class Terminal(io.StringIO):
     def isatty(self):
         return True
@@ -1104,6 +1118,22 @@ def test_rank_0_gives_up_at_last_and_says_who_is_missing(data, to, monkeypatch):
     assert (to / "harvest.json").exists()
 
 
+def test_rank_0_waits_for_those_that_have_yet_to_see_that_the_data_has_grown(data, to, monkeypatch):
+    monkeypatch.setattr("hookline.harvests.ranks._PATIENCE", 0.1)
+    given = {"to": to, "quiet": True, "statistics": [hl.Mean()]}
+    for rank in (1, 0):
+        with as_rank(rank, 2):
+            hl.harvest(small(), data[:4], "0", **given)
+    with as_rank(0, 2), pytest.warns(hl.HooklineWarning, match=r"Ranks \[1\]"):
+        hl.harvest(small(), data, "0", **given)
+    assert not (to / "harvest.json").exists()
+    with as_rank(1, 2):
+        store = hl.harvest(small(), data, "0", **given)
+    assert sorted(store.ids) == list(range(50))
+    assert json.loads((to / "harvest.json").read_text())["samples"] == 50
+    check_mean(to, store)
+
+
 def test_a_rank_that_sees_other_data_is_refused(data, to):
     with as_rank(1, 2):
         hl.harvest(small(), data, "0", to=to, quiet=True)
@@ -1178,7 +1208,9 @@ def test_where_it_is_not_clear_which_tensor_holds_the_samples_ids_are_needed(dat
         hl.harvest(small(), batches, "0", to=to, **given)
 
 
-@pytest.mark.parametrize("values", [("2", "2"), ("-1", "2"), ("x", "2"), ("1", None)])
+@pytest.mark.parametrize(
+    "values", [("2", "2"), ("-1", "2"), ("x", "2"), ("1", None), (None, "2"), ("", "2")]
+)
 def test_ranks_that_make_no_sense_are_refused(values, monkeypatch):
     for name, value in zip(("RANK", "WORLD_SIZE"), values, strict=True):
         monkeypatch.delenv(name, raising=False)
@@ -1189,6 +1221,22 @@ def test_ranks_that_make_no_sense_are_refused(values, monkeypatch):
 
 
 # Fingerprints
+
+
+def test_a_function_with_a_set_of_words_is_the_same_in_every_process():
+    code = (
+        "from hookline.harvests.fingerprints import spell\n"
+        "print(spell(lambda m, b: m(**{k: b[k] for k in b if k in {'ids', 'mask', 'types'}})))"
+    )
+    told = {
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True,
+            env={**os.environ, "PYTHONHASHSEED": seed},
+        ).stdout
+        for seed in "012"
+    }  # fmt: skip
+    assert len(told) == 1
+    assert spell(lambda k: k in {"a", "b"}) != spell(lambda k: k in {"a", "c"})
 
 
 def test_a_fingerprint_sees_every_change():
@@ -1312,6 +1360,25 @@ def test_a_harvest_of_a_cnn_over_the_digits(to):
     assert 0.1 < float(hl.Measurements.load(to / "statistics")["5"]["sparsity"]) < 0.9
 
 
+def test_what_was_said_of_all_samples_is_gone_when_more_were_begun(data, to):
+    def breaks_off():
+        yield from data[:4]
+        raise OSError("the network is gone")
+
+    given = {"to": to, "quiet": True}
+    hl.harvest(small(), data[:2], "0", statistics=[hl.Mean()], **given)
+    hl.harvest(small(), [*data[:2], data[0][:0]], "0", **given)  # nothing to store
+    assert hl.Measurements.load(to / "statistics").statistics["0"]["mean"].count[0] == 16
+    with pytest.raises(OSError, match="network"):
+        hl.harvest(small(), breaks_off(), "0", statistics=[hl.Mean()], **given)
+    assert len(hl.Store.open(to)) == 32
+    assert not (to / "harvest.json").exists()
+    assert not (to / "statistics").exists()
+    store = hl.harvest(small(), data, "0", statistics=[hl.Mean()], **given)
+    assert json.loads((to / "harvest.json").read_text())["samples"] == 50
+    check_mean(to, store)
+
+
 # Interrupted and killed
 
 
@@ -1346,6 +1413,42 @@ def test_ctrl_c_leaves_a_valid_store_that_is_gone_on_with(data, to):
     store = hl.harvest(small(), data, "0", to=to, quiet=True, statistics=[hl.Mean()])
     assert_same(store, seen_by_torch(small(), data, "0"))
     check_mean(to, store)
+
+
+AGAIN = """
+import os, signal, sys, threading, time, torch
+sys.path.insert(0, "tests")
+from test_harvesting import small
+import hookline as hl
+from hookline.storage import shards
+
+def slow(file, data, place):
+    slow.calls += 1
+    if slow.calls == 4:  # in the middle of an append
+        for wait in (0.3, 0.3):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(wait)
+    write(file, data, place)
+
+slow.calls, write, shards._write = 0, shards._write, slow
+model = small()
+torch.manual_seed(1)
+try:
+    hl.harvest(model, torch.randn(50, 4).split(8), "0", to=sys.argv[1], quiet=True)
+except KeyboardInterrupt as error:
+    print(threading.active_count(), *error.__notes__)
+"""
+
+
+def test_ctrl_c_while_the_end_is_awaited_waits_for_what_is_being_written(data, to):
+    result = subprocess.run(
+        [sys.executable, "-c", AGAIN, str(to)], capture_output=True, text=True, cwd=ROOT
+    )
+    assert result.stdout.startswith("1 hookline: the store in"), result.stderr
+    told = int(re.search(r"has (\d+) samples", result.stdout)[1])
+    assert told == len(hl.Store.open(to)) < 50
+    store = hl.harvest(small(), data, "0", to=to, quiet=True)
+    assert_same(store, seen_by_torch(small(), data, "0"))
 
 
 KILLER = """

@@ -405,3 +405,22 @@ def test_the_effect_of_a_hook_equals_that_of_a_public_one():
     with hl.hook(ours, "0", lambda v: v * 2), hl.hook(ours, "2:input", lambda v: v - 1):
         assert torch.equal(ours(X), by_hand(X))
     assert_clean(ours)
+
+
+def test_a_call_that_is_taken_for_the_name_of_a_layer_is_an_error():
+    model, x = nn.Sequential(nn.ReLU()), torch.ones(2)
+
+    def double(output, layer):  # as in baukit: it would silently change nothing
+        return output * 2 if layer == "0" else output
+
+    with (
+        pytest.raises(TypeError, match=r"compared with '0'.*call\.place"),
+        hl.edit(model, "0", double),
+    ):
+        model(x)
+    calls = []
+    with hl.hook(model, "0", lambda value, call: calls.append(call)):
+        model(x), model(x)
+    assert calls[0] != calls[1]
+    assert len({*calls, calls[0]}) == 2
+    assert_clean(model)

@@ -75,6 +75,32 @@ def test_tensorboard_files_hold_what_was_measured(tmp_path):
     assert any("findings" in tag for tag in events.Tags()["tensors"])
 
 
+@pytest.mark.parametrize("at", ["step", "end"])
+def test_a_full_disk_ends_the_writing_for_tensorboard_and_not_the_training(
+    tmp_path, monkeypatch, caplog, at
+):
+    from torch.utils.tensorboard import SummaryWriter
+
+    from hookline.integrations.tensorboard import TensorBoardWriter
+
+    def full(self):
+        raise OSError(28, "No space left on device")
+
+    model, steps = nn.Linear(2, 1), []
+    writers = [lambda m: steps.append(m.step), TensorBoardWriter(tmp_path / "logs")]
+    with hl.watch(model, every=1, to=[*writers, tmp_path / "run.jsonl"]) as watching:
+        for step in range(3):
+            if step == 1 and at == "step":
+                monkeypatch.setattr(SummaryWriter, "flush", full)
+            model(torch.ones(3, 2)).sum().backward()
+            watching.step()
+        monkeypatch.setattr(SummaryWriter, "flush", full)
+    assert steps == [0, 1, 2]
+    told = [record for record in caplog.records if "No space left" in record.getMessage()]
+    assert len(told) == 1
+    monkeypatch.undo()
+
+
 def test_a_summary_writer_that_is_there_is_used_and_left_open(tmp_path):
     from torch.utils.tensorboard import SummaryWriter
 

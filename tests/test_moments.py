@@ -248,3 +248,11 @@ def test_what_cannot_be_measured():
     torch.vmap(lambda x: (inside.append(is_measurable(x)), x)[1])(torch.ones(2, 2))
     assert inside == [False]
     assert is_measurable(nn.Linear(2, 2).weight)
+
+
+def test_values_whose_squares_no_number_can_hold_are_measured_as_infinite():
+    one, other = (moments(size * torch.tensor([[1.0, 3.0]]).double()) for size in (1e200, -1e250))
+    both = one.merged(other).scaled(1e10).grown(2.0)
+    assert named(both)["norm"] == named(both)["std"] == math.inf
+    assert named(both)["mean"] == pytest.approx((4e210 - 4e260) / 4)
+    assert named(both)["nonfinite"] == 0

@@ -25,7 +25,7 @@ from torch.distributions.transforms import ExpTransform
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 import hookline as hl
-from hookline.core.nested import get_part, leaves, map_leaves, set_part, show_path
+from hookline.values.nested import get_part, leaves, map_leaves, set_part, show_path
 
 X = torch.tensor([1.0, 2.0, 3.0])
 

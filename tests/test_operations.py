@@ -5,6 +5,7 @@ import gc
 import random
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -351,6 +352,40 @@ def test_select_lists_operations_in_order_with_shapes_and_source():
     assert "<table" in found._repr_html_()
 
 
+def test_select_with_a_batch_shows_what_stood_at_modules_and_parameters_too():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc, self.lstm, self.spare = nn.Linear(3, 4), nn.LSTM(4, 2), nn.ReLU()
+
+        def forward(self, x):
+            self.fc(x)
+            return self.lstm(self.fc(x))
+
+    model, x = Net(), torch.zeros(5, 3)
+    found = hl.select(model, inputs=x)
+    assert found == hl.select(model)
+    states = "(5, 2) float32, (1, 2) float32, (1, 2) float32"
+    assert [value for value, _ in found.rows.values()] == [
+        "(5, 4) float32 × 2",
+        states,
+        "not called",
+    ]
+    assert "source" not in repr(found)
+    found = hl.select(model, "fc:input", "fc.bias", "spare", "fc/*", inputs=x)
+    assert [value for value, _ in found.rows.values()] == [
+        "(5, 3) float32 × 2", "(4,) float32", "not called", "(5, 4) float32",
+    ]  # fmt: skip
+    assert "source" in repr(found)
+    assert_clean(model)
+
+
+def test_what_a_module_calls_is_told_without_what_others_call():
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    with pytest.raises(hl.PlaceNotFound, match=r"It called linear\."):
+        hl.select(model, "*/softmax", inputs=torch.zeros(1, 2))
+
+
 def test_a_listing_shows_no_line_of_hookline_s_own():
     model, x = nn.Sequential(nn.Linear(4, 4)), torch.randn(2, 4)
     found = hl.select(model, "**/*", inputs=x)
@@ -530,6 +565,37 @@ def test_another_threads_calls_are_not_seen():
     assert len(record.calls("0.attn/softmax")) == 1
 
 
+@pytest.mark.parametrize(
+    "looks",
+    [
+        lambda model: hl.capture(model, "*.attn/softmax", threads="all"),
+        lambda model: hl.edit(model, "*.attn/softmax", hl.zero()),
+        lambda model: hl.hook(model, "0.attn/softmax", lambda value: None),
+    ],
+)
+def test_what_is_to_act_in_every_thread_tells_that_it_missed_the_operations_of_another(looks):
+    model, x = transformer(), batch()
+    bare = model(x)
+
+    def run(pool):
+        with looks(model):
+            model(x)
+            assert torch.equal(pool.submit(model, x).result(), bare)
+
+    told = r"every thread.*called 1× in another"
+    with ThreadPoolExecutor(1) as pool, pytest.raises(hl.NeverFired, match=told):
+        run(pool)
+    assert_clean(model)
+
+
+@pytest.mark.parametrize("looks", [lambda m: hl.capture(m, "0.attn/softmax"), hl.attention])
+def test_operations_that_came_in_another_thread_only_are_not_said_to_be_missing(looks):
+    model, x = transformer(), batch()
+    with pytest.raises(hl.NeverFired, match="another thread or task"), looks(model):
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(model, x).result()
+
+
 def test_another_tasks_calls_are_not_seen():
     model, x = transformer(), batch()
 
@@ -650,6 +716,98 @@ def test_an_edit_of_an_operation_in_place_has_its_gradient(used, change):
     assert torch.equal(output, by_hand.square())
     gradients = [torch.autograd.grad(one.sum(), x)[0] for one in (output, by_hand.square())]
     assert torch.allclose(*gradients)
+
+
+IN_PLACE = {  # and the same of a new tensor
+    "relu_": (lambda h: h.relu_(), torch.relu),
+    "relu": (lambda h: F.relu(h, inplace=True), torch.relu),
+    "tanh_": (lambda h: torch.tanh_(input=h), torch.tanh),
+    "silu": (lambda h: F.silu(input=h, inplace=True), F.silu),
+    "exp_": (lambda h: h.exp_(), torch.exp),
+    "mul_": (lambda h: h.mul_(3), lambda h: h * 3),
+    "unsqueeze_": (lambda h: h.unsqueeze_(0), lambda h: h.unsqueeze(0)),
+}
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("name", IN_PLACE)
+@pytest.mark.parametrize("port", ["", ":input"])
+@pytest.mark.parametrize("used", [True, False])
+def test_an_edit_at_an_operation_in_place_is_what_it_is_with_a_new_tensor(used, port, name, mode):
+    call, by_hand = IN_PLACE[name]
+
+    class Model(nn.Module):
+        def forward(self, x):
+            h = x * 1.5
+            view = h[1:]
+            y = call(h)
+            return (y if used else h) * 2, view
+
+    model, x = Model(), torch.randn(3, 4)
+    with mode():
+        x.requires_grad_()
+        with hl.edit(model, f"/{name}{port}", torch.sin), hl.capture(model, f"/{name}") as record:
+            output, view = model(x)
+        wanted = by_hand((x * 1.5).sin()) if port else by_hand(x * 1.5).sin()
+        assert torch.equal(output, wanted * 2)
+        assert torch.equal(record[f"/{name}"], wanted)
+        assert torch.equal(view, wanted.view(3, 4)[1:])  # it is the same memory
+    if output.requires_grad:
+        gradients = [torch.autograd.grad(one.sum(), x)[0] for one in (output, wanted * 2)]
+        assert torch.allclose(*gradients)
+
+
+def test_the_operation_of_a_module_in_place_is_edited_where_its_result_is_dropped():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.relu = nn.Linear(3, 3), nn.ReLU(inplace=True)
+
+        def forward(self, x):
+            h = self.linear(x)
+            self.relu(h)
+            return h
+
+    model, x = Model(), torch.randn(4, 3)
+    with hl.edit(model, "relu/relu", hl.scale(2.0)):
+        output = model(x)
+    wanted = model.linear(x).relu() * 2
+    assert torch.equal(output, wanted)
+    weight = model.linear.weight
+    gradients = [torch.autograd.grad(one.sum(), weight)[0] for one in (output, wanted)]
+    assert torch.allclose(*gradients)
+
+
+@pytest.mark.parametrize("size", [4, 0])
+def test_an_edit_of_an_operation_with_out_is_written_there(size):
+    class Model(nn.Module):
+        def forward(self, x):
+            y = torch.empty(size)
+            torch.exp(x, out=y)
+            return y * 2
+
+    model, x = Model(), torch.randn(4)
+    with hl.edit(model, "/exp", hl.add(1.0)):
+        assert torch.equal(model(x), (x.exp() + 1) * 2)
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_an_edit_of_what_an_assignment_writes_to_lets_it_be_written(mode):
+    class Model(nn.Module):
+        def forward(self, x):
+            y = x * 2
+            y[:, 0] = x[:, 1]
+            return y
+
+    model, x = Model(), torch.randn(3, 4)
+    with mode():
+        x.requires_grad_()
+        with hl.edit(model, "/setitem:input", hl.scale(10.0)):
+            output = model(x)
+        assert torch.equal(output, torch.cat([x[:, 1:2], x[:, 1:] * 20], 1))
+    if output.requires_grad:
+        output.sum().backward()
+        assert x.grad[0].tolist() == [0, 21, 20, 20]
 
 
 def test_an_operation_that_returns_its_input_unchanged_is_not_written_to():

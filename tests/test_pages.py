@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import hookline as hl
 from hookline.pages.chunks import Chunk, Page, pack, plain_json, unpack
@@ -137,6 +138,25 @@ def test_statistics_of_a_huge_tensor_are_of_a_sample_and_say_so():
     found = portray(value)
     assert "statistics and histogram of 1 in 3 values" in found.meta["notes"]
     assert found.meta["statistics"]["nonfinite"] == 1
+
+
+def test_a_huge_tensor_is_all_zero_only_if_it_is():
+    value = torch.ones(1000, 8000)
+    value[:, ::4] = 0  # 1 in 4 values is looked at
+    found = portray(value).meta["statistics"]
+    assert found["zeros"] == pytest.approx(0.25, abs=0.01)
+    with torch.device("meta"):  # a default device, as others have cuda there
+        assert portray(value).meta["statistics"] == found
+    assert found["max"] == 1
+    value.zero_()[7, 7] = 1
+    assert portray(value).meta["statistics"]["zeros"] < 1
+    assert portray(value.zero_()).meta["statistics"]["zeros"] == 1
+
+
+def test_dead_channels_of_a_volume_are_those_of_its_second_dimension():
+    value = torch.rand(2, 4, 3, 5, 5)
+    value[:, 1:] = 0
+    assert portray(value).meta["dead"] == 0.75
 
 
 @pytest.mark.parametrize("size", [1e-30, 1e30, 1e300])
@@ -329,6 +349,36 @@ def test_a_model_page_runs_it_once_and_leaves_no_trace():
     assert modules(page)[""]["flops"] == 2 * 8 * (4 * 6 + 6 * 2)
 
 
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("inference", [False, True])
+def test_gradients_of_checkpointed_layers_are_on_the_page(inference):
+    class Saving(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 2)
+
+        def forward(self, x):
+            return checkpoint(self.second, self.first(x), use_reentrant=True)
+
+    model, x = Saving(), torch.randn(3, 4)
+    with torch.inference_mode(inference):
+        page = page_of(model, batch=x, loss=torch.sum)
+    gradient = items(page, "first:grad_output")[0][0]["statistics"]
+    expected = torch.ones(3, 2) @ model.second.weight.detach()
+    assert gradient["norm"] == pytest.approx(float(expected.norm()), rel=1e-4)
+    assert model.first.weight.grad is None
+
+
+def test_a_loss_without_gradients_or_without_a_batch_is_refused():
+    model, x = nn.Linear(2, 2).requires_grad_(False), torch.randn(3, 2)
+    with pytest.raises(hl.BatchError, match="Nothing that the model returned has a gradient"):
+        page_of(model, batch=x, loss=torch.sum)
+    page = page_of(model, batch=x.requires_grad_(), loss=torch.sum)
+    assert items(page, ":grad_output")[0][0]["shape"] == [3, 2]
+    with pytest.raises(hl.ReportError, match="There is no batch"):
+        page_of(model, loss=torch.sum)
+
+
 def test_a_model_without_a_batch_shows_its_parameters_only():
     page = page_of(Net())
     assert {e["group"] for e in page.content["entries"]} >= {"weight", "bias", "weight_ih_l0"}
@@ -336,10 +386,12 @@ def test_a_model_without_a_batch_shows_its_parameters_only():
 
 
 def test_a_lazy_model_stays_lazy():
-    model = nn.Sequential(nn.LazyLinear(3))
+    model = nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d(affine=False))
     page = page_of(model, batch=torch.randn(2, 5))
     assert entries(page)["0.weight"]["shape"] == [3, 5]
+    assert entries(page)["1.running_mean"]["shape"] == [3]
     assert nn.parameter.is_lazy(model[0].weight)
+    assert nn.parameter.is_lazy(model[1].running_mean)
     assert entries(page_of(model))["0.weight"]["note"]
 
 

@@ -7,7 +7,7 @@ import struct
 import sys
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 
 import numpy as np
 import pytest
@@ -90,8 +90,20 @@ def test_what_is_not_there_is_an_error_with_the_closest_names():
         hl.get_parameter(model, "0")
     with pytest.raises(hl.PlaceNotFound, match=r"module, with weight, bias\."):
         hl.get_parameter(model[0], "")
-    with pytest.raises(hl.PlaceNotFound, match=r"module, with none\."):
+    with pytest.raises(hl.PlaceNotFound, match=r"module, with none of its own\."):
         hl.get_parameter(model, "")
+
+
+def test_one_module_with_parameters_is_not_put_at_several_places():
+    model = nn.Sequential(nn.ReLU(), nn.ReLU())
+    with pytest.raises(hl.ChangeError, match=r"One PReLU .* 2 places.*share.*function"):
+        hl.replace_module(model, nn.ReLU, nn.PReLU()).attach()
+    assert type(model[0]) is type(model[1]) is nn.ReLU
+    with hl.replace_module(model, nn.ReLU, lambda old: nn.PReLU()):
+        assert model[0] is not model[1]
+    with hl.replace_module(model, nn.ReLU, nn.GELU()):  # without state it does no harm
+        assert model[0] is model[1]
+    assert_clean(model)
 
 
 def test_get_module_and_get_parameter_take_one_path_of_their_kind():
@@ -699,8 +711,13 @@ def test_edits_may_be_removed_in_any_order(order):
     model = mlp()
     before, pointer = state_bits(model), model[0].weight.data_ptr()
     handles = [hl.edit(model, "0.weight", hl.scale(float(n))).attach() for n in (2, 3, 5)]
+    left = [0, 1, 2]
     for n in order:
-        handles[n].remove()
+        # The later ones were made of what this one had changed, and still hold that.
+        told = pytest.warns(hl.HooklineWarning, match="Remove the later one first")
+        with nullcontext() if n == left[-1] else told:
+            handles[n].remove()
+        left.remove(n)
     assert_same_state(model, before)
     assert model[0].weight.data_ptr() == pointer
     assert_clean(model)
@@ -904,6 +921,20 @@ def test_preserve_puts_back_a_parameter_that_became_a_plain_tensor(as_buffer):
     assert "weight" not in model[0].__dict__
     assert "weight" not in model[0]._buffers
     assert_same_state(model, before)
+
+
+def test_preserve_warns_of_a_parametrization_that_hides_what_it_put_back():
+    model = nn.Sequential(nn.Linear(2, 2))
+    weight, before = model[0].weight, model[0].weight.detach().clone()
+    with hl.preserve(model):
+        nn.utils.parametrizations.orthogonal(model[0])
+        nn.utils.parametrize.remove_parametrizations(model[0], "weight")
+    assert model[0].weight is weight
+    assert torch.equal(weight, before)
+    with pytest.warns(hl.HooklineWarning, match="'weight' .* parametrization hides it"):
+        with hl.preserve(model):
+            nn.utils.parametrizations.orthogonal(model[0])
+    assert torch.equal(weight, before)
 
 
 def test_preserve_puts_back_shapes_and_strides():
@@ -1154,6 +1185,18 @@ def test_replace_module_refuses_the_model_itself_and_what_is_no_module():
             pass
 
 
+@pytest.mark.parametrize("kind", [nn.ReLU, nn.GELU, nn.Identity])  # ReLU(old) works in place
+def test_replace_module_takes_no_class_of_torch_for_a_function_of_the_old_module(kind):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+    refused = pytest.raises(hl.ChangeError, match="a function that returns one")
+    with refused, hl.replace_module(model, nn.Tanh, kind):
+        pass
+    with hl.replace_module(model, nn.Tanh, nn.Sequential):  # which is made of the old one
+        assert isinstance(model[1], nn.Sequential)
+    assert isinstance(model[1], nn.Tanh)
+    assert_clean(model)
+
+
 def test_replace_module_nests():
     model = mlp()
     old = model[1]
@@ -1289,3 +1332,10 @@ def test_preserve_fills_freed_memory_that_several_buffers_share():
     assert model.late.tolist() == [6, 7, 8]
     assert model.early.tolist() == [0, 1, 2]
     assert memory.untyped_storage().nbytes() == 40
+
+
+def test_an_array_in_the_place_of_a_module_is_refused_as_what_it_is():
+    model = nn.Sequential(nn.ReLU())
+    with pytest.raises(hl.ChangeError, match="is a ndarray"):
+        hl.replace_module(model, "0", torch.ones(3).numpy()).attach()
+    assert_clean(model)

@@ -1,5 +1,6 @@
 """Places found in models: modules, parameters, aliases, wrappers, and what is not there."""
 
+import ast
 import copy
 import pickle
 import re
@@ -231,7 +232,7 @@ def test_a_module_port_at_a_parameter_and_the_other_way_round_are_told():
         hl.PlaceError, match=r"'0.weight:input'.*is a parameter or buffer.*value and"
     ):
         hl.select(model, "0.weight:input")
-    with pytest.raises(hl.PlaceError, match=r"belongs to parameters and buffers.*weight:grad"):
+    with pytest.raises(hl.PlaceError, match=r"belongs to parameters and buffers.*value and :grad"):
         hl.select(model, (nn.Linear, ":grad"))
     with pytest.raises(hl.PlaceNotFound, match="No parameter or buffer matches '0:grad'"):
         hl.select(model, "0:grad")
@@ -494,6 +495,48 @@ def test_a_typo_is_told_with_the_closest_names(text, closest):
     assert caught.value.found.startswith("Closest: ")
     assert f"'{closest}'" in caught.value.found
     assert "hookline.select(model, '**" in caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("text", "closest"),
+    [
+        ("h.0", "transformer.h.0"),  # the beginning was left out
+        ("h.1.0:input", "transformer.h.1.0"),
+        ("0.bias", "transformer.h.0.bias"),
+        ("h.*", "**.h.*"),
+        ("h.{0,1}:grad_output", "**.h.{0,1}:grad_output"),
+        ("transformer.h.0.output", "transformer.h.0:output"),  # a port after a dot
+        ("transformer.h.1.input[0]", "transformer.h.1:input"),
+        ("transformer.h.0.bias.grad", "transformer.h.0.bias:grad"),
+        ("output", ":output"),
+    ],
+)
+def test_a_path_without_its_beginning_or_a_port_after_a_dot_is_told_as_it_is_spelled(text, closest):
+    layers = nn.ModuleList([nn.Linear(2, 2), nn.Sequential(nn.ReLU())])
+    model = nn.ModuleDict({"transformer": nn.ModuleDict({"h": layers})})
+    with pytest.raises(hl.PlaceNotFound) as caught:
+        hl.select(model, text)
+    assert caught.value.found.startswith(f"Closest: {closest!r}")
+    if closest != ":output":  # a ModuleDict has none
+        assert hl.select(model, closest)
+
+
+def test_where_nothing_could_be_hooked_further_down_that_is_not_the_advice():
+    model = nn.ModuleDict({"l": nn.ModuleList([nn.ModuleList([nn.ReLU()])])})
+    with pytest.raises(hl.PlaceNotFound) as caught:
+        hl.select(model, "l.*")
+    assert "**" not in caught.value.found
+
+
+def test_the_children_to_name_in_place_of_a_container_are_its_own():
+    model = nn.ModuleDict(
+        {"h": nn.ModuleList([nn.ReLU()]), "a/b": nn.ParameterList([torch.ones(1)])}
+    )
+    for text in ("h", "h[0]", r"a\/b"):
+        with pytest.raises(hl.NotHookable) as caught:
+            hl.select(model, text)
+        named = re.fullmatch(r"Name its children, as in (.*)\.", caught.value.remedy)
+        assert len(hl.select(model, ast.literal_eval(named[1]))) == 1
 
 
 def test_a_model_without_children_is_not_to_be_listed_by_a_pattern_that_it_has_not():

@@ -60,7 +60,7 @@ def test_a_saved_change_does_what_it_did_before(name, model, tmp_path):
 
 
 def test_every_ready_change_but_patch_can_be_saved():
-    homes = ("hookline.core.changes", "hookline.ready_changes")
+    homes = ("hookline.edits.changes", "hookline.edits.ready_changes")
     ready = {c.__name__ for c in hl.Change.__subclasses__() if c.__module__ in homes}
     assert ready - {"patch", "Chain", "EditFunction"} == set(spellings._READY)
 
@@ -121,6 +121,7 @@ ATS = {
     "mask": torch.tensor([True, False, True, False, True]),
     "numpy": np.array([0, 3]),
     "numpy integer": np.int64(2),
+    "slice to a tensor": np.s_[torch.tensor(1) :, : np.int64(2)],
     "heads": hl.heads(1, of=2),
 }
 
@@ -142,7 +143,9 @@ def test_the_last_token_is_saved_with_its_mask(tmp_path):
         assert (model(x) == 0).all(-1).tolist() == [[False, True, False], [False, False, True]]
 
 
-@pytest.mark.parametrize("calls", [1, slice(1, None), {0, 2}, range(2), np.int64(1)])
+@pytest.mark.parametrize(
+    "calls", [1, slice(1, None), {0, 2}, range(2), np.int64(1), torch.tensor(1)]
+)
 def test_saved_calls_are_the_same_calls(calls, model, tmp_path):
     with hl.edit(model, "0", hl.zero(), calls=calls):
         expected = [model(X) for _ in range(4)]

@@ -537,6 +537,34 @@ def test_to_moves_every_tensor_and_leaves_the_first_record_alone():
     assert record.to("cpu").nbytes == record.nbytes
 
 
+@pytest.mark.parametrize("place", ["0", "0:output", "0.weight", "0:inputs"])
+def test_what_was_on_the_device_already_and_is_changed_later_is_told_of_a_moved_record(place):
+    model, x = nn.Sequential(nn.Linear(2, 2), nn.ReLU()), torch.ones(1, 2, requires_grad=True)
+    with hl.capture(model, place) as record:
+        model(x * 1)
+    moved, copied = record.to("cpu"), record.to("meta")
+    with torch.no_grad():
+        (record[place]["input"] if place == "0:inputs" else record[place]).add_(1)
+    for one in (record, moved):
+        with pytest.raises(hl.ValueChanged, match="changed in place"):
+            one[place]
+    assert copied.places() == record.places()
+    assert copied.calls(place)
+
+
+@pytest.mark.parametrize(("keep", "kept"), [("all", [0, 1, 2]), ("first", [0]), ("last", [2])])
+def test_of_calls_that_all_raised_the_first_or_the_last_input_is_kept(keep, kept):
+    def fail(x):
+        raise ZeroDivisionError
+
+    model = nn.Sequential(Returns(fail))
+    with hl.capture(model, "0:input", keep=keep) as record:
+        for n in range(3):
+            with pytest.raises(ZeroDivisionError):
+                model(torch.full((2,), float(n)))
+    assert [int(value[0]) for value in record.calls("0:input")] == kept
+
+
 def test_to_moves_the_values_of_the_last_call_and_leaves_the_first_record_alone():
     model = small()
     with hl.capture(model, "**", keep="last") as record:

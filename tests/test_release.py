@@ -119,7 +119,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 with hl.watch(model, every=1, to="run", optimizer=optimizer), hl.guard(model):
     model(x).square().mean().backward()
     optimizer.step()
-print(len(hl.Run("run").steps()), len(hl.measure(model, "*", statistics=[hl.Mean()], data=[x])))
+print(len(hl.Run("run").steps()), len(hl.measure(model, "*", statistics=[hl.Mean(None)], data=[x])))
 print(hl.compare(model, model, x).equal)
 """
     flops, counts, equal = run(wheel, program, cwd=tmp_path).splitlines()

@@ -359,6 +359,8 @@ HOSTILE = {
     "short random state": lambda c: c["operation"].update(random=c["operation"]["args"][0]),
     "deep": lambda c: c["operation"].update(args=json.loads("[" * 60 + "]" * 60)),
     "outputs of no kind": lambda c: c.update(output=5),
+    "an output that is no part": lambda c: c["output"][0].__setitem__(0, ["nowhere"]),
+    "an output that is no tensor": lambda c: c["output"][0].__setitem__(1, "text"),
 }  # fmt: skip
 
 
@@ -380,6 +382,9 @@ def test_a_hostile_file_is_refused(case, written):
         lambda c: c["module"].update({"class": "os.path"}),
         lambda c: c["module"].update(state={"weight": {"tensor": "0"}}),
         lambda c: c["module"].update(state=[1]),
+        lambda c: c["module"].update(state={"0.weight": 1}, path=""),
+        lambda c: c["module"].update(positional="one"),
+        lambda c: c["module"].pop("positional"),
         lambda c: c["module"].update(training=3),
         lambda c: c.update(module=None),
     ],

@@ -3,6 +3,7 @@
 import json
 import sys
 from collections import namedtuple
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 import hookline as hl
+from hookline.storage import locks
 
 Pair = namedtuple("Pair", "first second")
 
@@ -253,3 +255,55 @@ def test_a_call_without_the_part_that_was_asked_for_is_still_without_it(tmp_path
     for place in ("[0]", "[1]"):
         with pytest.raises(hl.NotCaptured, match="asked for: the value is a tensor"):
             read[place, 2]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows locks no folders")
+def test_of_several_that_save_into_one_folder_at_once_one_is_read(tmp_path):
+    # Threads wait for each other as processes do.
+    model = nn.Sequential(nn.Flatten())
+    records: list[hl.Record] = []
+    for number in range(4):
+        with hl.capture(model, "0") as record:
+            model(torch.full((2, 3), float(number)))
+        records.append(record)
+    hl.save_record(records[0], tmp_path)
+
+    def save_often(record):
+        for _ in range(15):
+            hl.save_record(record, tmp_path)
+
+    with ThreadPoolExecutor() as pool:
+        saving = [pool.submit(save_often, record) for record in records]
+        while not all(one.done() for one in saving):
+            value = hl.load_record(tmp_path)["0"]
+            assert any(torch.equal(value, record["0"]) for record in records)
+        for one in saving:
+            one.result()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["record.json", "record.safetensors"]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows locks no folders")
+def test_a_folder_that_another_saves_into_for_too_long_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(locks, "_PATIENCE", 0.05)
+    model = nn.Sequential(nn.Flatten())
+    with hl.capture(model, "0") as record:
+        model(torch.ones(2, 3))
+    hl.save_record(record, tmp_path)
+    with locks.held(tmp_path, alone=True):
+        with pytest.raises(hl.HooklineError, match="Others have been saving"):
+            hl.save_record(record, tmp_path)
+        assert torch.equal(hl.load_record(tmp_path)["0"], record["0"])
+    hl.save_record(record, tmp_path)
+
+
+def test_a_dict_whose_keys_would_be_written_alike_is_refused(tmp_path):
+    class Odd(nn.Module):
+        def forward(self, x):
+            return {1.5: x, "1.5": x + 1}
+
+    model = nn.Sequential(Odd())
+    with hl.capture(model, "0") as record:
+        model(torch.ones(2))
+    with pytest.raises(hl.RecordError, match="written alike"):
+        hl.save_record(record, tmp_path / "new")
+    assert not (tmp_path / "new").exists()

@@ -8,6 +8,7 @@ from models import Giving
 from torch import nn
 
 import hookline as hl
+from hookline.core.slices import take
 
 Y = torch.arange(24.0).reshape(2, 3, 4) + 1  # batch × position × channel
 
@@ -220,6 +221,12 @@ def test_heads_that_do_not_fit_are_told(make):
             model()
 
 
+def test_heads_are_found_in_the_value_whatever_the_default_device_is():
+    model, x = nn.Identity(), torch.ones(2, 6)
+    with torch.device("meta"), hl.edit(model, "", hl.zero(), at=hl.heads(0, 2, of=3)):
+        assert model(x).tolist() == [[0, 0, 1, 1, 0, 0]] * 2
+
+
 # -- last_token -----------------------------------------------------------------------------------
 
 
@@ -241,6 +248,12 @@ def test_the_last_token_is_the_last_that_the_mask_has(kind, mask, last):
     expected = Y.clone()
     expected[0, last[0]] = expected[1, last[1]] = 0
     assert torch.equal(out, expected)
+
+
+def test_the_mask_of_the_last_token_may_be_a_list_or_an_array():
+    mask = [[1, 1, 0], [1, 1, 1]]
+    for given in (mask, np.array(mask)):
+        assert torch.equal(take(Y, hl.last_token(given)), torch.stack([Y[0, 1], Y[1, 2]]))
 
 
 @pytest.mark.parametrize(
@@ -284,3 +297,13 @@ def test_heads_that_are_no_whole_numbers_are_refused_at_once(which, of):
     with pytest.raises(TypeError, match="interpreted as an integer"):
         hl.heads(*which, of=of)
     assert repr(hl.heads(np.int64(1), of=np.int64(3))) == "heads(1, of=3)"
+
+
+def test_the_class_of_a_slice_is_not_taken_for_a_function_of_the_value():
+    model, x = nn.Sequential(nn.Linear(2, 2)), torch.ones(1, 3, 2)
+    with pytest.raises(hl.ChangeError, match=r"at=last_token.*It is a class.*last_token\(\.\.\.\)"):
+        with hl.capture(model, "0", at=hl.last_token):
+            model(x)
+    with pytest.raises(hl.ChangeError, match=r"heads\(\.\.\.\)"):
+        hl.measure(model, "0", statistics=[hl.Mean()], data=[x], at=hl.heads)
+    assert_clean(model)

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import dlpack
 
 import hookline as hl
-from hookline.core.snapshots import same_bits, settle, snapshot
+from hookline.values.snapshots import same_bits, settle, snapshot
 
 BASE = torch.arange(6.0).reshape(2, 3) + 1
 

@@ -4,6 +4,7 @@ import dataclasses
 import errno
 import json
 import os
+import threading
 import warnings
 from collections import UserDict
 from contextlib import suppress
@@ -521,6 +522,134 @@ def test_a_mask_is_an_argument_of_the_model_or_a_function_of_the_batch(how):
     assert_clean(model)
 
 
+def test_a_mask_by_name_is_that_of_the_call_also_at_the_input_of_the_model():
+    model = Padded()
+    xs, masks = torch.randn(2, 1, 3, 3), torch.tensor([[[1, 0, 0]], [[1, 1, 0]]])
+    data = [{"x": x, "attention_mask": m} for x, m in zip(xs, masks, strict=True)]
+    found = hl.measure(model, ":input", statistics=[hl.Mean()], data=data, mask="attention_mask")
+    expected = torch.cat([x[m.bool()] for x, m in zip(xs, masks, strict=True)])
+    assert_close(found[":input"]["mean"], expected.double().mean(0))
+
+
+def test_a_mask_by_name_is_asked_for_where_the_model_itself_did_not_run():
+    model, x = Padded(), torch.randn(1, 3, 3)
+    with hl.measure(model, "lin", statistics=[hl.Mean()], mask="attention_mask") as found:
+        with pytest.raises(hl.StatisticsError, match="the model itself was not"):
+            model.lin(x)
+        model(x, torch.tensor([[1, 0, 0]]))
+        with pytest.raises(hl.StatisticsError, match="the model itself was not"):
+            model.lin(x)
+        model(x, None)
+    assert found.statistics["lin"]["mean"].count.tolist() == [4, 4]
+    assert_clean(model)
+
+
+def test_gradients_have_the_mask_of_their_forward_or_none_at_all():
+    model, x = Padded(), torch.randn(1, 3, 3)
+    one, two = torch.tensor([[1, 0, 0]]), torch.tensor([[1, 1, 0]])
+    place = "lin:grad_output"
+    with hl.measure(model, place, statistics=[hl.Mean()], mask="attention_mask") as found:
+        for mask in (one, two):
+            model(x, mask).sum().backward()
+        (model(x, two) + model(x, two.clone())).sum().backward()
+        assert found.statistics[place]["mean"].count.tolist() == [7, 7]
+        loss = (model(x, one) + model(x, two)).sum()
+        with pytest.raises(hl.StatisticsError, match="with different masks"):
+            loss.backward()
+    assert found.statistics[place]["mean"].count.tolist() == [7, 7]
+    assert_clean(model)
+
+
+def test_a_mask_that_marks_padding_in_torch_is_refused_by_name(tmp_path):
+    model = nn.TransformerEncoderLayer(4, 1, batch_first=True).eval()
+    batch = {
+        "src": torch.randn(1, 3, 4),
+        "src_key_padding_mask": torch.tensor([[False] * 2 + [True]]),
+    }
+    given = {"statistics": [hl.Mean()], "mask": "src_key_padding_mask"}
+    with pytest.raises(hl.StatisticsError, match="true for padding"):
+        hl.measure(model, "linear1", data=[batch], **given)
+    with pytest.raises(hl.StatisticsError, match="true for padding"):
+        hl.measure(model, "linear1", **given)
+    with pytest.raises(hl.HarvestError, match="true for padding"):
+        hl.harvest(model, [batch], "linear1", to=tmp_path / "acts", **given)
+    given["mask"] = lambda batch: ~batch["src_key_padding_mask"]
+    found = hl.measure(model, "linear1", data=[batch], **given)
+    assert found.statistics["linear1"]["mean"].count[0] == 2
+
+
+def test_calls_of_other_threads_are_not_measured(model):
+    batches = [*torch.randn(6, 3).split(2)]
+
+    def meanwhile():
+        for batch in batches:
+            yield batch
+            other = threading.Thread(target=model, args=(batch + 100,))
+            other.start()
+            other.join()
+
+    with torch.no_grad():
+        expected = torch.cat([model[0](batch) for batch in batches]).double().mean(0)
+    found = hl.measure(model, "0", statistics=[hl.Mean()], data=meanwhile())
+    assert_close(found["0"]["mean"], expected)
+    with hl.measure(model, "0", statistics=[hl.Mean()]) as found, torch.no_grad():
+        for batch in meanwhile():
+            model(batch)
+    assert_close(found["0"]["mean"], expected)
+    measuring = hl.measure(model, "0", statistics=[hl.Mean()]).attach()
+    for batch in meanwhile():
+        model(batch)
+    measuring.remove()
+    assert measuring.found.calls["0"] == 6
+    assert_clean(model)
+
+
+def test_a_number_for_each_sample_is_one_channel_as_in_a_harvest(tmp_path):
+    torch.manual_seed(0)
+    model, batches = nn.Linear(3, 4), [*torch.randn(7, 3).split(3)]
+    kinds = {"variance": hl.Variance(), "top": hl.TopK(k=2), "all": hl.Mean(dim=None)}
+    found = hl.measure(model, "", statistics=kinds, data=batches, at=np.s_[:, 2])
+    values = torch.cat([model(batch)[:, 2] for batch in batches]).detach().double()
+    assert_close(found[""]["variance"], values.var()[None])
+    assert_close(found[""]["all"], values.mean())
+    assert_close(found[""]["top"].values, values.topk(2)[0][:, None])
+    assert found[""]["top"].ids.tolist() == [[n] for n in values.topk(2)[1].tolist()]
+    hl.harvest(model, batches, "", to=tmp_path, at=np.s_[:, 2], statistics=kinds, quiet=True)
+    stored = hl.Measurements.load(tmp_path / "statistics")
+    for name in kinds:
+        assert_close(stored[""][name], found[""][name])
+
+
+def test_a_vector_is_channels_where_dim_says_so_and_at_parameters():
+    model = nn.Linear(3, 4)
+    xs = torch.randn(5, 3)
+    with hl.measure(model, ["", "bias:grad"], statistics=[hl.Mean(dim=0)]) as found:
+        for x in xs:
+            model(x).sum().backward()
+    expected = torch.stack([model(x) for x in xs]).double().mean(0).detach()
+    assert_close(found[""]["mean"], expected)
+    with hl.measure(model, "bias:grad", statistics=[hl.Mean()]) as found:
+        model(xs).sum().backward()
+    assert_close(found["bias:grad"]["mean"], torch.full((4,), 5.0).double())
+
+
+@pytest.mark.parametrize("k", [1, 2, 5])
+def test_top_values_of_samples_with_one_id_do_not_depend_on_how_they_came(k):
+    # As windows of one text may have its number.
+    x = torch.zeros(3, 4, 2)
+    x[0, 3], x[1, 1], x[2, 2] = 1.0, 1.0, 1.0
+    ids = [8, 8, 5]
+    whole = hl.TopK(k=k).update(x, ids=ids).result
+    parts = hl.TopK(k=k)
+    for n in (2, 0, 1):
+        parts.update(x[n : n + 1], ids=ids[n : n + 1])
+    assert_close(parts.result, whole)
+    order = [(8 if n != 2 else 5, p) for n, p in ((2, 2), (1, 1), (0, 3))]
+    order += [(5, 0), (5, 1)]
+    assert whole.ids[:, 0].tolist() == [i for i, _ in order[:k]]
+    assert whole.positions[:, 1, 0].tolist() == [p for _, p in order[:k]]
+
+
 def test_top_samples_have_the_ids_of_the_batch(model):
     data = [(torch.randn(3, 3), [7, 3, 11]), (torch.randn(2, 3), [5, 20])]
     ids = iter([d[1] for d in data])
@@ -635,11 +764,13 @@ def test_recomputed_calls_count_once(model):
 def test_measurements_merge_save_and_show_themselves(model, tmp_path):
     x = torch.randn(8, 3)
     named = {"top": hl.TopK(k=2), "bottom": hl.TopK(k=2, largest=False), "spread": hl.Variance()}
-    whole = hl.measure(model, "*", statistics=named, data=[x], ids=lambda b: range(8))
-    parts = [
-        hl.measure(model, "*", statistics=named, data=[x[s]], ids=lambda b, s=s: range(8)[s])
-        for s in (np.s_[:3], np.s_[3:])
-    ]
+    batches = [x[:3], x[3:]]  # the same in both ways: a batch of 8 is rounded otherwise
+
+    def numbers(batch):
+        return range(3) if len(batch) == 3 else range(3, 8)
+
+    whole = hl.measure(model, "*", statistics=named, data=batches, ids=numbers)
+    parts = [hl.measure(model, "*", statistics=named, data=[b], ids=numbers) for b in batches]
     parts[1].save(tmp_path)
     merged = hl.Measurements().merge(parts[0]).merge(hl.Measurements.load(tmp_path))
     for place, named in whole.items():
@@ -914,3 +1045,18 @@ def test_data_without_batches_is_an_error():
     for data in (used, []):
         with pytest.raises(hl.StatisticsError, match=r"no batches.*Give a list"):
             hl.measure(model, "0", statistics=[hl.Mean()], data=data)
+
+
+def test_images_that_are_measured_by_column_are_warned_of(tmp_path):
+    model, x = nn.Sequential(nn.Conv2d(1, 3, 1)), torch.randn(2, 1, 4, 5)
+    with torch.no_grad():
+        images = model(x).double()
+    with pytest.warns(hl.HooklineWarning, match=r"'0' has the shape \(2, 3, 4, 5\).*Mean\(dim=1\)"):
+        found = hl.measure(model, "0", statistics=[hl.Mean()], data=[x, x])
+    assert_close(found["0"]["mean"], images.mean((0, 1, 2)))
+    with pytest.warns(hl.HooklineWarning, match=r"Mean\(dim=1\), or dim=3"):
+        hl.harvest(model, [x], "0", to=tmp_path / "a", statistics=[hl.Mean()], quiet=True)
+    # What the warning names is taken without one.
+    for dim, expected in ((1, images.mean((0, 2, 3))), (3, images.mean((0, 1, 2)))):
+        found = hl.measure(model, "0", statistics=[hl.Mean(dim=dim)], data=[x])
+        assert_close(found["0"]["mean"], expected)

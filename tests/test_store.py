@@ -1,5 +1,6 @@
 """Stores: what is appended is read back bit for bit, and nothing done to the files can crash us."""
 
+import contextlib
 import errno
 import gc
 import io
@@ -10,6 +11,8 @@ import shutil
 import struct
 import subprocess
 import sys
+import threading
+import time
 import tracemalloc
 import warnings
 import zlib
@@ -523,6 +526,86 @@ def test_what_safetensors_cannot_hold_is_refused(values, tmp_path):
 def test_ids_that_are_no_list_of_numbers_or_words_are_refused(tmp_path, ids):
     with Store.create(tmp_path) as writer, pytest.raises(StoreError, match="Cannot store these"):
         writer.append({"x": torch.ones(2)}, ids=ids)
+
+
+def test_a_place_named_ids_is_counted_apart_from_the_ids(tmp_path):
+    with Store.create(tmp_path, sync="never") as writer:
+        with pytest.raises(StoreError, match="'ids': 3, ids: 2"):
+            writer.append({"ids": torch.ones(3, 2)}, ids=[1, 2])
+        writer.append({"ids": torch.ones(3, 2)}, ids=[1, 2, 3])
+    store = Store.open(tmp_path)
+    assert store["ids"].shape == (3, 2)
+    assert store.ids == [1, 2, 3]
+
+
+@pytest.mark.parametrize("ids", [[4, 5], ["a", "b"]])
+def test_an_append_of_no_samples_changes_nothing_whatever_the_ids_are(tmp_path, ids):
+    ragged = [torch.ones(2, 3), torch.ones(1, 3)]
+    with Store.create(tmp_path, sync="never") as writer:
+        writer.append({"x": [], "y": torch.ones(0, 3)}, ids=[])
+        writer.append({"x": ragged, "y": torch.ones(2, 3)}, ids=ids)
+        writer.append({"x": [], "y": torch.ones(0, 3)}, ids=[])
+        writer.append({"x": (), "y": torch.ones(0, 3)}, ids=torch.arange(0))
+        with pytest.raises(StoreError):
+            writer.append({"x": [], "y": torch.ones(0, 3)}, ids=ids)
+    store = Store.open(tmp_path)
+    assert store.ids == ids
+    assert store["x"].lengths().tolist() == [2, 1]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
+def test_a_writer_that_is_closed_leaves_no_lock_to_processes_that_were_forked_meanwhile(tmp_path):
+    # As the workers of a DataLoader are, which may live on.
+    writer = Store.create(tmp_path, sync="never")
+    writer.append({"x": torch.ones(2, 3)})
+    ends, waits = os.pipe()
+    child = os.fork()
+    if not child:  # pragma: no cover - in the other process
+        os.close(waits)
+        os.read(ends, 1)
+        os._exit(0)
+    os.close(ends)
+    try:
+        with pytest.raises(StoreError, match="Another writer"):
+            Store.create(tmp_path, resume=True)
+        writer.close()
+        with Store.create(tmp_path, sync="never", resume=True) as writer:
+            writer.append({"x": torch.ones(2, 3)})
+    finally:
+        os.close(waits)
+        os.waitpid(child, 0)
+    assert len(Store.open(tmp_path)) == 4
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
+def test_a_forked_process_does_not_let_go_of_the_lock_of_a_writer(tmp_path):
+    writer = Store.create(tmp_path, sync="never")
+    child = os.fork()
+    if not child:  # pragma: no cover - in the other process
+        del writer
+        gc.collect()
+        os._exit(0)
+    os.waitpid(child, 0)
+    with pytest.raises(StoreError, match="Another writer"):
+        Store.create(tmp_path, resume=True)
+    writer.close()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="links need rights elsewhere")
+def test_opening_a_hostile_store_makes_no_file_where_a_link_points_to(counted, tmp_path):
+    lock, elsewhere = counted / "rank00000.lock", tmp_path / "elsewhere"
+    lock.unlink()
+    lock.symlink_to(elsewhere)
+    with (counted / "rank00000-00000.safetensors").open("ab") as file:
+        file.write(b"more")  # what a lock is needed for
+    Store.open(counted)
+    assert not elsewhere.exists()
+    with pytest.raises(StoreError, match="Another writer"):
+        Store.create(counted, resume=True)
+    lock.unlink()
+    with pytest.warns(hl.HooklineWarning, match="dropped"):
+        Store.open(counted)
+    assert lock.is_file()
 
 
 @pytest.mark.parametrize("size", [0, 1e9, "1", None])
@@ -1596,3 +1679,40 @@ def test_indexes_and_headers_are_spelled_as_json_spells_them(names, numbers, sha
         entry = {"dtype": "BF16", "shape": [rows, *shape], "data_offsets": [0, end]}
         text = json.dumps({name: entry}, separators=(",", ":")).encode()
         assert store_files.header_of(one, rows) == struct.pack("<Q", HEADER - 8) + text
+
+
+def test_a_store_that_is_called_with_a_folder_says_how_it_is_opened(tmp_path):
+    with pytest.raises(TypeError, match=r"Store.open\(folder\) or Store.create\(folder\)"):
+        hl.Store(str(tmp_path))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64])
+def test_numpy_takes_rows_as_they_are(dtype, tmp_path):
+    rows = torch.arange(12).reshape(6, 2).to(dtype)
+    with Store.create(tmp_path) as writer:
+        writer.append({"a": rows})
+    found = np.asarray(Store.open(tmp_path)["a"])
+    assert found.dtype == (np.int64 if dtype == torch.int64 else np.float32)
+    assert np.array_equal(found, rows.double().numpy())
+    assert np.asarray(Store.open(tmp_path)["a"], dtype=np.float64).dtype == np.float64
+
+
+def test_a_writer_that_another_thread_closes_finishes_its_append_first(tmp_path):
+    for _ in range(5):
+        folder = tmp_path / str(_)
+        writer = hl.Store.create(folder, sync="never")
+        written = []
+
+        def append(writer=writer, written=written):
+            with contextlib.suppress(hl.StoreError):  # closed, at some point
+                while True:
+                    writer.append({"a": torch.ones(64, 512)})
+                    written.append(64)
+
+        thread = threading.Thread(target=append)
+        thread.start()
+        while len(written) < 3:
+            time.sleep(0.001)
+        writer.close()
+        thread.join()
+        assert len(hl.Store.open(folder)["a"]) == sum(written)

@@ -124,16 +124,134 @@ def test_the_estimate_is_gradient_times_difference_for_any_model():
     assert guess["blocks.0"].change == pytest.approx(float(expected), rel=1e-4)
 
 
-def test_in_place_modules_and_inputs_are_estimated_too():
+def test_in_place_modules_and_inputs_are_estimated_too(seeded):
     model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(inplace=True), nn.Linear(4, 1, bias=False))
     with torch.no_grad():
         model[0].weight.abs_(), model[0].bias.fill_(1)  # the ReLU is linear here
-    clean, corrupt = torch.rand(2, 3), torch.rand(2, 3)
+    model, clean, corrupt = model.double(), torch.rand(2, 3).double(), torch.rand(2, 3).double()
     where = ["0", "1", "0:input"]
     exact = hl.sweep(model, clean, corrupt, where, torch.sum)
     guess = hl.sweep(model, clean, corrupt, where, torch.sum, approximate=True)
     assert torch.allclose(guess.matrix, exact.matrix, atol=1e-5)
-    assert exact["0"].share == pytest.approx(1)
+    assert exact["0"].share == pytest.approx(1, abs=1e-3)
+
+
+def test_the_estimate_at_complex_values_is_that_of_both_parts():
+    class Spectrum(nn.Module):
+        def forward(self, x):
+            return torch.fft.fft(x)
+
+    class Power(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(8, dtype=torch.complex64), requires_grad=False)
+
+        def forward(self, x):
+            return (x * self.weight).abs().square()
+
+    model = nn.Sequential(Spectrum(), Power())
+    clean, corrupt = torch.randn(2, 8), torch.randn(2, 8)
+    found = hl.sweep(model, clean, corrupt, "0", torch.sum, approximate=True, positions="all")
+    start, goal = model[0](corrupt).requires_grad_(), model[0](clean)
+    (slope,) = torch.autograd.grad(model[1](start).sum(), start)
+    way = goal - start.detach()
+    expected = (way.real * slope.real + way.imag * slope.imag).sum(0)
+    assert torch.allclose(found.matrix[0].float(), expected, rtol=1e-4, atol=1e-4)
+    assert not model[1].weight.requires_grad
+
+
+def test_calls_of_other_lengths_are_estimated_one_by_one():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+
+        def forward(self, x):
+            return self.layer(x).sum(1) + self.layer(x[:, :1]).sum(1)
+
+    model, clean, corrupt = Twice(), torch.randn(2, 5, 3), torch.randn(2, 5, 3)
+    exact = hl.sweep(model, clean, corrupt, "layer", torch.sum)
+    guess = hl.sweep(model, clean, corrupt, "layer", torch.sum, approximate=True)
+    assert guess["layer"].change == pytest.approx(exact["layer"].change, abs=1e-4)
+    way = float((clean - corrupt)[:, 0].sum(0) @ model.layer.weight.detach().sum(0))
+    for approximate in (False, True):
+        how = {"approximate": approximate, "progress": False}
+        found = hl.sweep(model, clean, corrupt, "layer", torch.sum, positions=[0], **how)
+        assert found["layer", 0].change == pytest.approx(2 * way, abs=1e-4)
+        for positions in ("all", [3], [-1]):
+            with pytest.raises(hl.BatchError, match=r"shape \(2, 5, 3\) and \(2, 1, 3\)"):
+                hl.sweep(model, clean, corrupt, "layer", torch.sum, positions=positions, **how)
+
+
+@pytest.mark.parametrize(
+    "positions",
+    [np.array([1, 3]), torch.tensor([1, 3]), (n for n in (1, 3)), {1: 0, 3: 0}, (1, np.int64(3))],
+    ids=lambda positions: type(positions).__name__,
+)
+def test_positions_are_any_series_of_whole_numbers(positions):
+    found = hl.sweep(Mixer(), CLEAN, CORRUPT, "blocks.*", metric, positions=positions)
+    assert found.positions == [1, 3]
+    assert found.matrix.shape == (3, 2)
+    assert json.loads(json.dumps(found.to_dict()))["positions"] == [1, 3]
+
+
+@pytest.mark.parametrize("positions", [3, "al", [1.0], ["1"], [None]])
+def test_what_are_no_positions_is_refused(positions):
+    with pytest.raises(TypeError, match="Give 'all', a list of whole numbers, or None"):
+        hl.sweep(Mixer(), CLEAN, CORRUPT, "blocks.*", metric, positions=positions)
+
+
+def test_no_positions_at_all_are_refused():
+    with pytest.raises(ValueError, match="positions= was given, and empty"):
+        hl.sweep(Mixer(), CLEAN, CORRUPT, "blocks.*", metric, positions=[])
+
+
+def test_a_matrix_is_on_the_cpu_whatever_the_default_device_is():
+    found = hl.sweep(Mixer(), CLEAN, CORRUPT, "blocks.*", metric)
+    expected = found.matrix
+    with torch.device("meta"):  # as others have cuda there
+        assert torch.equal(found.matrix, expected)
+
+
+def test_places_without_a_gradient_are_left_out_of_a_glob_and_told():
+    class Beside(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stem, self.side, self.head = (nn.Linear(3, 3) for _ in range(3))
+
+        def forward(self, x):
+            hidden = self.stem(x)
+            return self.head(hidden), self.side(hidden)
+
+    model, clean, corrupt = Beside(), torch.randn(2, 3), torch.randn(2, 3)
+
+    def measure(output):
+        return output[0].sum()
+
+    exact = hl.sweep(model, clean, corrupt, "*", measure)
+    guess = hl.sweep(model, clean, corrupt, "*", measure, approximate=True)
+    assert guess.places == ["stem", "head"]
+    assert guess["stem"].change == pytest.approx(exact["stem"].change, abs=1e-4)
+    assert guess.notes == ["no estimate at 'side': no gradient of the metric is known there"]
+    for where in ("side", ["stem", "side"], "sid*"):
+        with pytest.raises(hl.GradientNotAvailable, match="'side:grad_output'"):
+            hl.sweep(model, clean, corrupt, where, measure, approximate=True)
+
+
+def test_no_change_is_a_share_of_nothing_whichever_way_the_metric_goes():
+    model, clean = nn.Sequential(nn.Identity(), nn.ReLU()), torch.tensor([[1.0, 2.0]])
+    for corrupt in (clean - torch.tensor([1.0, 0.0]), clean + torch.tensor([1.0, 0.0])):
+        found = hl.sweep(model, clean, corrupt, "0", torch.sum, positions="all")
+        assert "-0.0%" not in str(found)
+        assert [row.share for row in found] == [1, 0]
+
+
+def test_estimates_can_be_had_in_inference_mode():
+    model = Mixer()
+    expected = hl.sweep(model, CLEAN, CORRUPT, "blocks.*", metric, approximate=True)
+    with torch.inference_mode():
+        found = hl.sweep(model, CLEAN, CORRUPT, "blocks.*", metric, approximate=True)
+    assert torch.equal(found.matrix, expected.matrix)
 
 
 def test_other_changes_are_swept_too():
@@ -269,6 +387,86 @@ def test_where_mixing_would_not_be_seen_one_change_runs_at_a_time():
     assert tokens.matrix.abs().max() > 0.01
 
 
+class Told(Mixer):
+    """Beside the logits, something that has no row for each sample."""
+
+    def __init__(self, tell):
+        super().__init__()
+        self.tell, self.scale = tell, nn.Parameter(torch.linspace(1, 3, 6))
+
+    def forward(self, ids):
+        logits = super().forward(ids)
+        return {"logits": logits, "told": self.tell(self, logits)}
+
+
+@pytest.mark.parametrize("batch_size", [3, 4, 9])
+def test_what_is_as_long_as_some_copies_is_not_taken_for_their_rows(batch_size):
+    model = Told(lambda model, logits: model.scale)  # six numbers: as many as rows of three copies
+
+    def measure(output):
+        return metric(output["logits"]) * output["told"].sum()
+
+    found = hl.sweep(
+        model, CLEAN, CORRUPT, "blocks.*", measure, positions="all", batch_size=batch_size
+    )
+    assert (found.runs < 12) == (batch_size > 3)  # three copies alone do not tell them apart
+    for place in found.places:
+        for position in range(4):
+            expected = by_hand(model, CLEAN, CORRUPT, place, position, measure)
+            assert found[place, position].value == pytest.approx(expected, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    "tell",
+    [
+        lambda model, logits: metric(logits).item(),
+        lambda model, logits: logits.detach().numpy().mean(0),
+        lambda model, logits: [logits[:, 1].tolist(), logits[:, 2].tolist()],
+    ],
+    ids=["number", "array", "lists"],
+)
+def test_numbers_that_are_no_tensors_are_those_of_the_batch_alone(tell):
+    model = Told(tell)
+
+    def measure(output):
+        told = output["told"]
+        if isinstance(told, list):
+            return float(np.subtract(*told).mean())
+        return told if isinstance(told, float) else float(told[1] - told[2])
+
+    found = hl.sweep(model, CLEAN, CORRUPT, "blocks.*", measure)
+    for place in found.places:
+        expected = by_hand(model, CLEAN, CORRUPT, place, None, measure)
+        assert found[place].value == pytest.approx(expected, abs=1e-4)
+    assert found.notes[0].startswith("one change a forward: ")
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (AssertionError(), "AssertionError"),  # of a bare assert
+        (KeyError("six"), "'six'"),
+        (TypeError("two\nlines"), "two lines"),
+        (Exception("own"), "own"),
+    ],
+)
+def test_a_model_may_refuse_copies_of_the_batch_in_any_way(error, said):
+    class Strict(Mixer):
+        def forward(self, ids):
+            if len(ids) != 2:
+                raise error
+            return super().forward(ids)
+
+    model = Strict()
+    found = hl.sweep(model, CLEAN, CORRUPT, "blocks.*", metric)
+    assert found.notes == [
+        f"one change a forward: copies of the batch cannot be run together: {said}"
+    ]
+    for place in found.places:
+        expected = by_hand(model, CLEAN, CORRUPT, place, None)
+        assert found[place].value == pytest.approx(expected, abs=1e-5)
+
+
 def test_where_the_batch_is_not_first_one_change_runs_at_a_time():
     model = nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0)  # positions come first
 
@@ -402,6 +600,36 @@ def test_a_place_must_have_as_many_calls_in_both_runs(clean, corrupt, approximat
         )
 
 
+@pytest.mark.parametrize("approximate", [False, True])
+def test_a_place_that_the_corrupt_batch_does_not_reach_is_told(approximate):
+    class Either(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stem, self.up, self.down = (nn.Linear(2, 2) for _ in range(3))
+
+        def forward(self, x):
+            return self.stem(self.up(x) if x.sum() > 0 else self.down(x))
+
+    model, x = Either(), torch.ones(1, 2)
+    with pytest.raises(hl.BatchError, match=r"at 'up' were.*and not in the corrupt one"):
+        hl.sweep(model, x, -x, "*", torch.sum, approximate=approximate)
+    assert_clean(model)
+    found = hl.sweep(model, x, -x, "stem", torch.sum, approximate=approximate)
+    assert found["stem"].value == pytest.approx(found.clean, abs=1e-4)
+
+
+def test_a_metric_that_is_not_finite_hides_nothing_and_is_plain_data():
+    model = nn.Sequential(nn.Identity(), nn.Identity())
+    clean, corrupt = torch.tensor([[4.0, 1.0]]), torch.tensor([[1.0, 0.0]])
+    found = hl.sweep(
+        model, clean, corrupt, "0", lambda y: (y[0, 0] - 2).sqrt() + y[0, 1], positions="all"
+    )
+    assert found.to_dict()["corrupt"] is None
+    assert json.loads(json.dumps(found.to_dict(), allow_nan=False))["effects"][0]["change"] is None
+    found.rows[1].change = 3.0
+    assert found.best.position == 1
+
+
 def test_a_clean_batch_of_one_is_put_into_all_samples_and_that_is_told():
     found = hl.sweep(Mixer(), CLEAN[:1], CORRUPT, "head", metric)
     assert found["head"].share == pytest.approx(1)
@@ -512,3 +740,12 @@ def test_a_place_that_not_every_call_has_is_told_with_the_reason():
     x = torch.ones(1, 2)
     with pytest.raises(hl.NotCaptured, match=r"'inner\[0\]' was asked for: the value is a tensor"):
         hl.sweep(Model(), x, 0 * x, where="inner[0]", metric=torch.sum)
+
+
+def test_batches_of_two_shapes_are_told_as_such():
+    model = nn.Sequential(nn.Linear(2, 3))
+    with pytest.raises(hl.ChangeError) as caught:
+        hl.sweep(model, torch.zeros(4, 2), torch.ones(3, 2), "*", torch.mean)
+    assert "'0'" in caught.value.asked
+    assert "(4, 3), here (3, 3)" in caught.value.found
+    assert "one shape" in caught.value.remedy

@@ -412,3 +412,31 @@ def test_calls_that_raise_in_threads_of_one_context_do_not_take_others_away(hast
         grads = record.calls(f"{name}:{port}")
         assert len(grads) == 160
         assert all(grad is not None for grad in grads)
+
+
+@pytest.mark.parametrize("threads", ["own", "all"])
+def test_operations_of_a_call_from_another_thread_are_said_to_be_out_of_sight(threads):
+    model, x = nn.Sequential(nn.Linear(2, 2)), torch.randn(1, 2)
+    looking = hl.capture(model, "0/linear", threads=threads)
+    for context in (hl.edit(model, "0/linear", hl.zero()), looking):
+        said = pytest.raises(
+            hl.NeverFired, match=r"(?s)called 1×.* another.* operations .*(not|never) seen"
+        )
+        with ThreadPoolExecutor(1) as pool, said, context:
+            pool.submit(model, x).result()
+    assert_clean(model)
+
+
+def test_an_edit_of_a_parameter_that_is_left_in_another_thread_leaves_no_hooks_in_this_one():
+    model, x = nn.Linear(2, 2), torch.randn(3, 2)
+    before = model.weight.detach().clone()
+    context = hl.edit(model, "weight", hl.scale(2.0))
+    context.__enter__()
+    model(x)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(context.__exit__, None, None, None).result()
+    assert torch.equal(model.weight, before)
+    model(x).sum().backward()  # what is saved here first takes them off
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    assert torch.func.grad(lambda value: model(value).sum())(x).shape == x.shape
+    assert_clean(model)

@@ -1,5 +1,6 @@
 """Watching: plain hooks of torch and numpy are the oracle; the training itself must not change."""
 
+import copy
 import json
 import logging
 import math
@@ -882,3 +883,15 @@ def test_findings_are_logged_once_and_few_at_a_time(caplog):
     told = [r.getMessage() for r in caplog.records if "dead units" in r.getMessage()]
     assert told == [str(finding) for finding in dead[:3]]
     assert sum("3 more places" in r.getMessage() for r in caplog.records) == 1
+
+
+def test_a_watch_shows_how_far_it_is_and_how_much_it_found():
+    model = nn.Sequential(nn.Linear(2, 2))
+    watching = hl.watch(model, every=1)
+    assert repr(watching) == "<hookline watch at '**', closed, 0 steps, no findings>"
+    with watching:
+        for _ in range(3):
+            model(torch.ones(1, 2)).sum().backward()
+            watching.step()
+    assert repr(watching).startswith("<hookline watch at '**', closed, 3 steps, ")
+    assert "watch" in repr(copy.deepcopy(watching))

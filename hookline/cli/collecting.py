@@ -38,7 +38,7 @@ _KEYS = {
 @weights_options
 @takes_screen
 def harvest(plan: Path | None, where: tuple[str, ...], screen: Screen, **given: Any) -> None:
-    """Run a model over data and store the values at places; run again, it goes on.
+    """Run a model over data and store values; run again, it goes on.
 
     PLAN is a TOML file with the same names as the options, which come before it:
 
@@ -122,7 +122,7 @@ def _dtype(name: str) -> torch.dtype:
 
 @click.group()
 def recipes() -> None:
-    """Show, check and join saved recipes (edits that were saved with Recipe.save)."""
+    """Show, check and join edits that were saved by Recipe.save."""
 
 
 _folder = click.argument("folder", type=click.Path(path_type=Path))

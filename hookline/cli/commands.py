@@ -83,7 +83,10 @@ for command in (
 @hookline.command()
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def completion(shell: str) -> None:
-    """Print the completion script of a shell: eval "$(hookline completion bash)"."""
+    """Print the script with which a shell completes commands.
+
+    It is used as in eval "$(hookline completion bash)".
+    """
     from click.shell_completion import get_completion_class
 
     kind = get_completion_class(shell)

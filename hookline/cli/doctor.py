@@ -33,7 +33,7 @@ Row = tuple[str, str, str]
 @click.command()
 @takes_screen
 def doctor(screen: Screen) -> None:
-    """Tell the versions, what is installed, and what will not work here and why."""
+    """Tell what is installed, and what will not work here and why."""
     rows = [*_versions(), *_features(), *_devices(), *_extras()]
     names = ("what", "state", "note")
     broken = [row for row in rows if row[1] == "broken"]
@@ -93,7 +93,7 @@ def _try_edit() -> None:
 
 
 def _try_lazy() -> None:
-    from hookline.core.snapshots import LAZY
+    from hookline.values.snapshots import LAZY
 
     if not LAZY:
         raise RuntimeError(f"torch {torch.__version__} has no _lazy_clone")

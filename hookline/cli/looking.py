@@ -19,9 +19,9 @@ from hookline.cli.options import (
     where_option,
 )
 from hookline.cli.output import Screen, show_number
-from hookline.core.grammar import parse
-from hookline.core.nested import leaves
-from hookline.core.tables import describe, show_bytes
+from hookline.places.grammar import parse
+from hookline.values.nested import leaves
+from hookline.values.tables import describe, show_bytes
 
 __all__ = ["capture", "loss_of", "places"]
 
@@ -32,7 +32,9 @@ __all__ = ["capture", "loss_of", "places"]
 @takes_inputs
 @takes_screen
 def places(net: nn.Module, where: tuple[str, ...], asked: AskedInputs, screen: Screen) -> None:
-    """List the places of MODEL that match WHERE (all modules without it).
+    """List the places of MODEL that match WHERE.
+
+    Without WHERE, these are all modules.
 
     With --input the model runs once, and values have shapes; operations can then be listed, too:
 
@@ -126,7 +128,9 @@ def capture(
     stop: bool,
     screen: Screen,
 ) -> None:
-    """Run MODEL once, show the values at WHERE (default: every module) and save them.
+    """Run MODEL once, and show and save the values inside.
+
+    Without --where, those of every module.
 
     \b
       hookline capture file.py:net -i 8x3x32x32 -w 'layer*.conv2' --to values

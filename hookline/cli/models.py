@@ -150,7 +150,10 @@ def _guarded(asked: str, function: Callable[[], Any]) -> Any:
         raise
     except Exception as error:
         found = f"It raised {type(error).__name__}: {str(error).rstrip('.')}."
-        raise CommandError(asked, found, "Run with --debug to see where.") from error
+        remedy = "Run with --debug to see where."
+        if isinstance(error, TypeError) and "required positional argument" in found:
+            remedy = "Name a function that needs no arguments and gives it, such as file.py:make."
+        raise CommandError(asked, found, remedy) from error
 
 
 def _load_transformers(name: str, random_weights: bool) -> nn.Module:

@@ -33,7 +33,7 @@ def report(
     opened: bool,
     quiet: bool,
 ) -> None:
-    """Write a page about a saved record, a store, a training run or a model; one HTML file.
+    """Write one HTML page about a record, a store, a run or a model.
 
     A model is given as in the other commands; with --input it runs once, and its values are shown.
     """
@@ -70,7 +70,7 @@ def report(
 @click.option("--port", default=0, help="The port; without it, a free one.")
 @click.option("--open", "opened", is_flag=True, help="Open it in the browser.")
 def view(path: Path, port: int, opened: bool) -> None:
-    """Serve a run, a store or a record as a page that follows it while it grows.
+    """Serve a run, a store or a record as a page that grows with it.
 
     Only this machine can reach it, and nothing is written. End it with Ctrl-C.
     """
@@ -85,7 +85,7 @@ def view(path: Path, port: int, opened: bool) -> None:
 
 @click.command()
 def demo() -> None:
-    """Train a small CNN, find what is wrong with it, look inside, and write a report."""
+    """Train a small CNN, find what is wrong, and write a page."""
     from hookline.demo import main
 
     main()

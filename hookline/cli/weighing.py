@@ -40,9 +40,10 @@ def summary(
     timed: bool,
     screen: Screen,
 ) -> None:
-    """Tell what each module of MODEL costs: parameters, shapes, memory, FLOPs, time.
+    """Tell what each module of MODEL costs.
 
-    Without --input nothing runs, and only sizes are told.
+    That is parameters, shapes, memory and FLOPs, and with --time the time. Without --input nothing
+    runs, and only sizes are told.
     """
     if (backward or timed) and not asked:
         raise CommandError(
@@ -97,9 +98,9 @@ def compare(
     mapping: tuple[tuple[str, str], ...],
     screen: Screen,
 ) -> None:
-    """Run the models A and B on the same input and name the first place where they differ.
+    """Name the first place where the models A and B differ.
 
-    The exit code is 0 if they agree, and 1 if they do not.
+    Both run on the same input. The exit code is 0 if they agree, and 1 if they do not.
     """
     one, other = load_pair(first, second, random_weights, train)
     batch = batch_of(asked.made_for(one))

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -20,26 +21,25 @@ from hookline.comparisons.differences import (
     measure_difference,
     tolerance_of,
 )
+from hookline.comparisons.pairing import Renaming, check_mapping, pair_places, shorten
 from hookline.core import compiling
-from hookline.core.captures import capture
 from hookline.core.hooks import hook
-from hookline.core.nested import Path, leaves, map_leaves
-from hookline.core.places import Place, Where
-from hookline.core.snapshots import snapshot
-from hookline.core.tables import describe
 from hookline.core.taps import Call
-from hookline.core.tree import exists, walk
-from hookline.errors import BatchError, NeverFired, NotHookable, PlaceError, PlaceNotFound
-from hookline.listings import select
-from hookline.trials.runs import Mode, copied, run, same_random_numbers, trial
+from hookline.errors import BatchError, NeverFired
+from hookline.places.resolution import Place, Where
+from hookline.places.tree import walk
+from hookline.records.captures import capture
+from hookline.trials.runs import Mode, copied, noted, run, same_random_numbers, trial
+from hookline.values.nested import Path, leaves, map_leaves
+from hookline.values.snapshots import snapshot
+from hookline.values.tables import describe
 
 __all__ = ["compare"]
 
-Renaming = Mapping[str, str] | Callable[[str], str | None]
 # By place of the second model and its call: place, call and value of the first. Where several
 # places have one counterpart, as where the second model ties modules, calls meet in their order.
 Kept = dict[Place, dict[int, tuple[Place, int, Any]]]
-_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+_NUMBERS = (bool, int, float, complex, np.ndarray, np.generic)
 _COMPILED = (
     "is compiled, and something compiled has run in this process: only its output is compared, as "
     "no hook fires in a graph that may be there already. Compare before, or after "
@@ -49,6 +49,7 @@ _WHOLE = (
     "is compiled: only its output is compared, as of a graph only outputs of modules, and those as "
     "a whole, can be seen."
 )
+_OWN = "raised in the second model; it can have a batch of its own, as in batch_b=x.bfloat16()."
 _LAST = "Where a place has several calls, the last is compared: a compiled model keeps no other."
 
 
@@ -86,11 +87,13 @@ def compare(
         batch_b: another batch for the second model.
         mode: "eval" or "train", to run both so.
 
-    Both run without gradients, with the same random numbers, and are afterwards as before. The
-    values of the first model are kept until the second has its own; those are not kept.
+    Both run without gradients, with the same random numbers, and are afterwards as before. Numbers
+    and arrays of numpy's in a value are compared as its tensors are. The values of the first model
+    are kept until the second has its own; those are not kept.
     """
-    _check(model_a, model_b, mapping, tolerance)
-    pairs, comparison = _paired(model_a, model_b, where, mapping)
+    _check_tolerance(tolerance)
+    check_mapping(model_a, model_b, mapping)
+    pairs, comparison = pair_places(model_a, model_b, where, mapping)
     with trial(model_a, model_b, mode=mode):
         kept: Kept = {}
 
@@ -104,7 +107,8 @@ def compare(
         meeting = _Meeting(kept, tolerance)
         given = copied(batch if batch_b is None else batch_b)
         places = list(dict.fromkeys([*kept, *pairs.values()]))  # as the first model has them
-        _follow(model_b, given, places, meeting.meet, "The second model", comparison, last)
+        with noted(_OWN if batch_b is None else ""):
+            _follow(model_b, given, places, meeting.meet, "The second model", comparison, last)
     meeting.finish(comparison)
     if not comparison.rows:
         raise BatchError(
@@ -116,108 +120,30 @@ def compare(
 
 
 def _kept(leaf: Any) -> Any:
-    return snapshot(leaf) if isinstance(leaf, Tensor) else leaf
+    return snapshot(leaf) if isinstance(leaf, Tensor) else _measurable(leaf)
 
 
-def _check(
-    model_a: nn.Module, model_b: nn.Module, mapping: Renaming | None, tolerance: Tolerance | None
-) -> None:
-    """An error if a mapping or a tolerance is for something that cannot be met."""
-    given: Mapping[str, str] = {} if mapping is None or callable(mapping) else mapping
-    for path, goal in given.items():
-        for which, model, own in (("first", model_a, path), ("second", model_b, goal)):
-            if own and not exists(model, own.split(".")):
-                raise PlaceNotFound(
-                    f"{path!r} was mapped to {goal!r}.",
-                    f"The {which} model has nothing under the path {own!r}.",
-                    "Map paths of the first model, or their beginnings, to those of the second.",
-                )
-    for dtype in tolerance if isinstance(tolerance, Mapping) else ():
+def _measurable(leaf: Any) -> Any:
+    """A number or an array of numpy's as a tensor: models may return those, too."""
+    if isinstance(leaf, _NUMBERS):
+        with suppress(TypeError, ValueError, RuntimeError):  # of objects, or too large
+            return torch.tensor(leaf, device="cpu")
+    return cast(Any, leaf)
+
+
+def _check_tolerance(tolerance: Tolerance | None) -> None:
+    """An error if a tolerance is no number, or for something that is no dtype."""
+    given = cast("Mapping[Any, Any]", tolerance if isinstance(tolerance, Mapping) else {})
+    for dtype in given:
         if not isinstance(dtype, torch.dtype):
             raise BatchError(
                 f"A tolerance for {dtype!r} was given.",
                 f"It is a {type(dtype).__name__}, not a dtype.",
                 "Name dtypes as in {torch.float32: 1e-3}.",
             )
-
-
-# -- which place is which -------------------------------------------------------------------------
-
-
-def _paired(
-    model_a: nn.Module, model_b: nn.Module, where: Where, mapping: Renaming | None
-) -> tuple[dict[Place, Place], Comparison]:
-    """The places of both models that belong together, and a comparison with all others."""
-    names = [type(model).__name__ for model in (model_a, model_b)]
-    comparison = Comparison((names[0], names[1]))
-    pairs: dict[Place, Place] = {}
-    for place in _select(model_a, where):
-        if place.port.startswith("grad"):
-            raise PlaceError(
-                f"Models were to be compared at {str(place)!r}.",
-                "Only forwards are run.",
-                "Capture gradients of both with hookline.capture, and compare those.",
-            )
-        path = _renamed(_short(place.path), mapping)
-        if path is None:
-            continue
-        found = _find(model_b, _moved(place, path))
-        if found is None:
-            comparison.only_a.append(str(place) or "''")
-        else:
-            pairs[place] = found
-    with suppress(PlaceNotFound, NotHookable):
-        taken = {_moved(place, _short(place.path)) for place in pairs.values()}
-        others = [p for p in _select(model_b, where) if _moved(p, _short(p.path)) not in taken]
-        comparison.only_b = [str(place) or "''" for place in others]
-    if not pairs:
-        raise PlaceNotFound(
-            f"Two models were to be compared at {where!r}.",
-            f"Of the {len(comparison.only_a)} places of the first, the second has none.",
-            "Give mapping={'path in the first': 'path in the second'}, or a function.",
-        )
-    return pairs, comparison
-
-
-def _select(model: nn.Module, where: Where) -> list[Place]:
-    """The places; of a wrapper and what it wraps, only the wrapper's."""
-    if where == ("**", "") and not model._modules:
-        where = ""
-    found: dict[Place, Place] = {}
-    for place in select(model, where):
-        found.setdefault(_moved(place, _short(place.path)), place)
-    return list(found.values())
-
-
-def _moved(place: Place, path: str) -> Place:
-    """The same place under another path."""
-    return Place(path, place.port, place.parts, place.operation)
-
-
-def _short(path: str) -> str:
-    """A path without the names that wrappers of torch put into it."""
-    return ".".join(name for name in path.split(".") if name not in _WRAPPERS)
-
-
-def _renamed(path: str, mapping: Renaming | None) -> str | None:
-    """The path in the second model."""
-    if mapping is None:
-        return path
-    if callable(mapping):
-        return mapping(path)
-    starts = [start for start in mapping if path == start or path.startswith(f"{start}.")]
-    if not starts:
-        return path
-    start = max(starts, key=len)
-    rest = path[len(start) :]
-    return mapping[start] + rest if mapping[start] else rest.removeprefix(".")
-
-
-def _find(model: nn.Module, place: Place) -> Place | None:
-    with suppress(PlaceNotFound, NotHookable, PlaceError):
-        (found,) = select(model, place)
-        return found
-    return None
+    for number in given.values() if isinstance(tolerance, Mapping) else [tolerance]:
+        if number is not None and not float(number) >= 0:
+            raise ValueError(f"tolerance={number!r} was given. A relative error is 0 or more.")
 
 
 # -- following a run ------------------------------------------------------------------------------
@@ -289,7 +215,7 @@ def _follow_compiled(
 
 def _root(places: list[Place], inside: bool) -> Place:
     for place in places:
-        if _short(place.path) == "" and place.port == "output" and not place.parts:
+        if shorten(place.path) == "" and place.port == "output" and not place.parts:
             return place
     raise BatchError(
         "A compiled model was to be compared at places that do not hold its output.",
@@ -316,7 +242,7 @@ class _Meeting:
         mine, call, kept = self.kept[place].pop(index)
         self.met[0].add(mine)
         self.met[1].add(place)
-        first, second = dict(leaves(kept)), dict(leaves(value))
+        first, second = dict(leaves(kept)), dict(leaves(map_leaves(_measurable, value)))
         apart = first and second and not first.keys() & second.keys()  # not to be compared
         for path in dict.fromkeys((*first, *second)):
             names = str(_part(mine, path)), str(_part(place, path))
@@ -385,7 +311,7 @@ def _difference(a: Tensor | None, b: Tensor | None, tolerance: Tolerance | None)
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """The values as a dense tensor of floats on the CPU, where any two can meet."""
+    """The values as a dense tensor on the CPU, where any two can meet."""
     tensor = tensor.detach()
     if tensor.is_quantized:
         tensor = tensor.dequantize()
@@ -395,4 +321,4 @@ def _plain(tensor: Tensor) -> Tensor:
         tensor = tensor.to_dense()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
-    return tensor if tensor.is_meta else tensor.to("cpu", torch.float64)
+    return tensor if tensor.is_meta else tensor.cpu()

@@ -173,7 +173,7 @@ def tolerance_of(a: Tensor, b: Tensor, given: Tolerance | None = None) -> float:
     >>> tolerance_of(torch.zeros(1), torch.zeros(1, dtype=torch.bfloat16))
     0.05
     """
-    if isinstance(given, (int, float)):
+    if given is not None and not isinstance(given, Mapping):
         return float(given)
     return max(_tolerance(tensor, given or {}) for tensor in (a, b))
 
@@ -197,13 +197,21 @@ def measure_difference(a: Tensor, b: Tensor) -> tuple[float, float, float, str]:
     """
     if not a.numel():
         return 0.0, 0.0, 1.0, ""
+    given = a, b
+    a, b = a.double(), b.double()
     same = (a == b) | (a.isnan() & b.isnan())
     gap = (a - b).masked_fill(same, 0)
+    if not any(tensor.is_floating_point() for tensor in given):
+        # Of whole numbers beyond 2 ** 53, some that differ are the same in float64.
+        gap = torch.where(same, (given[0].long() - given[1].long()).double(), gap)
     good = gap.isfinite()
     remark = "" if bool(good.all()) else _broken(a, b, int((~good).sum()))
     error = math.inf if remark else float(gap.abs().max())
     finite = a.isfinite() & b.isfinite()
     a, b = a.masked_fill(~finite, 0).flatten(), b.masked_fill(~finite, 0).flatten()
+    top = max(float(a.abs().max()), float(b.abs().max()))
+    if top and not 1e-100 < top < 1e100:  # else squares are 0, or infinite
+        a, b, gap = a / top, b / top, gap / top
     length, other, apart = (math.sqrt(float(t.square().sum())) for t in (a, b, gap))
     distance = math.inf if remark else apart
     relative = distance / length if length else math.inf if distance else 0.0

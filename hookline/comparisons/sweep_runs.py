@@ -4,30 +4,32 @@
 - `Job`: one change to try, at a place and a position
 - `one_number(value)`: a metric as a number
 - `shape_of(value, place)`: the shape of the tensor at a place
+- `not_called(places)`: the error for places that the corrupt batch does not reach
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from hookline.comparisons.sweeps import Sweep
-from hookline.core.changes import replace
-from hookline.core.edits import as_change, edit
 from hookline.core.hooks import hook
-from hookline.core.nested import leaves, map_leaves, only_tensor, set_part
-from hookline.core.places import Place
-from hookline.core.records import Record
-from hookline.core.snapshots import same_bits
 from hookline.core.taps import Call
-from hookline.errors import BatchError
-from hookline.ready_changes import patch
+from hookline.edits.changes import replace
+from hookline.edits.edits import as_change, edit
+from hookline.edits.ready_changes import patch
+from hookline.errors import BatchError, ChangeError, NeverFired
+from hookline.places.resolution import Place
+from hookline.records.records import Record
 from hookline.trials.runs import copied, run, same_random_numbers
+from hookline.values.nested import Path, children, leaves, map_leaves, only_tensor, set_part
+from hookline.values.snapshots import same_bits
 
-__all__ = ["Job", "Metric", "Runner", "Shapes", "one_number", "shape_of"]
+__all__ = ["Job", "Metric", "Runner", "Shapes", "not_called", "one_number", "shape_of"]
 
 Metric = Callable[[Any], Any]
 Shapes = dict[Place, list[torch.Size]]  # one for each call
@@ -70,6 +72,16 @@ def shape_of(value: Any, place: Place) -> torch.Size:
     return tensor.shape
 
 
+def not_called(places: Iterable[Place]) -> BatchError:
+    """The error for places that the corrupt batch does not reach."""
+    shown = ", ".join(repr(str(place)) for place in places)
+    return BatchError(
+        f"Values at {shown} were to be changed.",
+        "They are there in the clean run, and not in the corrupt one.",
+        "Give batches with which the same modules are called, or name places that both have.",
+    )
+
+
 class Runner:
     """Runs a model on the corrupt batch, with changes."""
 
@@ -83,6 +95,7 @@ class Runner:
             self.change = as_change(change() if isinstance(change, type) else change)
         self.copies, self.samples = 1, 0
         self.together: set[Place] = set()  # where several changes can be tried in one forward
+        self.divided: set[Path] = set()  # the parts of the output that have rows of each copy
         self.output: Any = None  # of the corrupt batch as it is
 
     def baseline(self, places: list[Place]) -> float:
@@ -97,7 +110,10 @@ class Runner:
         def look(value: Any, call: Call) -> None:
             found.setdefault(call.place, []).append(shape_of(value, call.place))
 
-        self.output = self._forward(batch, hook(self.model, places, look))
+        try:
+            self.output = self._forward(batch, hook(self.model, places, look))
+        except NeverFired as error:
+            raise not_called(place for place in places if place not in found) from error
         return found
 
     def _forward(self, batch: Any, context: Any) -> Any:
@@ -120,8 +136,9 @@ class Runner:
         self.copies = max(copies, 3)  # so that one has others on both sides
         try:
             why = self._try_copies(places)
-        except (RuntimeError, ValueError, IndexError, AssertionError) as error:
-            why = f"copies of the batch cannot be run together: {str(error).splitlines()[0]:.80}"
+        except Exception as error:  # noqa: BLE001 - a model may refuse another size as it likes
+            said = " ".join(str(error).split()) or type(error).__name__
+            why = f"copies of the batch cannot be run together: {said:.80}"
         self.output, self.copies = alone, copies
         if why:
             found.notes.append(f"one change a forward: {why}")
@@ -131,6 +148,8 @@ class Runner:
         alone, numbers = self.output, range(self.copies)
         shapes = self._shapes(places, self._stacked(self.copies))
         self.runs += 1
+        size = self.samples * self.copies
+        self.divided = {path for path, t in leaves(self.output) if t.shape[:1] == (size,)}
         before = [self._share(number) for number in numbers]
         if not all(_alike(share, alone) for share in before):
             return "copies of the batch in one forward do not give what it gives alone"
@@ -170,11 +189,11 @@ class Runner:
     def _share(self, number: int) -> Any:
         """What one of the copies gave."""
         start = number * self.samples
-        rows = self.samples * self.copies
+        # Not by their sizes: with fewer copies, something else may be as large.
+        divided = {id(tensor) for path, tensor in leaves(self.output) if path in self.divided}
 
         def part(leaf: Any) -> Any:
-            stacked = isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == rows
-            return leaf[start : start + self.samples] if stacked else leaf
+            return leaf[start : start + self.samples] if id(leaf) in divided else leaf
 
         return map_leaves(part, self.output)
 
@@ -229,26 +248,49 @@ class Runner:
             return cast(Tensor, self.change.meet(part, call))
         source = only_tensor(self.record.of_call(call.place, call.index))[1]
         source = source if position is None else source.narrow(self.dim, position, 1)
-        return cast(Tensor, replace(source).meet(part, call))
+        try:
+            return cast(Tensor, replace(source).meet(part, call))
+        except ChangeError:
+            shapes = f"There it has the shape {tuple(source.shape)}, here {tuple(part.shape)}."
+            raise ChangeError(
+                f"At {str(call.place)!r}, what the clean batch gave was to be put into the other.",
+                shapes,
+                "Give two batches of one shape, padded to the same length.",
+            ) from None
+
+
+def _numbers(value: Any, above: tuple[int, ...] = ()) -> list[Any]:
+    """What an output holds beside tensors: numbers, texts and arrays, which no copy has alone."""
+    if isinstance(value, (np.ndarray, np.generic)):
+        return [value.shape, value.tobytes()]
+    if isinstance(value, (bool, int, float, complex, str)):
+        return [value]
+    if isinstance(value, Tensor) or id(value) in above:
+        return []
+    inside = children(value) or ()
+    return [found for _, item in inside for found in _numbers(item, (*above, id(value)))]
 
 
 def _same(one: Any, other: Any) -> bool:
     """Whether two outputs are the same bit for bit."""
     first, second = dict(leaves(one)), dict(leaves(other))
-    return first.keys() == second.keys() and all(same_bits(first[p], second[p]) for p in first)
+    if first.keys() != second.keys() or _numbers(one) != _numbers(other):
+        return False
+    return all(same_bits(first[path], second[path]) for path in first)
 
 
 def _alike(one: Any, other: Any) -> bool:
     """Whether two outputs are the same but for rounding."""
     first, second = dict(leaves(one)), dict(leaves(other))
-    if first.keys() != second.keys():
+    if first.keys() != second.keys() or _numbers(one) != _numbers(other):
         return False
     for path, a in first.items():
         b = second[path]
         if a.shape != b.shape:
             return False
         if a.is_floating_point() and a.numel():
-            room = 100 * torch.finfo(a.dtype).eps * max(float(b.abs().nan_to_num().max()), 1e-6)
+            top = float(b.detach().abs().nan_to_num().max())
+            room = 100 * torch.finfo(a.dtype).eps * max(top, 1e-6)
             if not torch.allclose(a, b, rtol=1e-3, atol=room, equal_nan=True):
                 return False
         elif not torch.equal(a, b):

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Literal, cast
@@ -12,18 +13,26 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from hookline.comparisons.sweep_runs import Job, Metric, Runner, Shapes, one_number, shape_of
+from hookline.comparisons.sweep_runs import (
+    Job,
+    Metric,
+    Runner,
+    Shapes,
+    not_called,
+    one_number,
+    shape_of,
+)
 from hookline.comparisons.sweeps import Sweep
-from hookline.core.captures import capture
-from hookline.core.changes import Change
 from hookline.core.hooks import settled
-from hookline.core.nested import leaves, map_leaves, only_tensor
-from hookline.core.places import Place, Where
-from hookline.core.records import Record
-from hookline.errors import BatchError, PlaceError
+from hookline.edits.changes import Change
+from hookline.edits.ready_changes import patch
+from hookline.errors import BatchError, GradientNotAvailable, NeverFired, PlaceError
 from hookline.listings import select
-from hookline.ready_changes import patch
-from hookline.trials.runs import Mode, copied, pull_back, run, same_random_numbers, trial
+from hookline.places.resolution import Place, Where, resolve
+from hookline.records.captures import capture
+from hookline.records.records import Record
+from hookline.trials.runs import Mode, copied, gradients, pull_back, run, same_random_numbers, trial
+from hookline.values.nested import leaves, map_leaves, only_tensor
 
 __all__ = ["sweep"]
 
@@ -68,13 +77,14 @@ def sweep(
         batch_size: how many changes are tried in one forward, on copies of the corrupt batch put
             one behind the other, where that is safe: the samples of a batch must not mix. It is
             tried out first, in two forwards; otherwise one forward is run for each.
-        approximate: estimate all changes with one backward, as (clean - corrupt) · gradient.
+        approximate: estimate all changes with one backward, as (clean - corrupt) · gradient. Of a
+            glob, places to which no gradient comes are left out, and a note names them.
         progress: whether to show a bar, if tqdm is installed; or a function of (done, total).
         mode: "eval" or "train", to run the model so.
 
     The model is afterwards as before; all runs have the same random numbers.
     """
-    where = settled(where)
+    where, positions = settled(where), _settled(positions)
     _check(select(model, where))
     if approximate and change is not patch:
         raise BatchError(
@@ -94,7 +104,7 @@ def sweep(
             shapes[place] = [shape_of(record[place, n], place) for n in calls]
         if approximate:
             jobs = _jobs(shapes, positions, dim)
-            return _estimated(model, corrupt, metric, record, reference, jobs, dim)
+            return _estimated(model, corrupt, metric, record, reference, jobs, dim, where)
         runner = Runner(model, corrupt, metric, record, change, dim)
         found = Sweep(reference, runner.baseline(places), approximate=False)
         jobs = _jobs({place: runner.shapes[place] for place in places}, positions, dim)
@@ -112,6 +122,21 @@ def sweep(
         return found
 
 
+def _settled(positions: Positions) -> Positions:
+    """Positions as plain numbers in a list; an error if they are none."""
+    if positions is None or (isinstance(positions, str) and positions == "all"):
+        return positions
+    try:
+        found = [operator.index(position) for position in cast("Sequence[Any]", positions)]
+    except TypeError as error:
+        raise TypeError(
+            f"positions={positions!r} was given. Give 'all', a list of whole numbers, or None."
+        ) from error
+    if not found:
+        raise ValueError("positions= was given, and empty. Leave it out to change whole values.")
+    return found
+
+
 def _check(places: list[Place]) -> None:
     for place in places:
         if place.port not in ("output", "input", "inputs"):
@@ -125,17 +150,20 @@ def _check(places: list[Place]) -> None:
 def _jobs(shapes: Shapes, positions: Positions, dim: int) -> list[Job]:
     """All changes to try; an error if a place has no such positions."""
     jobs: list[Job] = []
-    for place, (shape, *_) in shapes.items():
+    for place, calls in shapes.items():
         if positions is None:
             jobs.append(Job(place, None))
             continue
-        size = _size(shape, dim)
-        wanted = range(size) if positions == "all" else positions
-        if not size or not all(-size <= p < size for p in wanted):
+        sizes = [_size(shape, dim) for shape in calls]
+        size, most = min(sizes), max(sizes)
+        wanted = range(most) if positions == "all" else positions
+        # Counted from the end, a position is another one in a call of another length.
+        if not size or not all((-size if size == most else 0) <= p < size for p in wanted):
+            held = " and ".join(str(tuple(shape)) for shape in dict.fromkeys(calls))
             raise BatchError(
                 f"The positions {positions!r} along dim={dim} were asked for.",
-                f"The value at {str(place)!r} has the shape {tuple(shape)}.",
-                "Give positions that all places have, or another dim=.",
+                f"The value at {str(place)!r} has the shape {held}.",
+                "Give positions that all places and calls have, or another dim=.",
             )
         jobs += [Job(place, p % size) for p in wanted]
     return jobs
@@ -151,9 +179,13 @@ def _check_clean(
     """An error if clean values have not the positions of corrupt ones; other shapes are told."""
     for place, shapes in clean.items():
         _check_calls(place, len(shapes), len(corrupt[place]))
-    pairs = {place: (tuple(clean[place][0]), tuple(corrupt[place][0])) for place in clean}
-    unlike = {place: pair for place, pair in pairs.items() if pair[0] != pair[1]}
-    for place, (old, new) in unlike.items():
+    unlike = [
+        (place, tuple(old), tuple(new))
+        for place in clean
+        for old, new in zip(clean[place], corrupt[place], strict=True)
+        if old != new
+    ]
+    for place, old, new in unlike:
         size = _size(old, dim)
         if positions is None or size == _size(new, dim):
             continue
@@ -164,7 +196,7 @@ def _check_clean(
                 "corrupt one.",
                 "Give batches of the same shape, or positions that both have, counted from 0.",
             )
-    for place, (old, new) in list(unlike.items())[:1]:
+    for place, old, new in unlike[:1]:
         found.notes.append(
             f"clean and corrupt values differ in shape: {old} and {new} at {str(place)!r}"
         )
@@ -181,33 +213,57 @@ def _check_calls(place: Place, clean: int, corrupt: int) -> None:
 
 def _estimated(
     model: nn.Module, batch: Any, metric: Metric, record: Record, reference: float, jobs: list[Job],
-    dim: int,
+    dim: int, where: Where,
 ) -> Sweep:  # fmt: skip
     """All changes at once: the metric's slope times how far the clean values are away."""
     places = list(dict.fromkeys(job.place for job in jobs))
     slopes = {place: _gradient_place(place) for place in places}
     for parameter in model.parameters():
-        if parameter.is_floating_point():  # also in a frozen model; put back afterwards
-            parameter.requires_grad_(True)
-    batch = map_leaves(_with_gradient, copied(batch))
-    with capture(model, places, list(slopes.values()), detach=True) as corrupt:
-        with torch.enable_grad(), same_random_numbers(model):
-            result = metric(run(model, batch))
-            found = Sweep(reference, one_number(result), approximate=True)
-            if not isinstance(result, Tensor) or not result.requires_grad:
-                raise BatchError(
-                    "An approximate sweep was asked for.",
-                    "The metric has no gradient.",
-                    "Let it return a tensor, made of the output by operations of torch alone.",
-                )
-            pull_back([result])
+        _with_gradient(parameter)  # also in a frozen model; put back afterwards
+    try:
+        with capture(model, places, list(slopes.values()), detach=True) as corrupt:
+            value = _pulled_back(model, batch, metric)
+    except NeverFired as error:
+        held = error.record or ()
+        raise not_called(place for place in places if place not in held) from error
+    found = Sweep(reference, value, approximate=True)
+    literal = {t.place for r in resolve(model, (where,)) if r.literal for t in r.targets}
+    missing: list[str] = []
     for place in places:
-        _add_estimates(found, place, slopes[place], record, corrupt, jobs, dim)
+        try:
+            _add_estimates(found, place, slopes[place], record, corrupt, jobs, dim)
+        except GradientNotAvailable:
+            missing.append(str(place))
+            if place in literal or len(missing) == len(places):
+                raise
+    if missing:
+        shown = ", ".join(map(repr, missing[:6])) + ", …" * (len(missing) > 6)
+        found.notes.append(f"no estimate at {shown}: no gradient of the metric is known there")
     return found
 
 
+def _pulled_back(model: nn.Module, batch: Any, metric: Metric) -> float:
+    """The metric of a batch, after a backward from it."""
+    with gradients(True), same_random_numbers(model):
+        result = metric(run(model, map_leaves(_with_gradient, copied(batch))))
+        value = one_number(result)
+        if not isinstance(result, Tensor) or not result.requires_grad:
+            raise BatchError(
+                "An approximate sweep was asked for.",
+                "The metric has no gradient.",
+                "Let it return a tensor, made of the output by operations of torch alone.",
+            )
+        pull_back([result])
+    return value
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """In float64, or in complex numbers of as many digits."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float64))
+
+
 def _with_gradient(leaf: Any) -> Any:
-    wants = isinstance(leaf, Tensor) and leaf.is_floating_point()
+    wants = isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
     return leaf.requires_grad_(True) if wants else leaf
 
 
@@ -221,10 +277,10 @@ def _add_estimates(
     dim: int,
 ) -> None:  # fmt: skip
     """The estimates at one place, summed over its calls and all but the positions."""
-    total: Tensor | None = None
-    values, gradients = corrupt.calls(place), corrupt.calls(slope)
+    steps: list[Tensor] = []  # of each call
+    values, grads = corrupt.calls(place), corrupt.calls(slope)
     _check_calls(place, len(record.calls(place)), len(values))
-    for clean, value, gradient in zip(record.calls(place), values, gradients, strict=True):
+    for clean, value, gradient in zip(record.calls(place), values, grads, strict=True):
         goal, now = only_tensor(clean)[1], only_tensor(value)[1]
         given = leaves(gradient)
         if goal.shape != now.shape:
@@ -233,13 +289,14 @@ def _add_estimates(
                 f"Its shape is {tuple(goal.shape)}, that of the corrupt one {tuple(now.shape)}.",
                 "Give batches of the same shape.",
             )
-        step = (goal.double() - now.double()) * (given[0][1].double() if given else 0.0)
-        total = step if total is None else total + step
-    total = cast(Tensor, total)
+        factor = _wide(given[0][1]).conj() if given else 0.0
+        steps.append(((_wide(goal) - _wide(now)) * factor).real)
     for job in jobs:
         if job.place == place:
-            part = total if job.position is None else total.select(dim, job.position)
-            found.add(str(place), job.position, float(part.sum()))
+            parts = steps
+            if job.position is not None:
+                parts = [step.select(dim, job.position) for step in steps]
+            found.add(str(place), job.position, sum(float(part.sum()) for part in parts))
 
 
 @contextmanager

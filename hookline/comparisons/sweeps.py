@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from math import isfinite, isnan
 from typing import Any, cast
 
 import torch
@@ -53,7 +54,7 @@ class Sweep(Tabled[Effect]):
     def add(self, place: str, position: int | None, change: float) -> None:
         """Take one result."""
         gap = self.clean - self.corrupt
-        share = change / gap if gap else None
+        share = change / gap + 0.0 if gap else None  # no -0
         self.rows.append(Effect(place, position, self.corrupt + change, change, share))
 
     @property
@@ -73,7 +74,7 @@ class Sweep(Tabled[Effect]):
         found = {(row.place, row.position): row.change for row in self.rows}
         nothing = float("nan")
         rows = [[found.get((place, p), nothing) for p in self.positions] for place in self.places]
-        return torch.tensor(rows, dtype=torch.float64)
+        return torch.tensor(rows, dtype=torch.float64, device="cpu")
 
     @property
     def shares(self) -> Tensor:
@@ -84,7 +85,7 @@ class Sweep(Tabled[Effect]):
     @property
     def best(self) -> Effect:
         """Where the change does the most."""
-        return max(self.rows, key=lambda row: abs(row.change))
+        return max(self.rows, key=lambda row: -1.0 if isnan(row.change) else abs(row.change))
 
     def __getitem__(self, key: Any) -> Effect:
         """`found[place]`, or `found[place, position]`."""
@@ -100,14 +101,14 @@ class Sweep(Tabled[Effect]):
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as plain values, ready for JSON."""
+        """All of it as plain values, ready for JSON: numbers that are not finite are None."""
         return {
-            "clean": self.clean,
-            "corrupt": self.corrupt,
+            "clean": _finite(self.clean),
+            "corrupt": _finite(self.corrupt),
             "approximate": self.approximate,
             "places": self.places,
             "positions": self.positions,
-            "effects": [asdict(row) for row in self.rows],
+            "effects": [{n: _finite(v) for n, v in asdict(row).items()} for row in self.rows],
             "notes": list(self.notes),
         }
 
@@ -119,9 +120,9 @@ class Sweep(Tabled[Effect]):
 
     def _title(self) -> str:
         ends = f"metric {show_number(self.corrupt)} corrupt, {show_number(self.clean)} clean"
-        size = f"{len(self.places)} places × {len(self.positions)} positions"
+        size = f"{_many(self.places, 'place')} × {_many(self.positions, 'position')}"
         if self.positions == [None]:
-            size = f"{len(self.places)} place{'s' * (len(self.places) != 1)}"
+            size = _many(self.places, "place")
         return f"Sweep over {size}{', approximate' if self.approximate else ''}: {ends}"
 
     def _cells(self) -> list[list[str]]:
@@ -142,3 +143,11 @@ class Sweep(Tabled[Effect]):
         if len(self.rows) > _MOST:
             found.append(f"the {_MOST} largest changes of {len(self.rows)}; all are in sweep.rows")
         return found
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not isfinite(value) else value
+
+
+def _many(things: list[Any], name: str) -> str:
+    return f"{len(things)} {name}{'s' * (len(things) != 1)}"

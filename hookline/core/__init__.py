@@ -1,10 +1,10 @@
-"""Places, hooks, captures, edits: all that the rest stands on; torch and the standard library only.
+"""Hooks at places: how they are put on, called and taken off, and what they find there.
 
-To read it: grammar, tree, targets and places (what is asked for), nested and snapshots (values),
-taps, sites, hooks and contexts (how hooks are put on, called and taken off), keeping, captures and
-records (looking), changes, slices and edits (changing), arms, gradients and input_gradients.
+To read it: `taps` (what is done with a value), `sites` (the hooks on one module), `contexts`
+(entering and leaving) and `hooks`, the first verb, on which the others stand. `arms`, `gradients`
+and `input_gradients` go on from there into the graph; `arguments`, `slices` and `attaching` are
+small.
 
-To be left for later: logs, gradient_logs and arrivals do what sites, keeping and gradients do in
-the commonest cases, faster; recomputation, compiling, distributed, operations and parameters are
-each about one thing that torch does; arguments and tables are small.
+To be left for later, each about one thing that torch does: `operations` inside a forward,
+`recomputation` by checkpoints, `compiling`, and `gathering` by FSDP.
 """

@@ -17,9 +17,9 @@ from typing import Any
 
 from torch import nn, overrides
 
-from hookline.core.nested import get_part, set_part
-from hookline.core.places import Target
 from hookline.errors import ChangeError
+from hookline.places.resolution import Target
+from hookline.values.nested import get_part, set_part
 
 __all__ = ["bind", "read", "write"]
 
@@ -45,9 +45,11 @@ def _names(module: Any) -> tuple[list[str], list[str]]:
     named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     found = [p.name for p in named if p.kind is not p.KEYWORD_ONLY], [p.name for p in named]
     if key is function:
-        # Some stand-ins lack the last parameters, which the first line of the docstring has.
-        line = re.match(r"\s*\w+\((.*?)\) ->", function.__doc__ or "", re.DOTALL)
+        # Some stand-ins lack the last parameters, which the first line of the docstring has, but of
+        # methods without the tensor itself. What begins with `*size` goes by position.
+        line = re.match(r"\s*\w+\(([^*].*?)\) ->", function.__doc__ or "", re.DOTALL)
         told = re.findall(r"(?:\A|,)\s*(\w+)", line[1]) if line else []
+        told = ["self", *told] if told and hasattr(function, "__objclass__") else told
         if told[: len(found[0])] == found[0]:
             found = told, told
     _signatures[key] = found

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils import hooks as torch_hooks
 
-from hookline.core.nested import Path
+from hookline.values.nested import Path
 
 if TYPE_CHECKING:
     from hookline.core.taps import Tap
@@ -59,9 +59,7 @@ class Handles(list[tuple["weakref.ref[Any]", int]]):
     def remove_all(self) -> None:
         """Take the hooks off; fine if they are off already."""
         for ref, key in self:
-            hooks = ref()
-            if hooks is not None:
-                hooks.pop(key, None)
+            (ref() or {}).pop(key, None)
         self.clear()
 
 

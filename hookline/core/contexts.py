@@ -153,7 +153,7 @@ class Entering:
             for where in self._wheres
         )
         state = "attached" if self._attached else "open" if self._open else "closed"
-        return f"<hookline {self._verb} at {asked}, {state}>"
+        return f"<hookline {self._verb}{asked and ' at '}{asked}, {state}>"
 
 
 def _closed(kind: type[Entering]) -> Entering:

@@ -5,8 +5,9 @@ nested values. Instead, around a module's call:
 
 - `watch_tensor`: the gradient of a parameter, a buffer or a plain tensor, before accumulation
 - `note_given` (before the call), `watch_outputs`: what flows into a module's outputs
-- `alike`, `alone`: whether the gradient of a view can be had from its base
-- `grouped`, `tensors_in`, `made_since`, `leading`, `is_gate`, `mark_gate`: for `input_gradients.py`
+- `alike`, `alone`, `uses`: whether the gradient of a view can be had from its base
+- `grouped`, `tensors_in`, `without`, `made_since`, `leading`, `is_gate`, `mark_gate`: for
+  `input_gradients.py`
 
 A capture replaces no value: it hooks the output tensors, and the nodes inside the module that
 lead to the inputs. An edit puts a *gate*, an identity, at its place. What cannot be told apart
@@ -25,15 +26,15 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from hookline.core.arms import Arm
-from hookline.core.nested import Path, leaves, set_part
+from hookline.values.nested import Path, leaves, set_part
 
 if TYPE_CHECKING:
     from hookline.core.taps import Frame, Tap
 
 __all__ = [
-    "LEAF", "NO_GRAD", "PASSED_ON", "Edge", "alias", "alike", "alone", "grouped", "is_gate",
-    "leading", "made_since", "mark_gate", "note_given", "sequence", "tensors_in", "watch_outputs",
-    "watch_tensor",
+    "LEAF", "NO_GRAD", "NO_TENSOR", "PASSED_ON", "Edge", "alias", "alike", "alone", "grouped",
+    "is_gate", "leading", "made_since", "mark_gate", "note_given", "sequence", "tensors_in", "uses",
+    "watch_outputs", "watch_tensor", "without",
 ]  # fmt: skip
 
 Edge = tuple[Any, int]
@@ -42,7 +43,11 @@ _ONE: list[tuple[Tensor, list[Path]]] = []  # one tensor, the whole value
 
 NO_GRAD = (
     "the value did not require grad (torch.no_grad, inference mode, or nothing to train).",
-    "Run it with gradients on.",
+    "Run it with gradients on; for those of data, call x.requires_grad_() before.",
+)
+NO_TENSOR = (
+    "no tensor was found in the value: it is no tuple, dict, dataclass or the like that holds one.",
+    "Ask for the modules that make or take the tensors of such an object.",
 )
 PASSED_ON = (
     "the module returned a tensor that it was given, or had before, with gradients of other uses.",
@@ -68,6 +73,8 @@ def _sequence() -> int:
 # The number that the next autograd node of this thread will get.
 sequence: Callable[[], int] = getattr(torch.autograd, "_get_sequence_nr", _sequence)
 alias: Any = torch.ops.aten.alias
+# How many hold a tensor in C++: a base is held by its views, and by what Python has of it.
+uses: Callable[[Tensor], int] = getattr(Tensor, "_use_count", lambda tensor: 2)
 _MARK = "hookline"  # in the metadata of a gate's node: the serial of the call that it is for
 
 
@@ -104,6 +111,11 @@ def grouped(value: Any) -> list[tuple[Tensor, list[Path]]]:
     return list(found.values())
 
 
+def without(value: Any) -> tuple[str, str]:
+    """Why no gradient comes for a value, none of whose tensors has one."""
+    return NO_GRAD if leaves(value) else NO_TENSOR
+
+
 def note_given(args: Any, kwargs: Any) -> list[tuple[Tensor, Any, int, int]]:
     """Before a call: the tensors that it is given, with node, number and version as they are."""
     if len(args) == 1 and not kwargs and type(args[0]) is Tensor:  # the commonest case
@@ -130,14 +142,14 @@ def watch_outputs(tap: Tap, value: Any, output: Any, index: int, frame: Frame) -
     alone = value is output and isinstance(value, Tensor) and value.requires_grad
     if alone and torch.is_grad_enabled():  # the commonest case, without the lists below
         tap.expect(value, index, _ONE)
-        return _watch_output(tap, value, index, (), False, frame)
+        return _watch_output(tap, value, index, (), False, frame, output)
     found = grouped(value) if torch.is_grad_enabled() else []
     tap.expect(value, index, found)
     if not found:
-        tap.explain(index, *NO_GRAD)
+        tap.explain(index, *without(value))
     reused = set[int]() if value is output and len(found) < 2 else _reused(output, frame.sequence)
     for tensor, paths in found:
-        new = _watch_output(tap, tensor, index, paths[0], id(tensor) in reused, frame)
+        new = _watch_output(tap, tensor, index, paths[0], id(tensor) in reused, frame, output)
         if new is not tensor:
             for path in paths:
                 value = set_part(value, path, new)
@@ -145,7 +157,7 @@ def watch_outputs(tap: Tap, value: Any, output: Any, index: int, frame: Frame) -
 
 
 def _watch_output(
-    tap: Tap, tensor: Tensor, index: int, path: Path, reused: bool, frame: Frame
+    tap: Tap, tensor: Tensor, index: int, path: Path, reused: bool, frame: Frame, output: Any
 ) -> Tensor:
     node, base = tensor.grad_fn, tensor._base
     arm = Arm(tap, index, path)
@@ -167,9 +179,13 @@ def _watch_output(
         tap.explain(index, *(REUSED if fresh else PASSED_ON), path=path)
         return tensor
     if base is not None:
-        # Of a base that others hold, for another loss perhaps, not all that flows is the view's.
-        shared = sys.getrefcount(base) > alone()
-        if base_fresh and not shared and not tap.replaces and alike(base, tensor):
+        # Of a base that others hold or have views of, not all that flows is this view's.
+        own = base_fresh and not tap.replaces and sys.getrefcount(base) <= alone()
+        if own and uses(base) > 2:
+            views = [other for other in tensors_in(output) if other._base is base]
+            apart = sum(view.numel() for view in views) <= base.numel()
+            own = apart and uses(base) == 1 + len(views)
+        if own and alike(base, tensor):
             arm.watch_base(tap, base, tensor)
         else:
             tap.guard(arm, tensor)

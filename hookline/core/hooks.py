@@ -18,16 +18,16 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils import hooks as torch_hooks
 
-from hookline.core import distributed, gradients
+from hookline.core import gathering, gradients
 from hookline.core.arms import Handles
 from hookline.core.contexts import Entering
 from hookline.core.operations import Operation, not_called, refuse
-from hookline.core.places import Place, Request, Target, Where, resolve
 from hookline.core.recomputation import awaited
 from hookline.core.sites import ACTIVE, Site
 from hookline.core.taps import KEEP, SERIALS, Call, Frame, Tap, add_place
-from hookline.core.tree import around, walk
 from hookline.errors import ChangeError, HooklineWarning, NeverFired, NotHookable, PlaceError
+from hookline.places.resolution import Place, Request, Target, Where, resolve
+from hookline.places.tree import around, walk
 
 __all__ = ["Context", "first_names", "hook", "named_place", "settled", "silence", "takes_call"]
 
@@ -58,11 +58,7 @@ class Context(Entering, Generic[T]):
 
     def __init__(self, model: nn.Module | Tensor, wheres: Iterable[Where]) -> None:
         super().__init__(model)
-        self._wheres = tuple(wheres)
-        for where in self._wheres:
-            if not isinstance(where, str):
-                self._wheres = tuple([settled(where) for where in self._wheres])
-                break
+        self._wheres = tuple([w if isinstance(w, str) else settled(w) for w in wheres])
 
     # -- for subclasses -------------------------------------------------------------------------
 
@@ -80,10 +76,7 @@ class Context(Entering, Generic[T]):
     def _start(self, attached: bool) -> None:
         self._taps, self._sites, self._handles, self._names = {}, {}, Handles(), None
         self._requests = self._resolve()
-        for request in self._requests:
-            if request.modules or request.targets:
-                break
-        else:
+        if not [request for request in self._requests if request.modules or request.targets]:
             raise PlaceError(
                 f"{self._verb} was given no place.",
                 "Nothing would happen.",
@@ -128,7 +121,7 @@ class Context(Entering, Generic[T]):
             self._sites[id(module)] = (module, Site(module, ref, owner))
         self._sites.setdefault(target.ident, self._sites[id(module)])[1].add(tap)
         if target.port == "grad":
-            if distributed.is_gathered(target.module) or is_lazy(cast(Tensor, target.tensor())):
+            if gathering.is_gathered(target.module) or is_lazy(cast(Tensor, target.tensor())):
                 self._watch_later(tap, ref, owner)
             else:
                 gradients.watch_tensor(tap, target.tensor())
@@ -137,20 +130,18 @@ class Context(Entering, Generic[T]):
                 self._handles.add(self._model, _Keeper(self))
 
     def _watch_later(self, tap: Tap, ref: weakref.ref[Any], owner: int | None) -> None:
-        module = distributed.gatherer(self._model, tap.target.path) or tap.target.module
+        module = gathering.gatherer(self._model, tap.target.path) or tap.target.module
         _, site = self._sites.setdefault(id(module), (module, Site(module, ref, owner)))
-        site.values = [*site.values, cast(Tap, distributed.Gathered(tap))]
+        site.values = [*site.values, cast(Tap, gathering.Gathered(tap))]
 
     def _caller_of(self, target: Target) -> nn.Module:
         """The module whose calls show a parameter: its own, or the next above that is called."""
         if isinstance(target.module, torch.jit.ScriptModule):
             if self._verb == "edit":  # which swaps it now, not at a call
                 return target.module
-            raise NotHookable(
-                f"The value of {str(target.place)!r} was asked for at each call:",
-                "it is in a ScriptModule, whose calls cannot be seen.",
-                f"Read it with hookline.get_parameter(model, {str(target.place)!r}).",
-            )
+            asked = f"The value of {str(target.place)!r} was asked for at each call:"
+            remedy = f"Read it with hookline.get_parameter(model, {str(target.place)!r})."
+            raise NotHookable(asked, "it is in a ScriptModule, whose calls cannot be seen.", remedy)
         for module in around(self._model, target.path):  # a ParameterList is never called
             if type(module).forward is not nn.Module.forward:
                 return module
@@ -210,6 +201,13 @@ class Context(Entering, Generic[T]):
         awaited = self._awaited()
         if awaited is not None:
             raise awaited
+        for _, site in self._sites.values():
+            if site.foreign and site.owner is None:  # an operation's: others see every thread
+                raise NeverFired(
+                    f"{self!r} was to act in every thread.",
+                    f"A module was called {site.foreign}× in another: its operations are not seen.",
+                    "Enter it in the thread that runs the model.",
+                )
         for tap in self._taps.values():
             if tap.replaces and any(arm.lost for arm in tap.guards):
                 tap.lost()
@@ -222,15 +220,15 @@ class Context(Entering, Generic[T]):
 
     def _never_fired(self, request: Request, target: Target) -> NeverFired:
         tap, count = self._taps[target.key], len(request.targets)
-        others = f", nor any other of the {count} places that match {request.asked}"
-        return NeverFired(
-            f"Nothing happened at {str(self.place_of(target))!r}"
-            f"{others if count > 1 and not request.literal else ''}:",
-            self.reason(tap),
-            "A capture of '**' shows what is called, in record.places() and record.unfired()."
-            if target.operation is None
-            else f"List them with hookline.select(model, '{target.path}/*', inputs=batch).",
-        )
+        asked = f"Nothing happened at {str(self.place_of(target))!r}"
+        if count > 1 and not request.literal:
+            asked += f", nor any other of the {count} places that match {request.asked}"
+        remedy = "A capture of '**' shows what is called, in record.places() and record.unfired()."
+        if target.operation is not None and not self._site_of(tap).count:
+            remedy = f"List them with hookline.select(model, '{target.path}/*', inputs=batch)."
+        elif "grad" in target.port:
+            remedy = "Run the forward and the backward inside the `with`."
+        return NeverFired(f"{asked}:", self.reason(tap), remedy)
 
     def reason(self, tap: Tap) -> str:
         """Why nothing happened at a tap."""
@@ -255,7 +253,7 @@ def silence(tap: Tap, site: Site, model: Any, names: dict[int, str]) -> str:
         return tap.silent
     if site.foreign:
         other = f"its module was called {site.foreign}×, but from another thread or task than this:"
-        return f"{other} threads='all' takes those calls too."
+        return f"{other} {site.elsewhere}"
     if isinstance(site, Operation) and not site.count:
         return not_called(target.operation or "", site.names)
     if target.port == "grad":
@@ -334,11 +332,9 @@ class _HookTap(Tap):
             add_place(error, self)
             raise
         if new is not None and self.target.port == "value":
-            raise PlaceError(
-                f"A hook at {str(self.place)!r} returned a value:",
-                "a parameter or buffer cannot be replaced by a hook.",
-                "Use hookline.edit(model, place, change), which puts it back afterwards.",
-            )
+            asked = f"A hook at {str(self.place)!r} returned a value:"
+            remedy = "Use hookline.edit(model, place, change), which puts it back afterwards."
+            raise PlaceError(asked, "a parameter or buffer cannot be replaced by a hook.", remedy)
         return KEEP if new is None else new
 
 

@@ -18,8 +18,8 @@ from torch.autograd.graph import get_gradient_edge
 from hookline.core import arguments, gradients
 from hookline.core.arms import Arm, handles, pass_on
 from hookline.core.gradients import Edge, is_gate, made_since
-from hookline.core.nested import Path, leaves, set_part
 from hookline.errors import GradientNotAvailable
+from hookline.values.nested import Path, leaves, set_part
 
 if TYPE_CHECKING:
     from hookline.core.taps import Frame, Tap
@@ -83,14 +83,12 @@ def watch_inputs(tap: Tap, output: Any, index: int, frame: Frame) -> None:
         return
     tap.expect(value, index, found)
     if not wanted and not found:
-        tap.explain(index, *gradients.NO_GRAD)
+        tap.explain(index, *gradients.without(value))
         return
     if any(gate._version != version for gate, version in frame.gates):
-        raise GradientNotAvailable(
-            f"The gradient at {str(tap.place)!r} cannot be changed:",
-            "the module changes its input in place.",
-            "Change grad_output of the module that made the input, or of this module.",
-        )
+        asked = f"The gradient at {str(tap.place)!r} cannot be changed:"
+        remedy = "Change grad_output of the module that made the input, or of this module."
+        raise GradientNotAvailable(asked, "the module changes its input in place.", remedy)
     tensors = gradients.tensors_in(output)
     views = _views_of_older(tensors, frame)
     for node, _ in [edge for edge in wanted if is_gate(edge[0], frame)]:
@@ -99,8 +97,8 @@ def watch_inputs(tap: Tap, output: Any, index: int, frame: Frame) -> None:
             tap.guard(arm, *views)
         arm.watch_gate(tap, node)
     if wanted:
-        dtypes = {paths[0]: tensor.dtype for tensor, paths in found}
-        _watch_paths(tap, tensors, views, index, wanted, dtypes, frame)
+        inputs = {paths[0]: tensor for tensor, paths in found}
+        _watch_paths(tap, tensors, views, index, wanted, inputs, frame)
 
 
 def _watch_paths(
@@ -109,9 +107,13 @@ def _watch_paths(
     views: list[Tensor],
     index: int,
     wanted: dict[Edge, Path],
-    dtypes: dict[Path, torch.dtype],
+    inputs: dict[Path, Tensor],
     frame: Frame,
 ) -> None:
+    # Of a view that was changed in place, only what came before the change leads to the old node.
+    for edge, tensor in [(edge, inputs[path]) for edge, path in wanted.items()]:
+        if tensor._is_view() and tensor.grad_fn is not edge[0]:
+            tap.explain(index, *INPUT_CHANGED, path=wanted.pop(edge))
     for edge in wanted.keys() & {(tensor.grad_fn, tensor.output_nr) for tensor in tensors}:
         tap.explain(index, *gradients.PASSED_ON, path=wanted.pop(edge))
     stops = {(node, output_nr) for _, node, output_nr, _ in frame.given}
@@ -130,7 +132,7 @@ def _watch_paths(
         reached.add(path)
         arm = Arm(tap, index, path)
         if casts:
-            arm.dtype = dtypes[path]
+            arm.dtype = inputs[path].dtype
         if views:
             tap.guard(arm, *views)
         grouped.setdefault(node, []).append((position, arm))
@@ -139,16 +141,11 @@ def _watch_paths(
             arms[0][1].watch_gate(tap, node)
         else:
             handles(tap).add(node, partial(pass_on, arms))
-    moved = any(t._is_view() and t.grad_fn is not node for t, node, _, _ in frame.given)
-    for path in wanted.values():
-        if path not in reached and (moved or not path):  # else None says that none flows
-            tap.explain(index, *(INPUT_CHANGED if moved else NO_PATH), path=path)
+    if () in {*wanted.values()} - reached:  # of another path, None says that none flows
+        tap.explain(index, *NO_PATH)
 
 
 def _views_of_older(tensors: list[Tensor], frame: Frame) -> list[Tensor]:
     """Outputs that are views of something older: in-place changes take their nodes away."""
-    return [
-        tensor
-        for tensor in tensors
-        if tensor._base is not None and not made_since(tensor._base.grad_fn, frame.sequence)
-    ]
+    start = frame.sequence
+    return [t for t in tensors if t._base is not None and not made_since(t._base.grad_fn, start)]

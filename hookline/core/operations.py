@@ -21,11 +21,12 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode
 
-from hookline.core.nested import leaves
-from hookline.core.places import Target
+from hookline.core import arguments
 from hookline.core.recomputation import in_backward
 from hookline.core.sites import ACTIVE, Site
 from hookline.errors import NotHookable
+from hookline.places.resolution import Target
+from hookline.values.nested import leaves, map_leaves
 
 __all__ = ["Mode", "Operation", "innermost", "name_of", "not_called", "refuse"]
 
@@ -35,7 +36,8 @@ _INNER = next(code for code in _CALL.co_consts if isinstance(code, CodeType))
 _OPERATORS = {
     "rdiv": "div", "rtruediv": "div", "rpow": "pow", "floordiv": "floor_divide",
     "rfloordiv": "floor_divide", "mod": "remainder", "rmod": "remainder", "invert": "bitwise_not",
-    "and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor",
+    "and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor", "iand": "bitwise_and_",
+    "ior": "bitwise_or_", "ixor": "bitwise_xor_", "ilshift": "lshift_", "irshift": "rshift_",
 }  # fmt: skip
 _names: dict[Any, str] = {}
 _push_mode: Callable[[Any], None] = cast(Any, torch.overrides)._push_mode
@@ -84,11 +86,16 @@ class Mode(TorchFunctionMode):
 
     def add(self, operation: Operation) -> None:
         """Serve one more operation; with the first the mode begins."""
-        if not self.operations and self not in _stack():
-            _push_mode(self)
+        if not self.operations:
+            self.resume()
         self.operations.setdefault(id(operation.module), []).append(operation)
         self.names[operation.name] = self.names.get(operation.name, 0) + 1
         self.waiting += 1
+
+    def resume(self) -> None:
+        """Begin; in a backward, for which torch puts it aside, the engine forgets it afterwards."""
+        if self not in _stack():
+            _push_mode(self)
 
     def drop(self, operation: Operation, ident: int) -> None:
         """Serve one operation less; with the last the mode ends."""
@@ -147,30 +154,33 @@ class Mode(TorchFunctionMode):
     def run(self, func: Any, args: Any, kwargs: Any, operations: list[Operation]) -> Any:
         """Call a function between what the operations do before and after it."""
         # Its frame is never a local of its own: such a circle holds all callers until it is broken.
+        given, taps = (args, kwargs), [t for o in operations for t in (*o.inputs, *o.outputs)]
+        target = _target(func, args, kwargs) if any(tap.replaces for tap in taps) else None
+        # What works in place is often called without use of what it returns. Where values are to be
+        # changed it works on a copy, which the backward may need as it is, as after `relu_`.
+        if target is not None:
+            own = target.clone()
+            args, kwargs = map_leaves(lambda leaf: own if leaf is target else leaf, given)
         for operation in operations:
             new = operation.begin(func, args, kwargs, sys._getframe())
-            if new is not None:
-                args, kwargs = new
-        first: Any = args[0] if args else None
-        before = _version(first)
+            args, kwargs = new or (args, kwargs)
         output = func(*args, **kwargs)
-        # What works in place is often called without use of what it returns: what is changed is
-        # written there too, unless the backward needs what was written first (as of `relu_`).
-        in_place: bool = isinstance(first, Tensor) and output is first
-        if in_place and first.is_inference():  # which has no versions
-            in_place = name_of(func).endswith("_")
-        elif in_place:
-            in_place = first._version != before and not hasattr(first.grad_fn, "_saved_result")
         for operation in operations:
-            apart = in_place and output.requires_grad and any(t.replaces for t in operation.outputs)
-            new = operation.end(output.clone() if apart else output, sys._getframe())
-            if new is not None:
-                output = output.copy_(new) if in_place else new
-        return output
+            new = operation.end(output, sys._getframe())
+            output = output if new is None else new
+        made: Any = args[0] if output is None and args else output  # `x[0] = y` returns nothing
+        if target is not None and made.shape != target.shape:  # as after `unsqueeze_`
+            func(*given[0], **given[1])
+        return output if target is None else target.copy_(made)
 
 
-def _version(value: Any) -> int | None:
-    return value._version if isinstance(value, Tensor) and not value.is_inference() else None
+def _target(func: Any, args: Any, kwargs: Any) -> Tensor | None:
+    """The tensor that a function writes to, if it is such a function."""
+    found = kwargs.get("out")
+    given = arguments.bind(func, args, kwargs)
+    if given.get("inplace") or name_of(func).endswith(("_", "setitem")):
+        found = args[0] if args else given.get("input")
+    return found if isinstance(found, Tensor) else None
 
 
 class _Thread(threading.local):
@@ -182,6 +192,8 @@ _thread = _Thread()
 
 class Operation(Site):
     """A context's doings at one operation of one module. The mode calls it, not a hook."""
+
+    elsewhere = "threads='all' takes those of tasks; operations in other threads are never seen."
 
     def __init__(self, module: nn.Module, context: Any, owner: int | None, target: Target) -> None:
         super().__init__(module, context, owner)
@@ -200,12 +212,14 @@ class Operation(Site):
         self.anchor(module)
 
     def rest(self, module: nn.Module, args: Any) -> None:
-        """The pre-forward hook. During a backward torch has put the mode aside, but a checkpointed
-        forward that runs again must be seen again; the engine forgets the mode afterwards.
-        """
+        """The pre-forward hook: a checkpointed forward that a backward runs again is seen again."""
         super().rest(module, args)
-        if in_backward() != -1 and self.mode.operations and self.mode not in _stack():
-            _push_mode(self.mode)
+        if self.closed:
+            return
+        if in_backward() == -1:
+            self.foreign += _thread.mode is not self.mode
+        else:
+            self.mode.resume()
 
     def unregister(self, module: nn.Module) -> None:
         """Be called no longer."""
@@ -231,11 +245,9 @@ def refuse(targets: Iterable[Target]) -> None:
     """An error if something is to be attached to operations."""
     for target in targets:
         if target.operation is not None:
-            raise NotHookable(
-                f"attach() was asked for at {str(target.place)!r}.",
-                "Operations are seen by a mode of torch's that must end where it began.",
-                "Use a `with` statement.",
-            )
+            asked = f"attach() was asked for at {str(target.place)!r}."
+            found = "Operations are seen by a mode of torch's that must end where it began."
+            raise NotHookable(asked, found, "Use a `with` statement.")
 
 
 def not_called(name: str, others: Iterable[str]) -> str:

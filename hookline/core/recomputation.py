@@ -96,11 +96,9 @@ def _running() -> list[tuple[Any, bool]]:
 
 def awaited(what: str) -> ChangeError:
     """The error if what was done inside a region will be undone before that runs again."""
-    return ChangeError(
-        f"{what} inside a checkpointed region.",
-        "The backward will recompute that, and would do so without the change.",
-        "Run the backward before this ends, or the forward under torch.no_grad().",
-    )
+    found = "The backward will recompute that, and would do so without the change."
+    remedy = "Run the backward before this ends, or the forward under torch.no_grad()."
+    return ChangeError(f"{what} inside a checkpointed region.", found, remedy)
 
 
 def around_region(frame: FrameType) -> set[int] | None:

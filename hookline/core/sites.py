@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import nn
 
 from hookline.core import arguments, gradients, input_gradients
-from hookline.core.nested import get_part, set_part
 from hookline.core.recomputation import Regions, in_backward
 from hookline.core.taps import KEEP, Frame, Tap, is_over, now
+from hookline.values.nested import get_part, set_part
 
 if TYPE_CHECKING:
     from hookline.core.contexts import Entering
@@ -61,6 +61,7 @@ class Site:
     closed = False
     count = 0  # completed calls
     foreign = 0  # calls from other threads and tasks
+    elsewhere = "threads='all' takes those calls too."  # what to say of them
     outside = False  # whether a call was seen outside a backward
     changed = False  # whether a value was replaced
     again = (-1, 0)  # the last backward that recomputed calls, and how many
@@ -268,12 +269,11 @@ class Site:
             for tap in self.inputs:  # the next call has the same number
                 cast("dict[Any, Any]", tap.reasons or {}).pop((frame.index, ()), None)
             if frame.pending:
-                kept = [old for old in self.abandoned if old.pending[0][0].options.keep == "all"]
-                self.abandoned = [*kept, frame]
+                keep = frame.pending[0][0].options.keep
+                old = () if keep == "last" else self.abandoned
+                self.abandoned = old if old and keep == "first" else [*old, frame]
 
-    def _offer_input(
-        self, tap: Tap, module: nn.Module, args: Any, kwargs: Any, frame: Frame
-    ) -> Any:
+    def _offer_input(self, tap: Tap, module: Any, args: Any, kwargs: Any, frame: Frame) -> Any:
         try:
             value = arguments.read(module, args, kwargs, tap.target)
         except LookupError as error:
@@ -340,7 +340,9 @@ class Site:
     def drain(self) -> None:
         """Keep the inputs of calls that began and never completed, after all others."""
         waiting = [frame for running in (self.frames or {}).values() for frame in running]
-        for frame in (*self.abandoned, *waiting):
+        late = [frame for frame in (*self.abandoned, *waiting) if frame.pending]
+        last = bool(late) and late[0].pending[0][0].options.keep == "last"
+        for frame in reversed(late) if last else late:
             for tap, stored in frame.pending:
                 tap.commit(stored, late=True)
         self.frames, self.abandoned = None, ()

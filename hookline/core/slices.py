@@ -13,10 +13,10 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from hookline.core.distributed import alike, beside, layouts, whole
-from hookline.core.nested import only_tensor, set_part
-from hookline.core.places import Target
 from hookline.errors import ChangeError
+from hookline.places.resolution import Target
+from hookline.values.nested import only_tensor, set_part
+from hookline.values.shards import alike, beside, layouts, whole
 
 __all__ = ["Slice", "check_at", "put", "take"]
 
@@ -35,11 +35,9 @@ def check_at(at: Any, target: Target) -> None:
     """Refuse a slice of a value that is only this rank's part: they are counted over the whole."""
     for planned in layouts(target) if isinstance(at, Slice) and at.whole else ():
         if any(getattr(placement, "dim", 0) not in (0, 1) for placement in planned or ()):
-            raise ChangeError(
-                f"{at!r} was asked for at {str(target.place)!r}.",
-                f"The value there is only this rank's part of it: {planned}.",
-                "Give an index into that part, such as np.s_[..., :64].",
-            )
+            asked = f"{at!r} was asked for at {str(target.place)!r}."
+            found = f"The value there is only this rank's part of it: {planned}."
+            raise ChangeError(asked, found, "Give an index into that part, as np.s_[..., :64].")
 
 
 def take(value: Any, at: Any) -> Any:
@@ -50,6 +48,10 @@ def take(value: Any, at: Any) -> Any:
     tensor([2, 5])
     """
     if callable(at):
+        if Slice in getattr(at, "__mro__", ()):
+            name = at.__name__
+            remedy = f"Give one of its kind: {name}(...)."
+            raise ChangeError(f"A slice at={name} was asked for.", "It is a class.", remedy)
         return at(value)
     _, tensor = only_tensor(value)
     return tensor[_index(tensor, at)]
@@ -63,11 +65,9 @@ def put(value: Any, at: Any, change: Callable[[Tensor], Tensor]) -> Any:
     tensor([5., 0., 0.])
     """
     if callable(at):
-        raise ChangeError(
-            f"An edit was asked for at={at!r}.",
-            "A function can only be read from, not written to.",
-            "Give an index such as np.s_[:, -1], hookline.heads(...) or hookline.last_token(...).",
-        )
+        found = "A function can only be read from, not written to."
+        remedy = "Give an index such as np.s_[:, -1], hookline.heads() or hookline.last_token()."
+        raise ChangeError(f"An edit was asked for at={at!r}.", found, remedy)
     path, tensor = only_tensor(value)
     changed = whole(tensor).clone()
     index = _index(changed, at)

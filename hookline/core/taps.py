@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from hookline.core import gradients
-from hookline.core.distributed import copied
-from hookline.core.nested import Path
-from hookline.core.places import Place, Target
 from hookline.errors import PlaceError
+from hookline.places.resolution import Place, Target
+from hookline.values.nested import Path
+from hookline.values.shards import copied
 
 if TYPE_CHECKING:
     from hookline.core.hooks import Context
@@ -60,6 +60,13 @@ class Call:
     def __repr__(self) -> str:
         again = ", recomputed" if self.recomputed else ""
         return f"Call({str(self.place)!r}, {self.index}{again})"
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, str):  # other libraries give such functions the layer's name
+            raise TypeError(f"A call was compared with {other!r}. Its name is call.place.")
+        return self is other
+
+    __hash__ = object.__hash__
 
 
 class Tap:
@@ -107,8 +114,7 @@ class Tap:
 
     def explain(self, index: int, reason: str, remedy: str = "", path: Path = ()) -> None:
         """A value that was asked for cannot be given for this call; say why on read or at exit."""
-        if not self.reasons:
-            self.reasons = {}
+        self.reasons = self.reasons or {}
         self.remember(self.reasons, (index, path), (reason, remedy))
 
     def remember(self, entries: Any, key: Any, entry: Any) -> None:

@@ -13,6 +13,7 @@ import sys
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -21,15 +22,15 @@ from torch import Tensor, nn
 from hookline.core.arguments import bind
 from hookline.core.contexts import Entering
 from hookline.core.gradients import sequence
-from hookline.core.places import resolve
 from hookline.core.sites import ACTIVE, Site
 from hookline.core.taps import SERIALS, is_over
-from hookline.core.tree import Step as Named
-from hookline.core.tree import walk
 from hookline.costs.flops import no_dispatch
 from hookline.costs.footprints import Footprint, Noted, footprint_of, is_plain, note
 from hookline.costs.shortcuts import flops_of_linear, sort_leaves, vmap_level
 from hookline.costs.summaries import shapes_of
+from hookline.places.resolution import resolve
+from hookline.places.tree import Step as Named
+from hookline.places.tree import walk
 
 __all__ = ["CallTree", "Step"]
 
@@ -99,6 +100,12 @@ class _Site(Site):
         if tree is None or self.owner not in ACTIVE.get():
             return self.stranger(module)
         return tree.end(output, _getframe(1))
+
+    def stranger(self, module: nn.Module) -> None:
+        """A call that is not the run's own: of another thread, or of a copied module."""
+        if self.tree is not None:
+            self.tree.elsewhere.add(module)
+        super().stranger(module)
 
 
 class _LeafSite(_Site):
@@ -213,6 +220,8 @@ class CallTree(Entering):
         self.given: Any = None  # the shape of the leaf's argument
         self.start = 0  # the first autograd node that is made in it
         self.doubtful = False  # whether they were off while something else ran
+        self.elsewhere: set[nn.Module] = set()  # what other threads called, copies too
+        self.ran = False  # whether the forward is over, and its backward may follow
 
     def _start(self, attached: bool) -> None:
         self._own = {module for _, module in self._walked if "forward" in module.__dict__}
@@ -277,8 +286,7 @@ class CallTree(Entering):
             self.on(None, None, None)
 
     def _name_shapes(self, module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
-        given = bind(module, args, kwargs or _NOTHING)
-        return {str(name): shapes_of(value) for name, value in given.items()}
+        return {str(n): shapes_of(v) for n, v in bind(module, args, kwargs or _NOTHING).items()}
 
     def first_names(self) -> dict[int, str]:
         """The names of the first arguments of modules, as far as their class tells them."""
@@ -345,10 +353,11 @@ class CallTree(Entering):
 
     def count(self, flops: int) -> None:
         """FLOPs happen now."""
-        step, node = self.stack[-1] if self.stack else None, _node()
+        step, node = self.stack[-1] if self.stack else None, _node() if self.graded else None
         if step is not None and step.running is not _frame(3):
             step = self.now()  # else a forward has called a torch function, and is running
-        if node is None:
+        # A backward that a forward makes itself, as for forces, is a part of the forward.
+        if node is None or not (self.ran or step is None):
             if step is None:
                 self.outside += flops
             else:
@@ -363,15 +372,11 @@ class CallTree(Entering):
 
     def maker(self, number: int) -> Step | None:
         """The innermost call in which the autograd node with this number was made."""
-        place = bisect_right(self.steps, number, key=_start_of) - 1
+        place = bisect_right(self.steps, number, key=attrgetter("start")) - 1
         step = self.steps[place] if place >= 0 else None
         while step is not None and number >= step.stop:
             step = step.parent
         return step
-
-
-def _start_of(step: Step) -> int:
-    return step.start
 
 
 def _frame(up: int) -> Any:

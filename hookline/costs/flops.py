@@ -130,7 +130,7 @@ _GEOMETRY = {
     "aten::sym_is_contiguous", "aten::is_contiguous", "aten::is_strides_like_format",
     "aten::is_non_overlapping_and_dense", "aten::size", "aten::sym_size", "aten::stride",
     "aten::sym_stride", "aten::storage_offset", "aten::sym_storage_offset", "aten::numel",
-    "aten::sym_numel", "aten::dim", "prim::layout",
+    "aten::sym_numel", "aten::dim", "prim::layout", "prim::device",
 }  # fmt: skip
 # Whose operations without a formula have few FLOPs, or none.
 _OURS = ("aten", "prim", "prims", "profiler")

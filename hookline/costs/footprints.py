@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hookline.core.nested import leaves
-from hookline.core.tables import bytes_of
 from hookline.costs.summaries import shapes_of
+from hookline.values.nested import leaves
+from hookline.values.tables import bytes_of
 
 __all__ = ["Footprint", "footprint_of", "is_plain", "note", "size_of"]
 

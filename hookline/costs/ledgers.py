@@ -33,6 +33,7 @@ class Ledger:
         self._backward: list[Any] | None = [s.backward for s in tree.steps] if backward else None
         self._outside = tree.outside, tree.outside_backward
         self._names = tree.first_names()  # of all modules that can be called
+        self._elsewhere = {tree.numbers[m] for m in tree.elsewhere if m in tree.numbers}
         # The positions of the calls of each module: most have one.
         first = {step.number: (position,) for position, step in enumerate(tree.steps)}
         self._calls: dict[int, Sequence[int]] = {**first}
@@ -43,12 +44,14 @@ class Ledger:
         self._known: dict[Any, Footprint] = {}  # most values in a model are alike
         self._texts: dict[torch.Size, str] = {}
 
-    def totals(self) -> dict[str, float]:
+    def totals(self) -> dict[str, Any]:
         """What it is in all."""
         # What called no other module.
         last = [s.made for position, s in enumerate(self._steps, 1) if s.after <= position]
         kept = [footprint_of(made, self._known).bytes for made in last if made is not None]
-        found: dict[str, float] = {"called": len(self._calls), "activation_bytes": sum(kept)}
+        found: dict[str, Any] = {"activation_bytes": sum(kept)}
+        found["called"] = len(self._calls.keys() - {-1})  # not those that are gone
+        found["elsewhere"] = [self.places[number] for number in sorted(self._elsewhere)]
         found["flops"] = sum(self._flops) + self._outside[0]
         if self._backward is not None:
             found["backward_flops"] = sum(self._backward) + self._outside[1]
@@ -58,7 +61,8 @@ class Ledger:
         """What is told of a module, by its number in the order of `walk`."""
         row, positions = self._sizes.make_row(number), self._calls.get(number, ())
         if number in self._names:
-            row.called = bool(positions)  # of a ModuleList it is not told: it cannot be
+            # Of a ModuleList it is not told, as it cannot be; nor of what another thread called.
+            row.called = bool(positions) or (None if number in self._elsewhere else False)
         row.calls = len(positions)
         flops = own = size = until = 0
         ranges: list[slice] = []

@@ -3,24 +3,26 @@
 - `sizes(model)`: a `Summary` with all that needs no batch
 - `Sizes(contents)`: what is told of each module, of which rows are made when they are read
 - `has_unmade(tensors)`: whether some are of lazy modules, and have no size so far
+- `copy_unmade(model, tensors)`: a copy of a model that has such
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from itertools import accumulate, compress
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
+from torch.nn.parameter import UninitializedBuffer, is_lazy
 
-from hookline.core.tree import join, tensors_of
 from hookline.costs.footprints import size_of
 from hookline.costs.shortcuts import is_dense
 from hookline.costs.summaries import ModuleCosts, Summary
+from hookline.places.tree import join, tensors_of
 from hookline.trials.contents import Contents
 
-__all__ = ["Sizes", "has_unmade", "sizes"]
+__all__ = ["Sizes", "copy_unmade", "has_unmade", "sizes"]
 
 _MADE = {nn.Parameter, Tensor}
 
@@ -42,6 +44,16 @@ def has_unmade(tensors: list[Tensor]) -> bool:
 def _is_unmade(tensor: Tensor) -> bool:
     """Whether a tensor belongs to a lazy module, and has no size so far."""
     return type(tensor) not in _MADE and is_lazy(tensor)
+
+
+def copy_unmade(model: nn.Module, tensors: list[Tensor]) -> nn.Module:
+    """A copy of a model that has lazy modules, of which torch cannot copy the buffers."""
+    memo: dict[int, Any] = {}
+    for tensor in tensors:
+        if isinstance(tensor, UninitializedBuffer):
+            like = {"device": tensor.data.device, "dtype": tensor.data.dtype}
+            memo[id(tensor)] = cast(Any, UninitializedBuffer)(tensor.requires_grad, **like)
+    return copy.deepcopy(model, memo)
 
 
 class Sizes:

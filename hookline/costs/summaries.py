@@ -19,12 +19,12 @@ from typing import Any, Protocol, cast
 
 from torch import Tensor, nn
 
-from hookline.core.nested import children
-from hookline.core.places import Where, resolve
-from hookline.core.tables import show_bytes
 from hookline.display import as_html, as_lines, pandas, show_count, show_seconds, show_shapes
 from hookline.errors import PlaceNotFound
 from hookline.listings import select
+from hookline.places.resolution import Where, resolve
+from hookline.values.nested import children
+from hookline.values.tables import show_bytes
 
 __all__ = ["ModuleCosts", "Source", "Summary", "shapes_of"]
 
@@ -134,6 +134,7 @@ class Summary:
             "backward_seconds": None,
             "peak_bytes": None,
             "uncounted": {},
+            "elsewhere": [],  # modules that other threads called meanwhile: that is not measured
         }
 
     def __getstate__(self) -> dict[str, Any]:
@@ -275,6 +276,9 @@ class Summary:
         if self.totals["uncounted"]:
             calls = ", ".join(f"{name} ({n} ×)" for name, n in self.totals["uncounted"].items())
             notes.append(f"without a formula, and so not in the FLOPs: {calls}")
+        if self.totals["elsewhere"]:
+            places = ", ".join(place or "''" for place in self.totals["elsewhere"])
+            notes.append(f"called in another thread, and not measured there: {places}")
         return notes
 
 

@@ -5,28 +5,36 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from statistics import median
 from time import perf_counter
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedBuffer
 
-from hookline.core.nested import leaves
 from hookline.costs.call_trees import CallTree
 from hookline.costs.flops import FlopCounter
 from hookline.costs.footprints import size_of
 from hookline.costs.ledgers import Ledger
 from hookline.costs.shortcuts import is_ordinary
-from hookline.costs.sizes import Sizes, has_unmade, sizes
+from hookline.costs.sizes import Sizes, copy_unmade, has_unmade, sizes
 from hookline.costs.summaries import Summary
 from hookline.errors import BatchError
 from hookline.trials.batches import make_batch, needs_whole_numbers, refused_shapes
 from hookline.trials.contents import Contents
-from hookline.trials.runs import Mode, copied, cuda_devices, nodes_of, pull_back, run, trial
+from hookline.trials.runs import (
+    Mode,
+    copied,
+    cuda_devices,
+    gradients,
+    nodes_of,
+    pull_back,
+    roots_of,
+    run,
+    trial,
+)
+from hookline.values.nested import leaves
 
 __all__ = ["summarize"]
 
@@ -87,12 +95,12 @@ def summarize(
     tensors = contents.tensors
     lazy = has_unmade(tensors)
     if lazy:
-        model = _copy_of_lazy(model, tensors)
+        model = copy_unmade(model, tensors)
         contents, tensors = Contents(model), []
     shortcuts = not _hooks_everywhere() and is_ordinary(tensors)
     held = None if lazy else Sizes(contents, dense=shortcuts)
     made, shapes = make_batch(model, batch, dtype)
-    with trial(model, mode=mode, contents=[contents]):
+    with trial(model, mode=mode, contents=[contents]), gradients(backward is not False):
         try:
             return _measured(contents, held, made, backward, time, shortcuts)
         except (RuntimeError, IndexError, TypeError) as error:
@@ -102,16 +110,6 @@ def summarize(
                 raise refused_shapes(shapes, dtype, error) from error
         made, _ = make_batch(model, batch, torch.long)
         return _measured(contents, held, made, backward, time, shortcuts)
-
-
-def _copy_of_lazy(model: nn.Module, tensors: list[Tensor]) -> nn.Module:
-    """A copy of a model that has lazy modules, of which torch cannot copy the buffers."""
-    memo: dict[int, Any] = {}
-    for tensor in tensors:
-        if isinstance(tensor, UninitializedBuffer):
-            like = {"device": tensor.data.device, "dtype": tensor.data.dtype}
-            memo[id(tensor)] = cast(Any, UninitializedBuffer)(tensor.requires_grad, **like)
-    return copy.deepcopy(model, memo)
 
 
 def _measured(
@@ -155,8 +153,9 @@ def _counted(
     tree = CallTree(model, graded=graded, walked=contents.named)
     counter = FlopCounter(tree.count, shortcuts)
     tree.certain = counter.certain
-    with tree, torch.set_grad_enabled(graded), counter:
+    with tree, counter:
         output = run(model, batch)
+        tree.ran = True
         if graded:
             pull_back(_roots(output, backward))
     tree.settle()
@@ -204,14 +203,7 @@ def _roots(output: Any, backward: bool | Loss) -> list[Tensor]:
         found: Any = backward(output)
     else:
         found = dict(leaves(output)).get(("loss",), output)
-    roots = [tensor for _, tensor in leaves(found) if tensor.requires_grad]
-    if not roots:
-        raise BatchError(
-            "A backward was asked for.",
-            "Nothing that the model returned has a gradient.",
-            "Let a parameter or the batch require grad, or leave out backward=.",
-        )
-    return roots
+    return roots_of(found)
 
 
 def _timed(
@@ -225,7 +217,7 @@ def _timed(
         return perf_counter()
 
     tree, batch = CallTree(model, clock), copied(batch)
-    with tree, torch.set_grad_enabled(backward is not False):
+    with tree:
         start = clock()
         output = run(model, batch)
         middle = clock()

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn, overrides
 
 from hookline import folders
-from hookline.core.nested import leaves
-from hookline.core.tree import join, tensors_of, walk
 from hookline.guards.reports import Fault
 from hookline.guards.runs import Kept
-from hookline.guards.tracing import Sample, Settings
+from hookline.guards.samples import Sample, Settings
+from hookline.places.tree import join, tensors_of, walk
+from hookline.values.nested import leaves
 
 __all__ = ["KIND", "Speller", "function_named", "name_of", "read_value", "write_dump"]
 
@@ -211,7 +211,10 @@ def _module(
         **_settings(sample.module_settings, speller),
     }  # fmt: skip
     try:
-        told["inputs"] = speller.value(dict(sample.inputs))
+        if sample.inputs is None:
+            missing["inputs"] = "the call of the module had ended when a part of it ran again"
+        else:
+            told["inputs"] = speller.value(dict(sample.inputs))
     except TypeError as error:
         missing["inputs"] = f"the module was given {error}, which no plain file can hold"
     state = _state_of(module, kept)

@@ -9,36 +9,62 @@ only what reached a parameter or an input counts.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from itertools import chain
 from pathlib import Path as File
-from typing import Any
+from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor
 
-from hookline.core.nested import leaves
-from hookline.core.tree import around, tensors_of
+from hookline.core.gradients import sequence
 from hookline.guards.finite_checks import Numbers, is_bad
-from hookline.guards.origins import OURS, RECOMPUTING, Labelled, Origin
-from hookline.guards.tracing import Span, Trace
+from hookline.guards.origins import OURS, Labelled, Origin
+from hookline.guards.tracing import Modules, Operations, Running, Span, Trace
+from hookline.places.tree import around, tensors_of
+from hookline.values.nested import leaves
 
 __all__ = ["Backward"]
 
 Edge = tuple[Any, int]
 
 
-class Backward:
-    """The hooks on the nodes of a graph; `bad` are the leaves that a bad gradient reached."""
+class _Inner(NamedTuple):
+    """What a node is in, whose backward is Python: it may run a forward and a backward inside."""
 
-    def __init__(self, trace: Trace, names: dict[int, str]) -> None:
-        self.trace = trace
+    node: Any
+    around: Span
+    came: list[Origin]  # of the bad gradients that it was given
+    first: int  # the number of the first origin that may be found inside
+    trace: Trace | None  # what was shown to which trace until then, and what was running there
+    running: list[Running]
+
+
+class Backward:
+    """The hooks on the nodes of a graph; `bad` are the leaves that a bad gradient reached.
+
+    What older checkpointing runs again, forward and backward, runs inside of a node; `modules` and
+    `operations` show it to the trace.
+    """
+
+    def __init__(
+        self,
+        trace: Trace,
+        names: dict[int, str],
+        modules: Modules,
+        operations: Operations | None = None,
+    ) -> None:
+        self.trace, self._modules, self._operations = trace, modules, operations
         self.names = names  # of parameters and inputs, by id
         self.bad: dict[str, tuple[Origin, ...]] = {}
         self.seen: Labelled = []  # what reached them
         self.origins: list[Origin] = []
         self._ends: list[Edge] = []  # where gradients come in
         self._of: dict[Edge, tuple[Origin, ...]] = {}
-        self._nodes: dict[Any, Any] = {}  # with the handles of the hooks
+        self._nodes: dict[Any, list[Any]] = {}  # with the handles of the hooks
+        self._inner: list[_Inner] = []
 
     def watch(self, tensors: Iterable[Tensor]) -> None:
         """Put hooks on all nodes that lead to these tensors, which get their gradients here."""
@@ -51,31 +77,66 @@ class Backward:
             node = stack.pop()
             if node in self._nodes or not node.next_functions:
                 continue
-            self._nodes[node] = node.register_hook(partial(self._at, node))
+            self._nodes[node] = [node.register_hook(partial(self._at, node))]
+            if _is_python(node):
+                self._nodes[node].append(node.register_prehook(partial(self._enter, node)))
             stack += [follows for follows, _ in node.next_functions if follows is not None]
 
-    def recomputed(self, module: nn.Module, output: Any) -> None:
-        """A module was called inside the backward: the graph of that call is new."""
-        self._hook(tensor.grad_fn for _, tensor in leaves(output) if tensor.grad_fn is not None)
+    def recomputed(self, made: Any) -> None:
+        """Something was made inside of a node: its graph is new."""
+        if self._inner:
+            self._hook(tensor.grad_fn for _, tensor in leaves(made) if tensor.grad_fn is not None)
 
     def remove(self) -> None:
         """Take all hooks off, and forget the graph."""
-        for handle in self._nodes.values():
+        for handle in chain.from_iterable(self._nodes.values()):
             handle.remove()
         self._nodes.clear()
         self._of.clear()
         self._ends.clear()
 
+    def _enter(self, node: Any, given: tuple[Any, ...]) -> None:
+        """What runs inside of a node belongs to the call that made the node."""
+        trace, made = self.trace, self._span(node)
+        path = "" if made is None else made.path
+        came = [o for n in range(len(given)) for o in self._of.get((node, n), ())]
+        with torch._C.DisableTorchFunction():  # what is computed here is not the model's
+            trace.clock += 1
+            around = Span(sequence(), sys.maxsize, trace.clock, path)
+            module = trace.model.get_submodule(path)
+            running = Running(module, path, trace.clock, around.start, None, 0)
+        trace.spans.append(around)
+        self._inner.append(
+            _Inner(node, around, came, len(self.origins), self._modules.trace, trace.running)
+        )
+        self._modules.trace, trace.running = trace, [running]
+        if self._operations is not None:
+            self._operations.resume()
+
     def _at(self, node: Any, passed: tuple[Any, ...], given: tuple[Any, ...]) -> None:
-        bad = [n for n, gradient in enumerate(passed) if gradient is not None and is_bad(gradient)]
+        found: list[Origin] = []
+        if _is_python(node):
+            inner = self._inner.pop()
+            self._modules.trace, self.trace.running = inner.trace, inner.running
+            inner.around.end = sequence()
+            found = self.origins[inner.first :]
+        with torch._C.DisableTorchFunction():
+            self._look(node, passed, given, found)
+
+    def _look(
+        self, node: Any, passed: tuple[Any, ...], given: tuple[Any, ...], inside: list[Origin]
+    ) -> None:
+        """Follow bad gradients through a node; `inside` are origins in what it ran itself."""
+        bad = _bad(passed)
         if not bad:
             return
-        came = [n for n, gradient in enumerate(given) if gradient is not None and is_bad(gradient)]
+        came = _bad(given)
         origins = [o for n in came for o in self._of.get((node, n), ())]
-        if not came and node.name() == RECOMPUTING and self.origins:
-            origins = self.origins  # of the backward that ran inside
-        elif not came:
-            origins = self._handed(node) or [self._origin("operation", node, passed, given)]
+        if not came:
+            origins = inside or self._handed(node)
+            origins = origins or [self._origin("operation", node, passed, given)]
+        elif not origins and self._inner and self._inner[-1].came:
+            origins = self._inner[-1].came  # it came in where that begins, which is not known
         elif not origins:
             # Every share that flowed in was finite, or was none of the model's.
             met = (node, came[0])
@@ -125,11 +186,13 @@ class Backward:
 
         Some kernels give a finite result for it, and so does a sigmoid of an infinity.
         """
-        span = self._span(node)
-        if span is None or self._is_ignored(span):
+        span, saved = self._span(node), _saved(node)
+        bad = [tensor for tensor in saved or () if is_bad(tensor)]
+        if span is None or self._is_ignored(span) or not (bad or saved is None):
             return []
         held = list(span.origins)
         if not span.operation:  # a call, whose own parameters count, too
+            held = [o for tensor in bad for o in self.trace.origins_of(tensor)] or held
             owner = self.trace.model.get_submodule(span.path)
             bad = [tensor for _, tensor in tensors_of(owner) if is_bad(tensor)]
             held += [o for tensor in bad for o in self.trace.origins_of(tensor)]
@@ -139,10 +202,14 @@ class Backward:
 
     def _unseen(self) -> Origin:
         """A checkpoint that recomputes more than modules: only their graphs are looked at."""
-        for origin in self.origins:
-            if origin.node == RECOMPUTING:
+        node, path, first = "", "", len(self.origins)
+        if self._inner:
+            inner = self._inner[-1]
+            node, path, first = inner.node.name(), inner.around.path, inner.first
+        for origin in self.origins[first:]:
+            if origin.node == node:
                 return origin
-        return self._add(Origin("operation", "", backward=True, node=RECOMPUTING))
+        return self._add(Origin("operation", path, backward=True, node=node))
 
     def _add(self, origin: Origin) -> Origin:
         origin.ignored = origin.meant = self._is_ignored(origin)
@@ -175,6 +242,28 @@ class Backward:
                 origin.values = [("gradient", Numbers.of(gradient))]
                 self.origins.append(origin)
                 self._reached(name, gradient, (origin,))
+
+
+def _bad(gradients: tuple[Any, ...]) -> list[int]:
+    """Which of some gradients are bad."""
+    return [n for n, gradient in enumerate(gradients) if gradient is not None and is_bad(gradient)]
+
+
+def _is_python(node: Any) -> bool:
+    """Whether the backward of a node is that of an autograd function written in Python."""
+    return hasattr(node, "_forward_cls")
+
+
+def _saved(node: Any) -> list[Tensor] | None:
+    """What the forward has left for the backward of a node; None if that cannot be read twice."""
+    try:
+        if _is_python(node):
+            found: list[Any] = [node.saved_tensors, vars(node)]
+        else:
+            found = [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
+    except RuntimeError:  # of hooks on saved tensors, as a checkpoint's
+        return None
+    return [tensor for _, tensor in leaves(found)]
 
 
 def _described(gradients: tuple[Any, ...], label: str) -> Labelled:

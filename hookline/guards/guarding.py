@@ -17,23 +17,25 @@ from typing import Any, cast
 from weakref import WeakValueDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
+from torch.nn.parameter import is_lazy
 
 from hookline.core import arms, gradients
+from hookline.core.gathering import is_gathered
 from hookline.core.hooks import Context, first_names
-from hookline.core.nested import leaves
-from hookline.core.places import Request, Target, Where, resolve
 from hookline.core.recomputation import in_backward
 from hookline.core.taps import KEEP, Frame, Tap, is_over
 from hookline.errors import NonFiniteError, NotHookable, PlaceNotFound
 from hookline.guards.finite_checks import Numbers, all_finite, is_bad, numbers, probe
 from hookline.guards.gradients import Backward
-from hookline.guards.origins import Ignored, Labelled, Origin, line_of
+from hookline.guards.origins import ADDING, Ignored, Labelled, Origin, line_of
 from hookline.guards.reports import fault_of
 from hookline.guards.runs import Holder, Kept, Parts, at_end, is_spread, unwrapped
 from hookline.guards.search import find_forward, of_outputs, parameter_names
 from hookline.guards.telling import Teller, bad_gradients, label_of
 from hookline.guards.tracing import Modules, Trace
+from hookline.places.resolution import Request, Target, Where, resolve
+from hookline.values.nested import leaves
 
 __all__ = ["guard"]
 
@@ -75,6 +77,18 @@ class _Pass:
     def __init__(self) -> None:
         self.probes: list[tuple[_Tap, Tensor]] = []
         self.calls: dict[Key, Kept] = {}
+        self.skipped = False  # whether it is left to the scaler
+        # The parameters that had a gradient already: which one, and its version.
+        self.before: dict[str, tuple[_Tap, int, int]] = {}
+
+    def sums(self) -> dict[str, Tensor]:
+        """Of those the gradients to which something was added; `autograd.grad` adds nothing."""
+        found: dict[str, Tensor] = {}
+        for name, (tap, ident, version) in self.before.items():
+            gradient = _gradient(tap)
+            if gradient is not None and (id(gradient), gradient._version) != (ident, version):
+                found[name] = gradient
+        return found
 
 
 class guard(Context[_Tap]):
@@ -139,6 +153,15 @@ class guard(Context[_Tap]):
             requests += resolve(self._model, ("**:grad",))
         return requests
 
+    def _place(self, target: Target, ref: weakref.ref[Context[Any]], owner: int | None) -> None:
+        tensor = target.tensor() if target.port == "grad" else None
+        if tensor is None or is_lazy(tensor) or is_gathered(target.module):
+            super()._place(target, ref, owner)
+            return
+        # Gradients of parameters need no hooks on modules, which cost, and end torch's fast paths.
+        tap = self._taps[target.key] = self._tap(target, ref)
+        gradients.watch_tensor(tap, tensor)
+
     def _tap(self, target: Target, ref: weakref.ref[Context[Any]]) -> _Tap:
         tap = _Tap(target, ref)
         if target.port == "grad":
@@ -154,6 +177,7 @@ class guard(Context[_Tap]):
         self._looked: deque[Kept] = deque()  # whose graph has hooks on all nodes
         self._pending: list[tuple[Kept, list[Tensor]]] = []
         self._passes: dict[int, _Pass] = {}
+        self._let: set[str] = set()  # parameters whose gradients are bad, and that was let be
         self._meant: dict[Part, Tensor] = {}  # where outputs are infinite on purpose
         self._modules: Modules | None = None
         self._step = 0  # the last call that has ended
@@ -318,8 +342,10 @@ class guard(Context[_Tap]):
 
     def _left(self, module: nn.Module, output: Any) -> None:
         """Where every module is checked: a call of one has ended."""
-        if in_backward() != -1 and self._looked:  # it may be recomputed
-            self._looked[0].backward.recomputed(module, output)
+        if in_backward() != -1:  # it may be recomputed
+            for looked in self._looked:
+                if looked.trace is cast(Modules, self._modules).trace:
+                    looked.backward.recomputed(output)
         kept = self._ended
         if kept is None or module is not kept.called:
             return
@@ -331,7 +357,8 @@ class guard(Context[_Tap]):
             fault = fault_of(found.origins, set(), kept.number, seen)
             raise self._teller.told(kept, found.origins[0], fault)
         if (id(module), kept.number) in self._calls:
-            kept.backward = Backward(kept.trace, parameter_names(self._model) | kept.names())
+            names = parameter_names(self._model) | kept.names()
+            kept.backward = Backward(kept.trace, names, cast(Modules, self._modules))
             kept.backward.watch(tensor for _, tensor in leaves(output))
             self._looked.append(kept)
             if len(self._looked) > _GRAPHS:
@@ -354,7 +381,11 @@ class guard(Context[_Tap]):
                 found.calls[key] = kept
                 kept.gradients[path] = (gradient, gradient._version)
         else:
-            one = probe(gradient)  # the gradient itself is not kept, or torch would have to copy it
+            there = _gradient(tap) if tap.name else None
+            if there is not None:
+                found.before[tap.name] = tap, id(there), there._version
+            # The gradient itself is not kept, or torch would have to copy it.
+            one = probe(gradient, exact=there is not None)
             if one is not None:
                 found.probes.append((tap, one))
 
@@ -366,8 +397,19 @@ class guard(Context[_Tap]):
             found.calls |= outer.calls
         try:
             self._check_pending()
-            if not all_finite([one for _, one in found.probes]):
-                self._backward_failed(found)
+            probes, sums = [one for _, one in found.probes], found.sums()
+            if distributed.is_available() and distributed.is_initialized():
+                sums = {}  # those of other ranks are in them
+            added = [one for gradient in sums.values() if (one := probe(gradient)) is not None]
+            if not all_finite([*probes, *added]):
+                if not all_finite(probes):
+                    self._backward_failed(found)
+                    bad = {tap for tap, one in found.probes if not one.isfinite()}
+                    self._let |= {tap.name for tap in bad if is_bad(_gradient(tap))}
+                self._sum_failed(sums)
+            for outer in self._passes.values():
+                outer.skipped |= found.skipped
+            self.skipped += found.skipped and not self._passes
         finally:
             if not self._passes:
                 for kept in found.calls.values():
@@ -381,7 +423,9 @@ class guard(Context[_Tap]):
         taps = [tap for tap in self._taps.values() if tap.name in flagged]
         known = {tap.name: _gradient(tap) for tap in taps}
         bad = [(n, g) for n, g in known.items() if g is not None and is_bad(g)]
-        if known and not bad and all(g is not None for g in known.values()):
+        alone = flagged & found.before.keys() - found.sums().keys()
+        sure = any(tap.name in alone and not _is_hooked(tap) for tap in taps)
+        if known and not bad and not sure and all(g is not None for g in known.values()):
             return  # sums that have overflowed
         seen: Labelled = [(f"the gradient of {n!r}", Numbers.of(g)) for n, g in bad]
         # The last call first: what flows out of it may flow into the one before.
@@ -392,7 +436,7 @@ class guard(Context[_Tap]):
         hooked = {n: g for n, g in bad if any(_is_hooked(t) for t in taps if t.name == n)}
         doubts = self._teller.search_backward(clean, hooked, seen, scale)
         if doubts is None or scale > 1:
-            self.skipped += scale > 1
+            found.skipped = scale > 1
             return
         for kept, wrong in given:
             if wrong:
@@ -402,8 +446,20 @@ class guard(Context[_Tap]):
         if bad and not doubts and all(kept.trace is not None for kept in calls):
             beside = Origin("loss", "", backward=True)  # all that the calls passed on was finite
             raise self._teller.finish(fault_of([beside], set(), step, seen))
-        if bad or doubts:
+        if bad or doubts or sure:
             raise self._unknown(step, True, seen, doubts or [_FINITE])
+
+    def _sum_failed(self, sums: dict[str, Tensor]) -> None:
+        """What a backward gave is finite; what it was added to may not be since."""
+        bad = {name: gradient for name, gradient in sums.items() if is_bad(gradient)}
+        self._let -= sums.keys() - bad.keys()
+        bad = [(n, g) for n, g in bad.items() if not (n in self._let or self._ignored.tensor(n))]
+        if not bad or self._scale() > 1:  # the scaler will meet it, too
+            return
+        seen: Labelled = [(f"the gradient of {n!r}", Numbers.of(g)) for n, g in bad]
+        origins = [Origin("sum", name, backward=True, node=ADDING) for name, _ in bad]
+        origins[0].values = [("gradient", seen[0][1])]
+        raise self._teller.finish(fault_of(origins, set(), self._step, seen))
 
     def _unknown(
         self, step: int, backward: bool, seen: Labelled, doubts: list[str]
@@ -420,7 +476,7 @@ class guard(Context[_Tap]):
 
 def _gradient(tap: Tap) -> Tensor | None:
     tensor = tap.target.tensor()
-    return None if tensor is None else tensor.grad
+    return tensor.grad if tensor is not None and tensor.is_leaf else None
 
 
 def _is_hooked(tap: Tap) -> bool:

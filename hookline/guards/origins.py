@@ -20,19 +20,20 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from hookline.core.grammar import parse
-from hookline.core.nested import Path as Parts
-from hookline.core.nested import children, leaves, show_path
-from hookline.core.places import Place, Target, Where, resolve
 from hookline.errors import PlaceError
 from hookline.guards.finite_checks import Numbers, numbers, signs
+from hookline.places.grammar import parse
+from hookline.places.resolution import Place, Target, Where, resolve
+from hookline.values.nested import Path as Parts
+from hookline.values.nested import children, leaves, show_path
 
 __all__ = [
-    "OURS", "RECOMPUTING", "Ignored", "Line", "Origin", "infinite", "is_meant", "labelled",
-    "line_of", "shown",
+    "ADDING", "OURS", "RECOMPUTING", "Ignored", "Line", "Origin", "infinite", "is_meant",
+    "labelled", "line_of", "shown",
 ]  # fmt: skip
 
 RECOMPUTING = "CheckpointFunctionBackward"  # the older checkpointing: a backward in another
+ADDING = "AccumulateGrad"  # adds the gradient of a parameter to what is there
 
 _GUARDS = str(Path(__file__).parent)
 OURS = tuple(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, _GUARDS))

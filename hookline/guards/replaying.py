@@ -19,12 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from hookline import folders
-from hookline.core.nested import get_part, leaves, map_leaves
-from hookline.core.snapshots import same_bits
-from hookline.core.tree import walk
 from hookline.errors import ReplayError
 from hookline.guards.dumps import KIND, function_named, read_value
 from hookline.guards.origins import Labelled, labelled
+from hookline.places.tree import walk
+from hookline.values.nested import get_part, leaves, map_leaves
+from hookline.values.snapshots import same_bits
 
 __all__ = ["Replay", "replay"]
 
@@ -81,6 +81,8 @@ class _Dump:
             self.operation = self.content["operation"]
             self.module: dict[str, Any] = dict(self.content["module"])
             self.module["training"] = dict(self.module["training"])
+            if type(self.module["positional"]) is not int:
+                raise TypeError("'positional' is a whole number")
             if self.module["state"] is not None:
                 self.module["state"] = dict(self.module["state"])
             self.given = dict(self.content["gradients"])
@@ -101,9 +103,15 @@ class _Dump:
     def pairs(self, name: str, spelled: Any) -> dict[tuple[Any, ...], Tensor]:
         """Tensors by their paths."""
         try:
-            found = {tuple(path): self.value(tensor) for path, tensor in spelled}
+            return {tuple(path): self.tensor(tensor) for path, tensor in spelled}
         except (TypeError, ValueError) as error:
             self.refuse(f"Its {name} are not spelled as a guard does: {error!r:.80}.")
+
+    def tensor(self, spelled: Any) -> Tensor:
+        """A tensor that was spelled, or an error."""
+        found = self.value(spelled)
+        if not isinstance(found, Tensor):
+            self.refuse(f"A tensor in it is not spelled as a guard does: {spelled!r:.80}.")
         return found
 
     def why_not(self, part: str) -> str:
@@ -159,7 +167,7 @@ def _settings(dump: _Dump, told: dict[str, Any], device: str) -> Generator[None]
             stack.enter_context(torch.set_grad_enabled(dump.backward))
             torch.set_rng_state(state)
             yield
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+    except (LookupError, TypeError, AttributeError, ValueError) as error:
         dump.refuse(f"Its settings or arguments do not fit: {error!r:.120}.")
     finally:
         torch.set_rng_state(now)
@@ -288,7 +296,7 @@ def _run_module(dump: _Dump, module: nn.Module) -> Replay:
         for name, tensor in state.items():
             if tensor.is_floating_point() and name in parameters:
                 wanted[name] = state[name] = tensor.requires_grad_()
-    names, positional = list(own), int(told.get("positional", 0))
+    names, positional = list(own), told["positional"]
     args = tuple(own[name] for name in names[:positional])
     kwargs = {str(name): own[name] for name in names[positional:]}
     modes = [(inner, inner.training) for _, inner in walk(module)]
@@ -313,7 +321,7 @@ def _state(
     told = dump.module.get("state")
     if told is None:
         return {}
-    found = {name: dump.value(tensor) for name, tensor in told.items()}
+    found = {name: dump.tensor(tensor) for name, tensor in told.items()}
     buffers = {name for name, _ in module.named_buffers(remove_duplicate=False)}
     for name, tensor in found.items():
         fits = name in buffers  # which may have grown since

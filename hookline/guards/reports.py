@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from hookline.core.places import Place
 from hookline.errors import NonFiniteError
-from hookline.guards.origins import RECOMPUTING, Labelled, Origin
+from hookline.guards.origins import ADDING, RECOMPUTING, Labelled, Origin
+from hookline.places.resolution import Place
 
 __all__ = ["Fault", "explain", "fault_of"]
 
@@ -85,6 +85,11 @@ class Fault:
         name = f"{op!r} ({self.node})" if op else self.node
         if self.kind == "operation" and self.backward:
             return f"The backward of {name} in {owner} made them from finite gradients:"
+        if self.node == ADDING:
+            return (
+                f"What this backward gave {place!r} is finite. Added to what backwards before it "
+                "have left there it is not:"
+            )
         met = f"{name} in {owner}" if name else repr(place)
         clean = "finite inputs" if not any(own.bad for _, own in self.given) else "what is meant"
         return {
@@ -156,6 +161,8 @@ def _remedy(fault: Fault, scaled: bool) -> str:
         return f"{said} {_SCALED}" if half and not scaled else said
     if fault.node == RECOMPUTING:
         return "checkpoint(..., use_reentrant=False) shows what inside of it does."
+    if fault.node == ADDING:
+        return "Divide the loss by the number of backwards of a step, or call zero_grad() between."
     if kind == "hook":
         return "Look at the hooks that were put there with register_hook."
     if kind == "memory":

@@ -23,10 +23,11 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils import hooks as torch_hooks
 
-from hookline.core import distributed
-from hookline.core.nested import Path, children, leaves, map_leaves, show_path
-from hookline.core.snapshots import same_bits
-from hookline.core.tree import join, walk
+from hookline.core.gathering import is_gathered
+from hookline.places.tree import join, walk
+from hookline.values.nested import Path, children, leaves, map_leaves, show_path
+from hookline.values.shards import placements
+from hookline.values.snapshots import same_bits
 
 __all__ = [
     "Buffers", "Holder", "Kept", "Parts", "Randomness", "at_end", "is_spread", "unwrapped",
@@ -303,10 +304,10 @@ def unwrapped(model: Any) -> Any:
 def is_spread(model: nn.Module) -> bool:
     """Whether a forward of the model needs other ranks, so that it cannot be run again here."""
     return any(
-        distributed.is_gathered(module)
+        is_gathered(module)
         or (isinstance(module, nn.SyncBatchNorm) and torch.distributed.is_initialized())
         for module in model.modules()
-    ) or any(distributed.placements(p) is not None for p in model.parameters())
+    ) or any(placements(p) is not None for p in model.parameters())
 
 
 def at_end(function: Callable[[], None]) -> None:

@@ -15,14 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from hookline.core.arguments import bind
-from hookline.core.nested import Path, get_part, leaves
-from hookline.core.tree import join, tensors_of, walk
 from hookline.guards.finite_checks import bad_leaves, numbers, signs
 from hookline.guards.gradients import Backward
 from hookline.guards.origins import RECOMPUTING, Ignored, Labelled, Origin, labelled
 from hookline.guards.runs import Kept
-from hookline.guards.tracing import Modules, Operations, Sample, Trace
+from hookline.guards.samples import Sample
+from hookline.guards.tracing import Modules, Operations, Trace
+from hookline.places.tree import join, tensors_of, walk
 from hookline.trials.runs import nodes_of
+from hookline.values.nested import get_part, leaves
 
 __all__ = [
     "Found", "describe_sample", "find_backward", "find_forward", "of_outputs", "parameter_names",
@@ -94,28 +95,34 @@ def parameter_names(model: nn.Module) -> dict[int, str]:
 def find_backward(kept: Kept, ignored: Ignored, scale: float) -> Found:
     """Run a call and its backward again and find the origins of bad gradients."""
     trace = Trace(kept.parts, ignored, operations=True)
-    backward = None
-    modules = Modules(kept.parts.model, trace)  # until after the backward: it may recompute calls
-    try:
-        with kept.again(gradients=True) as (args, kwargs, inputs), modules:
-            with Operations(trace):
-                output = kept.called(*args, **kwargs)
-            wanted = _trainable(kept) + inputs
-            backward = Backward(trace, {id(tensor): name for name, tensor in wanted})
+    output, backward = _run_both(kept, trace, scale)
+    bad = [path for path, tensor in leaves(output) if "n" in signs(tensor)]
+    same = all(ignored.output(path, kept.called) for path in bad)
+    found = Found(trace, seen=backward.seen, bad=bool(backward.bad), same=same)
+    for origins in backward.bad.values():
+        wrong = [o for o in origins if not o.meant]
+        found.origins += [o for o in wrong if o not in found.origins]
+    found.origins.sort(key=backward.origins.index)
+    return found
+
+
+def _run_both(kept: Kept, trace: Trace, scale: float) -> tuple[Any, Backward]:
+    """Call again what was called, and run its backward, with everything shown to a trace."""
+    modules, operations = Modules(kept.parts.model, trace), Operations(trace)
+    with kept.again(gradients=True) as (args, kwargs, inputs), modules:
+        with operations:
+            output = kept.called(*args, **kwargs)
+        wanted = _trainable(kept) + inputs
+        names = {id(tensor): name for name, tensor in wanted}
+        backward = Backward(trace, names, modules, operations)
+        try:
             backward.watch(tensor for _, tensor in leaves(output))
-            modules.left = backward.recomputed
+            operations.recomputed = backward.recomputed
+            modules.left = lambda module, made: backward.recomputed(made)
             backward.settle(_gradients(kept, output, wanted, scale))
-            wrong = [p for p, t in leaves(output) if "n" in signs(t)]
-            same = all(ignored.output(path, kept.called) for path in wrong)
-            found = Found(trace, seen=backward.seen, bad=bool(backward.bad), same=same)
-            for origins in backward.bad.values():
-                wrong = [o for o in origins if not o.meant]
-                found.origins += [o for o in wrong if o not in found.origins]
-            found.origins.sort(key=backward.origins.index)
-            return found
-    finally:
-        if backward is not None:
+        finally:
             backward.remove()
+    return output, backward
 
 
 def _trainable(kept: Kept) -> list[tuple[str, Tensor]]:
@@ -158,32 +165,17 @@ def _gradients(
 
 def take_sample(kept: Kept, ignored: Ignored, origin: Origin, scale: float) -> Sample | None:
     """Run a call again and keep what the producer was given and made; None if it did not come."""
-    trace = Trace(kept.parts, ignored, operations=True)
-    sample = trace.sample = Sample(origin.number, bool(origin.operation))
-    with kept.again(gradients=origin.backward) as (args, kwargs, inputs):
-        output = _run(kept, trace, args, kwargs)
-        if sample.module is None or sample.made is None:
-            return None
-        if origin.backward:
-            _take_gradients(sample.made, sample.gradients)
-            if sample.whole is sample.made:
-                sample.module_gradients = sample.gradients
-            elif sample.whole is not None:
-                _take_gradients(sample.whole, sample.module_gradients)
-            _gradients(kept, output, _trainable(kept) + inputs, scale)
-        sample.whole = sample.made = None
-    return sample
-
-
-def _take_gradients(value: Any, kept: dict[Path, Tensor]) -> None:
-    for path, tensor in leaves(value):
-        if tensor.requires_grad and tensor.grad_fn is not None:
-
-            def keep(gradient: Tensor | None, path: Path = path) -> None:
-                if gradient is not None:  # of several results not all need have been used
-                    kept[path] = gradient.detach().clone()
-
-            tensor.register_hook(keep)
+    for both in (True,) if origin.backward else (False, True):  # it may come in a backward only
+        trace = Trace(kept.parts, ignored, operations=True)
+        sample = trace.sample = Sample(origin.number, bool(origin.operation), origin.backward)
+        if both:
+            _run_both(kept, trace, scale)
+        else:
+            with kept.again(gradients=False) as (args, kwargs, _):
+                _run(kept, trace, args, kwargs)
+        if sample.module is not None and sample.output is not None:
+            return sample
+    return None
 
 
 def describe_sample(sample: Sample, origin: Origin) -> None:

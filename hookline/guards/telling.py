@@ -14,8 +14,6 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from hookline.core.nested import show_path
-from hookline.core.tree import join, tensors_of, walk
 from hookline.errors import HooklineError, NonFiniteError
 from hookline.guards.dumps import write_dump
 from hookline.guards.finite_checks import Numbers, is_bad, is_mask
@@ -23,6 +21,8 @@ from hookline.guards.origins import Ignored, Labelled, Origin, shown
 from hookline.guards.reports import Fault, explain, fault_of
 from hookline.guards.runs import Kept
 from hookline.guards.search import describe_sample, find_backward, take_sample
+from hookline.places.tree import join, tensors_of, walk
+from hookline.values.nested import show_path
 
 __all__ = ["Teller", "bad_gradients", "label_of"]
 

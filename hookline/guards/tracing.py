@@ -7,8 +7,7 @@ reached the model's outputs counts, by its origins: what was masked away has don
 - `Trace`: what is known of one run: origins, running calls, spans of autograd's numbers
 - `Operations`: the mode of torch's that shows every operation to a trace
 - `Modules`: the hooks that show every call of a module to a trace
-- `Sample`: what an operation or call was given and made, kept on the way
-- `Settings`: the random numbers and the autocast of a moment
+- `Running`, `Span`: a call that is running, and the autograd nodes that something has made
 """
 
 from __future__ import annotations
@@ -26,42 +25,24 @@ from torch import Tensor, nn
 
 from hookline.core.gradients import sequence
 from hookline.core.hooks import Context
-from hookline.core.nested import Path, leaves, map_leaves
 from hookline.core.operations import Mode, innermost, name_of
-from hookline.core.places import Request, Target, resolve
-from hookline.core.snapshots import snapshot
 from hookline.core.taps import KEEP, Frame, Tap
-from hookline.core.tree import join, tensors_of, walk
 from hookline.errors import NotHookable, PlaceNotFound
 from hookline.guards.finite_checks import bad_leaves, is_bad, is_mask, signs
 from hookline.guards.origins import Ignored, Origin, infinite, is_meant, labelled, line_of, shown
 from hookline.guards.runs import Parts, version_of
+from hookline.guards.samples import Sample, Settings, kept_value
+from hookline.places.resolution import Request, Target, resolve
+from hookline.places.tree import join, tensors_of, walk
+from hookline.values.nested import leaves
 
-__all__ = ["Modules", "Operations", "Running", "Sample", "Settings", "Span", "Trace", "kept_value"]
+__all__ = ["Modules", "Operations", "Running", "Span", "Trace"]
 
 _UNWRITTEN = frozenset({
     "empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted",
     "resize_", "resize_as_",
 })  # fmt: skip
 _MOST = 8  # origins that are followed for one value
-
-
-def kept_value(value: Any) -> Any:
-    """A nested value whose tensors stay as they are now, detached."""
-    return map_leaves(lambda leaf: snapshot(leaf) if isinstance(leaf, Tensor) else leaf, value)
-
-
-class Settings:
-    """The random numbers and the autocast of a moment; a forward may change both on its way."""
-
-    __slots__ = ("autocast", "random")
-
-    def __init__(self) -> None:
-        self.random = torch.get_rng_state()
-        self.autocast = [
-            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-            for kind in ("cpu", "cuda")
-        ]
 
 
 @dataclass(eq=False, slots=True)
@@ -91,31 +72,6 @@ class Span:
     use: int = 0
     source: str = ""
     origins: tuple[Origin, ...] = ()  # of what was given bad
-
-
-class Sample:
-    """What one operation or call of a trace was given and made, by its number."""
-
-    def __init__(self, number: int, operation: bool) -> None:
-        self.number, self.is_operation = number, operation
-        self.function: Any = None  # of an operation
-        self.arguments: tuple[Any, Any] | None = None  # of an operation, as they were passed
-        self.inputs: Any = None  # of the module, by name
-        self.positional = 0
-        self.path = ""
-        self.module: nn.Module | None = None
-        self.made: Any = None  # live, so that its gradients can be asked for
-        self.output: Any = None  # the same as it was when it was made
-        self.settings = self.module_settings = Settings()
-        self.whole: Any = None  # the output of the module around an operation
-        self.gradients: dict[Path, Tensor] = {}  # of what was made
-        self.module_gradients: dict[Path, Tensor] = {}
-
-    def of(self, running: Running) -> None:
-        """Keep what is known of a running call."""
-        self.inputs, self.positional = running.inputs, running.positional
-        self.path, self.module = running.path, running.module
-        self.module_settings = running.settings
 
 
 class Trace:
@@ -271,7 +227,8 @@ class Trace:
         if running is None:
             return
         span = Span(running.start, sequence(), running.number, running.path)
-        span.origins = running.origins
+        # What calls in it have returned may be hidden by the next operation, which is not seen.
+        span.origins = (*running.origins, *running.inner)
         self.spans.append(span)
         for _, tensor in bad_leaves(output):
             if self.ignored.module(module):
@@ -286,9 +243,9 @@ class Trace:
             if origin.sample is not None and origin.number == running.number:
                 origin.sample.output = kept_value(output)
         if self.sample is not None and self.sample.number == running.number:
-            self.sample.made, self.sample.output = output, kept_value(output)
-        if self.sample is not None and self.sample.module is module and self.sample.whole is None:
-            self.sample.whole = output
+            self.sample.take(output)
+        if self.sample is not None and self.sample.module is module:
+            self.sample.take_whole(output)
 
 
 def _memory(tensor: Tensor) -> int:
@@ -305,6 +262,7 @@ class Operations(Mode):
     def __init__(self, trace: Trace) -> None:
         super().__init__()
         self.trace = trace
+        self.recomputed: Callable[[Any], None] | None = None  # from the backward on
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -316,6 +274,8 @@ class Operations(Mode):
         versions = [version_of(tensor) for tensor in given]
         bad = [(t, signs(t), infinite(t)) for t in given if is_bad(t)]
         found = innermost(frame)
+        if found and self.recomputed and all(one.module is not found[0] for one in trace.running):
+            found = None  # the program's own, from which the backward was called
         module = None if found is None else found[0]
         use = 0 if found is None else self.count(name, found[1])
         sample = trace.sample if trace.sample and trace.sample.number == number else None
@@ -325,8 +285,9 @@ class Operations(Mode):
         changed = [t for t, v in zip(given, versions, strict=True) if version_of(t) != v]
         made = [t for _, t in leaves(output)] + changed
         if sample is not None:
-            sample.made = output if leaves(output) else changed[:1]
-            sample.output = kept_value(sample.made)
+            sample.take(output if leaves(output) else changed[:1])
+        if self.recomputed is not None:
+            self.recomputed(made)
         if use:
             trace.often.add((trace.names.get(id(module), ""), name))
         if sequence() > start:

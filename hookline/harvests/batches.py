@@ -29,7 +29,7 @@ def ranks() -> tuple[int, int]:
         found = int(rank or 0), int(world or 1)
     except ValueError:
         found = -1, 0
-    if not 0 <= found[0] < found[1]:
+    if not 0 <= found[0] < found[1] or (found[1] > 1 and not rank):
         raise HarvestError(
             "A harvest was to begin on one of several ranks.",
             f"The launcher says RANK={rank} and WORLD_SIZE={world}.",
@@ -111,7 +111,7 @@ class Source:
         """How many batches there are, if that is known."""
         try:
             return len(self._data) + self._begins
-        except TypeError:
+        except (TypeError, RuntimeError):  # some loaders know only once they have begun
             return None
 
     @property

@@ -20,11 +20,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hookline.attaching import attached
-from hookline.core.edits import EditFunction, edit
-from hookline.core.nested import children
-from hookline.ready_slices import heads
+from hookline.core.attaching import attached
+from hookline.edits.edits import EditFunction, edit
+from hookline.edits.ready_slices import heads
 from hookline.spellings import Writer
+from hookline.values.nested import children
 
 __all__ = ["bound", "digest", "fingerprint", "live_edits", "spell"]
 
@@ -131,12 +131,18 @@ def live_edits(model: nn.Module) -> list[str]:
 
 def _code(code: CodeType) -> int:
     """Of what a function does: its steps, and the numbers and names in them."""
-    plain = [c for c in code.co_consts if not isinstance(c, CodeType)]
+    plain = [_ordered(c) for c in code.co_consts if not isinstance(c, CodeType)]
     seen = zlib.crc32(code.co_code + repr((plain, code.co_names)).encode())
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
             seen = zlib.crc32(_code(inner).to_bytes(4, "little"), seen)
     return seen
+
+
+def _ordered(constant: Any) -> Any:
+    """A set in one order: that of words differs from process to process."""
+    sets = isinstance(constant, frozenset)
+    return sorted(map(repr, cast("frozenset[Any]", constant))) if sets else constant
 
 
 def _plain(array: np.ndarray[Any, Any]) -> Any:

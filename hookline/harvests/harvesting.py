@@ -17,16 +17,16 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from hookline.core.places import Where
 from hookline.errors import HarvestError, HooklineError
 from hookline.harvests.batches import Share, Source, ranks
 from hookline.harvests.fingerprints import digest
 from hookline.harvests.plans import describe, plan_for, refuse_changes
 from hookline.harvests.progress import Progress
-from hookline.harvests.ranks import earlier, finish, open_writer
+from hookline.harvests.ranks import earlier, finish, open_writer, unfinish
 from hookline.harvests.rows import Taken, Taker, Taking, rows_in, sizes_in
 from hookline.harvests.statistics import Measuring, statistics_path
 from hookline.harvests.writing import Background
+from hookline.places.resolution import Where
 from hookline.statistics.measuring import Statistics
 from hookline.storage.store import Store
 from hookline.storage.writing import StoreWriter
@@ -216,6 +216,8 @@ class _Harvest:
         """On the thread: a batch, its statistics and how far we are, all or nothing."""
         number, known, taken = item
         if taken.samples:
+            if self.writer.mark.get("done"):
+                unfinish(self.folder)
             if self.measuring is not None:
                 self.measuring.update(taken.rows, taken.samples, taken.ids)
             mark: dict[str, Any] = {"batch": number, "known": known}

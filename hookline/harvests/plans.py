@@ -16,11 +16,11 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from hookline.core.tables import as_text, show_bytes
 from hookline.errors import HarvestError
 from hookline.harvests.fingerprints import bound, digest, fingerprint, live_edits, spell
 from hookline.harvests.rows import Taken, Taker
 from hookline.storage.description import read_description
+from hookline.values.tables import as_text, show_bytes
 
 __all__ = ["Plan", "describe", "plan_for", "refuse_changes"]
 

@@ -1,6 +1,7 @@
 """The end of a harvest on many ranks: wait for the others, then say once what there is.
 
 - `finish(writer, world, statistics)`: what each rank does when its share is written
+- `unfinish(folder)`: before more is written, take back what was said of the whole
 - `earlier(folder, rank)`: how many samples a rank has committed, and its mark
 - `open_writer(folder, rank, metadata)`: the writer of a rank, also right after a crash
 
@@ -10,6 +11,7 @@ ends last does.
 
 from __future__ import annotations
 
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -18,13 +20,13 @@ from hookline import folders
 from hookline.display import warn_outside
 from hookline.errors import StoreError
 from hookline.harvests.plans import refuse_changes
-from hookline.harvests.statistics import keep_whole, merge_ranks
+from hookline.harvests.statistics import keep_whole, merge_ranks, statistics_path
 from hookline.storage.files import Index, index_path, read_index
 from hookline.storage.locks import locked
 from hookline.storage.store import Store
 from hookline.storage.writing import StoreWriter
 
-__all__ = ["earlier", "finish", "open_writer"]
+__all__ = ["earlier", "finish", "open_writer", "unfinish"]
 
 _LOOK = 0.2  # seconds between two looks at the other ranks
 _PATIENCE = 600.0  # seconds in which no other rank commits anything
@@ -56,9 +58,10 @@ def open_writer(folder: Path, rank: int, wanted: dict[str, Any]) -> StoreWriter:
 
 def finish(writer: StoreWriter, world: int, statistics: str | None) -> None:
     """Called when a rank is done and has said so in its mark, before its writer is closed."""
-    folder = writer.folder
+    folder, mark = writer.folder, {"done": True, "kinds": statistics}
+    mark["length"] = writer.mark.get("length")  # another has yet to go on with data that has grown
     if writer.rank == 0:
-        missing = _wait(folder, world, statistics)
+        missing = _wait(folder, world, mark)
         if not missing:
             _describe(folder, world, statistics)
         else:
@@ -66,15 +69,21 @@ def finish(writer: StoreWriter, world: int, statistics: str | None) -> None:
                 f"Ranks {missing} have committed nothing for a while and are not done. What there "
                 f"is can be read; start them again to complete the store in {str(folder)!r}."
             )
-    elif not _missing(folder, world, statistics):
+    elif not _missing(folder, world, mark):
         with locked(folder, 0) as free:  # if not, rank 0 is there and does it
             if free:
                 _describe(folder, world, statistics)
 
 
-def _missing(folder: Path, world: int, statistics: str | None) -> list[int]:
+def unfinish(folder: Path) -> None:
+    """Remove what an earlier harvest said of all samples there were: more will come."""
+    (folder / "harvest.json").unlink(missing_ok=True)
+    shutil.rmtree(statistics_path(folder), ignore_errors=True)
+
+
+def _missing(folder: Path, world: int, wanted: dict[str, Any]) -> list[int]:
     marks = [_mark(folder, rank) for rank in range(world)]
-    return [n for n, m in enumerate(marks) if not m.get("done") or m.get("kinds") != statistics]
+    return [n for n, m in enumerate(marks) if any(m.get(key) != wanted[key] for key in wanted)]
 
 
 def _mark(folder: Path, rank: int) -> dict[str, Any]:
@@ -84,11 +93,11 @@ def _mark(folder: Path, rank: int) -> dict[str, Any]:
         return {}
 
 
-def _wait(folder: Path, world: int, statistics: str | None) -> list[int]:
+def _wait(folder: Path, world: int, wanted: dict[str, Any]) -> list[int]:
     """The ranks that are still missing after none of them has committed anything for long."""
     seen: list[Any] = []
     since = time.monotonic()
-    while missing := _missing(folder, world, statistics):
+    while missing := _missing(folder, world, wanted):
         now = [_mark(folder, rank) for rank in missing]
         if now != seen:
             seen, since = now, time.monotonic()

@@ -17,17 +17,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hookline.core.captures import capture
-from hookline.core.distributed import recovers
+from hookline.core.gathering import recovers
 from hookline.core.hooks import settled
-from hookline.core.nested import Path, leaves, map_leaves, only_tensor
-from hookline.core.places import Place, Where
-from hookline.core.records import Record
 from hookline.display import warn_outside
+from hookline.edits.ready_slices import last_token
 from hookline.errors import HarvestError
 from hookline.listings import select
-from hookline.ready_slices import last_token
+from hookline.places.resolution import Place, Where
+from hookline.records.captures import capture
+from hookline.records.records import Record
 from hookline.trials.batches import call as run
+from hookline.trials.batches import refuse_padding
+from hookline.values.nested import Path, leaves, map_leaves, only_tensor
 
 __all__ = ["Rows", "Taken", "Taker", "Taking", "numbers_of", "rows_in", "sizes_in"]
 
@@ -48,6 +49,7 @@ class Taking:
     forward: Callable[[Any, Any], Any] | None = None
 
     def __post_init__(self) -> None:
+        refuse_padding(self.mask, HarvestError)
         if self.stop not in (True, False, "auto") or not isinstance(
             self.dtype, (torch.dtype, type(None))
         ):
@@ -351,7 +353,8 @@ def _noted(batch: Any) -> Generator[None]:
         if isinstance(batch, (tuple, list)):
             error.add_note(
                 "hookline: a batch that is a tuple or list is given to the model as its arguments; "
-                "if it holds labels too, pass forward=lambda model, batch: model(batch[0])."
+                "if it holds labels too, let the data give inputs alone, as (x for x, _ in loader) "
+                "does, or pass forward=lambda model, batch: model(batch[0])."
             )
         elif isinstance(batch, Mapping):
             error.add_note(

@@ -22,8 +22,8 @@ from torch import Tensor
 from hookline.errors import HarvestError, StatisticsError
 from hookline.harvests.rows import Rows, numbers_of
 from hookline.statistics.accumulation import padded
-from hookline.statistics.kinds import Histogram, TopK
-from hookline.statistics.measuring import Measurements, Statistics, by_name
+from hookline.statistics.kinds import Histogram, TopK, by_name, warn_of_images
+from hookline.statistics.measuring import Measurements, Statistics
 from hookline.storage.files import read_index
 from hookline.storage.store import Store
 
@@ -71,10 +71,12 @@ class Measuring:
         self.check(ids)
         numbers = numbers_of(ids)
         for place, value in rows.items():
+            tensor, mask = (value, None) if isinstance(value, Tensor) else padded(value)
+            if place not in self.found.statistics:
+                warn_of_images(place, tensor, self._kinds)
             own = self.found.statistics.setdefault(
                 place, {name: one.fresh() for name, one in self._kinds.items()}
             )
-            tensor, mask = (value, None) if isinstance(value, Tensor) else padded(value)
             single = tensor.ndim == (1 if mask is None else 2)  # a row is a number: one channel
             for one in own.values():
                 one.update(tensor[..., None] if single and one.dim else tensor, mask, numbers)

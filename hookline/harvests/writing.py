@@ -33,7 +33,8 @@ class Background:
         self._work = work
         self._items: queue.Queue[Any] = queue.Queue(_WAITING)
         self._error: BaseException | None = None
-        # A daemon: a second Ctrl-C, while the end is awaited, ends the process.
+        self._ended = threading.Event()
+        # A daemon: should its end not be awaited, it does not keep the process.
         self._thread = threading.Thread(target=self._run, name="hookline harvest", daemon=True)
 
     def _run(self) -> None:
@@ -44,6 +45,7 @@ class Background:
                 except BaseException as error:  # noqa: BLE001 - raised in the caller
                     self._error = error
             del item  # do not hold its tensors while waiting for the next
+        self._ended.set()
 
     def put(self, item: Any) -> None:
         """Have an item worked on; waits if too many are waiting already."""
@@ -61,9 +63,22 @@ class Background:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        """What waits is still done, after an error of the caller's and Ctrl-C, too."""
-        self._items.put(self)
-        self._thread.join()
+        """What waits is still done, after an error of the caller's and Ctrl-C, too.
+
+        A Ctrl-C while that is awaited gives up what waits, but not what is being done: the caller
+        is about to close the files that it is done with.
+        """
+        interrupt: BaseException | None = None
+        while not self._ended.is_set():  # `is_alive` is wrong once an interrupt has met `join`
+            try:
+                self._items.put(self)
+                self._ended.wait()
+                self._thread.join()
+            except BaseException as again:  # noqa: BLE001 - raised below
+                interrupt = again
+                self._error = self._error or RuntimeError("the rest was given up")
+        if interrupt is not None:
+            raise interrupt
         if error is None:
             self._raise()
         elif self._error is not None and not isinstance(self._error, RuntimeError):

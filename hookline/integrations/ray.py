@@ -20,10 +20,10 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from hookline.core.places import Where
 from hookline.errors import HarvestError, StoreError
 from hookline.harvests.plans import describe, refuse_changes
 from hookline.harvests.rows import Taker, Taking
+from hookline.places.resolution import Where
 from hookline.storage.files import ranks_of, read_index
 from hookline.storage.locks import locked
 from hookline.storage.store import Store

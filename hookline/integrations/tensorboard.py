@@ -6,11 +6,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
+from hookline.errors import RunError
 from hookline.integrations.missing import load
 from hookline.training.findings import Finding
 from hookline.training.run_files import STATISTICS
@@ -58,7 +60,23 @@ class TensorBoardWriter(Writer):
             self._writer = module.SummaryWriter(log_dir=str(self._given))
         return self._writer
 
+    @contextmanager
+    def _writing(self) -> Generator[None]:
+        """A disk that is full ends the writing, and not the training: a RunError tells it."""
+        try:
+            yield
+        except OSError as error:
+            raise RunError(
+                f"Measurements were to be written for TensorBoard, to {self._given!r}.",
+                f"{type(error).__name__}: {error}.",
+                "Name a directory that can be written, on a disk with space.",
+            ) from error
+
     def measured(self, measured: Measured) -> None:
+        with self._writing():
+            self._write(measured)
+
+    def _write(self, measured: Measured) -> None:
         for tag, value in measured.scalars(self.statistics):
             self.writer.add_scalar(tag, value, measured.step, measured.time)
         for number, bins in measured.histograms.items():
@@ -74,15 +92,20 @@ class TensorBoardWriter(Writer):
         self.writer.flush()
 
     def scalar(self, step: int, name: str, value: float) -> None:
-        self.writer.add_scalar(name, value, step)
+        with self._writing():
+            self.writer.add_scalar(name, value, step)
 
     def finding(self, finding: Finding) -> None:
-        self.writer.add_text(f"findings/{finding.kind}", str(finding), finding.step)
-        self.writer.flush()
+        with self._writing():
+            self.writer.add_text(f"findings/{finding.kind}", str(finding), finding.step)
+            self.writer.flush()
 
     def close(self) -> None:
-        if self._writer is not None:
-            self._writer.flush()
-            if self._own:
-                self._writer.close()
-                self._writer = None
+        writer = self._writer
+        if self._own:
+            self._writer = None
+        if writer is not None:
+            with self._writing():
+                writer.flush()
+                if self._own:
+                    writer.close()

@@ -5,25 +5,25 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from hookline.core.captures import capture
-from hookline.core.places import Place
-from hookline.core.records import Record
-from hookline.core.tree import join, tensors_of, walk
+from hookline.costs.sizes import copy_unmade, has_unmade
 from hookline.costs.summarizing import summarize
 from hookline.pages.chunks import Chunk, Page
 from hookline.pages.outlines import Outline
 from hookline.pages.portraits import portray_value
 from hookline.pages.record_pages import add_record, facts_of, gather, share
 from hookline.pages.remarks import remark
-from hookline.trials.runs import copied, run, trial
+from hookline.places.resolution import Place
+from hookline.places.tree import join, tensors_of, walk
+from hookline.records.captures import capture
+from hookline.records.records import Record
+from hookline.trials.contents import Contents
+from hookline.trials.runs import copied, gradients, pull_back, roots_of, run, trial
 
 __all__ = ["page_of_model"]
 
@@ -32,8 +32,9 @@ Loss = Callable[[Any], Tensor]
 
 def page_of_model(model: nn.Module, batch: Any, loss: Loss | None, budget: int) -> Page:
     """The page of a model; with a batch, of one run of it, and with a loss, of its gradients."""
-    if batch is not None and any(nn.parameter.is_lazy(p) for p in model.parameters()):
-        model = copy.deepcopy(model)  # a run would give them their shapes
+    held = Contents(model).tensors
+    if batch is not None and has_unmade(held):
+        model = copy_unmade(model, held)  # a run would give them their shapes
         with trial(model):
             run(model, copied(batch))
     summary = summarize(model, batch)
@@ -73,10 +74,8 @@ def _observe(model: nn.Module, batch: Any, loss: Loss | None, most: int) -> Reco
     if loss is not None:
         where += [f"{place}:grad_output" for place in where]
     watched = capture(model, *where, transform=partial(portray_value, most=most), detach=True)
-    with trial(model), torch.set_grad_enabled(loss is not None), watched as record:
+    with trial(model), gradients(loss is not None), watched as record:
         result = run(model, copied(batch))
         if loss is not None:
-            # Not backward(): the gradients of the parameters are the user's.
-            leaves = [p for p in model.parameters() if p.requires_grad]
-            torch.autograd.grad(loss(result), leaves, allow_unused=True)
+            pull_back(roots_of(loss(result)))
     return record

@@ -10,11 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from hookline.core.grammar import parse
-from hookline.core.places import Place
-from hookline.core.tree import join
 from hookline.costs.summaries import Summary
 from hookline.errors import HooklineError
+from hookline.places.grammar import parse
+from hookline.places.resolution import Place
+from hookline.places.tree import join
 
 __all__ = ["Entry", "Outline", "read_place"]
 

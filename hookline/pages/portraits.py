@@ -20,14 +20,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hookline.core.distributed import local, placements
-from hookline.core.nested import Path, leaves
+from hookline.values.nested import Path, leaves
+from hookline.values.shards import local, placements
 
 __all__ = ["BINS", "MOST", "Portrait", "numbers_of", "portray", "portray_value", "spread"]
 
 BINS = 64
 MOST = 16_384  # values in a picture
-_COUNTED = 2_000_000  # values that statistics are taken of; of more, every n-th
+_COUNTED = 2_000_000  # values that statistics are taken of; of more, one in n
 
 
 @dataclass(eq=False, slots=True)
@@ -115,7 +115,11 @@ def _statistics(
     total = flat.numel()
     step = -(-total // _COUNTED)
     if step > 1:
-        flat = flat[::step]
+        # One of each stretch: exact steps may meet the same channels again and again.
+        starts = torch.arange(0, total, step, device="cpu")
+        generator = torch.Generator().manual_seed(0)
+        within = torch.randint(step, starts.shape, generator=generator, device="cpu")
+        flat = flat[(starts + within).clamp_(max=total - 1)]
         notes.append(f"statistics and histogram of 1 in {step} values")
     broken = total - int(torch.isfinite(values).sum())  # of all: one is enough to matter
     finite = flat[torch.isfinite(flat)].double()
@@ -123,12 +127,15 @@ def _statistics(
     if not finite.numel():
         return found, 0.0, 0.0, None
     low, high = float(finite.min()), float(finite.max())
+    zeros = finite
+    if step > 1 and low == high == 0:  # that all are 0 is said of all
+        zeros = values[torch.isfinite(values)]
     found |= {
         "mean": float(finite.mean()),
         "std": float(finite.std(correction=0)),
         "min": low,
         "max": high,
-        "zeros": float((finite == 0).double().mean()),
+        "zeros": float((zeros == 0).double().mean()),
         "norm": float(cast("Tensor", torch.linalg.vector_norm(finite)))
         * math.sqrt(total / max(flat.numel(), 1)),
     }
@@ -144,7 +151,7 @@ def _dead(values: Tensor) -> float | None:
     """The share of channels that are 0 for every sample and position; None if that says nothing."""
     if values.ndim < 2 or values.shape[0] < 2 or not values.numel():
         return None
-    dim = 1 if values.ndim == 4 else values.ndim - 1
+    dim = 1 if values.ndim >= 4 else values.ndim - 1
     others = [d for d in range(values.ndim) if d != dim]
     return float((values.abs().amax(dim=others) == 0).double().mean())
 

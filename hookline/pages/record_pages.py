@@ -15,10 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from hookline.core.nested import Path, children
-from hookline.core.places import Place
-from hookline.core.records import Record
-from hookline.core.tables import show_bytes
 from hookline.costs.summaries import Summary
 from hookline.costs.summarizing import summarize
 from hookline.display import show_count
@@ -27,6 +23,10 @@ from hookline.pages.chunks import Chunk, Page
 from hookline.pages.outlines import Outline
 from hookline.pages.portraits import MOST, Portrait, portray, portray_value, spread
 from hookline.pages.remarks import remark
+from hookline.places.resolution import Place
+from hookline.records.records import Record
+from hookline.values.nested import Path, children
+from hookline.values.tables import show_bytes
 
 __all__ = [
     "BUDGET", "add_record", "facts_of", "gather", "items_chunk", "page_of_record", "share",

@@ -14,7 +14,6 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from hookline.core.records import Record
 from hookline.errors import ReportError
 from hookline.pages.chunks import Page
 from hookline.pages.files import as_html
@@ -22,6 +21,7 @@ from hookline.pages.model_pages import page_of_model
 from hookline.pages.record_pages import BUDGET, page_of_record
 from hookline.pages.run_pages import page_of_run
 from hookline.pages.store_pages import page_of_store
+from hookline.records.records import Record
 from hookline.saved_records import load_record
 from hookline.storage.store import Store
 from hookline.training.run_files import segments_in
@@ -93,6 +93,12 @@ def page_of(
 ) -> Page:
     """The page of a subject, before it is HTML: plain JSON and arrays."""
     if isinstance(subject, nn.Module):
+        if loss is not None and batch is None:
+            raise ReportError(
+                "A report with a loss was asked for.",
+                "There is no batch, so the model is not run.",
+                "Give a batch too, or leave out loss=.",
+            )
         return page_of_model(subject, batch, loss, budget)
     if batch is not None or loss is not None:
         raise ReportError(

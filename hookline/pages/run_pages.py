@@ -15,12 +15,12 @@ import numpy as np
 import numpy.typing as npt
 from torch import nn
 
-from hookline.core.places import Place
 from hookline.costs.summarizing import summarize
 from hookline.pages.chunks import Chunk, Page
 from hookline.pages.outlines import Outline, read_place
 from hookline.pages.portraits import spread
 from hookline.pages.run_tables import RunTable
+from hookline.places.resolution import Place
 from hookline.training.run_files import Row
 from hookline.training.runs import Run
 

@@ -13,7 +13,6 @@ from typing import Any, cast
 import numpy as np
 from torch import Tensor, nn
 
-from hookline.core.tables import show_bytes
 from hookline.costs.summarizing import summarize
 from hookline.pages.chunks import Chunk, Page
 from hookline.pages.outlines import Outline
@@ -22,6 +21,7 @@ from hookline.pages.record_pages import BUDGET, items_chunk, share
 from hookline.pages.remarks import remark
 from hookline.storage.rows import StoredSamples
 from hookline.storage.store import Store
+from hookline.values.tables import show_bytes
 
 __all__ = ["page_of_store", "sample_chunk"]
 

@@ -19,8 +19,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from hookline.core.distributed import local
 from hookline.pages.portraits import spread
+from hookline.values.shards import local
 
 __all__ = ["bars", "extent", "png", "thumbnail"]
 
@@ -107,7 +107,7 @@ def _plane(tensor: Tensor) -> Tensor:
         return _pick(tensor[0], _HIGH, _WIDE)
     some = tensor[0][spread(tensor.shape[1], 3)]
     pieces = _pick(some, _HIGH, _WIDE // max(1, len(some)) - 1)
-    gap = torch.full((pieces.shape[1], 1), math.nan, dtype=torch.float64)
+    gap = torch.full((pieces.shape[1], 1), math.nan, dtype=torch.float64, device="cpu")
     joined = [part for piece in pieces for part in (piece, gap)]
     return torch.cat(joined[:-1], 1)
 
@@ -158,7 +158,7 @@ def bars(counts: Tensor) -> str:
         return ""
     heights = heights[spread(len(heights), _WIDE)]
     levels = (heights / heights.max() * _HIGH).ceil()
-    up = torch.arange(_HIGH, 0, -1, dtype=torch.float64)[:, None]
+    up = torch.arange(_HIGH, 0, -1, dtype=torch.float64, device="cpu")[:, None]
     pixels = torch.where(levels >= up, 14.0, float(_NOTHING))  # a blue that both themes show
     return _image(pixels, _ONE_WAY, f"histogram of {int(counts.sum()):,} values")
 

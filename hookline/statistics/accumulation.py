@@ -3,7 +3,7 @@
 - `Statistic`: options that never change, and a state that `update` and `merge` add to
 - `Rows`: part of a batch, as a statistic takes it in
 - `State`: what a statistic holds: tensors by name
-- `in_parts(values, kept)`: rows in parts that are small enough for float64
+- `in_parts(values, kept, numbers)`: rows in parts that are small enough for float64
 - `padded(samples)`: samples of varying length as one tensor, and where it holds something
 - `sums(one, other, *keys)`: the parts of two states that are joined by adding
 """
@@ -58,8 +58,8 @@ class Statistic:
     """What the statistics have in common.
 
     Args:
-        dim: the dimension of the channels, each of which has its own result; None for one result
-            over everything.
+        dim: the dimension of the channels, each of which has its own result: the last, or 1 for
+            images; None for one result over everything.
     """
 
     dim: int | None = -1
@@ -91,6 +91,10 @@ class Statistic:
         """The state of both together."""
         raise AssertionError("a statistic defines _join")
 
+    def _at_once(self, channels: int) -> int:
+        """How many numbers are taken in together."""
+        return _CHUNK
+
     def _prepare(self, values: Tensor, kept: Tensor) -> None:
         """Called with all rows of a batch before they are taken in."""
 
@@ -109,7 +113,8 @@ class Statistic:
 
         Args:
             value: a tensor of any real dtype; its first dimension, channels apart, is the samples.
-                In a nested tensor each sample has a length of its own.
+                A vector along `dim` is the channels of one sample. In a nested tensor each sample
+                has a length of its own.
             mask: nonzero where the value counts: over the first dimensions of the value, channels
                 apart, as batch × position is for batch × position × channel.
             ids: a whole number for each sample, for `TopK`. Without, samples are counted.
@@ -132,7 +137,7 @@ class Statistic:
         if len(rows):
             self._prepare(rows, kept)
         state = dict(self.state)
-        for start, part, counted in in_parts(rows, kept):
+        for start, part, counted in in_parts(rows, kept, self._at_once(rows.shape[1])):
             batch = Rows(part, counted[:, None], start, names, shape)
             made = {key: tensor.cpu() for key, tensor in self._of(batch).items()}
             made["channels"] = torch.tensor(rows.shape[1], device="cpu")
@@ -299,9 +304,11 @@ def _wide(part: Tensor) -> Tensor:
     return part.to(torch.float64)
 
 
-def in_parts(values: Tensor, kept: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+def in_parts(
+    values: Tensor, kept: Tensor, numbers: int = 0
+) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Rows in parts: the number of the first row, the rows in float64, and which of them count."""
-    step = max(1, _CHUNK // max(1, values.shape[1]))
+    step = max(1, (numbers or _CHUNK) // max(1, values.shape[1]))
     for start in range(0, len(values), step):
         part = _wide(values[start : start + step])
         yield start, part, kept[start : start + step].to(part.device)

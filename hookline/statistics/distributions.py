@@ -154,26 +154,24 @@ class TopK(Statistic):
         some = values > -torch.inf  # nor NaN
         kept = rows.kept & some
         values = torch.where(kept, values, -torch.inf)
-        counted = kept.sum(0)
-        if len(values) > 2 * self.k:  # only the rows that have a top value of some channel
-            least = torch.topk(values, self.k, dim=0)[0][-1]
-            which = (kept & (values >= least)).any(1).nonzero()[:, 0]
-            values, kept = values[which], kept.expand_as(some)[which]
-            which = which.cpu() + rows.start
-        else:
-            which = torch.arange(rows.start, rows.start + len(values), device="cpu")
         per_sample = max(1, math.prod(rows.shape[1:]))
-        names, inside = rows.names[which // per_sample], _positions(which % per_sample, rows.shape)
-        order = torch.sort(names, stable=True)[1]  # rows of one id are in the order of positions
-        values, present = values[order.to(values.device)], kept[order.to(values.device)]
-        values, place = torch.sort(values, dim=0, descending=True, stable=True)
-        values, place = values[: self.k].cpu(), place[: self.k]
-        present = present.gather(0, place).cpu()
-        place = order[place.cpu()]
-        ids, positions = names[place], inside[place]
-        counts = {"count": counted, "skipped": (rows.kept & ~some).sum(0)}
-        ids = torch.where(present, ids, -1)
+        numbers = torch.arange(rows.start, rows.start + len(values), device="cpu")
+        names, inside = rows.names[numbers // per_sample], numbers % per_sample
+        k = min(self.k, len(values))
+        least, at = _furthest(values, k)
+        tied = ((values >= least).sum(0) > k) & (least > -torch.inf)
+        if tied.any():  # torch has taken any of those that are equal to the least
+            first = _order(inside[:, None], names[:, None])[:, 0]
+            at[:, tied] = _first_of_equal(values[:, tied], least[tied], first, k)
+        values, at = values.gather(0, at).cpu(), at.cpu()
+        order = _order(inside[at], names[at], -values)
+        values, at = values.gather(0, order), at.gather(0, order)
+        present = values > -torch.inf
+        ids = torch.where(present, names[at], -1)
+        columns = _positions(inside[at].reshape(-1), rows.shape)
+        positions = columns.reshape(*at.shape, columns.shape[1])
         positions = torch.where(present[..., None], positions, -1)
+        counts = {"count": kept.sum(0), "skipped": (rows.kept & ~some).sum(0)}
         return {"values": values, "ids": ids, "positions": positions, **counts}
 
     def _join(self, one: State, other: State) -> State:
@@ -183,11 +181,7 @@ class TopK(Statistic):
         values, ids, positions = (
             torch.cat([one[key], other[key]]) for key in ("values", "ids", "positions")
         )
-        # Stable sorts by one key after the other; the last one counts most.
-        order = torch.arange(len(ids), device="cpu")[:, None].expand_as(ids)
-        for key in (*positions.unbind(2)[::-1], ids, -values):
-            order = order.gather(0, torch.sort(key.gather(0, order), dim=0, stable=True)[1])
-        order = order[: self.k]
+        order = _order(*positions.unbind(2)[::-1], ids, -values)[: self.k]
         return {
             "values": values.gather(0, order),
             "ids": ids.gather(0, order),
@@ -208,6 +202,31 @@ class TopK(Statistic):
         kept = (state["ids"] >= 0).any(1)  # rows in which no channel has anything
         parts = [part[kept] for part in (values, state["ids"], state["positions"])]
         return Tops(*(part if self.dim is not None else part.squeeze(1) for part in parts))
+
+
+def _furthest(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The least of the k largest of each column, and the rows of these."""
+    top, at = torch.topk(values, k, dim=0)
+    return top[-1], at
+
+
+def _first_of_equal(values: Tensor, least: Tensor, order: Tensor, k: int) -> Tensor:
+    """The rows of the k largest of each column; of those that equal the least, the first ones."""
+    order = order.to(values.device)
+    values = values[order]
+    above, equal = values > least, values == least
+    room = k - above.sum(0)
+    chosen = above | (equal & (equal.cumsum(0, dtype=torch.int32) <= room))
+    _, at = _furthest(torch.where(chosen, values, -torch.inf), k)
+    return order[at]
+
+
+def _order(*keys: Tensor) -> Tensor:
+    """The order of each column by several keys, of which the last one counts most."""
+    order = torch.arange(len(keys[0]), device="cpu")[:, None].expand_as(keys[0])
+    for key in keys:
+        order = order.gather(0, torch.sort(key.gather(0, order), dim=0, stable=True)[1])
+    return order
 
 
 def _positions(inside: Tensor, shape: tuple[int, ...]) -> Tensor:

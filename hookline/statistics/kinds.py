@@ -14,7 +14,9 @@ values.) What a mask leaves out is not counted anywhere.
 
 - `Statistic`: what they have in common; `accumulation.py` has it
 - `Bins`, `Norms`, `Tops`: the results that are more than one tensor
+- `by_name(statistics)`: statistics as they are given, each under its name
 - `statistic_from(spelled, tensors, source)`: one that was saved, with its state checked
+- `warn_of_images(place, value, statistics)`: of channels that may lie where nobody looks
 
 `Mean` and its kin are in `moments.py`, `Histogram` and its kin in `distributions.py`; this file
 knows all of them, and reads them back.
@@ -22,10 +24,13 @@ knows all of them, and reads them back.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 
+from hookline.display import warn_outside
 from hookline.errors import StatisticsError
 from hookline.statistics.accumulation import State, Statistic
 from hookline.statistics.distributions import Bins, Histogram, Sparsity, TopK, Tops
@@ -33,13 +38,44 @@ from hookline.statistics.moments import Covariance, Mean, Norm, Norms, Variance
 
 __all__ = [
     "Bins", "Covariance", "Histogram", "Mean", "Norm", "Norms", "Sparsity", "Statistic", "TopK",
-    "Tops", "Variance", "statistic_from",
+    "Tops", "Variance", "by_name", "statistic_from", "warn_of_images",
 ]  # fmt: skip
 
 _KINDS: dict[str, type[Statistic]] = {
     kind.__name__: kind for kind in (Mean, Variance, Covariance, Histogram, TopK, Norm, Sparsity)
 }
 _DEEPEST = 64  # dimensions that torch can work on
+
+
+def by_name(statistics: Any) -> dict[str, Statistic]:
+    """Statistics as they are given, each under its name."""
+    given: list[Any] = [statistics]
+    named: dict[Any, Any]
+    if isinstance(statistics, Mapping):
+        named = dict(cast("Mapping[Any, Any]", statistics))
+        given = list(named.values())
+    else:
+        if isinstance(statistics, Iterable) and not isinstance(statistics, str):
+            given = list(cast("Iterable[Any]", statistics))
+        named = {type(one).__name__.lower(): one for one in given}
+    for one in given:
+        if not isinstance(one, Statistic) or type(one) is Statistic:
+            asked = f"{one!r} was given as a statistic."
+            raise StatisticsError(asked, "It is none.", "Give such as hookline.Mean().")
+    if len(named) < len(given):
+        raise StatisticsError(
+            f"{len(given)} statistics were given.",
+            "Two of them are of one kind, and so of one name.",
+            "Name them: statistics={'top': TopK(), 'bottom': TopK(largest=False)}.",
+        )
+    for name in named:
+        if not isinstance(name, str):
+            asked = f"A statistic was given under the name {name!r:.60}."
+            raise StatisticsError(asked, "It is no text.", "Give a name such as 'top'.")
+    if not named:
+        asked = "Values were to be measured."
+        raise StatisticsError(asked, "No statistics were given.", "Give such as [hookline.Mean()].")
+    return named
 
 
 def statistic_from(spelled: dict[str, Any], tensors: State, source: str) -> Statistic:
@@ -96,3 +132,14 @@ def _misfit(made: Statistic, tensors: State) -> str:
             return f"The state's {key!r} has the shape {tuple(own.shape)}."
     unknown = sorted(set(tensors) - set(like))
     return f"The state has {', '.join(unknown)[:60]}." if unknown else ""
+
+
+def warn_of_images(place: str, value: Tensor, statistics: Mapping[str, Statistic]) -> None:
+    """Warn, of the first value at a place, if it may be an image and its columns are measured."""
+    kinds = [type(one).__name__ for one in statistics.values() if one.dim == -1]
+    if value.ndim > 3 and kinds:
+        warn_outside(
+            f"The value at {str(place)!r} has the shape {tuple(value.shape)}, and {kinds[0]} was "
+            f"asked for along its last dimension. Channels of images lie along the second: give "
+            f"{kinds[0]}(dim=1), or dim={value.ndim - 1} if the last is meant."
+        )

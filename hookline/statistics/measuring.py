@@ -2,7 +2,6 @@
 
 - `measure(model, where, statistics=[...], data=loader)`: run the model and measure
 - `Measurements`: what was found, by place; merged, saved and shown as a table
-- `by_name(statistics)`: statistics as they are given, each under its name
 """
 
 from __future__ import annotations
@@ -18,19 +17,20 @@ from torch import Tensor, nn
 from hookline import folders
 from hookline.core.contexts import Entering
 from hookline.core.hooks import hook, settled
-from hookline.core.nested import only_tensor
-from hookline.core.places import Place, Where
 from hookline.core.slices import take
-from hookline.core.tables import as_html, as_text
 from hookline.core.taps import Call
 from hookline.display import warn_outside
 from hookline.errors import NotCaptured, NotHookable, StatisticsError
 from hookline.listings import held_as, select
-from hookline.statistics.kinds import Statistic, statistic_from
+from hookline.places.resolution import Place, Where
+from hookline.statistics.kinds import Statistic, by_name, statistic_from, warn_of_images
+from hookline.statistics.masks import NamedMask
 from hookline.trials.batches import call as run
-from hookline.trials.batches import is_series, no_series
+from hookline.trials.batches import is_series, no_series, refuse_padding
+from hookline.values.nested import only_tensor
+from hookline.values.tables import as_html, as_text
 
-__all__ = ["Measurements", "by_name", "measure"]
+__all__ = ["Measurements", "measure"]
 
 Statistics = Sequence[Statistic] | Mapping[str, Statistic]
 FromBatch = Callable[[Any], Any]
@@ -173,37 +173,6 @@ def _show(one: Statistic) -> str:
     return f"{label}{ends}{tuple(first.shape)}"
 
 
-def by_name(statistics: Any) -> dict[str, Statistic]:
-    """Statistics as they are given, each under its name."""
-    given: list[Any] = [statistics]
-    named: dict[Any, Any]
-    if isinstance(statistics, Mapping):
-        named = dict(cast("Mapping[Any, Any]", statistics))
-        given = list(named.values())
-    else:
-        if isinstance(statistics, Iterable) and not isinstance(statistics, str):
-            given = list(cast("Iterable[Any]", statistics))
-        named = {type(one).__name__.lower(): one for one in given}
-    for one in given:
-        if not isinstance(one, Statistic) or type(one) is Statistic:
-            asked = f"{one!r} was given as a statistic."
-            raise StatisticsError(asked, "It is none.", "Give such as hookline.Mean().")
-    if len(named) < len(given):
-        raise StatisticsError(
-            f"{len(given)} statistics were given.",
-            "Two of them are of one kind, and so of one name.",
-            "Name them: statistics={'top': TopK(), 'bottom': TopK(largest=False)}.",
-        )
-    for name in named:
-        if not isinstance(name, str):
-            asked = f"A statistic was given under the name {name!r:.60}."
-            raise StatisticsError(asked, "It is no text.", "Give a name such as 'top'.")
-    if not named:
-        asked = "Values were to be measured."
-        raise StatisticsError(asked, "No statistics were given.", "Give such as [hookline.Mean()].")
-    return named
-
-
 class _Measuring(Entering):
     """Measures what passes through places, inside a `with` or from attach to remove."""
 
@@ -213,28 +182,30 @@ class _Measuring(Entering):
         self, model: nn.Module, where: Where, statistics: Statistics, mask: Any, at: Any
     ) -> None:
         self._kinds, self._mask, self._at = by_name(statistics), mask, at
+        refuse_padding(mask, StatisticsError)
         self._wheres = (settled(where),)
         self.found = Measurements()
         self.ids: Any = None
         self.batch_mask: Any = None
+        self._named: NamedMask | None = None
         self._hooks: list[hook] = []
         self._silent: dict[str, None] = {}
         super().__init__(model)
 
     def _start(self, attached: bool) -> None:
-        self.found, self._hooks = Measurements(), []
-        self.batch_mask = None
+        self.found, self._hooks, self.batch_mask, self._named = Measurements(), [], None, None
         places = select(self._model, *self._wheres)
         self._silent = dict.fromkeys(places)
         parts = [hook(self._model, places, self._take)]
-        if isinstance(self._mask, str):
-            parts.append(hook(self._model, ":inputs", self._read_mask))
+        if isinstance(self._mask, str):  # first: the model's own input may be measured
+            self._named = NamedMask(self._mask)
+            parts.insert(0, hook(self._model, ":inputs", self._named.begin))
         with suppress(NotHookable):  # then only the end shows what did not happen
             select(self._model, "")
             # Last, so that the places of the model's own output have been seen when it is called.
             parts.append(hook(self._model, "", self._one_batch))
         for part in parts:
-            part._entered = True  # should an earlier one fail
+            part._entered = part._owned = True  # should an earlier one fail; for this thread
         for part in parts:
             part._enter(attached)
             self._hooks.append(part)
@@ -260,22 +231,19 @@ class _Measuring(Entering):
             self.found.statistics[place] = {k: one.fresh() for k, one in self._kinds.items()}
             self.found.calls[place] = 0
             self._silent.pop(place, None)
-        mask = self.batch_mask if self._mask is None or isinstance(self._mask, str) else self._mask
+            warn_of_images(place, tensor, self._kinds)
+        mask = self.batch_mask if self._mask is None else self._mask
+        mask = mask if self._named is None else self._named.at(place)
+        # As in a harvest, a number for each sample is one channel; parameters have no samples.
+        single = tensor.ndim == 1 and place.port not in ("value", "grad")
         for one in self.found.statistics[place].values():
-            one.update(tensor, mask, self.ids)
+            lone = single and one.dim in (-1, 1)
+            one.update(tensor[:, None] if lone else tensor, mask, self.ids)
         self.found.calls[place] += 1
 
-    def _read_mask(self, inputs: Any) -> None:
-        if not isinstance(inputs, Mapping) or self._mask not in inputs:
-            names = ", ".join(map(str, cast("Any", inputs) if isinstance(inputs, Mapping) else ()))
-            raise StatisticsError(
-                f"The mask was to be the model's argument {self._mask!r}.",
-                f"The call has {names or 'no arguments by name'}.",
-                "Name one of these, or give mask= a tensor or a function of the batch.",
-            )
-        self.batch_mask = cast("Mapping[str, Any]", inputs)[self._mask]
-
     def _one_batch(self, value: Any, call: Call) -> None:
+        if self._named is not None:
+            self._named.end()
         # Gradients come only after the forward; at the end they are looked at, too.
         if not call.recomputed and call.index == 0:
             self.warn_of_silent(gradients=False)
@@ -343,17 +311,22 @@ def measure(
             changed: each place has its own.
         data: batches, as a loader gives them: a tensor is the model's argument, a tuple or list
             are its arguments, a dict its arguments by name. Without it, this is a context whose
-            `with` gives the `Measurements`; run the model, and backwards, inside.
+            `with` gives the `Measurements`; run the model, and backwards, inside, in its thread.
         mask: where values count, nonzero for tokens and zero for padding: the name of an argument
             of the model such as `"attention_mask"`, a tensor, or a function of the batch.
         at: measure only this slice of each value, or what a function makes of it.
         ids: a function of the batch that gives a whole number for each sample, for `TopK`.
 
+    A value of one dimension, as `at=np.s_[:, 3]` gives it, has a number for each sample: one
+    channel. With `dim=0` these are channels, as in a model that runs without a batch; those of
+    parameters and their gradients always are.
+
     A place at which nothing happened in the first batch is warned of then; there is no error at
     the end. If a later batch fails, the exception has what was measured until then as `measured`.
     """
+    of_batch = mask if callable(mask) and not isinstance(mask, Tensor) else None
     if data is None:
-        if ids is not None or (callable(mask) and not isinstance(mask, Tensor)):
+        if ids is not None or of_batch is not None:
             raise StatisticsError(
                 "measure was given a function of the batch, and no data.",
                 "Inside a `with` it sees no batches.",
@@ -362,7 +335,6 @@ def measure(
         return _Measuring(model, where, statistics, mask, at)
     if not is_series(data):
         raise no_series(data, StatisticsError)
-    of_batch = mask if callable(mask) and not isinstance(mask, Tensor) else None
     where = settled(where)
     if any("grad" in place.port for place in select(model, where)):
         raise StatisticsError(

@@ -128,21 +128,24 @@ class Covariance(Statistic):
         super().__post_init__()
         _need_dim(self)
 
+    def _at_once(self, channels: int) -> int:
+        return max(super()._at_once(channels), channels**2)  # as many as the products are
+
     def _of(self, rows: Rows) -> State:
         values, skipped = _vectors(rows)
         count = torch.full_like(skipped, len(values))
         mean = values.mean(0) if len(values) else values.new_zeros(values.shape[1])
         apart = values - mean
         rest = apart.sum(0)
-        products = apart.mT @ apart - torch.outer(rest, rest) / max(1, len(values))
+        products = (apart.mT @ apart).addr_(rest, rest, alpha=-1 / max(1, len(values)))
         return {"mean": mean, "products": products, "count": count, "skipped": skipped}
 
     def _join(self, one: State, other: State) -> State:
         count = one["count"] + other["count"]
         share = _divided(other["count"], count)
         apart = other["mean"] - one["mean"]
-        between = torch.outer(apart, apart) * one["count"] * share
-        products = one["products"] + other["products"] + between
+        products = one["products"] + other["products"]
+        products.addr_(apart, apart, alpha=float(one["count"] * share))
         mean = one["mean"] + apart * share
         return {"mean": mean, "products": products} | sums(one, other, "count", "skipped")
 

@@ -14,7 +14,6 @@ import warnings
 from contextlib import suppress
 from pathlib import Path
 
-from hookline.core.tables import show_bytes
 from hookline.errors import HooklineWarning, StoreError
 from hookline.storage.files import (
     HEADER,
@@ -29,6 +28,7 @@ from hookline.storage.files import (
 )
 from hookline.storage.locks import locked
 from hookline.storage.small_files import corrupt, sync_file, sync_folder
+from hookline.values.tables import show_bytes
 
 __all__ = ["recover"]
 

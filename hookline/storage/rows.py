@@ -159,6 +159,12 @@ class StoredRows:
         exotic = self._kind.name in ("BF16", "F8_E4M3", "F8_E5M2")
         return (tensor.float() if exotic else tensor).numpy()
 
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        """The same for `np.asarray`, which would else read row by row."""
+        if copy is False:
+            raise ValueError("Rows of a store are copied out of its files: leave out copy=False.")
+        return np.asarray(self.to_numpy(), dtype)
+
     def _between(self, start: int, stop: int) -> NDArray[Any]:
         first = max(bisect_right(self._starts, start) - 1, 0)
         shards = range(first, bisect_left(self._starts, stop))

@@ -77,6 +77,10 @@ def as_json(content: Mapping[str, Any], what: str) -> dict[str, Any]:
 
 def parse_json(text: bytes, path: Path) -> dict[str, Any]:
     """The object in a text that was read from a file."""
+    # The blanks that fill a header take json, and `strip`, longer than all the rest.
+    end = text.rfind(b"}") + 1
+    if text[end:] == b" " * (len(text) - end):
+        text = text[:end]
     try:
         content = json.loads(
             text.decode("utf-8"), parse_constant=_not_json, object_pairs_hook=_once

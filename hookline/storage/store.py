@@ -17,7 +17,6 @@ from typing import Any, cast
 
 from torch.utils.data import Dataset
 
-from hookline.core.tables import as_html, as_text, show_bytes
 from hookline.errors import StoreError
 from hookline.listings import held_as
 from hookline.storage.description import read_description
@@ -25,6 +24,7 @@ from hookline.storage.files import Index, Series, ranks_of
 from hookline.storage.recovery import recover
 from hookline.storage.rows import StoredRows, StoredSamples, positions_of
 from hookline.storage.writing import StoreWriter, Sync
+from hookline.values.tables import as_html, as_text, show_bytes
 
 __all__ = ["Store", "StoreDataset", "StoreInfo"]
 
@@ -46,7 +46,17 @@ class Store:
     does not see what is appended later.
     """
 
-    def __init__(self, folder: Path, metadata: dict[str, Any], indexes: list[Index]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        metadata: dict[str, Any] | None = None,
+        indexes: list[Index] | None = None,
+    ) -> None:
+        if metadata is None or indexes is None:
+            raise TypeError(
+                f"Store({str(folder)!r}) was called. A store is either read or written. "
+                "Use Store.open(folder) or Store.create(folder)."
+            )
         self.folder, self.metadata = folder, metadata
         self._indexes = indexes
         self._columns: dict[str, StoredRows | StoredSamples] = {}
@@ -98,7 +108,7 @@ class Store:
             raise StoreError(
                 f"Cannot open {str(folder)!r} as a store.",
                 "There is no store.json in it." if folder.is_dir() else "There is no such folder.",
-                "Name the folder that Store.create was given.",
+                "Name the folder that harvest or Store.create has written.",
             )
         metadata = read_description(folder)
         indexes = [recover(folder, rank) for rank in ranks_of(folder)]

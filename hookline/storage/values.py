@@ -90,6 +90,14 @@ def _ids_of(ids: Any) -> tuple[Tensor, list[int] | None]:
     raise _no_ids(listed[:3])
 
 
+def _is_empty(given: Any) -> bool:
+    if isinstance(given, Tensor) and given.is_nested:  # it may have no length
+        return False
+    if isinstance(given, (Tensor, np.ndarray)):
+        return given.ndim > 0 and not given.shape[0]
+    return isinstance(given, (list, tuple, range)) and not given
+
+
 def _no_ids(found: Any) -> StoreError:
     return StoreError(
         "Cannot store these ids.",
@@ -198,6 +206,9 @@ def blocks_of(
     usual = _as_before(values, known) if ids is None else None
     if usual is not None:
         return usual
+    given = [*values.values(), *(() if ids is None else (ids,))]
+    if values and all(map(_is_empty, given)):  # nothing tells of which kind no ids are
+        return [], 0
     old = {(one.place, one.part): one for one in known}
     blocks: list[Block] = []
     counts: dict[str, int] = {}
@@ -209,7 +220,8 @@ def blocks_of(
         blocks.append((series, rows))
 
     def add(place: str, part: str, ends: str, rows: Tensor, lengths: list[int] | None) -> None:
-        counts[place if part == "rows" else "ids"] = len(rows if lengths is None else lengths)
+        what = repr(place) if part == "rows" else "ids"  # which a place may be named as well
+        counts[what] = len(rows if lengths is None else lengths)
         put(place, part, rows)
         if lengths is not None:
             put(place, ends, _ends(old.get((place, part)), lengths))
@@ -220,9 +232,10 @@ def blocks_of(
     if ids is not None:
         add("", "ids", "id offsets", *_ids_of(ids))
     if not values or len(set(counts.values())) != 1:
+        told = ", ".join(f"{what}: {count}" for what, count in counts.items())
         raise StoreError(
             "Cannot append these values.",
-            f"Samples: {counts}." if values else "There are none.",
+            f"Samples: {told}." if values else "There are none.",
             "Give every place, and the ids, the same number of samples, in the first size.",
         )
     if old and [series for series, _ in blocks] != known:

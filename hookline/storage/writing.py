@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, SupportsIndex
@@ -79,6 +80,7 @@ class StoreWriter:
         self._most = most_files()
         self._index_file = IndexFile(folder, rank)
         self._unclean = False
+        self._lock = threading.RLock()  # another thread may close it in the middle of an append
         self._held = contextlib.ExitStack()
         try:
             self._begin(metadata, resume)
@@ -149,6 +151,10 @@ class StoreWriter:
 
         If it raises, nothing of it is in the store, and the writer can go on.
         """
+        with self._lock:
+            self._append(values, ids, mark)
+
+    def _append(self, values: Any, ids: Any, mark: Mapping[str, Any] | None) -> None:
         if self._held is _CLOSED:
             raise StoreError("Cannot append.", "This writer is closed.", "Use resume=True.")
         told = None if mark is None else as_json(mark, "the mark")
@@ -185,15 +191,16 @@ class StoreWriter:
 
     def note(self, mark: Mapping[str, Any]) -> None:
         """Commit a mark without samples."""
-        if self._held is _CLOSED:
-            raise StoreError("Cannot note.", "This writer is closed.", "Use resume=True.")
-        new = self._index.copy()
-        new.mark = as_json(mark, "the mark")
-        try:
-            self._index_file.write(new, self._sync == "commit")
-        except OSError as error:
-            raise _failed(f"note how far {str(self.folder)!r} has come", error) from error
-        self._index = new
+        with self._lock:
+            if self._held is _CLOSED:
+                raise StoreError("Cannot note.", "This writer is closed.", "Use resume=True.")
+            new = self._index.copy()
+            new.mark = as_json(mark, "the mark")
+            try:
+                self._index_file.write(new, self._sync == "commit")
+            except OSError as error:
+                raise _failed(f"note how far {str(self.folder)!r} has come", error) from error
+            self._index = new
 
     def _write_rows(self, new: Index, series: Series, rows: Tensor) -> list[int]:
         """Write rows behind those of a series, into new shards where needed; gives the full ones.
@@ -278,6 +285,10 @@ class StoreWriter:
 
     def close(self) -> None:
         """Finish: sync what the policy asks for, and let go of the files. Twice is once."""
+        with self._lock:
+            self._close()
+
+    def _close(self) -> None:
         if self._held is _CLOSED:
             return
         try:

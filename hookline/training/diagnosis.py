@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping
 from statistics import median
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 
 from hookline.training.findings import Finding, Severity
@@ -33,11 +34,14 @@ DEAD = 0.4  # of the units of a layer
 SATURATED = 0.6  # of the values
 VANISHING = 1e-5  # of the gradient of a later layer, here and in all layers before
 LOST = 1e-8  # the same, here alone
+FADING = 0.01, 0.7  # of the gradient of the next layer, for some layers in a row
+ROW = 5  # of them
 EXPLODING = 1e3  # times the gradient of the later layers
 LEAP = 100  # times the gradients of the steps before
 STILL = 1e-4  # of the update ratio of the other layers
 STUCK = 0.99  # of the values of every layer, which no step has changed so far
 CONSTANT = 1e-6  # of the largest value
+UNUSED = 20  # steps without a gradient: some experts are chosen rarely
 _VANISHING = (
     "Use normalisation layers, residual connections, ReLU or GELU in place of sigmoid and tanh, or "
     "an initialisation that suits the activation."
@@ -58,6 +62,7 @@ class Diagnosis:
         self._totals: list[float] = []
         self._learned = False  # whether a step has changed some layer
         self._used: set[int] = set()  # the rows of gradients that have come
+        self._first: dict[int, tuple[int, Tensor | None]] = {}  # those without: when, and values
         self._wrong: set[int] = set()  # those that are not finite at this step
         self._last_parameter = max(plan.of_kind("weight_grad") or plan.of_kind("weight") or [-1])
 
@@ -81,13 +86,15 @@ class Diagnosis:
         row = self.rows[number]
         return f"{row.place!r} ({row.type})"
 
-    def _lasting(self, kind: str, found: Iterable[int], among: Iterable[int]) -> list[int]:
+    def _lasting(
+        self, kind: str, found: Iterable[int], among: Iterable[int], wait: bool = False
+    ) -> list[int]:
         """Of the rows where something was found, those where it has lasted, and was not told."""
         found = set(found)
         for number in among:
             key = kind, number
             self._streaks[key] = self._streaks.get(key, 0) + 1 if number in found else 0
-        lasting = [n for n in sorted(found) if self._streaks[kind, n] >= PATIENCE]
+        lasting = [n for n in sorted(found) if self._streaks[kind, n] >= PATIENCE and not wait]
         new = [n for n in lasting if (kind, n) not in self._told]
         self._told |= {(kind, n) for n in new}
         return new
@@ -165,13 +172,16 @@ class Diagnosis:
         sizes = {n: math.sqrt(f.square / max(f.count, 1)) for n in rows for f in [self._found(n)]}
         small: dict[int, float] = {}
         large: dict[int, float] = {}
+        faded = _faded([sizes[n] for n in rows])
         reached = 0.0  # the largest gradient up to here
         for at, number in enumerate(rows[:-1]):
             later = [sizes[n] for n in rows[at + 1 :]]
             reached = max(reached, sizes[number])
             # What reaches a layer before it was not lost on the way: those of the queries and keys
-            # of attention are small by nature.
-            if reached < VANISHING * max(later) or sizes[number] < LOST * max(later):
+            # of attention are small by nature. It may have come by another way, though, if it has
+            # become less from layer to layer here.
+            lost = reached < VANISHING * max(later) or sizes[number] < LOST * max(later)
+            if lost or faded[at] < VANISHING:
                 small[number] = sizes[number] / max(later)
                 continue
             # What has grown on its way was small near the output; the layers in between may be
@@ -350,7 +360,9 @@ class Diagnosis:
         came = [n for n in rows if n in self._looking.found]
         self._used.update(came)  # experts, say, are not used at every step
         missing = [n for n in rows if n not in self._used and self._is_trained(n)]
-        new = self._lasting(kind, missing if came else [], rows)
+        missing = [n for n in missing if not self._has_changed(n)]
+        wait = any(self._step - self._first[n][0] < UNUSED for n in missing)
+        new = self._lasting(kind, missing if came else [], rows, wait)
         if not new:
             return []
         names = ", ".join(self._name(n) for n in new[:4]) + ", …" * (len(new) > 4)
@@ -362,6 +374,27 @@ class Diagnosis:
         )
         return [self._finding(kind, new[0], message, {"parameters": float(len(new))}, advice)]
 
+    def _has_changed(self, number: int) -> bool:
+        """Whether steps that were not measured have changed a parameter: it had a gradient then."""
+        now = self.plan.sample(number)
+        _, before = self._first.setdefault(number, (self._step, now))
+        return before is not None and now is not None and not torch.equal(before, now)
+
     def _is_trained(self, number: int) -> bool:
         tensor = self.plan.parameter(number)
         return tensor is not None and tensor.requires_grad
+
+
+def _faded(sizes: list[float]) -> list[float]:
+    """How much is left of gradients that have become less from layer to layer; 1 if they have not.
+
+    >>> [round(share, 5) for share in _faded([1.0, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0])]
+    [1.0, 1e-05, 0.0001, 1.0, 1.0, 1.0, 1.0]
+    """
+    found, first, (least, most) = [1.0] * len(sizes), len(sizes) - 1, FADING
+    for at in range(len(sizes) - 2, -1, -1):
+        if not least * sizes[at + 1] < sizes[at] < most * sizes[at + 1]:
+            first = at
+        elif first - at >= ROW - 1:
+            found[at] = sizes[at] / sizes[first]
+    return found

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from textwrap import wrap
 from typing import Any, Literal, cast
 
-from hookline.core.tables import as_html
+from hookline.values.tables import as_html
 
 __all__ = ["Finding", "Findings", "Severity", "from_json", "to_json"]
 

@@ -19,16 +19,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from hookline.core.distributed import local
 from hookline.core.hooks import Context, first_names
-from hookline.core.nested import leaves
-from hookline.core.places import Place, Request, Target, Where, resolve
 from hookline.core.recomputation import in_backward
 from hookline.core.taps import KEEP, Frame, Tap
-from hookline.core.tree import join
 from hookline.errors import PlaceError
+from hookline.places.resolution import Place, Request, Target, Where, resolve
+from hookline.places.tree import join
 from hookline.training.moments import Flat, Moments, is_measurable, moments, sampled, settle
 from hookline.training.run_files import ROW_KINDS, Row
+from hookline.values.nested import leaves
+from hookline.values.shards import local
 
 __all__ = ["Looking", "Plan"]
 
@@ -118,6 +118,11 @@ class Plan:
         """The parameter of a row, as it is now; it may have been exchanged since."""
         tensor = self.modules[number]._parameters.get(cast(str, self.attributes[number]))
         return None if tensor is None or is_lazy(tensor) else tensor
+
+    def sample(self, number: int) -> Tensor | None:
+        """Some of the elements of the parameter of a row, as they are now, as a copy."""
+        tensor = _held(self.parameter(number))
+        return None if tensor is None else sampled(tensor, _UPDATES)
 
     def of_kind(self, kind: str) -> list[int]:
         """The numbers of the rows of a kind."""
@@ -223,9 +228,9 @@ class Looking(Context[_LookTap]):
                 hook = partial(_arrived, own, number)
                 self._hooks.append(tensor.register_post_accumulate_grad_hook(hook))
         for number in self.plan.of_kind("update"):
-            tensor = _held(self.plan.parameter(number))
-            if tensor is not None:
-                self._before[number] = sampled(tensor, _UPDATES)
+            sample = self.plan.sample(number)
+            if sample is not None:
+                self._before[number] = sample
 
     def _stop(self) -> None:
         super()._stop()

@@ -25,9 +25,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hookline.core.distributed import local
 from hookline.training.run_files import STATISTICS
 from hookline.training.run_writing import Bins
+from hookline.values.shards import local
 
 __all__ = ["Moments", "binned", "is_measurable", "moments", "sampled", "settle"]
 
@@ -70,7 +70,7 @@ class Moments:
         centered = self.centered + other.centered
         if self.count and other.count:
             apart = other.total / other.count - self.total / self.count
-            centered += apart**2 * self.count * other.count / count
+            centered += apart * apart * self.count * other.count / count
         if self.high.shape == other.high.shape:
             high, low = torch.maximum(self.high, other.high), torch.minimum(self.low, other.low)
         else:  # shapes that vary have no units in common
@@ -87,7 +87,7 @@ class Moments:
     def scaled(self, factor: float) -> Moments:
         """Those of the tensor multiplied by a positive number."""
         return replace(
-            self, total=self.total * factor, centered=self.centered * factor**2,
+            self, total=self.total * factor, centered=self.centered * factor * factor,
             high=self.high * factor, low=self.low * factor, sample=self.sample * factor,
         )  # fmt: skip
 
@@ -102,7 +102,8 @@ class Moments:
     @property
     def square(self) -> float:
         """The sum of squares."""
-        return self.centered + (self.total**2 / self.count if self.count else 0.0)
+        # Not with `**`, which raises where products become infinite.
+        return self.centered + (self.total * self.total / self.count if self.count else 0.0)
 
     @property
     def dead(self) -> Tensor:
@@ -184,7 +185,8 @@ def _quick(
     count, square = x.numel(), norm * norm
     centered = square - total * total / count
     if centered < 1e-3 * square and square > 0:  # the difference of two large numbers
-        centered = _norm(x.double() - total / count, None) ** 2
+        apart = _norm(x.double() - total / count, None)
+        centered = apart * apart
     high, low = x.amax(rest).float(), x.amin(rest).float()
     if square < 1e-30 * count and (high.any() or low.any()):  # squares were lost
         return None

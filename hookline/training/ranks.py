@@ -10,9 +10,9 @@ from typing import Any, cast
 
 from torch import distributed
 
-from hookline.core.distributed import placements
 from hookline.training.looking import Looking
 from hookline.training.moments import Moments
+from hookline.values.shards import placements
 
 __all__ = ["gathered", "rank_of", "ranks_in"]
 

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from hookline.core.tables import as_html, as_text
 from hookline.errors import NotCaptured
 from hookline.training.findings import Finding, Findings, from_json
 from hookline.training.run_files import (
@@ -29,6 +28,7 @@ from hookline.training.run_files import (
     segments_in,
     values_dtype,
 )
+from hookline.values.tables import as_html, as_text
 
 __all__ = ["BinsAt", "Run"]
 

@@ -11,17 +11,18 @@ import time
 import warnings
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from hookline.attaching import Anchored
+from hookline.core.attaching import Anchored
 from hookline.core.hooks import settled
-from hookline.core.places import Where
-from hookline.core.tree import unwrapped
 from hookline.errors import HooklineWarning, PlaceError, RunError
+from hookline.places.resolution import Where
+from hookline.places.tree import unwrapped
 from hookline.training.diagnosis import Diagnosis
 from hookline.training.findings import Finding, Findings
 from hookline.training.looking import Looking, Plan
@@ -166,7 +167,10 @@ class watch(Anchored):
             self._looking.remove()
             self._looking = None
         while self._writers:
-            self._writers.pop().close()
+            try:
+                self._writers.pop().close()
+            except RunError as error:
+                _log.error("watch could not write all: %s", error)
 
     def _verify(self) -> None:
         if self.steps == self._begin:
@@ -264,6 +268,12 @@ class watch(Anchored):
             if len(alike) > _SHOWN:
                 _log.warning("and %d more places: watch.findings()", len(alike) - _SHOWN)
 
+    def __repr__(self) -> str:
+        own = vars(self)  # of one that was copied with its model: empty
+        found = len(own.get("_found", ()))
+        seen = f"{own.get('steps', 0)} steps, {found or 'no'} finding{'s' * (found != 1)}"
+        return f"{super().__repr__()[:-1]}, {seen}>"
+
     def findings(self) -> list[Finding]:
         """What was noticed so far, in order; each thing once."""
         return Findings(self._found)
@@ -294,7 +304,8 @@ class watch(Anchored):
             except RunError as error:
                 _log.error("watch has stopped to write: %s", error)
                 self._writers.remove(writer)
-                writer.close()
+                with suppress(RunError):  # of what it has not written either
+                    writer.close()
 
 
 class _Stepped:

@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from hookline.core.tables import as_html, as_text
 from hookline.errors import NotCaptured, RunError
 from hookline.training.findings import Finding, to_json
 from hookline.training.moments import binned
 from hookline.training.run_files import STATISTICS, Row
 from hookline.training.run_writing import Bins, RunWriter
+from hookline.values.tables import as_html, as_text
 
 if TYPE_CHECKING:
     from hookline.training.looking import Looking

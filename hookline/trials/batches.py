@@ -4,6 +4,7 @@
 - `call(model, inputs)`: run a model on a batch
 - `is_shape(value)`: whether a value is taken for a shape
 - `is_series(data)`: whether something is batches, and not one; `no_series(data, error)` if not
+- `refuse_padding(mask, error)`: the error for a mask by a name that marks padding in torch
 - `needs_whole_numbers(error)`: whether a run failed for want of whole numbers, such as tokens
 - `refused_shapes(shapes, dtype, error)`: the error if that cannot be mended
 """
@@ -13,16 +14,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
-from hookline.core.nested import map_leaves
-from hookline.core.tree import tensors_of
 from hookline.errors import BatchError, HooklineError
+from hookline.places.tree import tensors_of
+from hookline.values.nested import map_leaves
 
 __all__ = [
     "call", "is_series", "is_shape", "make_batch", "needs_whole_numbers", "no_series",
-    "refused_shapes",
+    "refuse_padding", "refused_shapes",
 ]  # fmt: skip
 
 Shape = tuple[int, ...]
@@ -32,7 +35,8 @@ def call(model: nn.Module, inputs: Any) -> Any:
     """Run a model on a batch: a dict gives arguments by name, a tuple or list by position."""
     if isinstance(inputs, Mapping):
         return model(**inputs)
-    return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
+    several = isinstance(inputs, (tuple, list)) and not isinstance(inputs, PackedSequence)
+    return model(*inputs) if several else model(inputs)
 
 
 def is_series(data: Any) -> bool:
@@ -53,6 +57,16 @@ def no_series(data: Any, error: type[HooklineError]) -> HooklineError:
     )
 
 
+def refuse_padding(mask: Any, error: type[HooklineError]) -> None:
+    """An error if a mask is named like those of torch's own layers, which mark what is left out."""
+    if isinstance(mask, str) and mask.endswith("key_padding_mask"):
+        raise error(
+            f"The mask was to be {mask!r}.",
+            "In torch's layers that is true for padding; a mask here is nonzero for tokens.",
+            f"Give the opposite: mask=lambda batch: ~batch[{mask!r}], or a tensor.",
+        )
+
+
 def is_shape(value: Any) -> bool:
     """Whether a value is taken for a shape: it is a tuple of whole numbers.
 
@@ -60,7 +74,7 @@ def is_shape(value: Any) -> bool:
     (True, False, False)
     """
     items = cast("tuple[Any, ...]", value if isinstance(value, tuple) else ())
-    return bool(items) and all(type(item) is int for item in items)
+    return bool(items) and all(type(item) is int or isinstance(item, np.integer) for item in items)
 
 
 def make_batch(
@@ -81,8 +95,8 @@ def make_batch(
     def filled(value: Any) -> Any:
         if not is_shape(value):
             return value
-        shapes.append(tuple(value))
-        return _tensor(tuple(value), dtype, device)
+        shapes.append(tuple(map(int, value)))
+        return _tensor(shapes[-1], dtype, device)
 
     made: Any = batch
     if is_shape(batch):
@@ -115,7 +129,7 @@ def _tensor(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensor:
     # A generator of its own: the user's random numbers are left alone.
     if dtype.is_floating_point and device.type != "meta":
         generator = torch.Generator().manual_seed(0)
-        return torch.randn(shape, generator=generator).to(device, dtype)
+        return torch.randn(shape, generator=generator, device="cpu").to(device, dtype)
     return torch.zeros(shape, dtype=dtype, device=device)
 
 

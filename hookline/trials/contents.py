@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hookline.core.tree import walk
+from hookline.places.tree import walk
 
 __all__ = ["Contents"]
 

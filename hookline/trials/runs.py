@@ -2,9 +2,12 @@
 
 - `trial(*models, mode=None)`: a context; afterwards the models and random numbers are as before
 - `run(model, batch)`: call a model on a batch, or let a function call it
+- `noted(note)`: a context; what a model raises inside keeps its type, and gains a note
 - `cuda_devices(model)`: where its parameters and buffers are
 - `copied(batch)`: the same batch in memory of its own, as models may write into it
 - `same_random_numbers(*models)`: a context; random numbers drawn inside are drawn again after it
+- `gradients(wanted)`: a context with or without gradients, also where inference mode is on
+- `roots_of(value)`: the tensors from which a backward starts, or an error that there are none
 - `pull_back(roots)`: a backward that leaves no gradient; `nodes_of(roots)`: what it visits
 """
 
@@ -14,7 +17,7 @@ import copy
 import random
 import sys
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from itertools import repeat
 from operator import is_not
@@ -25,21 +28,24 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from hookline.core.distributed import reshard
-from hookline.core.nested import map_leaves
-from hookline.core.parameters import Undo
-from hookline.core.snapshots import duplicate
-from hookline.errors import BatchError
-from hookline.restoring import put_back, restorer
+from hookline.core.gathering import reshard
+from hookline.edits.parameters import Undo
+from hookline.edits.restoring import put_back, restorer
+from hookline.errors import BatchError, HooklineError
 from hookline.trials.batches import call
 from hookline.trials.contents import Contents
+from hookline.values.nested import leaves, map_leaves
+from hookline.values.snapshots import duplicate
 
 __all__ = [
     "Mode",
     "copied",
     "cuda_devices",
+    "gradients",
     "nodes_of",
+    "noted",
     "pull_back",
+    "roots_of",
     "run",
     "same_random_numbers",
     "trial",
@@ -67,6 +73,17 @@ def run(model: nn.Module, batch: Any) -> Any:
                 "hookline: a batch that is a tuple or list is given to the model as its arguments; "
                 "if it holds labels too, give batch[0]."
             )
+        raise
+
+
+@contextmanager
+def noted(note: str) -> Generator[None]:
+    """What a model raises inside keeps its type, and gains a note, if there is one."""
+    try:
+        yield
+    except (RuntimeError, TypeError) as error:
+        if note and not isinstance(error, HooklineError):
+            error.add_note(f"hookline: {note}")
         raise
 
 
@@ -133,6 +150,10 @@ def trial(
         undo.append(partial(reshard, content.model, content.named))
     with same_random_numbers(*models, loaded=True):
         try:
+            for hooks in filter(None, [p._post_accumulate_grad_hooks for p in parameters]):
+                # They may step an optimiser. Torch keeps the dict, so its content is taken out.
+                undo.append(partial(hooks.update, dict(hooks)))
+                hooks.clear()
             if any(map(is_not, grads, repeat(None))):
                 for parameter in parameters:
                     parameter.grad = None
@@ -157,17 +178,30 @@ def trial(
 
 
 def _buffers_back(modules: list[nn.Module]) -> Undo:
-    """What puts the buffers of modules back: the same tensors, bit for bit, and no others."""
+    """What puts the buffers of modules back: the same tensors, bit for bit, and no others.
+
+    And the weights to which a forward of torch's own writes.
+    """
     undo = Undo()
     before = {module: dict(module._buffers) for module in modules if module._buffers}
     for module, own in before.items():
         for name, buffer in own.items():
             if buffer is not None and not buffer.is_meta:
                 undo.append(partial(put_back, module, module._buffers, own, name))
-                if not is_lazy(buffer):
+                if type(buffer) is Tensor or not (is_lazy(buffer) or _is_fake(buffer)):
                     undo.append(restorer(buffer))
+    for module in [m for m in modules if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]:
+        if module.max_norm is not None:  # it shortens its weights
+            weight = module._parameters.get("weight")
+            if weight is not None and not (weight.is_meta or _is_fake(weight)):
+                undo.append(restorer(weight))
     undo.append(partial(_drop_new, modules, before))  # the last comes first
     return undo
+
+
+def _is_fake(tensor: Tensor) -> bool:
+    """Whether it is a fake tensor of torch's, which has no values."""
+    return hasattr(tensor, "fake_mode")
 
 
 def _require(content: Contents) -> None:
@@ -213,6 +247,33 @@ def same_random_numbers(*models: nn.Module, loaded: bool = False) -> Generator[N
         torch.set_rng_state(state)
         for device, of_device in states.items():
             torch.cuda.set_rng_state(of_device, device)
+
+
+@contextmanager
+def gradients(wanted: bool) -> Generator[None]:
+    """Inside, gradients can be had, or not; also where the user has turned on inference mode.
+
+    >>> with torch.inference_mode(), gradients(True):
+    ...     (torch.ones(2, requires_grad=True) * 3).requires_grad
+    True
+    """
+    ends = wanted and torch.is_inference_mode_enabled()
+    mode = torch.inference_mode(False) if ends else nullcontext()
+    # Not set_grad_enabled, which acts as soon as it is made: an interrupt would leave it so.
+    with mode, torch.enable_grad() if wanted else torch.no_grad():
+        yield
+
+
+def roots_of(value: Any) -> list[Tensor]:
+    """The tensors from which a backward starts; BatchError if there are none."""
+    roots = [tensor for _, tensor in leaves(value) if tensor.requires_grad]
+    if not roots:
+        raise BatchError(
+            "A backward was asked for.",
+            "Nothing that the model returned has a gradient.",
+            "Let a parameter or the batch require grad, or leave out backward= or loss=.",
+        )
+    return roots
 
 
 def nodes_of(roots: list[Tensor]) -> list[Any]:

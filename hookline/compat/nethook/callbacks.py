@@ -15,8 +15,8 @@ from torch import nn
 from hookline.compat.nethook.invocations import Invocation
 from hookline.compat.nethook.names import get_module
 from hookline.core.hooks import hook
-from hookline.core.places import Place
 from hookline.core.taps import Call
+from hookline.places.resolution import Place
 
 __all__ = ["Callbacks"]
 

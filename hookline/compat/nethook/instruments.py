@@ -18,12 +18,12 @@ from hookline.compat.nethook.names import get_module, module_names
 from hookline.compat.nethook.retention import Kept
 from hookline.compat.nethook.sequences import subsequence
 from hookline.core.hooks import hook
-from hookline.core.nested import only_tensor, set_part
-from hookline.core.places import Place
 from hookline.core.taps import Call
 from hookline.display import warn_outside
+from hookline.edits.ready_changes import add, blend
 from hookline.errors import ChangeError, NotCaptured, PlaceError
-from hookline.ready_changes import add, blend
+from hookline.places.resolution import Place
+from hookline.values.nested import only_tensor, set_part
 
 __all__ = ["InstrumentedModel"]
 

@@ -13,9 +13,9 @@ import torch
 
 from hookline.compat.nethook.invocations import Invocation
 from hookline.compat.nethook.retention import Kept, with_gradient
-from hookline.core.snapshots import duplicate, snapshot
 from hookline.core.taps import Call
 from hookline.errors import NotCaptured
+from hookline.values.snapshots import duplicate, snapshot
 
 __all__ = ["NotRetained", "Options", "Traced"]
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from hookline import restoring
-from hookline.core.places import Place, resolve
-from hookline.core.tree import walk
+from hookline.edits import restoring
 from hookline.errors import PlaceError
+from hookline.places.resolution import Place, resolve
+from hookline.places.tree import walk
 
 __all__ = [
     "get_module",

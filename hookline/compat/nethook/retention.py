@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import Tensor
 
-from hookline.core.nested import map_leaves
-from hookline.core.snapshots import snapshot
 from hookline.errors import ValueChanged
+from hookline.values.nested import map_leaves
+from hookline.values.snapshots import snapshot
 
 __all__ = ["Kept", "recursive_copy", "with_gradient"]
 

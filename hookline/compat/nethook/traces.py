@@ -20,10 +20,10 @@ from hookline.compat.nethook.invocations import Invocation
 from hookline.compat.nethook.layers import Options, Traced
 from hookline.compat.nethook.names import get_module
 from hookline.core.hooks import hook
-from hookline.core.places import Place
 from hookline.core.taps import Call
 from hookline.display import warn_outside
 from hookline.errors import HooklineWarning, PlaceError, PlaceNotFound
+from hookline.places.resolution import Place
 
 __all__ = ["StopForward", "Trace", "TraceDict"]
 

@@ -16,7 +16,7 @@ from torch import Tensor
 import hookline as hl
 from hookline.compat.torch_hook_utils.named_layers import Layers, NamedLayers, NoValue, listed
 from hookline.compat.torch_hook_utils.types import Module
-from hookline.core.nested import map_leaves
+from hookline.values.nested import map_leaves
 
 __all__ = [
     "get_layer_inputs",

@@ -10,7 +10,7 @@ from typing import ParamSpec, Protocol, TypeVar
 
 from torch import nn
 
-from hookline.core.tree import walk
+from hookline.places.tree import walk
 
 __all__ = ["Module", "named_modules_of_type"]
 

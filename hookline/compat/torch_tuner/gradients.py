@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from hookline.compat.torch_tuner.values import Value, first_argument, settled, suffix
-from hookline.core.gradients import NO_GRAD
+from hookline.core.gradients import NO_GRAD, NO_TENSOR
 from hookline.core.hooks import Context
-from hookline.core.nested import Path
-from hookline.core.places import Target, Where
 from hookline.core.recomputation import in_backward
 from hookline.core.taps import Tap
 from hookline.errors import HooklineWarning
+from hookline.places.resolution import Target, Where
+from hookline.values.nested import Path
 
 __all__ = ["Gradients"]
 
@@ -43,7 +43,7 @@ class _GradientTap(Tap):
         # Reasons are also how a checkpointed call, which first runs without gradients, is known to
         # need watching when it is recomputed.
         self.reasons = {**dict(list(self.reasons.items())[-63:]), (index, path): (reason, remedy)}
-        if reason != NO_GRAD[0]:
+        if reason not in (NO_GRAD[0], NO_TENSOR[0]):
             warnings.warn(
                 f"The gradient at {str(self.place)!r} cannot be saved: {reason} {remedy}",
                 HooklineWarning,

@@ -13,11 +13,11 @@ from typing import Any, Protocol, TypeAlias
 from torch import Tensor
 
 from hookline.compat.torch_tuner.handles import Kind
-from hookline.core.changes import Change, replace
-from hookline.core.nested import Path, leaves, set_part, show_path
 from hookline.core.taps import Call
+from hookline.edits.changes import Change, replace
+from hookline.edits.ready_changes import scale
 from hookline.errors import ChangeError
-from hookline.ready_changes import scale
+from hookline.values.nested import Path, leaves, set_part, show_path
 
 __all__ = ["Noise", "Update"]
 

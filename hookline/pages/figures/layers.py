@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from torch import nn
+from torch import Tensor, nn
 
-from hookline.core.records import Record
 from hookline.errors import FigureError
 from hookline.pages.figures.bins import Counts, distributions
 from hookline.pages.figures.canvas import (
@@ -28,6 +27,7 @@ from hookline.pages.figures.canvas import (
 )
 from hookline.pages.figures.samples import Sample, take
 from hookline.pages.figures.sources import gather, kept_places, matching
+from hookline.records.records import Record
 from hookline.statistics.kinds import Histogram, Variance
 from hookline.statistics.measuring import Measurements
 from hookline.training.runs import Run
@@ -259,16 +259,19 @@ def _flows(source: Any, where: Any) -> list[_Flow]:
             "No parameter has one.",
             "Run a backward first, and draw before optimizer.zero_grad().",
         )
-    return [_flow(take(named)) for named in gather(source, where, grads=True)]
+    return [_flow(take(named), named.tensors) for named in gather(source, where, grads=True)]
 
 
-def _flow(one: Sample) -> _Flow:
+def _flow(one: Sample, tensors: Sequence[Tensor]) -> _Flow:
     if one.refused:
         return _Flow(one.name, math.nan, math.nan, ["no gradient"])
     if one.nan or one.above or one.below or not one.values.size:
         return _Flow(one.name, math.nan, math.nan, one.notes)
     sizes = np.abs(one.values)
     largest = float(sizes.max())
+    if one.taken < one.total:  # the largest of all: one in a million matters
+        wide = [t if t.element_size() > 1 else t.float() for t in tensors if t.numel()]
+        largest = max(float(tensor.abs().max()) for tensor in wide)
     # Squares of tiny gradients would vanish.
     rms = largest * float(np.sqrt(np.mean((sizes / largest) ** 2))) if largest else 0.0
     return _Flow(one.name, rms, largest, [] if largest == 0 else one.notes)

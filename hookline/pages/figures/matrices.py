@@ -258,10 +258,10 @@ def effects(
         extra = [f"{found.corrupt:.4g} corrupt, {found.clean:.4g} clean"]
         extra += ["approximate"] * found.approximate
     words = words or "effect"
-    rows = [str(r) for r in (own_rows if rows is None else rows) or range(len(array))]
-    columns = [
-        str(c) for c in (own_columns if columns is None else columns) or range(array.shape[1])
-    ]
+    rows, columns = (
+        [str(label) for label in next((one for one in some if one is not None), range(count))]
+        for some, count in zip(((rows, own_rows), (columns, own_columns)), array.shape, strict=True)
+    )
     if (len(rows), len(columns)) != array.shape:
         raise FigureError(
             f"A matrix was to be drawn with {len(rows)} row and {len(columns)} column labels.",
@@ -294,10 +294,16 @@ def _labelled(found: Any) -> tuple[Array, list[str] | None, list[str] | None]:
         table = cast("dict[Any, Any]", found)
         first = next(iter(table.values()), None)
         if isinstance(first, dict):
-            names = list(cast("dict[Any, Any]", first))
-            lines = [[row[name] for name in names] for row in table.values()]
+            names = list(dict.fromkeys(name for row in table.values() for name in row))
+            lines = [[row.get(name, math.nan) for name in names] for row in table.values()]
             return np.asarray(lines, dtype=float), list(table), names
         lines = [np.atleast_1d(np.asarray(row, dtype=float)) for row in table.values()]
+        if len({line.shape for line in lines}) > 1:
+            raise FigureError(
+                "A dict of effects was to be drawn.",
+                f"Its rows have the shapes {', '.join(str(line.shape) for line in lines[:6])}.",
+                "Give rows of one length, or dicts by column.",
+            )
         return np.stack(lines) if lines else np.empty((0, 0)), list(table), None
     named: Named = gather(found)[0]
     array = numbers(one(named, None))

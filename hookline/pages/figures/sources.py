@@ -18,16 +18,16 @@ import torch
 from torch import Tensor, nn
 
 from hookline.attention_patterns import Patterns
-from hookline.core.distributed import local
-from hookline.core.grammar import DEEP, Segment, parse
-from hookline.core.nested import leaves, show_path
-from hookline.core.records import Record
 from hookline.errors import FigureError, HooklineError
 from hookline.listings import select
 from hookline.pages.figures.samples import MOST, spaced
+from hookline.places.grammar import DEEP, Segment, parse
+from hookline.records.records import Record
 from hookline.storage.rows import StoredSamples
 from hookline.storage.store import Store
 from hookline.training.runs import Run
+from hookline.values.nested import leaves, show_path
+from hookline.values.shards import local
 
 __all__ = ["Named", "gather", "kept_places", "matching", "named_places", "one", "plain"]
 

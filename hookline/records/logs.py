@@ -19,15 +19,17 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from hookline.core.grammar import escape
-from hookline.core.keeping import CaptureTap, Kept, Options
 from hookline.core.recomputation import in_backward
 from hookline.core.sites import ACTIVE, CLOSED, KEYS, Site
-from hookline.core.snapshots import LAZY, SMALL, snapshot
-from hookline.core.targets import Target
-from hookline.core.tree import Step
+from hookline.places.grammar import escape
+from hookline.places.targets import Target
+from hookline.places.tree import Step
+from hookline.records.keeping import CaptureTap, Kept, Options
+from hookline.values.snapshots import LAZY, SMALL, snapshot
 
 __all__ = ["LastLog", "Log", "LoggedTap", "OutputLog", "noted"]
+
+_outside = cast(Any, torch.compiler).disable  # a function that runs outside of compiled graphs
 
 
 def noted(name: str) -> Any:
@@ -84,9 +86,7 @@ class Log(Site):
     sorted = 0  # how many entries were given to taps
 
     def __init__(self, context: weakref.ref[Any], options: Options, owner: int | None) -> None:
-        self.context = context
-        self.options = options
-        self.owner = owner
+        self.context, self.options, self.owner = context, options, owner
         self.key = next(KEYS)
         self.entries: list[Any] = []  # what has passed, call by call
         self.steps: list[Step] = []  # the modules, while the capture is open
@@ -113,9 +113,7 @@ class Log(Site):
         key, names = self.key, self.names
         for path, module in self.steps:
             module._forward_hooks.pop(key, None)
-            ident = id(module)
-            if ident not in names:
-                names[ident] = path
+            names.setdefault(id(module), path)
 
     def stranger(self, module: nn.Module) -> None:
         if getattr(self, "context", None) is None:  # a copied module
@@ -134,8 +132,7 @@ class Log(Site):
         if tap is None:
             self._name()
             if ident in self.names:
-                module = self.modules.get(ident)
-                made = self.kind(self, self.names[ident], module, ident)
+                made = self.kind(self, self.names[ident], self.modules.get(ident), ident)
                 tap = self.taps.setdefault(ident, made)
         return tap
 
@@ -250,9 +247,7 @@ class OutputLog(Log):
         if self.inside is None:
             self.inside, self.outside = set(), set()
         start, self.looked = self.looked, len(self.entries)
-        for entry in self.entries[start : self.looked]:
-            if id(entry) not in self.inside:
-                self.outside.add(entry[0])
+        self.outside |= {entry[0] for entry in self.entries[start:] if id(entry) not in self.inside}
         if ident not in self.outside:
             entry = (ident, *self.options.keeps(output))
             self.inside.add(id(entry))
@@ -282,15 +277,20 @@ class _LastTap(LoggedTap):
     def after_call(self, module: nn.Module, args: Any, output: Any, /) -> None:
         """The forward hook."""
         # In a graph no version can be read and no copy-on-write made, but a copy costs little.
-        if torch.compiler.is_compiling() and self.log.in_graph and type(output) is Tensor:
+        if not (torch.compiler.is_compiling() and self.log.in_graph):
+            self.keep(module, output)
+        elif type(output) is not Tensor:  # the compiler does not follow into nested values
+            _outside(self.keep)(module, output)
+        else:
             self.slot = output.detach().clone() if self.options.detach else output.clone()
-            return None
+
+    def keep(self, module: nn.Module, output: Any) -> None:
+        """Keep what a call has returned, outside of graphs."""
         if module is not self.module or self.log.owner not in ACTIVE.get():
-            return self.stranger(module)
-        if self.recomputes() is None:
+            self.stranger(module)
+        elif self.recomputes() is None:
             self.kept = [self.options.keeps(output)]
             self.fired += 1
-        return None
 
     def stranger(self, module: nn.Module) -> None:
         if self.module is None:  # a copied module

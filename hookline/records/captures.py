@@ -15,16 +15,16 @@ import torch
 from torch import Tensor, nn
 
 from hookline.core import compiling
-from hookline.core.distributed import recover, recovers
-from hookline.core.gradient_logs import GradInputLog, GradOutputLog
+from hookline.core.gathering import recover, recovers
 from hookline.core.hooks import Context
-from hookline.core.keeping import PLAIN, CaptureTap, Keep, Options
-from hookline.core.logs import LastLog, Log, OutputLog
-from hookline.core.places import Request, Target, Where, resolve
-from hookline.core.records import Record
 from hookline.core.slices import check_at
-from hookline.core.snapshots import duplicate
 from hookline.errors import NeverFired, NotCaptured
+from hookline.places.resolution import Request, Target, Where, resolve
+from hookline.records.gradient_logs import GradInputLog, GradOutputLog
+from hookline.records.keeping import PLAIN, CaptureTap, Keep, Options
+from hookline.records.logs import LastLog, Log, OutputLog
+from hookline.records.records import Record
+from hookline.values.snapshots import duplicate
 
 __all__ = ["capture"]
 
@@ -155,12 +155,8 @@ class capture(Context[CaptureTap]):
             return None
         gradients = options.keep == "all" and self._owned and not self._attached
         ports = _LOGS if gradients else ("output",)
-        for request in requests:
-            if not request.whole(ports):
-                break
-        else:
-            return _NOTHING
-        return {t.ident for asked in requests if not asked.whole(ports) for t in asked.targets}
+        mixed = {t.ident for asked in requests if not asked.whole(ports) for t in asked.targets}
+        return mixed or _NOTHING
 
     def _place_all(self, request: Request, ref: weakref.ref[Any], owner: int | None) -> None:
         mixed, modules = self._mixed, request.modules
@@ -183,16 +179,12 @@ class capture(Context[CaptureTap]):
         self._stopping = False
         if self._options.stop:
             self._prepare_stop()
-        log = None
-        for log in self._logs.values():
+        logs = [*self._logs.values()]
+        for log in logs:
             log.keeper = self if self._attached else None
-        if len(self._logs) > 1:
-            logs = self._logs.values()
-            beside = Counter(ident for log in logs for ident in {id(m) for _, m in log.steps})
-            for log in logs:
-                log.beside = beside
-            log = None
-        self._record = Record(None, self, None if self._taps else log)
+            if len(logs) > 1:
+                log.beside = Counter(i for one in logs for i in {id(m) for _, m in one.steps})
+        self._record = Record(None, self, logs[0] if len(logs) == 1 and not self._taps else None)
 
     def _prepare_stop(self) -> None:
         self._waiting = len(self._taps)
@@ -225,9 +217,8 @@ class capture(Context[CaptureTap]):
             raise _Stop(self._serial)
 
     def _fired(self, tap: CaptureTap) -> bool:
-        if tap.holds or tap.target.port == "grad":  # what has no gradient tells it on read
-            return True
-        return "grad" in tap.target.port and self._site_of(tap).count > 0
+        port = tap.target.port  # what has no gradient tells it on read
+        return tap.holds or port == "grad" or ("grad" in port and self._site_of(tap).count > 0)
 
     def _failed(self, error: BaseException, trace: Any) -> bool | None:
         if isinstance(error, _Stop) and error.serial == self._serial:

@@ -11,9 +11,9 @@ from typing import cast
 
 from torch import Tensor, nn
 
-from hookline.core.grammar import Place
-from hookline.core.nested import Path
-from hookline.core.tree import Step, join
+from hookline.places.grammar import Place
+from hookline.places.tree import Step, join
+from hookline.values.nested import Path
 
 __all__ = ["Place", "Request", "Target"]
 

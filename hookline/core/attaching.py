@@ -14,7 +14,7 @@ from torch import nn
 from hookline.core.contexts import Entering
 from hookline.core.sites import Site
 from hookline.core.taps import SERIALS
-from hookline.core.tree import walk
+from hookline.places.tree import walk
 
 __all__ = ["Anchored", "Attached", "attached"]
 

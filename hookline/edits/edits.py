@@ -16,15 +16,15 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from hookline.core import parameters
-from hookline.core.changes import Change, replace
 from hookline.core.hooks import Context, takes_call
-from hookline.core.nested import Path, only_tensor
-from hookline.core.places import Request, Target, Where, resolve
 from hookline.core.recomputation import awaited
 from hookline.core.slices import check_at, put
 from hookline.core.taps import KEEP, Call, Frame, Tap, add_place
+from hookline.edits import parameters
+from hookline.edits.changes import Change, replace
 from hookline.errors import ChangeError
+from hookline.places.resolution import Request, Target, Where, resolve
+from hookline.values.nested import Path, only_tensor
 
 __all__ = ["EditFunction", "EditTap", "as_calls", "as_change", "edit"]
 
@@ -116,17 +116,22 @@ class edit(Context[EditTap]):
         where: one place or a list of them (see `select`), or a mapping of places to changes.
         change: a ready change, a tensor (meaning `replace`), or a function of the value, which
             also gets the `Call` if it has a second required parameter. What a function returns
-            must have the shape, dtype and device of what it was given.
+            must have the shape, dtype and device of what it was given. A tensor in a change
+            broadcasts; a 1-D one is one number a channel, along dimension 1 of images (four or
+            more dimensions) if it is as long, else along the last one.
         at: change only this slice: an index, `heads(...)` or `last_token(...)`.
         calls: change only these calls: an int, a slice, a set. Inputs are numbered by the start
             of the call, all else by its completion.
 
     At a parameter or buffer (`edit(model, "fc.weight", ...)`) its data is swapped in and back,
     bit for bit; the Parameter object stays. Optimiser steps taken inside are discarded with it.
-    No gradient flows into the change's own tensors there. A backward after the `with` is still
+    No gradient flows into the change's own tensors there. Of several edits of one parameter the
+    last is made of what the others gave: remove it first. A backward after the `with` is still
     right; after `.attach()` and `.remove()` it raises. (The `with` saves tensors through hooks,
     which torch.func refuses: there, use `.attach()`.)
     At gradient places the change meets the gradient as it arrives; run the backward inside.
+    At a module it is for what the module returns: where a model drops that and goes on with what
+    the module wrote in place (`self.relu(h)`), edit its operation, "relu/relu".
     """
 
     _verb = "edit"
@@ -180,6 +185,9 @@ class edit(Context[EditTap]):
         self._saving = parameters.swap(values, self._undo, attached=self._attached)
 
     def _awaited(self) -> ChangeError | None:
+        if self._undo.covered():
+            found = "A later edit was made of what this one had changed, and still holds that."
+            return ChangeError(f"{self!r} was removed.", found, "Remove the later one first.")
         for tap in self._taps.values():
             if tap.target.port == "value" and self._saving is not None:
                 site = self._site_of(tap)
@@ -202,14 +210,15 @@ class edit(Context[EditTap]):
 
 def as_change(given: Any) -> Change:
     """What a user gives for a change: one, a tensor or a function."""
-    if isinstance(given, Tensor):
-        return replace(given)
-    if isinstance(given, Change):
-        return given
+    if isinstance(given, (Change, Tensor)):
+        return given if isinstance(given, Change) else replace(given)
     if callable(given) and not isinstance(given, type):
         return EditFunction(given)
-    remedy = "Give one such as hookline.scale(2.0), a tensor, or a function of the value."
-    raise ChangeError(f"{given!r} was given as a change.", f"It is of {type(given)}.", remedy)
+    found, remedy = f"It is a {type(given).__name__}.", "Give one such as hookline.replace(2.0), a "
+    remedy += "tensor, or a function of the value."
+    if isinstance(given, type):
+        found, remedy = "It is a class.", f"Give one of its kind: {given.__name__}(...)."
+    raise ChangeError(f"{given!r} was given as a change.", found, remedy)
 
 
 def as_calls(calls: int | slice | Iterable[int]) -> Sequence[int]:

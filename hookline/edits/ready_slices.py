@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from hookline.core.slices import Slice
-from hookline.core.tables import describe
 from hookline.errors import ChangeError
+from hookline.values.tables import describe
 
 __all__ = ["heads", "last_token"]
 
@@ -38,16 +38,15 @@ class heads(Slice):
         """The index of the heads' columns in the last dimension."""
         which, of, width = self.which, self.of, value.shape[-1] if value.ndim else 0
         if not which or not all(-of <= head < of for head in which) or not width or width % of:
-            raise ChangeError(
-                f"{self!r} was asked for.",
-                f"The value has the shape {tuple(value.shape)}; heads count from 0.",
-                "Give some of the model's heads, and their number, a divisor of the width, as of=.",
-            )
+            found = f"The value has the shape {tuple(value.shape)}; heads count from 0."
+            remedy = "Give some of the heads, and as of= their number, a divisor of the width."
+            raise ChangeError(f"{self!r} was asked for.", found, remedy)
         size = width // of
         starts = [head % of * size for head in which]
         if len(starts) == 1:
             return (..., slice(starts[0], starts[0] + size))
-        return (..., torch.tensor([start + n for start in starts for n in range(size)]))
+        columns = [start + n for start in starts for n in range(size)]
+        return (..., torch.tensor(columns, device=value.device))
 
     def __repr__(self) -> str:
         return f"heads({', '.join(map(str, self.which))}, of={self.of})"
@@ -67,7 +66,7 @@ class last_token(Slice):
     whole = False
 
     def __init__(self, mask: Tensor) -> None:
-        self.mask = mask
+        self.mask = torch.as_tensor(mask)
 
     def index(self, value: Tensor) -> Any:
         """The index of each row's last position where the mask is set."""

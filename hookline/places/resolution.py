@@ -15,9 +15,11 @@ from typing import Any, TypeAlias, cast
 
 from torch import Tensor, jit, nn
 
-from hookline.core.grammar import (
+from hookline.errors import HooklineError, NotHookable, PlaceError, PlaceNotFound
+from hookline.places.grammar import (
     ANY,
     DEEP,
+    MODULE_PORTS,
     TENSOR_PORTS,
     Pattern,
     escape,
@@ -26,10 +28,9 @@ from hookline.core.grammar import (
     parse_port,
     plain,
 )
-from hookline.core.nested import Path
-from hookline.core.targets import Place, Request, Target
-from hookline.core.tree import Step, exists, find, find_tensors, join, tensors_of, unwrapped, walk
-from hookline.errors import HooklineError, NotHookable, PlaceError, PlaceNotFound
+from hookline.places.targets import Place, Request, Target
+from hookline.places.tree import Step, exists, find, find_tensors, join, tensors_of, unwrapped, walk
+from hookline.values.nested import Path
 
 __all__ = ["Place", "Request", "Target", "Where", "resolve"]
 
@@ -161,11 +162,12 @@ class _Query:
             if request.port in TENSOR_PORTS:
                 raise _wrong_port(request, "it belongs to parameters and buffers.")
             if not self.wild and ("*" in request.operation or "{" in request.operation):
-                raise PlaceError(
-                    f"The place {text!r} holds a wildcard for operations:",
-                    "which ones there are is known when the model has run.",
-                    "List them with hookline.select(model, place, inputs=batch), and name some.",
+                asked = f"The place {text!r} holds a wildcard for operations:"
+                found = "which ones there are is known when the model has run."
+                remedy = (
+                    "List them with hookline.select(model, place, inputs=batch), and name some."
                 )
+                raise PlaceError(asked, found, remedy)
         for path in pattern.paths:
             if not path and (pattern.operation or "input" in (request.port or "")):
                 self._add_modules(request, [unwrapped("", self.model)])
@@ -190,18 +192,16 @@ class _Query:
             if port and port not in TENSOR_PORTS:
                 raise _wrong_port(request, f"{name!r} is a parameter or buffer.")
             if request.parts:
-                raise PlaceError(
-                    f"The place {request.asked} names a part of {name!r}:",
-                    "it is one tensor, and a part never indexes a tensor.",
-                    "Leave out the part; a slice is given with at=.",
-                )
+                asked = f"The place {request.asked} names a part of {name!r}:"
+                found = "it is one tensor, and a part never indexes a tensor."
+                raise PlaceError(asked, found, "Leave out the part; a slice is given with at=.")
             request.tensors.append(Target(module, start, port or "value", request.parts, name))
 
     def _add_modules(self, request: Request, steps: Iterable[Step]) -> None:
         modules = request.modules
         for step in steps:
             path, module = step
-            problem = None if type(module) in _fine or not self.hookable else _problem(module)
+            problem = None if type(module) in _fine or not self.hookable else _problem(path, module)
             if problem is None:
                 modules.append(step)
             elif request.literal:
@@ -231,7 +231,7 @@ class _Query:
             found = f"{path!r} is a module; {within if held else 'it holds none.'}"
             return _nothing(request, found, "A module itself has :grad_output and :grad_input.")
         remedy = _LIST if self.model._modules else _ITSELF
-        return _nothing(request, found or _closest(self.model, text), remedy)
+        return _nothing(request, found or _closest(self.model, text, names), remedy)
 
     # -- modules --------------------------------------------------------------------------------
 
@@ -271,7 +271,7 @@ _CONTAINERS = {nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict}
 _fine: set[type[nn.Module]] = set()  # types at whose modules hooks can fire, as far as seen
 
 
-def _problem(module: nn.Module) -> tuple[str, str] | None:
+def _problem(path: str, module: nn.Module) -> tuple[str, str] | None:
     """Why no hook on a module can ever fire, and what to do; None if one can."""
     kind = type(module)
     if isinstance(module, jit.ScriptModule):
@@ -286,7 +286,8 @@ def _problem(module: nn.Module) -> tuple[str, str] | None:
         reason = "it is a bare Module, as an exported program has: its graph calls operations only."
         return reason, _EXPORTED
     reason = f"it is a {kind.__name__}, which has no forward of its own: nothing passes through."
-    return reason, "Name its children, as in 'layers.*'."
+    children = join(escape(path), "*" if module._modules else "*:value")
+    return reason, f"Name its children, as in {children!r}."
 
 
 def _of_tensor(tensor: Tensor, where: Any) -> Request:
@@ -307,26 +308,29 @@ def _nothing(request: Request, found: str, remedy: str = _LIST) -> PlaceNotFound
 
 
 def _wrong_port(request: Request, found: str) -> PlaceError:
-    return PlaceError(
-        f"The place {request.asked} asks for the port {request.port!r}:",
-        found,
-        "Give one: modules have such as fc:input, parameters fc.weight:value and fc.weight:grad.",
-    )
+    asked = f"The place {request.asked} asks for the port {request.port!r}:"
+    remedy = "Give one: modules have such as fc:input, parameters fc.weight:value and :grad."
+    return PlaceError(asked, found, remedy)
 
 
-def _closest(model: nn.Module, text: str) -> str:
-    names = [join(path, name) for path, m in walk(model) for name in ("", *dict(tensors_of(m)))]
-    close = difflib.get_close_matches(re.split(r"[:\[]", text)[0], names, n=3, cutoff=0.5)
-    shown = [repr(escape(name)) for name in close or [*dict(model._modules.items())][:8]]
-    return f"{'Closest' if close else 'Its own children'}: {', '.join(shown or [_ALONE])}."
+def _closest(model: nn.Module, text: str, names: tuple[Any, ...]) -> str:
+    paths = [escape(join(p, name)) for p, m in walk(model) for name in ("", *dict(tensors_of(m)))]
+    sought = re.split(r"[:\[]", text)[0]
+    above, _, port = sought.rpartition(".")  # `h.0.output`, and paths that begin further down
+    close = [f"{above}:{port}"] if above in paths and port in MODULE_PORTS + TENSOR_PORTS else []
+    close += [path for path in paths if path.endswith("." + sought)]
+    below = [] if close or not names else find(model, (DEEP, *names))
+    close += [f"**.{text}"] if any(_problem(*step) is None for step in below) else []
+    close += difflib.get_close_matches(sought, paths, n=3, cutoff=0.5)
+    shown = [repr(path) for path in [*dict.fromkeys(close)][:3] or map(escape, model._modules)]
+    return f"{'Closest' if close else 'Its own children'}: {', '.join(shown[:8] or [_ALONE])}."
 
 
 def _ambiguous(text: str, literal: Target, pattern: Target) -> PlaceError:
     # Braces around the path keep the grammar's reading, and are in no name.
     path, rest = re.findall(r"(?s)([^/:\[\]#]*)(.*)", text)[0]
     other = repr("{" + path + "}" + rest) if path else f"(model, {text!r})"
-    return PlaceError(
-        f"The place {text!r} has two readings:",
-        f"the module named {literal.named(literal.path)!r}, and {pattern.place!r} by the grammar.",
-        f"Write {str(literal.place)!r} for the first, or {other} for the second.",
-    )
+    asked, name = f"The place {text!r} has two readings:", literal.named(literal.path)
+    found = f"the module named {name!r}, and {pattern.place!r} by the grammar."
+    remedy = f"Write {str(literal.place)!r} for the first, or {other} for the second."
+    return PlaceError(asked, found, remedy)

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -17,15 +18,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from hookline.attaching import Anchored
-from hookline.core.distributed import gatherer, is_gathered, reshard
-from hookline.core.parameters import Swap, Undo, mark
-from hookline.core.places import Target, Where, resolve
+from hookline.core.attaching import Anchored
+from hookline.core.gathering import gatherer, is_gathered, reshard
 from hookline.core.recomputation import awaited
 from hookline.core.sites import Site
-from hookline.core.snapshots import same_bits
-from hookline.core.tree import join, tensors_of, walk
-from hookline.errors import ChangeError, NotHookable, PlaceError, PlaceNotFound
+from hookline.edits.parameters import Swap, Undo, mark
+from hookline.errors import ChangeError, HooklineWarning, NotHookable, PlaceError, PlaceNotFound
+from hookline.places.resolution import Target, Where, resolve
+from hookline.places.tree import join, tensors_of, walk
+from hookline.values.snapshots import same_bits
 
 __all__ = ["get_module", "get_parameter", "preserve", "put_back", "replace_module", "restorer"]
 
@@ -59,9 +60,10 @@ def _find(model: Any, wheres: Any, *ports: str, one: bool = False) -> list[Targe
     for target in targets.values():
         if target.port not in ports or target.parts:
             kind = " or ".join("module" if port == "output" else "parameter" for port in ports)
-            names = ", ".join(join(target.path, name) for name, _ in tensors_of(target.module))
+            own = ", ".join(join(target.path, name) for name, _ in tensors_of(target.module))
             module = kind == "parameter" and target.port == "output"
-            found = f"It is a module, with {names or 'none'}." if module else f"That is no {kind}."
+            found = f"It is a module, with {own or 'none of its own'}."
+            found = found if module else f"That is no {kind}."
             asked = f"A {kind} was asked for at {str(target.place)!r}."
             remedy = f"Give the path of a {kind}, without port or part."
             raise (PlaceNotFound if one else PlaceError)(asked, found, remedy)
@@ -104,11 +106,9 @@ class preserve(_PutsBack):
         reshard(self._model)
         for target in _find(self._model, self._wheres or ("",), "output", "value"):
             if is_gathered(target.module) and gatherer(self._model, target.path) is None:
-                raise NotHookable(
-                    f"The parameters at {str(target.place)!r} were to be preserved.",
-                    "FSDP gathers them from outside of the model that was given.",
-                    "Give the whole model, and name the places in it.",
-                )
+                asked = f"The parameters at {str(target.place)!r} were to be preserved."
+                found = "FSDP gathers them from outside of the model that was given."
+                raise NotHookable(asked, found, "Give the whole model, and name the places in it.")
             only = target.attribute
             for owner in [target.module] if only else [module for _, module in walk(target.module)]:
                 for table in (owner._parameters, owner._buffers):
@@ -131,6 +131,9 @@ def put_back(owner: nn.Module, table: dict[str, Any], before: dict[str, Any], na
     if list(table.keys()) != list(before):
         for key in [key for key in before | table if key in table]:
             table[key] = table.pop(key)
+    if hasattr(type(owner), name):
+        told = f"{name!r} of a {type(owner).__name__} was put back, and a parametrization hides it."
+        warnings.warn(f"{told} Remove that before the end.", HooklineWarning, stacklevel=2)
 
 
 # How many hold a tensor, as graphs that saved it do. Private, so detected; NaN is never less.
@@ -143,33 +146,30 @@ def restorer(tensor: Tensor) -> Callable[[], None]:
     # Of others, bits cannot be compared.
     plain = tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_nested)
     size = tensor.untyped_storage().nbytes() if plain else None
-    old = tensor.data, tensor.detach().clone(), tensor.requires_grad, counts, size
-    return partial(_restore, tensor, *old)
+    data, copy, requires_grad = tensor.data, tensor.detach().clone(), tensor.requires_grad
 
+    def restore() -> None:
+        own, kept = data, copy
+        for dim, stride in enumerate(data.stride() if plain else ()):
+            if stride == 0 and data.shape[dim]:  # what is expanded is in memory once
+                own, kept = own.narrow(dim, 0, 1), kept.narrow(dim, 0, 1)
+        if size is not None and data.untyped_storage().nbytes() < size:  # freed inside
+            data.untyped_storage().resize_(size)
+        if not (plain and _geometry(tensor) == _geometry(data) and same_bits(own, kept)):
+            with torch.no_grad(), torch.inference_mode(tensor.is_inference()):
+                if data.layout is torch.sparse_csr:  # it may have fewer elements now
+                    own.resize_as_sparse_(kept)
+                own.copy_(kept)
+            tensor.data = data
+            # torch does not count what batch norm does to its statistics: graphs that saved them
+            # before stay valid, and so they do when that is undone. One that has come since not.
+            same = counts and tensor._version == counts[0] and _holders(tensor) <= counts[1]
+            if isinstance(tensor, nn.Parameter) or not same:
+                mark(tensor)
+        if tensor.is_leaf and tensor.requires_grad != requires_grad:
+            tensor.requires_grad_(requires_grad)
 
-def _restore(
-    tensor: Tensor, data: Tensor, copy: Tensor, requires_grad: bool,
-    counts: tuple[int, float] | None, size: int | None,
-) -> None:  # fmt: skip
-    plain, own = size is not None, data
-    for dim, stride in enumerate(data.stride() if plain else ()):
-        if stride == 0 and data.shape[dim]:  # what is expanded is in memory once
-            own, copy = own.narrow(dim, 0, 1), copy.narrow(dim, 0, 1)
-    if size is not None and data.untyped_storage().nbytes() < size:  # freed inside
-        data.untyped_storage().resize_(size)
-    if not (plain and _geometry(tensor) == _geometry(data) and same_bits(own, copy)):
-        with torch.no_grad(), torch.inference_mode(tensor.is_inference()):
-            if data.layout is torch.sparse_csr:  # it may have fewer elements now
-                own.resize_as_sparse_(copy)
-            own.copy_(copy)
-        tensor.data = data
-        # torch does not count what batch norm does to its statistics: graphs that saved them before
-        # stay valid, and so they do when that is undone. One that has come since does not.
-        same = counts is not None and tensor._version == counts[0] and _holders(tensor) <= counts[1]
-        if isinstance(tensor, nn.Parameter) or not same:
-            mark(tensor)
-    if tensor.is_leaf and tensor.requires_grad != requires_grad:
-        tensor.requires_grad_(requires_grad)
+    return restore
 
 
 def _geometry(tensor: Tensor) -> Any:
@@ -189,7 +189,8 @@ class replace_module(_PutsBack):
     Args:
         model: any module.
         where: a place, a module type or anything else that `select` takes.
-        new: the module to put there, or a function that makes one from the old one.
+        new: the module to put there, or a function that makes one from the old one. One with
+            parameters or buffers can stand at one place only, unless a function gives it.
     """
 
     _verb = "replace_module"
@@ -201,13 +202,20 @@ class replace_module(_PutsBack):
     def _start(self, attached: bool) -> None:
         self._sites: list[Site] = []
         tables = [module._modules for _, module in walk(self._model)]
-        for target in _find(self._model, self._wheres, "output"):
+        targets, given = _find(self._model, self._wheres, "output"), cast(Any, self._new)
+        stateful = isinstance(given, nn.Module) and [*given.parameters(), *given.buffers()]
+        if len(targets) > 1 and stateful:
+            asked = f"One {type(given).__name__} was to be put at {len(targets)} places."
+            found = "They would share its parameters and buffers."
+            raise ChangeError(asked, found, "Give a function that makes one of each old module.")
+        for target in targets:
             old, asked = target.module, f"A module was to be put at {str(target.place)!r}."
             if old is self._model:
                 raise PlaceError(asked, "The model itself has no parent.", "Name a part of it.")
-            new: Any = self._new
-            if not isinstance(new, nn.Module) and callable(new):
-                new = new(old)
+            # Of torch's own classes one would take the old module for something else.
+            own = given is not nn.Sequential and any(given is k for k in vars(nn.modules).values())
+            makes = callable(given) and not (own or isinstance(given, nn.Module))
+            new = given(old) if makes else given
             if not isinstance(new, nn.Module):
                 found = f"What was given, or made by a function, is a {type(new).__name__}."
                 raise ChangeError(asked, found, "Give a module, or a function that returns one.")

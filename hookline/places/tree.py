@@ -17,7 +17,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from hookline.core.grammar import ANY, DEEP, Segment
+from hookline.places.grammar import ANY, DEEP, Segment
 
 __all__ = [
     "WRAPPERS", "Step", "around", "exists", "find", "find_tensors", "join", "tensors_of",

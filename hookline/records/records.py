@@ -19,14 +19,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, cast
 import torch
 from torch import Tensor, nn
 
-from hookline.core import distributed, tables
-from hookline.core.grammar import parse_port
 from hookline.core.hooks import first_names, named_place, silence
-from hookline.core.nested import Path, get_part, leaves, map_leaves, only_tensor, show_path
-from hookline.core.places import Place, Target, resolve
 from hookline.core.sites import Site
-from hookline.core.snapshots import unreadable
-from hookline.core.tree import find
 from hookline.errors import (
     GradientNotAvailable,
     HooklineError,
@@ -35,11 +29,18 @@ from hookline.errors import (
     SeveralCalls,
     ValueChanged,
 )
+from hookline.places.grammar import parse_port
+from hookline.places.resolution import Place, Target, resolve
+from hookline.places.tree import find
+from hookline.values import tables
+from hookline.values.nested import Path, get_part, leaves, map_leaves, only_tensor, show_path
+from hookline.values.shards import has_plans, spread
+from hookline.values.snapshots import unreadable
 
 if TYPE_CHECKING:
-    from hookline.core.captures import capture
-    from hookline.core.keeping import CaptureTap, Kept
-    from hookline.core.logs import Log
+    from hookline.records.captures import capture
+    from hookline.records.keeping import CaptureTap, Kept
+    from hookline.records.logs import Log
 
 __all__ = ["Record"]
 
@@ -84,7 +85,7 @@ class Record:
         """The capture has ended: let go of it and of the model."""
         if self._source is None:
             return
-        planned = distributed.has_plans() and (self._log is None or self._log.beset())
+        planned = has_plans() and (self._log is None or self._log.beset())
         lazily = self._log is not None and not self._log.taps and not planned
         if self._made is None and not lazily:
             self._made = self._listed(source)
@@ -130,8 +131,7 @@ class Record:
             if self._made is None and self._log is not None:
                 self._ready = self._log.ready()
             else:
-                kept = {tap.spelled: tap.kept for tap in self._taps}
-                self._ready = {place: one[0] for place, one in kept.items() if len(one) == 1}
+                self._ready = {tap.spelled: tap.kept[0] for tap in self._taps if len(tap.kept) == 1}
         found = self._ready.get(key) if self._ready and isinstance(key, str) else None
         if found is not None:
             value, check = found
@@ -149,20 +149,16 @@ class Record:
         kept = self._kept(tap)
         if call is None:
             if len(kept) > 1:
-                place = str(self._place(tap))
-                raise SeveralCalls(
-                    f"The value at {place!r} was asked for.",
-                    f"There are {len(kept)} of them, one a call.",
-                    f"Read record[{place!r}, n], record.calls({place!r}), or capture with "
-                    f"keep='last'.",
-                )
+                place, more = str(self._place(tap)), " and backward" * ("grad" in tap.target.port)
+                found = f"There are {len(kept)} of them, one a call{more}."
+                remedy = f"Read record[{place!r}, n], record.calls({place!r}), or capture with "
+                asked = f"The value at {place!r} was asked for."
+                raise SeveralCalls(asked, found, f"{remedy}keep='last'.")
             call = 0
         if not -len(kept) <= call < len(kept):
-            raise NotCaptured(
-                f"Call {call} at {str(self._place(tap))!r} was asked for.",
-                f"Calls that were kept: {len(kept)}, counted from 0.",
-                "record.calls(place) gives all of them.",
-            )
+            asked = f"Call {call} at {str(self._place(tap))!r} was asked for."
+            found = f"Calls that were kept: {len(kept)}, counted from 0."
+            raise NotCaptured(asked, found, "record.calls(place) gives all of them.")
         return kept[call]
 
     def calls(self, where: Any) -> list[Any]:
@@ -219,7 +215,7 @@ class Record:
     def _spread(self, tap: CaptureTap, path: Path, tensor: Tensor) -> tuple[Any, ...] | None:
         if self._source is not None:
             tap.note_layouts()
-        return distributed.spread(tensor, tap.layouts, (*tap.target.parts, *path))
+        return spread(tensor, tap.layouts, (*tap.target.parts, *path))
 
     def _tensors(self, where: Any) -> list[Tensor]:
         # A call that has no value is read, for the error that says why.
@@ -283,15 +279,14 @@ class Record:
             vars(other).update(vars(tap))
             other.kept, other.grads = [], {}
             for n, kept in enumerate(tap.kept):
-                other.kept.append((map_leaves(move, self._read(tap, kept, (), n)), None))
+                other.kept.append((map_leaves(move, self._read(tap, kept, (), n)), _checks(kept)))
             for key, parts in tap.grads.items():
                 cast("dict[Any, Any]", other.grads)[key] = {
-                    path: (move(kept[0]), None) for path, kept in parts.items()
+                    path: (move(kept[0]), kept[1]) for path, kept in parts.items()
                 }
             moved.append(other)
         record = Record(moved, None)
-        record._model, record._refused = self._model, self._refused
-        record._sites = self._sites
+        record._model, record._refused, record._sites = self._model, self._refused, self._sites
         return record
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
@@ -373,11 +368,9 @@ class Record:
                     return tap, parse_port(where[len(place) :])[1]
         held = [str(place) for place in self._named()]
         close = difflib.get_close_matches(str(where), held, n=3, cutoff=0.4) or held[:6]
-        raise NotCaptured(
-            f"{where!r} was asked of a record.",
-            f"It was not captured. Closest: {', '.join(map(repr, close))}.",
-            "record.places() lists what is there; name the place in capture(model, ...).",
-        )
+        found = f"It was not captured. Closest: {', '.join(map(repr, close))}."
+        remedy = "record.places() lists what is there; name the place in capture(model, ...)."
+        raise NotCaptured(f"{where!r} was asked of a record.", found, remedy)
 
     def _still_there(self, target: Target) -> bool:
         """Whether the module of a target stands in the model where it was found."""
@@ -433,15 +426,13 @@ class Record:
             asked = f"The gradient at {str(self._place(tap))!r}, call {call}, was asked for:"
             found, remedy = "none arrived for that call.", "record.calls(place) has None there."
             raise GradientNotAvailable(asked, found, remedy)
-        value, checks = kept
+        value, checks = kept[0], _checks(kept)
         try:
             value = get_part(value, parts) if parts else value
         except LookupError as error:
             place, remedy = str(self._place(tap)), "Read the place without the part to see it all."
             asked = f"{show_path(parts)} of the value at {place!r} was asked for:"
             raise NotCaptured(asked, f"{error}.", remedy) from None
-        if isinstance(checks, int):
-            checks = {id(value): (checks, None)}
         for path, tensor in leaves(value):
             found = unreadable(tensor, *(checks or {}).get(id(tensor), (None, None)))
             if found is not None:
@@ -451,6 +442,12 @@ class Record:
                     *found,
                 )
         return value
+
+
+def _checks(kept: Kept) -> dict[int, tuple[int, Tensor | None]] | None:
+    """What to check of a value on reading, by the ids of its tensors."""
+    value, checks = kept
+    return {id(value): (checks, None)} if isinstance(checks, int) else checks
 
 
 def _never_fired(place: str, why: str) -> NeverFired:

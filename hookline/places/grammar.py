@@ -21,8 +21,8 @@ from contextlib import suppress
 from functools import lru_cache
 from typing import Any, NamedTuple, cast
 
-from hookline.core.nested import Path, show_path
 from hookline.errors import PlaceError
+from hookline.values.nested import Path, show_path
 
 __all__ = [
     "ANY", "DEEP", "MODULE_PORTS", "TENSOR_PORTS", "Pattern", "Place", "Segment", "escape",

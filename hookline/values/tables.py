@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
-from hookline.core.distributed import local, placements
-from hookline.core.nested import Path, children, leaves, show_path
+from hookline.values.nested import Path, children, leaves, show_path
+from hookline.values.shards import local, placements
 
 __all__ = ["as_html", "as_text", "bytes_of", "describe", "render_with", "rows_of", "show_bytes"]
 

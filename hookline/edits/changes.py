@@ -1,7 +1,7 @@
 """What an edit does to a value: what all changes have in common.
 
 A change meets one tensor, brings its own tensors to that tensor's dtype and device, broadcasts
-them, and never changes the shape. The others are in `hookline/ready_changes.py`.
+them, and never changes the shape. The others are in `ready_changes.py`.
 
 - `Change`: the base class; `apply(value, call)` is what a subclass defines
 - `Chain`: several changes, one after the other, made by `|`
@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hookline.core.distributed import alike, beside, placements
-from hookline.core.nested import Path, leaves, only_tensor, set_part, show_path
-from hookline.core.tables import describe
 from hookline.core.taps import Call
 from hookline.errors import ChangeError
+from hookline.values.nested import Path, leaves, only_tensor, set_part, show_path
+from hookline.values.shards import alike, beside, placements
+from hookline.values.tables import describe
 
 __all__ = ["Chain", "Change", "replace"]
 
@@ -75,10 +75,13 @@ class Change:
         A 1-D tensor is per channel: it lies along dimension 1 of values with four or more
         dimensions, else along the last one, or along the only one of the two that has its length.
         """
-        if own is None or isinstance(own, (int, float, complex)):
+        floats = torch.can_cast(torch.float32, value.dtype)
+        if own is None or (floats and isinstance(own, (int, float, complex))):
             return own
         own = own if isinstance(own, Tensor) else torch.as_tensor(own)  # an array, a list
-        own = _cast(own, value.dtype).to(value.device)
+        # In a narrow dtype of whole numbers torch would let what is too large wrap around.
+        wide = value.dtype if floats or value.dtype is torch.bool else torch.int64
+        own = _cast(own, wide).to(value.device)
         # Autograd saves no tensor that was made in inference mode.
         own = own.clone() if own.is_inference() and torch.is_grad_enabled() else own
         image = value.ndim >= 4 or (value.ndim == 3 and value.shape[-1] != own.numel())

@@ -13,7 +13,7 @@ from torch.utils import hooks as torch_hooks
 
 from hookline.core.arms import cut_out
 from hookline.core.recomputation import in_backward
-from hookline.core.snapshots import LAZY
+from hookline.values.snapshots import LAZY
 
 __all__ = ["Arrival"]
 

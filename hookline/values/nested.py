@@ -166,11 +166,9 @@ def set_part(value: Any, path: Path, new: Any) -> Any:
     items = [changed if part == name else item for part, item in inside]
     made = _fill(value, _duplicate(value), inside, items) if inside else value
     if made is value:
-        raise PlaceError(
-            f"{show_path(path[:1])} of a {type(value).__name__} was to be replaced.",
-            "Such an object cannot be made anew with something else there.",
-            "Edit the whole value with a function, or another place.",
-        )
+        asked = f"{show_path(path[:1])} of a {type(value).__name__} was to be replaced."
+        found = "Such an object cannot be made anew with something else there."
+        raise PlaceError(asked, found, "Edit the whole value with a function, or another place.")
     return made
 
 

@@ -5,7 +5,7 @@
 - `Undo`: how to put back what was changed; `Swap` does so for one slot of a dict
 - `mark(tensor)`: tell autograd that a tensor holds other data
 
-The verbs `preserve` and `replace_module` are in `hookline/restoring.py`.
+The verbs `preserve` and `replace_module` are in `restoring.py`.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version, saved_tensors_hooks
 
-from hookline.core.distributed import is_gathered, placements
+from hookline.core.gathering import is_gathered
 from hookline.core.recomputation import around_region, saving
 from hookline.core.taps import Tap
 from hookline.errors import NotHookable
+from hookline.values.shards import placements
 
 __all__ = ["Saving", "Swap", "Undo", "mark", "swap"]
 
@@ -36,6 +37,11 @@ class Undo(list[Callable[[], None]]):
         while self:
             self[-1]()
             self.pop()
+
+    def covered(self) -> bool:
+        """Whether something else was put over what this would undo."""
+        swaps = [getattr(step, "__self__", None) for step in self]
+        return any(isinstance(swap, Swap) and swap.chain[-1:] != [swap] for swap in swaps)
 
 
 # The open swaps of each slot, in order, with a lock: two threads may swap the same thing. Each slot
@@ -176,13 +182,16 @@ class Saving:
     needs to run again.
     """
 
+    over = False
+
     def __init__(self) -> None:
         self.hooks = saved_tensors_hooks(self._pack, self._unpack)
         # Of regions what they have saved, with the modules in whose calls they began.
         self._regions: WeakKeyDictionary[_Saved, set[int]] = WeakKeyDictionary()
 
     def leave(self) -> None:
-        """Take the hooks off, also from under others; in another thread they stay, harmlessly."""
+        """Take the hooks off, also from under others; left in another thread, at their next use."""
+        self.over = True
         top = saving(True)
         if top is not None:
             self.hooks.__exit__()
@@ -193,6 +202,8 @@ class Saving:
                     _autograd._push_saved_tensors_default_hooks(*top)
 
     def _pack(self, tensor: Tensor) -> _Saved:
+        if self.over:
+            self.leave()
         saved = _Saved(tensor)
         around = around_region(sys._getframe(1))
         if around is not None:

@@ -1,60 +1,43 @@
-"""Values and models that are spread over ranks: DTensors, tensor parallelism, FSDP2.
+"""Tensors that are spread over ranks: DTensors, and what a tensor-parallel plan makes of them.
 
 torch.distributed's parts are found only if the program has loaded them; nothing is imported here.
 
+- `loaded(module, name)`: a class of torch.distributed, if the program uses it
 - `local(tensor)`: what this rank holds of a tensor, waited for
 - `placements(tensor)`, `layouts(target)`, `spread`: how a tensor is spread over the ranks
+- `has_plans()`: whether the program may have parallelised modules
 - `copied(tensor)`: a copy, made without the other ranks
 - `beside(own, value)`: a change's own tensor, to be computed with a value
 - `whole(tensor)`: a DTensor that every rank has whole
 - `alike(result, value)`: a changed value, spread as the value was
-- `Gathered`: watches the gradient of a parameter on what FSDP gathers for a forward
-- `is_gathered(module)`, `gatherer(model, path)`: whether FSDP gathers parameters, and where
-- `reshard(model)`: put the shards in their places
-- `recover(trace)`, `recovers(model)`: after a forward that was ended early, if torch can
 """
 
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Sequence
 from functools import partial
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
 
-from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
-
-from hookline.core import gradients
-from hookline.core.tree import Step, around, walk
+from torch import Tensor
 
 if TYPE_CHECKING:
-    from hookline.core.places import Target
-    from hookline.core.taps import Frame, Tap
+    from hookline.places.targets import Target
 
 __all__ = [
-    "Gathered", "alike", "beside", "copied", "gatherer", "has_plans", "is_gathered", "layouts",
-    "local", "placements", "recover", "recovers", "reshard", "spread", "whole",
+    "alike", "beside", "copied", "has_plans", "layouts", "loaded", "local", "placements",
+    "spread", "whole",
 ]  # fmt: skip
 
-NOT_GATHERED = (
-    "no gradient arrived. FSDP gathers the parameter for a forward, and its gradient flows to what "
-    "was gathered: the forward must run inside the `with`, too."
-)
 
-
-def _loaded(module: str, name: str) -> Any:
+def loaded(module: str, name: str) -> Any:
     """A class of torch.distributed, if the program uses it; else what nothing is an instance of."""
     return getattr(sys.modules.get(f"torch.distributed.{module}"), name, ())
 
 
-# -- tensors --------------------------------------------------------------------------------------
-
-
 def placements(tensor: Tensor) -> tuple[Any, ...] | None:
     """How a DTensor is spread over its mesh; None for any other tensor."""
-    kind = _loaded("tensor", "DTensor")
+    kind = loaded("tensor", "DTensor")
     return cast(Any, tensor).placements if isinstance(tensor, kind) else None
 
 
@@ -73,7 +56,7 @@ def copied(tensor: Tensor) -> Tensor:
     if type(tensor) is Tensor or tensor.requires_grad or placements(tensor) is None:
         return tensor.clone()
     given: Any = tensor
-    return _loaded("tensor", "DTensor").from_local(
+    return loaded("tensor", "DTensor").from_local(
         local(tensor).clone(), given.device_mesh, given.placements,
         run_check=False, shape=given.shape, stride=given.stride(),
     )  # fmt: skip
@@ -83,7 +66,7 @@ def beside(own: Tensor, value: Tensor) -> Tensor:
     """A tensor that can be computed with a value: for a DTensor, one that all ranks have whole."""
     if type(value) is Tensor or placements(value) is None or placements(own) is not None:
         return own
-    kind, replicate = _loaded("tensor", "DTensor"), _loaded("tensor", "Replicate")
+    kind, replicate = loaded("tensor", "DTensor"), loaded("tensor", "Replicate")
     mesh = cast(Any, value).device_mesh
     return kind.from_local(own, mesh, [replicate()] * mesh.ndim, run_check=False)
 
@@ -93,7 +76,7 @@ def whole(tensor: Tensor) -> Tensor:
     if type(tensor) is Tensor or placements(tensor) is None:
         return tensor
     given: Any = tensor
-    replicate = _loaded("tensor", "Replicate")
+    replicate = loaded("tensor", "Replicate")
     return given.redistribute(placements=[replicate()] * given.device_mesh.ndim)
 
 
@@ -158,76 +141,3 @@ def spread(tensor: Tensor, planned: Sequence[tuple[Any, ...] | None], path: Sequ
     if found is None:
         return None
     return tuple(type(p)(p.dim + tensor.ndim) if getattr(p, "dim", 0) < 0 else p for p in found)
-
-
-# -- FSDP2 ----------------------------------------------------------------------------------------
-
-
-def is_gathered(module: nn.Module) -> bool:
-    """Whether FSDP keeps the parameters of a module in shards, and gathers them for a forward."""
-    return getattr(module, "_is_fsdp_managed_module", False)
-
-
-def gatherer(model: nn.Module, path: str) -> nn.Module | None:
-    """The module in a model at whose call FSDP gathers the parameters of the module at a path."""
-    kind = _loaded("fsdp", "FSDPModule")
-    return next((module for module in around(model, path) if isinstance(module, kind)), None)
-
-
-class Gathered:
-    """Stands at the module that gathers a parameter, and watches the gradient of what it gathers.
-
-    Autograd knows the gathered parameter only: a hook on the sharded one never fires. A lazy
-    parameter, too, is there at the first call only.
-    """
-
-    def __init__(self, tap: Tap) -> None:
-        self.tap = tap
-        self.target = tap.target
-        self.seen: list[weakref.ref[Tensor]] = []
-        tensor = cast(Tensor, tap.target.tensor())
-        if not is_lazy(tensor):
-            self.receive(tensor, 0, False, None)
-            tap.silent = NOT_GATHERED
-
-    def receive(self, value: Tensor, index: int, recomputed: bool, frame: Frame | None) -> None:
-        """Watch the parameter that a call uses, unless it is watched already."""
-        if not any(ref() is value for ref in self.seen):
-            self.seen.append(weakref.ref(value))
-            gradients.watch_tensor(self.tap, value)
-
-
-def reshard(model: nn.Module, walked: list[Step] | None = None) -> None:
-    """Free gathered parameters, so that the sharded ones stand in the modules."""
-    kind = _loaded("fsdp", "FSDPModule")
-    for _, module in (walked or walk(model)) if kind else ():
-        if isinstance(module, kind):
-            cast(Any, module).reshard()
-
-
-def recovers(model: nn.Module) -> bool:
-    """Whether a forward of this model can be ended early without harm."""
-    kind = _loaded("fsdp", "FSDPModule")
-    known = not kind or hasattr(kind, "reset_iter_state")
-    return known or not any(is_gathered(module) for _, module in walk(model))
-
-
-def recover(trace: TracebackType | None) -> None:
-    """After a forward that was ended early: FSDP would go on from there, with wrong gradients.
-
-    The modules that were running, also those around the model, are in the traceback.
-    """
-    kind = _loaded("fsdp", "FSDPModule")
-    while kind and trace is not None:
-        module = trace.tb_frame.f_locals.get("self")
-        trace = trace.tb_next
-        if not isinstance(module, kind):
-            continue
-        root = cast(Any, module)._get_fsdp_state()._state_ctx.iter_forward_root
-        if root is not None:  # else it is done already
-            groups = [g for s in root._state_ctx.all_states for g in s._fsdp_param_groups]
-            # What was accumulated and not reduced yet stays, though a reset drops it.
-            kept = [(group, group._partial_reduce_output) for group in groups]
-            root._modules[0].reset_iter_state()
-            for group, output in kept:
-                group._partial_reduce_output = output

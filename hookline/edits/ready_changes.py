@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hookline.core.changes import Change
-from hookline.core.distributed import beside
-from hookline.core.nested import only_tensor
-from hookline.core.records import Record
 from hookline.core.slices import take
 from hookline.core.taps import Call
+from hookline.edits.changes import Change
 from hookline.errors import ChangeError, NotCaptured
+from hookline.records.records import Record
+from hookline.values.nested import only_tensor
+from hookline.values.shards import beside
 
 __all__ = [
     "add", "blend", "clamp", "dropout", "noise", "patch", "remove_direction", "scale", "zero",
@@ -44,13 +44,15 @@ def _draw(draw: Any, like: Tensor, seed: int | None, call: Call) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class add(Change):
-    """Add values: a steering vector, an offset.
+    """Add values: a steering vector, an offset, a number for each channel.
 
     >>> from hookline import edit
     >>> model = torch.nn.Identity()
     >>> with edit(model, "", add(torch.tensor([0.0, 5.0]))):
     ...     model(torch.zeros(1, 2))
     tensor([[0., 5.]])
+
+    A 1-D tensor is one number a channel: along dimension 1 of images, else along the last one.
     """
 
     values: Tensor | float
@@ -240,7 +242,7 @@ class remove_direction(Change):
         if self.dim not in dims or value.shape[self.dim] != length:
             found = f"The value has the shape {tuple(value.shape)}, the direction length {length}"
             raise self._unfit(call, f"{found}, along dim={self.dim}.")
-        wide = torch.promote_types(self.direction.dtype, torch.float32)
+        wide = torch.promote_types(torch.result_type(self.direction, value), torch.float32)
         direction = self.direction.to(value.device, wide)
         direction = direction / direction.abs().max()  # else its square may overflow or vanish
         direction = beside(direction / direction.abs().square().sum().sqrt(), value)
@@ -274,25 +276,25 @@ class patch(Change):
     def __post_init__(self) -> None:
         if not hasattr(self.record, "of_call"):
             found = f"It was given a {type(self.record).__name__}."
-            raise ChangeError("patch takes a record.", found, "A capture has one as `.record`.")
+            raise ChangeError("patch takes a record.", found, "Use replace() for a tensor.")
 
     def check(self, place: Any) -> None:
         source = place if self.place is None else self.place
         if source not in self.record:
             held = ", ".join(repr(str(held)) for held in self.record.places()[:6])
-            raise NotCaptured(
-                f"patch was asked to put in what a record has at {str(source)!r}.",
-                f"The record holds {held or 'nothing'}.",
-                "Capture that place in the other run, or name one with patch(record, place).",
-            )
+            asked = f"patch was asked to put in what a record has at {str(source)!r}."
+            remedy = "Capture that place in the other run, or name one with patch(record, place)."
+            raise NotCaptured(asked, f"The record holds {held or 'nothing'}.", remedy)
 
     def apply(self, value: Tensor, call: Call) -> Tensor:
         source = call.place if self.place is None else self.place
         own = only_tensor(self.record.of_call(source, call.index), f"The value at {source!r}")[1]
-        at = getattr(call._tap, "at", None)
-        sliced = at is None or self.record._is_sliced(source)
+        at, sliced = getattr(call._tap, "at", None), self.record._is_sliced(source)
+        if at is None and sliced and own.shape != value.shape:  # it might fit by chance
+            found = f"The record holds a slice of the value there, of shape {tuple(own.shape)}."
+            raise self._unfit(call, found, "Give the edit the same at=, or replace(record[place]).")
         if sliced is None:  # the record does not know
             sliced = own.numel() <= value.numel()
-        if not sliced:
+        if at is not None and not sliced:
             own = take(own, at)
         return self._fit(own.detach(), value, call).clone()

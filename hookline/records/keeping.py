@@ -17,14 +17,13 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from hookline.core.distributed import layouts, local
-from hookline.core.hooks import Context
-from hookline.core.nested import Path, map_leaves, set_part
-from hookline.core.places import Target
 from hookline.core.recomputation import in_backward
 from hookline.core.slices import take
-from hookline.core.snapshots import duplicate, gradient_snapshot, settle, snapshot
 from hookline.core.taps import KEEP, Frame, Tap, add_place
+from hookline.places.resolution import Target
+from hookline.values.nested import Path, map_leaves, set_part
+from hookline.values.shards import layouts, local
+from hookline.values.snapshots import duplicate, gradient_snapshot, settle, snapshot
 
 __all__ = ["PLAIN", "WHOLE", "CaptureTap", "Keep", "Kept", "Options"]
 
@@ -36,7 +35,11 @@ Kept = tuple[Any, "int | dict[int, tuple[int, Tensor | None]] | None"]
 
 WHOLE: tuple[Any, list[list[Path]]] = (None, [[()]])  # the structure of a plain tensor
 _NONE = cast(Any, MappingProxyType({}))
-_RECENT = 4  # calls whose gradients may still come, where not all are kept
+_RECENT = 64  # calls whose gradients may still come, where not all are kept
+_FORGOTTEN = (
+    f"it came when {_RECENT} other calls had none so far, and what the value was is forgotten.",
+    "Capture with keep='all'.",
+)
 
 
 class Options:
@@ -54,13 +57,9 @@ class Options:
         keep: Keep,
         stop: bool,
     ) -> None:
-        self.at = at
-        self.transform = transform
-        self.detach = detach
-        self.device = device
-        self.dtype = dtype
+        self.at, self.transform, self.detach = at, transform, detach
+        self.device, self.dtype, self.stop = device, dtype, stop
         self.keep: Keep = keep
-        self.stop = stop
         self.derives = not (at is transform is device is dtype is None)
 
     def keeps(self, value: Any, freeze: Callable[[Tensor], Tensor] = snapshot) -> Kept:
@@ -126,12 +125,8 @@ class CaptureTap(Tap):
     shapes: dict[int, tuple[Any, list[list[Path]]]] = _NONE
     grads: dict[tuple[int, int], dict[Path, Kept]] = _NONE
 
-    def __init__(
-        self, target: Target, context: weakref.ref[Context[Any]], options: Options
-    ) -> None:
-        self.target = target
-        self.context = context
-        self.options = options
+    def __init__(self, target: Target, context: weakref.ref[Any], options: Options) -> None:
+        self.target, self.context, self.options = target, context, options
         self.kept: list[Kept] = []
 
     @property
@@ -172,8 +167,6 @@ class CaptureTap(Tap):
 
     def numbered(self) -> list[tuple[int, Kept | None]]:
         """The values with their calls; None for a call that had not the part asked for."""
-        if self.options.keep == "all" and not self.reasons:
-            return list(enumerate(self.kept))
         if self.options.keep != "all":
             return [(self.fired - 1 if self.options.keep == "last" else 0, k) for k in self.kept]
         without = {call for call, _ in self.reasons}
@@ -208,13 +201,13 @@ class CaptureTap(Tap):
             self.shared = {*self.shared, (index, path)}
 
     def expect(self, value: Any, index: int, tensors: Sequence[tuple[Tensor, list[Path]]]) -> None:
-        if not self.shapes:
-            self.shapes = {}
-        if isinstance(value, Tensor):
-            shape = WHOLE
-        else:
-            shape = map_leaves(lambda leaf: None, value), [paths for _, paths in tensors]
-        self.remember(self.shapes, index, shape)
+        whole = isinstance(value, Tensor)
+        if self.options.keep != "all" and (whole or not tensors):
+            return  # what is not known by then is whole
+        self.shapes = self.shapes or {}
+        shape = None if whole else map_leaves(lambda leaf: None, value)
+        paths = WHOLE[1] if whole else [paths for _, paths in tensors]
+        self.remember(self.shapes, index, (shape, paths))
 
     def remember(self, entries: Any, key: Any, entry: Any) -> None:
         keep = self.options.keep
@@ -222,7 +215,8 @@ class CaptureTap(Tap):
             return
         entries[key] = entry
         if keep == "last" and len(entries) > _RECENT:
-            del entries[next(iter(entries))]
+            held = [call for call, _ in self.grads]
+            del entries[next(old for old in entries if old not in held)]
 
     def gradient(self, grad: Tensor, index: int, path: Path) -> Tensor | None:
         key = (index, in_backward())
@@ -231,6 +225,10 @@ class CaptureTap(Tap):
             keep = self.options.keep
             # A backward has the last call first: which one is kept goes by the numbers.
             if self.grads and keep != "all" and (key < next(iter(self.grads))) == (keep == "last"):
+                return None
+            if path and index not in self.shapes:
+                self.grads = {}  # what is there is not the one that was asked for
+                self.explain(index, *_FORGOTTEN)
                 return None
             if not self.grads or keep != "all":
                 self.grads = {}
@@ -264,7 +262,7 @@ class CaptureTap(Tap):
         return [call for call in found if call[1] is not None] or found[-1:]
 
     def _gather(self, call: int, parts: dict[Path, Kept]) -> Kept:
-        shape, groups = self.shapes.get(call, (None, [[()]]))
+        shape, groups = self.shapes.get(call, WHOLE)
         for path in [path for path in parts if (call, path) in self.shared]:
             parts = {**parts, path: self.options.keeps(parts[path][0])}
         if () in parts:

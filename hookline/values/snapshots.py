@@ -19,18 +19,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from hookline.core.distributed import copied, local
+from hookline.values.shards import copied, local
 
 __all__ = [
-    "LAZY",
-    "SMALL",
-    "duplicate",
-    "gradient_snapshot",
-    "same_bits",
-    "settle",
-    "snapshot",
+    "LAZY", "SMALL", "duplicate", "gradient_snapshot", "same_bits", "settle", "snapshot",
     "unreadable",
-]
+]  # fmt: skip
 
 _functorch = cast(Any, torch._C)._functorch
 

@@ -22,14 +22,14 @@ from torch import Tensor, nn
 
 from hookline.core import gradients, input_gradients
 from hookline.core.arms import Handles, hang
-from hookline.core.arrivals import Arrival
-from hookline.core.keeping import WHOLE, Kept, Options
-from hookline.core.logs import Log, LoggedTap, noted
-from hookline.core.nested import Path
 from hookline.core.recomputation import Regions, in_backward, saving
 from hookline.core.sites import ACTIVE
 from hookline.core.taps import Frame, is_over, now
-from hookline.core.tree import Step
+from hookline.places.tree import Step
+from hookline.records.arrivals import Arrival
+from hookline.records.keeping import WHOLE, Kept, Options
+from hookline.records.logs import Log, LoggedTap, noted
+from hookline.values.nested import Path
 
 __all__ = ["GradInputLog", "GradOutputLog"]
 
@@ -307,7 +307,7 @@ class GradOutputLog(_GradientLog):
         root: Any = base.grad_fn
         if root is None or root._sequence_nr() < start or not gradients.alike(base, output):
             return False
-        if sys.getrefcount(base) > gradients.alone():
+        if sys.getrefcount(base) > gradients.alone() or gradients.uses(base) > 2:
             return False
         self.hang_both(output, base, ident, index)
         return True
@@ -345,7 +345,9 @@ class GradInputLog(_GradientLog):
             return False
         if base is not None and not gradients.made_since(base.grad_fn, start):
             return False
-        _, wanted, number, _ = given[0]
+        tensor, wanted, number, version = given[0]
+        if tensor._version != version and tensor._is_view():
+            return False
         found: list[tuple[Any, int]] = []
         seen, stack = {last}, [last]  # as in `gradients.leading`, in less time
         for node in stack:  # which grows meanwhile

@@ -1,0 +1,5 @@
+"""The addresses of values: how they are spelled, and what they mean in a model. No hooks yet.
+
+To read it: `grammar` (a spelled place), `tree` (modules by name), `targets` (what was found), and
+`resolution`, which puts the three together.
+"""

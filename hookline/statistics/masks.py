@@ -1,0 +1,70 @@
+"""The mask of a value, where it is an argument of the model.
+
+- `NamedMask`: reads it at each call of the model; says which one belongs to a value
+
+Values come while the model runs, and have the mask of that call. Gradients come later: they have
+that of the forward before, if there was one only, or all had the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from hookline.errors import StatisticsError
+from hookline.places.resolution import Place
+
+__all__ = ["NamedMask"]
+
+
+class NamedMask:
+    """The argument of a model that says where values count."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._mask: Any = None
+        self._running: bool | None = None  # the model; None before its first call
+        self._mixed = False  # the masks of the forwards since gradients came last
+        self._came = True  # gradients, since the last forward
+
+    def begin(self, inputs: Any) -> None:
+        """Called with the arguments of the model, before it runs."""
+        if not isinstance(inputs, Mapping) or self._name not in inputs:
+            names = ", ".join(map(str, cast("Any", inputs) if isinstance(inputs, Mapping) else ()))
+            raise StatisticsError(
+                f"The mask was to be the model's argument {self._name!r}.",
+                f"The call has {names or 'no arguments by name'}.",
+                "Name one of these, or give mask= a tensor or a function of the batch.",
+            )
+        mask = cast("Mapping[str, Any]", inputs)[self._name]
+        self._mixed = not self._came and (self._mixed or not _same(mask, self._mask))
+        self._mask, self._running, self._came = mask, True, False
+
+    def end(self) -> None:
+        """Called when the model has run."""
+        self._running = False
+
+    def at(self, place: Place) -> Any:
+        """The mask of the value that is there now."""
+        late = "grad" in place.port
+        mixed = late and self._mixed
+        if (self._running is not None if late else self._running) and not mixed:
+            self._came |= late
+            return self._mask
+        raise StatisticsError(
+            f"The mask at {str(place)!r} was to be the model's argument {self._name!r}.",
+            "Forwards with different masks ran before the backward."
+            if mixed
+            else "The module was called, and the model itself was not.",
+            "Run each backward right after its forward, or give mask= a tensor."
+            if mixed
+            else "Call the whole model, or give mask= a tensor.",
+        )
+
+
+def _same(one: Any, other: Any) -> bool:
+    both = isinstance(one, Tensor) and isinstance(other, Tensor)
+    return one is other or (both and torch.equal(one, other))
