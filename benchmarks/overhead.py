@@ -285,6 +285,25 @@ def import_goal(times: int) -> Goal:
     return Goal("import hookline", "added to import torch", 60, measured, unit=" ms")
 
 
+def warm(where: tuple[str, ...], turns: int, times: int = 200) -> dict[str, float]:
+    """Hooks are put on and taken off, over and over, and nothing runs in between: µs each time."""
+    model, _ = TINY.build()
+    modules = modules_at(model, where)
+
+    def by_hand() -> None:
+        for _ in range(times):
+            raw(lambda *given: None, model, Tensor(), modules)
+
+    def attached() -> None:
+        for _ in range(times):
+            hl.capture(model, *where).attach().remove()
+
+    race = Race({"raw": by_hand, "hookline": attached})
+    race.warm_up(2)
+    race.run(turns)
+    return {"places": len(modules)} | {way: race.fast(way) / times for way in race.variants}
+
+
 # The report.
 
 
@@ -317,11 +336,14 @@ def print_goals(goals: list[Goal]) -> None:
     print("± is one standard error; 'raw again', the same code as 'raw', should be 1.00.")
 
 
-def write_results(cases: list[Case], goals: list[Goal], quick: bool) -> None:
+def write_results(
+    cases: list[Case], goals: list[Goal], loops: list[dict[str, float]], quick: bool
+) -> None:
     results = {
         "machine": machine(),
         "hookline": getattr(hl, "__version__", None),
         "quick": quick,
+        "warm": loops,
         "cases": [
             {
                 "name": case.name,
@@ -375,11 +397,17 @@ def main() -> None:
             case.run(rounds=25 if quick else 60)
     goals = [goal for case in cases for goal in goals_of(case)]
     goals.append(import_goal(5 if quick else 15))
+    loops = [warm(where, 10 if quick else 40) for where in (BLOCKS, EVERYTHING)]
 
     for case in cases:
         print_case(case)
+    for loop in loops:
+        print(
+            f"\nput on and taken off in a loop, {loop['places']} places: raw {loop['raw']:.1f} µs, "
+            f"hookline {loop['hookline']:.1f} µs"
+        )
     print_goals(goals)
-    write_results(cases, goals, quick)
+    write_results(cases, goals, loops, quick)
     print(f"{time.perf_counter() - start:.0f} s in all.")
 
 
