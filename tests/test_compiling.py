@@ -4,16 +4,20 @@ import gc
 import sys
 import threading
 import types
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from importlib.machinery import ModuleSpec
 
 import pytest
 import torch
 import torch._dynamo
 from helpers import assert_clean
+from models import Giving
 from torch import nn
 
 import hookline as hl
 from hookline.core import compiling
+from hookline.values.nested import leaves
 
 # torch's own, while it loads inductor
 pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning"), pytest.mark.timeout(400)]
@@ -158,6 +162,31 @@ def test_the_last_call_stays_in_the_graph_if_captured_before_the_first_compiled_
         for x in batches(3):
             run(x)
     torch.testing.assert_close(again["0"], nn.functional.linear(x, model[0].weight, model[0].bias))
+    assert_clean(model)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("detach", [True, False])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.LSTMCell(4, 4),
+        lambda: Giving(lambda x: (x * 2, [x + 1, None])),
+        lambda: Giving(lambda x: {"a": x * 2, "b": (x.sin(),)}),
+    ],
+    ids=["LSTMCell", "tuple", "dict"],
+)
+def test_the_last_nested_value_is_kept_beside_what_stays_in_the_graph(make, detach):
+    model = nn.Sequential(nn.Linear(4, 4), make(), Giving(lambda given: leaves(given)[0][1] * 1))
+    run = torch.compile(model, backend="eager")
+    with hl.capture(model, "**", keep="last", detach=detach) as record:
+        for x in batches(3):
+            out = run(x)
+    with hl.capture(model, "**", detach=True) as expected:
+        torch.testing.assert_close(out, model(x))
+    for place in expected.places():
+        found = [tensor for _, tensor in leaves(record[place])]
+        torch.testing.assert_close(found, [tensor for _, tensor in leaves(expected[place])])
     assert_clean(model)
 
 
@@ -349,3 +378,24 @@ def test_operations_of_a_compiled_child_are_found_under_its_own_name():
     with hl.edit(model, "0/linear", hl.zero()):
         assert torch.equal(model(x), model[2].bias.expand(3, 2))
     assert_clean(model)
+
+
+def test_threads_that_give_up_a_lock_that_an_interrupt_left_go_on_to_the_same_one():
+    waiting = threading.Barrier(4)
+
+    class Left:  # held for ever
+        def acquire(self, timeout):
+            waiting.wait(timeout=60)
+            return False
+
+    setting = compiling._Setting(nullcontext)
+    setting.lock = Left()
+
+    def take():
+        lock = setting.acquire()
+        lock.release()
+        return lock
+
+    with ThreadPoolExecutor(4) as pool:
+        taken = [pool.submit(take) for _ in range(4)]
+        assert len({done.result() for done in taken}) == 1

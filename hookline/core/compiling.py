@@ -25,18 +25,21 @@ __all__ = ["loaded", "resume", "suspend", "untouched"]
 class _Setting:
     """Something that is set as long as it has users, who may end in any order."""
 
+    patience = 10.0  # seconds; a machine that is busy can let a thread wait for one or two
+
     def __init__(self, make: Callable[[], Any]) -> None:
         self.make = make
         self.lock = threading.RLock()  # a user may be collected, and end, while it is held
+        self.later: dict[threading.RLock, threading.RLock] = {}
         self.users: set[int] = set()
         self.undo: Any = None
 
     def acquire(self) -> threading.RLock:
-        """Take the lock, or a new one: an interrupt at a bad moment leaves it locked for ever."""
-        if not self.lock.acquire(timeout=1):
-            self.lock = threading.RLock()
-            self.lock.acquire()
-        return self.lock
+        """Take the lock, or the one after it: an interrupt at a bad moment leaves it locked."""
+        lock = self.lock
+        while not lock.acquire(timeout=self.patience):
+            lock = self.lock = self.later.setdefault(lock, threading.RLock())  # the same for all
+        return lock
 
     def begin(self, user: object) -> None:
         """One user more; with the first it is set."""
