@@ -25,11 +25,14 @@ class Arrival:
 
     def __init__(self, log: weakref.ref[Any], ident: int, index: int) -> None:
         self.log, self.ident, self.index = log, ident, index
+        self.alias: Tensor | None = None  # of the tensor, if it is a view
 
     @torch_hooks.unserializable_hook
-    def arrive(self, grad: Tensor | None) -> None:
-        """The hook on a tensor: keep its gradient."""
-        log = self.log()
+    def arrive(self, grad: Tensor | None, changed: bool = False) -> None:
+        """The hook on a tensor: keep its gradient. Of a view that was changed, not all comes so."""
+        alias, log = self.alias, self.log()
+        if alias is not None and (alias._version != self.version) is not changed:
+            return
         if grad is None or log is None:
             return
         if LAZY and type(grad) is Tensor and grad.is_cpu and not grad.requires_grad:
@@ -54,13 +57,8 @@ class Arrival:
         self.base: tuple[Any, Any] = base.stride(), base.storage_offset()
 
     @torch_hooks.unserializable_hook
-    def at_view(self, grad: Tensor | None) -> None:
-        """The hook on the view; if it was changed since, not all comes this way."""
-        if self.alias._version == self.version:
-            self.arrive(grad)
-
-    @torch_hooks.unserializable_hook
     def at_base(self, grad: Tensor | None) -> None:
         """The hook on the base of a view; see `Arm.at_base`."""
-        if self.alias._version != self.version and grad is not None:
-            self.arrive(cut_out(grad, self.alias, *self.base))
+        alias = self.alias
+        if alias is not None and alias._version != self.version and grad is not None:
+            self.arrive(cut_out(grad, alias, *self.base), True)

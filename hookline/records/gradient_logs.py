@@ -322,7 +322,7 @@ class GradOutputLog(_GradientLog):
         arrival = Arrival(self.ref, ident, index)
         arrival.view(output, base)
         self.hung.append(hang(base, base.grad_fn, arrival.at_base))
-        self.hung.append(hang(output, output.grad_fn, arrival.at_view))
+        self.hung.append(hang(output, output.grad_fn, arrival.arrive))
 
     def watch_thoroughly(self, tap: Any, output: Any, index: int, frame: Frame) -> None:
         gradients.watch_outputs(tap, output, output, index, frame)
