@@ -19,9 +19,11 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from timing import Race, Ratio, machine, settle_memory
@@ -43,7 +45,7 @@ EVERYTHING_WITH_GRADIENTS = ("blocks.**", "norm", "head")
 # The variants. Each takes the model, the batch and its places, and does one whole iteration.
 
 Named = list[tuple[str, nn.Module]]
-Kept = dict[str, Tensor]
+Kept = dict[Any, Any]  # tensors by name
 
 
 def modules_at(model: nn.Module, where: Iterable[str]) -> Named:
@@ -89,6 +91,36 @@ def keep_clone(kept: Kept, name: str):
         kept[name] = output.clone()
 
     return hook
+
+
+# Who captures, for hooks that ask; a thread or task that did not begin the capture has another.
+CAPTURING: ContextVar[object] = ContextVar("CAPTURING", default=None)
+
+
+def keep_with_care(kept: Kept, name: str):
+    """The least that promises 1 to 3 ask of a hook: whose call, no repetition, no later change."""
+
+    def hook(module: nn.Module, args: object, output: Tensor) -> None:
+        if CAPTURING.get() is not kept or torch._C._current_graph_task_id() != -1:
+            return
+        if output.requires_grad:
+            kept[name], kept[name, "version"] = output, output._version
+        else:
+            kept[name] = output.clone()
+
+    return hook
+
+
+def raw_careful(work: Work, model: nn.Module, batch: Tensor, modules: Named) -> Kept:
+    """As `by_hand`, in the name of one thread or task."""
+    kept: Kept = {}
+    token = CAPTURING.set(kept)
+    handles = [module.register_forward_hook(keep_with_care(kept, name)) for name, module in modules]
+    work(model, batch)
+    for handle in handles:
+        handle.remove()
+    CAPTURING.reset(token)
+    return kept
 
 
 def keep_detached_clone(kept: Kept, name: str):
@@ -154,6 +186,7 @@ def values_case(
         "raw": partial(raw, *given, modules),
         "raw again": partial(raw, *given, modules),
         "raw + clone": partial(raw_clone, *given, modules),
+        "raw + care": partial(raw_careful, *given, modules),
         "hookline": partial(hookline, *given, where),
     }
     if with_gradients and work is forward:

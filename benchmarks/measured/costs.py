@@ -25,8 +25,11 @@ def overhead_rows(results: Results, ways: tuple[str, ...]) -> list[list[str]]:
 
 @part("overhead values")
 def overhead_values(results: Results) -> list[str]:
-    head = ["", "bare, ms", "raw", "clone", "/ raw", "hookline", "/ raw", "raw again / raw"]
-    return table(head, overhead_rows(results, ("raw + clone", "hookline")))
+    head = [
+        "", "bare, ms", "raw", "clone", "/ raw", "care", "/ raw", "hookline", "/ raw",
+        "raw again / raw",
+    ]  # fmt: skip
+    return table(head, overhead_rows(results, ("raw + clone", "raw + care", "hookline")))
 
 
 @part("overhead gradients")
