@@ -77,11 +77,8 @@ class Context(Entering, Generic[T]):
         self._taps, self._sites, self._handles, self._names = {}, {}, Handles(), None
         self._requests = self._resolve()
         if not [request for request in self._requests if request.modules or request.targets]:
-            raise PlaceError(
-                f"{self._verb} was given no place.",
-                "Nothing would happen.",
-                "Name places after the model, such as '**' for every module.",
-            )
+            remedy = "Name places after the model, such as '**' for every module."
+            raise PlaceError(f"{self._verb} was given no place.", "Nothing would happen.", remedy)
         if attached:
             refuse(target for request in self._requests for target in request.targets)
         self._serial = next(SERIALS)
