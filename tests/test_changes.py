@@ -624,6 +624,19 @@ def test_patch_of_a_whole_value_refuses_a_record_of_a_slice(at):
         model(torch.randn(3, 3, 4))
 
 
+@pytest.mark.parametrize("at", [np.s_[:, 1:], np.s_[:], np.s_[0, 1:]])
+@pytest.mark.parametrize("kept", [np.s_[:, -1], np.s_[0, 0], np.s_[:, -1:]])
+def test_patch_of_a_slice_refuses_a_record_of_another_that_would_broadcast(at, kept):
+    model = nn.Identity()
+    with hl.capture(model, "", at=kept) as record:
+        model(torch.randn(1, 3, 4))
+    refused = pytest.raises(hl.ChangeError, match=r"holds a slice .* the same at=")
+    with refused, hl.edit(model, "", hl.patch(record), at=at):
+        model(torch.randn(1, 3, 4))
+    with hl.edit(model, "", hl.patch(record), at=kept):  # one for all sequences
+        assert torch.equal(*torch.broadcast_tensors(model(torch.randn(2, 3, 4))[kept], record[""]))
+
+
 def test_patch_of_a_slice_takes_a_mean_that_broadcasts():
     model = nn.Identity()
     x = torch.randn(2, 3, 4)

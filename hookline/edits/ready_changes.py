@@ -289,8 +289,9 @@ class patch(Change):
     def apply(self, value: Tensor, call: Call) -> Tensor:
         source = call.place if self.place is None else self.place
         own = only_tensor(self.record.of_call(source, call.index), f"The value at {source!r}")[1]
-        at, sliced = getattr(call._tap, "at", None), self.record._is_sliced(source)
-        if at is None and sliced and own.shape != value.shape:  # it might fit by chance
+        at, (sliced, kept) = getattr(call._tap, "at", None), self.record._slicing(source)
+        other = repr(at) != repr(kept) and (at is None or not callable(kept))
+        if sliced and other and own.shape != value.shape:  # it might fit by chance
             found = f"The record holds a slice of the value there, of shape {tuple(own.shape)}."
             raise self._unfit(call, found, "Give the edit the same at=, or replace(record[place]).")
         if sliced is None:  # the record does not know
