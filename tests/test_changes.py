@@ -441,6 +441,23 @@ def test_a_seed_does_not_depend_on_the_default_device_or_dtype(change):
         torch.set_default_dtype(torch.float32)
 
 
+@pytest.mark.parametrize(
+    ("make", "plain"),
+    [
+        (lambda: hl.replace(2.0), lambda x: x * 0 + 2),
+        (lambda: hl.replace([1.0, 2.0]), lambda x: x * 0 + torch.tensor([1.0, 2.0])),
+        (lambda: hl.add([1, 2]), lambda x: x + torch.tensor([1, 2])),
+        (lambda: hl.blend([1.0, 3.0], 0.5), lambda x: x / 2 + torch.tensor([0.5, 1.5])),
+        (lambda: hl.remove_direction([0.0, 1.0]), lambda x: x * torch.tensor([1.0, 0.0])),
+    ],
+)
+def test_numbers_and_lists_in_changes_do_not_depend_on_the_default_device(make, plain):
+    x = torch.ones(3, 2)
+    expected = plain(x)
+    with torch.device("meta"):
+        assert torch.equal(changed(make(), x), expected)
+
+
 def test_a_seed_gives_the_same_noise_under_every_name_and_for_every_precision():
     model = nn.Sequential(nn.Identity())
     model.add_module("alias", model[0])

@@ -232,7 +232,7 @@ class remove_direction(Change):
 
     def __post_init__(self) -> None:
         if not isinstance(self.direction, Tensor):  # an array, a list
-            object.__setattr__(self, "direction", torch.as_tensor(self.direction))
+            object.__setattr__(self, "direction", torch.as_tensor(self.direction, device="cpu"))
         if self.direction.ndim != 1 or not float(self.direction.detach().abs().sum()) > 0:
             found = f"It has the shape {tuple(self.direction.shape)}, or is zero."
             raise ChangeError("remove_direction was given no direction.", found, "Give a vector.")

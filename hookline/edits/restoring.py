@@ -206,6 +206,9 @@ class replace_module(_PutsBack):
         where: a place, a module type or anything else that `select` takes.
         new: the module to put there, or a function that makes one from the old one. One with
             parameters or buffers can stand at one place only, unless a function gives it.
+
+    If the model calls the old one all the same, since it keeps it in a plain list, too, that is an
+    error at the end of the `with`.
     """
 
     _verb = "replace_module"
