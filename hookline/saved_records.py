@@ -149,12 +149,6 @@ def _spell(value: Any, tensors: dict[str, Tensor], place: Place) -> Any:
     items = [[part, _spell(item, tensors, place)] for part, item in inside]
     if type(value) in (tuple, list):
         return {type(value).__name__: [item for _, item in items]}
-    if len({part for part, _ in inside}) < len(inside):
-        raise RecordError(
-            f"The value at {str(place)!r} was to be saved.",
-            f"Two keys in it are written alike: {[*value]!s:.120}.",
-            "Capture a part of it, or what transform= makes of it.",
-        )
     named = any(isinstance(part, str) for part, _ in items) or isinstance(value, Mapping)
     return {"dict": items} if named else {"tuple": [item for _, item in items]}
 

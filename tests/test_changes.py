@@ -441,6 +441,23 @@ def test_a_seed_does_not_depend_on_the_default_device_or_dtype(change):
         torch.set_default_dtype(torch.float32)
 
 
+@pytest.mark.parametrize(
+    ("make", "plain"),
+    [
+        (lambda: hl.replace(2.0), lambda x: x * 0 + 2),
+        (lambda: hl.replace([1.0, 2.0]), lambda x: x * 0 + torch.tensor([1.0, 2.0])),
+        (lambda: hl.add([1, 2]), lambda x: x + torch.tensor([1, 2])),
+        (lambda: hl.blend([1.0, 3.0], 0.5), lambda x: x / 2 + torch.tensor([0.5, 1.5])),
+        (lambda: hl.remove_direction([0.0, 1.0]), lambda x: x * torch.tensor([1.0, 0.0])),
+    ],
+)
+def test_numbers_and_lists_in_changes_do_not_depend_on_the_default_device(make, plain):
+    x = torch.ones(3, 2)
+    expected = plain(x)
+    with torch.device("meta"):
+        assert torch.equal(changed(make(), x), expected)
+
+
 def test_a_seed_gives_the_same_noise_under_every_name_and_for_every_precision():
     model = nn.Sequential(nn.Identity())
     model.add_module("alias", model[0])
@@ -622,6 +639,19 @@ def test_patch_of_a_whole_value_refuses_a_record_of_a_slice(at):
     refused = pytest.raises(hl.ChangeError, match=r"holds a slice .* the same at=")
     with refused, hl.edit(model, "", hl.patch(record)):
         model(torch.randn(3, 3, 4))
+
+
+@pytest.mark.parametrize("at", [np.s_[:, 1:], np.s_[:], np.s_[0, 1:]])
+@pytest.mark.parametrize("kept", [np.s_[:, -1], np.s_[0, 0], np.s_[:, -1:]])
+def test_patch_of_a_slice_refuses_a_record_of_another_that_would_broadcast(at, kept):
+    model = nn.Identity()
+    with hl.capture(model, "", at=kept) as record:
+        model(torch.randn(1, 3, 4))
+    refused = pytest.raises(hl.ChangeError, match=r"holds a slice .* the same at=")
+    with refused, hl.edit(model, "", hl.patch(record), at=at):
+        model(torch.randn(1, 3, 4))
+    with hl.edit(model, "", hl.patch(record), at=kept):  # one for all sequences
+        assert torch.equal(*torch.broadcast_tensors(model(torch.randn(2, 3, 4))[kept], record[""]))
 
 
 def test_patch_of_a_slice_takes_a_mean_that_broadcasts():

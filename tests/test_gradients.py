@@ -1605,3 +1605,58 @@ def test_gradients_of_several_backwards_are_told_as_such():
         loss.backward()
     with pytest.raises(hl.SeveralCalls, match=r"There are 2 of them, one a call and backward\."):
         record["0:grad_output"]
+
+
+class UsesItsInputTwice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.linear(x).relu_() + x.tanh()
+
+
+def batched(model, x):
+    y = model(x)
+    rows = torch.eye(y.numel()).view(-1, *y.shape)
+    return torch.autograd.grad(y, [x, model[0].weight], rows, is_grads_batched=True)
+
+
+OPTIONS = [
+    {}, {"at": 0}, {"transform": torch.Tensor.square}, {"keep": "last"}, {"threads": "all"},
+    {"dtype": torch.float64},
+]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize(
+    "place", ["0:grad_output", "0.weight:grad", "1:grad_input", "1.linear:grad_output"]
+)
+def test_gradients_of_many_rows_at_once_are_refused_on_reading(place, options):
+    model, x = nn.Sequential(nn.Linear(4, 4), UsesItsInputTwice()), torch.randn(2, 3, 4)
+    x.requires_grad_()
+    plain = batched(model, x)
+    with hl.capture(model, place, **options) as record:
+        found = batched(model, x)
+    assert all(map(torch.equal, found, plain))
+    assert place in repr(record)
+    with pytest.raises(hl.ValueChanged, match="rows of grad_outputs one by one"):
+        record[place]
+    with hl.capture(model, place, **{**options, "keep": "all"}) as record:
+        model(x).sum().backward(inputs=[x, model[0].weight])
+        batched(model, x)
+    assert record[place, 0].isfinite().all()
+    with pytest.raises(hl.ValueChanged, match="is_grads_batched=True"):
+        record.calls(place)
+    assert_clean(model)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_the_shares_of_a_gradient_inside_a_transform_are_refused_on_reading(options):
+    model, x = nn.Sequential(nn.Linear(4, 4), UsesItsInputTwice()), torch.randn(2, 3, 4)
+    with hl.capture(model, "1:grad_input", **options) as record:
+        torch.func.jacrev(model)(x)
+    assert "1:grad_input" in repr(record)
+    with pytest.raises(hl.ValueChanged, match=r"inside a transform of torch\.func"):
+        record["1:grad_input"]

@@ -652,6 +652,40 @@ structures = st.recursive(
 )
 
 
+class Named:
+    def __str__(self):
+        return "named"
+
+
+def test_keys_that_have_the_same_text_are_different_parts():
+    first, second = Named(), Named()
+    keys = [None, "None", 7, "7", (0, 1), "(0, 1)", first, second]
+
+    class Keyed(nn.Module):
+        def forward(self, x):
+            return {key: x * n for n, key in enumerate(keys, 1)}
+
+    model = nn.Sequential(Keyed())
+    x = torch.ones(2, requires_grad=True)
+    with hl.capture(model, "0", "0:grad_output") as record:
+        output = model(x)
+        sum(value.sum() * n for n, value in enumerate(output.values())).backward()
+    assert [value[0].item() for value in record["0:grad_output"].values()] == [*range(len(keys))]
+    paths = [path for path, _ in leaves(record["0"])]
+    assert paths == [
+        ("None at 0",), ("None",), (7,), ("7",), ("(0, 1) at 4",), ("(0, 1)",), ("named at 6",),
+        ("named at 7",),
+    ]  # fmt: skip
+    for n, path in enumerate(paths):
+        place = "0" + show_path(path)
+        assert record[place] is output[keys[n]]
+        with hl.edit(model, place, hl.add(100.0)):
+            edited = model(x)
+        for key in keys:
+            assert torch.equal(edited[key], output[key] + (100.0 if key is keys[n] else 0.0)), key
+    assert_clean(model)
+
+
 def same(one, other):
     if isinstance(one, Tensor):
         return isinstance(other, Tensor) and torch.equal(one, other)

@@ -791,6 +791,25 @@ def test_an_edit_of_an_operation_with_out_is_written_there(size):
         assert torch.equal(model(x), (x.exp() + 1) * 2)
 
 
+@pytest.mark.parametrize("size", [2, 0])
+@pytest.mark.parametrize("returned", [True, False])
+@pytest.mark.parametrize("place", ["/max[0]", "/max[values]", "/max:input"])
+def test_an_edit_of_an_operation_with_several_outs_is_written_to_them(place, returned, size):
+    class Model(nn.Module):
+        def forward(self, x):
+            values, indices = torch.empty(size), torch.empty(size, dtype=torch.int64)
+            result = torch.max(x, 1, out=(values, indices))
+            assert result[0] is values
+            assert result.indices is indices
+            return tuple(result) if returned else (values, indices)
+
+    model, x = Model(), torch.randn(2, 3)
+    with hl.edit(model, place, hl.add(1.0)):
+        values, indices = model(x)
+    assert torch.equal(values, x.max(1).values + 1)
+    assert torch.equal(indices, x.max(1).indices)
+
+
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 def test_an_edit_of_what_an_assignment_writes_to_lets_it_be_written(mode):
     class Model(nn.Module):

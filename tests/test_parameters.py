@@ -14,6 +14,7 @@ import pytest
 import torch
 from helpers import assert_clean, assert_same_state, bits, state_bits
 from torch import nn
+from torch.nn.utils import prune
 
 import hookline as hl
 
@@ -1218,6 +1219,54 @@ def test_replacements_may_be_removed_in_any_order():
     assert model[1] is old
 
 
+class KeepsItTwice(nn.Module):
+    """Also keeps a module in a plain list, where torch does not see it."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
+        self.hidden = [self.first]
+
+    def forward(self, x):
+        return self.second(self.hidden[0](x))
+
+
+def test_replace_module_tells_that_the_model_went_on_with_the_old_one():
+    model, x = KeepsItTwice(), torch.randn(1, 2)
+    told = r"put at 'first'\. The model called the old one 2×.* nn\.ModuleList"
+    with pytest.raises(hl.ChangeError, match=told):
+        with hl.replace_module(model, "first", nn.Identity()):
+            model(x), model(x)
+    with hl.replace_module(model, "second", nn.Identity()):
+        assert torch.equal(model(x), model.first(x))
+    assert_clean(model)
+
+
+def test_calls_of_a_replaced_module_by_others_than_the_model_are_no_error():
+    class Wrapper(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = [inner]
+
+        def forward(self, x):
+            return self.inner[0](x) * 2
+
+    model, x = nn.Sequential(nn.Linear(2, 2), nn.ReLU()), torch.randn(1, 2)
+    old, plain = model[0], model[0](x)
+    with hl.replace_module(model, "0", Wrapper):
+        assert torch.equal(model(x), (plain * 2).relu())
+    with hl.replace_module(model, "0", lambda old: old):
+        assert torch.equal(model(x), plain.relu())
+    with hl.replace_module(model, "0", nn.Identity()):
+        assert torch.equal(model(x), x.relu())
+        assert torch.equal(old(x), plain)
+        copied = copy.deepcopy(old)
+    assert torch.equal(copied(x), plain)
+    assert_clean(model)
+    assert_clean(old)
+    assert_clean(copied)
+
+
 def test_replace_module_takes_containers():
     model = Blocks()
     old = model.layers
@@ -1339,3 +1388,40 @@ def test_an_array_in_the_place_of_a_module_is_refused_as_what_it_is():
     with pytest.raises(hl.ChangeError, match="is a ndarray"):
         hl.replace_module(model, "0", torch.ones(3).numpy()).attach()
     assert_clean(model)
+
+
+def test_a_parameter_without_data_is_not_edited():
+    with torch.device("meta"):
+        model = nn.Linear(2, 2)
+    with pytest.raises(hl.NotHookable, match=r"meta device, without data.*Load it all before"):
+        hl.edit(model, "weight", hl.zero()).attach()
+    assert_clean(model)
+
+
+def test_an_offloaded_parameter_is_not_edited_in_vain():
+    accelerate = pytest.importorskip("accelerate")
+    model, x = nn.Sequential(nn.Linear(2, 2), nn.ReLU()), torch.randn(1, 2)
+    plain = model(x)
+    accelerate.cpu_offload(model, execution_device="cpu")
+    with pytest.raises(hl.NotHookable, match="offloaded meanwhile"):
+        with hl.edit(model, "0.weight", hl.zero()):
+            model(x)
+    assert torch.equal(model(x), plain)
+    with hl.edit(model, "0", hl.zero()):
+        assert not model(x).any()
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated:FutureWarning")
+@pytest.mark.parametrize(
+    ("make", "closest"),
+    [
+        (nn.utils.weight_norm, "weight_g"),
+        (nn.utils.spectral_norm, "weight_orig"),
+        (lambda layer: prune.random_unstructured(layer, "weight", 0.5), "weight_orig"),
+    ],
+)
+def test_a_weight_that_is_computed_at_each_call_is_told_with_what_it_is_made_of(make, closest):
+    model = nn.Sequential(make(nn.Linear(3, 3)))
+    told = f"'weight' is there as a plain tensor.*computed at each call.*'0.{closest}'"
+    with pytest.raises(hl.PlaceNotFound, match=told):
+        hl.edit(model, "0.weight", hl.zero()).attach()

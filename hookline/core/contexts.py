@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import sys
-import types
 import warnings
 from typing import Any, Self
 
@@ -94,12 +93,7 @@ class Entering:
         self._enter(attached=False)
         return self._result()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: types.TracebackType | None,
-    ) -> bool | None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool | None:
         opened = self._open
         if opened:
             self._leave()
@@ -111,7 +105,7 @@ class Entering:
             self._verify()
         return None
 
-    def _failed(self, error: BaseException, trace: types.TracebackType | None) -> bool | None:
+    def _failed(self, error: BaseException, trace: Any) -> bool | None:
         """Called after the block if something was raised in it; true if that is over now."""
         if type(error).__module__ == "torch._dynamo.exc":
             error.add_note(

@@ -77,11 +77,8 @@ class Context(Entering, Generic[T]):
         self._taps, self._sites, self._handles, self._names = {}, {}, Handles(), None
         self._requests = self._resolve()
         if not [request for request in self._requests if request.modules or request.targets]:
-            raise PlaceError(
-                f"{self._verb} was given no place.",
-                "Nothing would happen.",
-                "Name places after the model, such as '**' for every module.",
-            )
+            remedy = "Name places after the model, such as '**' for every module."
+            raise PlaceError(f"{self._verb} was given no place.", "Nothing would happen.", remedy)
         if attached:
             refuse(target for request in self._requests for target in request.targets)
         self._serial = next(SERIALS)
@@ -323,11 +320,9 @@ class _HookTap(Tap):
     def receive(self, value: Any, index: int, recomputed: bool, frame: Frame | None) -> Any:
         self.seen += 1
         self.fired += 1
+        call = [Call(self, index, recomputed, frame)] if self.wants_call else []
         try:
-            if self.wants_call:
-                new = self.function(value, Call(self, index, recomputed, frame))
-            else:
-                new = self.function(value)
+            new = self.function(value, *call)
         except BaseException as error:
             add_place(error, self)
             raise

@@ -26,7 +26,7 @@ from hookline.core.recomputation import in_backward
 from hookline.core.sites import ACTIVE, Site
 from hookline.errors import NotHookable
 from hookline.places.resolution import Target
-from hookline.values.nested import leaves, map_leaves
+from hookline.values.nested import leaves, map_leaves, set_part
 
 __all__ = ["Mode", "Operation", "innermost", "name_of", "not_called", "refuse"]
 
@@ -155,12 +155,12 @@ class Mode(TorchFunctionMode):
         """Call a function between what the operations do before and after it."""
         # Its frame is never a local of its own: such a circle holds all callers until it is broken.
         given, taps = (args, kwargs), [t for o in operations for t in (*o.inputs, *o.outputs)]
-        target = _target(func, args, kwargs) if any(tap.replaces for tap in taps) else None
+        written = _written(func, args, kwargs) if any(tap.replaces for tap in taps) else []
         # What works in place is often called without use of what it returns. Where values are to be
         # changed it works on a copy, which the backward may need as it is, as after `relu_`.
-        if target is not None:
-            own = target.clone()
-            args, kwargs = map_leaves(lambda leaf: own if leaf is target else leaf, given)
+        if written:
+            own = {id(tensor): tensor.clone() for tensor in written}
+            args, kwargs = map_leaves(lambda leaf: own.get(id(leaf), leaf), given)
         for operation in operations:
             new = operation.begin(func, args, kwargs, sys._getframe())
             args, kwargs = new or (args, kwargs)
@@ -168,19 +168,24 @@ class Mode(TorchFunctionMode):
         for operation in operations:
             new = operation.end(output, sys._getframe())
             output = output if new is None else new
-        made: Any = args[0] if output is None and args else output  # `x[0] = y` returns nothing
-        if target is not None and made.shape != target.shape:  # as after `unsqueeze_`
+        if not written:
+            return output
+        found = leaves(args[0] if output is None and args else output)  # `x[0] = y` returns nothing
+        made = list(zip(written, found, strict=False))
+        if any(new.shape != tensor.shape for tensor, (_, new) in made):  # as after `unsqueeze_`
             func(*given[0], **given[1])
-        return output if target is None else target.copy_(made)
+        for tensor, (path, new) in made:
+            output = set_part(output, path, tensor.copy_(new))
+        return output
 
 
-def _target(func: Any, args: Any, kwargs: Any) -> Tensor | None:
-    """The tensor that a function writes to, if it is such a function."""
+def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """The tensors that a function writes to, if it is such a function."""
     found = kwargs.get("out")
     given = arguments.bind(func, args, kwargs)
     if given.get("inplace") or name_of(func).endswith(("_", "setitem")):
         found = args[0] if args else given.get("input")
-    return found if isinstance(found, Tensor) else None
+    return [tensor for _, tensor in leaves(found)]
 
 
 class _Thread(threading.local):

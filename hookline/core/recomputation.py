@@ -2,6 +2,7 @@
 
 - `Regions`: the calls of one site inside checkpointed regions, and which of them comes again
 - `around_region(frame)`: if what is saved for the backward is for such a region, what it is in
+- `running(frame)`: the modules that run
 - `awaited(what)`: the error if such a region will run again when that is too late
 - `in_backward()`: the number of the backward that runs in this thread, or -1
 - `saving(True)`: the saved-tensor hooks that are in force, if any
@@ -25,7 +26,7 @@ from torch.utils import checkpoint
 
 from hookline.errors import ChangeError
 
-__all__ = ["Regions", "around_region", "awaited", "in_backward", "saving"]
+__all__ = ["Regions", "around_region", "awaited", "in_backward", "running", "saving"]
 
 in_backward: Callable[[], int] = torch._C._current_graph_task_id
 _CALL = nn.Module._call_impl.__code__
@@ -104,14 +105,17 @@ def awaited(what: str) -> ChangeError:
 def around_region(frame: FrameType) -> set[int] | None:
     """If what is saved now, seen from this frame, is for a region: the modules that run, by id."""
     near = [frame, frame.f_back, frame.f_back and frame.f_back.f_back]  # torch's stand between
-    if not any(one and one.f_code.co_filename == checkpoint.__file__ for one in near):
-        return None
+    inside = any(one and one.f_code.co_filename == checkpoint.__file__ for one in near)
+    return running(frame) if inside else None
+
+
+def running(frame: FrameType | None) -> set[int]:
+    """The modules that run, seen from this frame, by id."""
     found: set[int] = set()
-    above: FrameType | None = frame
-    while above is not None:
-        if above.f_code is _CALL:
-            found.add(id(above.f_locals["self"]))
-        above = above.f_back
+    while frame is not None:
+        if frame.f_code is _CALL:
+            found.add(id(frame.f_locals["self"]))
+        frame = frame.f_back
     return found
 
 

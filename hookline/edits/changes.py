@@ -78,7 +78,8 @@ class Change:
         floats = torch.can_cast(torch.float32, value.dtype)
         if own is None or (floats and isinstance(own, (int, float, complex))):
             return own
-        own = own if isinstance(own, Tensor) else torch.as_tensor(own)  # an array, a list
+        if not isinstance(own, Tensor):  # an array, a list
+            own = torch.as_tensor(own, device="cpu")  # the default device may hold no data
         # In a narrow dtype of whole numbers torch would let what is too large wrap around.
         wide = value.dtype if floats or value.dtype is torch.bool else torch.int64
         own = _cast(own, wide).to(value.device)
@@ -156,5 +157,7 @@ class replace(Change):
     def apply(self, value: Tensor, call: Call) -> Tensor:
         # Python's own numbers have more digits than torch gives them.
         wide: dict[type, torch.dtype] = {float: torch.float64, complex: torch.complex128}
-        own = torch.as_tensor(self.values, dtype=wide.get(type(self.values)))
+        own = self.values
+        if not isinstance(own, Tensor):
+            own = torch.as_tensor(own, dtype=wide.get(type(own)), device="cpu")
         return self._fit(own, value, call).clone()

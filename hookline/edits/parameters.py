@@ -144,6 +144,9 @@ def swap(taps: Iterable[Tap], undo: Undo, attached: bool) -> Saving | None:
         asked = f"The value of {str(tap.place)!r} was to be changed."
         if tensor is None or nn.parameter.is_lazy(tensor):
             raise NotHookable(asked, "It has none yet: it is lazy.", "Run the model once before.")
+        if tensor.is_meta:
+            found = "It is on the meta device, without data: not loaded, or offloaded meanwhile."
+            raise NotHookable(asked, found, "Load it all before, or edit what the module returns.")
         gathered = is_gathered(tap.target.module) and isinstance(tensor, nn.Parameter)
         if gathered or placements(tensor) is not None:
             found = "It is kept in shards, one on each rank, which cannot be swapped."

@@ -232,7 +232,7 @@ class remove_direction(Change):
 
     def __post_init__(self) -> None:
         if not isinstance(self.direction, Tensor):  # an array, a list
-            object.__setattr__(self, "direction", torch.as_tensor(self.direction))
+            object.__setattr__(self, "direction", torch.as_tensor(self.direction, device="cpu"))
         if self.direction.ndim != 1 or not float(self.direction.detach().abs().sum()) > 0:
             found = f"It has the shape {tuple(self.direction.shape)}, or is zero."
             raise ChangeError("remove_direction was given no direction.", found, "Give a vector.")
@@ -289,8 +289,9 @@ class patch(Change):
     def apply(self, value: Tensor, call: Call) -> Tensor:
         source = call.place if self.place is None else self.place
         own = only_tensor(self.record.of_call(source, call.index), f"The value at {source!r}")[1]
-        at, sliced = getattr(call._tap, "at", None), self.record._is_sliced(source)
-        if at is None and sliced and own.shape != value.shape:  # it might fit by chance
+        at, (sliced, kept) = getattr(call._tap, "at", None), self.record._slicing(source)
+        other = repr(at) != repr(kept) and (at is None or not callable(kept))
+        if sliced and other and own.shape != value.shape:  # it might fit by chance
             found = f"The record holds a slice of the value there, of shape {tuple(own.shape)}."
             raise self._unfit(call, found, "Give the edit the same at=, or replace(record[place]).")
         if sliced is None:  # the record does not know

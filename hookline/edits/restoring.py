@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import warnings
 import weakref
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 
 from hookline.core.attaching import Anchored
 from hookline.core.gathering import gatherer, is_gathered, reshard
-from hookline.core.recomputation import awaited
+from hookline.core.recomputation import awaited, running
 from hookline.core.sites import Site
 from hookline.edits.parameters import Swap, Undo, mark
 from hookline.errors import ChangeError, HooklineWarning, NotHookable, PlaceError, PlaceNotFound
@@ -176,6 +177,20 @@ def _geometry(tensor: Tensor) -> Any:
     return tensor.dtype, tensor.size(), tensor.stride(), tensor.data_ptr()
 
 
+class _Replaced(Site):
+    """At a module that was replaced: counts its calls by the model, not those by the new one."""
+
+    def __init__(self, context: replace_module, old: nn.Module, new: nn.Module, asked: str) -> None:
+        super().__init__(old, weakref.ref(context), None)
+        self.model, self.new, self.asked = context._model, new, asked
+
+    def rest(self, module: nn.Module, args: Any) -> None:
+        super().rest(module, args)
+        if module is self.module:
+            held = running(sys._getframe(1))
+            self.count += id(self.model) in held and id(self.new) not in held
+
+
 class replace_module(_PutsBack):
     """Another module in the place of one, wherever the old one is used.
 
@@ -191,6 +206,9 @@ class replace_module(_PutsBack):
         where: a place, a module type or anything else that `select` takes.
         new: the module to put there, or a function that makes one from the old one. One with
             parameters or buffers can stand at one place only, unless a function gives it.
+
+    If the model calls the old one all the same, since it keeps it in a plain list, too, that is an
+    error at the end of the `with`.
     """
 
     _verb = "replace_module"
@@ -222,14 +240,19 @@ class replace_module(_PutsBack):
             for table in tables:
                 for name in [name for name, child in table.items() if child is old]:
                     Swap(table, name).put(new, self._undo)
-            if not isinstance(new, torch.jit.ScriptModule):
-                site = Site(new, weakref.ref(self), None)
-                site.counted = True  # also where a checkpoint will call it again
-                self._sites.append(site)
-                self._undo.append(partial(site.unregister, new))
-                site.register(new)
+            site = Site(new, weakref.ref(self), None)
+            site.counted = True  # also where a checkpoint will call it again
+            for module, one in (new, site), (old, _Replaced(self, old, new, asked)):
+                if not isinstance(module, torch.jit.ScriptModule):
+                    self._sites.append(one)
+                    self._undo.append(partial(one.unregister, module))
+                    one.register(module)
 
     def _verify(self) -> None:
         for site in self._sites:
+            if isinstance(site, _Replaced) and site.count:
+                found = f"The model called the old one {site.count}×, which it has elsewhere, too."
+                remedy = "Keep modules in nn.ModuleList or nn.ModuleDict, not in plain lists."
+                raise ChangeError(site.asked, found, remedy)
             if site.regions is not None and site.regions.awaiting():
                 raise awaited(f"replace_module let {type(site.module).__name__} be called")

@@ -223,7 +223,11 @@ class _Query:
             if callable(getattr(type(owner), name, None)):  # a quantised module packs its weight
                 call = f"hookline.get_module(model, {'.'.join(above)!r}).{name}()"
                 return _nothing(request, f"{name!r} is a method there.", f"Call {call}.")
-            if getattr(owner, name, 0) is None:
+            there: Any = getattr(owner, name, 0)
+            if isinstance(there, Tensor):  # of weight_norm, spectral_norm or pruning, say
+                found = f"{name!r} is there as a plain tensor, perhaps computed at each call. "
+                found += _closest(self.model, text, names)
+            elif there is None:
                 found = f"{name!r} is there, but it is None."
         for path, module in find(self.model, names)[:1] if request.port in TENSOR_PORTS else ():
             within = f"it holds '{join(escape(path), '**')}:{request.port}'."

@@ -110,22 +110,10 @@ class capture(Context[CaptureTap]):
     def record(self) -> Record:
         """What was captured since the last entering."""
         if self._record is None:
-            raise NotCaptured(
-                "The record of a capture was asked for.",
-                "It was never entered.",
-                "Use it in a `with` statement, or call .attach().",
-            )
+            asked = "The record of a capture was asked for."
+            remedy = "Use it in a `with` statement, or call .attach()."
+            raise NotCaptured(asked, "It was never entered.", remedy)
         return self._record
-
-    def attach(self) -> capture:
-        """Capture from now on, until `remove()`; `record` holds what came so far."""
-        if getattr(self, "_options", PLAIN).stop:
-            self._entered = True
-            raise ValueError(
-                "stop=True was asked for together with attach(). Every forward would end early. "
-                "Use it in a `with` statement."
-            )
-        return super().attach()
 
     def _tap(self, target: Target, ref: weakref.ref[Context[Any]]) -> CaptureTap:
         check_at(self._options.at, target)
@@ -188,6 +176,11 @@ class capture(Context[CaptureTap]):
 
     def _prepare_stop(self) -> None:
         self._waiting = len(self._taps)
+        if self._attached:
+            raise ValueError(
+                "stop=True was asked for together with attach(). Every forward would end early. "
+                "Use it in a `with` statement."
+            )
         if any("grad" in tap.target.port for tap in self._taps.values()):
             raise ValueError(
                 "stop=True was asked for at a gradient place. Gradients come after the forward. "
@@ -227,11 +220,8 @@ class capture(Context[CaptureTap]):
         return super()._failed(error, trace)
 
     def _verify(self) -> None:
-        silent = bool(self._taps)
         one = len(self._requests) == 1 and not self._requests[0].literal
-        for log in self._logs.values():
-            silent = silent or log.silent(one)
-        if not silent:
+        if not (self._taps or any(log.silent(one) for log in self._logs.values())):
             return
         try:
             if self._stopping:

@@ -10,6 +10,7 @@ import copy
 import itertools
 import weakref
 from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass, field
 from operator import itemgetter
 from types import MappingProxyType
 from typing import Any, Literal, cast
@@ -23,7 +24,7 @@ from hookline.core.taps import KEEP, Frame, Tap, add_place
 from hookline.places.resolution import Target
 from hookline.values.nested import Path, map_leaves, set_part
 from hookline.values.shards import layouts, local
-from hookline.values.snapshots import duplicate, gradient_snapshot, settle, snapshot
+from hookline.values.snapshots import duplicate, gradient_snapshot, settle, snapshot, unreadable
 
 __all__ = ["PLAIN", "WHOLE", "CaptureTap", "Keep", "Kept", "Options"]
 
@@ -42,25 +43,21 @@ _FORGOTTEN = (
 )
 
 
+@dataclass(slots=True, eq=False)
 class Options:
     """How values are kept."""
 
-    __slots__ = ("at", "derives", "detach", "device", "dtype", "keep", "stop", "transform")
+    at: Any
+    transform: Callable[[Any], Any] | None
+    detach: bool
+    device: torch.device | str | None
+    dtype: torch.dtype | None
+    keep: Keep
+    stop: bool
+    derives: bool = field(init=False)  # whether something else is kept than the value itself
 
-    def __init__(
-        self,
-        at: Any,
-        transform: Callable[[Any], Any] | None,
-        detach: bool,
-        device: torch.device | str | None,
-        dtype: torch.dtype | None,
-        keep: Keep,
-        stop: bool,
-    ) -> None:
-        self.at, self.transform, self.detach = at, transform, detach
-        self.device, self.dtype, self.stop = device, dtype, stop
-        self.keep: Keep = keep
-        self.derives = not (at is transform is device is dtype is None)
+    def __post_init__(self) -> None:
+        self.derives = not (self.at is self.transform is self.device is self.dtype is None)
 
     def keeps(self, value: Any, freeze: Callable[[Tensor], Tensor] = snapshot) -> Kept:
         """What to keep of a value: attached if it requires grad, else a snapshot."""
@@ -236,8 +233,10 @@ class CaptureTap(Tap):
             self.fired += 1
         if path in parts and self.target.port.startswith("grad_input"):
             grad = parts[path][0] + grad  # the shares of an input come one by one
-        # Shares are summed as they are; what is derived of them is derived on gathering.
-        options = PLAIN if (index, path) in self.shared else self.options
+        # Shares are summed as they are; what is derived of them is derived on gathering. Of what
+        # cannot be read nothing is derived.
+        plain = (index, path) in self.shared or unreadable(grad, None, None)
+        options = PLAIN if plain else self.options
         try:
             parts[path] = options.keeps(grad, gradient_snapshot)
         except Exception as error:
@@ -264,7 +263,8 @@ class CaptureTap(Tap):
     def _gather(self, call: int, parts: dict[Path, Kept]) -> Kept:
         shape, groups = self.shapes.get(call, WHOLE)
         for path in [path for path in parts if (call, path) in self.shared]:
-            parts = {**parts, path: self.options.keeps(parts[path][0])}
+            if unreadable(parts[path][0], None, None) is None:
+                parts = {**parts, path: self.options.keeps(parts[path][0])}
         if () in parts:
             return parts[()]
         checks: dict[int, Any] = {}

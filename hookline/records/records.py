@@ -179,12 +179,11 @@ class Record:
         remedy = "Capture a run with the same calls, and one backward for each; or give the value."
         raise NotCaptured(asked, f"The record holds {len(found)} values of that call.", remedy)
 
-    def _is_sliced(self, where: Any) -> bool | None:
-        """Whether what is kept at a place is a slice of the value; None if that is not known."""
+    def _slicing(self, where: Any) -> tuple[bool | None, Any]:
+        """Whether what is kept at a place is a slice of the value, and which; None: not known."""
         options = self._find(where)[0].options
-        if options.at is not None:
-            return True
-        return None if options.transform is not None or self._model is None else False
+        unknown = options.transform is not None or self._model is None
+        return options.at is not None or (None if unknown else False), options.at
 
     def tensor(self, where: Any) -> Tensor:
         """The only tensor in the value at a place; an error that lists the parts otherwise."""

@@ -74,7 +74,8 @@ def children(value: Any) -> list[tuple[Part, Any]] | None:
         if isinstance(value, _ATOMS):
             return None
         if isinstance(value, (dict, Mapping)):
-            return [(k if type(k) in (int, str) else str(k), value[k]) for k in value]
+            found = [(k if type(k) in (int, str) else str(k), value[k]) for k in value]
+            return found if len(dict(found)) == len(found) else _told_apart(value, found)
         if isinstance(value, (list, tuple, deque)):
             return list(zip(getattr(kind, "_fields", range(len(value))), value, strict=True))
         if isinstance(value, (Distribution, SimpleNamespace)):
@@ -84,6 +85,17 @@ def children(value: Any) -> list[tuple[Part, Any]] | None:
         return [(f.name, getattr(value, f.name)) for f in fields if hasattr(value, f.name)]
     except Exception:  # noqa: BLE001 - an object that cannot be walked is opaque
         return None
+
+
+def _told_apart(keys: Any, items: list[tuple[Part, Any]]) -> list[tuple[Part, Any]]:
+    """The items of a mapping of which some keys, as None and "None", have the same text: those
+    that are no text get their position, too.
+    """
+    parts = [part for part, _ in items]
+    return [
+        (part if type(key) in (int, str) or parts.count(part) == 1 else f"{part} at {n}", item)
+        for n, (key, (part, item)) in enumerate(zip(keys, items, strict=True))
+    ]
 
 
 def leaves(value: Any, path: Path = (), above: tuple[int, ...] = ()) -> list[tuple[Path, Tensor]]:

@@ -114,6 +114,11 @@ def unreadable(tensor: Tensor, version: int | None, twin: Tensor | None) -> tupl
             "It was captured inside a transform of torch.func, which is over: it lives no longer.",
             "Return it from the transformed function, or capture outside.",
         )
+    if _functorch.is_legacy_batchedtensor(tensor):
+        return (
+            "It came in torch.autograd.grad(..., is_grads_batched=True), and lives no longer.",
+            "Give the rows of grad_outputs one by one, each in a backward of its own.",
+        )
     if version is not None:
         plain = tensor.layout is torch.strided and not tensor.is_meta and tensor.numel()
         if plain and not tensor.untyped_storage().nbytes():  # before it is compared with a twin
