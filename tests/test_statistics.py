@@ -381,13 +381,17 @@ def test_foreign_files_are_errors(tmp_path):
     assert isinstance(hl.Statistic.load(tmp_path), hl.TopK)
 
 
-def test_the_value_is_only_read_and_the_default_device_does_not_matter():
+def test_the_value_is_only_read_and_the_default_device_does_not_matter(tmp_path):
     x = torch.randn(4, 3, requires_grad=True)
     kept = x.detach().clone()
     torch.set_default_device("meta")
     try:
         results = [kind.fresh().update(x).result for kind in KINDS.values()]
         merged = [kind.fresh().update(x).merge(kind.fresh().update(x)) for kind in KINDS.values()]
+        results += [kind.fresh().result for kind in KINDS.values()]
+        for name, kind in KINDS.items():
+            kind.fresh().update(x).save(tmp_path / name)
+            results.append(hl.Statistic.load(tmp_path / name).result)
     finally:
         torch.set_default_device(None)
     for result in results:
