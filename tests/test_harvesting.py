@@ -397,6 +397,38 @@ def test_places_of_a_glob_where_nothing_happens_are_warned_of(data, to):
         hl.harvest(model, data, "0.unused", to=to / "other", quiet=True)
 
 
+class LargeBatches(nn.Module):
+    """Runs its second layer on large batches only."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.h = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x):
+        x = self.h[0](x)
+        return self.h[2](self.h[1](x) if len(x) > 2 else x)
+
+
+def test_a_harvest_goes_on_with_the_places_that_it_began_with(data, to):
+    model, batches = LargeBatches().eval(), [data[0][:2], *data]
+    with pytest.raises(Stopped), pytest.warns(hl.HooklineWarning, match=r"Nothing .* 'h.1'"):
+        hl.harvest(model, stopping(batches, 3), "h.*", to=to, quiet=True)
+    store = hl.harvest(model, batches, "h.*", to=to, quiet=True)
+    assert store.places() == ["h.0", "h.2"]
+    assert_same(store, seen_by_torch(model, batches, "h.0", "h.2"))
+
+
+def test_a_place_that_does_not_fire_when_a_harvest_goes_on_is_an_error(data, to):
+    model, batches = LargeBatches().eval(), [*data[:3], data[3][:2], *data[4:]]
+    with pytest.raises(Stopped):
+        hl.harvest(model, stopping(batches, 3), "h.*", to=to, quiet=True)
+    for _ in range(2):
+        with pytest.raises(hl.NeverFired, match=r"'h.1'"):
+            hl.harvest(model, batches, "h.*", to=to, quiet=True)
+    assert_same(hl.Store.open(to), seen_by_torch(model, batches[:3], "h.0", "h.1", "h.2"))
+
+
 def test_training_mode_is_warned_of(data, to):
     with pytest.warns(hl.HooklineWarning, match="training mode: '1'"):
         hl.harvest(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), data, "0", to=to, quiet=True)

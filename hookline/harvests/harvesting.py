@@ -122,8 +122,7 @@ class _Harvest:
         refuse_changes(folder, self.wanted)
         before = earlier(folder, rank)
         self.before, self.mark = before, before.mark
-        varying = {series.place for series in before.series if series.part == "offsets"}
-        taker.whole = {series.place for series in before.series} - varying
+        taker.go_on(before.series)
         self.share = Share(rank, world, self.mark.get("batch", -1))
         self.numbered = before.samples  # samples that have an id, of a single rank
         self.sizes: dict[Any, int] = {}  # in batch 0, of the tensors that may hold the samples

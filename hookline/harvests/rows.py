@@ -26,6 +26,7 @@ from hookline.listings import select
 from hookline.places.resolution import Place, Where
 from hookline.records.captures import capture
 from hookline.records.records import Record
+from hookline.storage.files import Series
 from hookline.trials.batches import call as run
 from hookline.trials.batches import refuse_padding
 from hookline.values.nested import Path, leaves, map_leaves, only_tensor
@@ -65,7 +66,8 @@ class Taking:
             return None
         found = _lookup(batch, self.mask, "mask")
         try:
-            mask = torch.as_tensor(found) != 0
+            # A list is not made where the default device is, which may be another one.
+            mask = torch.as_tensor(found, device=getattr(found, "device", "cpu")) != 0
         except (TypeError, ValueError, RuntimeError):
             raise _misgiven("mask", found, "batch × position") from None
         if mask.ndim != 2:
@@ -107,13 +109,20 @@ class Taker:
         self.model, self.taking = model, taking
         self._where = settled(where)
         self.asked = _places(model, self._where)
-        self.places: list[Place] = []  # those that fire; empty before the first batch
+        self.places: list[Place] = []  # those that fire, as far as that is known
+        self._begun = False
         self.whole: set[str] = set()  # with a mask: places that are known to have no positions
         self.stops = taking.stop is True
         self._device = _device(model)
         self._aside = _aside(model, taking)
         _refuse_spread(model)
         _warn_of_training(model)
+
+    def go_on(self, stored: list[Series]) -> None:
+        """Take the places that are stored already, whichever fire in the first batch now."""
+        kept = {series.place for series in stored if series.part == "rows"}
+        self.whole = kept - {series.place for series in stored if series.part == "offsets"}
+        self.places = [place for place in self.asked if str(place) in kept]
 
     def take(self, batch: Any) -> Taken:
         """Run the model on a batch."""
@@ -124,7 +133,7 @@ class Taker:
             at, mask = last_token(self._needed(mask)), None
         with _noted(batch if taking.forward is None else None):
             record = self._record(batch, at)
-        first = not self.places
+        first = not self._begun
         if first:
             self._settle(record)
         values = {str(place): self._value(record, place) for place in self.places}
@@ -165,6 +174,7 @@ class Taker:
 
     def _settle(self, record: Record) -> None:
         """After the first batch: which places there are, and whether the forward may stop."""
+        self._begun = True
         self.places = record.places()
         silent = record.unfired()
         if silent:
