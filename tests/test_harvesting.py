@@ -1208,10 +1208,9 @@ def test_a_small_batch_before_the_last_needs_ids_on_several_ranks(sizes, known, 
     assert len(store) == sum(sizes)
 
 
-@pytest.mark.parametrize("make", [str, lambda n: n - 9], ids=["words", "negative"])
-def test_top_samples_are_counted_on_one_rank_and_need_numbers_on_several(make, data, to):
+def test_top_samples_with_words_are_counted_on_one_rank_and_need_numbers_on_several(data, to):
     def ids(batch):
-        return [make(n) for n in range(len(batch))]
+        return [str(n) for n in range(len(batch))]
 
     given = {"ids": ids, "statistics": [hl.TopK(k=1)], "quiet": True}
     with as_rank(1, 2), pytest.raises(hl.HarvestError, match=r"whole number from 0 on"):
@@ -1220,6 +1219,19 @@ def test_top_samples_are_counted_on_one_rank_and_need_numbers_on_several(make, d
     store = hl.harvest(small(), data, "0", to=to, **given)
     best = hl.Measurements.load(to / "statistics")["0"]["topk"].ids[0]
     assert torch.equal(best, store["0"][:].argmax(0))
+
+
+@pytest.mark.parametrize("negative", [0, 3])
+def test_top_samples_are_never_counted_in_one_batch_and_named_in_another(negative, data, to):
+    def ids(batch):
+        number = next(n for n, one in enumerate(data) if one is batch)
+        return [-n - 1 if number == negative else 100 + n for n in range(len(batch))]
+
+    given = {"ids": ids, "quiet": True}
+    with pytest.raises(hl.HarvestError, match=r"Some of their ids are negative.*leave out TopK"):
+        hl.harvest(small(), data, "0", to=to, statistics=[hl.TopK(k=1)], **given)
+    store = hl.harvest(small(), data, "0", to=to, statistics=[hl.Mean()], **given)
+    assert len(store) == 50
 
 
 def test_samples_are_numbered_by_the_tensor_that_holds_them(data, to):

@@ -57,12 +57,17 @@ class Measuring:
                 )
 
     def check(self, ids: Any) -> None:
-        """An error if top samples could not be told from those of other ranks."""
-        ranked = any(isinstance(one, TopK) for one in self._kinds.values()) and self._world > 1
-        if ranked and ids is not None and numbers_of(ids) is None:
+        """An error if top samples could not be told from others; on one rank words are counted."""
+        ranked = any(isinstance(one, TopK) for one in self._kinds.values())
+        if not ranked or ids is None or numbers_of(ids) is not None:
+            return
+        words = all(isinstance(one, str) for one in ids)
+        if self._world > 1 or not words:
             raise HarvestError(
-                f"The samples with the top values were to be found on {self._world} ranks.",
-                "Their ids are words, or negative: each rank would count its samples from 0.",
+                "The samples with the top values were to be found.",
+                f"Their ids are words: each of {self._world} ranks would count its own from 0."
+                if words
+                else "Some of their ids are negative.",
                 "Give each sample a whole number from 0 on as its id, or leave out TopK.",
             )
 
