@@ -1320,6 +1320,14 @@ def test_modules_that_have_no_shapes_yet_have_a_fingerprint():
     assert fingerprint(nn.LazyLinear(3)) == fingerprint(nn.LazyLinear(4))
 
 
+def test_a_model_whose_weights_would_be_drawn_at_each_start_is_refused(data, to):
+    for layer in (nn.LazyLinear(3), nn.LazyBatchNorm1d(affine=False)):
+        model = nn.Sequential(nn.ReLU(), layer)
+        with pytest.raises(hl.HarvestError, match=r"'1\.(weight|running_mean)' has no shape yet"):
+            hl.harvest(model, data, "0", to=to, quiet=True)
+    assert not to.exists()
+
+
 def test_functions_and_slices_are_told_apart():
     a, b = (lambda v: v[:, 0]), (lambda v: v[:, 1])
     things = [

@@ -22,7 +22,7 @@ from hookline.core.hooks import settled
 from hookline.display import warn_outside
 from hookline.edits.ready_slices import last_token
 from hookline.errors import HarvestError
-from hookline.listings import select
+from hookline.harvests.checks import places_in, refuse_unfit, warn_of_order, warn_of_training
 from hookline.places.resolution import Place, Where
 from hookline.records.captures import capture
 from hookline.records.records import Record
@@ -108,15 +108,15 @@ class Taker:
             model = cast("nn.Module", model.module)
         self.model, self.taking = model, taking
         self._where = settled(where)
-        self.asked = _places(model, self._where)
+        self.asked = places_in(model, self._where)
         self.places: list[Place] = []  # those that fire, as far as that is known
         self._begun = False
         self.whole: set[str] = set()  # with a mask: places that are known to have no positions
         self.stops = taking.stop is True
         self._device = _device(model)
         self._aside = _aside(model, taking)
-        _refuse_spread(model)
-        _warn_of_training(model)
+        refuse_unfit(model)
+        warn_of_training(model)
 
     def go_on(self, stored: list[Series]) -> None:
         """Take the places that are stored already, whichever fire in the first batch now."""
@@ -152,7 +152,7 @@ class Taker:
             )
         samples = next(iter(counts.values()))
         if first and ids is None and taking.at is taking.transform is taking.forward is None:
-            _warn_of_order(batch, samples)
+            warn_of_order(sizes_in(batch).values(), samples)
         return Taken(rows, samples, ids)
 
     def _record(self, batch: Any, at: Any) -> Record:
@@ -216,29 +216,6 @@ class Taker:
                 "Give mask=, such as mask='attention_mask'.",
             )
         return mask
-
-
-def _places(model: nn.Module, where: Where) -> list[Place]:
-    places = select(model, where)
-    for place in places:
-        if "grad" in place.port or place.port == "value":
-            raise HarvestError(
-                f"A harvest of {str(place)!r} was asked for.",
-                "It is a gradient." if "grad" in place.port else "It is the same for every batch.",
-                "Name outputs or inputs of modules. Only the forward runs.",
-            )
-    return places
-
-
-def _refuse_spread(model: nn.Module) -> None:
-    """Ranks that hold parts of one model must run in step, and here each runs for itself."""
-    for name, parameter in cast("Iterable[tuple[str, Tensor]]", model.named_parameters()):
-        if hasattr(parameter, "placements"):
-            raise HarvestError(
-                f"A harvest of a {type(model).__name__} was asked for.",
-                f"Its parameter {name!r} is spread over ranks, which would have to run in step.",
-                "Give each rank a whole model, or capture batch by batch into a Store.",
-            )
 
 
 def _kept(value: Tensor, mask: Tensor, whole: bool) -> Tensor | list[Tensor]:
@@ -372,28 +349,3 @@ def _noted(batch: Any) -> Generator[None]:
                 "if it holds labels too, pass forward=lambda model, batch: model(batch['x'])."
             )
         raise
-
-
-def _warn_of_order(batch: Any, samples: int) -> None:
-    """Warn of rows that nobody brought to the front, and that are as many as nothing in a batch."""
-    sizes = sorted(set(sizes_in(batch).values()))
-    if sizes and samples not in sizes:
-        warn_outside(
-            f"The tensors of the first batch have {' or '.join(map(str, sizes))} in their first "
-            f"dimension, and the values {samples}: these may not be samples, and would be numbered "
-            "as such. Bring samples to the front with transform=, or give ids=."
-        )
-
-
-def _warn_of_training(model: nn.Module) -> None:
-    def random(module: nn.Module) -> bool:
-        drops = isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
-        return module.training and (drops or isinstance(module, nn.modules.batchnorm._NormBase))
-
-    modules = cast("Iterable[tuple[str, nn.Module]]", model.named_modules())
-    found = [name for name, module in modules if random(module)]
-    if found:
-        warn_outside(
-            f"The model is in training mode: {found[0]!r} makes values that depend on chance or on "
-            f"the rest of the batch. Call model.eval() first."
-        )
