@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from faults import Doing
 from helpers import assert_clean, assert_same_state, state_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -580,6 +581,20 @@ def test_a_mask_that_marks_padding_in_torch_is_refused_by_name(tmp_path):
     given["mask"] = lambda batch: ~batch["src_key_padding_mask"]
     found = hl.measure(model, "linear1", data=[batch], **given)
     assert found.statistics["linear1"]["mean"].count[0] == 2
+
+
+@pytest.mark.parametrize("padding", [float("-inf"), -3.4e38, float("nan"), -100])
+def test_a_mask_that_is_added_to_scores_is_refused(padding, tmp_path):
+    mask = torch.tensor([[0, 0, padding]])
+    batch = {"x": torch.randn(1, 3, 4), "mask": mask}
+    given = {"statistics": [hl.Mean()], "mask": lambda batch: batch["mask"]}
+    model = Doing(lambda x, mask: x)
+    with pytest.raises(hl.StatisticsError, match=r"negative or NaN.*nonzero for tokens"):
+        hl.measure(model, "", data=[batch], **given)
+    with pytest.raises(hl.HarvestError, match=r"negative or NaN.*nonzero for tokens"):
+        hl.harvest(model, [batch], "", to=tmp_path / "acts", **given)
+    given["mask"] = lambda batch: batch["mask"] == 0
+    assert hl.measure(model, "", data=[batch], **given).statistics[""]["mean"].count[0] == 2
 
 
 def test_calls_of_other_threads_are_not_measured(model):

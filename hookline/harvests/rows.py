@@ -26,6 +26,7 @@ from hookline.harvests.checks import places_in, refuse_unfit, warn_of_order, war
 from hookline.places.resolution import Place, Where
 from hookline.records.captures import capture
 from hookline.records.records import Record
+from hookline.statistics.masks import is_added
 from hookline.storage.files import Series
 from hookline.trials.batches import call as run
 from hookline.trials.batches import refuse_padding
@@ -67,16 +68,19 @@ class Taking:
         found = _lookup(batch, self.mask, "mask")
         try:
             # A list is not made where the default device is, which may be another one.
-            mask = torch.as_tensor(found, device=getattr(found, "device", "cpu")) != 0
+            mask = torch.as_tensor(found, device=getattr(found, "device", "cpu"))
         except (TypeError, ValueError, RuntimeError):
             raise _misgiven("mask", found, "batch × position") from None
-        if mask.ndim != 2:
+        added = is_added(mask)
+        if mask.ndim != 2 or added:
             raise HarvestError(
                 f"The mask {self.mask!r} was to say which positions are kept.",
-                f"It has the shape {tuple(mask.shape)}.",
+                f"It has the shape {tuple(mask.shape)}."
+                if not added
+                else "Some numbers in it are negative or NaN.",
                 "Give batch × position, nonzero for tokens and zero for padding.",
             )
-        return mask
+        return mask != 0
 
     def ids_of(self, batch: Any) -> Any:
         """The ids that the caller gives the samples; None if they are to be numbered."""
