@@ -31,6 +31,7 @@ from hookline.harvests import batches as harvest_batches
 from hookline.harvests import plans as harvest_plans
 from hookline.harvests import progress as harvest_progress
 from hookline.harvests import rows as harvest_rows
+from hookline.harvests import statistics as harvest_statistics
 from hookline.harvests.fingerprints import digest, fingerprint, spell
 from hookline.storage import shards as store_shards
 from hookline.storage import writing as store_writing
@@ -1014,6 +1015,22 @@ def test_statistics_are_those_of_the_rows_also_after_a_crash(lost, data, to):
     assert torch.equal(rows[ids[0], torch.arange(6)], rows.max(0).values)
     counted = torch.stack([torch.histc(column, 64, -3.0, 3.0) for column in rows.T])
     assert found["0"]["histogram"].counts.sum() == counted.sum()
+
+
+@pytest.mark.parametrize("make", [str, int])
+def test_ids_are_read_back_a_part_at_a_time(make, data, to, monkeypatch):
+    numbers = iter(range(100, 300))
+    batches = [{"input": x, "ids": [make(next(numbers)) for _ in x]} for x in data]
+    given = {"ids": "ids", "to": to, "quiet": True}
+    store = hl.harvest(small(), batches, "0", **given)
+    expected = [one for batch in batches for one in batch["ids"]]
+    assert store.ids == expected
+    monkeypatch.setattr(hl.Store, "ids", None)  # all of them may be more than memory holds
+    monkeypatch.setattr(harvest_statistics, "_AT_ONCE", 7)
+    hl.harvest(small(), batches, "0", statistics=[hl.TopK(k=1)], **given)
+    best = hl.Measurements.load(to / "statistics")["0"]["topk"].ids[0]
+    rows = store["0"][:].argmax(0)
+    assert torch.equal(best, rows if make is str else rows + 100)
 
 
 def test_statistics_leave_out_padding_and_know_positions(to):

@@ -109,12 +109,10 @@ class Measuring:
             except StatisticsError:  # half written, or of other statistics: made again
                 self.found, self.samples = Measurements(), 0
         store = Store(self._folder, {}, [index])
-        ids = store.ids if self.samples < index.samples else None
         while self.samples < index.samples:
             stop = min(self.samples + _AT_ONCE, index.samples)
             rows: Rows = {place: store[place][self.samples : stop] for place in store.places()}
-            names = None if ids is None else ids[self.samples : stop]
-            self.update(rows, stop - self.samples, names)
+            self.update(rows, stop - self.samples, store.ids_between(self.samples, stop))
 
     def _put(self, saved: Measurements, committed: int) -> None:
         """Take what was saved, if it is of the same kinds and of no more than was committed."""
