@@ -1262,6 +1262,20 @@ def test_samples_are_numbered_by_the_tensor_that_holds_them(data, to):
     assert torch.equal(store["0"][order], seen_by_torch(small(), data, "0")["0"])
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_data_that_begins_anywhere_needs_ids_on_several_ranks(rank, data, to):
+    def begun(first):
+        return iter(data[first:])
+
+    match = r"function of the number to begin with.*Give ids=, or a function without an argument"
+    with as_rank(rank, 2), pytest.raises(hl.HarvestError, match=match):
+        hl.harvest(small(), begun, "0", to=to, quiet=True)
+    assert not to.exists()
+    with as_rank(1, 2):
+        store = hl.harvest(small(), lambda: begun(0), "0", to=to, quiet=True)
+    assert store.ids[:8] == list(range(8, 16))
+
+
 def test_where_it_is_not_clear_which_tensor_holds_the_samples_ids_are_needed(data, to):
     batches = [{"steps": torch.arange(2), "x": data[0]}, {"steps": torch.arange(2), "x": data[6]}]
     given = {"forward": lambda model, batch: model(batch["x"]), "quiet": True}

@@ -293,7 +293,9 @@ class _Harvest:
         found = set(self.sizes.values())
         if len(found) != 1 or samples > max(found):
             shown = " or ".join(map(str, sorted(found))) or "nobody knows how many"
-            raise self._unnumbered(number, f"It has {samples}; the first batch has {shown}.")
+            told = f"It has {samples}; the first batch has {shown}"
+            told += ", as the data is a function of the number to begin with" * self.source.skips
+            raise self._unnumbered(number, f"{told}.")
         if samples < max(found):
             self.short = number
             self._refuse_behind_short(self.source.last)
@@ -309,5 +311,7 @@ class _Harvest:
         return HarvestError(
             f"The samples of batch {number} were to be numbered, on {self.world} ranks.",
             found,
-            "Let all batches but the last have the same size, or give ids=.",
+            "Give ids=, or a function without an argument."
+            if self.source.skips
+            else "Let all batches but the last have the same size, or give ids=.",
         )
