@@ -3,6 +3,7 @@
 import errno
 import io
 import json
+import multiprocessing
 import os
 import re
 import shutil
@@ -1641,6 +1642,21 @@ def test_killed_harvests_lose_nothing_and_are_completed(tmp_path):
 @pytest.mark.timeout(600)
 def test_many_killed_harvests_lose_nothing_and_are_completed(tmp_path):
     kill_harvests(tmp_path, rounds=150, seed=1)
+
+
+def test_the_workers_of_a_loader_end_with_a_harvest_that_fails(data, to):
+    def forward(model, batch):
+        if len(forward.seen) == 3:
+            raise Stopped
+        forward.seen.append(batch)
+        return model(batch)
+
+    forward.seen = []
+    loader = DataLoader(torch.cat(data), batch_size=4, num_workers=1)
+    with pytest.raises(Stopped) as caught:
+        hl.harvest(small(), loader, "0", to=to, forward=forward, quiet=True)
+    assert caught.value  # which holds its frames, as a notebook holds the last error
+    assert not multiprocessing.active_children()
 
 
 @pytest.mark.parametrize("recurs", [True, False])

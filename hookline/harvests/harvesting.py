@@ -8,8 +8,8 @@ docs/harvesting.md tells the rest: padding, statistics, many ranks, and the arit
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -133,8 +133,11 @@ class _Harvest:
     def run(self) -> None:
         """Write what is missing of this rank's share, and finish."""
         self.source.begin(self.share.rank if self.share.last < 0 else self.share.last)
+        with closing(self._batches()) as batches:  # else an error keeps workers that load them
+            self._run(batches)
+
+    def _run(self, batches: Iterator[tuple[int, Any]]) -> None:
         length = self.source.length
-        batches = self._batches()
         begun = [self._item(*first) for first in islice(batches, 1)]
         if begun:
             self._plan(begun[0][2], length)
@@ -233,7 +236,7 @@ class _Harvest:
 
     # -- the batches, and that they are the same --------------------------------------------------
 
-    def _batches(self) -> Iterator[tuple[int, Any]]:
+    def _batches(self) -> Generator[tuple[int, Any]]:
         """The batches that this rank takes. Before the first one, all checks have been made."""
         number = -1
         checked = self.share.last < 0
