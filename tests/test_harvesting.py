@@ -1093,6 +1093,14 @@ def test_statistics_of_a_part_are_not_given_as_those_of_the_whole(first, data, t
         assert json.loads((to / "harvest.json").read_text())["statistics"] == "statistics"
 
 
+@pytest.mark.parametrize("name", ["measurements.json", "measurements.safetensors"])
+def test_statistics_that_are_damaged_are_made_again(name, data, to):
+    given = {"to": to, "quiet": True, "statistics": [hl.Mean()]}
+    hl.harvest(small(), data, "0", **given)
+    (to / "statistics" / name).write_bytes(b"")
+    check_mean(to, hl.harvest(small(), data, "0", **given))
+
+
 def test_statistics_of_rows_instead_of_columns_are_there_as_well(data, to):
     store = hl.harvest(small(), data[:6], "0", to=to, quiet=True, statistics=[hl.Mean(dim=0)])
     found = hl.Measurements.load(to / "statistics")["0"]["mean"]

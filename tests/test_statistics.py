@@ -813,8 +813,21 @@ def test_foreign_measurements_are_errors(model, tmp_path):
         path.write_text(json.dumps(content | {"places": places}))
         with pytest.raises(hl.StatisticsError):
             hl.Measurements.load(tmp_path)
+    renamed = {"statistics": {"meam": row["statistics"]["mean"]}}
+    for places in ([row | renamed], [], [row | {"statistics": {}}]):
+        path.write_text(json.dumps(content | {"places": places}))
+        with pytest.raises(hl.StatisticsError, match="tensors of '0/mean', which are not listed"):
+            hl.Measurements.load(tmp_path)
     with pytest.raises(hl.StatisticsError, match="no file"):
         hl.Measurements.load(tmp_path / "nowhere")
+
+
+def test_a_file_that_says_nothing_of_its_tensors_is_an_error(tmp_path):
+    hl.Mean().update(torch.ones(2, 3)).save(tmp_path)
+    path = tmp_path / "statistic.json"
+    path.write_text(path.read_text().replace("tensors", "tensorz"))
+    with pytest.raises(hl.StatisticsError, match="does not say whether it has tensors"):
+        hl.Mean.load(tmp_path)
 
 
 def test_what_is_no_statistic_is_refused_and_nothing_is_left(model):

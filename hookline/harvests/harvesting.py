@@ -24,7 +24,7 @@ from hookline.harvests.plans import describe, plan_for, refuse_changes
 from hookline.harvests.progress import Progress
 from hookline.harvests.ranks import earlier, finish, open_writer, unfinish
 from hookline.harvests.rows import Taken, Taker, Taking, rows_in, sizes_in
-from hookline.harvests.statistics import Measuring, statistics_path
+from hookline.harvests.statistics import Measuring, are_sound
 from hookline.harvests.writing import Background
 from hookline.places.resolution import Where
 from hookline.statistics.measuring import Statistics
@@ -174,7 +174,7 @@ class _Harvest:
     def _is_complete(self) -> bool:
         """Whether there is nothing to write, so that the folder may even be a sealed one."""
         measured = self.measuring is None or (
-            self.mark.get("kinds") == self.measuring.kinds and statistics_path(self.folder).is_dir()
+            self.mark.get("kinds") == self.measuring.kinds and are_sound(self.folder)
         )
         return self._is_done() and measured and (self.folder / "harvest.json").exists()
 

@@ -2,6 +2,7 @@
 
 - `Measuring`: takes in the rows of a rank as they are committed
 - `merge_ranks(folder, ranks)`: those of all ranks as one
+- `are_sound(folder)`: whether those that are there can be read
 - `keep_whole(folder, samples)`: whether those that are there are of all samples
 
 What is measured is what is stored, so that it can always be made again from the store: what was
@@ -27,7 +28,7 @@ from hookline.statistics.measuring import Measurements, Statistics
 from hookline.storage.files import read_index
 from hookline.storage.store import Store
 
-__all__ = ["Measuring", "keep_whole", "merge_ranks", "statistics_path"]
+__all__ = ["Measuring", "are_sound", "keep_whole", "merge_ranks", "statistics_path"]
 
 _EVERY = 30.0  # seconds between two saves
 _AT_ONCE = 1024  # samples that are read back together
@@ -136,6 +137,15 @@ def merge_ranks(folder: Path, ranks: int) -> bool:
         found.merge(Measurements.load(statistics_path(folder, rank)))
     found.save(statistics_path(folder))
     return bool(found.statistics)
+
+
+def are_sound(folder: Path) -> bool:
+    """Whether there are statistics of all ranks that can be read."""
+    try:
+        Measurements.load(statistics_path(folder))
+    except StatisticsError:
+        return False
+    return True
 
 
 def keep_whole(folder: Path, samples: int) -> bool:
