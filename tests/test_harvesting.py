@@ -16,6 +16,7 @@ import warnings
 import weakref
 from collections import OrderedDict
 from contextlib import contextmanager, nullcontext
+from datetime import date
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -1393,6 +1394,54 @@ def test_batches_are_told_apart():
     ]  # fmt: skip
     assert len({digest(one) for one in things}) == len(things)
     assert [*map(digest, odd_batches(x))] == [*map(digest, odd_batches(x))]
+
+
+class Held:
+    """What a batch of another library may be: arrays somewhere in its attributes."""
+
+    def __init__(self, inside):
+        self.inside, self.me = inside, self
+
+
+def many_held(inside):
+    """Objects each of which leads to all others."""
+    others = [Held(None) for _ in range(20)]
+    for one in others:
+        one.inside = others
+    return [others, inside]
+
+
+class Picture:
+    """Known to numpy only, as an image of Pillow is."""
+
+    def __init__(self, array):
+        self.__array_interface__ = array.__array_interface__
+        self.kept = (array,)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda n: [Path(f"{n}.png")],
+        lambda n: Picture(np.full((2, 2), n)),
+        lambda n: Held(Held({"x": [torch.full((3,), n)]})),
+        lambda n: Held(many_held(torch.full((3,), n))),
+        lambda n: {"days": [date(2020, 1, n)]},
+        lambda n: bytearray([n]),
+        lambda n: {str(n), "a", "b", "c"},
+        lambda n: range(n),
+    ],
+    ids=["path", "picture", "held", "many", "date", "bytes", "set", "range"],
+)
+def test_batches_of_objects_are_told_apart(make, data, to):
+    assert digest(make(1)) == digest(make(1)) != digest(make(2))
+    batches = [{"input": x, "own": make(n + 1)} for n, x in enumerate(data)]
+    given = {"forward": lambda model, batch: model(batch["input"]), "to": to, "quiet": True}
+    with pytest.raises(Stopped):
+        hl.harvest(small(), stopping(batches, 3), "0", **given)
+    batches[2]["own"] = make(20)
+    with pytest.raises(hl.HarvestError, match="Batch 2, the last one that was stored, differs"):
+        hl.harvest(small(), batches, "0", **given)
 
 
 def odd_batches(x):
