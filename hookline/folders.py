@@ -176,7 +176,9 @@ def _read(
     if content.get("version") != _VERSION:
         version = f"It has the version {content.get('version')!r}; this hookline reads {_VERSION}."
         refuse(version, "Use the hookline that wrote it.")
-    digest = content.get("tensors")
+    if "tensors" not in content:
+        refuse(f"{path.name} does not say whether it has tensors.")
+    digest = content["tensors"]
     if digest is None:
         return content, {}
     path = path.with_suffix(".safetensors")

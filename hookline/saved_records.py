@@ -44,9 +44,9 @@ def save_record(record: Record, folder: str | Path) -> Path:
 
     Values are written detached, from whichever device; of a DTensor this rank's part. Tuples, lists
     and dicts stay what they are (keys that are neither strings nor integers become strings); named
-    tuples, dataclasses and the like are read again as dicts, and an object that holds no tensors is
-    kept as its repr. A value that changed since it was captured is refused, as it is on reading,
-    and so is a folder that holds a store or a run.
+    tuples, dataclasses and the like are read again as dicts, and of any other object, such as a
+    numpy array or a cache of keys and values, only the repr is kept. A value that changed since it
+    was captured is refused, as it is on reading, and so is a folder that holds a store or a run.
     """
     held = "store" if (Path(folder) / "store.json").is_file() else ""
     held = held or ("run" if segments_in(Path(folder)) else "")

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from test_harvesting import check_mean, small
+from test_harvesting import LargeBatches, check_mean, small
 from torch import nn
 
 import hookline as hl
@@ -218,6 +218,28 @@ def test_an_id_that_stands_twice_in_a_batch_is_stored_once(tmp_path):
     store = hl.Store.open(tmp_path)
     assert store.ids == [3, 1, 2]
     assert torch.equal(store["0"][:], rows_of(3, 1, 2))
+
+
+def test_an_actor_goes_on_with_the_places_that_it_began_with(tmp_path):
+    def begin():
+        return Harvester(LargeBatches, "h.*", tmp_path, ids="id", inputs="x")
+
+    one = begin()
+    with pytest.warns(hl.HooklineWarning, match=r"Nothing .* 'h.1'"):
+        one(batch(0, 1))
+    one.close()
+    one = begin()
+    one(batch(2, 3, 4))
+    one.close()
+    store = hl.Store.open(tmp_path)
+    assert (store.places(), store.ids) == (["h.0", "h.2"], [0, 1, 2, 3, 4])
+
+
+def test_a_folder_that_cannot_be_written_to_is_told_of_at_once(tmp_path):
+    taken = tmp_path / "file"
+    taken.touch()
+    with pytest.raises(hl.StoreError, match=r"The system says: (File exists|Not a directory)"):
+        harvester(taken)
 
 
 # Ray itself: see also examples/18_harvest_ray.py, which test_examples.py runs

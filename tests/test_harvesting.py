@@ -3,6 +3,7 @@
 import errno
 import io
 import json
+import multiprocessing
 import os
 import re
 import shutil
@@ -15,6 +16,7 @@ import warnings
 import weakref
 from collections import OrderedDict
 from contextlib import contextmanager, nullcontext
+from datetime import date
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,6 +33,7 @@ from hookline.harvests import batches as harvest_batches
 from hookline.harvests import plans as harvest_plans
 from hookline.harvests import progress as harvest_progress
 from hookline.harvests import rows as harvest_rows
+from hookline.harvests import statistics as harvest_statistics
 from hookline.harvests.fingerprints import digest, fingerprint, spell
 from hookline.storage import shards as store_shards
 from hookline.storage import writing as store_writing
@@ -395,6 +398,38 @@ def test_places_of_a_glob_where_nothing_happens_are_warned_of(data, to):
     assert store.places() == ["1"]
     with pytest.raises(hl.NeverFired):
         hl.harvest(model, data, "0.unused", to=to / "other", quiet=True)
+
+
+class LargeBatches(nn.Module):
+    """Runs its second layer on large batches only."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.h = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x):
+        x = self.h[0](x)
+        return self.h[2](self.h[1](x) if len(x) > 2 else x)
+
+
+def test_a_harvest_goes_on_with_the_places_that_it_began_with(data, to):
+    model, batches = LargeBatches().eval(), [data[0][:2], *data]
+    with pytest.raises(Stopped), pytest.warns(hl.HooklineWarning, match=r"Nothing .* 'h.1'"):
+        hl.harvest(model, stopping(batches, 3), "h.*", to=to, quiet=True)
+    store = hl.harvest(model, batches, "h.*", to=to, quiet=True)
+    assert store.places() == ["h.0", "h.2"]
+    assert_same(store, seen_by_torch(model, batches, "h.0", "h.2"))
+
+
+def test_a_place_that_does_not_fire_when_a_harvest_goes_on_is_an_error(data, to):
+    model, batches = LargeBatches().eval(), [*data[:3], data[3][:2], *data[4:]]
+    with pytest.raises(Stopped):
+        hl.harvest(model, stopping(batches, 3), "h.*", to=to, quiet=True)
+    for _ in range(2):
+        with pytest.raises(hl.NeverFired, match=r"'h.1'"):
+            hl.harvest(model, batches, "h.*", to=to, quiet=True)
+    assert_same(hl.Store.open(to), seen_by_torch(model, batches[:3], "h.0", "h.1", "h.2"))
 
 
 def test_training_mode_is_warned_of(data, to):
@@ -984,6 +1019,22 @@ def test_statistics_are_those_of_the_rows_also_after_a_crash(lost, data, to):
     assert found["0"]["histogram"].counts.sum() == counted.sum()
 
 
+@pytest.mark.parametrize("make", [str, int])
+def test_ids_are_read_back_a_part_at_a_time(make, data, to, monkeypatch):
+    numbers = iter(range(100, 300))
+    batches = [{"input": x, "ids": [make(next(numbers)) for _ in x]} for x in data]
+    given = {"ids": "ids", "to": to, "quiet": True}
+    store = hl.harvest(small(), batches, "0", **given)
+    expected = [one for batch in batches for one in batch["ids"]]
+    assert store.ids == expected
+    monkeypatch.setattr(hl.Store, "ids", None)  # all of them may be more than memory holds
+    monkeypatch.setattr(harvest_statistics, "_AT_ONCE", 7)
+    hl.harvest(small(), batches, "0", statistics=[hl.TopK(k=1)], **given)
+    best = hl.Measurements.load(to / "statistics")["0"]["topk"].ids[0]
+    rows = store["0"][:].argmax(0)
+    assert torch.equal(best, rows if make is str else rows + 100)
+
+
 def test_statistics_leave_out_padding_and_know_positions(to):
     model, batches = Token(), texts(LENGTHS)
     store = hl.harvest(
@@ -1041,6 +1092,14 @@ def test_statistics_of_a_part_are_not_given_as_those_of_the_whole(first, data, t
         store = hl.harvest(small(), data, "0", to=to, quiet=True, statistics=kinds)
         check_mean(to, store)
         assert json.loads((to / "harvest.json").read_text())["statistics"] == "statistics"
+
+
+@pytest.mark.parametrize("name", ["measurements.json", "measurements.safetensors"])
+def test_statistics_that_are_damaged_are_made_again(name, data, to):
+    given = {"to": to, "quiet": True, "statistics": [hl.Mean()]}
+    hl.harvest(small(), data, "0", **given)
+    (to / "statistics" / name).write_bytes(b"")
+    check_mean(to, hl.harvest(small(), data, "0", **given))
 
 
 def test_statistics_of_rows_instead_of_columns_are_there_as_well(data, to):
@@ -1176,10 +1235,9 @@ def test_a_small_batch_before_the_last_needs_ids_on_several_ranks(sizes, known, 
     assert len(store) == sum(sizes)
 
 
-@pytest.mark.parametrize("make", [str, lambda n: n - 9], ids=["words", "negative"])
-def test_top_samples_are_counted_on_one_rank_and_need_numbers_on_several(make, data, to):
+def test_top_samples_with_words_are_counted_on_one_rank_and_need_numbers_on_several(data, to):
     def ids(batch):
-        return [make(n) for n in range(len(batch))]
+        return [str(n) for n in range(len(batch))]
 
     given = {"ids": ids, "statistics": [hl.TopK(k=1)], "quiet": True}
     with as_rank(1, 2), pytest.raises(hl.HarvestError, match=r"whole number from 0 on"):
@@ -1188,6 +1246,19 @@ def test_top_samples_are_counted_on_one_rank_and_need_numbers_on_several(make, d
     store = hl.harvest(small(), data, "0", to=to, **given)
     best = hl.Measurements.load(to / "statistics")["0"]["topk"].ids[0]
     assert torch.equal(best, store["0"][:].argmax(0))
+
+
+@pytest.mark.parametrize("negative", [0, 3])
+def test_top_samples_are_never_counted_in_one_batch_and_named_in_another(negative, data, to):
+    def ids(batch):
+        number = next(n for n, one in enumerate(data) if one is batch)
+        return [-n - 1 if number == negative else 100 + n for n in range(len(batch))]
+
+    given = {"ids": ids, "quiet": True}
+    with pytest.raises(hl.HarvestError, match=r"Some of their ids are negative.*leave out TopK"):
+        hl.harvest(small(), data, "0", to=to, statistics=[hl.TopK(k=1)], **given)
+    store = hl.harvest(small(), data, "0", to=to, statistics=[hl.Mean()], **given)
+    assert len(store) == 50
 
 
 def test_samples_are_numbered_by_the_tensor_that_holds_them(data, to):
@@ -1199,6 +1270,20 @@ def test_samples_are_numbered_by_the_tensor_that_holds_them(data, to):
     assert sorted(store.ids) == list(range(50))
     order = torch.tensor(store.ids).argsort()
     assert torch.equal(store["0"][order], seen_by_torch(small(), data, "0")["0"])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_data_that_begins_anywhere_needs_ids_on_several_ranks(rank, data, to):
+    def begun(first):
+        return iter(data[first:])
+
+    match = r"function of the number to begin with.*Give ids=, or a function without an argument"
+    with as_rank(rank, 2), pytest.raises(hl.HarvestError, match=match):
+        hl.harvest(small(), begun, "0", to=to, quiet=True)
+    assert not to.exists()
+    with as_rank(1, 2):
+        store = hl.harvest(small(), lambda: begun(0), "0", to=to, quiet=True)
+    assert store.ids[:8] == list(range(8, 16))
 
 
 def test_where_it_is_not_clear_which_tensor_holds_the_samples_ids_are_needed(data, to):
@@ -1276,6 +1361,14 @@ def test_modules_that_have_no_shapes_yet_have_a_fingerprint():
     assert fingerprint(nn.LazyLinear(3)) == fingerprint(nn.LazyLinear(4))
 
 
+def test_a_model_whose_weights_would_be_drawn_at_each_start_is_refused(data, to):
+    for layer in (nn.LazyLinear(3), nn.LazyBatchNorm1d(affine=False)):
+        model = nn.Sequential(nn.ReLU(), layer)
+        with pytest.raises(hl.HarvestError, match=r"'1\.(weight|running_mean)' has no shape yet"):
+            hl.harvest(model, data, "0", to=to, quiet=True)
+    assert not to.exists()
+
+
 def test_functions_and_slices_are_told_apart():
     a, b = (lambda v: v[:, 0]), (lambda v: v[:, 1])
     things = [
@@ -1301,6 +1394,54 @@ def test_batches_are_told_apart():
     ]  # fmt: skip
     assert len({digest(one) for one in things}) == len(things)
     assert [*map(digest, odd_batches(x))] == [*map(digest, odd_batches(x))]
+
+
+class Held:
+    """What a batch of another library may be: arrays somewhere in its attributes."""
+
+    def __init__(self, inside):
+        self.inside, self.me = inside, self
+
+
+def many_held(inside):
+    """Objects each of which leads to all others."""
+    others = [Held(None) for _ in range(20)]
+    for one in others:
+        one.inside = others
+    return [others, inside]
+
+
+class Picture:
+    """Known to numpy only, as an image of Pillow is."""
+
+    def __init__(self, array):
+        self.__array_interface__ = array.__array_interface__
+        self.kept = (array,)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda n: [Path(f"{n}.png")],
+        lambda n: Picture(np.full((2, 2), n)),
+        lambda n: Held(Held({"x": [torch.full((3,), n)]})),
+        lambda n: Held(many_held(torch.full((3,), n))),
+        lambda n: {"days": [date(2020, 1, n)]},
+        lambda n: bytearray([n]),
+        lambda n: {str(n), "a", "b", "c"},
+        lambda n: range(n),
+    ],
+    ids=["path", "picture", "held", "many", "date", "bytes", "set", "range"],
+)
+def test_batches_of_objects_are_told_apart(make, data, to):
+    assert digest(make(1)) == digest(make(1)) != digest(make(2))
+    batches = [{"input": x, "own": make(n + 1)} for n, x in enumerate(data)]
+    given = {"forward": lambda model, batch: model(batch["input"]), "to": to, "quiet": True}
+    with pytest.raises(Stopped):
+        hl.harvest(small(), stopping(batches, 3), "0", **given)
+    batches[2]["own"] = make(20)
+    with pytest.raises(hl.HarvestError, match="Batch 2, the last one that was stored, differs"):
+        hl.harvest(small(), batches, "0", **given)
 
 
 def odd_batches(x):
@@ -1558,6 +1699,21 @@ def test_killed_harvests_lose_nothing_and_are_completed(tmp_path):
 @pytest.mark.timeout(600)
 def test_many_killed_harvests_lose_nothing_and_are_completed(tmp_path):
     kill_harvests(tmp_path, rounds=150, seed=1)
+
+
+def test_the_workers_of_a_loader_end_with_a_harvest_that_fails(data, to):
+    def forward(model, batch):
+        if len(forward.seen) == 3:
+            raise Stopped
+        forward.seen.append(batch)
+        return model(batch)
+
+    forward.seen = []
+    loader = DataLoader(torch.cat(data), batch_size=4, num_workers=1)
+    with pytest.raises(Stopped) as caught:
+        hl.harvest(small(), loader, "0", to=to, forward=forward, quiet=True)
+    assert caught.value  # which holds its frames, as a notebook holds the last error
+    assert not multiprocessing.active_children()
 
 
 @pytest.mark.parametrize("recurs", [True, False])

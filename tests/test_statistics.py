@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from faults import Doing
 from helpers import assert_clean, assert_same_state, state_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -381,13 +382,17 @@ def test_foreign_files_are_errors(tmp_path):
     assert isinstance(hl.Statistic.load(tmp_path), hl.TopK)
 
 
-def test_the_value_is_only_read_and_the_default_device_does_not_matter():
+def test_the_value_is_only_read_and_the_default_device_does_not_matter(tmp_path):
     x = torch.randn(4, 3, requires_grad=True)
     kept = x.detach().clone()
     torch.set_default_device("meta")
     try:
         results = [kind.fresh().update(x).result for kind in KINDS.values()]
         merged = [kind.fresh().update(x).merge(kind.fresh().update(x)) for kind in KINDS.values()]
+        results += [kind.fresh().result for kind in KINDS.values()]
+        for name, kind in KINDS.items():
+            kind.fresh().update(x).save(tmp_path / name)
+            results.append(hl.Statistic.load(tmp_path / name).result)
     finally:
         torch.set_default_device(None)
     for result in results:
@@ -576,6 +581,20 @@ def test_a_mask_that_marks_padding_in_torch_is_refused_by_name(tmp_path):
     given["mask"] = lambda batch: ~batch["src_key_padding_mask"]
     found = hl.measure(model, "linear1", data=[batch], **given)
     assert found.statistics["linear1"]["mean"].count[0] == 2
+
+
+@pytest.mark.parametrize("padding", [float("-inf"), -3.4e38, float("nan"), -100])
+def test_a_mask_that_is_added_to_scores_is_refused(padding, tmp_path):
+    mask = torch.tensor([[0, 0, padding]])
+    batch = {"x": torch.randn(1, 3, 4), "mask": mask}
+    given = {"statistics": [hl.Mean()], "mask": lambda batch: batch["mask"]}
+    model = Doing(lambda x, mask: x)
+    with pytest.raises(hl.StatisticsError, match=r"negative or NaN.*nonzero for tokens"):
+        hl.measure(model, "", data=[batch], **given)
+    with pytest.raises(hl.HarvestError, match=r"negative or NaN.*nonzero for tokens"):
+        hl.harvest(model, [batch], "", to=tmp_path / "acts", **given)
+    given["mask"] = lambda batch: batch["mask"] == 0
+    assert hl.measure(model, "", data=[batch], **given).statistics[""]["mean"].count[0] == 2
 
 
 def test_calls_of_other_threads_are_not_measured(model):
@@ -794,8 +813,21 @@ def test_foreign_measurements_are_errors(model, tmp_path):
         path.write_text(json.dumps(content | {"places": places}))
         with pytest.raises(hl.StatisticsError):
             hl.Measurements.load(tmp_path)
+    renamed = {"statistics": {"meam": row["statistics"]["mean"]}}
+    for places in ([row | renamed], [], [row | {"statistics": {}}]):
+        path.write_text(json.dumps(content | {"places": places}))
+        with pytest.raises(hl.StatisticsError, match="tensors of '0/mean', which are not listed"):
+            hl.Measurements.load(tmp_path)
     with pytest.raises(hl.StatisticsError, match="no file"):
         hl.Measurements.load(tmp_path / "nowhere")
+
+
+def test_a_file_that_says_nothing_of_its_tensors_is_an_error(tmp_path):
+    hl.Mean().update(torch.ones(2, 3)).save(tmp_path)
+    path = tmp_path / "statistic.json"
+    path.write_text(path.read_text().replace("tensors", "tensorz"))
+    with pytest.raises(hl.StatisticsError, match="does not say whether it has tensors"):
+        hl.Mean.load(tmp_path)
 
 
 def test_what_is_no_statistic_is_refused_and_nothing_is_left(model):

@@ -238,6 +238,25 @@ def test_numpy_gets_its_own_dtypes_and_bf16_as_float32(tmp_path):
     assert store["v"].lengths().tolist() == [1, 0, 3, 2]
 
 
+def test_the_default_device_does_not_matter(tmp_path):
+    rows, words = torch.randn(4, 3), ["a", "b", "c", "d"]
+    torch.set_default_device("meta")
+    try:
+        with Store.create(tmp_path / "numbers") as writer:
+            writer.append({"x": rows}, ids=[5, 6, 7, 8])
+        with Store.create(tmp_path / "words") as writer:
+            writer.append({"x": [rows, rows[:0], rows[1:], rows]}, ids=words)
+        store, varying = Store.open(tmp_path / "numbers"), Store.open(tmp_path / "words")
+        assert (store.ids, varying.ids) == ([5, 6, 7, 8], words)
+        read = [store["x"][2:2], store["x"][[0, 1], [2, 0]], varying["x"][1], varying["x"].rows[:0]]
+    finally:
+        torch.set_default_device(None)
+    for found, expected in zip(
+        read, [rows[:0], rows[[0, 1], [2, 0]], rows[:0], rows[:0]], strict=True
+    ):
+        assert same(found, expected)
+
+
 def test_what_is_read_is_a_copy(counted):
     store = Store.open(counted)
     store["h.3"][4].zero_()
@@ -522,7 +541,10 @@ def test_what_safetensors_cannot_hold_is_refused(values, tmp_path):
     assert len(Store.open(tmp_path)) == 0
 
 
-@pytest.mark.parametrize("ids", [3, torch.tensor(3), np.array("a"), "ab", 1.5, [None, None]])
+@pytest.mark.parametrize(
+    "ids",
+    [3, torch.tensor(3), np.array("a"), "ab", 1.5, [None, None], [1, 2**64], [1, -(2**63) - 1]],
+)
 def test_ids_that_are_no_list_of_numbers_or_words_are_refused(tmp_path, ids):
     with Store.create(tmp_path) as writer, pytest.raises(StoreError, match="Cannot store these"):
         writer.append({"x": torch.ones(2)}, ids=ids)

@@ -10,8 +10,10 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from datetime import date, time, timedelta
 from functools import partial
 from types import CodeType
 from typing import Any, cast
@@ -28,6 +30,10 @@ from hookline.values.nested import children
 
 __all__ = ["bound", "digest", "fingerprint", "live_edits", "spell"]
 
+_SPELLED = (
+    str, bytes, bytearray, bool, int, float, complex, range, slice, date, time, timedelta,
+)  # fmt: skip
+_HELD = 256  # objects in a batch that are looked into
 _SAMPLED = 2048  # words of 8 bytes that are looked at one by one; of the others the sum
 
 
@@ -154,6 +160,26 @@ def _plain(array: np.ndarray[Any, Any]) -> Any:
         return str(array.dtype), array.shape, array.tobytes()
 
 
+def _is_array(value: Any) -> bool:
+    """Whether numpy can read it, as it can an image of Pillow."""
+    return hasattr(value, "__array_interface__") or hasattr(value, "__array__")
+
+
+def _arrays_in(thing: Any, met: dict[int, Any]) -> Iterator[tuple[str, Any]]:
+    """The tensors and arrays in the attributes of an object, and in what stands there."""
+    inside: Any = children(thing)
+    if inside is None:
+        inside = [*getattr(thing, "__dict__", {}).items()]
+    if not inside or id(thing) in met or len(met) == _HELD or isinstance(thing, nn.Module):
+        return
+    met[id(thing)] = thing
+    for part, item in inside:
+        if isinstance(item, (Tensor, np.ndarray)):
+            yield part, item
+        else:
+            yield from ((f"{part}.{name}", array) for name, array in _arrays_in(item, met))
+
+
 def digest(value: Any, seen: int = 0) -> int:
     """Of the tensors, arrays, numbers and words in a structure; of large ones a sample.
 
@@ -162,6 +188,8 @@ def digest(value: Any, seen: int = 0) -> int:
     >>> digest([torch.tensor([1, 2])]) == digest([torch.tensor([2, 1])])
     False
     """
+    if not isinstance(value, (Tensor, np.ndarray, np.generic)) and _is_array(value):
+        value = np.asarray(value)
     if isinstance(value, np.ndarray):
         array = cast("np.ndarray[Any, Any]", value)
         if array.dtype.kind in "biufc":
@@ -177,12 +205,15 @@ def digest(value: Any, seen: int = 0) -> int:
         value = (tuple(value.shape), whole.indices(), whole.values())
     if isinstance(value, Tensor):
         return zlib.crc32(f"{value.dtype}{tuple(value.shape)}".encode() + _content(value), seen)
-    if value is None or isinstance(value, (str, bytes, bool, int, float, complex)):
-        return zlib.crc32(repr(value).encode(), seen)
+    if isinstance(value, os.PathLike):
+        value = os.fspath(cast("os.PathLike[str]", value))
+    elif isinstance(value, (set, frozenset)):
+        value = _ordered(frozenset(cast("set[Any]", value)))
+    if value is None or isinstance(value, _SPELLED):
+        return zlib.crc32(repr(cast("Any", value)).encode(), seen)
     inside = children(value)
-    if inside is None:  # an object of another library: the tensors in its attributes
-        own = cast("dict[str, Any]", getattr(value, "__dict__", {}))
-        inside = [(k, own[k]) for k in own if isinstance(own[k], (Tensor, np.ndarray))]
+    if inside is None:  # an object of another library
+        inside = _arrays_in(value, {})
     for part, item in inside:
         seen = digest(item, zlib.crc32(str(part).encode(), seen))
     return seen

@@ -8,8 +8,8 @@ docs/harvesting.md tells the rest: padding, statistics, many ranks, and the arit
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -24,7 +24,7 @@ from hookline.harvests.plans import describe, plan_for, refuse_changes
 from hookline.harvests.progress import Progress
 from hookline.harvests.ranks import earlier, finish, open_writer, unfinish
 from hookline.harvests.rows import Taken, Taker, Taking, rows_in, sizes_in
-from hookline.harvests.statistics import Measuring, statistics_path
+from hookline.harvests.statistics import Measuring, are_sound
 from hookline.harvests.writing import Background
 from hookline.places.resolution import Where
 from hookline.statistics.measuring import Statistics
@@ -122,8 +122,7 @@ class _Harvest:
         refuse_changes(folder, self.wanted)
         before = earlier(folder, rank)
         self.before, self.mark = before, before.mark
-        varying = {series.place for series in before.series if series.part == "offsets"}
-        taker.whole = {series.place for series in before.series} - varying
+        taker.go_on(before.series)
         self.share = Share(rank, world, self.mark.get("batch", -1))
         self.numbered = before.samples  # samples that have an id, of a single rank
         self.sizes: dict[Any, int] = {}  # in batch 0, of the tensors that may hold the samples
@@ -134,8 +133,11 @@ class _Harvest:
     def run(self) -> None:
         """Write what is missing of this rank's share, and finish."""
         self.source.begin(self.share.rank if self.share.last < 0 else self.share.last)
+        with closing(self._batches()) as batches:  # else an error keeps workers that load them
+            self._run(batches)
+
+    def _run(self, batches: Iterator[tuple[int, Any]]) -> None:
         length = self.source.length
-        batches = self._batches()
         begun = [self._item(*first) for first in islice(batches, 1)]
         if begun:
             self._plan(begun[0][2], length)
@@ -172,7 +174,7 @@ class _Harvest:
     def _is_complete(self) -> bool:
         """Whether there is nothing to write, so that the folder may even be a sealed one."""
         measured = self.measuring is None or (
-            self.mark.get("kinds") == self.measuring.kinds and statistics_path(self.folder).is_dir()
+            self.mark.get("kinds") == self.measuring.kinds and are_sound(self.folder)
         )
         return self._is_done() and measured and (self.folder / "harvest.json").exists()
 
@@ -234,7 +236,7 @@ class _Harvest:
 
     # -- the batches, and that they are the same --------------------------------------------------
 
-    def _batches(self) -> Iterator[tuple[int, Any]]:
+    def _batches(self) -> Generator[tuple[int, Any]]:
         """The batches that this rank takes. Before the first one, all checks have been made."""
         number = -1
         checked = self.share.last < 0
@@ -294,7 +296,9 @@ class _Harvest:
         found = set(self.sizes.values())
         if len(found) != 1 or samples > max(found):
             shown = " or ".join(map(str, sorted(found))) or "nobody knows how many"
-            raise self._unnumbered(number, f"It has {samples}; the first batch has {shown}.")
+            told = f"It has {samples}; the first batch has {shown}"
+            told += ", as the data is a function of the number to begin with" * self.source.skips
+            raise self._unnumbered(number, f"{told}.")
         if samples < max(found):
             self.short = number
             self._refuse_behind_short(self.source.last)
@@ -310,5 +314,7 @@ class _Harvest:
         return HarvestError(
             f"The samples of batch {number} were to be numbered, on {self.world} ranks.",
             found,
-            "Let all batches but the last have the same size, or give ids=.",
+            "Give ids=, or a function without an argument."
+            if self.source.skips
+            else "Let all batches but the last have the same size, or give ids=.",
         )

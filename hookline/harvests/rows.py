@@ -22,10 +22,12 @@ from hookline.core.hooks import settled
 from hookline.display import warn_outside
 from hookline.edits.ready_slices import last_token
 from hookline.errors import HarvestError
-from hookline.listings import select
+from hookline.harvests.checks import places_in, refuse_unfit, warn_of_order, warn_of_training
 from hookline.places.resolution import Place, Where
 from hookline.records.captures import capture
 from hookline.records.records import Record
+from hookline.statistics.masks import is_added
+from hookline.storage.files import Series
 from hookline.trials.batches import call as run
 from hookline.trials.batches import refuse_padding
 from hookline.values.nested import Path, leaves, map_leaves, only_tensor
@@ -65,16 +67,20 @@ class Taking:
             return None
         found = _lookup(batch, self.mask, "mask")
         try:
-            mask = torch.as_tensor(found) != 0
+            # A list is not made where the default device is, which may be another one.
+            mask = torch.as_tensor(found, device=getattr(found, "device", "cpu"))
         except (TypeError, ValueError, RuntimeError):
             raise _misgiven("mask", found, "batch × position") from None
-        if mask.ndim != 2:
+        added = is_added(mask)
+        if mask.ndim != 2 or added:
             raise HarvestError(
                 f"The mask {self.mask!r} was to say which positions are kept.",
-                f"It has the shape {tuple(mask.shape)}.",
+                f"It has the shape {tuple(mask.shape)}."
+                if not added
+                else "Some numbers in it are negative or NaN.",
                 "Give batch × position, nonzero for tokens and zero for padding.",
             )
-        return mask
+        return mask != 0
 
     def ids_of(self, batch: Any) -> Any:
         """The ids that the caller gives the samples; None if they are to be numbered."""
@@ -106,14 +112,21 @@ class Taker:
             model = cast("nn.Module", model.module)
         self.model, self.taking = model, taking
         self._where = settled(where)
-        self.asked = _places(model, self._where)
-        self.places: list[Place] = []  # those that fire; empty before the first batch
+        self.asked = places_in(model, self._where)
+        self.places: list[Place] = []  # those that fire, as far as that is known
+        self._begun = False
         self.whole: set[str] = set()  # with a mask: places that are known to have no positions
         self.stops = taking.stop is True
         self._device = _device(model)
         self._aside = _aside(model, taking)
-        _refuse_spread(model)
-        _warn_of_training(model)
+        refuse_unfit(model)
+        warn_of_training(model)
+
+    def go_on(self, stored: list[Series]) -> None:
+        """Take the places that are stored already, whichever fire in the first batch now."""
+        kept = {series.place for series in stored if series.part == "rows"}
+        self.whole = kept - {series.place for series in stored if series.part == "offsets"}
+        self.places = [place for place in self.asked if str(place) in kept]
 
     def take(self, batch: Any) -> Taken:
         """Run the model on a batch."""
@@ -124,7 +137,7 @@ class Taker:
             at, mask = last_token(self._needed(mask)), None
         with _noted(batch if taking.forward is None else None):
             record = self._record(batch, at)
-        first = not self.places
+        first = not self._begun
         if first:
             self._settle(record)
         values = {str(place): self._value(record, place) for place in self.places}
@@ -143,7 +156,7 @@ class Taker:
             )
         samples = next(iter(counts.values()))
         if first and ids is None and taking.at is taking.transform is taking.forward is None:
-            _warn_of_order(batch, samples)
+            warn_of_order(sizes_in(batch).values(), samples)
         return Taken(rows, samples, ids)
 
     def _record(self, batch: Any, at: Any) -> Record:
@@ -165,6 +178,7 @@ class Taker:
 
     def _settle(self, record: Record) -> None:
         """After the first batch: which places there are, and whether the forward may stop."""
+        self._begun = True
         self.places = record.places()
         silent = record.unfired()
         if silent:
@@ -206,29 +220,6 @@ class Taker:
                 "Give mask=, such as mask='attention_mask'.",
             )
         return mask
-
-
-def _places(model: nn.Module, where: Where) -> list[Place]:
-    places = select(model, where)
-    for place in places:
-        if "grad" in place.port or place.port == "value":
-            raise HarvestError(
-                f"A harvest of {str(place)!r} was asked for.",
-                "It is a gradient." if "grad" in place.port else "It is the same for every batch.",
-                "Name outputs or inputs of modules. Only the forward runs.",
-            )
-    return places
-
-
-def _refuse_spread(model: nn.Module) -> None:
-    """Ranks that hold parts of one model must run in step, and here each runs for itself."""
-    for name, parameter in cast("Iterable[tuple[str, Tensor]]", model.named_parameters()):
-        if hasattr(parameter, "placements"):
-            raise HarvestError(
-                f"A harvest of a {type(model).__name__} was asked for.",
-                f"Its parameter {name!r} is spread over ranks, which would have to run in step.",
-                "Give each rank a whole model, or capture batch by batch into a Store.",
-            )
 
 
 def _kept(value: Tensor, mask: Tensor, whole: bool) -> Tensor | list[Tensor]:
@@ -362,28 +353,3 @@ def _noted(batch: Any) -> Generator[None]:
                 "if it holds labels too, pass forward=lambda model, batch: model(batch['x'])."
             )
         raise
-
-
-def _warn_of_order(batch: Any, samples: int) -> None:
-    """Warn of rows that nobody brought to the front, and that are as many as nothing in a batch."""
-    sizes = sorted(set(sizes_in(batch).values()))
-    if sizes and samples not in sizes:
-        warn_outside(
-            f"The tensors of the first batch have {' or '.join(map(str, sizes))} in their first "
-            f"dimension, and the values {samples}: these may not be samples, and would be numbered "
-            "as such. Bring samples to the front with transform=, or give ids=."
-        )
-
-
-def _warn_of_training(model: nn.Module) -> None:
-    def random(module: nn.Module) -> bool:
-        drops = isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
-        return module.training and (drops or isinstance(module, nn.modules.batchnorm._NormBase))
-
-    modules = cast("Iterable[tuple[str, nn.Module]]", model.named_modules())
-    found = [name for name, module in modules if random(module)]
-    if found:
-        warn_outside(
-            f"The model is in training mode: {found[0]!r} makes values that depend on chance or on "
-            f"the rest of the batch. Call model.eval() first."
-        )

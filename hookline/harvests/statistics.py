@@ -2,6 +2,7 @@
 
 - `Measuring`: takes in the rows of a rank as they are committed
 - `merge_ranks(folder, ranks)`: those of all ranks as one
+- `are_sound(folder)`: whether those that are there can be read
 - `keep_whole(folder, samples)`: whether those that are there are of all samples
 
 What is measured is what is stored, so that it can always be made again from the store: what was
@@ -27,7 +28,7 @@ from hookline.statistics.measuring import Measurements, Statistics
 from hookline.storage.files import read_index
 from hookline.storage.store import Store
 
-__all__ = ["Measuring", "keep_whole", "merge_ranks", "statistics_path"]
+__all__ = ["Measuring", "are_sound", "keep_whole", "merge_ranks", "statistics_path"]
 
 _EVERY = 30.0  # seconds between two saves
 _AT_ONCE = 1024  # samples that are read back together
@@ -57,12 +58,17 @@ class Measuring:
                 )
 
     def check(self, ids: Any) -> None:
-        """An error if top samples could not be told from those of other ranks."""
-        ranked = any(isinstance(one, TopK) for one in self._kinds.values()) and self._world > 1
-        if ranked and ids is not None and numbers_of(ids) is None:
+        """An error if top samples could not be told from others; on one rank words are counted."""
+        ranked = any(isinstance(one, TopK) for one in self._kinds.values())
+        if not ranked or ids is None or numbers_of(ids) is not None:
+            return
+        words = all(isinstance(one, str) for one in ids)
+        if self._world > 1 or not words:
             raise HarvestError(
-                f"The samples with the top values were to be found on {self._world} ranks.",
-                "Their ids are words, or negative: each rank would count its samples from 0.",
+                "The samples with the top values were to be found.",
+                f"Their ids are words: each of {self._world} ranks would count its own from 0."
+                if words
+                else "Some of their ids are negative.",
                 "Give each sample a whole number from 0 on as its id, or leave out TopK.",
             )
 
@@ -104,12 +110,10 @@ class Measuring:
             except StatisticsError:  # half written, or of other statistics: made again
                 self.found, self.samples = Measurements(), 0
         store = Store(self._folder, {}, [index])
-        ids = store.ids if self.samples < index.samples else None
         while self.samples < index.samples:
             stop = min(self.samples + _AT_ONCE, index.samples)
             rows: Rows = {place: store[place][self.samples : stop] for place in store.places()}
-            names = None if ids is None else ids[self.samples : stop]
-            self.update(rows, stop - self.samples, names)
+            self.update(rows, stop - self.samples, store.ids_between(self.samples, stop))
 
     def _put(self, saved: Measurements, committed: int) -> None:
         """Take what was saved, if it is of the same kinds and of no more than was committed."""
@@ -133,6 +137,15 @@ def merge_ranks(folder: Path, ranks: int) -> bool:
         found.merge(Measurements.load(statistics_path(folder, rank)))
     found.save(statistics_path(folder))
     return bool(found.statistics)
+
+
+def are_sound(folder: Path) -> bool:
+    """Whether there are statistics of all ranks that can be read."""
+    try:
+        Measurements.load(statistics_path(folder))
+    except StatisticsError:
+        return False
+    return True
 
 
 def keep_whole(folder: Path, samples: int) -> bool:

@@ -98,6 +98,7 @@ class Harvester:
         self._writer = _free_writer(self._folder, wanted)
         self._lives: dict[int, Any] = {}  # by rank, how often it was begun when we read its ids
         self._seen: set[Any] = set()
+        self._taker.go_on(read_index(self._folder, self._writer.rank).series)
         mark = self._writer.mark
         self._writer.note({**mark, "lives": mark.get("lives", 0) + 1})
         self._seen.update(_ids_of(self._folder, self._writer.rank))
@@ -178,8 +179,10 @@ def _free_writer(folder: Path, wanted: dict[str, Any]) -> StoreWriter:
                     rank=rank,
                     resume=True,
                 )
-            except StoreError:
+            except StoreError as error:
                 refuse_changes(folder, wanted)
+                if isinstance(error.__cause__, OSError):  # of the disk: waiting does not help
+                    raise
                 with locked(folder, rank) as free:
                     if not free:
                         break  # taken

@@ -24,6 +24,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from hookline import folders
 from hookline.errors import StatisticsError
+from hookline.statistics.masks import is_added
 
 __all__ = ["Rows", "State", "Statistic", "in_parts", "padded", "sums"]
 
@@ -124,7 +125,14 @@ class Statistic:
         rows, shape = self._rows(value)
         kept = torch.ones((), dtype=torch.bool, device=value.device).expand(shape)
         if mask is not None:
-            kept = self._fitting(self._tensor(mask, "mask").to(value.device), shape)
+            given = self._tensor(mask, "mask").to(value.device)
+            if is_added(given):
+                raise self._unfit(
+                    "Some numbers in the mask are negative or NaN.",
+                    "A mask is nonzero for tokens and zero for padding, such as (mask == 0) where "
+                    "padding is marked by what is added to scores.",
+                )
+            kept = self._fitting(given, shape)
         kept = kept.reshape(-1)
         names = self._names(shape, ids if self._takes_ids else None)
         if "channels" in self.state and int(self.state["channels"]) != rows.shape[1]:

@@ -101,7 +101,8 @@ class Histogram(Statistic):
     @property
     def result(self) -> Bins:
         """Counts, edges, and how many were below and above the range."""
-        counts = self.state.get("counts", torch.zeros(1, self.bins + 2, dtype=torch.int64))
+        nothing = torch.zeros(1, self.bins + 2, dtype=torch.int64, device="cpu")
+        counts = self.state.get("counts", nothing)
         parts = (counts[:, 1:-1], counts[:, 0], counts[:, -1])
         inside, below, above = (self._shaped(part) for part in parts)
         return Bins(inside, self._edges(), below, above)
@@ -192,9 +193,9 @@ class TopK(Statistic):
     def result(self) -> Tops:
         """Values, ids and positions, best first."""
         nothing = {
-            "values": torch.zeros(0, 1, dtype=torch.float64),
-            "ids": torch.zeros(0, 1, dtype=torch.int64),
-            "positions": torch.zeros(0, 1, 0, dtype=torch.int64),
+            "values": torch.zeros(0, 1, dtype=torch.float64, device="cpu"),
+            "ids": torch.zeros(0, 1, dtype=torch.int64, device="cpu"),
+            "positions": torch.zeros(0, 1, 0, dtype=torch.int64, device="cpu"),
         }
         state = nothing | self.state
         values = state["values"] if self.largest else -state["values"]

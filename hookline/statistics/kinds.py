@@ -102,7 +102,7 @@ def statistic_from(spelled: dict[str, Any], tensors: State, source: str) -> Stat
 
 def _misfit(made: Statistic, tensors: State) -> str:
     """What is wrong with a state, compared with one that was made of a single zero a channel."""
-    width = tensors.get("channels", torch.tensor(-1.0))
+    width = tensors.get("channels", torch.tensor(-1.0, device="cpu"))
     channels = int(width) if width.ndim == 0 and width.dtype == torch.int64 else -1
     if isinstance(made, Norm) and channels > 0:
         channels = 1  # they are used up
@@ -113,10 +113,11 @@ def _misfit(made: Statistic, tensors: State) -> str:
         if set(tensors) == {"samples"}:  # only empty batches were seen
             return ""
         return "The state does not say how many channels it has."
-    where = tensors.get("positions", torch.zeros(0, 0, 0))
+    where = tensors.get("positions", torch.zeros(0, 0, 0, device="cpu"))
     if where.ndim != 3 or where.shape[2] > _DEEPEST:
         return f"The state's 'positions' has the shape {tuple(where.shape)}."
-    zeros = torch.zeros(1, *[1] * where.shape[-1], *([] if made.dim is None else [channels]))
+    shape = (1, *[1] * where.shape[-1], *([] if made.dim is None else [channels]))
+    zeros = torch.zeros(shape, device="cpu")
     options: dict[str, Any] = made._options() | {"dim": None if made.dim is None else -1}
     like = type(made)(**options).update(zeros).state
     for key, expected in like.items():

@@ -1,6 +1,8 @@
-"""The mask of a value, where it is an argument of the model.
+"""The mask of a value.
 
-- `NamedMask`: reads it at each call of the model; says which one belongs to a value
+- `NamedMask`: where it is an argument of the model, reads it at each call of the model; says which
+  one belongs to a value
+- `is_added(mask)`: whether it is one to be added to scores
 
 Values come while the model runs, and have the mask of that call. Gradients come later: they have
 that of the forward before, if there was one only, or all had the same.
@@ -17,7 +19,16 @@ from torch import Tensor
 from hookline.errors import StatisticsError
 from hookline.places.resolution import Place
 
-__all__ = ["NamedMask"]
+__all__ = ["NamedMask", "is_added"]
+
+
+def is_added(mask: Tensor) -> bool:
+    """Whether a mask is to be added to scores: it is zero for tokens, the opposite of one of ours.
+
+    >>> is_added(torch.tensor([0.0, -torch.inf])), is_added(torch.tensor([1, 0]))
+    (True, False)
+    """
+    return mask.dtype.is_signed and not bool((mask >= 0).all())
 
 
 class NamedMask:

@@ -132,15 +132,17 @@ class Measurements(Mapping[str, Mapping[str, Any]]):
                     raise TypeError("a place is text, and its calls are counted")
                 own: dict[str, Statistic] = {}
                 for name, spelled in named.items():
-                    state = states.get(f"{number}/{name}", {})
+                    state = states.pop(f"{number}/{name}", {})
                     own[name] = statistic_from(dict(spelled), state, source)
                 made.statistics[place], made.calls[place] = own, calls
+            if states:
+                raise ValueError(f"there are tensors of {min(states)!r}, which are not listed")
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             if isinstance(error, StatisticsError):
                 raise
             raise StatisticsError(
                 f"Measurements were to be read from {source!r}.",
-                f"They are not spelled as such: {error!r:.80}.",
+                f"They are not spelled as such: {error!r:.120}.",
                 "Give a folder that was written by .save(folder).",
             ) from None
         return made

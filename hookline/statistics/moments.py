@@ -157,7 +157,7 @@ class Covariance(Statistic):
     def result(self) -> Tensor:
         """Channels × channels, in float64."""
         free = self.count - self.correction
-        products = self.state.get("products", torch.zeros(1, 1))
+        products = self.state.get("products", torch.zeros(1, 1, device="cpu"))
         return torch.where(free > 0, products / free, torch.nan)
 
 

@@ -138,7 +138,7 @@ class StoredRows:
             if chosen and not all(isinstance(one, _PLAIN) for one in others):
                 # Lists beside lists are pairs of positions, as in rows[[0, 1], [4, 5]].
                 shape = rows.shape[:chosen]
-                count = torch.arange(shape.numel()).reshape(shape)
+                count = torch.arange(shape.numel(), device="cpu").reshape(shape)
                 return rows.flatten(0, chosen - 1)[(count, *others)]
             return rows[(*[slice(None)] * chosen, *others)]
         if isinstance(key, slice):
@@ -199,7 +199,7 @@ class StoredRows:
 
     def _tensor(self, array: NDArray[Any]) -> Tensor:
         if not array.size:  # numpy's strides of nothing are none that torch can view
-            return torch.empty(array.shape, dtype=self._kind.torch)
+            return torch.empty(array.shape, dtype=self._kind.torch, device="cpu")
         tensor = torch.from_numpy(array)
         if self._kind.name == "BOOL":
             return tensor != 0  # a byte that is neither 0 nor 1 is no boolean

@@ -10,11 +10,12 @@ The format, the promises for crashes and the syncing are told in docs/store.md.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from hookline.errors import StoreError
@@ -123,9 +124,14 @@ class Store:
     def ids(self) -> list[Any] | None:
         """The id of each sample, None if the store was written without."""
         if isinstance(self._ids, StoredSamples):
-            words = (one.tobytes() for one in self._ids.to_numpy())
-            return [word.decode(errors="replace") for word in words]
+            return _words(self._ids.to_numpy())
         return None if self._ids is None else list(self._ids[:].numpy().tolist())
+
+    def ids_between(self, start: int, stop: int) -> list[Any] | None:
+        """The ids of some samples only, where all of them would take too much memory."""
+        if isinstance(self._ids, StoredSamples):
+            return _words(one.numpy() for one in self._ids[start:stop])
+        return None if self._ids is None else list(self._ids[start:stop].numpy().tolist())
 
     def __len__(self) -> int:
         return self._samples
@@ -238,6 +244,10 @@ class StoreDataset(Dataset[dict[str, Any]]):
         chosen = positions_of(positions, self._total, "the dataset")
         columns = [(place, column[chosen]) for place, column in self._columns.items()]
         return [{place: rows[n] for place, rows in columns} for n in range(len(chosen))]
+
+
+def _words(spelled: Iterable[NDArray[Any]]) -> list[str]:
+    return [one.tobytes().decode(errors="replace") for one in spelled]
 
 
 def _column(

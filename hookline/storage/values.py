@@ -84,8 +84,8 @@ def _ids_of(ids: Any) -> tuple[Tensor, list[int] | None]:
             joined = np.array(bytearray(b"".join(words)), dtype=np.uint8)
             return torch.from_numpy(joined), [len(word) for word in words]
         if all(isinstance(one, (int, np.integer)) for one in listed):
-            return torch.tensor([int(one) for one in listed], dtype=torch.int64), None
-    except (UnicodeEncodeError, RuntimeError, OverflowError):
+            return torch.from_numpy(np.array([int(one) for one in listed], dtype=np.int64)), None
+    except (UnicodeEncodeError, OverflowError):
         pass
     raise _no_ids(listed[:3])
 
