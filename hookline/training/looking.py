@@ -124,6 +124,11 @@ class Plan:
         tensor = _held(self.parameter(number))
         return None if tensor is None else sampled(tensor, _UPDATES)
 
+    def is_sampled(self, number: int) -> bool:
+        """Whether only some of the elements of the parameter of a row are compared."""
+        tensor = _held(self.parameter(number))
+        return tensor is not None and tensor.numel() > _UPDATES
+
     def of_kind(self, kind: str) -> list[int]:
         """The numbers of the rows of a kind."""
         return [number for number, row in enumerate(self.rows) if row.kind == kind]
@@ -197,6 +202,7 @@ class Looking(Context[_LookTap]):
         self.found: dict[int, Moments] = {}  # by the number of the row
         self.squares: dict[int, float] = {}  # of updates: of the parameter as it was before
         self.aliases: dict[int, int] = {}  # rows whose tensor is that of an earlier row
+        self.fixed: set[int] = set()  # rows of outputs of which nothing can be learned
         self.backwards = self.overflows = 0  # and those that a scaler will make nothing of
         self._counts, self._scale, self._alarm = counts, scale, alarm
         self._outputs: list[tuple[int, Moments]] = []
@@ -243,6 +249,8 @@ class Looking(Context[_LookTap]):
         """An output was made."""
         if self._counts():
             number = self.plan.numbers[target.key]
+            if not tensor.requires_grad and torch.is_grad_enabled():
+                self.fixed.add(number)
             found = self._measure("output", tensor, target.module, number)
             if found is not None:
                 self._outputs.append((number, found))
