@@ -290,6 +290,22 @@ def test_a_backward_is_measured_in_inference_mode_too():
     assert torch.is_grad_enabled()
 
 
+def test_a_backward_of_parameters_that_were_made_in_inference_mode_is_refused():
+    with torch.inference_mode():
+        model = nn.Sequential(nn.Linear(3, 4), nn.ReLU())
+    x = torch.randn(5, 3)
+    with pytest.raises(hl.HooklineError, match=r"(?s)inside torch\.inference_mode.*deepcopy"):
+        hl.summarize(model, x, backward=True)
+    with pytest.raises(hl.HooklineError, match=r"(?s)inside torch\.inference_mode.*deepcopy"):
+        hl.sweep(model, x, x + 1, "*", torch.sum, approximate=True)
+    expected = 2 * 5 * 3 * 4
+    assert hl.summarize(model, x).totals["flops"] == expected
+    copied = hl.summarize(copy.deepcopy(model), x, backward=True)
+    assert copied.totals["backward_flops"] == expected
+    frozen = nn.Sequential(model.requires_grad_(False), nn.Linear(4, 2))  # it needs no gradient
+    assert hl.summarize(frozen, x, backward=True).totals["backward_flops"] == 2 * 5 * 4 * 2
+
+
 @pytest.mark.parametrize("inference", [False, True])
 def test_what_is_remembered_of_earlier_calls_is_what_counting_them_gives(inference, monkeypatch):
     model, ids = Tied(), torch.randint(11, (2, 6))

@@ -30,6 +30,7 @@ from hookline.trials.runs import (
     gradients,
     nodes_of,
     pull_back,
+    refuse_inference,
     roots_of,
     run,
     trial,
@@ -92,6 +93,8 @@ def summarize(
     if batch is None:
         return sizes(model)
     contents = Contents(model)
+    if backward is not False:
+        refuse_inference(contents.all_parameters)
     tensors = contents.tensors
     lazy = has_unmade(tensors)
     if lazy:

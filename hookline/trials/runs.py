@@ -7,6 +7,7 @@
 - `copied(batch)`: the same batch in memory of its own, as models may write into it
 - `same_random_numbers(*models)`: a context; random numbers drawn inside are drawn again after it
 - `gradients(wanted)`: a context with or without gradients, also where inference mode is on
+- `refuse_inference(parameters)`: an error if some can have no gradient, for how they were made
 - `roots_of(value)`: the tensors from which a backward starts, or an error that there are none
 - `pull_back(roots)`: a backward that leaves no gradient; `nodes_of(roots)`: what it visits
 """
@@ -16,7 +17,7 @@ from __future__ import annotations
 import copy
 import random
 import sys
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from itertools import repeat
@@ -45,6 +46,7 @@ __all__ = [
     "nodes_of",
     "noted",
     "pull_back",
+    "refuse_inference",
     "roots_of",
     "run",
     "same_random_numbers",
@@ -262,6 +264,17 @@ def gradients(wanted: bool) -> Generator[None]:
     # Not set_grad_enabled, which acts as soon as it is made: an interrupt would leave it so.
     with mode, torch.enable_grad() if wanted else torch.no_grad():
         yield
+
+
+def refuse_inference(parameters: Iterable[Tensor | None]) -> None:
+    """BatchError if a parameter was made in inference mode: it says that it requires a gradient,
+    and torch makes no graph of what is computed with it."""
+    if any(p is not None and p.requires_grad and p.is_inference() for p in parameters):
+        raise BatchError(
+            "A backward was asked for.",
+            "Parameters of the model were made inside torch.inference_mode: they have no gradient.",
+            "Make the model outside of it; copy.deepcopy(model), called outside, will do.",
+        )
 
 
 def roots_of(value: Any) -> list[Tensor]:
