@@ -82,8 +82,9 @@ def compare(
         mapping: the paths in the second model, where they differ: a dict of paths or of their
             beginnings, or a function of the path, which may give None to leave a place out.
         tolerance: the relative error that is no divergence: a number, or one for each dtype.
-            Otherwise it follows the coarser of the two dtypes: 1e-9 for float64, 1e-4 for float32,
-            0.01 for float16, 0.05 for bfloat16, 0.2 for quantised values, 0 for whole numbers.
+            Otherwise it follows the coarser of the two dtypes, or of those before it where they
+            rounded: 1e-9 for float64, 1e-4 for float32, 0.01 for float16, 0.05 for bfloat16, 0.2
+            for quantised values; and 0 for whole numbers.
         batch_b: another batch for the second model.
         mode: "eval" or "train", to run both so.
 
@@ -230,6 +231,7 @@ class _Meeting:
     def __init__(self, kept: Kept, tolerance: Tolerance | None) -> None:
         self.kept, self.tolerance = kept, tolerance
         self.rows: dict[tuple[Place, Path], Difference] = {}
+        self.coarsest = 0.0  # the tolerance of what was not the same so far
         self.alone: Counter[Place] = Counter()  # calls that the first model did not make
         self.met: tuple[set[Place], set[Place]] = set(), set()  # places of both models
         self.only: tuple[dict[str, None], dict[str, None]] = {}, {}  # parts of one alone
@@ -252,6 +254,11 @@ class _Meeting:
                 continue
             found = _difference(first.get(path), second.get(path), self.tolerance)
             found.place, found.place_b, found.call = *names, call
+            # What is computed from rounded values is as coarse, whatever its dtype: as under
+            # autocast. Whole numbers have no tolerance, and parameters are not computed.
+            if self.tolerance is None and found.tolerance and place.port != "value":
+                found.tolerance = max(found.tolerance, self.coarsest)
+                self.coarsest = found.tolerance if found.relative else self.coarsest
             self._add(mine, path, found)
 
     def _add(self, place: Place, path: Path, found: Difference) -> None:
