@@ -267,8 +267,10 @@ def gradients(wanted: bool) -> Generator[None]:
 
 
 def refuse_inference(parameters: Iterable[Tensor | None]) -> None:
-    """BatchError if a parameter was made in inference mode: it says that it requires a gradient,
-    and torch makes no graph of what is computed with it."""
+    """BatchError if a parameter was made in inference mode.
+
+    It says that it requires a gradient, and torch makes no graph of what is computed with it.
+    """
     if any(p is not None and p.requires_grad and p.is_inference() for p in parameters):
         raise BatchError(
             "A backward was asked for.",
