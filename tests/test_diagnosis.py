@@ -715,10 +715,27 @@ def test_values_that_are_not_finite_are_found_at_once(where):
     assert "hookline.guard" in finding.advice
     if where == "weight":
         assert finding.step == 0
-        assert finding.place == "4"
+        assert finding.place == "4.weight"
     else:
         assert finding.step == 11
         assert finding.place == "2"
+
+
+@pytest.mark.parametrize("bad", [12, 10])
+def test_weights_that_were_not_finite_before_a_measured_step_are_told_as_such(bad):
+    """Of what is made at a measured step, the place is told; of other steps only what is left."""
+    model = mlp(depth=1)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    with hl.watch(model, every=5, optimizer=optimizer) as watching:
+        for step in range(20):
+            loss = model(X[:64]).square().mean()
+            (loss / 0 if step == bad else loss).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    (finding,) = watching.findings()
+    assert (finding.step, finding.place) == ((10, "2") if bad == 10 else (15, "0.weight"))
+    assert ("before this step" in finding.message) == (bad == 12)
+    assert finding.evidence["nonfinite"] > 0
 
 
 def test_after_values_that_are_not_finite_no_other_finding_follows_from_them():

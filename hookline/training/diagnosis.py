@@ -133,21 +133,15 @@ class Diagnosis:
         names = {"grad": "gradient at the output", "weight_grad": "gradient", "weight": "values"}
         what = names.get(row.kind, row.kind)
         message = f"{share:.2%} of the {what} of {self._name(first)} are NaN or infinite."
+        if self._looking.spoiled:  # all else follows from it
+            first = min(self._looking.spoiled)
+            message = f"{self._name(first)} held NaN or infinite values already before this step."
         advice = (
             "Find the operation with hookline.guard(model); lower the learning rate, clip "
             "gradients, or look for a division or logarithm of zero."
         )
         evidence = {"nonfinite": share, "places": float(len(new))}
         return [self._finding(kind, first, message, evidence, advice, len(new) - 1, "error")]
-
-    def overflow(self, step: int, count: int, scale: float) -> list[Finding]:
-        """A scaler has skipped that many steps in a row: it cannot be its scale."""
-        message = (
-            f"The last {count} backwards had gradients that are not finite, at scale {scale:g}."
-        )
-        advice = "It is not the scale: find the operation with hookline.guard(model)."
-        evidence = {"backwards": float(count), "scale": scale}
-        return [Finding("non-finite values", "", step, message, evidence, advice, "error")]
 
     # -- gradients ------------------------------------------------------------------------------
 

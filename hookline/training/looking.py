@@ -201,6 +201,7 @@ class Looking(Context[_LookTap]):
         self.plan = plan
         self.found: dict[int, Moments] = {}  # by the number of the row
         self.squares: dict[int, float] = {}  # of updates: of the parameter as it was before
+        self.spoiled: set[int] = set()  # rows of updates of what was not finite before the step
         self.aliases: dict[int, int] = {}  # rows whose tensor is that of an earlier row
         self.fixed: set[int] = set()  # rows of outputs of which nothing can be learned
         self.backwards = self.overflows = 0  # and those that a scaler will make nothing of
@@ -350,6 +351,8 @@ class Looking(Context[_LookTap]):
             for number, (update, old, share) in pairs.items():
                 self.found[number] = update.grown(share)
                 self.squares[number] = old.square * share
+                if old.nonfinite:
+                    self.spoiled.add(number)
         self.remove()
 
 

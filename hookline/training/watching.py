@@ -24,7 +24,7 @@ from hookline.errors import HooklineWarning, PlaceError, RunError
 from hookline.places.resolution import Where
 from hookline.places.tree import unwrapped
 from hookline.training.diagnosis import Diagnosis
-from hookline.training.findings import Finding, Findings
+from hookline.training.findings import Finding, Findings, overflowed
 from hookline.training.looking import Looking, Plan
 from hookline.training.ranks import gathered, rank_of, ranks_in
 from hookline.training.run_files import BINS, ROW_KINDS
@@ -224,7 +224,7 @@ class watch(Anchored):
             self._looking = Looking(self._plan, self._counts, self._scale, self._alarm).attach()
 
     def _alarm(self, count: int, scale: float) -> None:
-        self._note(cast(Diagnosis, self._diagnosis).overflow(self.steps, count, scale))
+        self._note([overflowed(self.steps, count, scale)])
 
     def _end_step(self) -> None:
         looking, self._looking = self._looking, None
