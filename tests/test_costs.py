@@ -1165,3 +1165,31 @@ def test_a_batch_with_labels_is_told_how_it_was_given():
         with pytest.raises(TypeError) as raised:
             ask(model, pair)
         assert "give batch[0]" in "".join(raised.value.__notes__)
+
+
+def test_an_error_of_the_model_says_in_which_layer_it_was_raised():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.tail = nn.Linear(8, 6), nn.Sequential(nn.ReLU(), nn.Linear(5, 2))
+
+        def forward(self, x):
+            try:
+                self.tail(x)  # what is caught is not where it ends
+            except RuntimeError:
+                return self.tail(self.first(x))
+
+    model = Two()
+    for run in (hl.summarize, lambda m, x: hl.compare(m, m, x)):
+        with pytest.raises(RuntimeError, match="cannot be multiplied") as caught:
+            run(model, torch.zeros(3, 8))
+        noted = "hookline: raised in 'tail.1' (Linear), which was given (3, 6)."
+        assert caught.value.__notes__[0] == noted
+    assert_clean(model)
+
+
+def test_a_loader_is_not_taken_for_a_batch_without_a_word():
+    loader = torch.utils.data.DataLoader(torch.zeros(4, 8), batch_size=2)
+    with pytest.raises(TypeError) as caught:
+        hl.summarize(nn.Linear(8, 2), loader)
+    assert "next(iter(loader))" in caught.value.__notes__[-1]

@@ -28,11 +28,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.utils.data import DataLoader
 
 from hookline.core.gathering import reshard
 from hookline.edits.parameters import Undo
 from hookline.edits.restoring import put_back, restorer
 from hookline.errors import BatchError, HooklineError
+from hookline.places.tree import walk
 from hookline.trials.batches import call
 from hookline.trials.contents import Contents
 from hookline.values.nested import leaves, map_leaves
@@ -69,13 +71,33 @@ def run(model: nn.Module, batch: Any) -> Any:
         return cast("Callable[[nn.Module], Any]", batch)(model)
     try:
         return call(model, batch)
-    except TypeError as error:
-        if isinstance(batch, (tuple, list)):
+    except Exception as error:
+        _note_place(model, error)
+        if isinstance(error, TypeError) and isinstance(batch, (tuple, list)):
             error.add_note(
                 "hookline: a batch that is a tuple or list is given to the model as its arguments; "
                 "if it holds labels too, give batch[0]."
             )
+        elif isinstance(batch, DataLoader):
+            error.add_note("hookline: this is a loader; give a batch of it: next(iter(loader)).")
         raise
+
+
+def _note_place(model: nn.Module, error: Exception) -> None:
+    """Say in which module an error was raised, and what a layer was given."""
+    names = {module: path for path, module in walk(model)}
+    raised, trace = None, error.__traceback__
+    while trace is not None:  # from the outermost frame inwards
+        own = trace.tb_frame.f_locals.get("self")
+        if isinstance(own, nn.Module) and names.get(own):
+            raised = own, trace.tb_frame
+        trace = trace.tb_next
+    if raised is None or isinstance(error, HooklineError) or getattr(error, "__notes__", None):
+        return
+    module, frame = raised
+    given = [value for value in frame.f_locals.values() if isinstance(value, Tensor)]
+    shape = f", which was given {tuple(given[0].shape)}" if given and not module._modules else ""
+    error.add_note(f"hookline: raised in {names[module]!r} ({type(module).__name__}){shape}.")
 
 
 @contextmanager
