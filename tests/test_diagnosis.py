@@ -495,6 +495,39 @@ def test_dead_relus_are_found():
     assert dead >= 0.2
 
 
+def test_units_that_are_active_only_rarely_are_not_dead():
+    """As in a sparse autoencoder: each example has one of a thousand, and every one its turn."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(1000, 1000, bias=False), nn.ReLU(), nn.Linear(1000, 4))
+    with torch.no_grad():
+        model[0].weight.copy_(torch.eye(1000))
+    optimizer = torch.optim.SGD(model.parameters(), 1)
+    dead = []
+    with hl.watch(model, every=1, optimizer=optimizer) as watching:
+        for _ in range(40):
+            x = F.one_hot(torch.randint(0, 1000, (100,)), 1000).float()
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            dead.append(watching.last["1", "output"]["dead"])
+    assert min(dead) > 0.85  # of a step
+    assert watching.findings() == []
+
+
+def test_units_that_are_dead_among_others_that_are_active_rarely_are_found():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(80, 80, bias=False), nn.ReLU(), nn.Linear(80, 4))
+    with torch.no_grad():
+        model[0].weight.copy_(torch.diag(torch.tensor([1.0] * 40 + [-1.0] * 40)))
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with hl.watch(model, every=1, optimizer=optimizer) as watching:
+        for _ in range(40):
+            model(F.one_hot(torch.randint(0, 80, (99,)), 80).float()).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert one(watching, "dead units").evidence["dead"] == 0.5
+
+
 def test_dead_units_of_a_function_inside_a_module_are_found():
     class Block(nn.Module):
         def __init__(self):

@@ -24,6 +24,7 @@ from hookline.training.findings import Finding, Severity
 from hookline.training.looking import Looking, Plan
 from hookline.training.moments import Moments
 from hookline.training.run_files import STATISTICS
+from hookline.training.silences import Silence
 
 if TYPE_CHECKING:
     from hookline.training.writers import Measured
@@ -33,6 +34,7 @@ __all__ = ["Diagnosis"]
 PATIENCE = 3  # measured steps in a row
 EXAMPLES = 500  # values that a unit must have been zero for, to be called dead
 DEAD = 0.4  # of the units of a layer
+OFTEN = 0.05  # of the values of the others: else the units of a layer are active rarely by design
 SATURATED = 0.6  # of the values
 LEAP = 100  # times the gradients of the steps before
 STILL = 1e-4  # of the update ratio of the other layers
@@ -51,7 +53,7 @@ class Diagnosis:
         self.rows = plan.rows
         self._streaks: dict[tuple[str, int], int] = {}
         self._told: set[tuple[str, int]] = set()
-        self._dead: dict[int, tuple[Tensor, float, int]] = {}  # masks, values a unit, steps
+        self._silences: dict[int, Silence] = {}  # units that are zero
         self._totals: list[float] = []
         self._learned = False  # whether a step has changed some layer
         self._used: set[int] = set()  # the rows of gradients that have come
@@ -235,21 +237,20 @@ class Diagnosis:
             clipped = row.type in _RELUS or (own and float(one.low.min()) == 0 and one.zeros > 0)
             if not clipped or (kind, number) in self._told:
                 continue
-            mask, each, steps = one.dead, one.each, 1
-            before = self._dead.get(number)
-            if before is not None and before[0].shape == mask.shape:
-                both = before[0] & mask
-                # A unit that comes to life is not dead: the count begins anew with what is left.
-                if both.float().mean() >= DEAD:
-                    mask, each, steps = both, before[1] + each, before[2] + 1
-            self._dead[number] = mask, each, steps
-            share, count = float(mask.float().mean()), len(mask)
-            if share < DEAD or steps < PATIENCE or each < EXAMPLES or count < 2:
+            silence = self._silences.get(number)
+            if silence is None:
+                silence = self._silences[number] = Silence(one.dead, one.each)
+            else:  # a unit that comes to life is not dead
+                silence.go_on(one.dead, one.each, DEAD)
+            share, count, each = silence.share, len(silence.mask), silence.values
+            active = (1 - one.zeros / one.count) / max(1 - share, 1e-9)  # of the values of others
+            few = silence.steps < PATIENCE or each < EXAMPLES
+            if share < DEAD or few or count < 2 or not (active > OFTEN or silence.lasts):
                 continue
             self._told.add((kind, number))
             message = (
-                f"{int(mask.sum())} of {count} units of {self._name(number)} were zero for all "
-                f"{each:.0f} values of the last {steps} measured steps."
+                f"{int(silence.mask.sum())} of {count} units of {self._name(number)} were zero for "
+                f"all {each:.0f} values of the last {silence.steps} measured steps."
             )
             advice = (
                 "Lower the learning rate, look at the bias and the initialisation of the layer "
