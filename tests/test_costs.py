@@ -1193,3 +1193,27 @@ def test_a_loader_is_not_taken_for_a_batch_without_a_word():
     with pytest.raises(TypeError) as caught:
         hl.summarize(nn.Linear(8, 2), loader)
     assert "next(iter(loader))" in caught.value.__notes__[-1]
+
+
+@pytest.mark.parametrize("verb", ["summarize", "compare", "compare with", "sweep"])
+def test_what_is_no_model_is_refused_by_every_verb_that_runs_one(verb):
+    model, x = nn.Linear(2, 2), torch.ones(1, 2)
+    calls = {
+        "summarize": lambda: hl.summarize(len, x),
+        "compare": lambda: hl.compare(len, model, x),
+        "compare with": lambda: hl.compare(model, len, x),
+        "sweep": lambda: hl.sweep(len, x, x, "*", torch.sum),
+    }
+    with pytest.raises(TypeError, match=r"was asked about a builtin_function_or_method\. A model"):
+        calls[verb]()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_quantised_weights_are_named_as_they_are_no_parameters():
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    assert hl.summarize(model).totals["packed"] == []
+    quantised = torch.ao.quantization.quantize_dynamic(model, {nn.Linear})
+    for summary in (hl.summarize(quantised), hl.summarize(quantised, torch.zeros(2, 8))):
+        assert summary.totals["packed"] == ["0._packed_params", "2._packed_params"]
+        told = "quantised weights, which are not in the parameters: 0._packed_params, 2._packed"
+        assert told in str(summary)

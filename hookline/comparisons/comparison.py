@@ -29,7 +29,15 @@ from hookline.errors import BatchError, NeverFired
 from hookline.places.resolution import Place, Where
 from hookline.places.tree import walk
 from hookline.records.captures import capture
-from hookline.trials.runs import Mode, copied, noted, run, same_random_numbers, trial
+from hookline.trials.runs import (
+    Mode,
+    check_model,
+    copied,
+    noted,
+    run,
+    same_random_numbers,
+    trial,
+)
 from hookline.values.nested import Path, leaves, map_leaves
 from hookline.values.snapshots import snapshot
 from hookline.values.tables import describe
@@ -92,6 +100,8 @@ def compare(
     and arrays of numpy's in a value are compared as its tensors are. The values of the first model
     are kept until the second has its own; those are not kept.
     """
+    for model in (model_a, model_b):
+        check_model("compare", model)
     _check_tolerance(tolerance)
     check_mapping(model_a, model_b, mapping)
     pairs, comparison = pair_places(model_a, model_b, where, mapping)

@@ -33,6 +33,7 @@ from hookline.records.captures import capture
 from hookline.records.records import Record
 from hookline.trials.runs import (
     Mode,
+    check_model,
     copied,
     gradients,
     pull_back,
@@ -93,6 +94,7 @@ def sweep(
 
     The model is afterwards as before; all runs have the same random numbers.
     """
+    check_model("sweep", model)
     where, positions = settled(where), _settled(positions)
     _check(select(model, where))
     if approximate and change is not patch:

@@ -25,6 +25,7 @@ from hookline.trials.batches import make_batch, needs_whole_numbers, refused_sha
 from hookline.trials.contents import Contents
 from hookline.trials.runs import (
     Mode,
+    check_model,
     copied,
     cuda_devices,
     gradients,
@@ -79,11 +80,7 @@ def summarize(
     Afterwards all is as before: the mode of every module, buffers, gradients, random numbers, the
     batch; no hook is left. A model with lazy modules is copied, and stays lazy.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"summarize was asked about a {type(model).__name__}. A model is a torch.nn.Module. "
-            f"Give it first, then a batch or a shape."
-        )
+    check_model("summarize", model)
     if batch is None and (time or backward is not False):
         raise BatchError(
             f"What a {'backward' if backward is not False else 'run'} costs was asked for.",

@@ -2,6 +2,7 @@
 
 - `trial(*models, mode=None)`: a context; afterwards the models and random numbers are as before
 - `run(model, batch)`: call a model on a batch, or let a function call it
+- `check_model(verb, model)`: an error if it is no module
 - `noted(note)`: a context; what a model raises inside keeps its type, and gains a note
 - `cuda_devices(model)`: where its parameters and buffers are
 - `copied(batch)`: the same batch in memory of its own, as models may write into it
@@ -42,6 +43,7 @@ from hookline.values.snapshots import duplicate
 
 __all__ = [
     "Mode",
+    "check_model",
     "copied",
     "cuda_devices",
     "gradients",
@@ -57,6 +59,15 @@ __all__ = [
 
 Mode = Literal["eval", "train"]
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, nn.Module)
+
+
+def check_model(verb: str, model: Any) -> None:
+    """TypeError if something that was given as a model is none."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"{verb} was asked about a {type(model).__name__}. A model is a torch.nn.Module. "
+            f"Give it first, then a batch."
+        )
 
 
 def run(model: nn.Module, batch: Any) -> Any:
