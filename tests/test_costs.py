@@ -290,6 +290,22 @@ def test_a_backward_is_measured_in_inference_mode_too():
     assert torch.is_grad_enabled()
 
 
+def test_a_backward_of_parameters_that_were_made_in_inference_mode_is_refused():
+    with torch.inference_mode():
+        model = nn.Sequential(nn.Linear(3, 4), nn.ReLU())
+    x = torch.randn(5, 3)
+    with pytest.raises(hl.HooklineError, match=r"(?s)inside torch\.inference_mode.*deepcopy"):
+        hl.summarize(model, x, backward=True)
+    with pytest.raises(hl.HooklineError, match=r"(?s)inside torch\.inference_mode.*deepcopy"):
+        hl.sweep(model, x, x + 1, "*", torch.sum, approximate=True)
+    expected = 2 * 5 * 3 * 4
+    assert hl.summarize(model, x).totals["flops"] == expected
+    copied = hl.summarize(copy.deepcopy(model), x, backward=True)
+    assert copied.totals["backward_flops"] == expected
+    frozen = nn.Sequential(model.requires_grad_(False), nn.Linear(4, 2))  # it needs no gradient
+    assert hl.summarize(frozen, x, backward=True).totals["backward_flops"] == 2 * 5 * 4 * 2
+
+
 @pytest.mark.parametrize("inference", [False, True])
 def test_what_is_remembered_of_earlier_calls_is_what_counting_them_gives(inference, monkeypatch):
     model, ids = Tied(), torch.randint(11, (2, 6))
@@ -1149,3 +1165,55 @@ def test_a_batch_with_labels_is_told_how_it_was_given():
         with pytest.raises(TypeError) as raised:
             ask(model, pair)
         assert "give batch[0]" in "".join(raised.value.__notes__)
+
+
+def test_an_error_of_the_model_says_in_which_layer_it_was_raised():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.tail = nn.Linear(8, 6), nn.Sequential(nn.ReLU(), nn.Linear(5, 2))
+
+        def forward(self, x):
+            try:
+                self.tail(x)  # what is caught is not where it ends
+            except RuntimeError:
+                return self.tail(self.first(x))
+
+    model = Two()
+    for run in (hl.summarize, lambda m, x: hl.compare(m, m, x)):
+        with pytest.raises(RuntimeError, match="cannot be multiplied") as caught:
+            run(model, torch.zeros(3, 8))
+        noted = "hookline: raised in 'tail.1' (Linear), which was given (3, 6)."
+        assert caught.value.__notes__[0] == noted
+    assert_clean(model)
+
+
+def test_a_loader_is_not_taken_for_a_batch_without_a_word():
+    loader = torch.utils.data.DataLoader(torch.zeros(4, 8), batch_size=2)
+    with pytest.raises(TypeError) as caught:
+        hl.summarize(nn.Linear(8, 2), loader)
+    assert "next(iter(loader))" in caught.value.__notes__[-1]
+
+
+@pytest.mark.parametrize("verb", ["summarize", "compare", "compare with", "sweep"])
+def test_what_is_no_model_is_refused_by_every_verb_that_runs_one(verb):
+    model, x = nn.Linear(2, 2), torch.ones(1, 2)
+    calls = {
+        "summarize": lambda: hl.summarize(len, x),
+        "compare": lambda: hl.compare(len, model, x),
+        "compare with": lambda: hl.compare(model, len, x),
+        "sweep": lambda: hl.sweep(len, x, x, "*", torch.sum),
+    }
+    with pytest.raises(TypeError, match=r"was asked about a builtin_function_or_method\. A model"):
+        calls[verb]()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_quantised_weights_are_named_as_they_are_no_parameters():
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    assert hl.summarize(model).totals["packed"] == []
+    quantised = torch.ao.quantization.quantize_dynamic(model, {nn.Linear})
+    for summary in (hl.summarize(quantised), hl.summarize(quantised, torch.zeros(2, 8))):
+        assert summary.totals["packed"] == ["0._packed_params", "2._packed_params"]
+        told = "quantised weights, which are not in the parameters: 0._packed_params, 2._packed"
+        assert told in str(summary)

@@ -90,6 +90,22 @@ def one(watching, kind):
     return first
 
 
+def sure():
+    """A sigmoid that ends the model, and is the first that its class makes."""
+
+    class Sure(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.sigmoid, self.act = nn.Sigmoid(), nn.ReLU()
+            self.first, self.last = nn.Linear(64, 32), nn.Linear(32, 10)
+
+        def forward(self, x):
+            return self.sigmoid(99 * self.last(self.act(self.first(x))))
+
+    torch.manual_seed(0)
+    return Sure()
+
+
 # -- healthy trainings -----------------------------------------------------------------------------
 
 HEALTHY = {
@@ -274,6 +290,91 @@ def test_an_expert_that_is_used_rarely_is_no_finding(every):
     assert watching.findings() == []
 
 
+class Mixture(nn.Module):
+    """Experts of which each token has one; those without a token are called with none."""
+
+    def __init__(self, chosen):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Linear(64, 16), nn.Linear(16, 10)
+        self.experts = nn.ModuleList([nn.Linear(16, 16) for _ in range(4)])
+        self.chosen = chosen
+
+    def forward(self, x):
+        x = self.embed(x)
+        for expert, share in zip(self.experts, next(self.chosen), strict=True):
+            some = torch.arange(int(share * len(x)))
+            x = x.index_add(0, some, expert(x[some]))
+        return self.head(x)
+
+
+def test_an_expert_that_was_given_no_token_for_a_while_has_no_vanishing_gradient():
+    chosen = [(1, 1, step % 8 == 5, step > 15) for step in range(60)]
+    watching, _ = train(Mixture(iter(chosen)), 60, every=1)
+    assert watching.findings() == []
+
+
+def test_an_expert_that_is_never_given_a_token_is_found():
+    watching, _ = train(Mixture(iter([(1, 1, 0, 1)] * 30)), 30, every=1)
+    finding = one(watching, "vanishing gradient")
+    assert finding.place == "experts.2.weight"
+    assert "never chosen" in finding.advice
+
+
+def test_a_loss_that_is_zero_at_first_is_no_exploding_gradient():
+    """As of a reward that has not come yet."""
+    model = mlp()
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    with hl.watch(model, every=1, optimizer=optimizer) as watching:
+        for step in range(20):
+            (F.cross_entropy(model(X[:64]), Y[:64]) * (step > 5)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert watching.findings() == []
+
+
+def test_a_training_that_is_over_is_no_finding():
+    """Gradients are there, but so small that float32 loses what they change, but for a zero."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8, bias=False), nn.Tanh(), nn.Linear(8, 1, bias=False))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with hl.watch(model, every=1, optimizer=optimizer) as watching:
+        for step in range(10):
+            if step == 3:
+                optimizer.param_groups[0]["lr"] = 1e-10
+                nn.init.zeros_(model[2].weight[0, :1])
+            model(torch.randn(2, 4)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert watching.last["0.weight", "update"]["ratio"] == 0
+    assert 0 < watching.last["2.weight", "update"]["ratio"] < 1e-8
+    assert watching.findings() == []
+
+
+def test_codes_of_which_nothing_is_learned_have_no_dead_units_and_are_not_constant():
+    class Coded(nn.Module):
+        def forward(self, x):
+            return F.one_hot((x[:, 20] > 0).long(), 10).float()
+
+    class Masked(nn.Module):
+        def forward(self, x):
+            return torch.zeros_like(x[:, :1])
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.code, self.mask = Coded(), Masked()
+            self.first, self.last = nn.Linear(74, 16), nn.Linear(16, 10)
+
+        def forward(self, x):
+            x = torch.cat([x, self.code(x)], 1) + self.mask(x)
+            return self.last(self.first(x).relu())
+
+    watching, _ = train(Net(), 40)
+    assert watching.last["code", "output"]["dead"] > 0.7
+    assert watching.findings() == []
+
+
 def test_a_gradient_that_vanishes_in_a_branch_is_found_though_the_layer_before_it_has_one():
     class Branched(nn.Module):
         def __init__(self):
@@ -394,6 +495,39 @@ def test_dead_relus_are_found():
     assert dead >= 0.2
 
 
+def test_units_that_are_active_only_rarely_are_not_dead():
+    """As in a sparse autoencoder: each example has one of a thousand, and every one its turn."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(1000, 1000, bias=False), nn.ReLU(), nn.Linear(1000, 4))
+    with torch.no_grad():
+        model[0].weight.copy_(torch.eye(1000))
+    optimizer = torch.optim.SGD(model.parameters(), 1)
+    dead = []
+    with hl.watch(model, every=1, optimizer=optimizer) as watching:
+        for _ in range(40):
+            x = F.one_hot(torch.randint(0, 1000, (100,)), 1000).float()
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            dead.append(watching.last["1", "output"]["dead"])
+    assert min(dead) > 0.85  # of a step
+    assert watching.findings() == []
+
+
+def test_units_that_are_dead_among_others_that_are_active_rarely_are_found():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(80, 80, bias=False), nn.ReLU(), nn.Linear(80, 4))
+    with torch.no_grad():
+        model[0].weight.copy_(torch.diag(torch.tensor([1.0] * 40 + [-1.0] * 40)))
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with hl.watch(model, every=1, optimizer=optimizer) as watching:
+        for _ in range(40):
+            model(F.one_hot(torch.randint(0, 80, (99,)), 80).float()).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert one(watching, "dead units").evidence["dead"] == 0.5
+
+
 def test_dead_units_of_a_function_inside_a_module_are_found():
     class Block(nn.Module):
         def __init__(self):
@@ -421,6 +555,21 @@ def test_saturated_units_are_found(act):
     finding = one(watching, "saturated units")
     assert finding.place == "1"
     assert finding.evidence["saturated"] > 0.6
+
+
+def test_a_sigmoid_that_is_called_last_may_be_sure_whatever_its_place_in_the_class_is():
+    watching, _ = train(sure(), steps=30)
+    assert watching.last["sigmoid", "output"]["saturated"] > 0.6
+    assert watching.findings() == []
+
+
+@pytest.mark.parametrize("options", [{"kinds": "output"}, {"where": "1"}, {"where": ["1", "0"]}])
+def test_saturated_units_are_found_where_not_all_is_measured(options):
+    model = mlp(nn.Tanh, depth=1)
+    with torch.no_grad():
+        model[0].weight.mul_(100)
+    watching, _ = train(model, steps=20, every=1, **options)
+    assert one(watching, "saturated units").place == "1"
 
 
 def test_a_layer_that_the_optimizer_does_not_have_is_found():
@@ -497,6 +646,34 @@ def test_an_embedding_of_which_few_rows_are_used_is_no_finding(sparse):
     assert watching.findings() == []
 
 
+class Words(nn.Module):
+    """So many words that a sample of the weights misses those of a step."""
+
+    def __init__(self, sparse):
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.last = nn.Embedding(50_000, 16, sparse=sparse), nn.Linear(16, 10)
+
+    def forward(self, ids):
+        return self.last(self.words(ids)).square().mean()
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("learned", [False, True])
+def test_an_embedding_does_not_learn_only_if_the_rows_in_use_do_not_change(sparse, learned):
+    model, found = Words(sparse), []
+    held = model.parameters() if learned else model.last.parameters()
+    optimizer = torch.optim.SGD(held, 0.1)
+    with hl.watch(model, every=1, optimizer=optimizer) as watching:
+        for _ in range(10):
+            model(torch.tensor([[1, 2, 3, 5]])).backward()
+            optimizer.step()
+            model.zero_grad()
+            found.append(watching.last["words.weight", "update"]["ratio"])
+    assert not any(found)  # the sample shows nothing, either way
+    assert [finding.place for finding in watching.findings()] == ["words.weight"] * (not learned)
+
+
 def test_a_rate_that_ends_at_zero_is_no_finding():
     model = mlp()
     optimizer = torch.optim.Adam(model.parameters(), 1e-3)
@@ -571,10 +748,27 @@ def test_values_that_are_not_finite_are_found_at_once(where):
     assert "hookline.guard" in finding.advice
     if where == "weight":
         assert finding.step == 0
-        assert finding.place == "4"
+        assert finding.place == "4.weight"
     else:
         assert finding.step == 11
         assert finding.place == "2"
+
+
+@pytest.mark.parametrize("bad", [12, 10])
+def test_weights_that_were_not_finite_before_a_measured_step_are_told_as_such(bad):
+    """Of what is made at a measured step, the place is told; of other steps only what is left."""
+    model = mlp(depth=1)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    with hl.watch(model, every=5, optimizer=optimizer) as watching:
+        for step in range(20):
+            loss = model(X[:64]).square().mean()
+            (loss / 0 if step == bad else loss).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    (finding,) = watching.findings()
+    assert (finding.step, finding.place) == ((10, "2") if bad == 10 else (15, "0.weight"))
+    assert ("before this step" in finding.message) == (bad == 12)
+    assert finding.evidence["nonfinite"] > 0
 
 
 def test_after_values_that_are_not_finite_no_other_finding_follows_from_them():

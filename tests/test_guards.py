@@ -1117,3 +1117,18 @@ def test_the_part_of_a_nested_output_is_told():
     fault = fault_in(lambda: model(torch.zeros(3)), model)
     assert fault.seen[0][0] == "the model's output[bad][1]"
     assert (fault.seen[0][1].negative, fault.seen[0][1].first) == (3, (0,))
+
+
+def test_a_third_run_that_is_finite_is_told_as_such():
+    class Counted(nn.Module):
+        calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            return x / 0.0 if self.calls < 3 else x / 2.0
+
+    model = nn.Sequential(nn.Identity(), Counted())
+    with pytest.raises(hl.NonFiniteError, match="third run, which made finite numbers") as caught:
+        with hl.guard(model, to=None):
+            model(torch.ones(2))
+    assert caught.value.fault.place == "1/div"

@@ -480,6 +480,36 @@ def test_steps_by_hand_count_alone_from_the_first_on():
     assert watching.steps == 3
 
 
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_optimizers_that_step_in_the_backward_are_measured(by_hand):
+    """One for each parameter, which lets the gradient go at once, to save memory."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+    optimizers = {p: torch.optim.SGD([p], 0.1) for p in model.parameters()}
+    expected = {}
+
+    def step(parameter):
+        expected[parameter] = parameter.grad.norm().item()
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+    with hl.watch(model, every=1) as watching:
+        for _ in range(5):
+            model(torch.randn(8, 4)).square().mean().backward()
+            if by_hand:
+                watching.step()
+    assert (watching.steps, watching.last.step) == (5, 4)
+    for name, parameter in model.named_parameters():
+        found = watching.last[name, "weight_grad"]["norm"]
+        assert found == pytest.approx(expected[parameter], rel=1e-5)
+        assert watching.last[name, "update"]["norm"] == pytest.approx(0.1 * found, rel=1e-3)
+    assert watching.last["0", "grad"]["norm"] > 0
+    assert all(len(p._post_accumulate_grad_hooks) == 1 for p in model.parameters())
+    assert not any(p._backward_hooks for p in model.parameters())
+
+
 def test_a_closure_runs_inside_the_step():
     model, _ = fresh()
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)

@@ -29,7 +29,15 @@ from hookline.errors import BatchError, NeverFired
 from hookline.places.resolution import Place, Where
 from hookline.places.tree import walk
 from hookline.records.captures import capture
-from hookline.trials.runs import Mode, copied, noted, run, same_random_numbers, trial
+from hookline.trials.runs import (
+    Mode,
+    check_model,
+    copied,
+    noted,
+    run,
+    same_random_numbers,
+    trial,
+)
 from hookline.values.nested import Path, leaves, map_leaves
 from hookline.values.snapshots import snapshot
 from hookline.values.tables import describe
@@ -82,8 +90,9 @@ def compare(
         mapping: the paths in the second model, where they differ: a dict of paths or of their
             beginnings, or a function of the path, which may give None to leave a place out.
         tolerance: the relative error that is no divergence: a number, or one for each dtype.
-            Otherwise it follows the coarser of the two dtypes: 1e-9 for float64, 1e-4 for float32,
-            0.01 for float16, 0.05 for bfloat16, 0.2 for quantised values, 0 for whole numbers.
+            Otherwise it follows the coarser of the two dtypes, or of those before it where they
+            rounded: 1e-9 for float64, 1e-4 for float32, 0.01 for float16, 0.05 for bfloat16, 0.2
+            for quantised values; and 0 for whole numbers.
         batch_b: another batch for the second model.
         mode: "eval" or "train", to run both so.
 
@@ -91,6 +100,8 @@ def compare(
     and arrays of numpy's in a value are compared as its tensors are. The values of the first model
     are kept until the second has its own; those are not kept.
     """
+    for model in (model_a, model_b):
+        check_model("compare", model)
     _check_tolerance(tolerance)
     check_mapping(model_a, model_b, mapping)
     pairs, comparison = pair_places(model_a, model_b, where, mapping)
@@ -230,6 +241,7 @@ class _Meeting:
     def __init__(self, kept: Kept, tolerance: Tolerance | None) -> None:
         self.kept, self.tolerance = kept, tolerance
         self.rows: dict[tuple[Place, Path], Difference] = {}
+        self.coarsest = 0.0  # the tolerance of what was not the same so far
         self.alone: Counter[Place] = Counter()  # calls that the first model did not make
         self.met: tuple[set[Place], set[Place]] = set(), set()  # places of both models
         self.only: tuple[dict[str, None], dict[str, None]] = {}, {}  # parts of one alone
@@ -252,6 +264,11 @@ class _Meeting:
                 continue
             found = _difference(first.get(path), second.get(path), self.tolerance)
             found.place, found.place_b, found.call = *names, call
+            # What is computed from rounded values is as coarse, whatever its dtype: as under
+            # autocast. Whole numbers have no tolerance, and parameters are not computed.
+            if self.tolerance is None and found.tolerance and place.port != "value":
+                found.tolerance = max(found.tolerance, self.coarsest)
+                self.coarsest = found.tolerance if found.relative else self.coarsest
             self._add(mine, path, found)
 
     def _add(self, place: Place, path: Path, found: Difference) -> None:

@@ -31,7 +31,17 @@ from hookline.listings import select
 from hookline.places.resolution import Place, Where, resolve
 from hookline.records.captures import capture
 from hookline.records.records import Record
-from hookline.trials.runs import Mode, copied, gradients, pull_back, run, same_random_numbers, trial
+from hookline.trials.runs import (
+    Mode,
+    check_model,
+    copied,
+    gradients,
+    pull_back,
+    refuse_inference,
+    run,
+    same_random_numbers,
+    trial,
+)
 from hookline.values.nested import leaves, map_leaves, only_tensor
 
 __all__ = ["sweep"]
@@ -84,6 +94,7 @@ def sweep(
 
     The model is afterwards as before; all runs have the same random numbers.
     """
+    check_model("sweep", model)
     where, positions = settled(where), _settled(positions)
     _check(select(model, where))
     if approximate and change is not patch:
@@ -216,6 +227,7 @@ def _estimated(
     dim: int, where: Where,
 ) -> Sweep:  # fmt: skip
     """All changes at once: the metric's slope times how far the clean values are away."""
+    refuse_inference(model.parameters())
     places = list(dict.fromkeys(job.place for job in jobs))
     slopes = {place: _gradient_place(place) for place in places}
     for parameter in model.parameters():

@@ -29,6 +29,7 @@ class Ledger:
 
     def __init__(self, sizes: Sizes, tree: CallTree, backward: bool) -> None:
         self.places, self.depths, self._sizes = sizes.places, sizes.depths, sizes
+        self.packed = sizes.packed
         self._steps, self._flops = tree.steps, [step.flops for step in tree.steps]
         self._backward: list[Any] | None = [s.backward for s in tree.steps] if backward else None
         self._outside = tree.outside, tree.outside_backward

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from itertools import accumulate, compress
 from typing import Any, cast
 
-from torch import Tensor, nn
+from torch import ScriptObject, Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, is_lazy
 
 from hookline.costs.footprints import size_of
@@ -72,6 +72,7 @@ class Sizes:
         self.places = [path for path, _ in contents.named]
         self.depths = [path.count(".") + 1 if path else 0 for path in self.places]
         self._types = [type(module).__name__ for module in contents.modules]
+        self.packed = [path for path, module in contents.named if _is_packed(module)]
         dense = dense or is_dense(contents.tensors)
         self._parameters = _Column(contents.parameters, contents.all_parameters, dense)
         self._parameters.trained = contents.trained
@@ -154,6 +155,12 @@ class _Column:
         trained = [self.counts[at] for at in held if self.trained and self.trained[at]]
         counts, sizes = [self.counts[at] for at in held], [self._bytes[at] for at in held]
         return sum(counts), sum(trained), sum(sizes)
+
+
+def _is_packed(module: nn.Module) -> bool:
+    """Whether a quantised module holds weights in a form that only its own kernels read."""
+    quantised = type(module).__module__.startswith("torch.ao.nn")
+    return quantised and any(isinstance(held, ScriptObject) for held in vars(module).values())
 
 
 def _ends(children: list[int]) -> list[int]:

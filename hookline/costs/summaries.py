@@ -95,6 +95,7 @@ class Source(Protocol):
 
     places: list[str]  # of all modules
     depths: list[int]
+    packed: list[str]  # those whose weights are packed, and no parameters
 
     def make_row(self, number: int) -> ModuleCosts:
         """What is told of a module, by its number."""
@@ -134,6 +135,7 @@ class Summary:
             "backward_seconds": None,
             "peak_bytes": None,
             "uncounted": {},
+            "packed": source.packed,
             "elsewhere": [],  # modules that other threads called meanwhile: that is not measured
         }
 
@@ -276,6 +278,9 @@ class Summary:
         if self.totals["uncounted"]:
             calls = ", ".join(f"{name} ({n} ×)" for name, n in self.totals["uncounted"].items())
             notes.append(f"without a formula, and so not in the FLOPs: {calls}")
+        if self.totals["packed"]:
+            places = ", ".join(place or "''" for place in self.totals["packed"])
+            notes.append(f"quantised weights, which are not in the parameters: {places}")
         if self.totals["elsewhere"]:
             places = ", ".join(place or "''" for place in self.totals["elsewhere"])
             notes.append(f"called in another thread, and not measured there: {places}")

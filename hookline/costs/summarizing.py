@@ -25,11 +25,13 @@ from hookline.trials.batches import make_batch, needs_whole_numbers, refused_sha
 from hookline.trials.contents import Contents
 from hookline.trials.runs import (
     Mode,
+    check_model,
     copied,
     cuda_devices,
     gradients,
     nodes_of,
     pull_back,
+    refuse_inference,
     roots_of,
     run,
     trial,
@@ -78,11 +80,7 @@ def summarize(
     Afterwards all is as before: the mode of every module, buffers, gradients, random numbers, the
     batch; no hook is left. A model with lazy modules is copied, and stays lazy.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"summarize was asked about a {type(model).__name__}. A model is a torch.nn.Module. "
-            f"Give it first, then a batch or a shape."
-        )
+    check_model("summarize", model)
     if batch is None and (time or backward is not False):
         raise BatchError(
             f"What a {'backward' if backward is not False else 'run'} costs was asked for.",
@@ -92,6 +90,8 @@ def summarize(
     if batch is None:
         return sizes(model)
     contents = Contents(model)
+    if backward is not False:
+        refuse_inference(contents.all_parameters)
     tensors = contents.tensors
     lazy = has_unmade(tensors)
     if lazy:

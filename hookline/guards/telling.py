@@ -27,6 +27,10 @@ from hookline.values.nested import show_path
 __all__ = ["Teller", "bad_gradients", "label_of"]
 
 T = TypeVar("T")
+_OTHERWISE = (
+    "What is shown is of a third run, which made finite numbers here: something of it is random, "
+    "or counts its calls."
+)
 _PRODUCERS = ("operation", "module", "memory", "outside")  # that can be run again
 
 
@@ -114,6 +118,8 @@ class Teller:
             if sample is not None:
                 describe_sample(sample, origin)
                 fault.values, fault.given = origin.values, origin.given
+                if not origin.backward and not any(own.bad for _, own in origin.values):
+                    fault.remarks.append(_OTHERWISE)
         elif origin.kind == "parameter":
             fault.values = [("", Numbers.of(self.model.get_parameter(origin.path)))]
         elif origin.kind == "buffer":

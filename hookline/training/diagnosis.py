@@ -11,6 +11,7 @@ show; `docs/watching.md` lists them.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from statistics import median
 from typing import TYPE_CHECKING
@@ -18,10 +19,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from hookline.training.depths import advise_on, judge_depths
 from hookline.training.findings import Finding, Severity
 from hookline.training.looking import Looking, Plan
 from hookline.training.moments import Moments
 from hookline.training.run_files import STATISTICS
+from hookline.training.silences import Silence
 
 if TYPE_CHECKING:
     from hookline.training.writers import Measured
@@ -31,22 +34,14 @@ __all__ = ["Diagnosis"]
 PATIENCE = 3  # measured steps in a row
 EXAMPLES = 500  # values that a unit must have been zero for, to be called dead
 DEAD = 0.4  # of the units of a layer
+OFTEN = 0.05  # of the values of the others: else the units of a layer are active rarely by design
 SATURATED = 0.6  # of the values
-VANISHING = 1e-5  # of the gradient of a later layer, here and in all layers before
-LOST = 1e-8  # the same, here alone
-FADING = 0.01, 0.7  # of the gradient of the next layer, for some layers in a row
-ROW = 5  # of them
-EXPLODING = 1e3  # times the gradient of the later layers
 LEAP = 100  # times the gradients of the steps before
 STILL = 1e-4  # of the update ratio of the other layers
+ROUNDING = 1e-7  # an update ratio at which float32 loses most of an update: the training is over
 STUCK = 0.99  # of the values of every layer, which no step has changed so far
 CONSTANT = 1e-6  # of the largest value
 UNUSED = 20  # steps without a gradient: some experts are chosen rarely
-_VANISHING = (
-    "Use normalisation layers, residual connections, ReLU or GELU in place of sigmoid and tanh, or "
-    "an initialisation that suits the activation."
-)
-_EXPLODING = "Initialise with smaller weights, use normalisation layers, or clip gradients."
 _RELUS = ("ReLU", "ReLU6", "Threshold", "LeakyReLU", "PReLU")
 
 
@@ -58,13 +53,18 @@ class Diagnosis:
         self.rows = plan.rows
         self._streaks: dict[tuple[str, int], int] = {}
         self._told: set[tuple[str, int]] = set()
-        self._dead: dict[int, tuple[Tensor, float, int]] = {}  # masks, values a unit, steps
+        self._silences: dict[int, Silence] = {}  # units that are zero
         self._totals: list[float] = []
         self._learned = False  # whether a step has changed some layer
         self._used: set[int] = set()  # the rows of gradients that have come
         self._first: dict[int, tuple[int, Tensor | None]] = {}  # those without: when, and values
         self._wrong: set[int] = set()  # those that are not finite at this step
-        self._last_parameter = max(plan.of_kind("weight_grad") or plan.of_kind("weight") or [-1])
+        self._graded: set[int] = set()  # the rows of gradients that were not zero everywhere
+        self._blank: Counter[int] = Counter()  # at how many steps the others were
+        self._sums: dict[str, tuple[float, float]] = {}  # of parameters with few rows in use
+        modules = list(plan.model.modules())
+        self._layers = [module for module in modules if module._parameters]
+        self._early = set(modules[: modules.index(self._layers[-1])] if self._layers else [])
 
     def update(self, measured: Measured, looking: Looking) -> list[Finding]:
         """What is new at this step."""
@@ -135,21 +135,15 @@ class Diagnosis:
         names = {"grad": "gradient at the output", "weight_grad": "gradient", "weight": "values"}
         what = names.get(row.kind, row.kind)
         message = f"{share:.2%} of the {what} of {self._name(first)} are NaN or infinite."
+        if self._looking.spoiled:  # all else follows from it
+            first = min(self._looking.spoiled)
+            message = f"{self._name(first)} held NaN or infinite values already before this step."
         advice = (
             "Find the operation with hookline.guard(model); lower the learning rate, clip "
             "gradients, or look for a division or logarithm of zero."
         )
         evidence = {"nonfinite": share, "places": float(len(new))}
         return [self._finding(kind, first, message, evidence, advice, len(new) - 1, "error")]
-
-    def overflow(self, step: int, count: int, scale: float) -> list[Finding]:
-        """A scaler has skipped that many steps in a row: it cannot be its scale."""
-        message = (
-            f"The last {count} backwards had gradients that are not finite, at scale {scale:g}."
-        )
-        advice = "It is not the scale: find the operation with hookline.guard(model)."
-        evidence = {"backwards": float(count), "scale": scale}
-        return [Finding("non-finite values", "", step, message, evidence, advice, "error")]
 
     # -- gradients ------------------------------------------------------------------------------
 
@@ -170,29 +164,15 @@ class Diagnosis:
         """Gradients that vanish or explode on their way to the first layers."""
         rows = self._matrices("weight_grad")
         sizes = {n: math.sqrt(f.square / max(f.count, 1)) for n in rows for f in [self._found(n)]}
-        small: dict[int, float] = {}
-        large: dict[int, float] = {}
-        faded = _faded([sizes[n] for n in rows])
-        reached = 0.0  # the largest gradient up to here
-        for at, number in enumerate(rows[:-1]):
-            later = [sizes[n] for n in rows[at + 1 :]]
-            reached = max(reached, sizes[number])
-            # What reaches a layer before it was not lost on the way: those of the queries and keys
-            # of attention are small by nature. It may have come by another way, though, if it has
-            # become less from layer to layer here.
-            lost = reached < VANISHING * max(later) or sizes[number] < LOST * max(later)
-            if lost or faded[at] < VANISHING:
-                small[number] = sizes[number] / max(later)
-                continue
-            # What has grown on its way was small near the output; the layers in between may be
-            # small by nature, as residual branches that begin with zeros.
-            usual = max(median(later), *later[len(later) // 2 :])
-            if sizes[number] > EXPLODING * usual > 0:
-                large[number] = sizes[number] / usual
+        small, large = (
+            {rows[at]: share for at, share in shares.items()}
+            for shares in judge_depths([sizes[n] for n in rows])
+        )
+        self._graded.update(n for n in rows if sizes[n])
+        for number in [n for n in small if self._may_rest(n, sizes)]:
+            del small[number]
         found: list[Finding] = []
-        for kind, shares, advice in (
-            ("vanishing gradient", small, _VANISHING), ("exploding gradient", large, _EXPLODING)
-        ):  # fmt: skip
+        for kind, shares in (("vanishing gradient", small), ("exploding gradient", large)):
             new = self._lasting(kind, shares, rows)
             if new:
                 share = shares[new[0]]
@@ -200,9 +180,16 @@ class Diagnosis:
                 if shares is large:
                     said = f"{share:.1e} times that of the later layers"
                 message = f"The gradient of {self._name(new[0])} is {said}."
-                evidence = {"rms": sizes[new[0]], "relative": share}
-                found.append(self._finding(kind, new[0], message, evidence, advice, len(new) - 1))
+                told = {"rms": sizes[new[0]], "relative": share}, advise_on(share), len(new) - 1
+                found.append(self._finding(kind, new[0], message, *told))
         return found
+
+    def _may_rest(self, number: int, sizes: dict[int, float]) -> bool:
+        """Whether a gradient of zeros may be that of an expert that is chosen at other steps."""
+        if sizes[number] or not any(sizes[n] for n in sizes if n < number):
+            return False
+        self._blank[number] += 1
+        return number in self._graded or self._blank[number] < UNUSED
 
     def _found(self, number: int) -> Moments:
         return self._looking.found[number]
@@ -212,8 +199,10 @@ class Diagnosis:
         kind = "exploding gradient"
         rows = [n for n in self.plan.of_kind("weight_grad") if n in self._looking.found]
         total = math.sqrt(sum(self._found(n).square for n in rows))
+        if not total:  # of a loss that is not yet there, nothing can be a multiple
+            return []
         before, self._totals = self._totals, [*self._totals, total]
-        if len(before) < PATIENCE or (kind, -1) in self._told or not rows:
+        if len(before) < PATIENCE or (kind, -1) in self._told:
             return []
         first, recent = median(before[:5]), median(before[-10:])
         if not (total > LEAP * recent and total > LEAP / 10 * first) and total <= 10 * LEAP * first:
@@ -232,31 +221,36 @@ class Diagnosis:
 
     def _outputs(self) -> list[int]:
         """The rows of outputs that were measured, but for those that hand an earlier one on."""
-        return [n for n in self._sound("output") if n not in self._looking.aliases]
+        rows = [n for n in self._sound("output") if n not in self._looking.aliases]
+        # Masks and one-hot codes, of which nothing is learned, may be zero or the same for long.
+        return [n for n in rows if n not in self._looking.fixed or not self._is_own(n)]
+
+    def _is_own(self, number: int) -> bool:
+        """Whether the module of a row is the user's, and none of torch's."""
+        return not type(self.plan.modules[number]).__module__.startswith("torch.nn")
 
     def _dead_units(self) -> list[Finding]:
         kind, found = "dead units", list[Finding]()
         for number in self._outputs():
             one, row = self._found(number), self.rows[number]
-            own = not type(self.plan.modules[number]).__module__.startswith("torch.nn")
+            own = self._is_own(number)
             clipped = row.type in _RELUS or (own and float(one.low.min()) == 0 and one.zeros > 0)
             if not clipped or (kind, number) in self._told:
                 continue
-            mask, each, steps = one.dead, one.each, 1
-            before = self._dead.get(number)
-            if before is not None and before[0].shape == mask.shape:
-                both = before[0] & mask
-                # A unit that comes to life is not dead: the count begins anew with what is left.
-                if both.float().mean() >= DEAD:
-                    mask, each, steps = both, before[1] + each, before[2] + 1
-            self._dead[number] = mask, each, steps
-            share, count = float(mask.float().mean()), len(mask)
-            if share < DEAD or steps < PATIENCE or each < EXAMPLES or count < 2:
+            silence = self._silences.get(number)
+            if silence is None:
+                silence = self._silences[number] = Silence(one.dead, one.each)
+            else:  # a unit that comes to life is not dead
+                silence.go_on(one.dead, one.each, DEAD)
+            share, count, each = silence.share, len(silence.mask), silence.values
+            active = (1 - one.zeros / one.count) / max(1 - share, 1e-9)  # of the values of others
+            few = silence.steps < PATIENCE or each < EXAMPLES
+            if share < DEAD or few or count < 2 or not (active > OFTEN or silence.lasts):
                 continue
             self._told.add((kind, number))
             message = (
-                f"{int(mask.sum())} of {count} units of {self._name(number)} were zero for all "
-                f"{each:.0f} values of the last {steps} measured steps."
+                f"{int(silence.mask.sum())} of {count} units of {self._name(number)} were zero for "
+                f"all {each:.0f} values of the last {silence.steps} measured steps."
             )
             advice = (
                 "Lower the learning rate, look at the bias and the initialisation of the layer "
@@ -282,7 +276,12 @@ class Diagnosis:
 
     def _is_hidden(self, number: int) -> bool:
         """Whether layers come behind: at the end of a model, a sigmoid may be as sure as it is."""
-        return number < self._last_parameter
+        own, modules = self.plan.modules[number], self.plan.modules
+        if not {modules[n] for n in self.plan.of_kind("output")}.issuperset(self._layers):
+            return own in self._early  # as not all is measured, the order of calls is not known
+        called = [n for n in self._looking.found if self.rows[n].kind == "output"]
+        behind = [modules[n] for n in called[called.index(number) + 1 :]]
+        return any(m._parameters and own not in set(m.modules()) for m in behind)
 
     def _constant(self) -> list[Finding]:
         kind = "constant output"
@@ -319,8 +318,11 @@ class Diagnosis:
         }  # fmt: skip
         moving = [ratio for ratio in ratios.values() if ratio > 0]
         usual = median(moving) if moving else 0.0
-        still = [n for n, ratio in ratios.items() if ratio < STILL * usual]
+        still = [n for n, ratio in ratios.items() if ratio < STILL * usual and usual > ROUNDING]
         dense = [n for n in ratios if self._is_dense(n, grads[self.rows[n].place])]
+        few = [n for n in still if n not in dense and self.plan.is_sampled(n)]
+        resting = self._resting([self.rows[n].place for n in few])
+        still = [n for n in still if n not in few or self.rows[n].place in resting]
         stuck = [n for n in dense if self._of(n, "zeros") >= STUCK]
         self._learned |= len(stuck) < len(dense)
         nowhere = bool(stuck) and not self._learned  # later it may be the end of a schedule
@@ -355,6 +357,14 @@ class Diagnosis:
         found = self._found(grad)
         return found.count - found.zeros > self._found(update).count / 2
 
+    def _resting(self, places: list[str]) -> set[str]:
+        """Which parameters are as they were when last asked: a sample may miss the rows in use."""
+        weights = {self.rows[n].place: self._found(n) for n in self._sound("weight")}
+        sums = {p: (weights[p].total, weights[p].centered) for p in places if p in weights}
+        found = {place for place, both in sums.items() if self._sums.get(place) == both}
+        self._sums = sums
+        return found
+
     def _unused(self) -> list[Finding]:
         kind, rows = "unused parameters", self.plan.of_kind("weight_grad")
         came = [n for n in rows if n in self._looking.found]
@@ -383,18 +393,3 @@ class Diagnosis:
     def _is_trained(self, number: int) -> bool:
         tensor = self.plan.parameter(number)
         return tensor is not None and tensor.requires_grad
-
-
-def _faded(sizes: list[float]) -> list[float]:
-    """How much is left of gradients that have become less from layer to layer; 1 if they have not.
-
-    >>> [round(share, 5) for share in _faded([1.0, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0])]
-    [1.0, 1e-05, 0.0001, 1.0, 1.0, 1.0, 1.0]
-    """
-    found, first, (least, most) = [1.0] * len(sizes), len(sizes) - 1, FADING
-    for at in range(len(sizes) - 2, -1, -1):
-        if not least * sizes[at + 1] < sizes[at] < most * sizes[at + 1]:
-            first = at
-        elif first - at >= ROW - 1:
-            found[at] = sizes[at] / sizes[first]
-    return found

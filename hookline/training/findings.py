@@ -2,6 +2,7 @@
 
 - `Finding`: one thing that was noticed: what, where, at which step, by which evidence
 - `Findings`: a list of them that notebooks show as a table
+- `overflowed(step, count, scale)`: the finding that a scaler makes no step any more
 - `to_json`, `from_json`: numbers, also those that are not finite
 """
 
@@ -15,7 +16,7 @@ from typing import Any, Literal, cast
 
 from hookline.values.tables import as_html
 
-__all__ = ["Finding", "Findings", "Severity", "from_json", "to_json"]
+__all__ = ["Finding", "Findings", "Severity", "from_json", "overflowed", "to_json"]
 
 Severity = Literal["warning", "error"]
 _WIDTH = 100  # of a printed line
@@ -113,6 +114,14 @@ class Findings(list[Finding]):
         title += f", {errors} of them error{'s' * (errors != 1)}" if errors else ""
         head = ("place", "step", "found", "", "what to try")
         return as_html(title, [head, *((*one.cells(), one.message, one.advice) for one in self)])
+
+
+def overflowed(step: int, count: int, scale: float) -> Finding:
+    """A scaler has skipped that many steps in a row: it cannot be its scale."""
+    message = f"The last {count} backwards had gradients that are not finite, at scale {scale:g}."
+    advice = "It is not the scale: find the operation with hookline.guard(model)."
+    evidence = {"backwards": float(count), "scale": scale}
+    return Finding("non-finite values", "", step, message, evidence, advice, "error")
 
 
 _TEXTS = ("kind", "place", "message", "advice", "severity")

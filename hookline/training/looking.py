@@ -2,6 +2,7 @@
 
 - `Plan`: what is measured, as rows, with the modules and parameters behind them
 - `Looking`: one measured step: attached when it begins, `finish()` gives what was found
+- `at_end(function)`: call a function when the backward that is running has ended
 
 Outputs and their gradients come from taps of the core, which replace nothing. The gradient of a
 parameter is looked at when a backward has ended: what `.grad` has then, over all micro-batches, is
@@ -30,7 +31,7 @@ from hookline.training.run_files import ROW_KINDS, Row
 from hookline.values.nested import leaves
 from hookline.values.shards import local
 
-__all__ = ["Looking", "Plan"]
+__all__ = ["Looking", "Plan", "at_end"]
 
 _UPDATES = 4096  # elements of a parameter that are compared before and after a step
 _OVERFLOWS = 20  # more than a scaler needs to come down from where it begins
@@ -124,6 +125,11 @@ class Plan:
         tensor = _held(self.parameter(number))
         return None if tensor is None else sampled(tensor, _UPDATES)
 
+    def is_sampled(self, number: int) -> bool:
+        """Whether only some of the elements of the parameter of a row are compared."""
+        tensor = _held(self.parameter(number))
+        return tensor is not None and tensor.numel() > _UPDATES
+
     def of_kind(self, kind: str) -> list[int]:
         """The numbers of the rows of a kind."""
         return [number for number, row in enumerate(self.rows) if row.kind == kind]
@@ -196,12 +202,15 @@ class Looking(Context[_LookTap]):
         self.plan = plan
         self.found: dict[int, Moments] = {}  # by the number of the row
         self.squares: dict[int, float] = {}  # of updates: of the parameter as it was before
+        self.spoiled: set[int] = set()  # rows of updates of what was not finite before the step
         self.aliases: dict[int, int] = {}  # rows whose tensor is that of an earlier row
+        self.fixed: set[int] = set()  # rows of outputs of which nothing can be learned
         self.backwards = self.overflows = 0  # and those that a scaler will make nothing of
         self._counts, self._scale, self._alarm = counts, scale, alarm
         self._outputs: list[tuple[int, Moments]] = []
         self._grads: list[tuple[int, Moments]] = []  # of the backward that runs
         self._arrived: dict[int, None] = {}  # parameters whose gradients have changed in it
+        self._shares: dict[int, Moments] = {}  # of gradients that may be gone when it ends
         self._tasks: set[int] = set()  # backwards whose end is waited for
         self._last: dict[str, tuple[Any, int, Moments, int]] = {}
         self._before: dict[int, Tensor] = {}
@@ -225,7 +234,11 @@ class Looking(Context[_LookTap]):
         for number in self.plan.of_kind("weight_grad"):
             tensor = self.plan.parameter(number)
             if tensor is not None and tensor.requires_grad:
-                hook = partial(_arrived, own, number)
+                if tensor._post_accumulate_grad_hooks:  # they may step, and let the gradient go
+                    self._hooks.append(
+                        tensor.register_hook(partial(_tell, own, Looking.take_share, number))
+                    )
+                hook = partial(_tell, own, Looking.take_arrival, number)
                 self._hooks.append(tensor.register_post_accumulate_grad_hook(hook))
         for number in self.plan.of_kind("update"):
             sample = self.plan.sample(number)
@@ -243,6 +256,8 @@ class Looking(Context[_LookTap]):
         """An output was made."""
         if self._counts():
             number = self.plan.numbers[target.key]
+            if not tensor.requires_grad and torch.is_grad_enabled():
+                self.fixed.add(number)
             found = self._measure("output", tensor, target.module, number)
             if found is not None:
                 self._outputs.append((number, found))
@@ -257,7 +272,14 @@ class Looking(Context[_LookTap]):
             self._grads.append((number, found))
             self._await_end()
 
-    def take_arrival(self, number: int) -> None:
+    @torch.no_grad()
+    def take_share(self, number: int, grad: Tensor) -> None:
+        """The gradient of a parameter is to be added to what it has."""
+        held = _held(grad)
+        if held is not None:
+            self._shares[number] = moments(held, 0)
+
+    def take_arrival(self, number: int, parameter: Tensor) -> None:
         """The gradient of a parameter has changed."""
         self._arrived[number] = None
         self._await_end()
@@ -283,8 +305,9 @@ class Looking(Context[_LookTap]):
         task = in_backward()
         if task != -1 and task not in self._tasks:
             self._tasks.add(task)
-            _engine.queue_callback(partial(_ended, weakref.ref(self), again=True))
+            at_end(partial(_tell, weakref.ref(self), Looking.take_end))
 
+    @torch.no_grad()
     def take_end(self) -> None:
         """A backward has ended: gradients are summed over its paths, and over ranks."""
         self._tasks.discard(in_backward())
@@ -292,9 +315,10 @@ class Looking(Context[_LookTap]):
         for number in self._arrived:
             parameter = self.plan.parameter(number)
             grad = _held(None if parameter is None else parameter.grad)
-            if grad is not None:
-                self._grads.append((number, moments(grad, 0)))
-        self._arrived = {}
+            found = self._shares.get(number) if grad is None else moments(grad, 0)
+            if found is not None:
+                self._grads.append((number, found))
+        self._arrived, self._shares = {}, {}
         self._fold()
         settle([found for _, found in self._grads])
         self.backwards += 1
@@ -342,6 +366,8 @@ class Looking(Context[_LookTap]):
             for number, (update, old, share) in pairs.items():
                 self.found[number] = update.grown(share)
                 self.squares[number] = old.square * share
+                if old.nonfinite:
+                    self.spoiled.add(number)
         self.remove()
 
 
@@ -355,18 +381,14 @@ def _held(tensor: Tensor | None) -> Tensor | None:
     return found if is_measurable(found) else None
 
 
-def _arrived(looking: weakref.ref[Looking], number: int, parameter: Tensor) -> None:
+def _tell(looking: weakref.ref[Looking], method: Callable[..., None], *given: Any) -> None:
+    """Call a method of what is measured, if it is still there: hooks keep nothing alive."""
     found = looking()
     if found is not None:
-        found.take_arrival(number)
+        method(found, *given)
 
 
-def _ended(looking: weakref.ref[Looking], again: bool) -> None:
+def at_end(function: Callable[[], None]) -> None:
+    """Call a function when the backward that is running has ended."""
     # DDP and FSDP, too, do their last work in such a callback: theirs come first.
-    if again:
-        _engine.queue_callback(partial(_ended, looking, again=False))
-        return
-    found = looking()
-    if found is not None:
-        with torch.no_grad():
-            found.take_end()
+    _engine.queue_callback(partial(_engine.queue_callback, function))

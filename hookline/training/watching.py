@@ -20,12 +20,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hookline.core.attaching import Anchored
 from hookline.core.hooks import settled
+from hookline.core.recomputation import in_backward
 from hookline.errors import HooklineWarning, PlaceError, RunError
 from hookline.places.resolution import Where
 from hookline.places.tree import unwrapped
 from hookline.training.diagnosis import Diagnosis
-from hookline.training.findings import Finding, Findings
-from hookline.training.looking import Looking, Plan
+from hookline.training.findings import Finding, Findings, overflowed
+from hookline.training.looking import Looking, Plan, at_end
 from hookline.training.ranks import gathered, rank_of, ranks_in
 from hookline.training.run_files import BINS, ROW_KINDS
 from hookline.training.writers import Measured, Writer, writer_for
@@ -217,14 +218,17 @@ class watch(Anchored):
                 self._counted = weakref.ref(optimizer)
             elif known is not optimizer:
                 return
-        self._end_step()
+        if in_backward() == -1:
+            self._end_step()
+        else:  # the other parameters are yet to come, as with an optimizer for each of them
+            at_end(self._end_step)
 
     def _begin_step(self) -> None:
         if self.steps % self._every == 0 and self._measures:
             self._looking = Looking(self._plan, self._counts, self._scale, self._alarm).attach()
 
     def _alarm(self, count: int, scale: float) -> None:
-        self._note(cast(Diagnosis, self._diagnosis).overflow(self.steps, count, scale))
+        self._note([overflowed(self.steps, count, scale)])
 
     def _end_step(self) -> None:
         looking, self._looking = self._looking, None

@@ -2,11 +2,13 @@
 
 - `trial(*models, mode=None)`: a context; afterwards the models and random numbers are as before
 - `run(model, batch)`: call a model on a batch, or let a function call it
+- `check_model(verb, model)`: an error if it is no module
 - `noted(note)`: a context; what a model raises inside keeps its type, and gains a note
 - `cuda_devices(model)`: where its parameters and buffers are
 - `copied(batch)`: the same batch in memory of its own, as models may write into it
 - `same_random_numbers(*models)`: a context; random numbers drawn inside are drawn again after it
 - `gradients(wanted)`: a context with or without gradients, also where inference mode is on
+- `refuse_inference(parameters)`: an error if some can have no gradient, for how they were made
 - `roots_of(value)`: the tensors from which a backward starts, or an error that there are none
 - `pull_back(roots)`: a backward that leaves no gradient; `nodes_of(roots)`: what it visits
 """
@@ -16,7 +18,7 @@ from __future__ import annotations
 import copy
 import random
 import sys
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from itertools import repeat
@@ -27,11 +29,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.utils.data import DataLoader
 
 from hookline.core.gathering import reshard
 from hookline.edits.parameters import Undo
 from hookline.edits.restoring import put_back, restorer
 from hookline.errors import BatchError, HooklineError
+from hookline.places.tree import walk
 from hookline.trials.batches import call
 from hookline.trials.contents import Contents
 from hookline.values.nested import leaves, map_leaves
@@ -39,12 +43,14 @@ from hookline.values.snapshots import duplicate
 
 __all__ = [
     "Mode",
+    "check_model",
     "copied",
     "cuda_devices",
     "gradients",
     "nodes_of",
     "noted",
     "pull_back",
+    "refuse_inference",
     "roots_of",
     "run",
     "same_random_numbers",
@@ -53,6 +59,15 @@ __all__ = [
 
 Mode = Literal["eval", "train"]
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, nn.Module)
+
+
+def check_model(verb: str, model: Any) -> None:
+    """TypeError if something that was given as a model is none."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"{verb} was asked about a {type(model).__name__}. A model is a torch.nn.Module. "
+            f"Give it first, then a batch."
+        )
 
 
 def run(model: nn.Module, batch: Any) -> Any:
@@ -67,13 +82,33 @@ def run(model: nn.Module, batch: Any) -> Any:
         return cast("Callable[[nn.Module], Any]", batch)(model)
     try:
         return call(model, batch)
-    except TypeError as error:
-        if isinstance(batch, (tuple, list)):
+    except Exception as error:
+        _note_place(model, error)
+        if isinstance(error, TypeError) and isinstance(batch, (tuple, list)):
             error.add_note(
                 "hookline: a batch that is a tuple or list is given to the model as its arguments; "
                 "if it holds labels too, give batch[0]."
             )
+        elif isinstance(batch, DataLoader):
+            error.add_note("hookline: this is a loader; give a batch of it: next(iter(loader)).")
         raise
+
+
+def _note_place(model: nn.Module, error: Exception) -> None:
+    """Say in which module an error was raised, and what a layer was given."""
+    names = {module: path for path, module in walk(model)}
+    raised, trace = None, error.__traceback__
+    while trace is not None:  # from the outermost frame inwards
+        own = trace.tb_frame.f_locals.get("self")
+        if isinstance(own, nn.Module) and names.get(own):
+            raised = own, trace.tb_frame
+        trace = trace.tb_next
+    if raised is None or isinstance(error, HooklineError) or getattr(error, "__notes__", None):
+        return
+    module, frame = raised
+    given = [value for value in frame.f_locals.values() if isinstance(value, Tensor)]
+    shape = f", which was given {tuple(given[0].shape)}" if given and not module._modules else ""
+    error.add_note(f"hookline: raised in {names[module]!r} ({type(module).__name__}){shape}.")
 
 
 @contextmanager
@@ -262,6 +297,19 @@ def gradients(wanted: bool) -> Generator[None]:
     # Not set_grad_enabled, which acts as soon as it is made: an interrupt would leave it so.
     with mode, torch.enable_grad() if wanted else torch.no_grad():
         yield
+
+
+def refuse_inference(parameters: Iterable[Tensor | None]) -> None:
+    """BatchError if a parameter was made in inference mode.
+
+    It says that it requires a gradient, and torch makes no graph of what is computed with it.
+    """
+    if any(p is not None and p.requires_grad and p.is_inference() for p in parameters):
+        raise BatchError(
+            "A backward was asked for.",
+            "Parameters of the model were made inside torch.inference_mode: they have no gradient.",
+            "Make the model outside of it; copy.deepcopy(model), called outside, will do.",
+        )
 
 
 def roots_of(value: Any) -> list[Tensor]:
