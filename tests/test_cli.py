@@ -176,22 +176,69 @@ def test_the_command_line_without_click_says_what_to_install(folder):
     assert "pip install 'hookline[cli]'" in err
 
 
+def on_a_terminal(*words, columns=80):
+    """What a command shows on a terminal of so many columns."""
+    leader, follower = pty.openpty()
+    root = str(Path(hl.__file__).parent.parent)
+    environment = {**os.environ, "PYTHONPATH": root, "TERM": "xterm-256color"}
+    environment |= {"COLUMNS": str(columns)}
+    environment.pop("NO_COLOR", None)
+    program = [sys.executable, "-m", "hookline", *words]
+    subprocess.run(program, stdout=follower, stderr=follower, env=environment)
+    os.close(follower)
+    shown = os.read(leader, 100_000).decode()
+    os.close(leader)
+    return shown
+
+
 def test_on_a_terminal_the_table_is_drawn_and_names_are_no_markup(folder):
     (folder / "odd.py").write_text(
         "from torch import nn\nnet = nn.ModuleDict({'[red]x[/red]': nn.ReLU()})\n"
     )
-    leader, follower = pty.openpty()
-    root = str(Path(hl.__file__).parent.parent)
-    program = [sys.executable, "-m", "hookline", "places", "odd.py:net"]
-    environment = {**os.environ, "PYTHONPATH": root, "TERM": "xterm-256color", "COLUMNS": "80"}
-    environment.pop("NO_COLOR", None)
-    subprocess.run(program, stdout=follower, stderr=follower, check=True, env=environment)
-    os.close(follower)
-    shown = os.read(leader, 100_000).decode()
-    os.close(leader)
+    shown = on_a_terminal("places", "odd.py:net")
     assert "\x1b[" in shown  # colours
     assert r"\[red\]x\[\/red\]" in shown  # the place, in its own spelling
     assert "ReLU" in shown
+
+
+def test_a_name_cannot_break_a_line_or_steer_the_terminal(folder):
+    (folder / "odd.py").write_text(
+        "from torch import nn\n"
+        "net = nn.Sequential()\n"
+        "net.add_module('new\\nline', nn.ReLU())\n"
+        "net.add_module('\\x1b[31mred', nn.ReLU())\n"
+    )
+    code, out, _ = process("places", "odd.py:net")
+    assert code == 0
+    assert [line.split()[0] for line in out.splitlines()[2:]] == [r"new\nline", r"\x1b\[31mred"]
+    drawn = on_a_terminal("places", "odd.py:net")
+    assert r"new\nline" in drawn
+    assert "\x1b[31m" not in drawn
+
+
+def test_in_a_narrow_terminal_names_and_numbers_stay_whole(folder):
+    shown = on_a_terminal("capture", "nets.py:make", "-i", "2x1x4x4", "-w", "conv", columns=30)
+    shown = re.sub(r"\x1b\[[\d;]*m", "", shown)
+    (row,) = [line for line in shown.splitlines() if line.startswith("conv")]
+    _, out, _ = run("capture", "nets.py:make", "-i", "2x1x4x4", "-w", "conv")
+    numbers = out.splitlines()[-1].split()[-4:]
+    assert row.split()[-4:] == numbers
+
+
+def test_negative_numbers_stand_right_in_their_column(folder):
+    shown = on_a_terminal("capture", "nets.py:make", "-i", "2x1x4x4", "-w", "*", columns=90)
+    lines = re.sub(r"\x1b\[[\d;]*m", "", shown).splitlines()
+    rows = [line for line in lines if line.startswith(("conv", "fc"))]
+    assert " -" in rows[0]
+    assert len(rows) == 2
+    assert len({len(row.rsplit(maxsplit=1)[0]) for row in rows}) == 1  # where the least one ends
+
+
+def test_a_comparison_is_as_wide_as_the_terminal(folder):
+    words = ("compare", "nets.py:make", "nets.py:other", "-i", "2x1x4x4")
+    shown = re.sub(r"\x1b\[[\d;]*m", "", on_a_terminal(*words, columns=60))
+    assert "diverges" in shown
+    assert max(map(len, shown.splitlines())) <= 60
 
 
 def test_ctrl_c_ends_with_130(folder):

@@ -1149,3 +1149,18 @@ def test_a_batch_with_labels_is_told_how_it_was_given():
         with pytest.raises(TypeError) as raised:
             ask(model, pair)
         assert "give batch[0]" in "".join(raised.value.__notes__)
+
+
+def test_odd_names_keep_the_table_straight():
+    model = nn.Sequential()
+    model.add_module("long" * 40, nn.ReLU())
+    model.add_module("new\nline", nn.ReLU())
+    lines = hl.summarize(model, (2, 3)).show(width=60).splitlines()
+    assert lines[-1].startswith(r"  new\nline ")
+    assert lines[-2].startswith("  …")
+    assert len(lines[-2]) == len(lines[-1]) <= 60
+
+
+def test_a_model_without_buffers_has_no_column_for_them():
+    assert "buffers" not in str(hl.summarize(nn.Linear(2, 3)))
+    assert "buffers" in str(hl.summarize(nn.BatchNorm1d(3)))

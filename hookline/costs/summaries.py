@@ -320,7 +320,8 @@ def _cells(rows: Sequence[ModuleCosts]) -> list[list[str]]:
         columns["FLOPs"] = _each(show_count, [row.flops for row in rows])
     else:
         columns["bytes"] = _each(show_bytes, [row.parameter_bytes for row in rows])
-        columns["buffers"] = _each(show_bytes, [row.buffer_bytes for row in rows])
+        if any(row.buffer_bytes for row in rows):
+            columns["buffers"] = _each(show_bytes, [row.buffer_bytes for row in rows])
     measured: dict[str, tuple[Callable[[Any], str], list[float | None]]] = {
         "backward": (show_count, [row.backward_flops for row in rows]),
         "time": (show_seconds, [row.seconds for row in rows]),
