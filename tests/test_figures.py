@@ -342,6 +342,7 @@ def test_short_names_stay_different():
     assert max(map(len, short)) <= 36
     assert shorten(["fc", "conv"]) == (["fc", "conv"], "")
     assert shorten([""]) == (["''"], "")
+    assert shorten(["new\nline", "\u202eturned"])[0] == [r"new\nline", r"\u202eturned"]
 
 
 # -- maps -----------------------------------------------------------------------------------------
