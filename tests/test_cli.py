@@ -791,6 +791,19 @@ def test_a_report_of_a_folder_says_that_options_of_models_are_not_used():
         assert run("report", "values", *options, "-q")[2] == ""
 
 
+def test_a_port_that_no_machine_has_is_refused_with_the_range(folder):
+    code, _, err = run("view", ".", "--port", "99999")
+    assert code == 2
+    assert "0<=x<=65535" in err
+
+
+def test_a_dtype_that_torch_does_not_have_is_refused_with_some_that_it_has(folder):
+    words = ("--model", "nets.py:make", "--data", "nets.py:batches", "-w", "fc", "--to", "acts")
+    code, _, err = run("harvest", *words, "--dtype", "bf16")
+    assert code == 2
+    assert "bfloat16" in err
+
+
 def test_a_live_view_is_served_until_ctrl_c(folder):
     run("capture", "nets.py:make", "-i", "2x1x4x4", "--to", "shown/values")
     root = str(Path(hl.__file__).parent.parent)
