@@ -1164,3 +1164,9 @@ def test_odd_names_keep_the_table_straight():
 def test_a_model_without_buffers_has_no_column_for_them():
     assert "buffers" not in str(hl.summarize(nn.Linear(2, 3)))
     assert "buffers" in str(hl.summarize(nn.BatchNorm1d(3)))
+
+
+def test_a_list_of_numbers_that_was_meant_as_a_shape_is_told():
+    with pytest.raises(TypeError) as raised:
+        hl.summarize(nn.Linear(4, 2), [16, 4])
+    assert "give a tuple: (16, 4)" in "".join(raised.value.__notes__)

@@ -307,3 +307,9 @@ def test_a_dict_whose_keys_would_be_written_alike_is_refused(tmp_path):
     with pytest.raises(hl.RecordError, match="written alike"):
         hl.save_record(record, tmp_path / "new")
     assert not (tmp_path / "new").exists()
+
+
+def test_what_is_no_record_is_refused_by_name(tmp_path):
+    with pytest.raises(TypeError, match=r"given a dict.*Give a Record.*Store"):
+        hl.save_record({"fc": torch.ones(2)}, tmp_path / "values")
+    assert not (tmp_path / "values").exists()
