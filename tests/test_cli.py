@@ -201,6 +201,19 @@ def test_on_a_terminal_the_table_is_drawn_and_names_are_no_markup(folder):
     assert "ReLU" in shown
 
 
+def test_a_place_in_an_error_can_be_pasted_into_the_shell(folder):
+    (folder / "odd.py").write_text(
+        "from torch import nn\nnet = nn.Sequential()\n"
+        "net.add_module('*', nn.ReLU())\nnet.add_module('b', nn.ReLU())\n"
+    )
+    code, _, err = run("places", "odd.py:net", "*")
+    assert code == 2
+    written = re.search(r"Write ('.*?') for the first", err)[1]
+    code, out, _ = run("places", "odd.py:net", *shlex.split(written))
+    assert code == 0
+    assert out.splitlines()[2].split()[0] == r"\*"
+
+
 def test_a_name_cannot_break_a_line_or_steer_the_terminal(folder):
     (folder / "odd.py").write_text(
         "from torch import nn\n"

@@ -107,6 +107,7 @@ def fail(error: BaseException) -> None:
     parts = [str(error)]
     if isinstance(error, HooklineError):
         parts = [part for part in (error.asked, error.found, error.remedy) if part]
+        parts = [part.replace("\\\\", "\\") for part in parts]  # as a shell's quotes have them
     console.print(Text.assemble(("Error: ", "bold red"), parts[0]))
     for part in parts[1:]:
         console.print(Text(f"  {_SELECT.sub(_as_command, part)}"))
