@@ -1170,3 +1170,14 @@ def test_a_list_of_numbers_that_was_meant_as_a_shape_is_told():
     with pytest.raises(TypeError) as raised:
         hl.summarize(nn.Linear(4, 2), [16, 4])
     assert "give a tuple: (16, 4)" in "".join(raised.value.__notes__)
+
+
+def test_a_summary_spells_places_as_select_does_and_takes_both_spellings():
+    model = nn.Sequential()
+    model.add_module("a/b", nn.Linear(2, 3))
+    (place,) = hl.select(model, "*")
+    summary = hl.summarize(model)
+    assert summary[place] is not None
+    assert summary[place] == summary["a/b"]
+    assert summary["a/b"].place == "a/b"
+    assert str(summary).splitlines()[-1].split()[0] == place == r"a\/b"
