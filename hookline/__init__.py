@@ -26,7 +26,8 @@ Every value inside a model has an address, its place (`"layer1.0.conv2"`, `"fc:i
 - `attached`: all that is live on a model
 - `heads`, `last_token`: slices for `at=`
 
-All of them act inside `with`, or from `.attach()` to `.remove()`, and leave nothing behind.
+What stands on a model, such as `capture`, `edit`, `guard` and `watch`, acts inside `with`, or from
+`.attach()` to `.remove()`; the others are functions that return. Nothing is left behind.
 """
 
 from importlib import import_module

@@ -23,6 +23,7 @@ import torch
 
 from hookline.errors import HooklineWarning, MissingExtra
 from hookline.values import tables
+from hookline.values.tables import one_line
 
 __all__ = [
     "Tabled", "as_html", "as_lines", "pandas", "show_count", "show_number", "show_seconds",
@@ -110,7 +111,7 @@ def as_lines(cells: Sequence[Sequence[str]], width: int) -> list[str]:
     >>> as_lines([["place", "n"], ["layers.0.attention", "12"]], 18)
     ['  place          n', '  …0.attention  12']
     """
-    head = cells[0]
+    head, cells = cells[0], [[one_line(cell) for cell in row] for row in cells]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     text = [n for n, name in enumerate(head) if name in _TEXT]
     least = sum(_LEAST if n in text else size for n, size in enumerate(widths))

@@ -48,6 +48,11 @@ def save_record(record: Record, folder: str | Path) -> Path:
     numpy array or a cache of keys and values, only the repr is kept. A value that changed since it
     was captured is refused, as it is on reading, and so is a folder that holds a store or a run.
     """
+    if not isinstance(cast(Any, record), Record):
+        raise TypeError(
+            f"save_record was given a {type(record).__name__}. It writes what a capture has kept. "
+            "Give a Record; tensors of your own are written by hookline.Store."
+        )
     held = "store" if (Path(folder) / "store.json").is_file() else ""
     held = held or ("run" if segments_in(Path(folder)) else "")
     if held:

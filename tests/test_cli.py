@@ -176,22 +176,82 @@ def test_the_command_line_without_click_says_what_to_install(folder):
     assert "pip install 'hookline[cli]'" in err
 
 
+def on_a_terminal(*words, columns=80):
+    """What a command shows on a terminal of so many columns."""
+    leader, follower = pty.openpty()
+    root = str(Path(hl.__file__).parent.parent)
+    environment = {**os.environ, "PYTHONPATH": root, "TERM": "xterm-256color"}
+    environment |= {"COLUMNS": str(columns)}
+    environment.pop("NO_COLOR", None)
+    program = [sys.executable, "-m", "hookline", *words]
+    subprocess.run(program, stdout=follower, stderr=follower, env=environment)
+    os.close(follower)
+    shown = os.read(leader, 100_000).decode()
+    os.close(leader)
+    return shown
+
+
 def test_on_a_terminal_the_table_is_drawn_and_names_are_no_markup(folder):
     (folder / "odd.py").write_text(
         "from torch import nn\nnet = nn.ModuleDict({'[red]x[/red]': nn.ReLU()})\n"
     )
-    leader, follower = pty.openpty()
-    root = str(Path(hl.__file__).parent.parent)
-    program = [sys.executable, "-m", "hookline", "places", "odd.py:net"]
-    environment = {**os.environ, "PYTHONPATH": root, "TERM": "xterm-256color", "COLUMNS": "80"}
-    environment.pop("NO_COLOR", None)
-    subprocess.run(program, stdout=follower, stderr=follower, check=True, env=environment)
-    os.close(follower)
-    shown = os.read(leader, 100_000).decode()
-    os.close(leader)
+    shown = on_a_terminal("places", "odd.py:net")
     assert "\x1b[" in shown  # colours
     assert r"\[red\]x\[\/red\]" in shown  # the place, in its own spelling
     assert "ReLU" in shown
+
+
+def test_a_place_in_an_error_can_be_pasted_into_the_shell(folder):
+    (folder / "odd.py").write_text(
+        "from torch import nn\nnet = nn.Sequential()\n"
+        "net.add_module('*', nn.ReLU())\nnet.add_module('b', nn.ReLU())\n"
+    )
+    code, _, err = run("places", "odd.py:net", "*")
+    assert code == 2
+    written = re.search(r"Write ('.*?') for the first", err)[1]
+    code, out, _ = run("places", "odd.py:net", *shlex.split(written))
+    assert code == 0
+    assert out.splitlines()[2].split()[0] == r"\*"
+
+
+def test_a_name_cannot_break_a_line_or_steer_the_terminal(folder):
+    (folder / "odd.py").write_text(
+        "from torch import nn\n"
+        "net = nn.Sequential()\n"
+        "net.add_module('new\\nline', nn.ReLU())\n"
+        "net.add_module('\\x1b[31mred', nn.ReLU())\n"
+    )
+    code, out, _ = process("places", "odd.py:net")
+    assert code == 0
+    assert [line.split()[0] for line in out.splitlines()[2:]] == [r"new\nline", r"\x1b\[31mred"]
+    drawn = on_a_terminal("places", "odd.py:net")
+    assert r"new\nline" in drawn
+    assert "\x1b[31m" not in drawn
+
+
+def test_in_a_narrow_terminal_names_and_numbers_stay_whole(folder):
+    shown = on_a_terminal("capture", "nets.py:make", "-i", "2x1x4x4", "-w", "conv", columns=30)
+    shown = re.sub(r"\x1b\[[\d;]*m", "", shown)
+    (row,) = [line for line in shown.splitlines() if line.startswith("conv")]
+    _, out, _ = run("capture", "nets.py:make", "-i", "2x1x4x4", "-w", "conv")
+    numbers = out.splitlines()[-1].split()[-4:]
+    assert row.split()[-4:] == numbers
+
+
+def test_negative_numbers_stand_right_in_their_column(folder):
+    shown = on_a_terminal("capture", "nets.py:make", "-i", "2x1x4x4", "-w", "*", columns=90)
+    lines = re.sub(r"\x1b\[[\d;]*m", "", shown).splitlines()
+    rows = [line for line in lines if line.startswith(("conv", "fc"))]
+    assert " -" in rows[0]
+    assert len(rows) == 2
+    assert len({len(row.rsplit(maxsplit=1)[0]) for row in rows}) == 1  # where the least one ends
+
+
+def test_a_comparison_is_as_wide_as_the_terminal(folder):
+    words = ("compare", "nets.py:make", "nets.py:other", "-i", "2x1x4x4")
+    shown = re.sub(r"\x1b\[[\d;]*m", "", on_a_terminal(*words, columns=60))
+    assert "diverges" in shown
+    assert max(map(len, shown.splitlines())) <= 60
 
 
 def test_ctrl_c_ends_with_130(folder):
@@ -742,6 +802,19 @@ def test_a_report_of_a_folder_says_that_options_of_models_are_not_used():
         assert code == 0
         assert options[0].replace("-i", "--input") in err
         assert run("report", "values", *options, "-q")[2] == ""
+
+
+def test_a_port_that_no_machine_has_is_refused_with_the_range(folder):
+    code, _, err = run("view", ".", "--port", "99999")
+    assert code == 2
+    assert "0<=x<=65535" in err
+
+
+def test_a_dtype_that_torch_does_not_have_is_refused_with_some_that_it_has(folder):
+    words = ("--model", "nets.py:make", "--data", "nets.py:batches", "-w", "fc", "--to", "acts")
+    code, _, err = run("harvest", *words, "--dtype", "bf16")
+    assert code == 2
+    assert "bfloat16" in err
 
 
 def test_a_live_view_is_served_until_ctrl_c(folder):

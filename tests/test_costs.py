@@ -1217,3 +1217,35 @@ def test_quantised_weights_are_named_as_they_are_no_parameters():
         assert summary.totals["packed"] == ["0._packed_params", "2._packed_params"]
         told = "quantised weights, which are not in the parameters: 0._packed_params, 2._packed"
         assert told in str(summary)
+
+
+def test_odd_names_keep_the_table_straight():
+    model = nn.Sequential()
+    model.add_module("long" * 40, nn.ReLU())
+    model.add_module("new\nline", nn.ReLU())
+    lines = hl.summarize(model, (2, 3)).show(width=60).splitlines()
+    assert lines[-1].startswith(r"  new\nline ")
+    assert lines[-2].startswith("  …")
+    assert len(lines[-2]) == len(lines[-1]) <= 60
+
+
+def test_a_model_without_buffers_has_no_column_for_them():
+    assert "buffers" not in str(hl.summarize(nn.Linear(2, 3)))
+    assert "buffers" in str(hl.summarize(nn.BatchNorm1d(3)))
+
+
+def test_a_list_of_numbers_that_was_meant_as_a_shape_is_told():
+    with pytest.raises(TypeError) as raised:
+        hl.summarize(nn.Linear(4, 2), [16, 4])
+    assert "give a tuple: (16, 4)" in "".join(raised.value.__notes__)
+
+
+def test_a_summary_spells_places_as_select_does_and_takes_both_spellings():
+    model = nn.Sequential()
+    model.add_module("a/b", nn.Linear(2, 3))
+    (place,) = hl.select(model, "*")
+    summary = hl.summarize(model)
+    assert summary[place] is not None
+    assert summary[place] == summary["a/b"]
+    assert summary["a/b"].place == "a/b"
+    assert str(summary).splitlines()[-1].split()[0] == place == r"a\/b"

@@ -342,6 +342,7 @@ def test_short_names_stay_different():
     assert max(map(len, short)) <= 36
     assert shorten(["fc", "conv"]) == (["fc", "conv"], "")
     assert shorten([""]) == (["''"], "")
+    assert shorten(["new\nline", "\u202eturned"])[0] == [r"new\nline", r"\u202eturned"]
 
 
 # -- maps -----------------------------------------------------------------------------------------
@@ -445,6 +446,17 @@ def test_attention_maps_of_many_heads_and_long_sequences_say_what_is_left_out():
     figure = renders(figures.attention_maps(torch.rand(20, 3, 2000)))
     assert "the first 16 of 20 heads" in words(figure)
     assert "1,024 of 2,000 columns" in words(figure)
+    told = [f"word{n}" for n in range(20)]
+    figure = renders(figures.attention_maps(torch.rand(2, 20, 20), tokens=told))
+    assert "up to 14 tokens are written, 40 with one head alone" in words(figure)
+    figure = renders(figures.attention_maps(torch.rand(2, 20, 20), tokens=told, heads=[1]))
+    assert "word19" in words(figure)
+    assert "tokens are written" not in words(figure)
+    told = [f"word{n}" for n in range(40)]
+    figure = renders(figures.attention_maps(torch.rand(40, 40), tokens=told))
+    cell = figure.axes[0].child_axes[0]
+    boxes = [label.get_window_extent() for label in cell.get_yticklabels()]
+    assert all(a.y0 >= b.y1 for a, b in pairwise(boxes))  # none lies over the next
     single = renders(figures.attention_maps(torch.rand(4, 4)))
     assert len(single.axes[0].child_axes) == 1
 

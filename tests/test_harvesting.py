@@ -876,6 +876,11 @@ def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(installed, data, to
     assert told.endswith(f"done: {str(to)!r}\n")
 
 
+def test_a_plan_of_one_batch_speaks_of_one(to, capsys):
+    hl.harvest(nn.Sequential(nn.ReLU()), [torch.ones(2, 3)], "0", to=to)
+    assert "2 samples in 1 batch," in capsys.readouterr().err
+
+
 def test_the_bytes_of_the_plan_are_those_on_disk(data, to, monkeypatch):
     plans = []
     monkeypatch.setattr(harvest_plans.Plan, "check_space", lambda plan: plans.append(plan))

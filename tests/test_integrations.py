@@ -517,5 +517,6 @@ def test_a_missing_library_is_told_with_the_install_line(monkeypatch):
     from hookline.integrations.missing import load
 
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ImportError, match=r"pip install 'hookline\[wandb\]'"):
+    with pytest.raises(hl.MissingExtra, match=r"pip install 'hookline\[wandb\]'") as caught:
         load("wandb", "wandb")
+    assert isinstance(caught.value, ImportError)

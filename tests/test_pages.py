@@ -419,6 +419,17 @@ def test_findings_name_what_is_broken_dead_or_zero():
     assert "1 of 20" in page_of(record).content["findings"][0]["message"]
 
 
+def test_of_gradients_that_are_not_finite_the_one_that_the_backward_met_first_comes_first():
+    model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(70)])
+    with hl.capture(model, "*:grad_output", detach=True) as record:
+        (model(torch.ones(1, 2)) * torch.nan).sum().backward()
+    page = page_of(record)
+    findings = page.content["findings"]
+    assert [finding["place"] for finding in findings[:2]] == ["69:grad_output", "68:grad_output"]
+    assert "the last place in model order" in findings[0]["advice"]
+    assert "60 of 70 findings are shown." in page.content["notes"]
+
+
 def test_zeros_of_masks_of_whole_numbers_and_of_biases_are_no_findings():
     class Masked(nn.Module):
         def __init__(self):
@@ -596,7 +607,7 @@ def test_numbers_that_json_cannot_hold_become_null():
 
 
 def test_what_is_no_subject_is_refused_in_three_parts(tmp_path):
-    with pytest.raises(hl.ReportError, match="The subject is a int"):
+    with pytest.raises(hl.ReportError, match=r"The subject is a int.*pages\.figures draws"):
         hl.report(3, tmp_path / "r.html")
     with pytest.raises(hl.ReportError, match="no store, run or record"):
         hl.report(tmp_path, tmp_path / "r.html")

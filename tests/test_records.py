@@ -1408,3 +1408,18 @@ def test_a_part_of_a_tensor_is_told_to_be_left_out():
     with pytest.raises(hl.NeverFired, match=r"'0\[0\]'.*leave the part out; a slice.*at="):
         with hl.capture(model, "0[0]"):
             model(torch.ones(4, 2))
+
+
+def test_odd_names_keep_the_table_straight():
+    model = nn.Sequential()
+    for name in ("plain", "new\nline", "\x1b[31mred", "\u202eturned"):
+        model.add_module(name, nn.ReLU())
+    with hl.capture(model, "**") as record:
+        model(torch.ones(2, 3))
+    table = repr(record)
+    lines = table.splitlines()
+    assert len(lines) == 2 + 4
+    assert "\x1b" not in table
+    assert "\u202e" not in table
+    assert [line.split()[0] for line in lines[3:5]] == [r"new\nline", r"\x1b\[31mred"]
+    assert len({line.index("(2, 3)") for line in lines[2:]}) == 1

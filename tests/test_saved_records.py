@@ -308,3 +308,9 @@ def test_keys_that_have_the_same_text_are_told_apart_when_they_are_read_again(tm
     assert [*loaded["0"]] == ["1.5 at 0", "1.5"]
     for place in ("0[1.5 at 0]", "0[1.5]"):
         assert torch.equal(loaded[place], record[place])
+
+
+def test_what_is_no_record_is_refused_by_name(tmp_path):
+    with pytest.raises(TypeError, match=r"given a dict.*Give a Record.*Store"):
+        hl.save_record({"fc": torch.ones(2)}, tmp_path / "values")
+    assert not (tmp_path / "values").exists()

@@ -307,3 +307,13 @@ def test_the_class_of_a_slice_is_not_taken_for_a_function_of_the_value():
     with pytest.raises(hl.ChangeError, match=r"heads\(\.\.\.\)"):
         hl.measure(model, "0", statistics=[hl.Mean()], data=[x], at=hl.heads)
     assert_clean(model)
+
+
+@pytest.mark.parametrize("at", ["last", 0.5, {"0": 1}])
+def test_what_is_no_index_is_refused_before_the_forward(at):
+    model = nn.Sequential(nn.Linear(2, 2))
+    for context in (hl.capture(model, "0", at=at), hl.edit(model, "0", hl.zero(), at=at)):
+        with pytest.raises(TypeError, match=r"at=.* was asked for.*no index.*np\.s_"):
+            with context:
+                raise AssertionError("the block was entered")
+    assert_clean(model)

@@ -115,7 +115,9 @@ def _dtype(name: str) -> torch.dtype:
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
         raise CommandError(
-            f"The dtype {name!r} was asked for.", "torch has none of that name.", "Try float16."
+            f"The dtype {name!r} was asked for.",
+            "torch has none of that name.",
+            "Name one such as bfloat16, float16 or float32.",
         )
     return found
 

@@ -13,7 +13,7 @@ from torch import nn
 
 import hookline as hl
 from hookline.cli.options import takes_screen
-from hookline.cli.output import Screen
+from hookline.cli.output import Screen, show_number
 
 __all__ = ["doctor"]
 
@@ -100,7 +100,7 @@ def _try_lazy() -> None:
 
 
 def _devices() -> list[Row]:
-    rows: list[Row] = [("CPU", "ok", f"{torch.get_num_threads()} threads")]
+    rows: list[Row] = [("CPU", "ok", show_number(torch.get_num_threads(), "thread"))]
     if torch.cuda.is_available():
         rows.append(("CUDA", "ok", f"{torch.cuda.device_count()} devices; tested on the CPU only"))
     else:

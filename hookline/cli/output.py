@@ -21,6 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hookline.errors import HooklineError
+from hookline.values.tables import one_line
 
 __all__ = ["Screen", "fail", "is_terminal", "show_number"]
 
@@ -44,6 +45,7 @@ class Screen:
 
     def table(self, title: str, rows: Sequence[Sequence[str]], data: Any) -> None:
         """Print a table whose first row is its head; for programs `data` instead."""
+        rows = [[one_line(cell) for cell in row] for row in rows]
         if self.format == "json":
             self.json(data)
         elif is_terminal():
@@ -66,15 +68,20 @@ class Screen:
         table = Table(
             title=title, title_justify="left", title_style="bold", box=None, pad_edge=False
         )
+        least = 0
         for name, column in zip(rows[0], zip(*rows, strict=True), strict=True):
-            numeric = all(cell[:1].isdigit() or cell in ("", "-") for cell in column[1:])
+            numeric = all(_NUMBER.match(cell) for cell in column[1:])
+            widest = max(map(len, column))
+            least += 2 + (widest if numeric else min(widest, _FOLDED))
             table.add_column(
                 name, justify="right" if numeric else "left", style="", header_style="dim",
-                overflow="fold",
+                overflow="fold", no_wrap=numeric,
             )  # fmt: skip
         for row in rows[1:]:
             table.add_row(*[Text(cell) for cell in row])  # names are no markup
-        Console(highlight=False).print(table)
+        # In a narrower terminal rich would fold names letter by letter, and leave columns out.
+        width = max(Console().width, least)
+        Console(highlight=False, width=width).print(table)
 
 
 def _aligned(title: str, rows: Sequence[Sequence[str]]) -> str:
@@ -83,6 +90,8 @@ def _aligned(title: str, rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([title, *(f"  {line}".rstrip() for line in lines)])
 
 
+_FOLDED = 12  # how narrow a column of text may become
+_NUMBER = re.compile(r"-?(\d|inf\b|nan\b|$)")
 _SELECT = re.compile(r"hookline\.select\(model, ([^()]*)\)")
 
 
@@ -98,6 +107,7 @@ def fail(error: BaseException) -> None:
     parts = [str(error)]
     if isinstance(error, HooklineError):
         parts = [part for part in (error.asked, error.found, error.remedy) if part]
+        parts = [part.replace("\\\\", "\\") for part in parts]  # as a shell's quotes have them
     console.print(Text.assemble(("Error: ", "bold red"), parts[0]))
     for part in parts[1:]:
         console.print(Text(f"  {_SELECT.sub(_as_command, part)}"))

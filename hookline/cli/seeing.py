@@ -67,7 +67,9 @@ def report(
 
 @click.command()
 @click.argument("path", type=click.Path(path_type=Path, exists=True))
-@click.option("--port", default=0, help="The port; without it, a free one.")
+@click.option(
+    "--port", type=click.IntRange(0, 65535), default=0, help="The port; without it, a free one."
+)
 @click.option("--open", "opened", is_flag=True, help="Open it in the browser.")
 def view(path: Path, port: int, opened: bool) -> None:
     """Serve a run, a store or a record as a page that grows with it.

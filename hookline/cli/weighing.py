@@ -53,8 +53,7 @@ def summary(
         )
     batch = batch_of(asked.made_for(net)) if asked else None
     found = hl.summarize(net, batch, backward=backward, time=timed)
-    width = shutil.get_terminal_size().columns if is_terminal() else 200
-    table, data = found.show(list(where) or None, depth=depth, width=width), found.to_dict()
+    table, data = found.show(list(where) or None, depth=depth, width=_width()), found.to_dict()
     table = table.replace("summary.show(depth=…)", "--depth shows them")
     paths = {place.path for place in hl.select(net, *where)} if where else None
     data["modules"] = [
@@ -62,6 +61,10 @@ def summary(
         if (paths is None or row["place"] in paths) and (depth is None or row["depth"] <= depth)
     ]  # fmt: skip
     screen.text(table, data)
+
+
+def _width() -> int:
+    return shutil.get_terminal_size().columns if is_terminal() else 200
 
 
 def batch_of(inputs: Inputs) -> Any:
@@ -106,5 +109,5 @@ def compare(
     batch = batch_of(asked.made_for(one))
     options: dict[str, Any] = {"where": list(where)} if where else {}
     found = hl.compare(one, other, batch, mapping=dict(mapping), tolerance=tolerance, **options)
-    screen.text(str(found), found.to_dict())
+    screen.text(found.show(width=_width()), found.to_dict())
     click.get_current_context().exit(0 if found.equal else 1)

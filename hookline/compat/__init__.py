@@ -1,1 +1,6 @@
-"""Old names, on hookline: change one import."""
+"""Old names, on hookline: change one import.
+
+- `nethook`: that of baukit: `Trace`, `TraceDict`, `InstrumentedModel`, …
+- `torch_hook_utils`: `get_layer_inputs`, `replace_layer_outputs`, `save_maxpool_indices`, …
+- `torch_tuner`: `Hooks`
+"""

@@ -256,7 +256,8 @@ def silence(tap: Tap, site: Site, model: Any, names: dict[int, str]) -> str:
     if target.port == "grad":
         return tap.silent or _NO_GRADIENT
     if site.count:
-        none = f"but {_NO_GRADIENT}" if "grad" in target.port else "and no call was changed."
+        kept = "and no call was changed: calls= names others, counted from 0."
+        none = f"but {_NO_GRADIENT}" if "grad" in target.port else kept
         return f"its module was called {site.count}×, {none}"
     path = names.get(target.ident)
     if path is None and isinstance(model, nn.Module):

@@ -20,6 +20,8 @@ from hookline.values.shards import alike, beside, layouts, whole
 
 __all__ = ["Slice", "check_at", "put", "take"]
 
+_REMEDY = "Give an index such as np.s_[:, -1], hookline.heads() or hookline.last_token()."
+
 
 class Slice:
     """A slice whose index depends on the value; subclasses are ready to use (`ready_slices.py`)."""
@@ -32,7 +34,12 @@ class Slice:
 
 
 def check_at(at: Any, target: Target) -> None:
-    """Refuse a slice of a value that is only this rank's part: they are counted over the whole."""
+    """Refuse what is no index, and a slice of a value that is only this rank's part.
+
+    Slices are counted over the whole.
+    """
+    if isinstance(at, (str, bytes, float, dict)):
+        raise TypeError(f"at={at!r} was asked for. It is no index. {_REMEDY}")
     for planned in layouts(target) if isinstance(at, Slice) and at.whole else ():
         if any(getattr(placement, "dim", 0) not in (0, 1) for placement in planned or ()):
             asked = f"{at!r} was asked for at {str(target.place)!r}."
@@ -66,8 +73,7 @@ def put(value: Any, at: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """
     if callable(at):
         found = "A function can only be read from, not written to."
-        remedy = "Give an index such as np.s_[:, -1], hookline.heads() or hookline.last_token()."
-        raise ChangeError(f"An edit was asked for at={at!r}.", found, remedy)
+        raise ChangeError(f"An edit was asked for at={at!r}.", found, _REMEDY)
     path, tensor = only_tensor(value)
     changed = whole(tensor).clone()
     index = _index(changed, at)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from hookline.display import as_html, as_lines, pandas, show_count, show_seconds, show_shapes
 from hookline.errors import PlaceNotFound
 from hookline.listings import select
+from hookline.places.grammar import escape
 from hookline.places.resolution import Where, resolve
 from hookline.values.nested import children
 from hookline.values.tables import show_bytes
@@ -156,7 +157,7 @@ class Summary:
     def __getitem__(self, place: str) -> ModuleCosts:
         """What the module at a place costs; one of its other names will do."""
         for row in self.modules:
-            if place == row.place or place in row.aliases:
+            if place == row.place or place in row.aliases or place == escape(row.place):
                 return row
         raise PlaceNotFound(
             f"What the module {place!r} costs was asked for.",
@@ -311,7 +312,7 @@ def _cells(rows: Sequence[ModuleCosts]) -> list[list[str]]:
     """The table: a head, then a row a module; columns that say nothing are left out."""
     ran = any(row.called is not None for row in rows)
     columns: dict[str, list[str]] = {
-        "place": [row.place or "''" for row in rows],
+        "place": [escape(row.place) or "''" for row in rows],
         "type": [row.type for row in rows],
     }
     if ran:
@@ -325,7 +326,8 @@ def _cells(rows: Sequence[ModuleCosts]) -> list[list[str]]:
         columns["FLOPs"] = _each(show_count, [row.flops for row in rows])
     else:
         columns["bytes"] = _each(show_bytes, [row.parameter_bytes for row in rows])
-        columns["buffers"] = _each(show_bytes, [row.buffer_bytes for row in rows])
+        if any(row.buffer_bytes for row in rows):
+            columns["buffers"] = _each(show_bytes, [row.buffer_bytes for row in rows])
     measured: dict[str, tuple[Callable[[Any], str], list[float | None]]] = {
         "backward": (show_count, [row.backward_flops for row in rows]),
         "time": (show_seconds, [row.seconds for row in rows]),

@@ -145,7 +145,9 @@ class Plan:
         if self.nbytes is None or self.batches is None:
             last = f"batches of {self.samples}, nobody knows how many; {space}"
         else:
-            count = f"about {self.samples * total:,} samples in {total:,} batches"
+            count = (
+                f"about {self.samples * total:,} samples in {total:,} batch{'es' * (total != 1)}"
+            )
             going = f"{self.done * self.ranks:,} of them are done, " if self.done else ""
             last = f"{count}, {going}{show_bytes(self.nbytes)} to write; {space}"
         stop = "\n  the forward stops once all places have fired" if self.stops else ""

@@ -57,7 +57,7 @@ class Taking:
         ):
             raise HarvestError(
                 f"A harvest with stop={self.stop!r} and dtype={self.dtype!r} was asked for.",
-                "stop is True, False or 'auto'; dtype one of torch's.",
+                "stop is True, False or 'auto'; dtype one of torch's, such as torch.bfloat16.",
                 "Leave them out if unsure.",
             )
 

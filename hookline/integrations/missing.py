@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from hookline.errors import MissingExtra
+
 __all__ = ["load"]
 
 
@@ -16,13 +18,14 @@ def load(name: str, extra: str) -> Any:
 
     >>> load("no_such_library", "wandb")
     Traceback (most recent call last):
-    ImportError: hookline.integrations.wandb needs no_such_library, which is not installed. Install
-    it with: pip install 'hookline[wandb]'
+    hookline.errors.MissingExtra: hookline.integrations.wandb was asked for. It needs
+    no_such_library, which is not installed. Install it with: pip install 'hookline[wandb]'
     """
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise ImportError(
-            f"hookline.integrations.{extra} needs {name}, which is not installed. Install it with: "
-            f"pip install 'hookline[{extra}]'"
+        raise MissingExtra(
+            f"hookline.integrations.{extra} was asked for.",
+            f"It needs {name}, which is not installed.",
+            f"Install it with: pip install 'hookline[{extra}]'",
         ) from error

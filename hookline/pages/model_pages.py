@@ -61,7 +61,7 @@ def page_of_model(model: nn.Module, batch: Any, loss: Loss | None, budget: int) 
             "item": "call",
             "facts": facts_of(summary),
             "notes": notes,
-            "findings": remark(outline),
+            "findings": remark(outline, notes),
             **outline.to_json(),
         },
         chunks,

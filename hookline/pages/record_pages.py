@@ -62,7 +62,7 @@ def page_of_record(record: Record, model: nn.Module | None = None, budget: int =
             "item": "call",
             "facts": facts,
             "notes": notes,
-            "findings": remark(outline),
+            "findings": remark(outline, notes),
             **outline.to_json(),
         },
         chunks,

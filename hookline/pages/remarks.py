@@ -1,6 +1,6 @@
 """What strikes the eye in the values on a page: findings from their statistics.
 
-- `remark(outline)`: the findings, the gravest first
+- `remark(outline, notes)`: the findings, the gravest first
 """
 
 from __future__ import annotations
@@ -15,12 +15,18 @@ _MOST = 60
 _DEAD = 0.5  # the share of channels from which on it is worth a word
 
 
-def remark(outline: Outline) -> list[dict[str, Any]]:
+def remark(outline: Outline, notes: list[str]) -> list[dict[str, Any]]:
     """Values that are not finite, all 0, or 0 in most channels; the gravest first.
 
-    Of whole numbers and truth values, a 0 says nothing.
+    Values come in the order of the model, and then gradients in that of the backward, so that what
+    is broken first is named first. A note says how many are left out. Of whole numbers and truth
+    values, a 0 says nothing.
     """
-    found = [finding for entry in outline.entries for finding in _of(entry)]
+    values = [entry for entry in outline.entries if not entry.gradient]
+    gradients = [entry for entry in outline.entries if entry.gradient]
+    found = [finding for entry in [*values, *gradients[::-1]] for finding in _of(entry)]
+    if len(found) > _MOST:
+        notes.append(f"{_MOST} of {len(found):,} findings are shown.")
     return sorted(found, key=lambda finding: finding["severity"] != "error")[:_MOST]
 
 
@@ -31,7 +37,8 @@ def _of(entry: Entry) -> list[dict[str, Any]]:
     if broken:
         text = f"{broken:,} of {count:,} numbers of the {what} are NaN or infinite."
         evidence = {"nonfinite": broken, "share": broken / count}
-        advice = "Look at the first place in model order that has any."
+        order = "last" if entry.gradient else "first"
+        advice = f"Look at the {order} place in model order that has any."
         return [_finding(entry, "not finite", text, evidence, advice, "error")]
     if entry.dtype.startswith(("int", "uint", "bool")):  # masks, indices and counts may well be 0
         return []

@@ -117,7 +117,8 @@ def page_of(
     raise ReportError(
         "A report was asked for.",
         f"The subject is a {type(subject).__name__}.",
-        "Give a record, a store, a run, the folder of one of these, or a model.",
+        "Give a record, a store, a run, the folder of one of these, or a model; "
+        "hookline.pages.figures draws attention patterns, sweeps and statistics.",
     )
 
 

@@ -74,7 +74,7 @@ def page_of_store(
                 *_facts(store.metadata)[:12],
             ],
             "notes": notes,
-            "findings": remark(outline),
+            "findings": remark(outline, notes),
             "ids": None if ids is None or len(ids) > 2_000 else [str(one) for one in ids],
             **outline.to_json(),
         },

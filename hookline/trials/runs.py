@@ -36,7 +36,7 @@ from hookline.edits.parameters import Undo
 from hookline.edits.restoring import put_back, restorer
 from hookline.errors import BatchError, HooklineError
 from hookline.places.tree import walk
-from hookline.trials.batches import call
+from hookline.trials.batches import call, is_shape
 from hookline.trials.contents import Contents
 from hookline.values.nested import leaves, map_leaves
 from hookline.values.snapshots import duplicate
@@ -85,9 +85,13 @@ def run(model: nn.Module, batch: Any) -> Any:
     except Exception as error:
         _note_place(model, error)
         if isinstance(error, TypeError) and isinstance(batch, (tuple, list)):
+            items = tuple(cast("list[Any]", batch))
+            remedy = "if it holds labels too, give batch[0]."
+            if is_shape(items):
+                remedy = f"if a shape is meant, give a tuple: {items}."
             error.add_note(
                 "hookline: a batch that is a tuple or list is given to the model as its arguments; "
-                "if it holds labels too, give batch[0]."
+                f"{remedy}"
             )
         elif isinstance(batch, DataLoader):
             error.add_note("hookline: this is a loader; give a batch of it: next(iter(loader)).")

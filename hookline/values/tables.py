@@ -2,6 +2,7 @@
 
 - `rows_of(place, values, checks, spread)`: the rows for one place
 - `as_text(title, rows)`, `as_html(title, rows, subject)`: a table
+- `one_line(text)`: a name that cannot disturb it
 - `render_with(function)`: what makes the HTML from now on
 - `bytes_of(tensor)`, `show_bytes(n)`: a size, and a size for people
 """
@@ -16,7 +17,10 @@ from torch import Tensor
 from hookline.values.nested import Path, children, leaves, show_path
 from hookline.values.shards import local, placements
 
-__all__ = ["as_html", "as_text", "bytes_of", "describe", "render_with", "rows_of", "show_bytes"]
+__all__ = [
+    "as_html", "as_text", "bytes_of", "describe", "one_line", "render_with", "rows_of",
+    "show_bytes",
+]  # fmt: skip
 
 _MOST = 60  # rows shown
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
@@ -86,6 +90,16 @@ def rows_of(
     return rows
 
 
+def one_line(text: str) -> str:
+    r"""A name as it can stand in a table: what would break the line, steer a terminal or turn the
+    direction of writing is written out.
+
+    >>> print(one_line("new\nline"), one_line("\x1b[31mred"))
+    new\nline \x1b[31mred
+    """
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
 def as_text(title: str, rows: Sequence[Sequence[str]]) -> str:
     """A title and aligned columns; of many rows the first, and how many more there are.
 
@@ -97,6 +111,7 @@ def as_text(title: str, rows: Sequence[Sequence[str]]) -> str:
     left = len(rows) - 1 - _MOST
     if left > 0:
         rows = [*rows[: _MOST + 1], (f"… and {left} more", *[""] * (len(rows[0]) - 1))]
+    rows = [[one_line(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     form = "  " + "  ".join(f"{{:{width}}}" for width in widths)
     return "\n".join([title, *(form.format(*row).rstrip() for row in rows)])

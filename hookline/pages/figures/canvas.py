@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from hookline.errors import MissingExtra
 from hookline.pages.figures.samples import counted
+from hookline.values.tables import one_line
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -137,7 +138,7 @@ def shorten(names: Sequence[str], most: int = 36) -> tuple[list[str], str]:
     >>> shorten(["model.h.0.mlp", "model.h.1.mlp"])
     (['0.mlp', '1.mlp'], 'model.h.')
     """
-    names = [str(name) or "''" for name in names]
+    names = [one_line(str(name)) or "''" for name in names]
     split = [name.split(".") for name in names]
     same = 0
     while len(names) > 1 and all(len(s) > same + 1 and s[same] == split[0][same] for s in split):

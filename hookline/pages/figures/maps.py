@@ -43,7 +43,7 @@ Array = NDArray[Any]
 _CHANNELS = 64
 _NUMBER = 8.0  # points that the number above a map takes
 _HEADS, _PLACES = 16, 12
-_TOKENS = 40
+_TOKENS, _FEW_TOKENS = 40, 14  # that are written along a map that stands alone, and along others
 
 
 def feature_maps(
@@ -240,7 +240,8 @@ def attention_maps(
         where: places, if not all.
         sample: which sample.
         heads: which heads; without, all, or the first 16.
-        tokens: words for the keys, and for the queries if there are as many.
+        tokens: words for the keys, and for the queries if there are as many. They are written
+            where there is room: up to 40 along a single head, up to 14 along each of several.
         call: which call; the first one without.
         ax: Axes to draw on.
     """
@@ -303,6 +304,10 @@ def _draw_heads(
     limits = (min(0.0, low), top)
     short, start = shorten(names)
     notes: dict[str, None] = {f"names begin with {start}": None} if start and not alone else {}
+    most = _TOKENS if alone and count == 1 else _FEW_TOKENS
+    if tokens is not None and len(tokens) > most:
+        single = f", {_TOKENS} with one head alone" if most == _FEW_TOKENS else ""
+        notes[f"up to {most} tokens are written{single}"] = None
     columns, image, used = len(cells[0]), None, 0
     for row, (values, numbered) in enumerate(maps):
         for n, (head, number) in enumerate(zip(values, numbered, strict=True)):
@@ -350,13 +355,14 @@ def _label(
             f"There are {keys} keys.",
             "Give as many tokens as keys.",
         )
-    most = _TOKENS if large else 14
+    most = _TOKENS if large else _FEW_TOKENS
     for axis, count, shown in zip((cell.xaxis, cell.yaxis), (keys, queries), outside, strict=True):
         ends = [0, count - 1] if count > 1 else [0]
         if not shown:
             axis.set_ticks([])
         elif words and len(words) == count and count <= most:
-            axis.set_ticks(range(count), words, fontsize=8 if large else 6)
+            # A map that stands alone is some 230 points high: a line each for the words.
+            axis.set_ticks(range(count), words, fontsize=min(8, 200 / count) if large else 6)
             cell.tick_params(axis="x", labelrotation=90)
         elif count <= PIXELS:
             axis.set_ticks(ends, [str(end) for end in ends])
