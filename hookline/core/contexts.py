@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import sys
+import types
 import warnings
 from typing import Any, Self
 
@@ -93,7 +94,12 @@ class Entering:
         self._enter(attached=False)
         return self._result()
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool | None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: types.TracebackType | None,
+    ) -> bool | None:
         opened = self._open
         if opened:
             self._leave()
@@ -105,7 +111,7 @@ class Entering:
             self._verify()
         return None
 
-    def _failed(self, error: BaseException, trace: Any) -> bool | None:
+    def _failed(self, error: BaseException, trace: types.TracebackType | None) -> bool | None:
         """Called after the block if something was raised in it; true if that is over now."""
         if type(error).__module__ == "torch._dynamo.exc":
             error.add_note(

@@ -321,9 +321,11 @@ class _HookTap(Tap):
     def receive(self, value: Any, index: int, recomputed: bool, frame: Frame | None) -> Any:
         self.seen += 1
         self.fired += 1
-        call = [Call(self, index, recomputed, frame)] if self.wants_call else []
         try:
-            new = self.function(value, *call)
+            if self.wants_call:
+                new = self.function(value, Call(self, index, recomputed, frame))
+            else:
+                new = self.function(value)
         except BaseException as error:
             add_place(error, self)
             raise

@@ -97,14 +97,19 @@ def watch_inputs(tap: Tap, output: Any, index: int, frame: Frame) -> None:
             tap.guard(arm, *views)
         arm.watch_gate(tap, node)
     if wanted:
-        _watch_paths(tap, tensors, index, wanted, found, frame)
+        inputs = {paths[0]: tensor for tensor, paths in found}
+        _watch_paths(tap, tensors, views, index, wanted, inputs, frame)
 
 
 def _watch_paths(
-    tap: Tap, tensors: list[Tensor], index: int, wanted: dict[Edge, Path], found: Any, frame: Frame
+    tap: Tap,
+    tensors: list[Tensor],
+    views: list[Tensor],
+    index: int,
+    wanted: dict[Edge, Path],
+    inputs: dict[Path, Tensor],
+    frame: Frame,
 ) -> None:
-    inputs: dict[Path, Tensor] = {paths[0]: tensor for tensor, paths in found}
-    views = _views_of_older(tensors, frame)
     # Of a view that was changed in place, only what came before the change leads to the old node.
     for edge, tensor in [(edge, inputs[path]) for edge, path in wanted.items()]:
         if tensor._is_view() and tensor.grad_fn is not edge[0]:
@@ -120,7 +125,8 @@ def _watch_paths(
         tensor.is_leaf and torch.is_autocast_enabled(tensor.device.type)
         for tensor, *_ in frame.given
     )
-    for node, position, path in gradients.leading(starts, wanted, stops, frame.sequence, casts):
+    found = gradients.leading(starts, wanted, stops, frame.sequence, casts)
+    for node, position, path in found:
         if path in reached:
             tap.several(index, path)
         reached.add(path)

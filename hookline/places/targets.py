@@ -65,6 +65,11 @@ class Target:
 class Request:
     """One thing that was asked for: literal places must all fire, of others one must."""
 
+    __slots__ = (
+        "_targets", "asked", "literal", "modules", "operation", "parts", "port", "refused",
+        "tensors",
+    )  # fmt: skip
+
     def __init__(self, asked: str, literal: bool, port: str | None, parts: Path) -> None:
         self.asked, self.literal, self.port, self.parts = asked, literal, port, parts
         self.operation: str | None = None
