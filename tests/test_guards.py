@@ -9,6 +9,7 @@ import weakref
 import pytest
 import torch
 from faults import INF, Doing
+from helpers import assert_clean
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -1132,3 +1133,18 @@ def test_a_third_run_that_is_finite_is_told_as_such():
         with hl.guard(model, to=None):
             model(torch.ones(2))
     assert caught.value.fault.place == "1/div"
+
+
+def test_batched_gradients_are_let_by():
+    model, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), torch.randn(5, 3)
+
+    def jacobian():
+        rows = torch.eye(10).reshape(10, 5, 2)
+        weights = list(model.parameters())
+        return torch.autograd.grad(model(x), weights, rows, is_grads_batched=True)
+
+    expected = jacobian()
+    with hl.guard(model):
+        found = jacobian()
+    assert all(map(torch.equal, found, expected))
+    assert_clean(model)

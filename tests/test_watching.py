@@ -925,3 +925,13 @@ def test_a_watch_shows_how_far_it_is_and_how_much_it_found():
             watching.step()
     assert repr(watching).startswith("<hookline watch at '**', closed, 3 steps, ")
     assert "watch" in repr(copy.deepcopy(watching))
+
+
+def test_batched_gradients_are_let_by(tmp_path):
+    model, x = nn.Linear(3, 2), torch.randn(5, 3)
+    with hl.watch(model, every=1, to=tmp_path / "run") as watch:
+        rows = torch.eye(10).reshape(10, 5, 2)
+        (found,) = torch.autograd.grad(model(x), [model.bias], rows, is_grads_batched=True)
+        watch.step()
+    assert torch.equal(found, torch.eye(2).repeat(5, 1))
+    assert hooks_left(model) == []

@@ -13,25 +13,27 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hookline.values.nested import Path, leaves
 from hookline.values.shards import local
+from hookline.values.snapshots import is_wrapped
 from hookline.values.tables import describe
 
 __all__ = ["Numbers", "all_finite", "bad_leaves", "is_bad", "is_mask", "numbers", "probe", "signs"]
 
-_is_wrapped: Any = cast(Any, torch._C)._functorch.is_functorch_wrapped_tensor  # in vmap and grad
 _PLAIN = (torch.float32, torch.bfloat16, torch.float64)
 
 
 def numbers(tensor: Tensor) -> Tensor | None:
     """The floating-point numbers of a tensor, detached; None if it has none that can be read."""
+    if is_wrapped(tensor):
+        return None
     tensor = local(tensor.detach())
-    if tensor.is_meta or tensor.is_quantized or _is_wrapped(tensor):
+    if tensor.is_meta or tensor.is_quantized:
         return None
     if tensor.layout != torch.strided or tensor.is_nested:
         try:
@@ -56,7 +58,7 @@ def probe(tensor: Tensor, exact: bool = False) -> Tensor | None:
     """
     if (
         not exact and type(tensor) is Tensor and tensor.dtype in _PLAIN and not tensor.is_meta
-        and tensor.layout is torch.strided and not tensor.is_nested and not _is_wrapped(tensor)
+        and tensor.layout is torch.strided and not tensor.is_nested and not is_wrapped(tensor)
     ):  # fmt: skip
         # The commonest case without the checks; a sum of bfloat16 is taken in float32 inside.
         return tensor.detach().sum()

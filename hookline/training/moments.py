@@ -28,12 +28,11 @@ from torch import Tensor
 from hookline.training.run_files import STATISTICS
 from hookline.training.run_writing import Bins
 from hookline.values.shards import local
+from hookline.values.snapshots import is_wrapped
 
 __all__ = ["Moments", "binned", "is_measurable", "moments", "sampled", "settle"]
 
 # Private, so detected: values inside of vmap and its like, of which nothing may be kept.
-_functorch: Any = getattr(torch._C, "_functorch", None)
-_is_wrapped: Any = getattr(_functorch, "is_functorch_wrapped_tensor", bool)
 _NAN = float("nan")
 _SAMPLE = 8192  # elements of what was merged that are kept as a sample
 Flat = tuple[float, float]  # the ends at which an activation function is flat
@@ -136,7 +135,7 @@ def is_measurable(tensor: Tensor) -> bool:
         and not tensor.is_quantized
         and not tensor.is_meta
         and tensor.numel() > 0
-        and _is_wrapped(tensor) is not True
+        and not is_wrapped(tensor)
         and tensor.element_size() > 1  # few operations know 8-bit floats
     )
 

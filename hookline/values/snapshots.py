@@ -8,6 +8,7 @@ does that in under a microsecond whatever the size: whoever writes first gets a 
 - `duplicate(tensor)`: a plain copy, for what others hold by its address
 - `settle(tensor)`: a snapshot that keeps no larger storage alive
 - `same_bits(one, other)`: whether two tensors hold the same
+- `is_wrapped(tensor)`: whether it stands for many, in a transform of torch's
 - `unreadable(tensor, version, twin)`: why a tensor is not what it was when it was captured
 """
 
@@ -22,8 +23,8 @@ from torch import Tensor
 from hookline.values.shards import copied, local
 
 __all__ = [
-    "LAZY", "SMALL", "duplicate", "gradient_snapshot", "same_bits", "settle", "snapshot",
-    "unreadable",
+    "LAZY", "SMALL", "duplicate", "gradient_snapshot", "is_wrapped", "same_bits", "settle",
+    "snapshot", "unreadable",
 ]  # fmt: skip
 
 _functorch = cast(Any, torch._C)._functorch
@@ -102,6 +103,13 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
         return torch.equal(*(local(t).reshape(-1).view(torch.uint8) for t in (one, other)))
     except RuntimeError:  # no view as bytes: sparse, freed
         return False
+
+
+def is_wrapped(tensor: Tensor) -> bool:
+    """Whether it stands for many, as in vmap, or batched gradients: no number of it can be told."""
+    return _functorch.is_functorch_wrapped_tensor(tensor) or _functorch.is_legacy_batchedtensor(
+        tensor
+    )
 
 
 def unreadable(tensor: Tensor, version: int | None, twin: Tensor | None) -> tuple[str, str] | None:
