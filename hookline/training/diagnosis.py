@@ -60,7 +60,7 @@ class Diagnosis:
         self._first: dict[int, tuple[int, Tensor | None]] = {}  # those without: when, and values
         self._wrong: set[int] = set()  # those that are not finite at this step
         self._graded: set[int] = set()  # the rows of gradients that were not zero everywhere
-        self._blank: Counter[int] = Counter()  # at how many steps the others were
+        self._blank: Counter[int] = Counter()  # at how many steps in a row they were
         self._sums: dict[str, tuple[float, float]] = {}  # of parameters with few rows in use
         modules = list(plan.model.modules())
         self._layers = [module for module in modules if module._parameters]
@@ -169,8 +169,8 @@ class Diagnosis:
             for shares in judge_depths([sizes[n] for n in rows])
         )
         self._graded.update(n for n in rows if sizes[n])
-        for number in [n for n in small if self._may_rest(n, sizes)]:
-            del small[number]
+        for number in self._idle(rows, sizes):
+            small.pop(number, None)
         found: list[Finding] = []
         for kind, shares in (("vanishing gradient", small), ("exploding gradient", large)):
             new = self._lasting(kind, shares, rows)
@@ -184,12 +184,17 @@ class Diagnosis:
                 found.append(self._finding(kind, new[0], message, *told))
         return found
 
-    def _may_rest(self, number: int, sizes: dict[int, float]) -> bool:
-        """Whether a gradient of zeros may be that of an expert that is chosen at other steps."""
-        if sizes[number] or not any(sizes[n] for n in sizes if n < number):
-            return False
-        self._blank[number] += 1
-        return number in self._graded or self._blank[number] < UNUSED
+    def _idle(self, rows: list[int], sizes: dict[int, float]) -> list[int]:
+        """Gradients of zeros that may be those of experts which are chosen at other steps."""
+        first = next((at for at, n in enumerate(rows) if sizes[n]), len(rows))
+        found: list[int] = []
+        for at, number in enumerate(rows):
+            self._blank[number] = 0 if sizes[number] else self._blank[number] + 1
+            if sizes[number] or (at < first and 2 * first >= len(rows)):
+                continue
+            if self._blank[number] < UNUSED or (at > first and number in self._graded):
+                found.append(number)
+        return found
 
     def _found(self, number: int) -> Moments:
         return self._looking.found[number]
