@@ -1362,6 +1362,24 @@ def test_a_fingerprint_is_of_what_stands_in_a_tensor_wherever_it_stands(size):
         assert fingerprint(other) != first
 
 
+@pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated", "ignore:torch.quantize_")
+def test_a_fingerprint_sees_weights_that_are_packed():
+    def quantized(seed):
+        return torch.ao.quantization.quantize_dynamic(small(seed), {nn.Linear})
+
+    assert fingerprint(quantized(0)) == fingerprint(quantized(0)) != fingerprint(quantized(1))
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_")
+def test_quantized_values_are_told_apart_by_scale_and_order():
+    x = torch.tensor([1.0, 2.0, 3.0])
+    made = [
+        torch.quantize_per_tensor(one, scale, 0, torch.qint8)
+        for one, scale in ((x, 0.1), (x * 2, 0.2), (x.flip(0), 0.1))
+    ]
+    assert len({*map(digest, made)}) == 3
+
+
 def test_modules_that_have_no_shapes_yet_have_a_fingerprint():
     assert fingerprint(nn.LazyLinear(3)) == fingerprint(nn.LazyLinear(4))
 
@@ -1372,6 +1390,13 @@ def test_a_model_whose_weights_would_be_drawn_at_each_start_is_refused(data, to)
         with pytest.raises(hl.HarvestError, match=r"'1\.(weight|running_mean)' has no shape yet"):
             hl.harvest(model, data, "0", to=to, quiet=True)
     assert not to.exists()
+
+
+def test_a_model_that_is_spread_over_ranks_is_refused(data, to):
+    model = small()
+    model[2].weight.placements = ()  # as a DTensor has
+    with pytest.raises(hl.HarvestError, match=r"'2\.weight' is spread over ranks"):
+        hl.harvest(model, data, "0", to=to, quiet=True)
 
 
 def test_functions_and_slices_are_told_apart():

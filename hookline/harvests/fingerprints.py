@@ -52,6 +52,9 @@ def fingerprint(model: nn.Module) -> str:
     modules = cast("Iterable[tuple[str, nn.Module]]", model.named_modules())
     for name, module in modules:
         seen.update(f"{name}\0{type(module).__qualname__}\0".encode())
+        packed = getattr(module, "_packed_params", None)  # the weights of torch's quantized layers
+        if hasattr(packed, "unpack"):
+            seen.update(f"{digest(cast('Any', packed).unpack())}".encode())
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if nn.parameter.is_lazy(tensor):  # it has no shape yet
             seen.update(name.encode())
@@ -67,8 +70,10 @@ def _content(tensor: Tensor) -> bytes:
     if tensor.is_meta or tensor.layout != torch.strided or type(tensor).__name__ == "DTensor":
         return b""
     plain = tensor.data.resolve_conj().contiguous().reshape(-1)
-    if not plain.numel() or plain.is_quantized:
-        return str(plain.int_repr().sum() if plain.numel() else "").encode()
+    if plain.is_quantized:
+        plain = plain.dequantize()
+    if not plain.numel():
+        return b""
     bits = plain.view(torch.uint8)
     if bits.storage_offset() % 8:  # torch views as words only what begins where a word may
         bits = bits.clone()
