@@ -315,7 +315,7 @@ def test_a_summary_folds_and_its_notes_stand_below():
     summary = hl.summarize(model)
     page = Page(summary._repr_html_())
     assert page.tags.count("details") == 2
-    assert page.rows[0] == ["place", "type", "parameters", "bytes", "buffers"]
+    assert page.rows[0] == ["place", "type", "parameters", "bytes"]
     assert len(page.rows) == 1 + 34 + 1  # with the head of what is folded away
     text = summary._repr_html_()
     assert "<summary>14 more</summary>" in text
