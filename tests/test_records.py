@@ -176,6 +176,7 @@ def test_items_gives_every_place_once_for_each_call():
     items = list(record.items())
     assert [place for place, _ in items] == ["0", "0", "1", "1"]
     assert items[1][1] is record["0", 1]
+    assert all(one is other for one, (_, other) in zip(record.values(), items, strict=True))
 
 
 def test_places_are_strings_with_pieces():

@@ -235,6 +235,10 @@ class Record:
             for value in self.calls(place):
                 yield place, value
 
+    def values(self) -> Iterator[Any]:
+        """Every value, once for each call, in the order of `items()`."""
+        return (value for _, value in self.items())
+
     def unfired(self) -> dict[Place, str]:
         """The places that were asked for and hold nothing, with the reason."""
         missing = {p: self._why(tap) for p, tap in self._named().items() if not tap.holds}
