@@ -111,7 +111,10 @@ def as_lines(cells: Sequence[Sequence[str]], width: int) -> list[str]:
     >>> as_lines([["place", "n"], ["layers.0.attention", "12"]], 18)
     ['  place          n', '  …0.attention  12']
     """
-    head, cells = cells[0], [[one_line(cell) for cell in row] for row in cells]
+    head, cells = (
+        cells[0],
+        [row if "".join(row).isprintable() else [*map(one_line, row)] for row in cells],
+    )
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     text = [n for n, name in enumerate(head) if name in _TEXT]
     least = sum(_LEAST if n in text else size for n, size in enumerate(widths))

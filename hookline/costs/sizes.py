@@ -72,7 +72,7 @@ class Sizes:
         self.places = [path for path, _ in contents.named]
         self.depths = [path.count(".") + 1 if path else 0 for path in self.places]
         self._types = [type(module).__name__ for module in contents.modules]
-        self.packed = [path for path, module in contents.named if _is_packed(module)]
+        self.packed = _packed(contents)
         dense = dense or is_dense(contents.tensors)
         self._parameters = _Column(contents.parameters, contents.all_parameters, dense)
         self._parameters.trained = contents.trained
@@ -157,10 +157,15 @@ class _Column:
         return sum(counts), sum(trained), sum(sizes)
 
 
-def _is_packed(module: nn.Module) -> bool:
-    """Whether a quantised module holds weights in a form that only its own kernels read."""
-    quantised = type(module).__module__.startswith("torch.ao.nn")
-    return quantised and any(isinstance(held, ScriptObject) for held in vars(module).values())
+def _packed(contents: Contents) -> list[str]:
+    """The quantised modules that hold weights in a form that only their own kernels read."""
+    kinds = {kind for kind in {*map(type, contents.modules)} if "torch.ao.nn" in kind.__module__}
+    return [
+        path
+        for path, module in (contents.named if kinds else ())
+        if type(module) in kinds
+        and any(isinstance(held, ScriptObject) for held in vars(module).values())
+    ]
 
 
 def _ends(children: list[int]) -> list[int]:

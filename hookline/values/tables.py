@@ -97,6 +97,8 @@ def one_line(text: str) -> str:
     >>> print(one_line("new\nline"), one_line("\x1b[31mred"))
     new\nline \x1b[31mred
     """
+    if text.isprintable():
+        return text
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
