@@ -257,7 +257,10 @@ def test_on_paper_there_is_only_the_content_and_it_is_light(tab, record_page):
     assert tab.evaluate("getComputedStyle(document.querySelector('.tile')).backgroundColor") == (
         "rgb(255, 255, 255)"
     )
-    assert chart.evaluate("node => node.toDataURL()") != dark
+    tab.wait_for_function(  # it is drawn again when the page hears of the paper
+        "([label, dark]) => document.querySelector(label).toDataURL() !== dark",
+        arg=["canvas[aria-label^='Standard deviation']", dark],
+    )
     assert not tab.locator(".sidebar").is_visible()
     assert tab.locator(".facts").is_visible()
     assert tab.evaluate("getComputedStyle(document.querySelector('main')).overflow") == "visible"
