@@ -6,6 +6,7 @@ import math
 import random
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from faults import INF, Doing
@@ -335,6 +336,38 @@ def test_the_dropout_of_the_failing_step_is_repeated():
     fault = fault_in(lambda: [model(torch.ones(8)) for _ in range(500)], model)
     assert (fault.place, fault.remarks) == ("/log", [])
     assert fault.step > 1
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_numpys_random_numbers_of_the_failing_step_are_repeated(training):
+    """As transformers draws the masks of its models for speech."""
+
+    def forward(x):
+        if model.training is not training:
+            return x
+        return torch.log(x * torch.from_numpy(np.random.rand(8) > 0.003))
+
+    np.random.seed(3)
+    model = Doing(forward).train(not training)
+
+    def run():
+        model(torch.ones(8))  # in the other mode it draws none
+        model.train(training)
+        for _ in range(500):
+            model(torch.ones(8))
+
+    fault = fault_in(run, model)
+    assert (fault.place, fault.remarks) == ("/log", [])
+    assert fault.step > 2
+
+
+def test_numpys_random_numbers_are_not_drawn_twice_where_infinities_are_meant():
+    model = Doing(lambda x: (x * np.random.rand()).masked_fill(x > 1, -INF))
+    np.random.seed(0)
+    bare = [model(torch.arange(3.0)) for _ in range(3)]
+    np.random.seed(0)
+    with guarded(model):
+        assert all(torch.equal(model(torch.arange(3.0)), own) for own in bare)
 
 
 def test_the_buffers_of_the_failing_step_are_put_back_for_the_second_run():
