@@ -433,6 +433,14 @@ def test_another_model_is_refused(written):
         hl.replay(written, nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
 
 
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_compiled_model_is_the_one_that_was_guarded(inside, tmp_path):
+    bad = Doing(lambda x: x.log())
+    model = torch.compile(nn.Sequential(nn.Linear(4, 4), bad) if inside else bad, backend="eager")
+    fault = dumped(model, -torch.ones(2, 4), tmp_path)
+    assert hl.replay(fault.folder, model).reproduced
+
+
 @pytest.mark.parametrize(
     "value",
     [

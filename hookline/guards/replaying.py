@@ -22,6 +22,7 @@ from hookline import folders
 from hookline.errors import ReplayError
 from hookline.guards.dumps import KIND, function_named, read_value
 from hookline.guards.origins import Labelled, labelled
+from hookline.guards.runs import unwrapped
 from hookline.places.tree import walk
 from hookline.values.nested import get_part, leaves, map_leaves
 from hookline.values.snapshots import same_bits
@@ -247,7 +248,7 @@ def _find_module(dump: _Dump, model: nn.Module) -> nn.Module:
     told = dump.module
     path: Any = told.get("path")
     try:
-        module = model.get_submodule(path)
+        module = unwrapped(model).get_submodule(path)
     except (AttributeError, TypeError):
         dump.refuse(f"The model has no module {path!r}.", "Give the model that was guarded.")
     kind = type(module).__name__
