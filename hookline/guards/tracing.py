@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import FrameType
@@ -86,7 +86,8 @@ class Trace:
         self.running: list[Running] = []
         self.spans: list[Span] = []
         self.sample: Sample | None = None  # to be filled
-        self._of: dict[int, tuple[Tensor, tuple[Origin, ...]]] = {}  # by the memory
+        # By the memory, of which parts may be written to one by one.
+        self._of: dict[int, list[tuple[Tensor, tuple[Origin, ...]]]] = {}
         self._states: dict[int, tuple[str, str, Tensor]] = {}
         self._inputs: dict[int, tuple[Origin, Tensor]] = {}
         for path, module in walk(self.model):
@@ -108,7 +109,7 @@ class Trace:
         """Where a tensor's bad numbers came from, as far as is known."""
         memory = _memory(tensor)
         if memory in self._of:
-            return self._of[memory][1]
+            return self._ordered([o for _, own in self._of[memory] for o in own])
         origin = None
         if memory in self._states:
             kind, path, own = self._states[memory]
@@ -120,7 +121,7 @@ class Trace:
         # What is trained is no mask.
         origin.meant = origin.ignored or (is_mask(own) and not own.requires_grad)
         self._add(origin)
-        self._of[memory] = (own, (origin,))
+        self._of[memory] = [(own, (origin,))]
         return (origin,)
 
     def _add(self, origin: Origin) -> Origin:
@@ -128,9 +129,24 @@ class Trace:
         return origin
 
     def _follow(self, tensors: list[Tensor], origins: tuple[Origin, ...]) -> None:
-        ordered = sorted(set(origins), key=self.origins.index)[:_MOST]
+        ordered = self._ordered(origins)
         for tensor in tensors:  # kept, so that its memory is not used again
-            self._of[_memory(tensor)] = (tensor, tuple(ordered))
+            memory = _memory(tensor)
+            others = [one for one in self._of.get(memory, ()) if not _covers(tensor, one[0])]
+            self._of[memory] = [*others, (tensor, ordered)]
+
+    def _ordered(self, origins: Iterable[Origin]) -> tuple[Origin, ...]:
+        return tuple(sorted(set(origins), key=self.origins.index)[:_MOST])
+
+    def let_go(self, tensor: Tensor) -> None:
+        """A tensor was written to, and is finite: what was bad there is so no more."""
+        memory = _memory(tensor)
+        if memory in self._of:
+            left = [one for one in self._of[memory] if is_bad(one[0])]
+            if left:
+                self._of[memory] = left
+            else:
+                del self._of[memory]
 
     # -- operations -----------------------------------------------------------------------------
 
@@ -256,6 +272,15 @@ def _memory(tensor: Tensor) -> int:
         return id(tensor)
 
 
+def _covers(one: Tensor, other: Tensor) -> bool:
+    """Whether a tensor is all of its memory, or the same part of it as another."""
+    if one is other or one.nbytes == one.untyped_storage().nbytes():
+        return True
+    return (one.storage_offset(), one.shape, one.stride()) == (
+        other.storage_offset(), other.shape, other.stride()
+    )  # fmt: skip
+
+
 class Operations(Mode):
     """The mode of torch's that shows every operation to a trace."""
 
@@ -300,6 +325,9 @@ class Operations(Mode):
         wrong = [tensor for tensor in made if is_bad(tensor)]
         if wrong:
             trace.note_operation(name, use, module, (args, kwargs), bad, wrong, frame)
+        for tensor in changed:
+            if not is_bad(tensor):
+                trace.let_go(tensor)
         return output
 
     def _before(self, sample: Sample, func: Any, args: Any, kwargs: Any, module: Any) -> None:
