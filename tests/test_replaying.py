@@ -6,6 +6,7 @@ import shutil
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from faults import INF, Doing
@@ -152,6 +153,23 @@ def test_a_module_without_operations_is_rebuilt_or_asked_for(tmp_path):
     with pytest.raises(hl.ReplayError, match=r"Give the model: hookline\.replay"):
         hl.replay(fault.folder)
     assert hl.replay(fault.folder, model).reproduced
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x + torch.tensor(math.nan),
+        lambda x: torch.var_mean(x.cumsum(1) * 1e30, dim=[np.int64(1)])[0],
+    ],
+)
+def test_a_module_is_run_where_its_operation_could_not_be_written(function, tmp_path):
+    model = nn.Sequential(nn.Identity(), Doing(function))
+    fault = dumped(model, torch.ones(2, 4), tmp_path)
+    assert fault.kind == "operation"
+    with pytest.raises(hl.ReplayError, match=r"Give the model: hookline\.replay"):
+        hl.replay(fault.folder)
+    again = hl.replay(fault.folder, model)
+    assert (again.reproduced, again.exact) == (True, None)  # its own result was not written
 
 
 def test_where_every_module_is_checked_the_module_is_written(tmp_path):

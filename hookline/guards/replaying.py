@@ -308,7 +308,7 @@ def _run_module(dump: _Dump, module: nn.Module) -> Replay:
             output = torch.func.functional_call(module, state, args, kwargs)
             given = dump.pairs("gradients", dump.given["module"])
             what = f"the module {told.get('path')!r} ({type(module).__name__})"
-            whole = dump.operation is not None
+            whole = bool(dump.fault.get("operation"))  # what was written is the operation's result
             return _finish(dump, what, inputs, output, wanted, given, whole)
     finally:
         for inner, mode in modes:
