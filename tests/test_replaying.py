@@ -451,6 +451,28 @@ def test_another_model_is_refused(written):
         hl.replay(written, nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
 
 
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
+def test_a_model_that_ties_its_weights_is_run_again(dtype, backward, tmp_path):
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = (nn.Linear(4, 4, dtype=dtype) for _ in range(2))
+            self.last.weight = self.first.weight
+
+        def forward(self, x):
+            x = self.last(self.first(x)) * 0
+            return x.sqrt().abs() if backward else x.log().abs()
+
+    model = Tied()
+    fault = dumped(model, torch.ones(2, 4, dtype=dtype), tmp_path, backward)
+    assert fault.backward is backward
+    replayed = hl.replay(fault.folder, model)
+    assert replayed.reproduced
+    if backward:
+        assert torch.equal(*(replayed.gradients[f"{n}.weight"].isnan() for n in ("first", "last")))
+
+
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_compiled_model_is_the_one_that_was_guarded(inside, tmp_path):
     bad = Doing(lambda x: x.log())

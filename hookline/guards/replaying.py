@@ -295,7 +295,7 @@ def _run_module(dump: _Dump, module: nn.Module) -> Replay:
     if dump.backward:
         own = _leaves(inputs, wanted)
         for name, tensor in state.items():
-            if tensor.is_floating_point() and name in parameters:
+            if name in parameters and (tensor.is_floating_point() or tensor.is_complex()):
                 wanted[name] = state[name] = tensor.requires_grad_()
     names, positional = list(own), told["positional"]
     args = tuple(own[name] for name in names[:positional])
@@ -328,4 +328,7 @@ def _state(
         fits = name in buffers  # which may have grown since
         if not fits and (name not in parameters or parameters[name].shape != tensor.shape):
             dump.refuse(f"The module has no {name!r} of that shape.", "Give the guarded model.")
-    return {name: tensor.to(device).clone() for name, tensor in found.items()}
+    copies: dict[str, Tensor] = {}  # what is tied stays so
+    for name, tensor in found.items():
+        copies.setdefault(told[name]["tensor"], tensor.to(device).clone())
+    return {name: copies[told[name]["tensor"]] for name in found}
