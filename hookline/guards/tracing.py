@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from hookline.core.gradients import sequence
 from hookline.core.hooks import Context
@@ -92,6 +93,8 @@ class Trace:
         self._inputs: dict[int, tuple[Origin, Tensor]] = {}
         for path, module in walk(self.model):
             for name, tensor in tensors_of(module):
+                if is_lazy(tensor):  # of a module that was not called so far
+                    continue
                 kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
                 self._states.setdefault(_memory(tensor), (kind, join(path, name), tensor))
 
