@@ -183,6 +183,26 @@ def test_calls_of_other_lengths_are_estimated_one_by_one():
                 hl.sweep(model, clean, corrupt, "layer", torch.sum, positions=positions, **how)
 
 
+def test_an_estimate_over_calls_that_feed_one_another_is_told_to_be_none_of_one_change():
+    class Again(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.head = nn.Linear(3, 3, bias=False), nn.Linear(3, 1)
+            nn.init.eye_(self.layer.weight)
+
+        def forward(self, x):
+            return self.head(self.layer(self.layer(x)))
+
+    model, batches = Again(), (torch.randn(2, 3), torch.randn(2, 3))
+    exact = hl.sweep(model, *batches, ["layer", "head"], torch.sum, progress=False)
+    guess = hl.sweep(model, *batches, ["layer", "head"], torch.sum, approximate=True)
+    assert guess["layer"].change == pytest.approx(2 * exact["layer"].change, abs=1e-5)
+    assert guess["head"].change == pytest.approx(exact["head"].change, abs=1e-5)
+    assert [note[:27] for note in guess.notes] == ["'layer' is called 2 times: "]
+    assert exact.notes == []
+    assert hl.sweep(model, *batches, "head", torch.sum, approximate=True).notes == []
+
+
 @pytest.mark.parametrize(
     "positions",
     [np.array([1, 3]), torch.tensor([1, 3]), (n for n in (1, 3)), {1: 0, 3: 0}, (1, np.int64(3))],
