@@ -637,6 +637,22 @@ def test_inputs_that_were_changed_in_place_are_noticed_and_modules_checked_from_
     assert [label for label, _ in found.value.fault.given] == ["0"]
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_what_a_model_writes_into_its_input_did_not_come_in_with_it(mode):
+    model = nn.Sequential(nn.Identity(), Doing(lambda x: x.sub_(2).log_()), nn.Linear(3, 3))
+
+    def run():
+        with mode():
+            model(torch.ones(2, 3))
+
+    with guarded(model) as guard:
+        for kind, place in (("unknown", ""), ("module", "1")):
+            with pytest.raises(hl.NonFiniteError) as found:
+                run()
+            assert (found.value.fault.kind, found.value.fault.place) == (kind, place)
+        assert guard.careful
+
+
 def test_inputs_are_copied_as_soon_as_a_call_was_seen_to_change_them():
     model = nn.Sequential(Doing(lambda x: x.add_(1)), nn.Linear(3, 3), Doing(torch.abs))
     weight = model[1].weight

@@ -26,6 +26,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils import hooks as torch_hooks
 
 from hookline.core.gathering import is_gathered
+from hookline.guards.finite_checks import probe
 from hookline.places.tree import join, walk
 from hookline.values.nested import Path, children, leaves, map_leaves, show_path
 from hookline.values.shards import placements
@@ -171,6 +172,8 @@ class Kept:
         self.kwargs = {name: held[name] for name in names[positional:]}
         self.inputs, self.positional = held, positional
         self.versions = [(path, t, version_of(t)) for path, t in leaves(held)]
+        # Changes of tensors that were made in inference mode are not counted.
+        self.sums = [(path, t, probe(t)) for path, t, _ in self.versions if t.is_inference()]
         own = {t.device.index or 0 for _, t, _ in self.versions if t.is_cuda}
         self.devices = sorted(own | parts.devices)
         self.randomness = Randomness(self.devices, parts.draws.get(parts.called.training, True))
@@ -211,6 +214,8 @@ class Kept:
         """Why running it again may give something else, as far as can be seen."""
         found: list[str] = []
         changed = [path for path, tensor, version in self.versions if version_of(tensor) != version]
+        sums = [(path, before, probe(t)) for path, t, before in self.sums if before is not None]
+        changed += [p for p, one, other in sums if other is None or not same_bits(one, other)]
         if changed:
             names = ", ".join(sorted({str(path[0]) for path in changed}))
             found.append(f"the input {names} was changed in place since")

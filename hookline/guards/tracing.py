@@ -99,9 +99,9 @@ class Trace:
                 self._states.setdefault(_memory(tensor), (kind, join(path, name), tensor))
 
     def give(self, running: Running, inputs: Any) -> None:
-        """Note the inputs of the call, by name."""
+        """Note the inputs of the call that came in bad, by name; others may be made so in place."""
         first = next(iter(inputs), None)
-        for path, tensor in leaves(inputs):
+        for path, tensor in bad_leaves(inputs):
             ignored = self.ignored.input(path, first, running.module)
             origin = Origin("input", running.path, ignored=ignored, parts=path)
             self._inputs.setdefault(_memory(tensor), (origin, tensor))
