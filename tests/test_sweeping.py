@@ -136,6 +136,23 @@ def test_in_place_modules_and_inputs_are_estimated_too(seeded):
     assert exact["0"].share == pytest.approx(1, abs=1e-3)
 
 
+def test_a_model_that_writes_into_its_batch_is_estimated_too():
+    class Centred(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(3, 1)
+
+        def forward(self, x):
+            return self.fc(x.sub_(1).mul_(2))
+
+    model, clean, corrupt = Centred(), torch.randn(2, 3), torch.randn(2, 3)
+    before, where = clean.clone(), ["fc", "fc:input", ":input"]
+    exact = hl.sweep(model, clean, corrupt, where, torch.sum)
+    guess = hl.sweep(model, clean, corrupt, where, torch.sum, approximate=True)
+    assert torch.allclose(guess.matrix, exact.matrix, atol=1e-5)
+    assert torch.equal(clean, before)
+
+
 def test_the_estimate_at_complex_values_is_that_of_both_parts():
     class Spectrum(nn.Module):
         def forward(self, x):

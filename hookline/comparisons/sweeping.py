@@ -264,7 +264,7 @@ def _estimated(
 def _pulled_back(model: nn.Module, batch: Any, metric: Metric) -> float:
     """The metric of a batch, after a backward from it."""
     with gradients(True), same_random_numbers(model):
-        result = metric(run(model, map_leaves(_with_gradient, copied(batch))))
+        result = metric(run(model, map_leaves(_from_leaf, copied(batch))))
         value = one_number(result)
         if not isinstance(result, Tensor) or not result.requires_grad:
             raise BatchError(
@@ -284,6 +284,12 @@ def _wide(tensor: Tensor) -> Tensor:
 def _with_gradient(leaf: Any) -> Any:
     wants = isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
     return leaf.requires_grad_(True) if wants else leaf
+
+
+def _from_leaf(leaf: Any) -> Any:
+    """The same with a gradient; the model may change it in place, which a leaf does not allow."""
+    wanted = _with_gradient(leaf)
+    return wanted.clone() if isinstance(wanted, Tensor) and wanted.requires_grad else wanted
 
 
 def _gradient_place(place: Place) -> Place:
