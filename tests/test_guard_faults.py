@@ -626,6 +626,26 @@ def test_parts_of_one_memory_are_told_apart(function, place):
     assert caught(Doing(function), torch.tensor([1.0, -1.0, 1.0, 1.0]).expand(2, 4)).place == place
 
 
+def by_numpy(x):
+    x.numpy()[0, 1] = math.nan
+
+
+def by_vmap(x):
+    torch.vmap(lambda row: row.sub_(row))(x)
+
+
+@pytest.mark.parametrize("write", [by_numpy, by_vmap])
+def test_a_nan_that_torch_does_not_show_beside_infinities_that_are_meant_is_told(write):
+    def masked(x):
+        x = x.masked_fill(x > 1, -INF)
+        write(x)
+        return x
+
+    model = nn.Sequential(nn.Identity(), Doing(masked), nn.Identity())
+    fault = caught(model, torch.arange(8.0).view(2, 4))
+    assert (fault.kind, fault.place) == ("module", "1")
+
+
 def test_a_constant_that_no_operation_made_is_told_from_what_the_module_makes():
     model = nn.Sequential(nn.Linear(3, 3), Gained(lambda x: x + BAD))
     fault = caught(model, torch.ones(2, 3))

@@ -237,6 +237,14 @@ class Trace:
             origin.sample.of(running)
         return (self._add(origin),)
 
+    def _explains(self, origins: tuple[Origin, ...], tensor: Tensor) -> bool:
+        """Whether a tensor's bad numbers may come from there: a NaN is never meant.
+
+        What torch does not show may have written it: numpy, a script, `torch.vmap`.
+        """
+        meant = all(origin.meant and not origin.ignored for origin in origins)
+        return bool(origins) and not (meant and "n" in signs(tensor))
+
     def leave(self, module: nn.Module, output: Any) -> None:
         """A call of a module ends."""
         running = None
@@ -254,7 +262,7 @@ class Trace:
                 origin = Origin("module", running.path, number=running.number)
                 origin.ignored = origin.meant = True
                 self._follow([tensor], (self._add(origin),))
-            elif not self.origins_of(tensor):
+            elif not self._explains(self.origins_of(tensor), tensor):
                 self._follow([tensor], self._inside(running, tensor))
             if self.running:
                 self.running[-1].inner += self.origins_of(tensor)
