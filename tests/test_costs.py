@@ -652,6 +652,14 @@ def test_lazy_modules_that_have_buffers_are_measured_and_stay_lazy():
     assert nn.parameter.is_lazy(norm.running_mean)
 
 
+def test_the_backward_of_a_lazy_model_is_measured():
+    model = nn.Sequential(nn.LazyLinear(8), nn.LazyBatchNorm1d(), nn.ReLU(), nn.LazyLinear(2))
+    summary = hl.summarize(model, (5, 3), backward=True)
+    assert summary["0"].backward_flops == 2 * 5 * 3 * 8  # the batch has no gradient
+    assert summary["3"].backward_flops == 2 * (2 * 5 * 8 * 2)
+    assert all(nn.parameter.is_lazy(layer.weight) for layer in (model[0], model[1], model[3]))
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script")
 def test_a_script_module_is_refused_with_the_reason():
     model = torch.jit.script(nn.Linear(4, 5))

@@ -571,6 +571,81 @@ def test_memory_that_nothing_was_written_to_is_named():
     assert (fault.kind, fault.place) == ("memory", "1/empty")
 
 
+def test_memory_that_is_written_to_before_it_is_read_is_not_blamed():
+    def each(x):
+        out = torch.empty(3, 4)
+        for n in range(3):
+            out[n] = x[n].log()
+        return out
+
+    model = nn.Sequential(Doing(each), nn.Linear(4, 4))
+    torch.use_deterministic_algorithms(True)
+    try:
+        fault = caught(model, torch.tensor([1.0, 0.0, 1.0])[:, None].expand(3, 4))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert (fault.kind, fault.place) == ("operation", "0/log#1")
+
+
+def masked_in_part(x):
+    x = x.log()
+    x[:, 0].fill_(-INF)  # which is meant, and elsewhere than what is not
+    return x
+
+
+def bad_in_two_parts(x):
+    x = x.clone()
+    x[:, 1].log_()
+    x[:, 2].div_(0)
+    return x[:, :2].clone()
+
+
+def mended_in_part(x):
+    x = x.clone()
+    x[:, 2].div_(0)
+    x[:, 2].fill_(1)
+    x[:, 1].log_()
+    return x
+
+
+def mended(x):
+    x = x.div(0)
+    x.nan_to_num_()
+    x.fill_(-1)[:, 1].log_()
+    return x
+
+
+@pytest.mark.parametrize(
+    ("function", "place"),
+    [
+        (masked_in_part, "/log"), (bad_in_two_parts, "/log_"), (mended_in_part, "/log_"),
+        (mended, "/log_"),
+    ],
+)  # fmt: skip
+def test_parts_of_one_memory_are_told_apart(function, place):
+    assert caught(Doing(function), torch.tensor([1.0, -1.0, 1.0, 1.0]).expand(2, 4)).place == place
+
+
+def by_numpy(x):
+    x.numpy()[0, 1] = math.nan
+
+
+def by_vmap(x):
+    torch.vmap(lambda row: row.sub_(row))(x)
+
+
+@pytest.mark.parametrize("write", [by_numpy, by_vmap])
+def test_a_nan_that_torch_does_not_show_beside_infinities_that_are_meant_is_told(write):
+    def masked(x):
+        x = x.masked_fill(x > 1, -INF)
+        write(x)
+        return x
+
+    model = nn.Sequential(nn.Identity(), Doing(masked), nn.Identity())
+    fault = caught(model, torch.arange(8.0).view(2, 4))
+    assert (fault.kind, fault.place) == ("module", "1")
+
+
 def test_a_constant_that_no_operation_made_is_told_from_what_the_module_makes():
     model = nn.Sequential(nn.Linear(3, 3), Gained(lambda x: x + BAD))
     fault = caught(model, torch.ones(2, 3))

@@ -6,6 +6,7 @@ import math
 import random
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from faults import INF, Doing
@@ -337,6 +338,38 @@ def test_the_dropout_of_the_failing_step_is_repeated():
     assert fault.step > 1
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_numpys_random_numbers_of_the_failing_step_are_repeated(training):
+    """As transformers draws the masks of its models for speech."""
+
+    def forward(x):
+        if model.training is not training:
+            return x
+        return torch.log(x * torch.from_numpy(np.random.rand(8) > 0.003))
+
+    np.random.seed(3)
+    model = Doing(forward).train(not training)
+
+    def run():
+        model(torch.ones(8))  # in the other mode it draws none
+        model.train(training)
+        for _ in range(500):
+            model(torch.ones(8))
+
+    fault = fault_in(run, model)
+    assert (fault.place, fault.remarks) == ("/log", [])
+    assert fault.step > 2
+
+
+def test_numpys_random_numbers_are_not_drawn_twice_where_infinities_are_meant():
+    model = Doing(lambda x: (x * np.random.rand()).masked_fill(x > 1, -INF))
+    np.random.seed(0)
+    bare = [model(torch.arange(3.0)) for _ in range(3)]
+    np.random.seed(0)
+    with guarded(model):
+        assert all(torch.equal(model(torch.arange(3.0)), own) for own in bare)
+
+
 def test_the_buffers_of_the_failing_step_are_put_back_for_the_second_run():
     """The fault depends on a counter that every call moves on."""
 
@@ -602,6 +635,22 @@ def test_inputs_that_were_changed_in_place_are_noticed_and_modules_checked_from_
         model(torch.ones(3))
     assert (found.value.fault.kind, found.value.fault.place) == ("module", "2")
     assert [label for label, _ in found.value.fault.given] == ["0"]
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_what_a_model_writes_into_its_input_did_not_come_in_with_it(mode):
+    model = nn.Sequential(nn.Identity(), Doing(lambda x: x.sub_(2).log_()), nn.Linear(3, 3))
+
+    def run():
+        with mode():
+            model(torch.ones(2, 3))
+
+    with guarded(model) as guard:
+        for kind, place in (("unknown", ""), ("module", "1")):
+            with pytest.raises(hl.NonFiniteError) as found:
+                run()
+            assert (found.value.fault.kind, found.value.fault.place) == (kind, place)
+        assert guard.careful
 
 
 def test_inputs_are_copied_as_soon_as_a_call_was_seen_to_change_them():
@@ -998,7 +1047,8 @@ def test_calls_without_a_backward_are_not_kept():
     guard.remove()
 
 
-def test_a_lazy_model_is_guarded():
+@pytest.mark.parametrize("careful", [False, True])
+def test_a_lazy_model_is_guarded(careful):
     model = nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d(), Doing(torch.abs))
 
     def run():
@@ -1006,7 +1056,7 @@ def test_a_lazy_model_is_guarded():
         model[2].function = lambda x: (x * 0).sqrt()
         model(torch.randn(4, 2)).sum().backward()
 
-    assert fault_in(run, model).place == "2/sqrt"
+    assert fault_in(run, model, careful=careful).place == ("2" if careful else "2/sqrt")
 
 
 def test_a_second_run_that_fails_is_a_doubt_and_not_the_error():

@@ -6,6 +6,7 @@ import shutil
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from faults import INF, Doing
@@ -152,6 +153,23 @@ def test_a_module_without_operations_is_rebuilt_or_asked_for(tmp_path):
     with pytest.raises(hl.ReplayError, match=r"Give the model: hookline\.replay"):
         hl.replay(fault.folder)
     assert hl.replay(fault.folder, model).reproduced
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x + torch.tensor(math.nan),
+        lambda x: torch.var_mean(x.cumsum(1) * 1e30, dim=[np.int64(1)])[0],
+    ],
+)
+def test_a_module_is_run_where_its_operation_could_not_be_written(function, tmp_path):
+    model = nn.Sequential(nn.Identity(), Doing(function))
+    fault = dumped(model, torch.ones(2, 4), tmp_path)
+    assert fault.kind == "operation"
+    with pytest.raises(hl.ReplayError, match=r"Give the model: hookline\.replay"):
+        hl.replay(fault.folder)
+    again = hl.replay(fault.folder, model)
+    assert (again.reproduced, again.exact) == (True, None)  # its own result was not written
 
 
 def test_where_every_module_is_checked_the_module_is_written(tmp_path):
@@ -431,6 +449,36 @@ def test_another_model_is_refused(written):
         hl.replay(written, nn.Sequential(nn.Linear(4, 4)))
     with pytest.raises(hl.ReplayError, match="is a ReLU in this model"):
         hl.replay(written, nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
+def test_a_model_that_ties_its_weights_is_run_again(dtype, backward, tmp_path):
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = (nn.Linear(4, 4, dtype=dtype) for _ in range(2))
+            self.last.weight = self.first.weight
+
+        def forward(self, x):
+            x = self.last(self.first(x)) * 0
+            return x.sqrt().abs() if backward else x.log().abs()
+
+    model = Tied()
+    fault = dumped(model, torch.ones(2, 4, dtype=dtype), tmp_path, backward)
+    assert fault.backward is backward
+    replayed = hl.replay(fault.folder, model)
+    assert replayed.reproduced
+    if backward:
+        assert torch.equal(*(replayed.gradients[f"{n}.weight"].isnan() for n in ("first", "last")))
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_compiled_model_is_the_one_that_was_guarded(inside, tmp_path):
+    bad = Doing(lambda x: x.log())
+    model = torch.compile(nn.Sequential(nn.Linear(4, 4), bad) if inside else bad, backend="eager")
+    fault = dumped(model, -torch.ones(2, 4), tmp_path)
+    assert hl.replay(fault.folder, model).reproduced
 
 
 @pytest.mark.parametrize(

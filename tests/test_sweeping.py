@@ -136,6 +136,23 @@ def test_in_place_modules_and_inputs_are_estimated_too(seeded):
     assert exact["0"].share == pytest.approx(1, abs=1e-3)
 
 
+def test_a_model_that_writes_into_its_batch_is_estimated_too():
+    class Centred(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(3, 1)
+
+        def forward(self, x):
+            return self.fc(x.sub_(1).mul_(2))
+
+    model, clean, corrupt = Centred(), torch.randn(2, 3), torch.randn(2, 3)
+    before, where = clean.clone(), ["fc", "fc:input", ":input"]
+    exact = hl.sweep(model, clean, corrupt, where, torch.sum)
+    guess = hl.sweep(model, clean, corrupt, where, torch.sum, approximate=True)
+    assert torch.allclose(guess.matrix, exact.matrix, atol=1e-5)
+    assert torch.equal(clean, before)
+
+
 def test_the_estimate_at_complex_values_is_that_of_both_parts():
     class Spectrum(nn.Module):
         def forward(self, x):
@@ -181,6 +198,26 @@ def test_calls_of_other_lengths_are_estimated_one_by_one():
         for positions in ("all", [3], [-1]):
             with pytest.raises(hl.BatchError, match=r"shape \(2, 5, 3\) and \(2, 1, 3\)"):
                 hl.sweep(model, clean, corrupt, "layer", torch.sum, positions=positions, **how)
+
+
+def test_an_estimate_over_calls_that_feed_one_another_is_told_to_be_none_of_one_change():
+    class Again(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.head = nn.Linear(3, 3, bias=False), nn.Linear(3, 1)
+            nn.init.eye_(self.layer.weight)
+
+        def forward(self, x):
+            return self.head(self.layer(self.layer(x)))
+
+    model, batches = Again(), (torch.randn(2, 3), torch.randn(2, 3))
+    exact = hl.sweep(model, *batches, ["layer", "head"], torch.sum, progress=False)
+    guess = hl.sweep(model, *batches, ["layer", "head"], torch.sum, approximate=True)
+    assert guess["layer"].change == pytest.approx(2 * exact["layer"].change, abs=1e-5)
+    assert guess["head"].change == pytest.approx(exact["head"].change, abs=1e-5)
+    assert [note[:27] for note in guess.notes] == ["'layer' is called 2 times: "]
+    assert exact.notes == []
+    assert hl.sweep(model, *batches, "head", torch.sum, approximate=True).notes == []
 
 
 @pytest.mark.parametrize(

@@ -87,8 +87,9 @@ def sweep(
         batch_size: how many changes are tried in one forward, on copies of the corrupt batch put
             one behind the other, where that is safe: the samples of a batch must not mix. It is
             tried out first, in two forwards; otherwise one forward is run for each.
-        approximate: estimate all changes with one backward, as (clean - corrupt) · gradient. Of a
-            glob, places to which no gradient comes are left out, and a note names them.
+        approximate: estimate all changes with one backward, as (clean - corrupt) · gradient, summed
+            over the calls of a place. Of a glob, places to which no gradient comes are left out,
+            and a note names them.
         progress: whether to show a bar, if tqdm is installed; or a function of (done, total).
         mode: "eval" or "train", to run the model so.
 
@@ -251,13 +252,19 @@ def _estimated(
     if missing:
         shown = ", ".join(map(repr, missing[:6])) + ", …" * (len(missing) > 6)
         found.notes.append(f"no estimate at {shown}: no gradient of the metric is known there")
+    often = [place for place in places if len(corrupt.calls(place)) > 1]
+    if often:
+        found.notes.append(
+            f"{str(often[0])!r} is called {len(corrupt.calls(often[0]))} times: an estimate is the "
+            "sum over the calls, and what flows from one into another counts again"
+        )
     return found
 
 
 def _pulled_back(model: nn.Module, batch: Any, metric: Metric) -> float:
     """The metric of a batch, after a backward from it."""
     with gradients(True), same_random_numbers(model):
-        result = metric(run(model, map_leaves(_with_gradient, copied(batch))))
+        result = metric(run(model, map_leaves(_from_leaf, copied(batch))))
         value = one_number(result)
         if not isinstance(result, Tensor) or not result.requires_grad:
             raise BatchError(
@@ -277,6 +284,12 @@ def _wide(tensor: Tensor) -> Tensor:
 def _with_gradient(leaf: Any) -> Any:
     wants = isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
     return leaf.requires_grad_(True) if wants else leaf
+
+
+def _from_leaf(leaf: Any) -> Any:
+    """The same with a gradient; the model may change it in place, which a leaf does not allow."""
+    wanted = _with_gradient(leaf)
+    return wanted.clone() if isinstance(wanted, Tensor) and wanted.requires_grad else wanted
 
 
 def _gradient_place(place: Place) -> Place:

@@ -22,6 +22,7 @@ from hookline import folders
 from hookline.errors import ReplayError
 from hookline.guards.dumps import KIND, function_named, read_value
 from hookline.guards.origins import Labelled, labelled
+from hookline.guards.runs import unwrapped
 from hookline.places.tree import walk
 from hookline.values.nested import get_part, leaves, map_leaves
 from hookline.values.snapshots import same_bits
@@ -247,7 +248,7 @@ def _find_module(dump: _Dump, model: nn.Module) -> nn.Module:
     told = dump.module
     path: Any = told.get("path")
     try:
-        module = model.get_submodule(path)
+        module = unwrapped(model).get_submodule(path)
     except (AttributeError, TypeError):
         dump.refuse(f"The model has no module {path!r}.", "Give the model that was guarded.")
     kind = type(module).__name__
@@ -294,7 +295,7 @@ def _run_module(dump: _Dump, module: nn.Module) -> Replay:
     if dump.backward:
         own = _leaves(inputs, wanted)
         for name, tensor in state.items():
-            if tensor.is_floating_point() and name in parameters:
+            if name in parameters and (tensor.is_floating_point() or tensor.is_complex()):
                 wanted[name] = state[name] = tensor.requires_grad_()
     names, positional = list(own), told["positional"]
     args = tuple(own[name] for name in names[:positional])
@@ -307,7 +308,7 @@ def _run_module(dump: _Dump, module: nn.Module) -> Replay:
             output = torch.func.functional_call(module, state, args, kwargs)
             given = dump.pairs("gradients", dump.given["module"])
             what = f"the module {told.get('path')!r} ({type(module).__name__})"
-            whole = dump.operation is not None
+            whole = bool(dump.fault.get("operation"))  # what was written is the operation's result
             return _finish(dump, what, inputs, output, wanted, given, whole)
     finally:
         for inner, mode in modes:
@@ -327,4 +328,7 @@ def _state(
         fits = name in buffers  # which may have grown since
         if not fits and (name not in parameters or parameters[name].shape != tensor.shape):
             dump.refuse(f"The module has no {name!r} of that shape.", "Give the guarded model.")
-    return {name: tensor.to(device).clone() for name, tensor in found.items()}
+    copies: dict[str, Tensor] = {}  # what is tied stays so
+    for name, tensor in found.items():
+        copies.setdefault(told[name]["tensor"], tensor.to(device).clone())
+    return {name: copies[told[name]["tensor"]] for name in found}

@@ -13,17 +13,20 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import chain
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils import hooks as torch_hooks
 
 from hookline.core.gathering import is_gathered
+from hookline.guards.finite_checks import probe
 from hookline.places.tree import join, walk
 from hookline.values.nested import Path, children, leaves, map_leaves, show_path
 from hookline.values.shards import placements
@@ -45,19 +48,31 @@ def version_of(tensor: Tensor) -> int:
 
 
 class Randomness:
-    """The states of torch's and Python's random number generators, now."""
+    """The states of torch's, Python's and numpy's random number generators, now.
 
-    def __init__(self, devices: Sequence[int]) -> None:
+    That of numpy takes longer than the others, and is left out where it is not drawn from.
+    """
+
+    def __init__(self, devices: Sequence[int], numpy: bool = True) -> None:
         self.torch = torch.get_rng_state()
         self.python = random.getstate()
+        self.numpy: Any = None
+        if numpy and "numpy.random" in sys.modules:
+            self.numpy = np.random.get_state()
         self.devices = {device: torch.cuda.get_rng_state(device) for device in devices}
 
     def restore(self) -> None:
         """Put them back."""
         torch.set_rng_state(self.torch)
         random.setstate(self.python)
+        if self.numpy is not None:
+            np.random.set_state(self.numpy)
         for device, state in self.devices.items():
             torch.cuda.set_rng_state(state, device)
+
+    def draws_from_numpy(self) -> bool:
+        """Whether numbers of numpy's were drawn since."""
+        return not all(map(np.array_equal, np.random.get_state(), self.numpy))
 
 
 def _there(tensor: Tensor | None) -> Tensor | None:
@@ -131,6 +146,7 @@ class Parts:
         self.buffers = Buffers(called, names)
         self.devices = {p.device.index or 0 for p in self.parameters if p.is_cuda}
         self.changes_inputs = False  # whether a call was seen to change what it was given
+        self.draws: dict[bool, bool] = {}  # by mode, whether a call was seen to draw from numpy
         self._held = [held for m in self.modules for held in (m._modules, m._parameters)]
         self._known = self._identities()
 
@@ -156,9 +172,11 @@ class Kept:
         self.kwargs = {name: held[name] for name in names[positional:]}
         self.inputs, self.positional = held, positional
         self.versions = [(path, t, version_of(t)) for path, t in leaves(held)]
+        # Changes of tensors that were made in inference mode are not counted.
+        self.sums = [(path, t, probe(t)) for path, t, _ in self.versions if t.is_inference()]
         own = {t.device.index or 0 for _, t, _ in self.versions if t.is_cuda}
         self.devices = sorted(own | parts.devices)
-        self.randomness = Randomness(self.devices)
+        self.randomness = Randomness(self.devices, parts.draws.get(parts.called.training, True))
         self.parts, self.called, self.path = parts, parts.called, parts.path
         self.buffers = parts.buffers.now()
         self.parameters = [(p, p._version) for p in parts.parameters]
@@ -183,6 +201,8 @@ class Kept:
         self.lost = self.parts.buffers.learn(self.buffers)
         if any(version_of(tensor) != version for _, tensor, version in self.versions):
             self.parts.changes_inputs = True
+        if self.randomness.numpy is not None and self.modes[0] not in self.parts.draws:
+            self.parts.draws[self.modes[0]] = self.randomness.draws_from_numpy()
 
     def close(self) -> None:
         """Take the hooks off its graph."""
@@ -194,6 +214,8 @@ class Kept:
         """Why running it again may give something else, as far as can be seen."""
         found: list[str] = []
         changed = [path for path, tensor, version in self.versions if version_of(tensor) != version]
+        sums = [(path, before, probe(t)) for path, t, before in self.sums if before is not None]
+        changed += [p for p, one, other in sums if other is None or not same_bits(one, other)]
         if changed:
             names = ", ".join(sorted({str(path[0]) for path in changed}))
             found.append(f"the input {names} was changed in place since")

@@ -71,7 +71,8 @@ def of_outputs(kept: Kept, trace: Trace, output: Any, ignored: Ignored) -> Found
         found.bad = True
         origins = [o for o in trace.origins_of(tensor) if not o.meant]
         found.origins += [o for o in origins if o not in found.origins]
-    found.origins.sort(key=trace.origins.index)
+    # Memory that is bad when it is taken may have been written to since, before it was read.
+    found.origins.sort(key=lambda o: (o.kind == "memory", trace.origins.index(o)))
     return found
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import FrameType
@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from hookline.core.gradients import sequence
 from hookline.core.hooks import Context
@@ -86,18 +87,21 @@ class Trace:
         self.running: list[Running] = []
         self.spans: list[Span] = []
         self.sample: Sample | None = None  # to be filled
-        self._of: dict[int, tuple[Tensor, tuple[Origin, ...]]] = {}  # by the memory
+        # By the memory, of which parts may be written to one by one.
+        self._of: dict[int, list[tuple[Tensor, tuple[Origin, ...]]]] = {}
         self._states: dict[int, tuple[str, str, Tensor]] = {}
         self._inputs: dict[int, tuple[Origin, Tensor]] = {}
         for path, module in walk(self.model):
             for name, tensor in tensors_of(module):
+                if is_lazy(tensor):  # of a module that was not called so far
+                    continue
                 kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
                 self._states.setdefault(_memory(tensor), (kind, join(path, name), tensor))
 
     def give(self, running: Running, inputs: Any) -> None:
-        """Note the inputs of the call, by name."""
+        """Note the inputs of the call that came in bad, by name; others may be made so in place."""
         first = next(iter(inputs), None)
-        for path, tensor in leaves(inputs):
+        for path, tensor in bad_leaves(inputs):
             ignored = self.ignored.input(path, first, running.module)
             origin = Origin("input", running.path, ignored=ignored, parts=path)
             self._inputs.setdefault(_memory(tensor), (origin, tensor))
@@ -108,7 +112,7 @@ class Trace:
         """Where a tensor's bad numbers came from, as far as is known."""
         memory = _memory(tensor)
         if memory in self._of:
-            return self._of[memory][1]
+            return self._ordered([o for _, own in self._of[memory] for o in own])
         origin = None
         if memory in self._states:
             kind, path, own = self._states[memory]
@@ -120,7 +124,7 @@ class Trace:
         # What is trained is no mask.
         origin.meant = origin.ignored or (is_mask(own) and not own.requires_grad)
         self._add(origin)
-        self._of[memory] = (own, (origin,))
+        self._of[memory] = [(own, (origin,))]
         return (origin,)
 
     def _add(self, origin: Origin) -> Origin:
@@ -128,9 +132,24 @@ class Trace:
         return origin
 
     def _follow(self, tensors: list[Tensor], origins: tuple[Origin, ...]) -> None:
-        ordered = sorted(set(origins), key=self.origins.index)[:_MOST]
+        ordered = self._ordered(origins)
         for tensor in tensors:  # kept, so that its memory is not used again
-            self._of[_memory(tensor)] = (tensor, tuple(ordered))
+            memory = _memory(tensor)
+            others = [one for one in self._of.get(memory, ()) if not _covers(tensor, one[0])]
+            self._of[memory] = [*others, (tensor, ordered)]
+
+    def _ordered(self, origins: Iterable[Origin]) -> tuple[Origin, ...]:
+        return tuple(sorted(set(origins), key=self.origins.index)[:_MOST])
+
+    def let_go(self, tensor: Tensor) -> None:
+        """A tensor was written to, and is finite: what was bad there is so no more."""
+        memory = _memory(tensor)
+        if memory in self._of:
+            left = [one for one in self._of[memory] if is_bad(one[0])]
+            if left:
+                self._of[memory] = left
+            else:
+                del self._of[memory]
 
     # -- operations -----------------------------------------------------------------------------
 
@@ -218,6 +237,14 @@ class Trace:
             origin.sample.of(running)
         return (self._add(origin),)
 
+    def _explains(self, origins: tuple[Origin, ...], tensor: Tensor) -> bool:
+        """Whether a tensor's bad numbers may come from there: a NaN is never meant.
+
+        What torch does not show may have written it: numpy, a script, `torch.vmap`.
+        """
+        meant = all(origin.meant and not origin.ignored for origin in origins)
+        return bool(origins) and not (meant and "n" in signs(tensor))
+
     def leave(self, module: nn.Module, output: Any) -> None:
         """A call of a module ends."""
         running = None
@@ -235,7 +262,7 @@ class Trace:
                 origin = Origin("module", running.path, number=running.number)
                 origin.ignored = origin.meant = True
                 self._follow([tensor], (self._add(origin),))
-            elif not self.origins_of(tensor):
+            elif not self._explains(self.origins_of(tensor), tensor):
                 self._follow([tensor], self._inside(running, tensor))
             if self.running:
                 self.running[-1].inner += self.origins_of(tensor)
@@ -254,6 +281,15 @@ def _memory(tensor: Tensor) -> int:
         return tensor.untyped_storage()._cdata  # its address would end copy-on-write
     except (NotImplementedError, RuntimeError):  # no storage of its own: sparse, nested
         return id(tensor)
+
+
+def _covers(one: Tensor, other: Tensor) -> bool:
+    """Whether a tensor is all of its memory, or the same part of it as another."""
+    if one is other or one.nbytes == one.untyped_storage().nbytes():
+        return True
+    return (one.storage_offset(), one.shape, one.stride()) == (
+        other.storage_offset(), other.shape, other.stride()
+    )  # fmt: skip
 
 
 class Operations(Mode):
@@ -300,6 +336,9 @@ class Operations(Mode):
         wrong = [tensor for tensor in made if is_bad(tensor)]
         if wrong:
             trace.note_operation(name, use, module, (args, kwargs), bad, wrong, frame)
+        for tensor in changed:
+            if not is_bad(tensor):
+                trace.let_go(tensor)
         return output
 
     def _before(self, sample: Sample, func: Any, args: Any, kwargs: Any, module: Any) -> None:

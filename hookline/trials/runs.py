@@ -308,7 +308,8 @@ def refuse_inference(parameters: Iterable[Tensor | None]) -> None:
 
     It says that it requires a gradient, and torch makes no graph of what is computed with it.
     """
-    if any(p is not None and p.requires_grad and p.is_inference() for p in parameters):
+    made = [p for p in parameters if p is not None and not is_lazy(p)]
+    if any(p.requires_grad and p.is_inference() for p in made):
         raise BatchError(
             "A backward was asked for.",
             "Parameters of the model were made inside torch.inference_mode: they have no gradient.",
