@@ -12,7 +12,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Iterator, Mapping, Set
-from typing import Any, SupportsIndex, cast
+from typing import TYPE_CHECKING, Any, SupportsIndex, cast
 
 import torch
 from torch import Tensor, nn
@@ -319,6 +319,10 @@ class attention(capture):
         super()._prepared()
         named = {self.place_of(t.target) for t in self._taps.values() if cast(_Tap, t).named}
         self._patterns = Patterns(self.record, self._model, named, self._dtype)
+
+    if TYPE_CHECKING:
+
+        def __enter__(self) -> Patterns: ...  # pyright: ignore[reportIncompatibleMethodOverride]
 
     def _result(self) -> Any:
         return self._patterns

@@ -31,7 +31,7 @@ from hookline.places.resolution import Where, resolve
 from hookline.places.targets import Target
 from hookline.places.tree import WRAPPERS, walk
 from hookline.trials.batches import call
-from hookline.trials.runs import copied, trial
+from hookline.trials.runs import copied, run, trial
 from hookline.values import tables
 from hookline.values.nested import leaves
 
@@ -86,10 +86,10 @@ def select(model: nn.Module | Tensor, *where: Where, inputs: Any = None) -> list
         where: places, modules, module types, regular expressions (searched in the path),
             predicates `(name, module) -> bool`, pairs of any of them and a port such as
             `(nn.Conv2d, ":grad_output")`, and lists of any of them.
-        inputs: a batch (a tensor, a tuple of arguments, or a dict of them by name). With it,
-            operations inside forwards are listed, too, as in `"h.0.attn/*"`: the model runs once,
-            without gradients, and what comes back shows shapes, dtypes, and of operations the
-            source line.
+        inputs: a batch (a tensor, a tuple of arguments, or a dict of them by name), or a function
+            that is called with the model. With it, operations inside forwards are listed, too, as
+            in `"h.0.attn/*"`: the model runs once, without gradients, and what comes back shows
+            shapes, dtypes, and of operations the source line.
 
     A place is `path[/operation[#n]][:port][[part]]...`:
 
@@ -195,7 +195,7 @@ def _survey(model: nn.Module, wheres: Iterable[Where], inputs: Any) -> list[Plac
         try:
             looking = hook(model, looked, look) if looked else nullcontext()
             with suppress(NeverFired), looking, mode:  # what was not called is listed as such
-                call(model, batch)
+                run(model, batch)
         finally:
             compiling.resume(mode)
     often = {(id(target), name) for target, name, use, *_ in mode.found if use}

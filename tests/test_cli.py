@@ -168,6 +168,47 @@ def test_what_is_captured_can_be_read_in_another_program(folder):
     assert [line.split()[0] for line in out.splitlines()[2:]] == ["conv", "drop", "fc", "unused"]
 
 
+def test_what_a_model_prints_does_not_stand_in_the_answer(folder):
+    (folder / "loud.py").write_text(
+        "print('imported')\n" + NETS.replace("y = torch.relu", "print('run'); y = torch.relu")
+    )
+    model, x = "loud.py:make", ("-i", "2x1x4x4")
+    data("harvest", "--model", model, "--data", "loud.py:batches", "-w", "fc", "--to", "a", "-q")
+    for args in (
+        ("places", model, "conv", "/*", *x),
+        ("capture", model, *x),
+        ("summary", model, *x),
+        ("compare", model, model, *x),
+    ):
+        assert data(*args)
+        assert {"imported", "run"} <= set(run(*args)[2].splitlines())
+    assert run("report", model, *x)[1] == "report.html\n"
+
+
+@pytest.mark.parametrize("end", ["sys.exit()", "sys.exit(0)", "sys.exit('bye')"])
+def test_a_file_that_ends_the_program_is_told_of(folder, end):
+    (folder / "ends.py").write_text(f"import sys\n{NETS}\n{end}\n")
+    code, out, err = run("places", "ends.py:make")
+    assert (code, out) == (2, "")
+    assert "It raised SystemExit" in err
+    assert "__main__" in err
+
+
+def test_a_model_that_ends_the_program_in_its_run_is_an_error(folder):
+    exiting = NETS.replace("y = torch.relu", "raise SystemExit(0); y = torch.relu")
+    (folder / "ends.py").write_text(exiting)
+    for command in ("capture", "summary", "places"):
+        code, out, err = run(command, "ends.py:make", "-i", "2x1x4x4")
+        assert (code, out, err) == (2, "", "Error: SystemExit was raised: 0.\n")
+
+
+def test_a_demo_that_cannot_run_is_an_error(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    code, _, err = run("demo")
+    assert code == 2
+    assert "pip install scikit-learn" in err
+
+
 def test_the_command_line_without_click_says_what_to_install(folder):
     (folder / "click.py").write_text("raise ModuleNotFoundError('no click', name='click')\n")
     root = str(Path(hl.__file__).parent.parent)
@@ -440,6 +481,13 @@ def test_inputs_are_shapes_files_and_objects(folder):
     assert data("places", "nets.py:tokens", "-i", "tokens:2x5")[1]["value"] == "(2, 5, 2) float32"
 
 
+def test_a_file_of_arguments_by_name_stands_beside_other_inputs():
+    np.savez("two.npz", x=np.ones((2, 1, 4, 4), np.float32), scale=np.ones(1, np.float32))
+    zeros = ["-i", "scale=zeros:1"]
+    made = data("capture", "nets.py:make", "-i", "two.npz", *zeros, "-w", "")
+    assert made[0]["max"] == 0
+
+
 @pytest.mark.parametrize(
     ("spec", "found"),
     [
@@ -453,6 +501,10 @@ def test_inputs_are_shapes_files_and_objects(folder):
         (["-i", ""], "no shape"),
         (["-i", "scale="], "no shape"),
         (["-i", "tokens:2x2"], "vocabulary's size is not known"),
+        (["-i", "tokens:2x2:many"], "'many' is no size of a vocabulary"),
+        (["-i", "tokens:2x2:0"], "'0' is no size of a vocabulary"),
+        (["-i", "zeros:2x2:5"], "no vocabulary"),
+        (["-i", "²x3"], "no shape"),
         ([], "No --input"),
     ],
 )
@@ -477,6 +529,13 @@ def test_places_of_a_run_show_values_and_operations():
     sources = {row["place"]: row["source"] for row in rows}
     assert sources["/relu"].startswith("nets.py:15")
     assert sources["conv"] == ""
+
+
+def test_operations_are_listed_of_a_run_with_all_its_inputs():
+    args = ["places", "nets.py:make", "/*", "-i", "2x1x4x4"]
+    assert [row["place"] for row in data(*args)] == ["/relu", "/flatten"]
+    found = [row["place"] for row in data(*args, "-i", "scale=ones:1")]
+    assert found == ["/relu", "/flatten", "/mul"]
 
 
 @pytest.mark.parametrize("where", ["/relu", "/nowhere", "/*"])
@@ -506,6 +565,13 @@ def test_gradients_are_captured_from_a_backward(folder):
     code, _, err = run("capture", "nets.py:tokens", "-i", "tokens:1x2", "-w", "0:grad_output")
     assert code == 2
     assert "--backward sum" in err
+
+
+def test_a_value_that_is_not_finite_is_shown_as_such():
+    Path("x.json").write_text(json.dumps([[[[1.0, float("inf"), 2.0, float("-inf")]] * 4]] * 2))
+    args = ["capture", "nets.py:make", "-i", "x.json", "-w", "conv:input"]
+    assert run(*args)[1].splitlines()[-1].split()[-4:] == ["nan", "nan", "-inf", "inf"]
+    assert data(*args)[0]["max"] is None  # JSON has no infinity
 
 
 def test_capture_ends_early_where_asked():

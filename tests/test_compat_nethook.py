@@ -416,6 +416,13 @@ def test_a_builtin_can_edit():
     assert torch.equal(ret.output, model[0](X).relu())
 
 
+def test_a_module_can_edit():
+    model, adapter = small(), nn.Linear(4, 4)
+    with torch.no_grad(), nethook.Trace(model, "0", edit_output=adapter) as ret:
+        model(X)
+    assert torch.equal(ret.output, adapter(model[0](X)))
+
+
 def test_edit_output_that_returns_none_leaves_the_output_as_it_is():
     model, seen = small(), []
     with nethook.Trace(model, "0", edit_output=lambda x: seen.append(x.shape)) as ret:

@@ -463,6 +463,11 @@ def test_activation_bytes_are_those_of_all_calls_and_the_total_that_of_the_inner
     assert summary.totals["peak_bytes"] is None
 
 
+def test_the_size_of_what_a_function_gives_the_model_is_not_said_to_be_nothing():
+    summary = hl.summarize(nn.Linear(4, 6), lambda model: model(torch.ones(3, 4)))
+    assert summary.totals["input_bytes"] is None
+
+
 # -- batches --------------------------------------------------------------------------------------
 
 

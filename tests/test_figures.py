@@ -863,3 +863,11 @@ def test_what_a_source_lacks_is_an_error_in_three_parts(seen, run):
     ):
         with pytest.raises(hl.FigureError, match=f"(?s){message}"):
             draw()
+
+
+@pytest.mark.parametrize("source", [{}, nn.ReLU()])
+@pytest.mark.parametrize("name", ["histograms", "ridge", "weights", "attention_maps"])
+def test_a_source_with_nothing_in_it_is_told(name, source):
+    message = f"(?s)A figure of a {type(source).__name__} was asked for.*nothing in it.*Give one"
+    with pytest.raises(hl.FigureError, match=message):
+        getattr(figures, name)(source)

@@ -1198,3 +1198,8 @@ def test_batched_gradients_are_let_by():
         found = jacobian()
     assert all(map(torch.equal, found, expected))
     assert_clean(model)
+
+
+def test_a_folder_that_is_none_is_told_before_anything_runs():
+    with pytest.raises(TypeError, match="not int"):
+        hl.guard(nn.ReLU(), to=3)

@@ -752,3 +752,17 @@ def test_a_module_without_parameters_is_not_said_to_hold_some():
     model = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
     with pytest.raises(hl.PlaceNotFound, match=r"'1' is a module; it holds none"):
         hl.select(model, "1:grad")
+
+
+@pytest.mark.parametrize("model", [None, "fc", nn.Linear, {}])
+def test_a_model_that_is_none_is_told_by_verbs_that_are_functions(model, tmp_path):
+    for verb in (
+        lambda: hl.select(model),
+        lambda: hl.select(model, "fc", nn.Linear),
+        lambda: hl.get_module(model, "fc"),
+        lambda: hl.get_parameter(model, "fc.weight"),
+        lambda: hl.harvest(model, [X], "fc", to=tmp_path / "store"),
+        lambda: hl.measure(model, "fc", statistics=[hl.Mean()], data=[X]),
+    ):
+        with pytest.raises(TypeError, match=r"A model is a torch\.nn\.Module\. Give it first"):
+            verb()

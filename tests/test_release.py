@@ -170,6 +170,31 @@ def test_types_reach_a_user_s_project(wheel, tmp_path):
     assert ":11:" in errors[0]
 
 
+def test_what_a_with_gives_has_its_type_in_a_user_s_project(wheel, tmp_path):
+    pytest.importorskip("pyright")
+    verbs = {
+        "hl.capture(model, '0')": "Record", "hl.attention(model)": "Patterns",
+        "hl.measure(model, '0', statistics=[hl.Mean()])": "Measurements",
+        "hl.edit(model, '0', lambda value: value * 2)": "edit",
+        "hl.edit(model, '0', lambda value, call: value * call.index)": "edit",
+        "hl.hook(model, '0', lambda value: print(value))": "hook", "hl.guard(model)": "guard",
+        "hl.watch(model)": "watch", "hl.preserve(model)": "preserve",
+    }  # fmt: skip
+    (tmp_path / "user.py").write_text(
+        "from torch import nn\nimport hookline as hl\n\nmodel = nn.Sequential(nn.ReLU())\n"
+        + "".join(f"with {verb} as given:\n    reveal_type(given)\n" for verb in verbs)
+    )
+    config = f'{{"typeCheckingMode": "strict", "extraPaths": ["{wheel}"]}}'
+    (tmp_path / "pyrightconfig.json").write_text(config)
+    result = subprocess.run(
+        [sys.executable, "-m", "pyright", "--pythonpath", sys.executable, "user.py"],
+        capture_output=True, text=True, cwd=tmp_path,
+        env={**os.environ, "PYRIGHT_PYTHON_IGNORE_WARNINGS": "1"},
+    )  # fmt: skip
+    assert re.findall(r'Type of "given" is "(.*)"', result.stdout) == list(verbs.values())
+    assert " error: " not in result.stdout, result.stdout
+
+
 def contents(path):
     with zipfile.ZipFile(path) as archive:
         return {name: archive.read(name) for name in archive.namelist() if "RECORD" not in name}

@@ -13,7 +13,7 @@ from torch import nn
 import hookline as hl
 from hookline.cli.models import CommandError, load_model, load_object
 from hookline.cli.options import takes_model, takes_screen, weights_options, where_option
-from hookline.cli.output import Screen, show_number
+from hookline.cli.output import Screen, aside, show_number
 
 __all__ = ["harvest", "recipes"]
 
@@ -69,7 +69,9 @@ def harvest(plan: Path | None, where: tuple[str, ...], screen: Screen, **given: 
     more: dict[str, Any] = {k: options[k] for k in ("mask", "ids", "stop") if k in options}
     if "dtype" in options:
         more["dtype"] = _dtype(options["dtype"])
-    store = hl.harvest(net, data, options["where"], to=options["to"], quiet=screen.quiet, **more)
+    more |= {"to": options["to"], "quiet": screen.quiet}
+    with aside():
+        store = hl.harvest(net, data, options["where"], **more)
     info = store.info()
     screen.text(repr(info), {
         "folder": info.folder, "samples": info.samples, "places": list(info.places),

@@ -42,6 +42,10 @@ class _Group(click.Group):
         except KeyboardInterrupt:
             click.echo("Stopped.", err=True)
             ctx.exit(130)
+        except SystemExit as error:  # of a model's forward, or of the demo
+            said = error.code if isinstance(error.code, str) else f"SystemExit was raised: {error}."
+            click.echo(f"Error: {said}", err=True)
+            ctx.exit(2)
         except BrokenPipeError:  # of `hookline … | head`
             sys.stderr.close()
             ctx.exit(0)

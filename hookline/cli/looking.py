@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from hookline.cli.options import (
     takes_screen,
     where_option,
 )
-from hookline.cli.output import Screen, show_number
+from hookline.cli.output import Screen, aside, show_number
+from hookline.cli.weighing import batch_of
 from hookline.places.grammar import parse
 from hookline.values.nested import leaves
 from hookline.values.tables import describe, show_bytes
@@ -99,8 +101,8 @@ def _seen(
             rows.append((str(place), _kind(model, place), shown, ""))
         rows += [(str(place), _kind(model, place), "nothing", "") for place in record.unfired()]
     if operations:
-        named = {**batch.kwargs} if not batch.args else batch.args
-        listing: Any = hl.select(model, *operations, inputs=named)
+        with aside():
+            listing: Any = hl.select(model, *operations, inputs=batch_of(batch))
         rows += [(str(p), "operation", *row) for p, row in listing.rows.items()]
     return rows
 
@@ -182,11 +184,12 @@ def _described(record: hl.Record) -> tuple[list[tuple[str, ...]], list[dict[str,
                 part = hl.Place(place.path, place.port, (*place.parts, *path), place.operation)
                 figures = _figures(tensor)
                 shown = ["" if f is None else f"{f:.4g}" for f in figures]
+                finite = [f if f is not None and isfinite(f) else None for f in figures]
                 rows.append((str(part) or "''", str(call), describe(tensor), *shown))
                 data.append({
                     "place": str(part), "call": call, "shape": list(tensor.shape),
                     "dtype": str(tensor.dtype).removeprefix("torch."),
-                    **dict(zip(names[3:], figures, strict=True)),
+                    **dict(zip(names[3:], finite, strict=True)),
                 })  # fmt: skip
     for place, why in record.unfired().items():
         rows.append((str(place), "-", "nothing", "", "", "", ""))
@@ -200,4 +203,4 @@ def _figures(tensor: Tensor) -> list[float | None]:
     values = tensor.detach().double()
     spread = values.std(correction=0)
     found = [values.mean(), spread, values.min(), values.max()]
-    return [float(f) if torch.isfinite(f) else None for f in found]
+    return [float(f) for f in found]

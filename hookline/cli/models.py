@@ -21,11 +21,13 @@ from typing import Any, NamedTuple, NoReturn, cast
 import torch
 from torch import Tensor, nn
 
+from hookline.cli.output import aside
 from hookline.errors import HooklineError
 
 __all__ = ["CommandError", "Inputs", "load_inputs", "load_model", "load_object", "load_pair"]
 
 _MODELS = "Write package.module:factory, file.py:name, or hf:FOLDER for a transformers model."
+_FILES = (".npy", ".npz", ".safetensors", ".json")
 _INPUTS = (
     "Write a shape such as 8x3x32x32, tokens:1x16, a file (.npy, .npz, .safetensors, .json), or "
     "file.py:name; NAME=… for an argument by name."
@@ -44,7 +46,8 @@ class Inputs(NamedTuple):
 
     def run(self, model: nn.Module) -> Any:
         """Call the model."""
-        return model(*self.args, **self.kwargs)
+        with aside():
+            return model(*self.args, **self.kwargs)
 
 
 # -- models ---------------------------------------------------------------------------------------
@@ -145,12 +148,15 @@ def _import_package(name: str, remedy: str) -> ModuleType:
 def _guarded(asked: str, function: Callable[[], Any]) -> Any:
     """Run a user's code; what it raises is told in three parts."""
     try:
-        return function()
+        with aside():
+            return function()
     except HooklineError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         found = f"It raised {type(error).__name__}: {str(error).rstrip('.')}."
         remedy = "Run with --debug to see where."
+        if isinstance(error, SystemExit):
+            remedy = "Put what ends a program under: if __name__ == '__main__'"
         if isinstance(error, TypeError) and "required positional argument" in found:
             remedy = "Name a function that needs no arguments and gives it, such as file.py:make."
         raise CommandError(asked, found, remedy) from error
@@ -225,7 +231,7 @@ def load_inputs(specs: Sequence[str], model: nn.Module, seed: int = 0) -> Inputs
             kwargs[name] = _one_input(rest, model, generator)
             continue
         value = _one_input(spec, model, generator)
-        if isinstance(value, dict) and not args and len(specs) == 1:
+        if isinstance(value, dict) and (Path(spec).suffix in _FILES or len(specs) == 1):
             kwargs.update(cast("dict[str, Any]", value))
         elif isinstance(value, tuple):
             args += cast("tuple[Any, ...]", value)
@@ -236,15 +242,19 @@ def load_inputs(specs: Sequence[str], model: nn.Module, seed: int = 0) -> Inputs
 
 def _one_input(spec: str, model: nn.Module, generator: torch.Generator) -> Any:
     path = Path(spec)
-    if path.suffix in (".npy", ".npz", ".safetensors", ".json"):
+    if path.suffix in _FILES:
         return _read_file(path)
     kind, colon, rest = spec.partition(":")
     if not colon:
         kind, rest = "normal", spec
     shape, _, bound = rest.partition(":")
     sizes = shape.replace("x", " ").replace(",", " ").split()
-    whole = bool(sizes) and all(size.isdigit() for size in sizes)
+    whole = bool(sizes) and all(size.isdecimal() for size in sizes)
     if kind in ("normal", "zeros", "ones", "tokens") and whole:
+        if bound and kind != "tokens":
+            _bad_input(spec, "Only tokens: has a number after the shape; there is no vocabulary.")
+        if bound and not (bound.isdecimal() and int(bound)):
+            _bad_input(spec, f"{bound!r} is no size of a vocabulary.")
         return _made(kind, [int(size) for size in sizes], bound, model, generator)
     if not colon:
         _bad_input(spec, "It is no shape, and no file that can be read.")
@@ -257,7 +267,7 @@ def _made(
 ) -> Tensor:
     if kind == "tokens":
         sizes = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
-        known = int(bound) if bound.isdigit() else max(sizes, default=0)
+        known = int(bound) if bound else max(sizes, default=0)
         if known < 1:
             _bad_input(f"tokens:{'x'.join(map(str, shape))}", "The vocabulary's size is not known.")
         return torch.randint(known, shape, generator=generator)

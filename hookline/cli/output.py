@@ -1,6 +1,7 @@
 """What commands print: tables for people, JSON for programs, narration on stderr.
 
 - `Screen`: where one command's output goes
+- `aside()`: a block of a user's code, which may print
 - `fail(error)`: an error in its three parts
 - `is_terminal()`: whether stdout is one
 - `show_number(number, what)`: how many there are of something
@@ -12,6 +13,7 @@ import json
 import re
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +25,12 @@ from rich.text import Text
 from hookline.errors import HooklineError
 from hookline.values.tables import one_line
 
-__all__ = ["Screen", "fail", "is_terminal", "show_number"]
+__all__ = ["Screen", "aside", "fail", "is_terminal", "show_number"]
+
+
+def aside() -> redirect_stdout[Any]:
+    """While a user's code runs: what it prints goes to stderr, and not into the answer."""
+    return redirect_stdout(sys.stderr)
 
 
 def is_terminal() -> bool:

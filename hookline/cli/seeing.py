@@ -11,7 +11,7 @@ import click
 import hookline as hl
 from hookline.cli.models import CommandError, load_model
 from hookline.cli.options import AskedInputs, takes_inputs, weights_options
-from hookline.cli.output import Screen
+from hookline.cli.output import Screen, aside
 from hookline.cli.weighing import batch_of
 
 __all__ = ["demo", "report", "view"]
@@ -58,7 +58,8 @@ def report(
         what = load_model(source, random_weights, train)
         if asked:
             options["batch"] = batch_of(asked.made_for(what))
-    hl.report(what, to=to, **options)
+    with aside():
+        hl.report(what, to=to, **options)
     screen.say(f"{Path(to).stat().st_size / 1000:,.0f} KB")
     click.echo(to)
     if opened:

@@ -18,7 +18,7 @@ from hookline.cli.options import (
     weights_options,
     where_option,
 )
-from hookline.cli.output import Screen, is_terminal
+from hookline.cli.output import Screen, aside, is_terminal
 
 __all__ = ["batch_of", "compare", "summary"]
 
@@ -52,7 +52,8 @@ def summary(
             "Give --input.",
         )
     batch = batch_of(asked.made_for(net)) if asked else None
-    found = hl.summarize(net, batch, backward=backward, time=timed)
+    with aside():
+        found = hl.summarize(net, batch, backward=backward, time=timed)
     table, data = found.show(list(where) or None, depth=depth, width=_width()), found.to_dict()
     table = table.replace("summary.show(depth=…)", "--depth shows them")
     paths = {place.path for place in hl.select(net, *where)} if where else None
@@ -108,6 +109,7 @@ def compare(
     one, other = load_pair(first, second, random_weights, train)
     batch = batch_of(asked.made_for(one))
     options: dict[str, Any] = {"where": list(where)} if where else {}
-    found = hl.compare(one, other, batch, mapping=dict(mapping), tolerance=tolerance, **options)
+    with aside():
+        found = hl.compare(one, other, batch, mapping=dict(mapping), tolerance=tolerance, **options)
     screen.text(found.show(width=_width()), found.to_dict())
     click.get_current_context().exit(0 if found.equal else 1)

@@ -90,7 +90,7 @@ class Entering:
                     stacklevel=3,
                 )
 
-    def __enter__(self) -> Any:
+    def __enter__(self) -> Self:
         self._enter(attached=False)
         return self._result()
 

@@ -358,7 +358,10 @@ class hook(Context[_HookTap]):
     _verb = "hook"
 
     def __init__(
-        self, model: nn.Module | Tensor, where: Where, function: Callable[..., Any]
+        self,
+        model: nn.Module | Tensor,
+        where: Where,
+        function: Callable[[Any], Any] | Callable[[Any, Call], Any],
     ) -> None:
         self._function, self._wants_call = function, takes_call(function)
         super().__init__(model, (where,))

@@ -135,7 +135,8 @@ def _measured(
     ledger = Ledger(held, tree, backward is not False)
     summary = Summary(model, ledger)
     summary.totals.update(ledger.totals())
-    summary.totals["input_bytes"] = sum(size_of(tensor) for _, tensor in leaves(batch))
+    if not callable(batch):  # what a function gives the model is not known
+        summary.totals["input_bytes"] = sum(size_of(tensor) for _, tensor in leaves(batch))
     summary.totals["uncounted"] = counter.uncounted
     if device is not None:
         summary.totals["peak_bytes"] = torch.cuda.max_memory_allocated(device)

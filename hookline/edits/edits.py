@@ -141,7 +141,7 @@ class edit(Context[EditTap]):
         self,
         model: nn.Module | Tensor,
         where: Where | Mapping[Any, Any],
-        change: Change | Tensor | Callable[..., Any] | None = None,
+        change: Callable[[Any], Any] | Callable[[Any, Call], Any] | Change | Tensor | None = None,
         *,
         at: Any = None,
         calls: int | slice | Iterable[int] | None = None,

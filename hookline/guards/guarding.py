@@ -133,9 +133,9 @@ class guard(Context[_Tap]):
         to: str | Path | None = "hookline-guard",
         careful: bool = False,
     ) -> None:
+        self._scaler, self._to = scaler, None if to is None else Path(to)
         super().__init__(unwrapped(model), ("", ":inputs", ":grad_output"))
         self._ignore = () if ignore is None else (ignore,)
-        self._scaler, self._to = scaler, to
         self.careful = careful
         self.skipped = 0  # backwards that were left to the scaler
 

@@ -110,7 +110,13 @@ class _Query:
     """What is asked of a model, and what was found so far."""
 
     def __init__(self, model: Any, hookable: bool, wild: bool, requests: list[Request]) -> None:
-        self.model, self.hookable, self.wild, self.requests = model, hookable, wild, requests
+        if not isinstance(model, (nn.Module, Tensor)):
+            raise TypeError(
+                f"Places of a {type(model).__name__} were asked for. A model is a torch.nn.Module. "
+                f"Give it first, then the places."
+            )
+        self.model: Any = model
+        self.hookable, self.wild, self.requests = hookable, wild, requests
         self.walked: dict[int, Step] = {}  # all modules by id, once they were needed
 
     def add(self, where: Any, port: str | None = None, parts: Path = ()) -> None:

@@ -9,7 +9,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from types import MappingProxyType
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -198,6 +198,10 @@ class capture(Context[CaptureTap]):
         found = {**self._taps, **{tap.target.key: tap for tap in taps}}
         keys = [target.key for request in self._requests for target in request.targets]
         return [found[key] for key in dict.fromkeys(keys)]
+
+    if TYPE_CHECKING:
+
+        def __enter__(self) -> Record: ...  # pyright: ignore[reportIncompatibleMethodOverride]
 
     def _result(self) -> Record | None:
         return self._record

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, cast, overload
+from typing import TYPE_CHECKING, Any, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -215,6 +215,10 @@ class _Measuring(Entering):
     def _stop(self) -> None:
         for part in reversed(self._hooks):
             part._leave()
+
+    if TYPE_CHECKING:
+
+        def __enter__(self) -> Measurements: ...  # pyright: ignore[reportIncompatibleMethodOverride]
 
     def _result(self) -> Measurements:
         return self.found

@@ -11,6 +11,8 @@ from collections.abc import Callable, Collection
 from inspect import Parameter
 from typing import Any, TypeAlias
 
+from torch import nn
+
 __all__ = ["Invocation", "invoke_with_optional_args"]
 
 _BY_POSITION = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
@@ -53,8 +55,9 @@ class Invocation:
                 f"Give a function of the value, or of the value and the layer's name."
             )
         self._function = function
+        told = function.forward if isinstance(function, nn.Module) else function
         try:
-            self._parameters = list(inspect.signature(function).parameters.values())
+            self._parameters = list(inspect.signature(told).parameters.values())
         except (TypeError, ValueError):  # builtins such as torch.relu
             self._parameters = [Parameter("value", Parameter.POSITIONAL_ONLY)]
         self._plans: dict[Any, _Plan] = {}

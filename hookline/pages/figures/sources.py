@@ -51,6 +51,17 @@ def gather(source: Any, where: Any = None, *, grads: bool = False) -> list[Named
         where: a place, a pattern, a compiled regular expression, or a list of them.
         grads: of a model, the gradients of the parameters.
     """
+    found = _gathered(source, where, grads)
+    if not found:
+        raise FigureError(
+            f"A figure of a {type(source).__name__} was asked for.",
+            "There is nothing in it.",
+            "Give one that holds values, or a model with parameters.",
+        )
+    return found
+
+
+def _gathered(source: Any, where: Any, grads: bool) -> list[Named]:
     if isinstance(source, nn.Module):
         found = dict(source.named_parameters())
         names = matching([f"{name}:value" for name in found], where, default="value")
