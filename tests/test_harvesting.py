@@ -631,6 +631,24 @@ def test_a_harvest_that_is_complete_does_not_run_the_model(data, to):
         assert len(hl.harvest(model, again, "0", to=to, quiet=True)) == 50
 
 
+@pytest.mark.parametrize("batches", [[0, 0], [8, 0, 8, 0], [0, 8, 0]])
+def test_a_batch_of_no_samples_is_done_like_others(batches, to):
+    data = torch.randn(sum(batches), 4).split(batches)
+    model = small()
+    calls = []
+    model.register_forward_pre_hook(lambda *call: calls.append(call))
+    for run in range(3):
+        store = hl.harvest(model, data, "0", to=to, statistics=[hl.Mean()], quiet=True)
+        assert (len(store), len(calls)) == (sum(batches), len(batches))
+        assert json.loads((to / "harvest.json").read_text())["batches"] == len(batches), run
+    more = [*data, torch.randn(3, 4)]
+    store = hl.harvest(model, more, "0", to=to, statistics=[hl.Mean()], quiet=True)
+    assert (len(store), len(calls)) == (sum(batches) + 3, len(batches) + 1)
+    assert_same(store, seen_by_torch(small(), more, "0"))
+    mean = hl.Measurements.load(to / "statistics")["0"]["mean"]
+    assert torch.allclose(mean, store["0"][:].double().mean(0))
+
+
 @pytest.mark.parametrize("length", [True, False], ids=["known length", "unknown length"])
 def test_a_complete_harvest_sees_whether_the_data_is_the_same_and_whether_there_is_more(
     length, data, to
@@ -1532,13 +1550,15 @@ def test_a_harvest_of_a_cnn_over_the_digits(to):
 
 
 def test_what_was_said_of_all_samples_is_gone_when_more_were_begun(data, to):
+    data = [*data[:2], data[0][:0], *data[2:]]
+
     def breaks_off():
-        yield from data[:4]
+        yield from data[:5]
         raise OSError("the network is gone")
 
     given = {"to": to, "quiet": True}
     hl.harvest(small(), data[:2], "0", statistics=[hl.Mean()], **given)
-    hl.harvest(small(), [*data[:2], data[0][:0]], "0", **given)  # nothing to store
+    hl.harvest(small(), data[:3], "0", **given)  # nothing to store
     assert hl.Measurements.load(to / "statistics").statistics["0"]["mean"].count[0] == 16
     with pytest.raises(OSError, match="network"):
         hl.harvest(small(), breaks_off(), "0", statistics=[hl.Mean()], **given)

@@ -217,14 +217,16 @@ class _Harvest:
     def _write(self, item: _Item) -> None:
         """On the thread: a batch, its statistics and how far we are, all or nothing."""
         number, known, taken = item
-        if taken.samples:
+        mark: dict[str, Any] = {"batch": number, "known": known}
+        if number == self.short:
+            mark["short"] = True
+        if not taken.samples:
+            self.writer.note(mark)
+        else:
             if self.writer.mark.get("done"):
                 unfinish(self.folder)
             if self.measuring is not None:
                 self.measuring.update(taken.rows, taken.samples, taken.ids)
-            mark: dict[str, Any] = {"batch": number, "known": known}
-            if number == self.short:
-                mark["short"] = True
             self.writer.append(taken.rows, ids=taken.ids, mark=mark)
             if self.measuring is not None:
                 self.measuring.save(self._count())
