@@ -1590,6 +1590,22 @@ def test_a_folder_that_is_gone_is_an_error(tmp_path):
     assert writer.samples == 3
 
 
+def test_a_writer_stays_in_its_folder_when_the_process_goes_to_another(tmp_path, monkeypatch):
+    homes = tmp_path / "a", tmp_path / "b"
+    writers = []
+    for start, home in enumerate(homes):
+        home.mkdir()
+        monkeypatch.chdir(home)
+        writers.append(Store.create("s", shard_bytes=32))
+        writers[-1].append({"x": torch.arange(20) + 1000 * start})
+    for start, writer in enumerate(writers):
+        writer.append({"x": torch.arange(20, 40) + 1000 * start})
+        writer.close()
+    for start, home in enumerate(homes):
+        assert torch.equal(Store.open(home / "s")["x"][:], torch.arange(40) + 1000 * start)
+        check_files(home / "s")
+
+
 def test_an_index_of_many_pages_is_replaced_whole(tmp_path):
     values = {f"a place with a long name, number {n}": torch.tensor([n]) for n in range(60)}
     with Store.create(tmp_path, sync="never") as writer:
