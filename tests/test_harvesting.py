@@ -298,6 +298,25 @@ class Named(nn.Linear):
         return super().forward(x)
 
 
+def test_a_function_that_counts_is_asked_for_ids_once_a_batch(data, to):
+    def given():
+        numbers = iter(range(100, 200))
+        return {"ids": lambda batch: [next(numbers) for _ in batch], "to": to, "quiet": True}
+
+    buffer = torch.empty(8, 4)
+
+    def again():  # one tensor for all batches, as some loaders have it
+        for batch in data:
+            buffer.resize_(batch.shape).copy_(batch)
+            yield buffer
+
+    assert hl.harvest(small(), data[:3], "0", **given()).ids == [*range(100, 124)]
+    with pytest.raises(hl.HarvestError, match="Batch 2, the last one that was stored, differs"):
+        hl.harvest(small(), data, "0", **given())
+    shutil.rmtree(to)
+    assert hl.harvest(small(), again(), "0", **given()).ids == [*range(100, 150)]
+
+
 @pytest.mark.parametrize("kind", [nn.Linear, Named], ids=["not taken", "taken"])
 def test_ids_in_a_dict_are_given_only_to_a_model_that_takes_them(kind, data, to):
     key = "x" if kind is Named else "input"
