@@ -1590,6 +1590,15 @@ def test_a_folder_that_is_gone_is_an_error(tmp_path):
     assert writer.samples == 3
 
 
+@pytest.mark.parametrize("values", [torch.ones(3), [torch.ones(3)], None, "fc"], ids=type)
+def test_values_without_places_are_refused(tmp_path, values):
+    with Store.create(tmp_path) as writer:
+        for _ in range(2):
+            with pytest.raises(StoreError, match=r"a \w+, which names no places.*Give a dict"):
+                writer.append(values)
+            writer.append({"x": torch.ones(3)})
+
+
 def test_a_writer_stays_in_its_folder_when_the_process_goes_to_another(tmp_path, monkeypatch):
     homes = tmp_path / "a", tmp_path / "b"
     writers = []
