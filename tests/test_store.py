@@ -916,6 +916,16 @@ def test_rows_are_read_while_a_writer_is_just_at_them(tmp_path, monkeypatch):
     assert len(Store.open(tmp_path)) == 20
 
 
+def test_half_of_a_header_that_is_just_being_written_is_looked_at_again(tmp_path, monkeypatch):
+    with Store.create(tmp_path, sync="never") as writer:
+        writer.append({"x": torch.zeros(10)})
+        rows, path = Store.open(tmp_path)["x"], shard_of(tmp_path, "x")
+        whole = path.read_bytes()
+        path.write_bytes(whole.replace(b'"shape":[10]', b'"shape":[11]'))
+        monkeypatch.setattr("time.sleep", lambda seconds: path.write_bytes(whole))
+        assert rows[-1] == 0
+
+
 def test_rows_are_read_while_what_is_left_of_an_append_is_just_cut_off(tmp_path, monkeypatch):
     writer = Store.create(tmp_path, sync="never")
     writer.append({"x": torch.zeros(10)})
