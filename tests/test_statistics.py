@@ -565,6 +565,14 @@ def test_gradients_have_the_mask_of_their_forward_or_none_at_all():
     assert_clean(model)
 
 
+@pytest.mark.parametrize("what", ["mask", "ids"])
+def test_a_function_that_finds_no_mask_or_ids_in_a_batch_is_told_of(what):
+    data = [{"x": torch.randn(1, 3, 3), "attention_mask": torch.ones(1, 3)}]
+    given = {"statistics": [hl.TopK()], "data": data, what: lambda batch: batch.get("padding")}
+    with pytest.raises(hl.StatisticsError, match=f"{what}= .*It gave None.*that the batch has"):
+        hl.measure(Padded(), "lin", **given)
+
+
 def test_a_mask_that_marks_padding_in_torch_is_refused_by_name(tmp_path):
     model = nn.TransformerEncoderLayer(4, 1, batch_first=True).eval()
     batch = {

@@ -370,8 +370,8 @@ def measure(
             for batch in data:
                 empty = False
                 first = measuring.number(batch, first)
-                measuring.ids = None if ids is None else ids(batch)
-                measuring.batch_mask = None if of_batch is None else of_batch(batch)
+                measuring.ids = None if ids is None else _given("ids", ids, batch)
+                measuring.batch_mask = None if of_batch is None else _given("mask", of_batch, batch)
                 with torch.no_grad():
                     run(model, batch)
                 measuring.warn_of_silent()
@@ -387,4 +387,14 @@ def measure(
             with suppress(AttributeError, TypeError):
                 cast("Any", error).measured = found
             raise
+    return found
+
+
+def _given(what: str, function: FromBatch, batch: Any) -> Any:
+    """What a function makes of a batch; with None, padding would be measured."""
+    found = function(batch)
+    if found is None:
+        asked = f"{what}= was to give something for each batch."
+        remedy = "Look up a part that the batch has; where everything counts, give a mask of ones."
+        raise StatisticsError(asked, "It gave None for this one.", remedy)
     return found
