@@ -177,7 +177,8 @@ def _tap(entry: Any, tensors: dict[str, Tensor]) -> CaptureTap:
     entry = cast("dict[str, Any]", entry)
     path, port, operation = entry.get("path"), entry.get("port"), entry.get("operation")
     parts = _list(entry.get("parts", []))
-    plain = isinstance(path, str) and isinstance(operation, (str, type(None)))
+    plain = isinstance(path, str) and isinstance(port, str)
+    plain = plain and isinstance(operation, (str, type(None)))
     if not plain or port not in _PORTS or any(type(part) not in (int, str) for part in parts):
         _refuse("an entry is no place")
     target = Target(_NOWHERE, cast(str, path), cast(str, port), tuple(parts), None, operation)

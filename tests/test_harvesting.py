@@ -298,6 +298,25 @@ class Named(nn.Linear):
         return super().forward(x)
 
 
+def test_a_function_that_counts_is_asked_for_ids_once_a_batch(data, to):
+    def given():
+        numbers = iter(range(100, 200))
+        return {"ids": lambda batch: [next(numbers) for _ in batch], "to": to, "quiet": True}
+
+    buffer = torch.empty(8, 4)
+
+    def again():  # one tensor for all batches, as some loaders have it
+        for batch in data:
+            buffer.resize_(batch.shape).copy_(batch)
+            yield buffer
+
+    assert hl.harvest(small(), data[:3], "0", **given()).ids == [*range(100, 124)]
+    with pytest.raises(hl.HarvestError, match="Batch 2, the last one that was stored, differs"):
+        hl.harvest(small(), data, "0", **given())
+    shutil.rmtree(to)
+    assert hl.harvest(small(), again(), "0", **given()).ids == [*range(100, 150)]
+
+
 @pytest.mark.parametrize("kind", [nn.Linear, Named], ids=["not taken", "taken"])
 def test_ids_in_a_dict_are_given_only_to_a_model_that_takes_them(kind, data, to):
     key = "x" if kind is Named else "input"
@@ -629,6 +648,24 @@ def test_a_harvest_that_is_complete_does_not_run_the_model(data, to):
     model.register_forward_pre_hook(never)
     for again in (data, iter(data), lambda: iter(data), lambda first: iter(data[first:])):
         assert len(hl.harvest(model, again, "0", to=to, quiet=True)) == 50
+
+
+@pytest.mark.parametrize("batches", [[0, 0], [8, 0, 8, 0], [0, 8, 0]])
+def test_a_batch_of_no_samples_is_done_like_others(batches, to):
+    data = torch.randn(sum(batches), 4).split(batches)
+    model = small()
+    calls = []
+    model.register_forward_pre_hook(lambda *call: calls.append(call))
+    for run in range(3):
+        store = hl.harvest(model, data, "0", to=to, statistics=[hl.Mean()], quiet=True)
+        assert (len(store), len(calls)) == (sum(batches), len(batches))
+        assert json.loads((to / "harvest.json").read_text())["batches"] == len(batches), run
+    more = [*data, torch.randn(3, 4)]
+    store = hl.harvest(model, more, "0", to=to, statistics=[hl.Mean()], quiet=True)
+    assert (len(store), len(calls)) == (sum(batches) + 3, len(batches) + 1)
+    assert_same(store, seen_by_torch(small(), more, "0"))
+    mean = hl.Measurements.load(to / "statistics")["0"]["mean"]
+    assert torch.allclose(mean, store["0"][:].double().mean(0))
 
 
 @pytest.mark.parametrize("length", [True, False], ids=["known length", "unknown length"])
@@ -1532,13 +1569,15 @@ def test_a_harvest_of_a_cnn_over_the_digits(to):
 
 
 def test_what_was_said_of_all_samples_is_gone_when_more_were_begun(data, to):
+    data = [*data[:2], data[0][:0], *data[2:]]
+
     def breaks_off():
-        yield from data[:4]
+        yield from data[:5]
         raise OSError("the network is gone")
 
     given = {"to": to, "quiet": True}
     hl.harvest(small(), data[:2], "0", statistics=[hl.Mean()], **given)
-    hl.harvest(small(), [*data[:2], data[0][:0]], "0", **given)  # nothing to store
+    hl.harvest(small(), data[:3], "0", **given)  # nothing to store
     assert hl.Measurements.load(to / "statistics").statistics["0"]["mean"].count[0] == 16
     with pytest.raises(OSError, match="network"):
         hl.harvest(small(), breaks_off(), "0", statistics=[hl.Mean()], **given)

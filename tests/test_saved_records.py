@@ -167,6 +167,7 @@ def _mutations():
     yield "no object", {"places": [3]}
     yield "no path", {"places": [{"port": "output", "calls": []}]}
     yield "no port", {"places": [{"path": "0", "port": "__class__", "calls": []}]}
+    yield "a port that is a list", {"places": [{"path": "0", "port": [], "calls": []}]}
     yield "bad part", {"places": [{"path": "0", "port": "output", "parts": [[]], "calls": []}]}
     yield "unknown tensor", {"places": [{"path": "0", "port": "output", "calls": [{"tensor": 9}]}]}
     yield "two keys", {"places": [{"path": "0", "port": "output", "calls": [{**tensor, "x": 1}]}]}

@@ -565,6 +565,14 @@ def test_gradients_have_the_mask_of_their_forward_or_none_at_all():
     assert_clean(model)
 
 
+@pytest.mark.parametrize("what", ["mask", "ids"])
+def test_a_function_that_finds_no_mask_or_ids_in_a_batch_is_told_of(what):
+    data = [{"x": torch.randn(1, 3, 3), "attention_mask": torch.ones(1, 3)}]
+    given = {"statistics": [hl.TopK()], "data": data, what: lambda batch: batch.get("padding")}
+    with pytest.raises(hl.StatisticsError, match=f"{what}= .*It gave None.*that the batch has"):
+        hl.measure(Padded(), "lin", **given)
+
+
 def test_a_mask_that_marks_padding_in_torch_is_refused_by_name(tmp_path):
     model = nn.TransformerEncoderLayer(4, 1, batch_first=True).eval()
     batch = {
@@ -678,6 +686,55 @@ def test_top_samples_have_the_ids_of_the_batch(model):
     names = torch.tensor([7, 3, 11, 5, 20])
     order = by_hand(model, "2", [d[0] for d in data]).argsort(0, descending=True)
     assert torch.equal(found["2"]["topk"].ids, names[order[:2]])
+
+
+class Twice(nn.Module):
+    """Calls one module twice for a batch, or not at all."""
+
+    def __init__(self):
+        super().__init__()
+        self.act, self.out = nn.Tanh(), nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.act(self.out(self.act(x))) if x[0, 0] > 0 else x
+
+
+@pytest.mark.parametrize("dim", [-1, None])
+def test_top_samples_have_their_numbers_where_a_module_is_called_twice_or_not_at_all(dim):
+    data = torch.randn(30, 3).split(5)
+    model = Twice()
+    found = hl.measure(model, "act", statistics=[hl.TopK(dim=dim, k=4)], data=data)["act"]["topk"]
+    seen = []
+    handle = model.act.register_forward_hook(lambda *call: seen[-1].append(call[-1]))
+    for batch in data:
+        seen.append([])
+        with torch.no_grad():
+            model(batch)
+    handle.remove()
+    assert 0 < sum(map(len, seen)) < 2 * len(data)
+    rows = torch.cat([value for calls in seen for value in calls])
+    calls = torch.tensor([number for number, calls in enumerate(seen) for _ in calls])
+    names = (calls[:, None] * 5 + torch.arange(5)).reshape(-1)
+    if dim is None:
+        rows, names = rows.reshape(-1, 1), names.repeat_interleave(3)
+    wanted = names[rows.argsort(0, descending=True)[:4]]
+    assert torch.equal(found.ids, wanted[:, 0] if dim is None else wanted)
+
+
+def test_samples_are_counted_where_a_batch_does_not_say_how_many_it_has():
+    class Halves(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.act = nn.Identity()
+
+        def forward(self, x, weights):
+            return torch.cat([self.act(half) for half in x.chunk(2)]) * weights
+
+    x = torch.randn(12, 2)
+    data = [(part, torch.ones(2)) for part in x.split(6)]
+    for batches in (data, [{"x": part, "weights": 1.0} for part in x.split(6)]):
+        found = hl.measure(Halves(), "act", statistics=[hl.TopK(k=3)], data=batches)
+        assert torch.equal(found["act"]["topk"].ids, x.argsort(0, descending=True)[:3])
 
 
 def test_a_slice_of_each_value_is_measured(model):

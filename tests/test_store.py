@@ -916,6 +916,16 @@ def test_rows_are_read_while_a_writer_is_just_at_them(tmp_path, monkeypatch):
     assert len(Store.open(tmp_path)) == 20
 
 
+def test_half_of_a_header_that_is_just_being_written_is_looked_at_again(tmp_path, monkeypatch):
+    with Store.create(tmp_path, sync="never") as writer:
+        writer.append({"x": torch.zeros(10)})
+        rows, path = Store.open(tmp_path)["x"], shard_of(tmp_path, "x")
+        whole = path.read_bytes()
+        path.write_bytes(whole.replace(b'"shape":[10]', b'"shape":[11]'))
+        monkeypatch.setattr("time.sleep", lambda seconds: path.write_bytes(whole))
+        assert rows[-1] == 0
+
+
 def test_rows_are_read_while_what_is_left_of_an_append_is_just_cut_off(tmp_path, monkeypatch):
     writer = Store.create(tmp_path, sync="never")
     writer.append({"x": torch.zeros(10)})
@@ -1588,6 +1598,31 @@ def test_a_folder_that_is_gone_is_an_error(tmp_path):
     with pytest.raises(StoreError, match="No such file"):
         writer.append({"x": torch.zeros(3)})
     assert writer.samples == 3
+
+
+@pytest.mark.parametrize("values", [torch.ones(3), [torch.ones(3)], None, "fc"], ids=type)
+def test_values_without_places_are_refused(tmp_path, values):
+    with Store.create(tmp_path) as writer:
+        for _ in range(2):
+            with pytest.raises(StoreError, match=r"a \w+, which names no places.*Give a dict"):
+                writer.append(values)
+            writer.append({"x": torch.ones(3)})
+
+
+def test_a_writer_stays_in_its_folder_when_the_process_goes_to_another(tmp_path, monkeypatch):
+    homes = tmp_path / "a", tmp_path / "b"
+    writers = []
+    for start, home in enumerate(homes):
+        home.mkdir()
+        monkeypatch.chdir(home)
+        writers.append(Store.create("s", shard_bytes=32))
+        writers[-1].append({"x": torch.arange(20) + 1000 * start})
+    for start, writer in enumerate(writers):
+        writer.append({"x": torch.arange(20, 40) + 1000 * start})
+        writer.close()
+    for start, home in enumerate(homes):
+        assert torch.equal(Store.open(home / "s")["x"][:], torch.arange(40) + 1000 * start)
+        check_files(home / "s")
 
 
 def test_an_index_of_many_pages_is_replaced_whole(tmp_path):

@@ -323,6 +323,27 @@ def test_a_training_goes_on_when_its_run_directory_is_removed(tmp_path, caplog):
     assert not any(str(tmp_path) in file for file in files)
 
 
+@pytest.mark.parametrize("to", ["run", "run.jsonl"])
+def test_what_is_written_stays_together_when_the_process_goes_to_another_directory(
+    to, tmp_path, monkeypatch
+):
+    def run(away):
+        home, elsewhere = tmp_path / f"home {away}", tmp_path / "elsewhere"
+        for folder in (home, elsewhere):
+            folder.mkdir(exist_ok=True)
+        monkeypatch.chdir(home)
+        model, optimizer = fresh()
+        with hl.watch(model, every=1, optimizer=optimizer, to=to) as watching:
+            if away:
+                monkeypatch.chdir(elsewhere)
+            train(model, optimizer, 2)
+            watching.log(loss=1.0)
+        assert not [*elsewhere.iterdir()]
+        return {path.relative_to(home): path.stat().st_size > 0 for path in home.rglob("*")}
+
+    assert run(True) == run(False)
+
+
 @pytest.mark.parametrize("to", ["file/run", "file/run.jsonl"])
 def test_a_place_that_cannot_be_written_to_is_told_at_once(tmp_path, to):
     (tmp_path / "file").write_text("")

@@ -125,6 +125,7 @@ class _Harvest:
         taker.go_on(before.series)
         self.share = Share(rank, world, self.mark.get("batch", -1))
         self.numbered = before.samples  # samples that have an id, of a single rank
+        self.named: tuple[int, Any] = -1, None  # the number of a batch, and its ids
         self.sizes: dict[Any, int] = {}  # in batch 0, of the tensors that may hold the samples
         # The batch that is smaller than the first, of several ranks: samples behind it would be
         # numbered wrongly.
@@ -212,19 +213,21 @@ class _Harvest:
             measuring.save(self._count(), now=True)
 
     def _item(self, number: int, batch: Any) -> _Item:
-        return number, self._known(batch), self._take(number, batch)
+        return number, self._known(number, batch), self._take(number, batch)
 
     def _write(self, item: _Item) -> None:
         """On the thread: a batch, its statistics and how far we are, all or nothing."""
         number, known, taken = item
-        if taken.samples:
+        mark: dict[str, Any] = {"batch": number, "known": known}
+        if number == self.short:
+            mark["short"] = True
+        if not taken.samples:
+            self.writer.note(mark)
+        else:
             if self.writer.mark.get("done"):
                 unfinish(self.folder)
             if self.measuring is not None:
                 self.measuring.update(taken.rows, taken.samples, taken.ids)
-            mark: dict[str, Any] = {"batch": number, "known": known}
-            if number == self.short:
-                mark["short"] = True
             self.writer.append(taken.rows, ids=taken.ids, mark=mark)
             if self.measuring is not None:
                 self.measuring.save(self._count())
@@ -243,13 +246,13 @@ class _Harvest:
         for number, batch in self.source.numbered(self.share):
             if number == 0 and not self.source.skips:
                 self.sizes = sizes_in(batch)
-                self.wanted["data"] = self._known(batch)
+                self.wanted["data"] = self._known(number, batch)
                 refuse_changes(self.folder, self.wanted)
                 if self._is_done() and self.source.length is not None and not self.source.jumps:
                     return  # as long as before, and all of it would have to be loaded
             if number == self.share.last:
                 checked = True
-                if self._known(batch) != self.mark.get("known"):
+                if self._known(number, batch) != self.mark.get("known"):
                     self._refuse(f"Batch {number}, the last one that was stored, differs.")
             if self.share.takes(number):
                 if not checked:
@@ -266,10 +269,16 @@ class _Harvest:
         if not checked:
             self._refuse(f"It ends before batch {self.share.last}, the last one that was stored.")
 
-    def _known(self, batch: Any) -> int:
+    def _known(self, number: int, batch: Any) -> int:
         """What a batch is known by: its ids, if the caller gives some, or its content."""
-        own = self.taker.taking.ids_of(batch)
+        own = self._ids(number, batch)
         return digest(batch if own is None else own)
+
+    def _ids(self, number: int, batch: Any) -> Any:
+        """What the caller names the samples of a batch; asked for once, as a function may count."""
+        if number != self.named[0]:
+            self.named = number, self.taker.taking.ids_of(batch)
+        return self.named[1]
 
     def _refuse(self, found: str) -> None:
         raise HarvestError(
@@ -280,7 +289,7 @@ class _Harvest:
         )
 
     def _take(self, number: int, batch: Any) -> Taken:
-        taken = self.taker.take(batch)
+        taken = self.taker.take(batch, self._ids(number, batch))
         if taken.ids is not None:
             return taken
         if self.world == 1:

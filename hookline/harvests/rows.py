@@ -128,8 +128,8 @@ class Taker:
         self.whole = kept - {series.place for series in stored if series.part == "offsets"}
         self.places = [place for place in self.asked if str(place) in kept]
 
-    def take(self, batch: Any) -> Taken:
-        """Run the model on a batch."""
+    def take(self, batch: Any, ids: Any = None) -> Taken:
+        """Run the model on a batch; `ids` are those of its samples, if they are known already."""
         taking = self.taking
         mask = taking.mask_of(batch)
         at = taking.at
@@ -146,7 +146,7 @@ class Taker:
             rows = {p: _kept(v, mask, p in self.whole) for p, v in values.items()}
             self.whole |= {place for place, kept in rows.items() if isinstance(kept, Tensor)}
         counts = {place: len(value) for place, value in rows.items()}
-        ids = taking.ids_of(batch)
+        ids = taking.ids_of(batch) if ids is None else ids
         if len(set(counts.values())) != 1 or (ids is not None and len(ids) not in counts.values()):
             counts |= {} if ids is None else {"ids": len(ids)}
             raise HarvestError(

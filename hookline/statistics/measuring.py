@@ -27,7 +27,7 @@ from hookline.statistics.kinds import Statistic, by_name, statistic_from, warn_o
 from hookline.statistics.masks import NamedMask
 from hookline.trials.batches import call as run
 from hookline.trials.batches import is_series, no_series, refuse_padding
-from hookline.values.nested import only_tensor
+from hookline.values.nested import leaves, only_tensor
 from hookline.values.tables import as_html, as_text
 
 __all__ = ["Measurements", "measure"]
@@ -188,6 +188,7 @@ class _Measuring(Entering):
         self._wheres = (settled(where),)
         self.found = Measurements()
         self.ids: Any = None
+        self.numbers: Tensor | None = None  # of the samples of the batch, where these are known
         self.batch_mask: Any = None
         self._named: NamedMask | None = None
         self._hooks: list[hook] = []
@@ -244,8 +245,25 @@ class _Measuring(Entering):
         single = tensor.ndim == 1 and place.port not in ("value", "grad")
         for one in self.found.statistics[place].values():
             lone = single and one.dim in (-1, 1)
-            one.update(tensor[:, None] if lone else tensor, mask, self.ids)
+            rows = tensor[:, None] if lone else tensor
+            one.update(rows, mask, self._numbers(one, rows) if self.ids is None else self.ids)
         self.found.calls[place] += 1
+
+    def _numbers(self, one: Statistic, value: Tensor) -> Tensor | None:
+        """The samples of the batch, if they lie along the first dimension of a value.
+
+        To count would be wrong where a module is called several times for a batch, or not at all.
+        """
+        first = value.ndim > 0 and (one.dim is None or one.dim % value.ndim > 0)
+        known = first and self.numbers is not None and len(self.numbers) == value.size(0)
+        return self.numbers if known else None
+
+    def number(self, batch: Any, first: int) -> int:
+        """Number the samples of a batch; gives the number behind them, -1 if nobody knows it."""
+        sizes = {tensor.size(0) for _, tensor in leaves(batch) if tensor.ndim}
+        size = sizes.pop() if len(sizes) == 1 and first >= 0 else -1
+        self.numbers = torch.arange(first, first + size, device="cpu") if size >= 0 else None
+        return first + size if size >= 0 else -1
 
     def _one_batch(self, value: Any, call: Call) -> None:
         if self._named is not None:
@@ -352,11 +370,12 @@ def measure(
     batch: Any = None
     with measuring as found:
         try:
-            empty = True
+            empty, first = True, 0
             for batch in data:
                 empty = False
-                measuring.ids = None if ids is None else ids(batch)
-                measuring.batch_mask = None if of_batch is None else of_batch(batch)
+                first = measuring.number(batch, first)
+                measuring.ids = None if ids is None else _given("ids", ids, batch)
+                measuring.batch_mask = None if of_batch is None else _given("mask", of_batch, batch)
                 with torch.no_grad():
                     run(model, batch)
                 measuring.warn_of_silent()
@@ -372,4 +391,14 @@ def measure(
             with suppress(AttributeError, TypeError):
                 cast("Any", error).measured = found
             raise
+    return found
+
+
+def _given(what: str, function: FromBatch, batch: Any) -> Any:
+    """What a function makes of a batch; with None, padding would be measured."""
+    found = function(batch)
+    if found is None:
+        asked = f"{what}= was to give something for each batch."
+        remedy = "Look up a part that the batch has; where everything counts, give a mask of ones."
+        raise StatisticsError(asked, "It gave None for this one.", remedy)
     return found

@@ -8,7 +8,8 @@
 
 A shard is a safetensors file with one tensor, so that the tensor can grow at the end of the file:
 safetensors allows no holes and no overlaps. Its header takes 64 KB from the start and is written
-again after each append; what it says fits in one page, so that no reader finds half of it.
+again after each append; what it says fits in one page, so that no crash leaves half of it. A reader
+that comes at that very moment may find half, and looks again.
 """
 
 from __future__ import annotations

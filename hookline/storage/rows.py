@@ -9,10 +9,12 @@ What is read is copied out of the map: it stays as it is, whatever happens to th
 from __future__ import annotations
 
 import mmap
+import time
 import weakref
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import EllipsisType
 from typing import Any, ClassVar, cast, overload
@@ -54,7 +56,7 @@ class _Shard:
         return array
 
     def _map(self) -> NDArray[Any]:
-        found, _ = read_header(self.path, self.series)
+        found = self._found()
         if found < self.rows:
             raise corrupt(self.path, f"It has {found} rows where the index promises {self.rows}")
         end = HEADER + self.rows * self.series.row_bytes
@@ -70,6 +72,14 @@ class _Shard:
         self._mapped.append(weakref.ref(self))
         flat = np.frombuffer(mapped, dtype=self.series.kind.numpy, offset=HEADER)
         return flat.reshape(self.rows, *self.series.shape)
+
+    def _found(self) -> int:
+        """The rows that its header states; a living writer may just be at it: then look again."""
+        for _ in range(4):
+            with suppress(StoreError):
+                return read_header(self.path, self.series)[0]
+            time.sleep(0.01)
+        return read_header(self.path, self.series)[0]
 
     def __getstate__(self) -> tuple[Path, Series, int]:
         return self.path, self.series, self.rows

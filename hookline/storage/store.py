@@ -97,8 +97,8 @@ class Store:
             given = os.environ.get("RANK") or "0"
             rank = int(given) if given.isdecimal() else cast("int", given)  # refused as it is
         return StoreWriter(
-            Path(folder), metadata=metadata, rank=rank, shard_bytes=shard_bytes, sync=sync,
-            resume=resume,
+            Path(folder).absolute(), metadata=metadata, rank=rank, shard_bytes=shard_bytes,
+            sync=sync, resume=resume,
         )  # fmt: skip
 
     @staticmethod

@@ -203,6 +203,12 @@ def blocks_of(
     `known` are the series that are there, none if the store begins; a new one has shards of
     `shard_bytes`.
     """
+    if not hasattr(values, "items"):
+        raise StoreError(
+            "Cannot append these values.",
+            f"They are a {type(values).__name__}, which names no places.",
+            "Give a dict, as in writer.append({'fc': values}).",
+        )
     usual = _as_before(values, known) if ids is None else None
     if usual is not None:
         return usual

@@ -149,7 +149,8 @@ class StoreWriter:
             mark: A few numbers or words of the caller's own, in JSON, that are committed together
                 with the samples: how far it has come. `writer.mark` reads them, also on resuming.
 
-        If it raises, nothing of it is in the store, and the writer can go on.
+        If it raises, nothing of it is in the store, and the writer can go on. Only what comes after
+        the commit (an interrupt, a sync of the index that fails) leaves it there; `samples` tells.
         """
         with self._lock:
             self._append(values, ids, mark)

@@ -208,7 +208,8 @@ def writer_for(target: Any) -> Writer:
     if isinstance(target, Writer):
         return target
     if isinstance(target, (str, os.PathLike)):
-        path = Path(cast("str | os.PathLike[str]", target))
+        # The process may go to another directory before all is written.
+        path = Path(cast("str | os.PathLike[str]", target)).absolute()
         return _Lines(path) if path.suffix == ".jsonl" else _Directory(path)
     if callable(target):
         return _Function(target)
