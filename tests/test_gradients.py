@@ -312,6 +312,17 @@ def test_the_input_of_a_later_block_is_refused_where_dropout_and_residual_share_
         record["drop:grad_output"]
 
 
+@pytest.mark.parametrize("leaf", [False, True])
+def test_an_input_that_is_returned_beside_another_output_is_refused_a_leaf_too(leaf):
+    module = Giving(lambda x: (x * 3, x))
+    x = torch.ones(2, requires_grad=True)
+    with hl.capture(module, ":grad_input") as record:
+        first, second = module(x if leaf else x * 1)
+        (first + second * 5).sum().backward()  # 8 for the input, of which 3 pass a node of its own
+    with pytest.raises(hl.GradientNotAvailable, match="returned a tensor that it was given"):
+        record[":grad_input"]
+
+
 def test_a_part_that_is_refused_is_never_none():
     module = Giving(lambda x, y: (x, x * 2 + y))
     x, y = (torch.ones(2, requires_grad=True) * n for n in (1, 2))

@@ -114,7 +114,7 @@ def _watch_paths(
     for edge, tensor in [(edge, inputs[path]) for edge, path in wanted.items()]:
         if tensor._is_view() and tensor.grad_fn is not edge[0]:
             tap.explain(index, *INPUT_CHANGED, path=wanted.pop(edge))
-    for edge in wanted.keys() & {(tensor.grad_fn, tensor.output_nr) for tensor in tensors}:
+    for edge in wanted.keys() & {_edge(tensor) for tensor in tensors}:
         tap.explain(index, *gradients.PASSED_ON, path=wanted.pop(edge))
     stops = {(node, output_nr) for _, node, output_nr, _ in frame.given}
     grouped: dict[Any, list[tuple[int, Arm]]] = {}
