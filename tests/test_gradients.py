@@ -323,6 +323,28 @@ def test_an_input_that_is_returned_beside_another_output_is_refused_a_leaf_too(l
         record[":grad_input"]
 
 
+class ViewInList(Function):
+    @staticmethod
+    def forward(ctx, x):
+        return [x.view(-1).view(x.shape)]  # torch connects tensors and tuples only
+
+    @staticmethod
+    def backward(ctx, *grads):
+        raise AssertionError("it is of no graph")
+
+
+def test_a_tensor_that_requires_grad_and_is_of_no_graph_disturbs_no_forward():
+    model = nn.ModuleDict({"make": Giving(ViewInList.apply), "use": nn.Tanh()})
+    x = torch.ones(2, requires_grad=True)
+    with hl.capture(model, "make:grad_input", "use:grad_input", "use:grad_inputs") as record:
+        (made,) = model["make"](x * 1)
+        assert made.requires_grad
+        (model["use"](made) + x).sum().backward()
+    for place in record.places():
+        with pytest.raises(hl.GradientNotAvailable):
+            record[place]
+
+
 def test_a_part_that_is_refused_is_never_none():
     module = Giving(lambda x, y: (x, x * 2 + y))
     x, y = (torch.ones(2, requires_grad=True) * n for n in (1, 2))

@@ -71,7 +71,10 @@ def _edge(tensor: Tensor) -> Edge:
     node = tensor.grad_fn
     if node is not None:
         return node, tensor.output_nr
-    edge = get_gradient_edge(tensor)
+    try:
+        edge = get_gradient_edge(tensor)
+    except AssertionError:  # a view that an autograd function returned in a list has no edge
+        return None, -1
     return edge.node, edge.output_nr
 
 
