@@ -208,6 +208,16 @@ def test_a_gradient_edit_at_an_inplace_module_changes_no_value_and_is_whole(use)
     assert_clean(act)
 
 
+@pytest.mark.parametrize("use", [changed_through_the_output, changed_through_a_view])
+def test_a_gradient_edit_at_a_view_of_what_was_changed_in_place_changes_no_value(use):
+    act, leaf = Giving(lambda x: x.mul_(2).view(-1)), torch.ones(2, requires_grad=True)
+    with contextlib.suppress(hl.NeverFired), hl.edit(act, ":grad_output", shift):
+        output = use(act, leaf * 1)
+        output.sum().backward()
+    assert output.flatten().tolist() == [3, 3]  # what was added to the view is in its memory
+    assert_clean(act)
+
+
 @pytest.mark.parametrize("module", [nn.Identity(), nn.Dropout(0.5).eval(), nn.Sequential()])
 @pytest.mark.parametrize("place", [":grad_output", ":grad_input"])
 def test_a_module_that_returns_its_input_is_edited_alone(module, place):

@@ -164,17 +164,19 @@ def _watch_output(
     if is_gate(node, frame):  # of an edit that was entered before
         arm.watch_gate(tap, node)
         return tensor
-    fresh, given = made_since(node, frame.sequence), False
+    fresh, given, shared = made_since(node, frame.sequence), False, False
     base_fresh = base is not None and made_since(base.grad_fn, frame.sequence)
     for other, other_node, _, version in frame.given:
         if other is tensor:
             given = True
             fresh = fresh and other_node is not node
         if base is not None and (other._base is base or other is base):
+            shared = True
             base_fresh = base_fresh and other._version != version
     distinct = fresh and not reused
     if tap.replaces and not (given and distinct):
-        return _gate_output(tap, arm, tensor, distinct and (base is None or base_fresh), frame)
+        own = distinct and not shared and (base is None or base_fresh)
+        return _gate_output(tap, arm, tensor, own, frame)
     if not distinct:
         tap.explain(index, *(REUSED if fresh else PASSED_ON), path=path)
         return tensor
