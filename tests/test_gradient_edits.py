@@ -428,6 +428,31 @@ def test_a_module_that_returns_its_input_nests_like_any_other_under_an_edit():
     assert leaf.grad.tolist() == [27, 27]
 
 
+@pytest.mark.parametrize("edit_first", [False, True])
+def test_what_flows_into_an_output_that_is_the_input_is_not_what_an_edit_of_that_made(edit_first):
+    module, leaf = Giving(lambda x: (x * 3, x)), torch.ones(1, requires_grad=True)
+    capture = hl.capture(module, ":grad_output")
+    verbs = [hl.edit(module, ":grad_input", hl.scale(10.0)), capture]
+    with contextlib.ExitStack() as stack:
+        for verb in verbs if edit_first else verbs[::-1]:
+            stack.enter_context(verb)
+        first, second = module(leaf * 1)
+        (first * 5 + second * 7).sum().backward()
+    assert leaf.grad.item() == (5 * 3 + 7) * 10
+    assert capture.record[":grad_output[0]"].item() == 5
+    with pytest.raises(hl.GradientNotAvailable):
+        capture.record[":grad_output[1]"]
+
+
+def test_an_output_that_is_the_input_is_edited_at_both_ports():
+    module, leaf = Giving(lambda x: (x * 3, x)), torch.ones(1, requires_grad=True)
+    changes = {":grad_input": hl.scale(10.0), ":grad_output[1]": hl.scale(2.0)}
+    with hl.edit(module, changes):
+        first, second = module(leaf * 1)
+        (first * 5 + second * 7).sum().backward()
+    assert leaf.grad.item() == (5 * 3 + 7 * 2) * 10
+
+
 @pytest.mark.parametrize("shape", [(1, 2), (1, 3, 2)])
 @pytest.mark.parametrize("edit_first", [False, True])
 def test_what_flows_into_a_child_is_what_the_parents_edit_made_of_it(shape, edit_first):

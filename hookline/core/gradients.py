@@ -75,7 +75,8 @@ sequence: Callable[[], int] = getattr(torch.autograd, "_get_sequence_nr", _seque
 alias: Any = torch.ops.aten.alias
 # How many hold a tensor in C++: a base is held by its views, and by what Python has of it.
 uses: Callable[[Tensor], int] = getattr(Tensor, "_use_count", lambda tensor: 2)
-_MARK = "hookline"  # in the metadata of a gate's node: the serial of the call that it is for
+# In the metadata of a gate's node: the serial of the call that it is for, negative at an output.
+_MARK = "hookline"
 
 
 def made_since(node: Any, start: int) -> bool:
@@ -161,7 +162,7 @@ def _watch_output(
 ) -> Tensor:
     node, base = tensor.grad_fn, tensor._base
     arm = Arm(tap, index, path)
-    if is_gate(node, frame):  # of an edit that was entered before
+    if is_gate(node, -frame.serial):  # of an edit that was entered before
         arm.watch_gate(tap, node)
         return tensor
     fresh, given, shared = made_since(node, frame.sequence), False, False
@@ -215,7 +216,7 @@ def _gate_output(tap: Tap, arm: Arm, tensor: Tensor, own: bool, frame: Frame) ->
     operation; else a view, so that writing to it still writes to what it is a view of.
     """
     gate = tensor.clone() if own else alias(tensor)
-    node = mark_gate(gate, frame)
+    node = mark_gate(gate, -frame.serial)
     if not own:
         tap.guard(arm, gate)
     for hook in tuple((tensor._backward_hooks or {}).values()):
@@ -230,16 +231,16 @@ def _gate_output(tap: Tap, arm: Arm, tensor: Tensor, own: bool, frame: Frame) ->
     return gate
 
 
-def mark_gate(gate: Tensor, frame: Frame) -> Any:
+def mark_gate(gate: Tensor, serial: int) -> Any:
     """Remember that a tensor is a gate of this call; its node."""
     node: Any = gate.grad_fn
-    node.metadata[_MARK] = frame.serial
+    node.metadata[_MARK] = serial
     return node
 
 
-def is_gate(node: Any, frame: Frame) -> bool:
+def is_gate(node: Any, serial: int) -> bool:
     """Whether a node is that of a gate which an edit has made for this very call."""
-    return node is not None and node.metadata.get(_MARK) == frame.serial
+    return node is not None and node.metadata.get(_MARK) == serial
 
 
 def _reused(output: Any, start: int) -> set[int]:
