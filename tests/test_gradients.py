@@ -323,6 +323,35 @@ def test_an_input_that_is_returned_beside_another_output_is_refused_a_leaf_too(l
         record[":grad_input"]
 
 
+@pytest.mark.parametrize("place", [":grad_output", ":grad_input"])
+@pytest.mark.parametrize("verb", [hl.capture, lambda *to: hl.edit(*to, lambda grad: grad)])
+def test_an_output_that_torch_lets_nobody_use_disturbs_no_forward(place, verb):
+    def forward(x):
+        made = x * 3
+        part, _ = made.chunk(2)
+        return made.mul_(2), part  # a chunk of what was changed: torch raises where it is used
+
+    module, leaf = Giving(forward), torch.ones(2, requires_grad=True)
+    with verb(module, place) as context:
+        module(leaf * 1)[0].sum().backward()
+    assert leaf.grad.tolist() == [6, 6]
+    if verb is hl.capture:
+        found = context[place]
+        whole, part = found if place == ":grad_output" else (found / 6, None)
+        assert (whole.tolist(), part) == ([1, 1], None)
+
+
+@pytest.mark.parametrize("place", ["0:grad_output", "0:grad_input"])
+def test_a_tensor_that_torch_lets_nobody_use_with_gradients_is_used_without(place):
+    model, made = nn.Sequential(nn.Tanh()), torch.ones(2, requires_grad=True) * 3
+    part, _ = made.chunk(2)
+    made.mul_(2)
+    with hl.capture(model, place) as record, torch.no_grad():
+        assert model(part).tolist() == part.tanh().tolist()
+    with pytest.raises(hl.GradientNotAvailable, match="did not require grad"):
+        record[place]
+
+
 class ViewInList(Function):
     @staticmethod
     def forward(ctx, x):

@@ -107,9 +107,18 @@ def grouped(value: Any) -> list[tuple[Tensor, list[Path]]]:
         return [(value, [()])] if value.requires_grad else []
     found: dict[int, tuple[Tensor, list[Path]]] = {}
     for path, tensor in leaves(value):
-        if tensor.requires_grad:
+        if tensor.requires_grad and _usable(tensor):
             found.setdefault(id(tensor), (tensor, []))[1].append(path)
     return list(found.values())
+
+
+def _usable(tensor: Tensor) -> bool:
+    """Whether torch lets a tensor be used: not, say, a chunk of what was changed in place since."""
+    try:
+        _ = tensor.grad_fn
+    except RuntimeError:
+        return False
+    return True
 
 
 def without(value: Any) -> tuple[str, str]:
