@@ -208,6 +208,16 @@ def test_a_gradient_edit_at_an_inplace_module_changes_no_value_and_is_whole(use)
     assert_clean(act)
 
 
+@pytest.mark.parametrize("use", [changed_through_the_output, changed_through_a_view])
+def test_a_gradient_edit_at_a_view_of_what_was_changed_in_place_changes_no_value(use):
+    act, leaf = Giving(lambda x: x.mul_(2).view(-1)), torch.ones(2, requires_grad=True)
+    with contextlib.suppress(hl.NeverFired), hl.edit(act, ":grad_output", shift):
+        output = use(act, leaf * 1)
+        output.sum().backward()
+    assert output.flatten().tolist() == [3, 3]  # what was added to the view is in its memory
+    assert_clean(act)
+
+
 @pytest.mark.parametrize("module", [nn.Identity(), nn.Dropout(0.5).eval(), nn.Sequential()])
 @pytest.mark.parametrize("place", [":grad_output", ":grad_input"])
 def test_a_module_that_returns_its_input_is_edited_alone(module, place):
@@ -416,6 +426,31 @@ def test_a_module_that_returns_its_input_nests_like_any_other_under_an_edit():
                 (module(x) + 7 * x).sum().backward()
     assert record[":grad_output"].tolist() == [2, 2]
     assert leaf.grad.tolist() == [27, 27]
+
+
+@pytest.mark.parametrize("edit_first", [False, True])
+def test_what_flows_into_an_output_that_is_the_input_is_not_what_an_edit_of_that_made(edit_first):
+    module, leaf = Giving(lambda x: (x * 3, x)), torch.ones(1, requires_grad=True)
+    capture = hl.capture(module, ":grad_output")
+    verbs = [hl.edit(module, ":grad_input", hl.scale(10.0)), capture]
+    with contextlib.ExitStack() as stack:
+        for verb in verbs if edit_first else verbs[::-1]:
+            stack.enter_context(verb)
+        first, second = module(leaf * 1)
+        (first * 5 + second * 7).sum().backward()
+    assert leaf.grad.item() == (5 * 3 + 7) * 10
+    assert capture.record[":grad_output[0]"].item() == 5
+    with pytest.raises(hl.GradientNotAvailable):
+        capture.record[":grad_output[1]"]
+
+
+def test_an_output_that_is_the_input_is_edited_at_both_ports():
+    module, leaf = Giving(lambda x: (x * 3, x)), torch.ones(1, requires_grad=True)
+    changes = {":grad_input": hl.scale(10.0), ":grad_output[1]": hl.scale(2.0)}
+    with hl.edit(module, changes):
+        first, second = module(leaf * 1)
+        (first * 5 + second * 7).sum().backward()
+    assert leaf.grad.item() == (5 * 3 + 7 * 2) * 10
 
 
 @pytest.mark.parametrize("shape", [(1, 2), (1, 3, 2)])

@@ -312,6 +312,68 @@ def test_the_input_of_a_later_block_is_refused_where_dropout_and_residual_share_
         record["drop:grad_output"]
 
 
+@pytest.mark.parametrize("leaf", [False, True])
+def test_an_input_that_is_returned_beside_another_output_is_refused_a_leaf_too(leaf):
+    module = Giving(lambda x: (x * 3, x))
+    x = torch.ones(2, requires_grad=True)
+    with hl.capture(module, ":grad_input") as record:
+        first, second = module(x if leaf else x * 1)
+        (first + second * 5).sum().backward()  # 8 for the input, of which 3 pass a node of its own
+    with pytest.raises(hl.GradientNotAvailable, match="returned a tensor that it was given"):
+        record[":grad_input"]
+
+
+@pytest.mark.parametrize("place", [":grad_output", ":grad_input"])
+@pytest.mark.parametrize("verb", [hl.capture, lambda *to: hl.edit(*to, lambda grad: grad)])
+def test_an_output_that_torch_lets_nobody_use_disturbs_no_forward(place, verb):
+    def forward(x):
+        made = x * 3
+        part, _ = made.chunk(2)
+        return made.mul_(2), part  # a chunk of what was changed: torch raises where it is used
+
+    module, leaf = Giving(forward), torch.ones(2, requires_grad=True)
+    with verb(module, place) as context:
+        module(leaf * 1)[0].sum().backward()
+    assert leaf.grad.tolist() == [6, 6]
+    if verb is hl.capture:
+        found = context[place]
+        whole, part = found if place == ":grad_output" else (found / 6, None)
+        assert (whole.tolist(), part) == ([1, 1], None)
+
+
+@pytest.mark.parametrize("place", ["0:grad_output", "0:grad_input"])
+def test_a_tensor_that_torch_lets_nobody_use_with_gradients_is_used_without(place):
+    model, made = nn.Sequential(nn.Tanh()), torch.ones(2, requires_grad=True) * 3
+    part, _ = made.chunk(2)
+    made.mul_(2)
+    with hl.capture(model, place) as record, torch.no_grad():
+        assert model(part).tolist() == part.tanh().tolist()
+    with pytest.raises(hl.GradientNotAvailable, match="did not require grad"):
+        record[place]
+
+
+class ViewInList(Function):
+    @staticmethod
+    def forward(ctx, x):
+        return [x.view(-1).view(x.shape)]  # torch connects tensors and tuples only
+
+    @staticmethod
+    def backward(ctx, *grads):
+        raise AssertionError("it is of no graph")
+
+
+def test_a_tensor_that_requires_grad_and_is_of_no_graph_disturbs_no_forward():
+    model = nn.ModuleDict({"make": Giving(ViewInList.apply), "use": nn.Tanh()})
+    x = torch.ones(2, requires_grad=True)
+    with hl.capture(model, "make:grad_input", "use:grad_input", "use:grad_inputs") as record:
+        (made,) = model["make"](x * 1)
+        assert made.requires_grad
+        (model["use"](made) + x).sum().backward()
+    for place in record.places():
+        with pytest.raises(hl.GradientNotAvailable):
+            record[place]
+
+
 def test_a_part_that_is_refused_is_never_none():
     module = Giving(lambda x, y: (x, x * 2 + y))
     x, y = (torch.ones(2, requires_grad=True) * n for n in (1, 2))

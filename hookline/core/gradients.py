@@ -75,7 +75,8 @@ sequence: Callable[[], int] = getattr(torch.autograd, "_get_sequence_nr", _seque
 alias: Any = torch.ops.aten.alias
 # How many hold a tensor in C++: a base is held by its views, and by what Python has of it.
 uses: Callable[[Tensor], int] = getattr(Tensor, "_use_count", lambda tensor: 2)
-_MARK = "hookline"  # in the metadata of a gate's node: the serial of the call that it is for
+# In the metadata of a gate's node: the serial of the call that it is for, negative at an output.
+_MARK = "hookline"
 
 
 def made_since(node: Any, start: int) -> bool:
@@ -106,9 +107,18 @@ def grouped(value: Any) -> list[tuple[Tensor, list[Path]]]:
         return [(value, [()])] if value.requires_grad else []
     found: dict[int, tuple[Tensor, list[Path]]] = {}
     for path, tensor in leaves(value):
-        if tensor.requires_grad:
+        if tensor.requires_grad and _usable(tensor):
             found.setdefault(id(tensor), (tensor, []))[1].append(path)
     return list(found.values())
+
+
+def _usable(tensor: Tensor) -> bool:
+    """Whether torch lets a tensor be used: not, say, a chunk of what was changed in place since."""
+    try:
+        _ = tensor.grad_fn
+    except RuntimeError:
+        return False
+    return True
 
 
 def without(value: Any) -> tuple[str, str]:
@@ -161,20 +171,22 @@ def _watch_output(
 ) -> Tensor:
     node, base = tensor.grad_fn, tensor._base
     arm = Arm(tap, index, path)
-    if is_gate(node, frame):  # of an edit that was entered before
+    if is_gate(node, -frame.serial):  # of an edit that was entered before
         arm.watch_gate(tap, node)
         return tensor
-    fresh, given = made_since(node, frame.sequence), False
+    fresh, given, shared = made_since(node, frame.sequence), False, False
     base_fresh = base is not None and made_since(base.grad_fn, frame.sequence)
     for other, other_node, _, version in frame.given:
         if other is tensor:
             given = True
             fresh = fresh and other_node is not node
         if base is not None and (other._base is base or other is base):
+            shared = True
             base_fresh = base_fresh and other._version != version
     distinct = fresh and not reused
     if tap.replaces and not (given and distinct):
-        return _gate_output(tap, arm, tensor, distinct and (base is None or base_fresh), frame)
+        own = distinct and not shared and (base is None or base_fresh)
+        return _gate_output(tap, arm, tensor, own, frame)
     if not distinct:
         tap.explain(index, *(REUSED if fresh else PASSED_ON), path=path)
         return tensor
@@ -213,7 +225,7 @@ def _gate_output(tap: Tap, arm: Arm, tensor: Tensor, own: bool, frame: Frame) ->
     operation; else a view, so that writing to it still writes to what it is a view of.
     """
     gate = tensor.clone() if own else alias(tensor)
-    node = mark_gate(gate, frame)
+    node = mark_gate(gate, -frame.serial)
     if not own:
         tap.guard(arm, gate)
     for hook in tuple((tensor._backward_hooks or {}).values()):
@@ -228,16 +240,16 @@ def _gate_output(tap: Tap, arm: Arm, tensor: Tensor, own: bool, frame: Frame) ->
     return gate
 
 
-def mark_gate(gate: Tensor, frame: Frame) -> Any:
+def mark_gate(gate: Tensor, serial: int) -> Any:
     """Remember that a tensor is a gate of this call; its node."""
     node: Any = gate.grad_fn
-    node.metadata[_MARK] = frame.serial
+    node.metadata[_MARK] = serial
     return node
 
 
-def is_gate(node: Any, frame: Frame) -> bool:
+def is_gate(node: Any, serial: int) -> bool:
     """Whether a node is that of a gate which an edit has made for this very call."""
-    return node is not None and node.metadata.get(_MARK) == frame.serial
+    return node is not None and node.metadata.get(_MARK) == serial
 
 
 def _reused(output: Any, start: int) -> set[int]:

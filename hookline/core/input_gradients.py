@@ -53,9 +53,9 @@ def note_inputs(
     for tensor, paths in found:
         if tap.replaces:
             node: Any = tensor.grad_fn
-            if not is_gate(node, frame):
+            if not is_gate(node, frame.serial):
                 gate: Tensor = gradients.alias(tensor)
-                node = gradients.mark_gate(gate, frame)
+                node = gradients.mark_gate(gate, frame.serial)
                 for path, other in list(leaves((args, kwargs))):
                     if other is tensor:
                         args, kwargs = set_part((args, kwargs), path, gate)
@@ -71,7 +71,10 @@ def _edge(tensor: Tensor) -> Edge:
     node = tensor.grad_fn
     if node is not None:
         return node, tensor.output_nr
-    edge = get_gradient_edge(tensor)
+    try:
+        edge = get_gradient_edge(tensor)
+    except AssertionError:  # a view that an autograd function returned in a list has no edge
+        return None, -1
     return edge.node, edge.output_nr
 
 
@@ -91,7 +94,7 @@ def watch_inputs(tap: Tap, output: Any, index: int, frame: Frame) -> None:
         raise GradientNotAvailable(asked, "the module changes its input in place.", remedy)
     tensors = gradients.tensors_in(output)
     views = _views_of_older(tensors, frame)
-    for node, _ in [edge for edge in wanted if is_gate(edge[0], frame)]:
+    for node, _ in [edge for edge in wanted if is_gate(edge[0], frame.serial)]:
         arm = Arm(tap, index, wanted.pop((node, _)))
         if views:
             tap.guard(arm, *views)
@@ -114,7 +117,7 @@ def _watch_paths(
     for edge, tensor in [(edge, inputs[path]) for edge, path in wanted.items()]:
         if tensor._is_view() and tensor.grad_fn is not edge[0]:
             tap.explain(index, *INPUT_CHANGED, path=wanted.pop(edge))
-    for edge in wanted.keys() & {(tensor.grad_fn, tensor.output_nr) for tensor in tensors}:
+    for edge in wanted.keys() & {_edge(tensor) for tensor in tensors}:
         tap.explain(index, *gradients.PASSED_ON, path=wanted.pop(edge))
     stops = {(node, output_nr) for _, node, output_nr, _ in frame.given}
     grouped: dict[Any, list[tuple[int, Arm]]] = {}
@@ -137,7 +140,7 @@ def _watch_paths(
             tap.guard(arm, *views)
         grouped.setdefault(node, []).append((position, arm))
     for node, arms in grouped.items():
-        if is_gate(node, frame):
+        if is_gate(node, frame.serial):
             arms[0][1].watch_gate(tap, node)
         else:
             handles(tap).add(node, partial(pass_on, arms))

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
 from torch import nn
 
 from hookline.core import arguments, gradients, input_gradients
@@ -221,7 +222,8 @@ class Site:
                 changed = True
         if self.grad_inputs or self.grad_outputs:
             frame.sequence = gradients.sequence() if start is None else start
-            frame.given = gradients.note_given(args, kwargs)
+            if torch.is_grad_enabled():
+                frame.given = gradients.note_given(args, kwargs)
         for tap in self.grad_inputs:
             new = input_gradients.note_inputs(tap, module, args, kwargs, frame)
             if new is not None:
