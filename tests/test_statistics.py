@@ -721,6 +721,23 @@ def test_top_samples_have_their_numbers_where_a_module_is_called_twice_or_not_at
     assert torch.equal(found.ids, wanted[:, 0] if dim is None else wanted)
 
 
+def test_top_samples_are_not_numbered_in_two_ways_unsaid():
+    class Tokens(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.act = nn.Identity()
+
+        def forward(self, x):
+            return self.act(x.flatten(0, 1))
+
+    lengths = torch.randn(4, 1, 2), torch.randn(4, 3, 2), torch.randn(4, 1, 2)
+    with pytest.warns(hl.HooklineWarning, match=r"'act' .* shape \(12, 2\).*Give ids="):
+        hl.measure(Tokens(), "act", statistics=[hl.TopK(k=3), hl.Mean()], data=lengths)
+    found = hl.measure(Tokens(), "act", statistics=[hl.TopK(k=3)], data=lengths[1:])
+    rows = torch.cat([length.flatten(0, 1) for length in lengths[1:]])
+    assert torch.equal(found["act"]["topk"].ids, rows.argsort(0, descending=True)[:3])
+
+
 def test_samples_are_counted_where_a_batch_does_not_say_how_many_it_has():
     class Halves(nn.Module):
         def __init__(self):
