@@ -15,6 +15,7 @@ from operator import index
 from typing import Any, cast
 
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from hookline.core.hooks import Context, takes_call
 from hookline.core.recomputation import awaited
@@ -189,6 +190,12 @@ class edit(Context[EditTap]):
             site.counted = self._calls is not None or bool(site.outputs) or site.changed
             site.values = [cast(Tap, _Used(t)) if t in values else t for t in site.values]
         self._saving = parameters.swap(values, self._undo, attached=self._attached)
+        self._forget()
+
+    def _forget(self) -> None:
+        """Of weights that torch has computed and keeps (`parametrize.cached`), make new ones."""
+        if any("parametrizations" in tap.target.path.split(".") for tap in self._taps.values()):
+            getattr(parametrize, "_cache", {}).clear()
 
     def _awaited(self) -> ChangeError | None:
         if self._undo.covered():
@@ -213,6 +220,7 @@ class edit(Context[EditTap]):
     def _stop(self) -> None:
         super()._stop()
         self._undo.run()
+        self._forget()
 
 
 def as_change(given: Any) -> Change:
