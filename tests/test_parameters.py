@@ -1002,6 +1002,19 @@ def test_a_sparse_buffer_can_be_edited():
     assert torch.equal(model.links.to_dense(), torch.eye(3))
 
 
+@pytest.mark.filterwarnings("ignore:Sparse .* tensor support:UserWarning")
+@pytest.mark.parametrize("name", ["to_sparse_csr", "to_sparse_csc"])
+def test_an_edit_of_a_layout_that_torch_cannot_swap_is_refused(name):
+    model = mlp()
+    model.register_buffer("links", getattr(torch.eye(3), name)())
+    with pytest.raises(hl.NotHookable, match=r"It is kept as torch.sparse_cs.*preserve"):
+        hl.edit(model, "links", hl.scale(2.0)).__enter__()
+    with hl.preserve(model, "links"):
+        model.links.values().mul_(2)
+        assert torch.equal(model.links.to_dense(), 2 * torch.eye(3))
+    assert torch.equal(model.links.to_dense(), torch.eye(3))
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_preserve_takes_a_scripted_model():
     model = torch.jit.script(mlp())

@@ -148,8 +148,10 @@ def swap(taps: Iterable[Tap], undo: Undo, attached: bool) -> Saving | None:
             found = "It is on the meta device, without data: not loaded, or offloaded meanwhile."
             raise NotHookable(asked, found, "Load it all before, or edit what the module returns.")
         gathered = is_gathered(tap.target.module) and isinstance(tensor, nn.Parameter)
-        if gathered or placements(tensor) is not None:
-            found = "It is kept in shards, one on each rank, which cannot be swapped."
+        spread = gathered or placements(tensor) is not None
+        if spread or str(tensor.layout)[-3:] in ("csr", "csc", "bsr", "bsc"):
+            kept = "in shards, one on each rank" if spread else f"as {tensor.layout}"
+            found = f"It is kept {kept}, which torch cannot swap."
             remedy = "Change it in place, under torch.no_grad(), within hookline.preserve(model)."
             raise NotHookable(asked, found, remedy)
         with torch.no_grad(), torch.inference_mode(tensor.is_inference()):
