@@ -289,6 +289,14 @@ def test_what_a_script_module_uses_at_a_call_cannot_be_seen_and_the_remedy_works
     assert_clean_script(model)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("where", ["0.weight", "nothing"])
+def test_a_frozen_script_module_has_no_parameters_and_says_so(where):
+    frozen = torch.jit.freeze(torch.jit.script(nn.Sequential(nn.Linear(3, 2)).eval()))
+    with pytest.raises(hl.PlaceNotFound, match="Its own children: none"):
+        hl.edit(frozen, where, hl.zero()).__enter__()
+
+
 @pytest.mark.parametrize("how", HOW)
 def test_the_parameters_of_a_script_module_are_preserved(how):
     model = scripted(how)
