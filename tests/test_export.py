@@ -12,7 +12,7 @@ from helpers import assert_clean, assert_same_state, bits, hooks_left, state_bit
 from torch import Tensor, fx, nn
 from torch.ao import quantization
 from torch.func import functional_call, grad, hessian, jacrev, jvp, stack_module_state, vjp, vmap
-from torch.nn.utils import parametrizations
+from torch.nn.utils import parametrizations, parametrize
 
 import hookline as hl
 from hookline.values.nested import leaves
@@ -289,6 +289,14 @@ def test_what_a_script_module_uses_at_a_call_cannot_be_seen_and_the_remedy_works
     assert_clean_script(model)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("where", ["0.weight", "nothing"])
+def test_a_frozen_script_module_has_no_parameters_and_says_so(where):
+    frozen = torch.jit.freeze(torch.jit.script(nn.Sequential(nn.Linear(3, 2)).eval()))
+    with pytest.raises(hl.PlaceNotFound, match="Its own children: none"):
+        hl.edit(frozen, where, hl.zero()).__enter__()
+
+
 @pytest.mark.parametrize("how", HOW)
 def test_the_parameters_of_a_script_module_are_preserved(how):
     model = scripted(how)
@@ -525,6 +533,21 @@ def test_a_parametrised_weight_is_edited_where_it_is_computed(kind):
         assert torch.equal(model(X), expected)
     assert torch.equal(model(X), before)
     assert hooks_left(model) == hooks_left(parametrised(kind))
+
+
+@pytest.mark.parametrize("place", ["", ".original0"])
+def test_an_edit_reaches_a_weight_that_torch_has_cached_and_leaves_the_cache(place):
+    model = parametrised("weight_norm")
+    place = f"0.parametrizations.weight{place}"
+    with hl.edit(model, place, hl.scale(3.0)):
+        expected = model(X)
+    with parametrize.cached():
+        before = model(X)
+        for _ in range(2):
+            with hl.edit(model, place, hl.scale(3.0)):
+                assert torch.equal(model(X), expected)
+            assert torch.equal(model(X), before)
+    assert not torch.equal(before, expected)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -87,3 +87,18 @@ def test_a_sweep_over_them_is_refused(batch):
     with pytest.raises(hl.BatchError, match=r"'same' was asked for\. There is a nested tensor"):
         hl.sweep(model, [batch], [batch], "same", lambda y: padded(y).sum(), progress=False)
     assert_clean(model)
+
+
+def test_edits_change_them_or_tell_that_torch_cannot(batch):
+    model = Net()
+    for change in (hl.scale(2.0), lambda value: value * 2):
+        with hl.edit(model, "same", change), hl.capture(model, "same") as record:
+            model(batch)
+        assert torch.equal(padded(record["same"]), padded(batch) * 2)
+    if batch.layout is torch.strided:
+        other = torch.nested.nested_tensor([torch.ones(1)])
+        cases = [(hl.add(torch.ones(3)), "cannot do that to a nested.*unbind")]
+        for change, told in [*cases, (lambda value: other, "now nested")]:
+            with pytest.raises(hl.ChangeError, match=told), hl.edit(model, "same", change):
+                model(batch)
+    assert_clean(model)

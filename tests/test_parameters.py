@@ -15,6 +15,7 @@ import torch
 from helpers import assert_clean, assert_same_state, bits, state_bits
 from torch import nn
 from torch.nn.utils import prune
+from torch.utils._pytree import tree_map
 
 import hookline as hl
 
@@ -1000,6 +1001,48 @@ def test_a_sparse_buffer_can_be_edited():
     with hl.edit(model, "links", lambda links: links * 2):
         assert torch.equal(model.links.to_dense(), 2 * torch.eye(3))
     assert torch.equal(model.links.to_dense(), torch.eye(3))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse .* tensor support:UserWarning")
+@pytest.mark.parametrize("name", ["to_sparse_csr", "to_sparse_csc"])
+def test_an_edit_of_a_layout_that_torch_cannot_swap_is_refused(name):
+    model = mlp()
+    model.register_buffer("links", getattr(torch.eye(3), name)())
+    with pytest.raises(hl.NotHookable, match=r"It is kept as torch.sparse_cs.*preserve"):
+        hl.edit(model, "links", hl.scale(2.0)).__enter__()
+    with hl.preserve(model, "links"):
+        model.links.values().mul_(2)
+        assert torch.equal(model.links.to_dense(), 2 * torch.eye(3))
+    assert torch.equal(model.links.to_dense(), torch.eye(3))
+
+
+class Wrapping(torch.Tensor):
+    """A tensor that holds another and computes with it, as those of quantised weights do."""
+
+    @staticmethod
+    def __new__(cls, held):
+        return torch.Tensor._make_wrapper_subclass(cls, held.shape, dtype=held.dtype)
+
+    def __init__(self, held):
+        self.held = held
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        held = tree_map(lambda arg: getattr(arg, "held", arg), (args, kwargs or {}))
+        made = func(*held[0], **held[1])
+        if func is torch.ops.aten.copy_.default:
+            return args[0]
+        return Wrapping(made) if made.shape == args[0].shape else made
+
+
+def test_an_edit_of_a_parameter_that_wraps_another_tensor_is_refused():
+    model = nn.Linear(3, 3, bias=False)
+    model.weight = nn.Parameter(Wrapping(torch.eye(3)), requires_grad=False)
+    with pytest.raises(hl.NotHookable, match=r"It is kept in a Wrapping, which torch cannot swap"):
+        hl.edit(model, "weight", hl.scale(2.0)).__enter__()
+    with hl.preserve(model):
+        model.weight.held.mul_(2)
+    assert torch.equal(model.weight.held, torch.eye(3))
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")

@@ -53,11 +53,18 @@ REGIONS = {
     ),
 }
 regions = pytest.mark.parametrize("region", REGIONS.values(), ids=REGIONS.keys())
+
+
+def sine_in_place(value):
+    return value.sin_()
+
+
 EDITS = {
     "noise": lambda m: hl.edit(m, "", hl.noise(0.5, seed=1) | hl.scale(2.0)),
     "noise at the input": lambda m: hl.edit(m, ":input", hl.noise(0.5, seed=1)),
     "by call": lambda m: hl.edit(m, "", lambda value, call: value * (call.index + 2)),
     "one call": lambda m: hl.edit(m, "", lambda value: value.sin(), calls=1),
+    "in place": lambda m: hl.edit(m, "", sine_in_place),
     "a hook": lambda m: hl.hook(m, "", lambda value, call: value.sin() * (call.index + 2)),
     "a weight": lambda m: hl.edit(m, "weight", hl.scale(2.0)),
 }

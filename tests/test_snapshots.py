@@ -158,6 +158,35 @@ def test_a_buffer_that_is_shared_with_python_stays_as_it_was():
 # -- parameters, buffers, arguments ---------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:Sparse .* tensor support:UserWarning")
+@pytest.mark.parametrize("name", ["to_sparse", "to_sparse_csr"])
+def test_a_sparse_parameter_is_read_until_it_is_changed(name):
+    model = nn.Linear(3, 3, bias=False)
+    model.weight = nn.Parameter(getattr(torch.eye(3), name)())
+    with hl.capture(model, "weight") as record:
+        model(torch.ones(2, 3))
+    assert record["weight"] is model.weight
+    with torch.no_grad():
+        model.weight.mul_(2)
+    with pytest.raises(hl.ValueChanged):
+        record["weight"]
+
+
+@pytest.mark.parametrize("keep", ["all", "first", "last"])
+@pytest.mark.parametrize("grad", [False, True])
+def test_the_memory_of_a_parameter_can_be_freed_and_filled_again_as_by_fsdp(grad, keep):
+    weight = nn.Parameter(torch.rand(64, 64))
+    model = Giving(lambda: weight[:48])
+    before, memory = weight.detach()[:48].clone(), weight.untyped_storage()
+    with torch.set_grad_enabled(grad), hl.capture(model, "", detach=True, keep=keep) as record:
+        model()
+    size = memory.nbytes()
+    memory.resize_(0)
+    memory.resize_(size)
+    weight.data.fill_(7)
+    assert torch.equal(record[""], before)
+
+
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("detach", [False, True])
 def test_a_captured_parameter_is_what_it_was_before_an_optimiser_step_or_says_not(fused, detach):

@@ -75,6 +75,7 @@ class Tap:
     replaces = True  # whether values may be replaced: false for captures
     fired: int = 0
     seen: int = 0  # values that came
+    wrote = False  # whether a value was changed in place
     # Why a call gave nothing, by call and path; and hooks that may have been lost.
     reasons: Mapping[tuple[int, Path], tuple[str, str]] = MappingProxyType({})
     guards: Sequence[Any] = ()

@@ -11,7 +11,7 @@ them, and never changes the shape. The others are in `ready_changes.py`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -52,7 +52,13 @@ class Change:
         if old.is_quantized:
             remedy = "Give a function that dequantises it, changes it and quantises it again."
             raise self._unfit(call, "The value is quantised.", remedy)
-        new = alike(_cast(self.apply(old, call), old.dtype), old)
+        try:
+            new = alike(_cast(self.apply(old, call), old.dtype), old)
+        except RuntimeError as error:
+            if not _is_ragged(old):
+                raise
+            remedy = "Give a function that changes each of value.unbind()."
+            raise self._unfit(call, "torch cannot do that to a nested tensor.", remedy) from error
         return set_part(value, path, self._fitting(old, new, call))
 
     def _fitting(self, value: Any, new: Any, call: Call) -> Any:
@@ -100,7 +106,15 @@ class Change:
 
 
 def _kinds(value: Any) -> dict[Path, Any]:
-    return {path: (t.shape, t.dtype, t.device, placements(t)) for path, t in leaves(value)}
+    return {path: (_size(t), t.dtype, t.device, placements(t)) for path, t in leaves(value)}
+
+
+def _is_ragged(tensor: Tensor) -> bool:
+    return tensor.is_nested and tensor.layout is torch.strided  # which has no shape
+
+
+def _size(tensor: Tensor) -> Any:
+    return cast(Any, tensor)._nested_tensor_size().tolist() if _is_ragged(tensor) else tensor.shape
 
 
 def _shown(value: Any, path: Path) -> str:

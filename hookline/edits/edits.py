@@ -15,6 +15,7 @@ from operator import index
 from typing import Any, cast
 
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from hookline.core.hooks import Context, takes_call
 from hookline.core.recomputation import awaited
@@ -24,7 +25,7 @@ from hookline.edits import parameters
 from hookline.edits.changes import Change, replace
 from hookline.errors import ChangeError
 from hookline.places.resolution import Request, Target, Where, resolve
-from hookline.values.nested import Path, only_tensor
+from hookline.values.nested import Path, leaves, only_tensor
 
 __all__ = ["EditFunction", "EditTap", "as_calls", "as_change", "edit"]
 
@@ -39,8 +40,14 @@ class EditFunction(Change):
         self.name = getattr(function, "__name__", repr(function))
 
     def meet(self, value: Any, call: Call) -> Any:
+        before = _versions(value)
         new = self.function(value, call) if self.wants_call else self.function(value)
+        call._tap.wrote |= _versions(value) != before
         return self._fitting(value, new, call)
+
+
+def _versions(value: Any) -> list[int]:
+    return [tensor._version for _, tensor in leaves(value) if not tensor.is_inference()]
 
 
 class EditTap(Tap):
@@ -183,17 +190,24 @@ class edit(Context[EditTap]):
             site.counted = self._calls is not None or bool(site.outputs) or site.changed
             site.values = [cast(Tap, _Used(t)) if t in values else t for t in site.values]
         self._saving = parameters.swap(values, self._undo, attached=self._attached)
+        self._forget()
+
+    def _forget(self) -> None:
+        """Of weights that torch has computed and keeps (`parametrize.cached`), make new ones."""
+        if any("parametrizations" in tap.target.path.split(".") for tap in self._taps.values()):
+            getattr(parametrize, "_cache", {}).clear()
 
     def _awaited(self) -> ChangeError | None:
         if self._undo.covered():
             found = "A later edit was made of what this one had changed, and still holds that."
             return ChangeError(f"{self!r} was removed.", found, "Remove the later one first.")
         for tap in self._taps.values():
-            if tap.target.port == "value" and self._saving is not None:
-                site = self._site_of(tap)
-                # A parameter whose module is called is used there; else in any region, perhaps.
-                if self._saving.awaiting(id(site.module) if site.count else None):
-                    return awaited(f"edit changed {str(tap.place)!r}, which may be used")
+            site = self._site_of(tap)
+            site.changed |= tap.wrote
+            # A parameter whose module is called is used there; else in any region, perhaps.
+            used = id(site.module) if site.count else None
+            if tap.target.port == "value" and self._saving and self._saving.awaiting(used):
+                return awaited(f"edit changed {str(tap.place)!r}, which may be used")
         return super()._awaited()
 
     def _verify(self) -> None:
@@ -206,6 +220,7 @@ class edit(Context[EditTap]):
     def _stop(self) -> None:
         super()._stop()
         self._undo.run()
+        self._forget()
 
 
 def as_change(given: Any) -> Change:

@@ -90,6 +90,7 @@ class Swap:
 
 
 _autograd: Any = cast(Any, torch._C)._autograd
+_plain: Any = cast(Any, Tensor).__torch_dispatch__
 # Private, so detected: without it a graph that was made before an edit raises after it.
 _set_versions: Any = getattr(_autograd, "_unsafe_set_version_counter", None)
 
@@ -148,8 +149,13 @@ def swap(taps: Iterable[Tap], undo: Undo, attached: bool) -> Saving | None:
             found = "It is on the meta device, without data: not loaded, or offloaded meanwhile."
             raise NotHookable(asked, found, "Load it all before, or edit what the module returns.")
         gathered = is_gathered(tap.target.module) and isinstance(tensor, nn.Parameter)
-        if gathered or placements(tensor) is not None:
-            found = "It is kept in shards, one on each rank, which cannot be swapped."
+        spread = gathered or placements(tensor) is not None
+        # Of these torch takes other data, and goes on with the old.
+        wraps = cast(Any, type(tensor)).__torch_dispatch__ is not _plain
+        if spread or wraps or str(tensor.layout)[-3:] in ("csr", "csc", "bsr", "bsc"):
+            kept = f"in a {type(tensor).__name__}" if wraps else f"as {tensor.layout}"
+            kept = "in shards, one on each rank" if spread else kept
+            found = f"It is kept {kept}, which torch cannot swap."
             remedy = "Change it in place, under torch.no_grad(), within hookline.preserve(model)."
             raise NotHookable(asked, found, remedy)
         with torch.no_grad(), torch.inference_mode(tensor.is_inference()):

@@ -332,7 +332,8 @@ def _closest(model: nn.Module, text: str, names: tuple[Any, ...]) -> str:
     below = [] if close or not names else find(model, (DEEP, *names))
     close += [f"**.{text}"] if any(_problem(*step) is None for step in below) else []
     close += difflib.get_close_matches(sought, paths, n=3, cutoff=0.5)
-    shown = [repr(path) for path in [*dict.fromkeys(close)][:3] or map(escape, model._modules)]
+    own = map(escape, model._modules.keys())  # that of a ScriptModule cannot be gone through
+    shown = [repr(path) for path in [*dict.fromkeys(close)][:3] or own]
     return f"{'Closest' if close else 'Its own children'}: {', '.join(shown[:8] or [_ALONE])}."
 
 

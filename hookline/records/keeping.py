@@ -79,7 +79,8 @@ class Options:
                 return freeze(leaf)
             local(leaf)  # what a collective still brings is waited for
             # Fused optimisers change parameters without a new version: a twin shows it.
-            twin = duplicate(leaf) if isinstance(leaf, nn.Parameter) else None
+            dense = leaf.layout is torch.strided
+            twin = duplicate(leaf) if dense and isinstance(leaf, nn.Parameter) else None
             checks[id(leaf)] = (leaf._version, twin)
             return leaf
 

@@ -221,10 +221,12 @@ class OutputLog(Log):
                 if not self.options.detach:
                     self.entries.append((id(module), output, output._version))
                     return None
-                output = output.detach()  # which others do not hold, and is not quantised
-                if lazy and output.is_cpu and output.untyped_storage().resizable():
-                    self.entries.append((id(module), output._lazy_clone(), None))
-                    return None
+                base = output._base
+                if lazy and output.is_cpu and (base is None or not base.is_leaf):
+                    output = output.detach()  # which others do not hold, and is not quantised
+                    if output.untyped_storage().resizable():
+                        self.entries.append((id(module), output._lazy_clone(), None))
+                        return None
             elif output.nbytes < SMALL and output.is_contiguous():
                 self.entries.append((id(module), output.clone(), None))
                 return None

@@ -45,13 +45,16 @@ def snapshot(tensor: Tensor, exported: bool = True) -> Tensor:
     """
     # Copy-on-write is for plain strided CPU tensors only: a quantised one crashes the process on
     # read, and a storage that is not resizable, or a tensor that others hold, may be written to
-    # from outside torch (numpy, shared memory, dlpack), which copy-on-write does not see.
+    # from outside torch (numpy, shared memory, dlpack), which copy-on-write does not see. That of
+    # a parameter, of which this may be a view, FSDP frees and resizes, which torch then refuses.
     if LAZY and type(tensor) is Tensor and tensor.is_cpu and not tensor.is_quantized:
         try:
             if tensor.untyped_storage().resizable():
                 if tensor.requires_grad:
-                    return tensor.detach()._lazy_clone()
-                if not exported or (
+                    base = tensor._base
+                    if base is None or not base.is_leaf:
+                        return tensor.detach()._lazy_clone()
+                elif not exported or (
                     tensor._use_count() == 1  # pyright: ignore[reportAttributeAccessIssue] - private
                 ):
                     return tensor._lazy_clone()
