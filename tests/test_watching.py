@@ -331,6 +331,40 @@ def test_a_place_that_cannot_be_written_to_is_told_at_once(tmp_path, to):
             pass
 
 
+class Lists(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.several = nn.ParameterList([nn.Parameter(torch.ones(6, 6)) for _ in range(2)])
+        self.named = nn.ParameterDict({"shift": nn.Parameter(torch.zeros(6))})
+        self.spare = nn.ModuleList([nn.ParameterList([nn.Parameter(torch.ones(6))])])
+
+    def forward(self, x):
+        for weight in self.several:
+            x = x @ weight
+        return (x + self.named["shift"]) * self.spare[0][0]
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_parameters_in_lists_and_dicts_belong_to_the_module_that_holds_them(nested):
+    lists = Lists()
+    model = nn.Sequential(nn.Linear(6, 6), lists) if nested else lists
+    start = "1." if nested else ""
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for where in ("**", "1") if nested else ("**", ""):
+        with hl.watch(model, where, every=1, optimizer=optimizer) as watching:
+            model(batch(0)[0]).sum().backward()
+            expected = {name: p.grad.norm().item() for name, p in lists.named_parameters()}
+            optimizer.step()
+            optimizer.zero_grad()
+        rows = [row.place for row in watching.last.rows if row.kind == "weight_grad"]
+        names = ["several.0", "several.1", "named.shift", "spare.0.0"]
+        own = ["0.weight", "0.bias"] if nested and where == "**" else []
+        assert rows == [*own, *(start + name for name in names)]
+        for name in names:
+            found = watching.last[start + name, "weight_grad"]["norm"]
+            assert found == pytest.approx(expected[name])
+
+
 def test_frozen_parameters_have_no_rows():
     model, optimizer = fresh()
     model.first.requires_grad_(False)

@@ -62,15 +62,19 @@ class Plan:
         self.numbers: dict[Any, int] = {}  # the row of a target's key, or of a parameter
         # The parameters that the model itself holds belong to all of it, too.
         everything = isinstance(where, str) and where == "**"
-        requests = resolve(model, ["" if everything and not model._modules else where])
+        alone = everything and len(_lists_in(model)) == len(list(model.modules())) - 1
+        requests = resolve(model, ["" if alone else where])
         names = first_names(model)
         named = [r.targets[0] for r in requests if r.literal]
         self.literal = [str(target.place_at(names[target.ident])) for target in named]
         order = {ident: n for n, ident in enumerate(names)}
         targets = {t.key: t for request in requests for t in request.targets}
-        if everything:
-            own = [Target(model, "", "value", (), n) for n in model._parameters]
-            targets = {t.key: t for t in own} | targets
+        own = [model] if everything else []
+        whole = [t for t in targets.values() if t.port == "output" and not t.parts]
+        for module in [*own, *(t.module for t in whole if t.operation is None)]:
+            own += _lists_in(module)
+        held = [Target(module, "", "value", (), n) for module in own for n in module._parameters]
+        targets = {t.key: t for t in held} | targets
         seen: set[int] = set()
         for target in sorted(targets.values(), key=lambda target: order[target.ident]):
             path = names[target.ident]
@@ -133,6 +137,15 @@ class Plan:
     def of_kind(self, kind: str) -> list[int]:
         """The numbers of the rows of a kind."""
         return [number for number, row in enumerate(self.rows) if row.kind == kind]
+
+
+def _lists_in(module: nn.Module) -> list[nn.Module]:
+    """The modules in a module that are never called, as lists of parameters, with those in them."""
+    found: list[nn.Module] = []
+    for child in module.children():
+        if type(child).forward is nn.Module.forward and "forward" not in vars(child):
+            found += [child, *_lists_in(child)]
+    return found
 
 
 def _unit(module: nn.Module, tensor: Tensor) -> int:
