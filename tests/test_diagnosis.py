@@ -379,6 +379,41 @@ def test_codes_of_which_nothing_is_learned_have_no_dead_units_and_are_not_consta
     assert watching.findings() == []
 
 
+class Widened(nn.Module):
+    """A shortcut that puts channels of zeros beside those that it is given."""
+
+    def __init__(self, padded):
+        super().__init__()
+        self.padded = padded
+
+    def forward(self, x):
+        if self.padded:
+            return F.pad(x, (0, 0, 0, 0, 4, 4))
+        return torch.cat([x, x * 0], 1)
+
+
+@pytest.mark.parametrize("padded", [True, False])
+def test_channels_of_zeros_that_a_shortcut_adds_are_not_dead(padded):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.act = nn.Conv2d(1, 8, 3), nn.ReLU()
+            self.wide, self.last = Widened(padded), nn.Conv2d(16, 1, 6)
+
+        def forward(self, x):
+            return self.last(self.wide(self.act(self.first(x))))
+
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    with hl.watch(model, every=1, optimizer=optimizer) as watching:
+        for _ in range(6):
+            model(torch.randn(32, 1, 8, 8)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert watching.findings() == []
+
+
 def test_a_gradient_that_vanishes_in_a_branch_is_found_though_the_layer_before_it_has_one():
     class Branched(nn.Module):
         def __init__(self):

@@ -156,6 +156,12 @@ def _unit(module: nn.Module, tensor: Tensor) -> int:
     return -1
 
 
+def _is_padded(tensor: Tensor, module: nn.Module) -> bool:
+    """Whether channels of zeros may have been put beside others, as a shortcut of a ResNet does."""
+    made = "" if tensor.grad_fn is None else tensor.grad_fn.name()
+    return made.startswith(("ConstantPad", "Cat")) and next(module.parameters(), None) is None
+
+
 def _flat(module: nn.Module) -> Flat | None:
     """Between which ends an activation function is not flat; None if it is no such function."""
     if type(module) is nn.Hardtanh:
@@ -217,7 +223,9 @@ class Looking(Context[_LookTap]):
         self.squares: dict[int, float] = {}  # of updates: of the parameter as it was before
         self.spoiled: set[int] = set()  # rows of updates of what was not finite before the step
         self.aliases: dict[int, int] = {}  # rows whose tensor is that of an earlier row
-        self.fixed: set[int] = set()  # rows of outputs of which nothing can be learned
+        self.fixed: set[int] = (
+            set()
+        )  # rows of outputs of which nothing can be learned, or zeros put there
         self.backwards = self.overflows = 0  # and those that a scaler will make nothing of
         self._counts, self._scale, self._alarm = counts, scale, alarm
         self._outputs: list[tuple[int, Moments]] = []
@@ -269,7 +277,9 @@ class Looking(Context[_LookTap]):
         """An output was made."""
         if self._counts():
             number = self.plan.numbers[target.key]
-            if not tensor.requires_grad and torch.is_grad_enabled():
+            if (not tensor.requires_grad and torch.is_grad_enabled()) or _is_padded(
+                tensor, target.module
+            ):
                 self.fixed.add(number)
             found = self._measure("output", tensor, target.module, number)
             if found is not None:
