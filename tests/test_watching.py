@@ -154,6 +154,30 @@ def test_channels_are_the_units_of_images():
     assert watching.last["1", "output"]["dead"] == 0.75
 
 
+@pytest.mark.parametrize("act", [nn.ReLU(), nn.PReLU(8, 0.0), nn.Dropout(0.0)])
+def test_channels_are_the_units_of_activations_behind_a_convolution_over_time(act):
+    model = nn.Sequential(nn.Conv1d(1, 8, 3), act, nn.Conv1d(8, 1, 3))
+    with torch.no_grad():
+        model[0].weight.fill_(1), model[0].bias.zero_()
+        model[0].weight[:6], model[0].bias[:6] = 0, -1.0 * (not isinstance(act, nn.Dropout))
+    with hl.watch(model, every=1) as watching:
+        model(torch.rand(4, 1, 12)).sum().backward()
+        watching.step()
+    assert watching.last["1", "output"]["dead"] == 0.75
+    assert watching.last["0", "grad"]["dead"] == (0 if isinstance(act, nn.Dropout) else 0.75)
+
+
+def test_features_are_the_units_of_activations_behind_a_layer_of_them():
+    model = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 1))
+    with torch.no_grad():
+        model[0].weight.fill_(1), model[0].bias.zero_()
+        model[0].weight[:6], model[0].bias[:6] = 0, -1
+    with hl.watch(model, every=1) as watching:
+        model(torch.rand(4, 8, 5)).sum().backward()
+        watching.step()
+    assert watching.last["1", "output"]["dead"] == 0.75
+
+
 @pytest.mark.parametrize(
     ("act", "low", "high"), [(nn.Tanh(), -0.97, 0.97), (nn.Sigmoid(), 0.03, 0.97),
                              (nn.Hardtanh(-2, 2), -2, 2)]

@@ -148,12 +148,14 @@ def _lists_in(module: nn.Module) -> list[nn.Module]:
     return found
 
 
-def _unit(module: nn.Module, tensor: Tensor) -> int:
-    """Which dimension of an output counts units."""
+def _unit(module: nn.Module, tensor: Tensor, before: tuple[Any, int]) -> int:
+    """Which dimension of an output counts units; with the shape and that of the output before."""
     name = type(module).__name__
     if tensor.ndim >= 4 or (tensor.ndim == 3 and name.startswith(_CHANNELS)):
         return 1
-    return -1
+    # An activation behind a convolution over time: its channels, not its times.
+    plain = isinstance(module, nn.PReLU) or not module._parameters
+    return 1 if plain and tensor.ndim == 3 and before == (tensor.shape, 1) else -1
 
 
 def _is_padded(tensor: Tensor, module: nn.Module) -> bool:
@@ -234,6 +236,8 @@ class Looking(Context[_LookTap]):
         self._shares: dict[int, Moments] = {}  # of gradients that may be gone when it ends
         self._tasks: set[int] = set()  # backwards whose end is waited for
         self._last: dict[str, tuple[Any, int, Moments, int]] = {}
+        self._units: dict[nn.Module, tuple[Any, int]] = {}  # of outputs: shape, and unit dimension
+        self._output: tuple[Any, int] = None, -1  # the same of the last one
         self._before: dict[int, Tensor] = {}
         self._hooks: list[Any] = []
 
@@ -317,10 +321,18 @@ class Looking(Context[_LookTap]):
             if not is_measurable(local(tensor)):
                 return None
             flat = _flat(module) if kind == "output" else None
-            found = moments(tensor, _unit(module, tensor), flat)
+            found = moments(tensor, self._unit(kind, tensor, module), flat)
         if not tensor.is_inference():
             self._last[kind] = weakref.ref(tensor), tensor._version, found, number
         return found
+
+    def _unit(self, kind: str, tensor: Tensor, module: nn.Module) -> int:
+        if kind == "grad":  # of an output that was measured, the same
+            shape, unit = self._units.get(module, (None, -1))
+            return unit if shape == tensor.shape else _unit(module, tensor, (None, -1))
+        unit = _unit(module, tensor, self._output)
+        self._units[module] = self._output = tensor.shape, unit
+        return unit
 
     # -- the end of a backward ------------------------------------------------------------------
 
