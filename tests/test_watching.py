@@ -263,6 +263,22 @@ def test_what_a_block_hands_on_is_measured_once_and_stands_at_both_places():
     assert len(counted) == 6  # three layers, their outputs and gradients
 
 
+def test_small_updates_of_double_precision_are_seen():
+    model = nn.Linear(6, 3).double()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-10)
+    with hl.watch(model, every=1, optimizer=optimizer) as watching:
+        for step in range(4):
+            before = model.weight.detach().clone()
+            model(batch(step)[0].double()).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    update, found = model.weight.detach() - before, watching.last["weight", "update"]
+    assert found["norm"] == pytest.approx(update.norm().item(), rel=1e-5)
+    assert found["ratio"] == pytest.approx((update.norm() / before.norm()).item(), rel=1e-5)
+    assert found["zeros"] == 0
+    assert watching.findings() == []
+
+
 def test_sparse_gradients_are_those_of_the_rows_that_were_used():
     model = nn.Sequential(nn.Embedding(10, 3, sparse=True), nn.Linear(3, 1))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)

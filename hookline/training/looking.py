@@ -127,7 +127,7 @@ class Plan:
     def sample(self, number: int) -> Tensor | None:
         """Some of the elements of the parameter of a row, as they are now, as a copy."""
         tensor = _held(self.parameter(number))
-        return None if tensor is None else sampled(tensor, _UPDATES)
+        return None if tensor is None else sampled(tensor, _UPDATES, exact=True)
 
     def is_sampled(self, number: int) -> bool:
         """Whether only some of the elements of the parameter of a row are compared."""
@@ -392,7 +392,7 @@ class Looking(Context[_LookTap]):
             pairs: dict[int, tuple[Moments, Moments, float]] = {}
             for number, before in self._before.items():
                 tensor = _held(self.plan.parameter(number))
-                after = None if tensor is None else sampled(tensor, _UPDATES)
+                after = None if tensor is None else sampled(tensor, _UPDATES, exact=True)
                 if tensor is not None and after is not None and after.shape == before.shape:
                     share = tensor.numel() / len(before)
                     pairs[number] = moments(after - before), moments(before, most=1), share

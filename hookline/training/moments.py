@@ -265,8 +265,10 @@ def settle(found: Sequence[Moments]) -> None:
 # -- samples --------------------------------------------------------------------------------------
 
 
-def sampled(tensor: Tensor, most: int) -> Tensor:
+def sampled(tensor: Tensor, most: int, exact: bool = False) -> Tensor:
     """Some of the elements, evenly spread over the tensor, as a copy; all of them if they are few.
+
+    They are in single precision, or `exact`, if that is double.
 
     >>> sampled(torch.arange(12.0).reshape(3, 4), 5)
     tensor([0., 3., 6., 9.])
@@ -278,7 +280,8 @@ def sampled(tensor: Tensor, most: int) -> Tensor:
     while step > 1 and count == len(flat) and math.gcd(step, tensor.shape[-1]) > 1:
         step += 1
     picked = flat[::step]
-    return picked.to(torch.float32, copy=True) if picked.dtype != torch.float32 else picked.clone()
+    keep = picked.dtype == torch.float32 or (exact and picked.dtype == torch.float64)
+    return picked.clone() if keep else picked.to(torch.float32, copy=True)
 
 
 def _thinned(sample: Tensor, share: float) -> Tensor:
