@@ -379,6 +379,45 @@ def test_codes_of_which_nothing_is_learned_have_no_dead_units_and_are_not_consta
     assert watching.findings() == []
 
 
+class Learned(nn.Module):
+    def __init__(self, plain):
+        super().__init__()
+        self.value, self.plain = nn.Parameter(torch.full((1, 8), 0.5)), plain
+
+    def forward(self, x=None):
+        return self.value if self.plain else self.value.exp().expand(len(x), 8)
+
+
+def test_a_module_that_gives_a_parameter_is_no_constant_output():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(64, 8), nn.Linear(8, 10)
+            self.token, self.scale = Learned(plain=False), Learned(plain=True)
+
+        def forward(self, x):
+            return self.last((self.first(x) + self.token(x)) * self.scale() * self.scale())
+
+    watching, _ = train(Net(), 20, every=2)
+    assert watching.last["token", "output"]["spread"] == 0
+    assert watching.last["scale", "output"]["spread"] == 0
+    assert watching.findings() == []
+
+
+def test_a_layer_of_the_users_that_ignores_its_input_is_found():
+    class Linear(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(8, 64))
+
+        def forward(self, x):
+            return (x * 0) @ self.weight.t() + 1
+
+    model = nn.Sequential(Linear(), nn.Linear(8, 10))
+    watching, _ = train(model, 20, every=2)
+    assert ("constant output", "0") in [(f.kind, f.place) for f in watching.findings()]
+
+
 class Widened(nn.Module):
     """A shortcut that puts channels of zeros beside those that it is given."""
 

@@ -158,10 +158,30 @@ def _unit(module: nn.Module, tensor: Tensor, before: tuple[Any, int]) -> int:
     return 1 if plain and tensor.ndim == 3 and before == (tensor.shape, 1) else -1
 
 
-def _is_padded(tensor: Tensor, module: nn.Module) -> bool:
-    """Whether channels of zeros may have been put beside others, as a shortcut of a ResNet does."""
+def _is_fixed(tensor: Tensor, module: nn.Module) -> bool:
+    """Whether an output may be zero, or the same for every input, because it was made so."""
+    if not tensor.requires_grad:
+        return torch.is_grad_enabled()
     made = "" if tensor.grad_fn is None else tensor.grad_fn.name()
-    return made.startswith(("ConstantPad", "Cat")) and next(module.parameters(), None) is None
+    if made.startswith(("ConstantPad", "Cat")) and next(module.parameters(), None) is None:
+        return True  # zeros were put beside others, as by a shortcut of a ResNet
+    return bool(module._parameters) and _is_learned(tensor)
+
+
+def _is_learned(tensor: Tensor) -> bool:
+    """Whether it is made of a few parameters and nothing else, as a token for the class is."""
+    if tensor.grad_fn is None:
+        return isinstance(tensor, nn.Parameter)
+    nodes: list[Any] = [tensor.grad_fn]
+    for _ in range(8):
+        node = nodes.pop()
+        inner = getattr(node, "next_functions", ())  # of a tensor without a gradient: None
+        if not inner and not isinstance(getattr(node, "variable", None), nn.Parameter):
+            return False
+        nodes += [one for one, _ in inner]
+        if not nodes:
+            return True
+    return False
 
 
 def _flat(module: nn.Module) -> Flat | None:
@@ -225,9 +245,7 @@ class Looking(Context[_LookTap]):
         self.squares: dict[int, float] = {}  # of updates: of the parameter as it was before
         self.spoiled: set[int] = set()  # rows of updates of what was not finite before the step
         self.aliases: dict[int, int] = {}  # rows whose tensor is that of an earlier row
-        self.fixed: set[int] = (
-            set()
-        )  # rows of outputs of which nothing can be learned, or zeros put there
+        self.fixed: set[int] = set()  # rows of outputs that are what they are by design
         self.backwards = self.overflows = 0  # and those that a scaler will make nothing of
         self._counts, self._scale, self._alarm = counts, scale, alarm
         self._outputs: list[tuple[int, Moments]] = []
@@ -281,9 +299,7 @@ class Looking(Context[_LookTap]):
         """An output was made."""
         if self._counts():
             number = self.plan.numbers[target.key]
-            if (not tensor.requires_grad and torch.is_grad_enabled()) or _is_padded(
-                tensor, target.module
-            ):
+            if _is_fixed(tensor, target.module):
                 self.fixed.add(number)
             found = self._measure("output", tensor, target.module, number)
             if found is not None:
