@@ -7,6 +7,7 @@ import shutil
 import struct
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -123,6 +124,21 @@ def test_a_later_start_counts_from_its_first_step_on(tmp_path):
     assert run.scalars("loss")[0].tolist() == [0, 50, 60]
     assert [b.step for b in run.histograms("h.0")] == [0, 50, 100, 140]
     assert run.histogram("h.0").counts[0] == 7
+
+
+def test_findings_at_steps_that_a_later_start_has_measured_anew_are_left_out(tmp_path):
+    with RunWriter(tmp_path, ROWS) as writer:
+        for step in (0, 50, 100):
+            writer.values(step, values(step))
+            writer.finding(replace(FINDING, step=step))
+    run = Run(tmp_path)
+    assert [finding.step for finding in run.findings()] == [0, 50, 100]
+    with RunWriter(tmp_path, ROWS) as writer:  # gone on with, from a checkpoint, and well
+        run.refresh()
+        assert [finding.step for finding in run.findings()] == [0, 50, 100]
+        writer.values(50, values(50))
+        run.refresh()
+        assert [finding.step for finding in run.findings()] == [0]
 
 
 def test_a_step_that_is_written_twice_counts_as_it_was_last(tmp_path):

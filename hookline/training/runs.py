@@ -304,8 +304,12 @@ class Run:
         return [found[step] for step in sorted(found)]
 
     def findings(self) -> list[Finding]:
-        """What was noticed, in the order of its being written."""
-        return Findings(one for n in self.segments for one in self._segments[n].findings)
+        """What was noticed, in the order of its being written.
+
+        What an earlier start noticed at steps that a later one has measured anew is left out.
+        """
+        ends = self._ends()
+        return Findings(one for s, end in ends for one in s.findings if one.step < end)
 
     # -- inside ---------------------------------------------------------------------------------
 
@@ -314,11 +318,15 @@ class Run:
 
     def _kept(self) -> list[tuple[_Segment, npt.NDArray[np.bool_]]]:
         """The segments in order, and which of their records no later start replaces."""
-        found: list[tuple[_Segment, npt.NDArray[np.bool_]]] = []
+        return [(s, (s.steps >= 0) & (s.steps < end)) for s, end in self._ends()]
+
+    def _ends(self) -> list[tuple[_Segment, int]]:
+        """The segments in order, and the first step of each that a later start replaces."""
+        found: list[tuple[_Segment, int]] = []
         end = np.iinfo(np.int64).max
         for segment in self._latest_first():
+            found.append((segment, end))
             good = segment.steps >= 0
-            found.append((segment, good & (segment.steps < end)))
             if good.any():
                 end = min(end, int(segment.steps[good].min()))
         return found[::-1]
