@@ -32,12 +32,14 @@ if TYPE_CHECKING:
 __all__ = ["Diagnosis"]
 
 PATIENCE = 3  # measured steps in a row
+SPAN = 5  # steps, if all are measured: layers that begin with zeros come to life one by one
 EXAMPLES = 500  # values that a unit must have been zero for, to be called dead
 DEAD = 0.4  # of the units of a layer
 OFTEN = 0.05  # of the values of the others: else the units of a layer are active rarely by design
 SATURATED = 0.6  # of the values
 LEAP = 100  # times the gradients of the steps before
 STILL = 1e-4  # of the update ratio of the other layers
+MUCH = 0.01  # an update ratio; that of layers that began with zeros is far larger at first
 ROUNDING = 1e-7  # an update ratio at which float32 loses most of an update: the training is over
 STUCK = 0.99  # of the values of every layer, which no step has changed so far
 CONSTANT = 1e-6  # of the largest value
@@ -51,7 +53,7 @@ class Diagnosis:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.rows = plan.rows
-        self._streaks: dict[tuple[str, int], int] = {}
+        self._streaks: dict[tuple[str, int], tuple[int, int]] = {}  # how many, and since which step
         self._told: set[tuple[str, int]] = set()
         self._silences: dict[int, Silence] = {}  # units that are zero
         self._totals: list[float] = []
@@ -92,12 +94,16 @@ class Diagnosis:
         """Of the rows where something was found, those where it has lasted, and was not told."""
         found = set(found)
         for number in among:
-            key = kind, number
-            self._streaks[key] = self._streaks.get(key, 0) + 1 if number in found else 0
-        lasting = [n for n in sorted(found) if self._streaks[kind, n] >= PATIENCE and not wait]
+            count, since = self._streaks.get((kind, number), (0, 0))
+            since = since if count else self._step
+            self._streaks[kind, number] = (count + 1 if number in found else 0), since
+        lasting = [n for n in sorted(found) if not wait and self._lasts(*self._streaks[kind, n])]
         new = [n for n in lasting if (kind, n) not in self._told]
         self._told |= {(kind, n) for n in new}
         return new
+
+    def _lasts(self, count: int, since: int) -> bool:
+        return count >= PATIENCE and self._step - since >= SPAN - 1
 
     def _finding(
         self,
@@ -323,7 +329,8 @@ class Diagnosis:
         }  # fmt: skip
         moving = [ratio for ratio in ratios.values() if ratio > 0]
         usual = median(moving) if moving else 0.0
-        still = [n for n, ratio in ratios.items() if ratio < STILL * usual and usual > ROUNDING]
+        least = STILL * min(usual, MUCH) if usual > ROUNDING else 0.0
+        still = [n for n, ratio in ratios.items() if ratio < least]
         dense = [n for n in ratios if self._is_dense(n, grads[self.rows[n].place])]
         few = [n for n in still if n not in dense and self.plan.is_sampled(n)]
         resting = self._resting([self.rows[n].place for n in few])

@@ -163,6 +163,8 @@ def _is_fixed(tensor: Tensor, module: nn.Module) -> bool:
     if not tensor.requires_grad:
         return torch.is_grad_enabled()
     made = "" if tensor.grad_fn is None else tensor.grad_fn.name()
+    if made.startswith("Softmax"):
+        return True  # of what is masked, as keys that pad, it gives zeros
     if made.startswith(("ConstantPad", "Cat")) and next(module.parameters(), None) is None:
         return True  # zeros were put beside others, as by a shortcut of a ResNet
     return bool(module._parameters) and _is_learned(tensor)
