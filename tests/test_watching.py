@@ -613,6 +613,20 @@ def test_a_training_that_is_gone_on_with_has_the_numbers_of_its_steps(tmp_path):
     assert run.steps().tolist() == [0, 2, 4, 6, 8]
 
 
+def test_steps_may_be_numbers_of_numpy(tmp_path):
+    model, optimizer = fresh()
+    options = {"every": np.int64(2), "start": np.int64(4), "optimizer": optimizer}
+    to = [tmp_path / "run", tmp_path / "run.jsonl"]
+    with hl.watch(model, to=to, **options) as watching:
+        watching.log(np.int64(3), loss=np.float32(1.5))
+        train(model, optimizer, 3)
+    assert watching.steps == 7
+    run = hl.Run(tmp_path / "run")
+    assert run.steps().tolist() == [4, 6]
+    assert run.scalars("loss")[0].tolist() == [3]
+    assert json.loads((tmp_path / "run.jsonl").read_text().splitlines()[0])["step"] == 3
+
+
 def test_no_step_at_all_is_warned_of():
     model, _ = fresh()
     with pytest.warns(hl.HooklineWarning, match=r"saw no step.*step\(\)"), hl.watch(model):
@@ -945,6 +959,7 @@ def test_an_error_of_the_users_function_is_the_users():
         ({"every": 0}, hl.PlaceError, "every=0"),
         ({"every": 1.5}, hl.PlaceError, "every=1.5"),
         ({"every": "5"}, hl.PlaceError, "every='5'"),
+        ({"start": 4.0}, hl.PlaceError, "start=4.0"),
         ({"optimizer": 3}, hl.PlaceError, r"optimizer=3.*watching\.step\(\)"),
         ({"kinds": "gradient"}, hl.PlaceError, "kind 'gradient'"),
         ({"ranks": "some"}, hl.PlaceError, "ranks='some'"),
