@@ -212,7 +212,8 @@ class Diagnosis:
         total = math.sqrt(sum(self._found(n).square for n in rows))
         if not total:  # of a loss that is not yet there, nothing can be a multiple
             return []
-        before, self._totals = self._totals, [*self._totals, total]
+        before = self._totals
+        self._totals = [*before[:5], *before[5:][-9:], total]  # the first and the last
         if len(before) < PATIENCE or (kind, -1) in self._told:
             return []
         first, recent = median(before[:5]), median(before[-10:])
