@@ -11,8 +11,9 @@ show; `docs/watching.md` lists them.
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
+from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -24,7 +25,7 @@ from hookline.training.findings import Finding, Severity
 from hookline.training.looking import Looking, Plan
 from hookline.training.moments import Moments
 from hookline.training.run_files import STATISTICS
-from hookline.training.silences import Silence
+from hookline.training.silences import Silence, Streaks
 
 if TYPE_CHECKING:
     from hookline.training.writers import Measured
@@ -53,7 +54,7 @@ class Diagnosis:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.rows = plan.rows
-        self._streaks: dict[tuple[str, int], tuple[int, int]] = {}  # how many, and since which step
+        self._streaks = defaultdict[str, Streaks](partial(Streaks, PATIENCE, SPAN))  # by kind
         self._told: set[tuple[str, int]] = set()
         self._silences: dict[int, Silence] = {}  # units that are zero
         self._totals: list[float] = []
@@ -92,18 +93,10 @@ class Diagnosis:
         self, kind: str, found: Iterable[int], among: Iterable[int], wait: bool = False
     ) -> list[int]:
         """Of the rows where something was found, those where it has lasted, and was not told."""
-        found = set(found)
-        for number in among:
-            count, since = self._streaks.get((kind, number), (0, 0))
-            since = since if count else self._step
-            self._streaks[kind, number] = (count + 1 if number in found else 0), since
-        lasting = [n for n in sorted(found) if not wait and self._lasts(*self._streaks[kind, n])]
-        new = [n for n in lasting if (kind, n) not in self._told]
+        lasting = self._streaks[kind].go_on(self._step, set(found), among)
+        new = [n for n in lasting if not wait and (kind, n) not in self._told]
         self._told |= {(kind, n) for n in new}
         return new
-
-    def _lasts(self, count: int, since: int) -> bool:
-        return count >= PATIENCE and self._step - since >= SPAN - 1
 
     def _finding(
         self,
@@ -212,8 +205,7 @@ class Diagnosis:
         total = math.sqrt(sum(self._found(n).square for n in rows))
         if not total:  # of a loss that is not yet there, nothing can be a multiple
             return []
-        before = self._totals
-        self._totals = [*before[:5], *before[5:][-9:], total]  # the first and the last
+        before, self._totals = self._totals, [*self._totals[:5], *self._totals[5:][-9:], total]
         if len(before) < PATIENCE or (kind, -1) in self._told:
             return []
         first, recent = median(before[:5]), median(before[-10:])

@@ -26,7 +26,8 @@ from hookline.core.taps import KEEP, Frame, Tap
 from hookline.errors import PlaceError
 from hookline.places.resolution import Place, Request, Target, Where, resolve
 from hookline.places.tree import join
-from hookline.training.moments import Flat, Moments, is_measurable, moments, sampled, settle
+from hookline.training.moments import Moments, is_measurable, moments, sampled, settle
+from hookline.training.outputs import ends_of, is_fixed, unit_of
 from hookline.training.run_files import ROW_KINDS, Row
 from hookline.values.nested import leaves
 from hookline.values.shards import local
@@ -35,11 +36,6 @@ __all__ = ["Looking", "Plan", "at_end"]
 
 _UPDATES = 4096  # elements of a parameter that are compared before and after a step
 _OVERFLOWS = 20  # more than a scaler needs to come down from where it begins
-_FLAT: dict[str, Flat] = {
-    "Tanh": (-0.97, 0.97), "Softsign": (-0.97, 0.97), "Sigmoid": (0.03, 0.97),
-    "Hardsigmoid": (0.0, 1.0),
-}  # fmt: skip
-_CHANNELS = ("Conv", "BatchNorm", "InstanceNorm", "GroupNorm", "Pool", "Dropout1d", "Dropout2d")
 _engine: Any = cast(Any, torch.autograd.Variable)._execution_engine
 
 
@@ -146,51 +142,6 @@ def _lists_in(module: nn.Module) -> list[nn.Module]:
         if type(child).forward is nn.Module.forward and "forward" not in vars(child):
             found += [child, *_lists_in(child)]
     return found
-
-
-def _unit(module: nn.Module, tensor: Tensor, before: tuple[Any, int]) -> int:
-    """Which dimension of an output counts units; with the shape and that of the output before."""
-    name = type(module).__name__
-    if tensor.ndim >= 4 or (tensor.ndim == 3 and name.startswith(_CHANNELS)):
-        return 1
-    # An activation behind a convolution over time: its channels, not its times.
-    plain = isinstance(module, nn.PReLU) or not module._parameters
-    return 1 if plain and tensor.ndim == 3 and before == (tensor.shape, 1) else -1
-
-
-def _is_fixed(tensor: Tensor, module: nn.Module) -> bool:
-    """Whether an output may be zero, or the same for every input, because it was made so."""
-    if not tensor.requires_grad:
-        return torch.is_grad_enabled()
-    made = "" if tensor.grad_fn is None else tensor.grad_fn.name()
-    if made.startswith("Softmax"):
-        return True  # of what is masked, as keys that pad, it gives zeros
-    if made.startswith(("ConstantPad", "Cat")) and next(module.parameters(), None) is None:
-        return True  # zeros were put beside others, as by a shortcut of a ResNet
-    return bool(module._parameters) and _is_learned(tensor)
-
-
-def _is_learned(tensor: Tensor) -> bool:
-    """Whether it is made of a few parameters and nothing else, as a token for the class is."""
-    if tensor.grad_fn is None:
-        return isinstance(tensor, nn.Parameter)
-    nodes: list[Any] = [tensor.grad_fn]
-    for _ in range(8):
-        node = nodes.pop()
-        inner = getattr(node, "next_functions", ())  # of a tensor without a gradient: None
-        if not inner and not isinstance(getattr(node, "variable", None), nn.Parameter):
-            return False
-        nodes += [one for one, _ in inner]
-        if not nodes:
-            return True
-    return False
-
-
-def _flat(module: nn.Module) -> Flat | None:
-    """Between which ends an activation function is not flat; None if it is no such function."""
-    if type(module) is nn.Hardtanh:
-        return module.min_val, module.max_val
-    return _FLAT.get(type(module).__name__)
 
 
 def _first(value: Any) -> Tensor | None:
@@ -301,7 +252,7 @@ class Looking(Context[_LookTap]):
         """An output was made."""
         if self._counts():
             number = self.plan.numbers[target.key]
-            if _is_fixed(tensor, target.module):
+            if is_fixed(tensor, target.module):
                 self.fixed.add(number)
             found = self._measure("output", tensor, target.module, number)
             if found is not None:
@@ -338,7 +289,7 @@ class Looking(Context[_LookTap]):
         with torch.no_grad():
             if not is_measurable(local(tensor)):
                 return None
-            flat = _flat(module) if kind == "output" else None
+            flat = ends_of(module) if kind == "output" else None
             found = moments(tensor, self._unit(kind, tensor, module), flat)
         if not tensor.is_inference():
             self._last[kind] = weakref.ref(tensor), tensor._version, found, number
@@ -347,8 +298,8 @@ class Looking(Context[_LookTap]):
     def _unit(self, kind: str, tensor: Tensor, module: nn.Module) -> int:
         if kind == "grad":  # of an output that was measured, the same
             shape, unit = self._units.get(module, (None, -1))
-            return unit if shape == tensor.shape else _unit(module, tensor, (None, -1))
-        unit = _unit(module, tensor, self._output)
+            return unit if shape == tensor.shape else unit_of(module, tensor, (None, -1))
+        unit = unit_of(module, tensor, self._output)
         self._units[module] = self._output = tensor.shape, unit
         return unit
 
