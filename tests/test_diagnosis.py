@@ -171,6 +171,56 @@ def test_layers_that_begin_with_zeros_are_no_finding():
     assert watching.findings() == []
 
 
+def test_layers_of_zeros_behind_one_another_are_no_finding_while_the_rate_is_warmed_up():
+    class Zeroed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.branch = nn.Linear(64, 32), nn.Linear(32, 32)
+            self.inner, self.last = nn.Linear(32, 32), nn.Linear(32, 10)
+            for layer in (self.inner, self.last):
+                nn.init.zeros_(layer.weight)
+                nn.init.zeros_(layer.bias)
+
+        def forward(self, x):
+            x = self.first(x)
+            return self.last(x + self.inner(F.gelu(self.branch(x))))
+
+    torch.manual_seed(0)
+    model = Zeroed()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-4)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, step / 50))
+    with hl.watch(model, every=1, optimizer=optimizer) as watching:
+        for step in range(20):
+            F.cross_entropy(model(X[step * 64 :][:64]), Y[step * 64 :][:64]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+    assert watching.findings() == []
+
+
+def test_keys_that_pad_are_not_dead_units_of_a_softmax():
+    class Patterns(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.query = nn.Linear(8, 8)
+
+        def forward(self, x):
+            scores = self.query(x) @ x.transpose(1, 2)
+            return scores.masked_fill(torch.arange(8) >= 4, -torch.inf).softmax(-1)
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.patterns, self.last = Patterns(), nn.Linear(8, 10)
+
+        def forward(self, x):
+            return self.last((self.patterns(x) @ x).mean(1))
+
+    watching, _ = train(Net(), 20, every=2, shape=(8, 8))
+    assert watching.last["patterns", "output"]["dead"] == 0.5
+    assert watching.findings() == []
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("every", [1, 10])
 def test_a_healthy_bert_of_one_segment_has_no_finding(every):
@@ -379,6 +429,80 @@ def test_codes_of_which_nothing_is_learned_have_no_dead_units_and_are_not_consta
     assert watching.findings() == []
 
 
+class Learned(nn.Module):
+    def __init__(self, plain):
+        super().__init__()
+        self.value, self.plain = nn.Parameter(torch.full((1, 8), 0.5)), plain
+
+    def forward(self, x=None):
+        return self.value if self.plain else self.value.exp().expand(len(x), 8)
+
+
+def test_a_module_that_gives_a_parameter_is_no_constant_output():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(64, 8), nn.Linear(8, 10)
+            self.token, self.scale = Learned(plain=False), Learned(plain=True)
+
+        def forward(self, x):
+            return self.last((self.first(x) + self.token(x)) * self.scale() * self.scale())
+
+    watching, _ = train(Net(), 20, every=2)
+    assert watching.last["token", "output"]["spread"] == 0
+    assert watching.last["scale", "output"]["spread"] == 0
+    assert watching.findings() == []
+
+
+def test_a_layer_of_the_users_that_ignores_its_input_is_found():
+    class Linear(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(8, 64))
+
+        def forward(self, x):
+            return (x * 0) @ self.weight.t() + 1
+
+    model = nn.Sequential(Linear(), nn.Linear(8, 10))
+    watching, _ = train(model, 20, every=2)
+    assert ("constant output", "0") in [(f.kind, f.place) for f in watching.findings()]
+
+
+class Widened(nn.Module):
+    """A shortcut that puts channels of zeros beside those that it is given."""
+
+    def __init__(self, padded):
+        super().__init__()
+        self.padded = padded
+
+    def forward(self, x):
+        if self.padded:
+            return F.pad(x, (0, 0, 0, 0, 4, 4))
+        return torch.cat([x, x * 0], 1)
+
+
+@pytest.mark.parametrize("padded", [True, False])
+def test_channels_of_zeros_that_a_shortcut_adds_are_not_dead(padded):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.act = nn.Conv2d(1, 8, 3), nn.ReLU()
+            self.wide, self.last = Widened(padded), nn.Conv2d(16, 1, 6)
+
+        def forward(self, x):
+            return self.last(self.wide(self.act(self.first(x))))
+
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    with hl.watch(model, every=1, optimizer=optimizer) as watching:
+        for _ in range(6):
+            model(torch.randn(32, 1, 8, 8)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert watching.findings() == []
+
+
 def test_a_gradient_that_vanishes_in_a_branch_is_found_though_the_layer_before_it_has_one():
     class Branched(nn.Module):
         def __init__(self):
@@ -461,7 +585,7 @@ def test_a_gradient_that_explodes_on_its_way_is_found():
         layers += [nn.Linear(64, 64), nn.Tanh()]
         nn.init.normal_(layers[-2].weight, std=2.5 / 8)
     model = nn.Sequential(*layers, nn.Linear(64, 10))
-    watching, _ = train(model, 4, torch.optim.SGD(model.parameters(), 1e-5), every=1, size=16)
+    watching, _ = train(model, 6, torch.optim.SGD(model.parameters(), 1e-5), every=1, size=16)
     finding = one(watching, "exploding gradient")
     assert int(finding.place.split(".")[0]) < 60  # of 180
     assert finding.evidence["relative"] > 1e3

@@ -154,6 +154,38 @@ def test_a_merged_sample_does_not_grow_for_ever():
     assert len(found.sample) <= 8192
 
 
+def test_a_merged_sample_has_its_share_of_every_part():
+    sizes = [100, 100, 300, *[100] * 40]
+    parts = [torch.full((size, 100), float(n)) for n, size in enumerate(sizes)]
+    found = moments(parts[0])
+    for part in parts[1:]:
+        found = found.merged(moments(part))
+    counts = torch.bincount(found.sample.long(), minlength=len(sizes))
+    shares = counts / counts.sum() * sum(sizes)
+    assert torch.allclose(shares, torch.tensor(sizes).float(), rtol=0.1)
+
+
+def test_a_merged_sample_meets_every_column_alike():
+    part = torch.arange(16.0).expand(64, 16).contiguous()
+    found = moments(part)
+    for _ in range(63):
+        found = found.merged(moments(part))
+    counts = torch.bincount(found.sample.long(), minlength=16)
+    assert counts.max() < 1.3 * counts.min()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dense", [True, False])
+def test_large_tensors_are_measured_exactly(dtype, dense):
+    torch.manual_seed(0)
+    for mean, std in ((0, 0.02), (5, 1), (3, 0.1), (30, 1)):
+        x = (torch.randn(1025, 2048) * std + mean).to(dtype)
+        x = x if dense else x[:, :2000]
+        values, expected = named(moments(x)), x.double()
+        assert values["norm"] == pytest.approx(expected.norm().item(), rel=1e-6)
+        assert values["std"] == pytest.approx(expected.std(correction=0).item(), rel=1e-3)
+
+
 def test_scaling_and_growing():
     x = torch.randn(6, 7).relu()
     check(moments(x).scaled(0.125), x * 0.125)

@@ -408,6 +408,26 @@ def test_a_layer_that_never_ran_is_hatched_and_said_to_be_not_measured(tab, tmp_
     assert (pixels[46:64, 3] == 0).any()  # the page itself, between lines
 
 
+def test_the_numbers_of_a_place_are_those_of_one_step_and_it_is_named(tab, tmp_path):
+    with RunWriter(tmp_path / "run", [Row(name, "output") for name in "ab"]) as writer:
+        for step in range(4):
+            values = np.full((2, len(STATISTICS)), step + 0.5)
+            if step > 1:  # of the first nothing is finite any more, the second did not run
+                values[:] = np.nan
+                values[0, STATISTICS.index("nonfinite")] = 1
+            writer.values(step, values)
+    visit(tab, hl.report(tmp_path / "run", tmp_path / "run.html"), "#place=a")
+    tab.wait_for_selector(".statistics")
+    cells = ".statistics div:has(dt:text-is('{}')) dd"
+    told = [tab.locator(cells.format(name)).inner_text() for name in ("mean", "zeros", "nonfinite")]
+    assert told == ["–", "–", "100 %"]
+    assert tab.locator(".note").last.inner_text() == "The numbers are those of step 3."
+    visit(tab, tmp_path / "run.html", "#place=b")
+    tab.wait_for_selector("h1:text-is('b')")
+    assert tab.locator(cells.format("mean")).inner_text() == "1.5"
+    assert tab.locator(".note").last.inner_text() == "The numbers are those of step 1."
+
+
 def test_the_axes_of_a_curve_tell_close_numbers_apart_and_have_whole_steps(tab, tmp_path):
     with RunWriter(tmp_path / "run", ROWS, model="Net") as writer:
         for step in range(4):

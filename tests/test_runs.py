@@ -7,6 +7,7 @@ import shutil
 import struct
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 
 import hookline as hl
 from hookline import Finding, NotCaptured, Run, RunError
+from hookline.pages.run_tables import RunTable
 from hookline.training.run_files import STATISTICS, Row
 from hookline.training.run_writing import Bins, RunWriter
 
@@ -124,6 +126,21 @@ def test_a_later_start_counts_from_its_first_step_on(tmp_path):
     assert run.histogram("h.0").counts[0] == 7
 
 
+def test_findings_at_steps_that_a_later_start_has_measured_anew_are_left_out(tmp_path):
+    with RunWriter(tmp_path, ROWS) as writer:
+        for step in (0, 50, 100):
+            writer.values(step, values(step))
+            writer.finding(replace(FINDING, step=step))
+    run = Run(tmp_path)
+    assert [finding.step for finding in run.findings()] == [0, 50, 100]
+    with RunWriter(tmp_path, ROWS) as writer:  # gone on with, from a checkpoint, and well
+        run.refresh()
+        assert [finding.step for finding in run.findings()] == [0, 50, 100]
+        writer.values(50, values(50))
+        run.refresh()
+        assert [finding.step for finding in run.findings()] == [0]
+
+
 def test_a_step_that_is_written_twice_counts_as_it_was_last(tmp_path):
     with RunWriter(tmp_path, ROWS[:1]) as writer:
         writer.values(5, [[1.0] * 10])
@@ -159,6 +176,31 @@ def test_a_reader_follows_a_writer(tmp_path):
         other.values(2, values(2))
     assert run.refresh()
     assert run.steps().tolist() == [0, 1, 2]
+
+
+def test_a_reader_follows_a_run_that_was_deleted_and_begun_anew(tmp_path):
+    folder = tmp_path / "run"
+    write(folder, (0, 50, 100))
+    write(folder, (150, 200))
+    run = Run(folder)
+    table = RunTable(run, 60)
+    shutil.rmtree(folder)
+    assert not run.refresh()
+    assert run.steps().tolist() == [0, 50, 100, 150, 200]  # what was read of it
+    with RunWriter(folder, ROWS) as writer:
+        writer.values(7, -values(7))
+        writer.scalar(7, "loss", 3.0)
+        assert run.refresh()
+        assert run.segments == [0]
+        assert run.steps().tolist() == [7]
+        assert run.series("h.0", "output", "std")[1].tolist() == [-7001]
+        assert run.scalars("loss")[0].tolist() == [7]
+        table.refresh()
+        assert table.steps.tolist() == [7]
+        writer.values(8, -values(8))
+        assert run.refresh()
+        assert not run.refresh()
+        assert run.steps().tolist() == [7, 8]
 
 
 @pytest.mark.parametrize("ending", ["values", "histograms", "scalars.jsonl", "findings.jsonl"])
@@ -315,7 +357,8 @@ def test_a_large_hole_is_read_in_little_memory(tmp_path):
 def test_a_head_that_changes_while_it_is_read_is_refused(tmp_path):
     writer = RunWriter(tmp_path, ROWS)
     run = Run(tmp_path)
-    (tmp_path / "00000.json").write_text(json.dumps(HEAD))
+    head = HEAD | {"started": run.head.started}  # else it would be that of another start
+    (tmp_path / "00000.json").write_text(json.dumps(head))
     writer.values(0, values(0))
     with pytest.raises(RunError, match="changed"):
         run.refresh()

@@ -154,6 +154,30 @@ def test_channels_are_the_units_of_images():
     assert watching.last["1", "output"]["dead"] == 0.75
 
 
+@pytest.mark.parametrize("act", [nn.ReLU(), nn.PReLU(8, 0.0), nn.Dropout(0.0)])
+def test_channels_are_the_units_of_activations_behind_a_convolution_over_time(act):
+    model = nn.Sequential(nn.Conv1d(1, 8, 3), act, nn.Conv1d(8, 1, 3))
+    with torch.no_grad():
+        model[0].weight.fill_(1), model[0].bias.zero_()
+        model[0].weight[:6], model[0].bias[:6] = 0, -1.0 * (not isinstance(act, nn.Dropout))
+    with hl.watch(model, every=1) as watching:
+        model(torch.rand(4, 1, 12)).sum().backward()
+        watching.step()
+    assert watching.last["1", "output"]["dead"] == 0.75
+    assert watching.last["0", "grad"]["dead"] == (0 if isinstance(act, nn.Dropout) else 0.75)
+
+
+def test_features_are_the_units_of_activations_behind_a_layer_of_them():
+    model = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 1))
+    with torch.no_grad():
+        model[0].weight.fill_(1), model[0].bias.zero_()
+        model[0].weight[:6], model[0].bias[:6] = 0, -1
+    with hl.watch(model, every=1) as watching:
+        model(torch.rand(4, 8, 5)).sum().backward()
+        watching.step()
+    assert watching.last["1", "output"]["dead"] == 0.75
+
+
 @pytest.mark.parametrize(
     ("act", "low", "high"), [(nn.Tanh(), -0.97, 0.97), (nn.Sigmoid(), 0.03, 0.97),
                              (nn.Hardtanh(-2, 2), -2, 2)]
@@ -237,6 +261,22 @@ def test_what_a_block_hands_on_is_measured_once_and_stands_at_both_places():
         assert one == pytest.approx(other, rel=0, nan_ok=True)
     assert watching.last["0", "grad"]["norm"] > 0
     assert len(counted) == 6  # three layers, their outputs and gradients
+
+
+def test_small_updates_of_double_precision_are_seen():
+    model = nn.Linear(6, 3).double()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-10)
+    with hl.watch(model, every=1, optimizer=optimizer) as watching:
+        for step in range(4):
+            before = model.weight.detach().clone()
+            model(batch(step)[0].double()).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    update, found = model.weight.detach() - before, watching.last["weight", "update"]
+    assert found["norm"] == pytest.approx(update.norm().item(), rel=1e-5)
+    assert found["ratio"] == pytest.approx((update.norm() / before.norm()).item(), rel=1e-5)
+    assert found["zeros"] == 0
+    assert watching.findings() == []
 
 
 def test_sparse_gradients_are_those_of_the_rows_that_were_used():
@@ -350,6 +390,40 @@ def test_a_place_that_cannot_be_written_to_is_told_at_once(tmp_path, to):
     with pytest.raises(hl.RunError, match=r"to be written to .*Name a"):
         with hl.watch(nn.Linear(2, 1), to=tmp_path / to):
             pass
+
+
+class Lists(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.several = nn.ParameterList([nn.Parameter(torch.ones(6, 6)) for _ in range(2)])
+        self.named = nn.ParameterDict({"shift": nn.Parameter(torch.zeros(6))})
+        self.spare = nn.ModuleList([nn.ParameterList([nn.Parameter(torch.ones(6))])])
+
+    def forward(self, x):
+        for weight in self.several:
+            x = x @ weight
+        return (x + self.named["shift"]) * self.spare[0][0]
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_parameters_in_lists_and_dicts_belong_to_the_module_that_holds_them(nested):
+    lists = Lists()
+    model = nn.Sequential(nn.Linear(6, 6), lists) if nested else lists
+    start = "1." if nested else ""
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for where in ("**", "1") if nested else ("**", ""):
+        with hl.watch(model, where, every=1, optimizer=optimizer) as watching:
+            model(batch(0)[0]).sum().backward()
+            expected = {name: p.grad.norm().item() for name, p in lists.named_parameters()}
+            optimizer.step()
+            optimizer.zero_grad()
+        rows = [row.place for row in watching.last.rows if row.kind == "weight_grad"]
+        names = ["several.0", "several.1", "named.shift", "spare.0.0"]
+        own = ["0.weight", "0.bias"] if nested and where == "**" else []
+        assert rows == [*own, *(start + name for name in names)]
+        for name in names:
+            found = watching.last[start + name, "weight_grad"]["norm"]
+            assert found == pytest.approx(expected[name])
 
 
 def test_frozen_parameters_have_no_rows():
@@ -558,6 +632,20 @@ def test_a_training_that_is_gone_on_with_has_the_numbers_of_its_steps(tmp_path):
     run = hl.Run(tmp_path)
     assert run.segments == [0, 1]
     assert run.steps().tolist() == [0, 2, 4, 6, 8]
+
+
+def test_steps_may_be_numbers_of_numpy(tmp_path):
+    model, optimizer = fresh()
+    options = {"every": np.int64(2), "start": np.int64(4), "optimizer": optimizer}
+    to = [tmp_path / "run", tmp_path / "run.jsonl"]
+    with hl.watch(model, to=to, **options) as watching:
+        watching.log(np.int64(3), loss=np.float32(1.5))
+        train(model, optimizer, 3)
+    assert watching.steps == 7
+    run = hl.Run(tmp_path / "run")
+    assert run.steps().tolist() == [4, 6]
+    assert run.scalars("loss")[0].tolist() == [3]
+    assert json.loads((tmp_path / "run.jsonl").read_text().splitlines()[0])["step"] == 3
 
 
 def test_no_step_at_all_is_warned_of():
@@ -892,6 +980,7 @@ def test_an_error_of_the_users_function_is_the_users():
         ({"every": 0}, hl.PlaceError, "every=0"),
         ({"every": 1.5}, hl.PlaceError, "every=1.5"),
         ({"every": "5"}, hl.PlaceError, "every='5'"),
+        ({"start": 4.0}, hl.PlaceError, "start=4.0"),
         ({"optimizer": 3}, hl.PlaceError, r"optimizer=3.*watching\.step\(\)"),
         ({"kinds": "gradient"}, hl.PlaceError, "kind 'gradient'"),
         ({"ranks": "some"}, hl.PlaceError, "ranks='some'"),

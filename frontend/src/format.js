@@ -50,7 +50,7 @@ export function compact(value) {
 }
 
 export function percent(share) {
-  if (share === null || share === undefined) return "–";
+  if (share === null || share === undefined || Number.isNaN(share)) return "–";
   if (share === 0 || share === 1) return `${share * 100} %`;
   const value = share * 100;
   if (value < 0.1) return "< 0.1 %";

@@ -233,17 +233,18 @@ async function overTime(app, entry) {
     fill(holder, curve({ name, steps, values: data }, { title: select, tall: 160, alt: `${name} of ${entry.place} over ${count} steps; the last value is ${show(data[count - 1])}` }));
   };
   draw(chosen);
-  const latest = {};
-  for (const name of shown) latest[name] = last(of(name));
+  const at = last(shown.map(of), count);
   const parts = [holder];
   if (chunk.arrays.histograms && chunk.arrays.histograms.shape[0]) parts.push(distribution(app, entry, chunk));
-  parts.push(h("dl", { class: "statistics" }, shown.map((name) => h("div", {}, h("dt", {}, name), h("dd", {}, (SHARES.has(name) ? percent : show)(latest[name]))))), h("p", { class: "note" }, `The numbers are those of step ${show(steps[count - 1])}.`));
+  parts.push(h("dl", { class: "statistics" }, shown.map((name) => h("div", {}, h("dt", {}, name), h("dd", {}, (SHARES.has(name) ? percent : show)(of(name)[at]))))), h("p", { class: "note" }, `The numbers are those of step ${show(steps[at])}.`));
   return parts;
 }
 
-function last(data) {
-  for (let n = data.length - 1; n >= 0; n--) if (Number.isFinite(data[n])) return data[n];
-  return NaN;
+/** The last step at which anything was measured: a layer need not have run at all of them. */
+function last(series, count) {
+  let at = count - 1;
+  while (at > 0 && series.every((data) => Number.isNaN(data[at]))) at--;
+  return at;
 }
 
 /** Histograms over steps: a map of steps × values, and the one at a step. */

@@ -30,7 +30,7 @@ test("numbers on an axis differ from those a step away", () => {
 
 test("counts, shares, sizes and shapes are for people", () => {
   assert.deepEqual([950, 1234, 2_500_000, 999_999].map(compact), ["950", "1.2K", "2.5M", "1M"]);
-  assert.deepEqual([0, 0.0001, 0.5, 0.99999, 1].map(percent), ["0 %", "< 0.1 %", "50 %", "> 99.9 %", "100 %"]);
+  assert.deepEqual([NaN, 0, 0.0001, 0.5, 0.99999, 1].map(percent), ["–", "0 %", "< 0.1 %", "50 %", "> 99.9 %", "100 %"]);
   assert.equal(bytes(3_500_000), "3.5 MB");
   assert.equal(shape([2, 3]), "2 × 3");
   assert.equal(shape([]), "a number");

@@ -56,7 +56,7 @@ class RunTable:
     def __init__(self, run: Run, most: int) -> None:
         self.run = run
         self._asked = most
-        self._parts: dict[int, _Part] = {}
+        self._parts: dict[Any, _Part] = {}  # by segment
         self.refresh()
 
     def refresh(self) -> None:
@@ -66,17 +66,18 @@ class RunTable:
         self.statistics = list(dict.fromkeys(name for head in heads for name in head.statistics))
         size = 4 * max(len(self.rows) * len(self.statistics), 1)
         self.most = int(min(self._asked, max(60, _BYTES // size)))
-        for number, segment in self.run._segments.items():
-            self._parts.setdefault(number, _Part(self.most)).read(segment)
+        known, self._parts = self._parts, {}
+        for segment in self.run._segments.values():
+            self._parts[segment] = known.get(segment) or _Part(self.most)
+            self._parts[segment].read(segment)
         self.total = len(self.run.steps())
         self._build()
 
     def _build(self) -> None:
         columns: dict[int, npt.NDArray[np.float32]] = {}
         index = {(row.place, row.kind): n for n, row in enumerate(self.rows)}
-        numbers = {id(segment): number for number, segment in self.run._segments.items()}
         for segment, kept in self.run._kept():
-            part, head = self._parts[numbers[id(segment)]], segment.head
+            part, head = self._parts[segment], segment.head
             to = np.array([index[row.place, row.kind] for row in head.rows], int)
             names = np.array([self.statistics.index(name) for name in head.statistics], int)
             pairs = list(zip(part.positions, part.records, strict=True))

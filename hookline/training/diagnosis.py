@@ -11,8 +11,9 @@ show; `docs/watching.md` lists them.
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
+from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -24,7 +25,7 @@ from hookline.training.findings import Finding, Severity
 from hookline.training.looking import Looking, Plan
 from hookline.training.moments import Moments
 from hookline.training.run_files import STATISTICS
-from hookline.training.silences import Silence
+from hookline.training.silences import Silence, Streaks
 
 if TYPE_CHECKING:
     from hookline.training.writers import Measured
@@ -32,12 +33,14 @@ if TYPE_CHECKING:
 __all__ = ["Diagnosis"]
 
 PATIENCE = 3  # measured steps in a row
+SPAN = 5  # steps, if all are measured: layers that begin with zeros come to life one by one
 EXAMPLES = 500  # values that a unit must have been zero for, to be called dead
 DEAD = 0.4  # of the units of a layer
 OFTEN = 0.05  # of the values of the others: else the units of a layer are active rarely by design
 SATURATED = 0.6  # of the values
 LEAP = 100  # times the gradients of the steps before
 STILL = 1e-4  # of the update ratio of the other layers
+MUCH = 0.01  # an update ratio; that of layers that began with zeros is far larger at first
 ROUNDING = 1e-7  # an update ratio at which float32 loses most of an update: the training is over
 STUCK = 0.99  # of the values of every layer, which no step has changed so far
 CONSTANT = 1e-6  # of the largest value
@@ -51,7 +54,7 @@ class Diagnosis:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.rows = plan.rows
-        self._streaks: dict[tuple[str, int], int] = {}
+        self._streaks = defaultdict[str, Streaks](partial(Streaks, PATIENCE, SPAN))  # by kind
         self._told: set[tuple[str, int]] = set()
         self._silences: dict[int, Silence] = {}  # units that are zero
         self._totals: list[float] = []
@@ -90,12 +93,8 @@ class Diagnosis:
         self, kind: str, found: Iterable[int], among: Iterable[int], wait: bool = False
     ) -> list[int]:
         """Of the rows where something was found, those where it has lasted, and was not told."""
-        found = set(found)
-        for number in among:
-            key = kind, number
-            self._streaks[key] = self._streaks.get(key, 0) + 1 if number in found else 0
-        lasting = [n for n in sorted(found) if self._streaks[kind, n] >= PATIENCE and not wait]
-        new = [n for n in lasting if (kind, n) not in self._told]
+        lasting = self._streaks[kind].go_on(self._step, set(found), among)
+        new = [n for n in lasting if not wait and (kind, n) not in self._told]
         self._told |= {(kind, n) for n in new}
         return new
 
@@ -206,7 +205,7 @@ class Diagnosis:
         total = math.sqrt(sum(self._found(n).square for n in rows))
         if not total:  # of a loss that is not yet there, nothing can be a multiple
             return []
-        before, self._totals = self._totals, [*self._totals, total]
+        before, self._totals = self._totals, [*self._totals[:5], *self._totals[5:][-9:], total]
         if len(before) < PATIENCE or (kind, -1) in self._told:
             return []
         first, recent = median(before[:5]), median(before[-10:])
@@ -323,7 +322,8 @@ class Diagnosis:
         }  # fmt: skip
         moving = [ratio for ratio in ratios.values() if ratio > 0]
         usual = median(moving) if moving else 0.0
-        still = [n for n, ratio in ratios.items() if ratio < STILL * usual and usual > ROUNDING]
+        least = STILL * min(usual, MUCH) if usual > ROUNDING else 0.0
+        still = [n for n, ratio in ratios.items() if ratio < least]
         dense = [n for n in ratios if self._is_dense(n, grads[self.rows[n].place])]
         few = [n for n in still if n not in dense and self.plan.is_sampled(n)]
         resting = self._resting([self.rows[n].place for n in few])

@@ -26,7 +26,8 @@ from hookline.core.taps import KEEP, Frame, Tap
 from hookline.errors import PlaceError
 from hookline.places.resolution import Place, Request, Target, Where, resolve
 from hookline.places.tree import join
-from hookline.training.moments import Flat, Moments, is_measurable, moments, sampled, settle
+from hookline.training.moments import Moments, is_measurable, moments, sampled, settle
+from hookline.training.outputs import ends_of, is_fixed, unit_of
 from hookline.training.run_files import ROW_KINDS, Row
 from hookline.values.nested import leaves
 from hookline.values.shards import local
@@ -35,11 +36,6 @@ __all__ = ["Looking", "Plan", "at_end"]
 
 _UPDATES = 4096  # elements of a parameter that are compared before and after a step
 _OVERFLOWS = 20  # more than a scaler needs to come down from where it begins
-_FLAT: dict[str, Flat] = {
-    "Tanh": (-0.97, 0.97), "Softsign": (-0.97, 0.97), "Sigmoid": (0.03, 0.97),
-    "Hardsigmoid": (0.0, 1.0),
-}  # fmt: skip
-_CHANNELS = ("Conv", "BatchNorm", "InstanceNorm", "GroupNorm", "Pool", "Dropout1d", "Dropout2d")
 _engine: Any = cast(Any, torch.autograd.Variable)._execution_engine
 
 
@@ -62,15 +58,19 @@ class Plan:
         self.numbers: dict[Any, int] = {}  # the row of a target's key, or of a parameter
         # The parameters that the model itself holds belong to all of it, too.
         everything = isinstance(where, str) and where == "**"
-        requests = resolve(model, ["" if everything and not model._modules else where])
+        alone = everything and len(_lists_in(model)) == len(list(model.modules())) - 1
+        requests = resolve(model, ["" if alone else where])
         names = first_names(model)
         named = [r.targets[0] for r in requests if r.literal]
         self.literal = [str(target.place_at(names[target.ident])) for target in named]
         order = {ident: n for n, ident in enumerate(names)}
         targets = {t.key: t for request in requests for t in request.targets}
-        if everything:
-            own = [Target(model, "", "value", (), n) for n in model._parameters]
-            targets = {t.key: t for t in own} | targets
+        own = [model] if everything else []
+        whole = [t for t in targets.values() if t.port == "output" and not t.parts]
+        for module in [*own, *(t.module for t in whole if t.operation is None)]:
+            own += _lists_in(module)
+        held = [Target(module, "", "value", (), n) for module in own for n in module._parameters]
+        targets = {t.key: t for t in held} | targets
         seen: set[int] = set()
         for target in sorted(targets.values(), key=lambda target: order[target.ident]):
             path = names[target.ident]
@@ -123,7 +123,7 @@ class Plan:
     def sample(self, number: int) -> Tensor | None:
         """Some of the elements of the parameter of a row, as they are now, as a copy."""
         tensor = _held(self.parameter(number))
-        return None if tensor is None else sampled(tensor, _UPDATES)
+        return None if tensor is None else sampled(tensor, _UPDATES, exact=True)
 
     def is_sampled(self, number: int) -> bool:
         """Whether only some of the elements of the parameter of a row are compared."""
@@ -135,19 +135,13 @@ class Plan:
         return [number for number, row in enumerate(self.rows) if row.kind == kind]
 
 
-def _unit(module: nn.Module, tensor: Tensor) -> int:
-    """Which dimension of an output counts units."""
-    name = type(module).__name__
-    if tensor.ndim >= 4 or (tensor.ndim == 3 and name.startswith(_CHANNELS)):
-        return 1
-    return -1
-
-
-def _flat(module: nn.Module) -> Flat | None:
-    """Between which ends an activation function is not flat; None if it is no such function."""
-    if type(module) is nn.Hardtanh:
-        return module.min_val, module.max_val
-    return _FLAT.get(type(module).__name__)
+def _lists_in(module: nn.Module) -> list[nn.Module]:
+    """The modules in a module that are never called, as lists of parameters, with those in them."""
+    found: list[nn.Module] = []
+    for child in module.children():
+        if type(child).forward is nn.Module.forward and "forward" not in vars(child):
+            found += [child, *_lists_in(child)]
+    return found
 
 
 def _first(value: Any) -> Tensor | None:
@@ -204,7 +198,7 @@ class Looking(Context[_LookTap]):
         self.squares: dict[int, float] = {}  # of updates: of the parameter as it was before
         self.spoiled: set[int] = set()  # rows of updates of what was not finite before the step
         self.aliases: dict[int, int] = {}  # rows whose tensor is that of an earlier row
-        self.fixed: set[int] = set()  # rows of outputs of which nothing can be learned
+        self.fixed: set[int] = set()  # rows of outputs that are what they are by design
         self.backwards = self.overflows = 0  # and those that a scaler will make nothing of
         self._counts, self._scale, self._alarm = counts, scale, alarm
         self._outputs: list[tuple[int, Moments]] = []
@@ -213,6 +207,8 @@ class Looking(Context[_LookTap]):
         self._shares: dict[int, Moments] = {}  # of gradients that may be gone when it ends
         self._tasks: set[int] = set()  # backwards whose end is waited for
         self._last: dict[str, tuple[Any, int, Moments, int]] = {}
+        self._units: dict[nn.Module, tuple[Any, int]] = {}  # of outputs: shape, and unit dimension
+        self._output: tuple[Any, int] = None, -1  # the same of the last one
         self._before: dict[int, Tensor] = {}
         self._hooks: list[Any] = []
 
@@ -256,7 +252,7 @@ class Looking(Context[_LookTap]):
         """An output was made."""
         if self._counts():
             number = self.plan.numbers[target.key]
-            if not tensor.requires_grad and torch.is_grad_enabled():
+            if is_fixed(tensor, target.module):
                 self.fixed.add(number)
             found = self._measure("output", tensor, target.module, number)
             if found is not None:
@@ -293,11 +289,19 @@ class Looking(Context[_LookTap]):
         with torch.no_grad():
             if not is_measurable(local(tensor)):
                 return None
-            flat = _flat(module) if kind == "output" else None
-            found = moments(tensor, _unit(module, tensor), flat)
+            flat = ends_of(module) if kind == "output" else None
+            found = moments(tensor, self._unit(kind, tensor, module), flat)
         if not tensor.is_inference():
             self._last[kind] = weakref.ref(tensor), tensor._version, found, number
         return found
+
+    def _unit(self, kind: str, tensor: Tensor, module: nn.Module) -> int:
+        if kind == "grad":  # of an output that was measured, the same
+            shape, unit = self._units.get(module, (None, -1))
+            return unit if shape == tensor.shape else unit_of(module, tensor, (None, -1))
+        unit = unit_of(module, tensor, self._output)
+        self._units[module] = self._output = tensor.shape, unit
+        return unit
 
     # -- the end of a backward ------------------------------------------------------------------
 
@@ -357,7 +361,7 @@ class Looking(Context[_LookTap]):
             pairs: dict[int, tuple[Moments, Moments, float]] = {}
             for number, before in self._before.items():
                 tensor = _held(self.plan.parameter(number))
-                after = None if tensor is None else sampled(tensor, _UPDATES)
+                after = None if tensor is None else sampled(tensor, _UPDATES, exact=True)
                 if tensor is not None and after is not None and after.shape == before.shape:
                     share = tensor.numel() / len(before)
                     pairs[number] = moments(after - before), moments(before, most=1), share

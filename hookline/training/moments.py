@@ -35,6 +35,7 @@ __all__ = ["Moments", "binned", "is_measurable", "moments", "sampled", "settle"]
 # Private, so detected: values inside of vmap and its like, of which nothing may be kept.
 _NAN = float("nan")
 _SAMPLE = 8192  # elements of what was merged that are kept as a sample
+_LONG = 16384  # elements; of more, float32 loses a part of the sum of squares
 Flat = tuple[float, float]  # the ends at which an activation function is flat
 
 
@@ -75,13 +76,20 @@ class Moments:
         else:  # shapes that vary have no units in common
             high = torch.cat([self.high, other.high]).max().reshape(1)
             low = torch.cat([self.low, other.low]).min().reshape(1)
-        sample = torch.cat([self.sample, other.sample])
+        share = max(self._share, other._share)  # the same of both
+        while (count + self.nonfinite + other.nonfinite) > _SAMPLE * share:
+            share *= 2
+        sample = torch.cat([_thinned(one.sample, one._share / share) for one in (self, other)])
         return Moments(
             count, self.total + other.total, centered, self.zeros + other.zeros,
             self.nonfinite + other.nonfinite, self.bad + other.bad, self.flat + other.flat,
-            high, low, self.each + other.each,
-            sample[:: 1 + len(sample) // _SAMPLE], other.shape,
+            high, low, self.each + other.each, sample, other.shape,
         )  # fmt: skip
+
+    @property
+    def _share(self) -> float:
+        """How many values each of the sample stands for."""
+        return (self.count + self.nonfinite) / max(len(self.sample), 1)
 
     def scaled(self, factor: float) -> Moments:
         """Those of the tensor multiplied by a positive number."""
@@ -196,7 +204,14 @@ def _quick(
 
 
 def _norm(x: Tensor, dtype: torch.dtype | None) -> float:
-    return cast(Any, torch.linalg).vector_norm(x, dtype=dtype).item()
+    norm = cast(Any, torch.linalg).vector_norm
+    if x.numel() <= _LONG or x.dtype == torch.float64:
+        return norm(x, dtype=dtype).item()
+    flat = _dense(x)
+    flat = x.reshape(-1) if flat is None else flat
+    whole = len(flat) - len(flat) % 512
+    blocks = norm(flat[:whole].view(-1, 512), dim=1, dtype=dtype)
+    return norm(torch.cat([blocks, norm(flat[whole:], dtype=dtype)[None]]).double()).item()
 
 
 def _at_ends(x: Tensor, flat: Flat) -> Tensor:
@@ -250,8 +265,10 @@ def settle(found: Sequence[Moments]) -> None:
 # -- samples --------------------------------------------------------------------------------------
 
 
-def sampled(tensor: Tensor, most: int) -> Tensor:
+def sampled(tensor: Tensor, most: int, exact: bool = False) -> Tensor:
     """Some of the elements, evenly spread over the tensor, as a copy; all of them if they are few.
+
+    They are in single precision, or `exact`, if that is double.
 
     >>> sampled(torch.arange(12.0).reshape(3, 4), 5)
     tensor([0., 3., 6., 9.])
@@ -263,17 +280,32 @@ def sampled(tensor: Tensor, most: int) -> Tensor:
     while step > 1 and count == len(flat) and math.gcd(step, tensor.shape[-1]) > 1:
         step += 1
     picked = flat[::step]
-    return picked.to(torch.float32, copy=True) if picked.dtype != torch.float32 else picked.clone()
+    keep = picked.dtype == torch.float32 or (exact and picked.dtype == torch.float64)
+    return picked.clone() if keep else picked.to(torch.float32, copy=True)
 
 
-def _flat(tensor: Tensor, most: int) -> Tensor:
-    """The elements in the order of memory, without a copy; of a tensor with gaps, some of them."""
+def _thinned(sample: Tensor, share: float) -> Tensor:
+    """A share of a sample, spread over it without a period: one would meet some columns only."""
+    if share >= 1:
+        return sample
+    count = torch.arange(int(len(sample) * share), device=sample.device)
+    return sample[((count + count * 0.618034 % 1) / share).long().clamp(max=len(sample) - 1)]
+
+
+def _dense(tensor: Tensor) -> Tensor | None:
+    """The elements in the order of memory, without a copy; None if there are gaps."""
     if tensor.is_contiguous():
         return tensor.view(-1)
     order = sorted(range(tensor.ndim), key=lambda dim: -tensor.stride(dim))
     dense = tensor.permute(order)
-    if dense.is_contiguous():
-        return dense.view(-1)
+    return dense.view(-1) if dense.is_contiguous() else None
+
+
+def _flat(tensor: Tensor, most: int) -> Tensor:
+    """The elements in the order of memory, without a copy; of a tensor with gaps, some of them."""
+    dense = _dense(tensor)
+    if dense is not None:
+        return dense
     for dim in range(tensor.ndim):
         if tensor.numel() > 2 * most:
             step = min(max(1, tensor.numel() // most), tensor.shape[dim])

@@ -54,6 +54,7 @@ class _Segment:
             return Stream(segment_path(folder, number, ending))
 
         self.path = segment_path(folder, number, "json")
+        self._stamp = _stamp(self.path)
         self.head: Head = read_head(self.path)
         self.values, self.histograms = stream("values"), stream("histograms")
         self.scalar_lines, self.finding_lines = stream("scalars.jsonl"), stream("findings.jsonl")
@@ -84,11 +85,17 @@ class _Segment:
                 refuse(self.finding_lines.path, f"A line in it is no finding: {problem}.")
         if self._taken() == before:
             return False
+        self._stamp = _stamp(self.path)
         head = read_head(self.path)  # written again once, when the shapes were known
         if _form(head) != _form(self.head):
             refuse(self.path, "It has changed: its records cannot be read any more.")
         self.head = head
         return True
+
+    def is_past(self) -> bool:
+        """Whether it was deleted, and another start of the training has its number now."""
+        changed = _stamp(self.path) != self._stamp
+        return changed and read_head(self.path).started != self.head.started
 
     def _taken(self) -> int:
         streams = self.values, self.histograms, self.scalar_lines, self.finding_lines
@@ -171,10 +178,17 @@ class Run:
         return cls(folder)
 
     def refresh(self) -> bool:
-        """Read what was written since; whether there was anything."""
-        news = False
-        for number in segments_in(self.folder):
-            if number not in self._segments:
+        """Read what was written since; whether there was anything.
+
+        If the directory was deleted and a training has begun anew there, it is that one.
+        """
+        numbers = segments_in(self.folder)
+        gone = self._segments.keys() - set(numbers) if numbers else ()
+        for number in list(gone):
+            del self._segments[number]
+        news = bool(gone)
+        for number in numbers:
+            if number not in self._segments or self._segments[number].is_past():
                 self._segments[number] = _Segment(self.folder, number)
                 news = True
             news |= self._segments[number].refresh()
@@ -290,8 +304,12 @@ class Run:
         return [found[step] for step in sorted(found)]
 
     def findings(self) -> list[Finding]:
-        """What was noticed, in the order of its being written."""
-        return Findings(one for n in self.segments for one in self._segments[n].findings)
+        """What was noticed, in the order of its being written.
+
+        What an earlier start noticed at steps that a later one has measured anew is left out.
+        """
+        ends = self._ends()
+        return Findings(one for s, end in ends for one in s.findings if one.step < end)
 
     # -- inside ---------------------------------------------------------------------------------
 
@@ -300,11 +318,15 @@ class Run:
 
     def _kept(self) -> list[tuple[_Segment, npt.NDArray[np.bool_]]]:
         """The segments in order, and which of their records no later start replaces."""
-        found: list[tuple[_Segment, npt.NDArray[np.bool_]]] = []
+        return [(s, (s.steps >= 0) & (s.steps < end)) for s, end in self._ends()]
+
+    def _ends(self) -> list[tuple[_Segment, int]]:
+        """The segments in order, and the first step of each that a later start replaces."""
+        found: list[tuple[_Segment, int]] = []
         end = np.iinfo(np.int64).max
         for segment in self._latest_first():
+            found.append((segment, end))
             good = segment.steps >= 0
-            found.append((segment, good & (segment.steps < end)))
             if good.any():
                 end = min(end, int(segment.steps[good].min()))
         return found[::-1]
@@ -354,6 +376,13 @@ class Run:
             shape = "" if row.shape is None else str(row.shape)
             rows.append((row.place or "''", row.kind, row.type, shape, *cells))
         return title, rows
+
+
+def _stamp(path: Path) -> int:
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return 0
 
 
 def _form(head: Head) -> tuple[Any, ...]:

@@ -1,13 +1,16 @@
-"""Which units of a layer have been zero, and for how many values.
+"""What has lasted over some measured steps.
 
-- `Silence`: what is known of the units of one layer, over some measured steps
+- `Silence`: which units of a layer have been zero, and for how many values
+- `Streaks`: at which rows something was found, at how many steps in a row
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch import Tensor
 
-__all__ = ["Silence"]
+__all__ = ["Silence", "Streaks"]
 
 _LASTING = 0.98  # of the units that were zero for half of the values
 
@@ -49,3 +52,24 @@ class Silence:
         if self.values >= 2 * at:
             self.lasts = self._count() >= _LASTING * before
             self._half = self._count(), self.values
+
+
+class Streaks:
+    """At which rows something was found, since when, and at how many measured steps in a row.
+
+    >>> streaks = Streaks(least=2, span=4)
+    >>> [streaks.go_on(step, {7}, [7, 8]) for step in range(4)]
+    [[], [], [], [7]]
+    """
+
+    def __init__(self, least: int, span: int) -> None:
+        self._least, self._span = least, span  # measured steps, and steps
+        self._rows: dict[int, tuple[int, int]] = {}  # how many so far, and the first step
+
+    def go_on(self, step: int, found: set[int], among: Iterable[int]) -> list[int]:
+        """Take a measured step; the rows where it has lasted, of those that were looked at."""
+        for row in among:
+            count, first = self._rows.get(row, (0, step))
+            self._rows[row] = (count + 1, first if count else step) if row in found else (0, step)
+        least, last = self._least, step - self._span + 1
+        return [n for n in sorted(found) if self._rows[n][0] >= least and self._rows[n][1] <= last]

@@ -12,6 +12,7 @@ import warnings
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
+from operator import index
 from typing import Any, cast
 
 import torch
@@ -95,14 +96,16 @@ class watch(Anchored):
         kinds: str | Sequence[str] = ROW_KINDS,
         ranks: str = "own",
     ) -> None:
+        whole = hasattr(every, "__index__") and hasattr(start, "__index__")
+        if not whole or every < 1 or ranks not in ("own", "all"):
+            raise PlaceError(
+                f"watch was given every={every!r}, start={start!r} and ranks={ranks!r}.",
+                "It measures at every so many steps, on one rank or on all.",
+                "Give whole numbers, every= 1 or more, and ranks= 'own' or 'all'.",
+            )
+        every, start = index(every), index(start)  # numpy's own are nothing that JSON can hold
         self.steps = start  # steps that have ended, counted from `start`
         self.last: Measured | None = None
-        if not hasattr(every, "__index__") or every < 1 or ranks not in ("own", "all"):
-            raise PlaceError(
-                f"watch was given every={every!r} and ranks={ranks!r}.",
-                "It measures at every so many steps, on one rank or on all.",
-                "Give every= a whole number, 1 or more, and ranks= 'own' or 'all'.",
-            )
         if optimizer is not None and not hasattr(optimizer, "register_step_post_hook"):
             raise PlaceError(
                 f"watch was given optimizer={optimizer!r:.80}.",
@@ -298,7 +301,7 @@ class watch(Anchored):
                     f"It is a {type(value).__name__}{shape}, not one number.",
                     "Log one number for each name, as loss.mean() of a loss for each example.",
                 ) from None
-            self._write("scalar", self.steps if step is None else step, name, number)
+            self._write("scalar", self.steps if step is None else int(step), name, number)
 
     def _write(self, method: str, *content: Any) -> None:
         """Give something to every writer; a full disk ends the writing, and not the training."""

@@ -1,0 +1,68 @@
+"""What is known of an output before it is measured.
+
+- `unit_of(module, tensor, before)`: which dimension counts units
+- `ends_of(module)`: where an activation function is flat
+- `is_fixed(tensor, module)`: whether it may be zero, or constant, by design
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hookline.training.moments import Flat
+
+__all__ = ["ends_of", "is_fixed", "unit_of"]
+
+_FLAT: dict[str, Flat] = {
+    "Tanh": (-0.97, 0.97), "Softsign": (-0.97, 0.97), "Sigmoid": (0.03, 0.97),
+    "Hardsigmoid": (0.0, 1.0),
+}  # fmt: skip
+_CHANNELS = ("Conv", "BatchNorm", "InstanceNorm", "GroupNorm", "Pool", "Dropout1d", "Dropout2d")
+
+
+def unit_of(module: nn.Module, tensor: Tensor, before: tuple[Any, int]) -> int:
+    """Which dimension of an output counts units; with the shape and that of the output before."""
+    name = type(module).__name__
+    if tensor.ndim >= 4 or (tensor.ndim == 3 and name.startswith(_CHANNELS)):
+        return 1
+    # An activation behind a convolution over time: its channels, not its times.
+    plain = isinstance(module, nn.PReLU) or not module._parameters
+    return 1 if plain and tensor.ndim == 3 and before == (tensor.shape, 1) else -1
+
+
+def is_fixed(tensor: Tensor, module: nn.Module) -> bool:
+    """Whether an output may be zero, or the same for every input, because it was made so."""
+    if not tensor.requires_grad:
+        return torch.is_grad_enabled()
+    made = "" if tensor.grad_fn is None else tensor.grad_fn.name()
+    if made.startswith("Softmax"):
+        return True  # of what is masked, as keys that pad, it gives zeros
+    if made.startswith(("ConstantPad", "Cat")) and next(module.parameters(), None) is None:
+        return True  # zeros were put beside others, as by a shortcut of a ResNet
+    return bool(module._parameters) and _is_learned(tensor)
+
+
+def _is_learned(tensor: Tensor) -> bool:
+    """Whether it is made of a few parameters and nothing else, as a token for the class is."""
+    if tensor.grad_fn is None:
+        return isinstance(tensor, nn.Parameter)
+    nodes: list[Any] = [tensor.grad_fn]
+    for _ in range(8):
+        node = nodes.pop()
+        inner = getattr(node, "next_functions", ())  # of a tensor without a gradient: None
+        if not inner and not isinstance(getattr(node, "variable", None), nn.Parameter):
+            return False
+        nodes += [one for one, _ in inner]
+        if not nodes:
+            return True
+    return False
+
+
+def ends_of(module: nn.Module) -> Flat | None:
+    """Between which ends an activation function is not flat; None if it is no such function."""
+    if type(module) is nn.Hardtanh:
+        return module.min_val, module.max_val
+    return _FLAT.get(type(module).__name__)
