@@ -262,9 +262,9 @@ class _Measuring(Entering):
             self._numbered[id(one)] = False
             if isinstance(one, TopK):
                 warn_outside(
-                    f"The samples at {str(place)!r} were numbered as they come in the data, and now "
-                    f"a value of shape {tuple(value.shape)} came, whose samples are not those of "
-                    f"the batch. From here on they are counted. Give ids=, which says who is who."
+                    f"The samples at {str(place)!r} were numbered as they come in the data; now a "
+                    f"value of shape {tuple(value.shape)} came, whose samples are not those of the "
+                    f"batch. From here on they are counted. Give ids=, which says who is who."
                 )
         return self.numbers if self._numbered[id(one)] else None
 
