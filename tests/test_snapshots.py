@@ -311,6 +311,28 @@ def test_a_snapshot_costs_no_memory_until_something_is_written():
     assert torch._C._data_address(kept) == torch._C._data_address(big)
 
 
+@pytest.mark.parametrize("nested", [False, True])
+def test_views_of_a_large_buffer_that_is_written_to_do_not_keep_copies_of_all_of_it(nested):
+    class Cache(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rows, self.count = torch.zeros(1000, 1024), 0
+
+        def forward(self, x):
+            self.rows[self.count] = x
+            self.count += 1
+            return (self.rows[: self.count],) if nested else self.rows[: self.count]
+
+    model = Cache()
+    with torch.no_grad(), hl.capture(model, "") as record:
+        for number in range(5):
+            model(torch.full((1024,), number + 1.0))
+    for number, value in enumerate(record.calls("")):
+        value = value[0] if nested else value
+        assert value[:, 0].tolist() == [n + 1 for n in range(number + 1)]
+        assert value.untyped_storage().nbytes() <= 8 * value.nbytes
+
+
 def test_a_snapshot_of_a_slice_can_let_the_rest_go():
     big = torch.zeros(100, 100)
     size = settle(big[:, 0]).untyped_storage().nbytes()

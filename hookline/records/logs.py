@@ -25,7 +25,7 @@ from hookline.places.grammar import escape
 from hookline.places.targets import Target
 from hookline.places.tree import Step
 from hookline.records.keeping import CaptureTap, Kept, Options
-from hookline.values.snapshots import LAZY, SMALL, snapshot
+from hookline.values.snapshots import LAZY, SMALL, WIDE, snapshot
 
 __all__ = ["LastLog", "Log", "LoggedTap", "OutputLog", "noted"]
 
@@ -227,14 +227,15 @@ class OutputLog(Log):
                     if output.untyped_storage().resizable():
                         self.entries.append((id(module), output._lazy_clone(), None))
                         return None
-            elif output.nbytes < SMALL and output.is_contiguous():
+            elif (size := output.nbytes) < SMALL and output.is_contiguous():
                 self.entries.append((id(module), output.clone(), None))
                 return None
             elif (  # the commonest snapshot, without a call: see snapshots.py
                 lazy
                 and output.is_cpu
                 and not output.is_quantized
-                and output.untyped_storage().resizable()
+                and (storage := output.untyped_storage()).resizable()
+                and storage.nbytes() <= WIDE * size
                 and output._use_count() == 1  # pyright: ignore[reportAttributeAccessIssue] - private
             ):
                 self.entries.append((id(module), output._lazy_clone(), None))
