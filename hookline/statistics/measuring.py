@@ -23,11 +23,12 @@ from hookline.display import warn_outside
 from hookline.errors import NotCaptured, NotHookable, StatisticsError
 from hookline.listings import held_as, select
 from hookline.places.resolution import Place, Where
-from hookline.statistics.kinds import Statistic, TopK, by_name, statistic_from, warn_of_images
+from hookline.statistics.kinds import Statistic, by_name, statistic_from, warn_of_images
 from hookline.statistics.masks import NamedMask
+from hookline.statistics.numbering import Numbers
 from hookline.trials.batches import call as run
 from hookline.trials.batches import is_series, no_series, refuse_padding
-from hookline.values.nested import leaves, only_tensor
+from hookline.values.nested import only_tensor
 from hookline.values.tables import as_html, as_text
 
 __all__ = ["Measurements", "measure"]
@@ -188,8 +189,7 @@ class _Measuring(Entering):
         self._wheres = (settled(where),)
         self.found = Measurements()
         self.ids: Any = None
-        self.numbers: Tensor | None = None  # of the samples of the batch, where these are known
-        self._numbered: dict[int, bool] = {}  # by statistic, whether its samples have these
+        self.numbers = Numbers()  # of the samples, where `ids` has none
         self.batch_mask: Any = None
         self._named: NamedMask | None = None
         self._hooks: list[hook] = []
@@ -247,33 +247,9 @@ class _Measuring(Entering):
         for one in self.found.statistics[place].values():
             lone = single and one.dim in (-1, 1)
             rows = tensor[:, None] if lone else tensor
-            ids = self._numbers(place, one, rows) if self.ids is None else self.ids
+            ids = self.numbers.at(place, one, rows) if self.ids is None else self.ids
             one.update(rows, mask, ids)
         self.found.calls[place] += 1
-
-    def _numbers(self, place: Any, one: Statistic, value: Tensor) -> Tensor | None:
-        """The samples of the batch, if they lie along the first dimension of a value.
-
-        To count would be wrong where a module is called several times for a batch, or not at all.
-        """
-        first = value.ndim > 0 and (one.dim is None or one.dim % value.ndim > 0)
-        known = first and self.numbers is not None and len(self.numbers) == value.size(0)
-        if self._numbered.setdefault(id(one), known) and not known:
-            self._numbered[id(one)] = False
-            if isinstance(one, TopK):
-                warn_outside(
-                    f"The samples at {str(place)!r} were numbered as they come in the data; now a "
-                    f"value of shape {tuple(value.shape)} came, whose samples are not those of the "
-                    f"batch. From here on they are counted. Give ids=, which says who is who."
-                )
-        return self.numbers if self._numbered[id(one)] else None
-
-    def number(self, batch: Any, first: int) -> int:
-        """Number the samples of a batch; gives the number behind them, -1 if nobody knows it."""
-        sizes = {tensor.size(0) for _, tensor in leaves(batch) if tensor.ndim}
-        size = sizes.pop() if len(sizes) == 1 and first >= 0 else -1
-        self.numbers = torch.arange(first, first + size, device="cpu") if size >= 0 else None
-        return first + size if size >= 0 else -1
 
     def _one_batch(self, value: Any, call: Call) -> None:
         if self._named is not None:
@@ -380,10 +356,10 @@ def measure(
     batch: Any = None
     with measuring as found:
         try:
-            empty, first = True, 0
+            empty = True
             for batch in data:
                 empty = False
-                first = measuring.number(batch, first)
+                measuring.numbers.begin(batch)
                 measuring.ids = None if ids is None else _given("ids", ids, batch)
                 measuring.batch_mask = None if of_batch is None else _given("mask", of_batch, batch)
                 with torch.no_grad():
