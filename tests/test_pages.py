@@ -182,7 +182,7 @@ def test_a_picture_of_very_small_or_large_values_keeps_them(size):
         torch.zeros(2, device="meta"),
         torch.randn(2, 3).expand(4, 2, 3),
     ],
-    ids=str,
+    ids=lambda value: f"{value.dtype}, {value.layout}, {[*value.shape]}",
 )
 def test_any_tensor_has_a_portrait(value):
     found = portray(value)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hookline.comparisons.differences import (
+    COARSE,
     Comparison,
     Difference,
     Tolerance,
@@ -92,7 +93,7 @@ def compare(
         tolerance: the relative error that is no divergence: a number, or one for each dtype.
             Otherwise it follows the coarser of the two dtypes, or of those before it where they
             rounded: 1e-9 for float64, 1e-4 for float32, 0.01 for float16, 0.05 for bfloat16, 0.2
-            for quantised values; and 0 for whole numbers.
+            for quantised values and what quantised layers give; and 0 for whole numbers.
         batch_b: another batch for the second model.
         mode: "eval" or "train", to run both so.
 
@@ -116,6 +117,7 @@ def compare(
         last = _is_compiled(model_a) or _is_compiled(model_b)
         _follow(model_a, copied(batch), list(pairs), keep, first, comparison, last)
         meeting = _Meeting(kept, tolerance)
+        meeting.rounding = _rounding(model_a), _rounding(model_b)
         given = copied(batch if batch_b is None else batch_b)
         places = list(dict.fromkeys([*kept, *pairs.values()]))  # as the first model has them
         with noted(_OWN if batch_b is None else ""):
@@ -127,7 +129,19 @@ def compare(
             "At none of them both have a value.",
             "Let the batch run both models, and name places that are called.",
         )
+    if comparison.equal and not meeting.elements:
+        raise BatchError(
+            "Two models were compared.",
+            f"All {len(comparison.rows)} values that both have are empty.",
+            "Give a batch with a sample in it.",
+        )
     return comparison
+
+
+def _rounding(model: nn.Module) -> set[str]:
+    """The paths of layers that compute in whole numbers, though they take and give floats."""
+    found = walk(model)
+    return {path for path, module in found if "nn.quantized" in type(module).__module__}
 
 
 def _kept(leaf: Any) -> Any:
@@ -242,6 +256,8 @@ class _Meeting:
         self.kept, self.tolerance = kept, tolerance
         self.rows: dict[tuple[Place, Path], Difference] = {}
         self.coarsest = 0.0  # the tolerance of what was not the same so far
+        self.rounding: tuple[set[str], set[str]] = set(), set()  # paths of quantised layers
+        self.elements = 0  # that were compared
         self.alone: Counter[Place] = Counter()  # calls that the first model did not make
         self.met: tuple[set[Place], set[Place]] = set(), set()  # places of both models
         self.only: tuple[dict[str, None], dict[str, None]] = {}, {}  # parts of one alone
@@ -263,11 +279,13 @@ class _Meeting:
                 self.only[which][names[which] or "''"] = None
                 continue
             found = _difference(first.get(path), second.get(path), self.tolerance)
+            self.elements += first[path].numel() if path in first else 0
             found.place, found.place_b, found.call = *names, call
             # What is computed from rounded values is as coarse, whatever its dtype: as under
             # autocast. Whole numbers have no tolerance, and parameters are not computed.
             if self.tolerance is None and found.tolerance and place.port != "value":
-                found.tolerance = max(found.tolerance, self.coarsest)
+                rounds = mine.path in self.rounding[0] or place.path in self.rounding[1]
+                found.tolerance = max(found.tolerance, self.coarsest, COARSE if rounds else 0)
                 self.coarsest = found.tolerance if found.relative else self.coarsest
             self._add(mine, path, found)
 

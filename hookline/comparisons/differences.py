@@ -3,7 +3,7 @@
 - `Comparison`: what `compare` gives
 - `Difference`: what was found at one place
 - `measure_difference(a, b)`: largest error, relative error and cosine of two tensors
-- `tolerance_of(a, b)`: the relative error that two dtypes explain
+- `tolerance_of(a, b)`: the relative error that two dtypes explain; `COARSE` is the largest
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from torch import Tensor
 from hookline.display import Tabled, pandas, show_number
 from hookline.errors import NotCaptured
 
-__all__ = ["Comparison", "Difference", "Tolerance", "measure_difference", "tolerance_of"]
+__all__ = ["COARSE", "Comparison", "Difference", "Tolerance", "measure_difference", "tolerance_of"]
 
 Tolerance = float | Mapping[torch.dtype, float]
 _MOST = 60  # rows that are shown
 
 # What rounding explains after some dozens of layers; whole numbers are to be equal.
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-_COARSE = 0.2  # quantised tensors, and floats of 8 bits or fewer
+COARSE = 0.2  # quantised tensors, and floats of 8 bits or fewer
 
 
 @dataclass
@@ -184,7 +184,7 @@ def _tolerance(tensor: Tensor, given: Mapping[torch.dtype, float]) -> float:
         return given[dtype]
     if dtype in _TOLERANCES:
         return _TOLERANCES[dtype]
-    return _COARSE if tensor.is_quantized or dtype.is_floating_point else 0.0
+    return COARSE if tensor.is_quantized or dtype.is_floating_point else 0.0
 
 
 def measure_difference(a: Tensor, b: Tensor) -> tuple[float, float, float, str]:

@@ -35,7 +35,7 @@ def page_of_model(model: nn.Module, batch: Any, loss: Loss | None, budget: int) 
     held = Contents(model).tensors
     if batch is not None and has_unmade(held):
         model = copy_unmade(model, held)  # a run would give them their shapes
-        with trial(model):
+        with trial(model, contents=[Contents(model)]):
             run(model, copied(batch))
     summary = summarize(model, batch)
     outline = Outline(summary)

@@ -170,7 +170,8 @@ def trial(
     Args:
         models: the models that run.
         mode: "eval" or "train" to run them so; each module has its own mode again afterwards.
-        contents: what stands in each model, if it is known already.
+        contents: what stands in each model, if it is known already. Without it, lazy models are
+            refused.
     """
     if mode not in (None, "eval", "train"):
         raise BatchError(
@@ -178,7 +179,9 @@ def trial(
             "There is no such mode.",
             "Give mode='eval', 'train' or None, which runs the model in the mode in which it is.",
         )
-    contents = contents or [Contents(model) for model in models]
+    if contents is None:
+        contents = [Contents(model) for model in models]
+        _refuse_unmade(contents)
     modules = [module for content in contents for module in content.modules]
     training = [module.training for module in modules]
     parameters = [p for content in contents for p in content.all_parameters if p is not None]
@@ -214,6 +217,15 @@ def trial(
                     if parameter.grad is not grad:
                         parameter.grad = grad
             undo.run()
+
+
+def _refuse_unmade(contents: Sequence[Contents]) -> None:
+    if any(is_lazy(tensor) for content in contents for tensor in content.tensors):
+        raise BatchError(
+            "A run was asked for after which the model is as before.",
+            "It has lazy modules, which the run would give their sizes.",
+            "Run the model once before.",
+        )
 
 
 def _buffers_back(modules: list[nn.Module]) -> Undo:
