@@ -1,5 +1,6 @@
 """Compiled models: captures and edits are right every time, in the graph or out of it."""
 
+import dis
 import gc
 import sys
 import threading
@@ -17,6 +18,7 @@ from torch import nn
 
 import hookline as hl
 from hookline.core import compiling
+from hookline.records.logs import OutputLog
 from hookline.values.nested import leaves
 
 # torch's own, while it loads inductor
@@ -252,6 +254,13 @@ with hl.capture(model, "0") as record:
     run(x)
 assert len(record.calls("0")) == 1
 """
+
+
+def test_the_hook_of_a_log_has_no_jump_that_torch_cannot_rewrite():
+    # Where one is so long that it takes two instructions, the compiler of torch 2.13 may raise
+    # "exception table entry start instruction has no offset".
+    steps = dis.get_instructions(OutputLog.after_call)
+    assert "EXTENDED_ARG" not in [step.opname for step in steps]
 
 
 def test_the_first_use_of_the_compiler_inside_a_with_is_told():

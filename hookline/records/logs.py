@@ -205,6 +205,8 @@ class OutputLog(Log):
         in_backward: Callable[[], int] = in_backward,
         plain: type[Tensor] = Tensor,
         lazy: bool = LAZY,
+        small: int = SMALL,
+        wide: int = WIDE,
         id: Callable[[object], int] = id,  # noqa: A002 - the builtin itself
         /,
     ) -> None:
@@ -216,33 +218,29 @@ class OutputLog(Log):
         if type(output) is not plain:
             self.entries.append((id(module), *self.options.keeps(output)))
             return None
+        kept = version = None
         try:
-            if output.requires_grad:
-                if not self.options.detach:
-                    self.entries.append((id(module), output, output._version))
-                    return None
-                base = output._base
-                if lazy and output.is_cpu and (base is None or not base.is_leaf):
-                    output = output.detach()  # which others do not hold, and is not quantised
-                    if output.untyped_storage().resizable():
-                        self.entries.append((id(module), output._lazy_clone(), None))
-                        return None
-            elif (size := output.nbytes) < SMALL and output.is_contiguous():
-                self.entries.append((id(module), output.clone(), None))
-                return None
-            elif (  # the commonest snapshot, without a call: see snapshots.py
-                lazy
-                and output.is_cpu
-                and not output.is_quantized
-                and (storage := output.untyped_storage()).resizable()
-                and storage.nbytes() <= WIDE * size
-                and output._use_count() == 1  # pyright: ignore[reportAttributeAccessIssue] - private
-            ):
-                self.entries.append((id(module), output._lazy_clone(), None))
-                return None
+            if not output.requires_grad:
+                if (size := output.nbytes) < small and output.is_contiguous():
+                    kept = output.clone()
+                elif (  # the commonest snapshot, without a call: see snapshots.py
+                    lazy
+                    and output.is_cpu
+                    and not output.is_quantized
+                    and (storage := output.untyped_storage()).resizable()
+                    and storage.nbytes() <= wide * size
+                    and output._use_count() == 1  # pyright: ignore[reportAttributeAccessIssue] - private
+                ):
+                    kept = output._lazy_clone()
+            elif not self.options.detach:
+                kept, version = output, output._version
+            elif lazy and output.is_cpu and ((base := output._base) is None or not base.is_leaf):
+                output = output.detach()  # which others do not hold, and is not quantised
+                if output.untyped_storage().resizable():
+                    kept = output._lazy_clone()
         except RuntimeError:  # no version (inference mode) or no storage (sparse, nested, vmap)
             pass
-        self.entries.append((id(module), snapshot(output), None))
+        self.entries.append((id(module), snapshot(output) if kept is None else kept, version))
         return None
 
     def within(self, ident: int, output: Any) -> None:
