@@ -615,6 +615,13 @@ def test_a_layer_that_never_ran_is_hatched_and_has_no_nan(tmp_path):
     assert figure.axes[0].patch.get_hatch()
 
 
+def test_weights_of_no_rows_or_columns_are_said_to_have_no_values():
+    values = {"a": torch.zeros(0, 5), "b": torch.zeros(5, 0, 2), "c": torch.zeros(0)}
+    for name in values:
+        assert "no values" in words(renders(figures.weights(values, name)))
+    assert "a: no values" in words(renders(figures.weights({**values, "d": torch.ones(2, 2)})))
+
+
 def test_noise_beside_effects_is_written_as_nothing():
     figure = figures.effects([[0.343, 1.2e-9, -3e-8], [0.0123, -0.21, math.nan]])
     written = [text.get_text() for text in figure.axes[0].texts][:6]
