@@ -622,6 +622,19 @@ def test_weights_of_no_rows_or_columns_are_said_to_have_no_values():
     assert "a: no values" in words(renders(figures.weights({**values, "d": torch.ones(2, 2)})))
 
 
+def test_long_maps_are_more_than_a_hair_and_ticks_are_whole_numbers():
+    value = torch.randn(1, 6, 1, 200)
+    value[0, 2, 0, 5] = torch.nan
+    for turned in (value, value.mT):
+        figure = renders(figures.feature_maps(turned))
+        height, width = image(figure).shape
+        assert 1 / 8 < height / width < 8
+        assert "drawn 25 times as large" in words(figure)
+        assert "1 NaN" in words(figure)
+    figure = renders(figures.weights(torch.randn(1, 5)))
+    assert all(at == round(at) for at in figure.axes[0].get_yticks())
+
+
 def test_noise_beside_effects_is_written_as_nothing():
     figure = figures.effects([[0.343, 1.2e-9, -3e-8], [0.0123, -0.21, math.nan]])
     written = [text.get_text() for text in figure.axes[0].texts][:6]
