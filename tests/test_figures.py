@@ -573,7 +573,9 @@ def run(tmp_path):
         for step in (0, 10, 50):
             counts = np.arange(64) + step
             writer.histograms(step, [(n, (-1.0, 1.0, counts)) for n in range(3)])
-            writer.values(step, rng.random((6, len(STATISTICS))))
+            values = rng.random((6, len(STATISTICS)))
+            values[:, STATISTICS.index("nonfinite")] = 0
+            writer.values(step, values)
         writer.finding(hl.Finding("dead units", "h.1", 10, "All are.", {}, "Look."))
     return hl.Run(tmp_path / "run")
 
@@ -613,6 +615,26 @@ def test_a_layer_that_never_ran_is_hatched_and_has_no_nan(tmp_path):
     assert figure.axes[0].patch.get_hatch()
 
 
+def test_weights_of_no_rows_or_columns_are_said_to_have_no_values():
+    values = {"a": torch.zeros(0, 5), "b": torch.zeros(5, 0, 2), "c": torch.zeros(0)}
+    for name in values:
+        assert "no values" in words(renders(figures.weights(values, name)))
+    assert "a: no values" in words(renders(figures.weights({**values, "d": torch.ones(2, 2)})))
+
+
+def test_long_maps_are_more_than_a_hair_and_ticks_are_whole_numbers():
+    value = torch.randn(1, 6, 1, 200)
+    value[0, 2, 0, 5] = torch.nan
+    for turned in (value, value.mT):
+        figure = renders(figures.feature_maps(turned))
+        height, width = image(figure).shape
+        assert 1 / 8 < height / width < 8
+        assert "drawn 25 times as large" in words(figure)
+        assert "1 NaN" in words(figure)
+    figure = renders(figures.weights(torch.randn(1, 5)))
+    assert all(at == round(at) for at in figure.axes[0].get_yticks())
+
+
 def test_noise_beside_effects_is_written_as_nothing():
     figure = figures.effects([[0.343, 1.2e-9, -3e-8], [0.0123, -0.21, math.nan]])
     written = [text.get_text() for text in figure.axes[0].texts][:6]
@@ -645,7 +667,43 @@ def test_a_run_has_distributions_spreads_and_gradient_flow(run):
     ax = renders(figures.along_layers(run, step=10)).axes[0]
     assert ax.lines[0].get_xdata() == pytest.approx(run.matrix("output", "mean")[2][:, 1])
     flow = renders(figures.gradient_flow(run)).axes[0]
-    assert flow.lines[0].get_xdata() == pytest.approx(run.matrix("grad", "norm")[2][:, 2] / 4)
+    mean, std = (run.matrix("grad", name)[2][:, 2] for name in ("mean", "std"))
+    assert flow.lines[0].get_xdata() == pytest.approx(np.hypot(mean, std))
+
+
+def test_the_root_mean_square_of_a_run_is_right_for_a_small_batch_and_for_two_calls(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(first := nn.Linear(4, 4), first, nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with hl.watch(model, every=1, optimizer=optimizer, to=tmp_path):
+        for count in (16, 3):
+            with hl.capture(model, "0:grad_output", "2:grad_output") as record:
+                model(torch.randn(count, 4)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    wanted = [
+        torch.cat(record.calls(f"{place}:grad_output")).double().square().mean().sqrt().item()
+        for place in ("0", "2")
+    ]
+    ax = figures.gradient_flow(hl.Run(tmp_path)).axes[0]
+    assert ax.lines[0].get_xdata() == pytest.approx(wanted, rel=1e-5)
+
+
+def test_where_a_run_has_nothing_finite_the_numbers_before_are_not_drawn(tmp_path):
+    good = np.ones((2, len(STATISTICS)))
+    good[:, STATISTICS.index("nonfinite")] = 0
+    bad = good.copy()
+    bad[1] = np.nan
+    bad[1, STATISTICS.index("nonfinite")] = 1
+    with RunWriter(tmp_path, [Row(name, "grad") for name in "ab"]) as writer:
+        writer.values(0, good)
+        writer.values(1, bad)
+    for draw in (figures.along_layers, figures.gradient_flow):
+        figure = renders(draw(hl.Run(tmp_path), kind="grad"))
+        assert np.isnan(figure.axes[0].lines[0].get_xdata()).tolist() == [False, True]
+        assert "b: 100 % not finite" in words(figure)
+        before = draw(hl.Run(tmp_path), kind="grad", step=0)
+        assert np.isfinite(before.axes[0].lines[0].get_xdata()).all()
 
 
 # -- top samples ----------------------------------------------------------------------------------

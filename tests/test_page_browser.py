@@ -266,6 +266,30 @@ def test_on_paper_there_is_only_the_content_and_it_is_light(tab, record_page):
     assert tab.evaluate("getComputedStyle(document.querySelector('main')).overflow") == "visible"
 
 
+def test_what_was_not_scrolled_to_is_on_paper_too(tab, record_page):
+    tab.set_viewport_size({"width": 900, "height": 260})
+    visit(tab, record_page, "#place=fc")
+    tab.wait_for_selector(".card .statistics")
+    tab.pdf()
+    drawn = """nodes => nodes.map(node =>
+      node.getContext('2d').getImageData(0, 0, node.width, node.height).data.some(x => x))"""
+    assert set(tab.locator(".card canvas").evaluate_all(drawn)) == {True}
+
+
+def test_long_maps_are_neither_hairs_nor_towers(tab, tmp_path):
+    model = nn.Sequential(nn.Conv2d(1, 8, 1), nn.Conv1d(3, 4, 15))
+    value = torch.randn(2, 1, 1, 300)
+    heights = []
+    for name, turned in (("wide", value), ("tall", value.mT)):
+        with hl.capture(model, "0") as record:
+            model[0](turned)
+        visit(tab, hl.report(record, tmp_path / f"{name}.html"), "#place=0")
+        heights.append(tab.locator(".picture canvas").bounding_box()["height"])
+    visit(tab, hl.report(model, tmp_path / "model.html"), "#place=1")
+    heights.append(tab.locator(".picture canvas").first.bounding_box()["height"])
+    assert all(60 < height < 400 for height in heights), heights
+
+
 def test_names_can_be_seen_and_do_not_turn_the_writing_around(tab, tmp_path):
     model = nn.Sequential()
     model.add_module("ab\u202ecd", nn.Linear(2, 2))
@@ -426,6 +450,25 @@ def test_the_numbers_of_a_place_are_those_of_one_step_and_it_is_named(tab, tmp_p
     tab.wait_for_selector("h1:text-is('b')")
     assert tab.locator(cells.format("mean")).inner_text() == "1.5"
     assert tab.locator(".note").last.inner_text() == "The numbers are those of step 1."
+
+
+def test_above_a_curve_it_is_said_why_there_is_no_number(tab, tmp_path):
+    with RunWriter(tmp_path / "run", [Row(name, "output") for name in "ab"]) as writer:
+        for step in range(3):
+            values = np.full((2, len(STATISTICS)), 0.5)
+            if step == 2:
+                values[:] = np.nan
+                values[0, STATISTICS.index("nonfinite")] = 1
+            writer.values(step, values)
+            writer.scalar(step, "loss", np.nan if step == 2 else 1.0)
+    hl.report(tmp_path / "run", tmp_path / "run.html")
+    for place, said in (
+        ("", "not finite"),
+        ("#place=a", "not finite"),
+        ("#place=b", "not measured"),
+    ):
+        visit(tab, tmp_path / "run.html", place)
+        playwright.expect(tab.locator(".readout").first).to_have_text(f"{said} at step 2")
 
 
 def test_the_axes_of_a_curve_tell_close_numbers_apart_and_have_whole_steps(tab, tmp_path):

@@ -2,7 +2,12 @@
 
 import http.client
 import json
+import os
+import shutil
+import subprocess
+import sys
 from threading import Thread
+from urllib.parse import quote
 
 import numpy as np
 import pytest
@@ -10,7 +15,7 @@ import torch
 from torch import nn
 
 import hookline as hl
-from hookline.pages import views
+from hookline.pages import serving, views
 from hookline.pages.chunks import unpack
 from hookline.pages.serving import serve
 from hookline.training.run_files import STATISTICS, Row
@@ -297,6 +302,64 @@ def test_a_broken_run_is_refused_with_its_reason(server, folder):
     status, _, body = ask(server, "/api/page?source=broken")
     assert status == 409
     assert b"A run was to be read" in body
+
+
+def test_a_store_whose_files_are_cut_off_is_refused_and_the_server_lives(folder):
+    # In a process of its own: to read from a map of what is no longer there ends it.
+    code = """if True:
+        import sys, urllib.error, urllib.request
+        from pathlib import Path
+        from hookline.pages.serving import serve
+        with serve(sys.argv[1]) as server:
+            for part in ("e0", "e0:3"):
+                ask = lambda: urllib.request.urlopen(
+                    server.address + f"api/chunk?source=acts&id={part}").read()
+                ask()
+                (shard,) = Path(sys.argv[1], "acts").glob("*.safetensors")
+                kept = shard.read_bytes()
+                shard.write_bytes(b"")
+                try:
+                    print("read", ask())
+                except urllib.error.HTTPError as error:
+                    print(error.code)
+                shard.write_bytes(kept)
+                ask()
+    """
+    ran = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True)
+    assert ran.stdout.split() == ["409", "409"], ran.stderr
+    assert ran.returncode == 0
+
+
+def test_what_has_taken_the_place_of_something_else_is_shown(server, folder):
+    assert ask_json(server, "/api/page?source=first")["kind"] == "run"
+    shutil.rmtree(folder / "first")
+    assert ask_json(server, "/api/page?source=first")["kind"] == "run"  # what was read stays
+    (folder / "acts").rename(folder / "first")
+    assert ask_json(server, "/api/page?source=first")["kind"] == "store"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="names of files are text there")
+def test_names_that_are_no_text_can_be_asked_for_and_hide_no_others(folder):
+    bad = folder / os.fsdecode(b"caf\xe9")
+    (folder / "first").rename(bad)
+    (folder / "weights.html").rename(folder / os.fsdecode(b"\xe9.html"))
+    with serve(folder) as server:
+        named = {one["name"]: one for one in ask_json(server, "/api/sources")["sources"]}
+        assert list(named) == ["acts", "caf\ufffd", "\ufffd.html"]
+        assert ask_json(server, "/api/page?source=" + quote("caf\ufffd"))["kind"] == "run"
+        assert ask(server, "/" + named["\ufffd.html"]["address"])[0] == 200
+    with serve(bad) as server:
+        assert ask(server, "/")[0] == 200
+    assert hl.report(bad, folder / "page.html").stat().st_size
+
+
+def test_at_the_port_that_browsers_leave_out_it_answers(folder, monkeypatch):
+    monkeypatch.setattr(serving._HTTPServer, "server_bind", lambda self: None)
+    monkeypatch.setattr(serving._HTTPServer, "server_activate", lambda self: None)
+    monkeypatch.setattr(serving._HTTPServer, "server_address", ("127.0.0.1", 80), raising=False)
+    server = serve(folder, 80)
+    assert {"127.0.0.1", "localhost"} <= server._server.hosts
+    server.close()
 
 
 def test_nothing_is_written(folder):

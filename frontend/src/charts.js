@@ -8,8 +8,8 @@ import { FONT, colour, hatch, stretch, surface, theme } from "./surface.js";
 
 const WHOLE = Array.from({ length: 46 }, (_, n) => [1, 2, 5][n % 3] * 10 ** Math.floor(n / 3)); // between ticks of steps
 
-/** A chart of one series over steps, {name, steps, values}. It follows the width and the theme. */
-export function curve(series, { title, tall = 190, alt }) {
+/** A chart of one series over steps, {name, steps, values}. `gap(n)` says what stands where no number is. */
+export function curve(series, { title, tall = 190, alt, gap = () => "not finite" }) {
   const readout = h("span", { class: "readout" });
   const box = h("div", { class: "curve", role: "img", "aria-label": alt });
   let logged = false;
@@ -24,7 +24,8 @@ export function curve(series, { title, tall = 190, alt }) {
   let plot = null;
   const tell = (n) => {
     const at = n ?? series.steps.length - 1;
-    readout.textContent = at < 0 ? "" : `${show(series.values[at])} at step ${show(series.steps[at])}`;
+    const value = series.values[at];
+    readout.textContent = at < 0 ? "" : `${value === null || Number.isNaN(value) ? gap(at) : show(value)} at step ${show(series.steps[at])}`;
   };
   const data = () => [Array.from(series.steps), Array.from(series.values, (value) => (Number.isFinite(value) ? value : null))];
   const draw = () => {

@@ -75,7 +75,7 @@ function training(app) {
       const charts = new Map();
       const card = (one) => {
         const last = one.values[one.values.length - 1];
-        const chart = curve(one, { title: h("h3", {}, one.name), alt: `${one.name} over ${one.steps.length} steps; the last value is ${show(last)}` });
+        const chart = curve(one, { title: h("h3", {}, one.name), alt: `${one.name} over ${one.steps.length} steps; the last value is ${Number.isNaN(last) ? "not finite" : show(last)}` });
         charts.set(one.name, chart);
         return chart;
       };

@@ -169,11 +169,13 @@ function cells({ data, start, rows, columns, scale, item, alt }) {
 function grid({ data, start, panels, rows, columns, scale, item, alt }) {
   const gap = 6;
   const layout = (width) => {
-    const ideal = columns <= 5 && rows <= 5 ? 40 : Math.max(56, Math.min(96, columns * 4));
+    const long = rows < columns / 4;
+    const steep = Math.min(Math.max(rows / columns, 1 / 12), 4); // what is longer is stretched
+    const ideal = columns <= 5 && rows <= 5 ? 40 : long ? Math.min(width, Math.max(96, columns)) : Math.max(steep > 2 ? 24 : 56, Math.min(96, columns * 4));
     const fit = Math.max(1, Math.min(panels, Math.floor((width + gap) / (ideal + gap))));
     const across = Math.ceil(panels / Math.ceil(panels / fit)); // lines of about the same length
-    const wide = Math.min((width + gap) / across - gap, panels < 4 ? 180 : 128);
-    const tall = Math.max((wide * rows) / columns, 2);
+    const wide = Math.min((width + gap) / across - gap, Math.max(panels < 4 ? 180 : 128, long ? columns : 0), 320 / steep);
+    const tall = wide * steep;
     return { across, wide, tall };
   };
   const find = (x, y, width) => {

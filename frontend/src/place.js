@@ -230,7 +230,7 @@ async function overTime(app, entry) {
   const select = h("select", { class: "chip", "aria-label": "Statistic", onchange: () => ((app.choices[key] = select.value), draw(select.value)) }, shown.map((name) => h("option", { value: name, selected: name === chosen }, name)));
   const draw = (name) => {
     const data = of(name);
-    fill(holder, curve({ name, steps, values: data }, { title: select, tall: 160, alt: `${name} of ${entry.place} over ${count} steps; the last value is ${show(data[count - 1])}` }));
+    fill(holder, curve({ name, steps, values: data }, { title: select, tall: 160, gap: (n) => (of("nonfinite")[n] === 1 ? "not finite" : "not measured"), alt: `${name} of ${entry.place} over ${count} steps; the last value is ${show(data[count - 1])}` }));
   };
   draw(chosen);
   const at = last(shown.map(of), count);

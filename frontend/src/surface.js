@@ -4,6 +4,7 @@ import { h, hint } from "./dom.js";
 
 const surfaces = new Set();
 let current = "light";
+let onPaper = false; // where all is in view
 
 export function theme() {
   return current;
@@ -22,6 +23,7 @@ export function setTheme(choice) {
 export function drawForPaper(printing) {
   const dark = document.documentElement.dataset.theme === "dark" || (!document.documentElement.dataset.theme && window.matchMedia("(prefers-color-scheme: dark)").matches);
   current = dark && !printing ? "dark" : "light";
+  onPaper = printing;
   for (const redraw of surfaces) redraw();
 }
 
@@ -63,7 +65,7 @@ export function surface({ height, draw, alt, hover, click, keys }) {
     tall = Math.max(1, Math.round(height(width)));
     canvas.style.width = `${width}px`;
     canvas.style.height = `${tall}px`;
-    if (!box.seen) return;
+    if (!box.seen && !onPaper) return;
     const dense = Math.min(window.devicePixelRatio || 1, 16000 / Math.max(tall, width));
     canvas.width = Math.round(width * dense);
     canvas.height = Math.round(tall * dense);

@@ -49,7 +49,7 @@ def shell(title: str, data: str, connect: str = "'none'") -> str:
     """The HTML around the data; `connect` is where the page may read from."""
     return _HTML.format(
         policy=html.escape(policy(connect)),
-        title=html.escape(title),
+        title=html.escape(title.encode(errors="replace").decode()),
         style=_asset("page.css"),
         data=data,
         script=_asset("page.js"),

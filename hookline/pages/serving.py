@@ -69,7 +69,10 @@ class Server:
         self._server.closing = Event()
         self.port: int = self._server.server_address[1]
         self.address = f"http://127.0.0.1:{self.port}/"
-        self._server.hosts = {f"{host}:{self.port}" for host in ("127.0.0.1", "localhost")}
+        names = ("127.0.0.1", "localhost")
+        self._server.hosts = {f"{host}:{self.port}" for host in names}
+        if self.port == 80:  # which browsers leave out
+            self._server.hosts.update(names)
         self._thread: Thread | None = None
 
     def serve_forever(self) -> None:

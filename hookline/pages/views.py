@@ -193,16 +193,21 @@ class StoreView(_Whole):
 
     def chunk(self, name: str) -> Chunk | None:
         """A chunk of the page: `e3`, or `e3:17` for the 17th sample of that entry."""
-        match = re.fullmatch(r"(e\d{1,9}):(\d{1,15})", name)
+        match = re.fullmatch(r"(e\d{1,9})(?::(\d{1,15}))?", name)
         if match is None:
             return super().chunk(name)
         with self._lock:
             entries: list[dict[str, Any]] = self._page.content["entries"]
             place = next((one["place"] for one in entries if one["chunk"] == match[1]), None)
-            position = int(match[2])
-            if place is None or position >= len(self._store):
+            if place is None:
                 return None
-            return sample_chunk(self._store, place, position)
+            self._store[place].let_go()  # somebody may have cut the files off
+            if match[2] is None:
+                return super().chunk(name)
+            position = int(match[2])
+            return (
+                sample_chunk(self._store, place, position) if position < len(self._store) else None
+            )
 
 
 class RecordView(_Whole):
@@ -230,19 +235,19 @@ class Gallery:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._lock = RLock()
-        self._views: dict[str, View] = {}
+        self._views: dict[str, tuple[Shown, View]] = {}
 
     def shown(self) -> list[Shown]:
         """What there is now, by name; what links lead out of the folder is left out."""
         kind = _kind_of(self.folder)
         if kind is not None:
-            return [Shown(self.folder.absolute().name, kind, self.folder)]
+            return [Shown(_name(self.folder.absolute()), kind, self.folder)]
         try:
             inside = sorted(self.folder.iterdir())
         except OSError:
             return []
         kinds = [(path, _kind_of(path)) for path in inside if not path.is_symlink()]
-        return [Shown(path.name, kind, path) for path, kind in kinds if kind is not None]
+        return [Shown(_name(path), kind, path) for path, kind in kinds if kind is not None]
 
     def find(self, name: str) -> Shown | None:
         """What has that name."""
@@ -251,12 +256,20 @@ class Gallery:
     def view(self, name: str) -> View | None:
         """What has that name, opened; None if there is nothing that can be."""
         with self._lock:
-            if name not in self._views:
-                found = self.find(name)
-                if found is None or found.kind not in _VIEWS:
-                    return None
-                self._views[name] = _VIEWS[found.kind](found.path)
-            return self._views[name]
+            known = self._views.get(name)
+            if known is not None and _kind_of(known[0].path) in (None, known[0].kind):
+                return known[1]  # also of what is gone: what was read of it stays
+            found = self.find(name)
+            if found is None or found.kind not in _VIEWS:
+                return None
+            view = _VIEWS[found.kind](found.path)
+            self._views[name] = found, view
+            return view
+
+
+def _name(path: Path) -> str:
+    """The name of a file or folder, as a browser can send it back."""
+    return path.name.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
 def _kind_of(path: Path) -> str | None:

@@ -204,6 +204,14 @@ class StoredRows:
             result[mine] = self._shards[at].array[positions[mine] - self._starts[at]]
         return result
 
+    def let_go(self) -> None:
+        """Map the files anew when they are read next: they are looked at then, as at first.
+
+        To read from a map of a file that was cut off meanwhile would end the process.
+        """
+        for shard in self._shards:
+            shard._array = None
+
     def _empty(self, rows: int) -> NDArray[Any]:
         return np.empty((rows, *self._row), self._kind.numpy)
 
@@ -250,6 +258,11 @@ class StoredSamples:
     def nbytes(self) -> int:
         """The bytes of all rows, without the offsets."""
         return self.rows.nbytes
+
+    def let_go(self) -> None:
+        """As that of `StoredRows`."""
+        self.rows.let_go()
+        self._ends.let_go()
 
     def __len__(self) -> int:
         return len(self._ends)

@@ -228,6 +228,8 @@ def picture(
     # matplotlib takes an infinity for NaN; a number beyond the ends has the colour for it.
     beyond = np.where(np.isposinf(array), high + abs(high - low), array)
     beyond = np.where(np.isneginf(array), low - abs(high - low), beyond)
+    if not array.size:
+        beyond, colours = np.full((1, 1), np.nan), colours.with_extremes(bad="none")
     image = ax.imshow(beyond, cmap=colours, aspect=aspect, interpolation="nearest", **scale)
     odd = odd or counted(array)
     named = zip(odd, ("NaN (grey)", "+Inf (magenta)", "−Inf (cyan)"), strict=True)

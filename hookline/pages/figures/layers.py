@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -157,19 +157,28 @@ def _of_moments(name: str, mean: float, std: float) -> _Spread:
 
 def _of_run(run: Run, where: Any, step: int | None, kind: str) -> list[_Spread]:
     made: list[_Spread] = []
-    for place in kept_places(run, where, kind):
-        steps, means = run.series(place, kind, "mean")
-        _, stds = run.series(place, kind, "std")
-        at = _last_at(steps, step)
-        if at is not None:
-            made.append(_of_moments(str(place), float(means[at]), float(stds[at])))
+    for place, (mean, std), notes in _at_step(run, where, step, kind, ["mean", "std"]):
+        made.append(_of_moments(place, mean, std)._replace(notes=notes))
     return made
 
 
-def _last_at(steps: Any, step: int | None) -> int | None:
-    """The position of the last step, or of the last one that is not behind a given step."""
-    found = len(steps) if step is None else int(np.searchsorted(steps, step, side="right"))
-    return found - 1 if found else None
+def _at_step(
+    run: Run, where: Any, step: int | None, kind: str, names: Sequence[str]
+) -> Iterator[tuple[str, list[float], list[str]]]:
+    """Statistics of each place when it was measured last, or last up to a step, and remarks.
+
+    They are NaN, and said to be, if nothing was finite then: what was before is not then.
+    """
+    places, steps = kept_places(run, where, kind), run.steps()
+    for name in names:
+        run._check(kind, name)
+    found = np.array([run._matrix(kind, name, places)[2] for name in (*names, "nonfinite")])
+    for n, place in enumerate(places):
+        measured = ~np.isnan(found[:, n]).all(0) & (step is None or steps <= step)
+        if measured.any():
+            at = np.flatnonzero(measured)[-1]
+            *values, odd = found[:, n, at].tolist()
+            yield place, values, [f"{100 * odd:.3g} % not finite"] if odd > 0 else []
 
 
 # -- gradients ------------------------------------------------------------------------------------
@@ -278,13 +287,10 @@ def _flow(one: Sample, tensors: Sequence[Tensor]) -> _Flow:
 
 
 def _flows_of_run(run: Run, where: Any, step: int | None, kind: str) -> list[_Flow]:
-    shapes = {row.place: row.shape for row in run.rows() if row.kind == kind}
     made: list[_Flow] = []
-    for place in kept_places(run, where, kind):
-        steps, norms = run.series(place, kind, "norm")
-        _, largest = run.series(place, kind, "absmax")
-        at = _last_at(steps, step)
-        if at is not None:
-            size = math.prod(shapes[place] or (1,)) or 1
-            made.append(_Flow(str(place), float(norms[at]) / math.sqrt(size), float(largest[at])))
+    names = ["mean", "std", "absmax"]
+    for place, (mean, std, largest), notes in _at_step(run, where, step, kind, names):
+        # Not from the norm: how many values there were differs from step to step.
+        rms = math.nan if notes else math.hypot(mean, std)
+        made.append(_Flow(place, rms, math.nan if notes else largest, notes))
     return made

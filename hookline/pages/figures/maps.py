@@ -41,6 +41,7 @@ __all__ = ["attention_maps", "feature_maps"]
 Array = NDArray[Any]
 
 _CHANNELS = 64
+_LONG = 8  # times as long as high, beyond which a map is stretched
 _NUMBER = 8.0  # points that the number above a map takes
 _HEADS, _PLACES = 16, 12
 _TOKENS, _FEW_TOKENS = 40, 14  # that are written along a map that stands alone, and along others
@@ -87,20 +88,19 @@ def feature_maps(
     if own_scale:
         array = _to_unit(array)
         notes.append("each map on a scale of its own")
-    columns = columns_for(len(array), 12)
+    odd = counted(array)
+    array, columns = _arranged(array, notes)
     ax = axes_for(ax, _grid_size(len(array), columns, array.shape))
     gaps = _gaps(ax, len(array), columns, array.shape)
     mosaic = _mosaic(array, columns, gaps)
     signed = not own_scale and (mosaic[np.isfinite(mosaic)] < 0).any()
-    image, remarks = picture(ax, mosaic, center=0.0 if signed else None, aspect="equal")
+    center = 0.0 if signed else None
+    image, remarks = picture(ax, mosaic, center=center, aspect="equal", odd=odd)
     _between(ax, len(array), columns, array.shape, gaps, numbered)
     colour_bar(ax, image, "share of the map's range" if own_scale else "value")
     ax.set_axis_off()
     words = f"Feature maps of {named.name}" if named.name else "Feature maps"
-    odd = [r for r in remarks if not r.endswith("(grey)")]
-    nans = int(np.isnan(array).sum())
-    odd += [f"{nans:,} NaN (grey)"] if nans else []
-    title(ax, words, [said(value.shape, value.dtype), *notes, *odd], space=4)
+    title(ax, words, [said(value.shape, value.dtype), *notes, *remarks], space=4)
     return figure_of(ax)
 
 
@@ -149,6 +149,19 @@ def _to_unit(array: Array) -> Array:
     low, high = np.nanmin(flat, 1)[:, None, None], np.nanmax(flat, 1)[:, None, None]
     width = np.where(high > low, high - low, 1.0)
     return (array - low) / width
+
+
+def _arranged(array: Array, notes: list[str]) -> tuple[Array, int]:
+    """The maps, and how many stand beside each other; a row of numbers is more than a hair."""
+    count, height, width = (max(1, size) for size in array.shape)
+    times = max(height, width) // (_LONG * min(height, width))
+    if times > 1:
+        array = array.repeat(times, axis=1 if width > height else 2)
+        notes.append(f"{'heights' if width > height else 'widths'} drawn {times} times as large")
+        count, height, width = (max(1, size) for size in array.shape)
+    if _LONG / 2 > width / height > 2 / _LONG:
+        return array, columns_for(len(array), 12)
+    return array, min(count, max(1, round(math.sqrt(count * height / width))))
 
 
 def _grid_size(count: int, columns: int, shape: tuple[int, ...]) -> tuple[float, float]:

@@ -97,7 +97,7 @@ def weights(
 
 def _draw_matrix(ax: Axes, value: Tensor, name: str, bar: bool) -> list[str]:
     """Draw a value as a matrix; its shape and the remarks on it."""
-    flat = value.reshape(1, -1) if value.ndim < 2 else value.reshape(len(value), -1)
+    flat = value.reshape(1, -1) if value.ndim < 2 else value.flatten(1)
     flat, notes = reduced(flat)
     array = numbers(flat)
     image, remarks = picture(ax, array, center=0.0, odd=counted(value))
@@ -112,7 +112,7 @@ def _draw_matrix(ax: Axes, value: Tensor, name: str, bar: bool) -> list[str]:
         ax.set_title(literal(words), fontsize=7, pad=2)
     if bar and not notes:
         ax.tick_params(labelsize=8)
-        ax.locator_params(integer=True)
+        ax.locator_params(integer=True, min_n_ticks=1)
     else:
         ax.set_xticks([])
     if value.ndim < 2 or not bar or notes:
