@@ -434,6 +434,21 @@ def test_transformers_models_with_weights_are_loaded(folder):
     assert all(row["mean"] != 7 for row in found if "why" not in row)
 
 
+def test_transformers_weights_that_cannot_be_read_are_not_replaced_by_random_ones(folder):
+    from transformers import BertConfig, BertModel
+
+    config = BertConfig(
+        hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
+        vocab_size=20, max_position_embeddings=16,
+    )  # fmt: skip
+    config.save_pretrained(folder / "bert")
+    torch.save(BertModel(config).state_dict(), folder / "bert" / "pytorch_model.bin")
+    code, _, error = run("places", "hf:bert")
+    assert code == 2
+    assert "not in safetensors: 'pytorch_model.bin'" in error
+    assert data("places", "hf:bert", "pooler", "--random-weights")[0]["type"] == "BertPooler"
+
+
 def test_transformers_models_with_a_head_keep_it(folder):
     from transformers import BertConfig, BertForMaskedLM, BertForSequenceClassification
 

@@ -685,6 +685,14 @@ def test_a_pool_may_run_again_when_its_indices_were_taken():
         assert torch.equal(saved, F.max_pool1d(x, 2, return_indices=True)[1])
 
 
+def test_a_pool_may_run_in_other_threads_meanwhile():
+    encoder, x, other = nn.Sequential(nn.MaxPool1d(2)), torch.randn(1, 4), torch.randn(3, 4)
+    with ThreadPoolExecutor(1) as pool, save_maxpool_indices(encoder) as indices:
+        encoder(x)
+        assert torch.equal(pool.submit(encoder, other).result(), F.max_pool1d(other, 2))
+    assert_same(indices, {"0": F.max_pool1d(x, 2, return_indices=True)[1]})
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_pool_that_is_recomputed_has_not_run_twice(reentrant):
     model = nn.Sequential(nn.Conv1d(1, 1, 1), nn.MaxPool1d(2))

@@ -28,6 +28,7 @@ __all__ = ["CommandError", "Inputs", "load_inputs", "load_model", "load_object",
 
 _MODELS = "Write package.module:factory, file.py:name, or hf:FOLDER for a transformers model."
 _FILES = (".npy", ".npz", ".safetensors", ".json")
+_OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf")  # that are not read
 _INPUTS = (
     "Write a shape such as 8x3x32x32, tokens:1x16, a file (.npy, .npz, .safetensors, .json), or "
     "file.py:name; NAME=… for an argument by name."
@@ -196,7 +197,16 @@ def _load_transformers(name: str, random_weights: bool) -> nn.Module:
             ) from error
     kind = _class_of(transformers, config)
     torch.manual_seed(0)
-    if random_weights or (local and not any(folder.glob("*.safetensors*"))):
+    bare = local and not any(folder.glob("*.safetensors*"))
+    others = [path.name for path in sorted(folder.glob("*")) if path.suffix in _OTHER_WEIGHTS]
+    if bare and others and not random_weights:
+        raise CommandError(
+            asked,
+            f"Its weights are not in safetensors: {', '.join(map(repr, others[:3]))}.",
+            "Load it in Python and save it with model.save_pretrained(FOLDER), or give "
+            "--random-weights.",
+        )
+    if random_weights or bare:
         return _guarded(asked, lambda: (kind or transformers.AutoModel.from_config)(config))
     load: Any = (kind or transformers.AutoModel).from_pretrained
     return _guarded(asked, lambda: load(name, local_files_only=local, use_safetensors=True))

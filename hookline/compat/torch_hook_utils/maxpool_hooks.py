@@ -76,7 +76,7 @@ def save_maxpool_indices(
 
     with (
         layers.capture(":output[1]") as indices,
-        layers.hook(":input", guard),
+        layers.hook(":input", guard, own=True),
         layers.hook(":output", strip),
     ):
         try:

@@ -206,10 +206,16 @@ class NamedLayers:
         self._given = _Given(self.names)
 
     def hook(
-        self, port: str, function: Callable[[Any, hl.Call], Any]
+        self, port: str, function: Callable[[Any, hl.Call], Any], own: bool = False
     ) -> AbstractContextManager[Any]:
-        """Call a function with every value at a port of the layers, as `hookline.hook` does."""
-        return hl.hook(self._model, (self._given, port), function) if self.layers else nullcontext()
+        """Call a function with every value at a port of the layers, as `hookline.hook` does; with
+        `own`, in the thread or task that enters it only.
+        """
+        if not self.layers:
+            return nullcontext()
+        context = hl.hook(self._model, (self._given, port), function)
+        context._owned = own
+        return context
 
     @contextmanager
     def capture(self, port: str) -> Generator[LayerValues[Any]]:
