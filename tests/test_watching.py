@@ -634,6 +634,15 @@ def test_a_training_that_is_gone_on_with_has_the_numbers_of_its_steps(tmp_path):
     assert run.steps().tolist() == [0, 2, 4, 6, 8]
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
+def test_a_model_with_a_scripted_module_is_watched():
+    model = nn.Sequential(torch.jit.script(nn.Linear(6, 6)), nn.Linear(6, 3))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with hl.watch(model, every=1, optimizer=optimizer) as watching:
+        train(model, optimizer, 2)
+    assert watching.last["1", "output"]["norm"] > 0
+
+
 def test_steps_may_be_numbers_of_numpy(tmp_path):
     model, optimizer = fresh()
     options = {"every": np.int64(2), "start": np.int64(4), "optimizer": optimizer}

@@ -139,7 +139,8 @@ def _lists_in(module: nn.Module) -> list[nn.Module]:
     """The modules in a module that are never called, as lists of parameters, with those in them."""
     found: list[nn.Module] = []
     for child in module.children():
-        if type(child).forward is nn.Module.forward and "forward" not in vars(child):
+        own = getattr(type(child), "forward", None)  # which that of a ScriptModule does not show
+        if own is nn.Module.forward and "forward" not in vars(child):
             found += [child, *_lists_in(child)]
     return found
 
