@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hookline.core.gradients import is_usable
 from hookline.training.moments import Flat
 
 __all__ = ["ends_of", "is_fixed", "unit_of"]
@@ -37,6 +38,8 @@ def is_fixed(tensor: Tensor, module: nn.Module) -> bool:
     """Whether an output may be zero, or the same for every input, because it was made so."""
     if not tensor.requires_grad:
         return torch.is_grad_enabled()
+    if not is_usable(tensor):
+        return False
     made = "" if tensor.grad_fn is None else tensor.grad_fn.name()
     if made.startswith("Softmax"):
         return True  # of what is masked, as keys that pad, it gives zeros
