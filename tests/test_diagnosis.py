@@ -429,6 +429,29 @@ def test_codes_of_which_nothing_is_learned_have_no_dead_units_and_are_not_consta
     assert watching.findings() == []
 
 
+def test_a_gate_that_always_chooses_the_same_is_a_constant_output():
+    class Gate(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scores = nn.Linear(64, 4)
+            nn.init.constant_(self.scores.bias[0], 1000.0)
+
+        def forward(self, x):
+            return self.scores(x).softmax(-1)
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate, self.experts = Gate(), nn.ModuleList(nn.Linear(64, 10) for _ in range(4))
+
+        def forward(self, x):
+            made = torch.stack([expert(x) for expert in self.experts], 2)
+            return (made * self.gate(x)[:, None]).sum(2)
+
+    watching, _ = train(Net(), 20, every=2)
+    assert ("constant output", "gate") in [(f.kind, f.place) for f in watching.findings()]
+
+
 class Learned(nn.Module):
     def __init__(self, plain):
         super().__init__()
@@ -501,6 +524,30 @@ def test_channels_of_zeros_that_a_shortcut_adds_are_not_dead(padded):
             optimizer.step()
             optimizer.zero_grad()
     assert watching.findings() == []
+
+
+class Clipped(nn.Module):
+    """A ReLU that puts zeros around images, or gives both signs."""
+
+    def __init__(self, padded):
+        super().__init__()
+        self.padded = padded
+
+    def forward(self, x):
+        if self.padded:
+            return F.pad(x.relu(), (1, 1, 1, 1))
+        return torch.cat([x.relu(), x[:, :2].relu()], 1)
+
+
+@pytest.mark.parametrize("padded", [True, False])
+def test_dead_units_are_found_behind_padding_of_images_and_where_units_are_joined(padded):
+    size, channels = (8, 8) if padded else (6, 10)
+    last = nn.Conv2d(channels, 10, size)
+    model = nn.Sequential(nn.Conv2d(1, 8, 3), Clipped(padded), last, nn.Flatten())
+    with torch.no_grad():
+        model[0].bias[:6] = -1000
+    watching, _ = train(model, 20, every=2, shape=(1, 8, 8))
+    assert ("dead units", "1") in [(f.kind, f.place) for f in watching.findings()]
 
 
 def test_a_gradient_that_vanishes_in_a_branch_is_found_though_the_layer_before_it_has_one():

@@ -668,6 +668,18 @@ def test_a_batch_of_no_samples_is_done_like_others(batches, to):
     assert torch.allclose(mean, store["0"][:].double().mean(0))
 
 
+def test_nothing_says_that_a_harvest_is_complete_once_more_comes_behind_no_samples(data, to):
+    def more():
+        yield from [*data[:2], data[0][:0], data[2]]
+        raise OSError("lost")
+
+    hl.harvest(small(), data[:2], "0", to=to, statistics=hl.Mean(), quiet=True)
+    with pytest.raises(OSError, match="lost"):
+        hl.harvest(small(), more, "0", to=to, statistics=hl.Mean(), quiet=True)
+    assert len(hl.Store.open(to)["0"]) == sum(map(len, data[:3]))
+    assert not (to / "harvest.json").exists() and not (to / "statistics").exists()
+
+
 @pytest.mark.parametrize("length", [True, False], ids=["known length", "unknown length"])
 def test_a_complete_harvest_sees_whether_the_data_is_the_same_and_whether_there_is_more(
     length, data, to

@@ -634,6 +634,38 @@ def test_a_training_that_is_gone_on_with_has_the_numbers_of_its_steps(tmp_path):
     assert run.steps().tolist() == [0, 2, 4, 6, 8]
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
+def test_a_model_with_a_scripted_module_is_watched():
+    model = nn.Sequential(torch.jit.script(nn.Linear(6, 6)), nn.Linear(6, 3))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with hl.watch(model, every=1, optimizer=optimizer) as watching:
+        train(model, optimizer, 2)
+    assert watching.last["1", "output"]["norm"] > 0
+
+
+def test_an_output_that_torch_lets_nobody_use_disturbs_no_training():
+    class Parts(nn.Module):
+        def forward(self, x):
+            made = x * 3
+            part, _ = made.chunk(2, 1)
+            return part, made.mul_(2)  # torch raises where the chunk is used
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.parts = nn.Linear(6, 3), Parts()
+
+        def forward(self, x):
+            return self.parts(self.first(x))[1]
+
+    bare, own = fresh(make=Net)
+    expected = train(bare, own, 2)
+    model, optimizer = fresh(make=Net)
+    with hl.watch(model, every=1, optimizer=optimizer) as watching:
+        assert same(train(model, optimizer, 2), expected)
+    assert watching.last["parts", "output"]["norm"] > 0
+
+
 def test_steps_may_be_numbers_of_numpy(tmp_path):
     model, optimizer = fresh()
     options = {"every": np.int64(2), "start": np.int64(4), "optimizer": optimizer}

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LEAF", "NO_GRAD", "NO_TENSOR", "PASSED_ON", "Edge", "alias", "alike", "alone", "grouped",
-    "is_gate", "leading", "made_since", "mark_gate", "note_given", "sequence", "tensors_in", "uses",
-    "watch_outputs", "watch_tensor", "without",
+    "is_gate", "is_usable", "leading", "made_since", "mark_gate", "note_given", "sequence",
+    "tensors_in", "uses", "watch_outputs", "watch_tensor", "without",
 ]  # fmt: skip
 
 Edge = tuple[Any, int]
@@ -107,12 +107,12 @@ def grouped(value: Any) -> list[tuple[Tensor, list[Path]]]:
         return [(value, [()])] if value.requires_grad else []
     found: dict[int, tuple[Tensor, list[Path]]] = {}
     for path, tensor in leaves(value):
-        if tensor.requires_grad and _usable(tensor):
+        if tensor.requires_grad and is_usable(tensor):
             found.setdefault(id(tensor), (tensor, []))[1].append(path)
     return list(found.values())
 
 
-def _usable(tensor: Tensor) -> bool:
+def is_usable(tensor: Tensor) -> bool:
     """Whether torch lets a tensor be used: not, say, a chunk of what was changed in place since."""
     try:
         _ = tensor.grad_fn

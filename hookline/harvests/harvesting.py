@@ -114,6 +114,7 @@ class _Harvest:
     measuring: Measuring | None = None
     progress: Progress
     writer: StoreWriter
+    grown = False  # whether samples came: what was said of all is gone then
 
     def __init__(self, taker: Taker, source: Source, folder: Path, rank: int, world: int) -> None:
         self.taker, self.source, self.folder = taker, source, folder
@@ -224,7 +225,8 @@ class _Harvest:
         if not taken.samples:
             self.writer.note(mark)
         else:
-            if self.writer.mark.get("done"):
+            if not self.grown:
+                self.grown = True
                 unfinish(self.folder)
             if self.measuring is not None:
                 self.measuring.update(taken.rows, taken.samples, taken.ids)

@@ -237,7 +237,7 @@ class Diagnosis:
         kind, found = "dead units", list[Finding]()
         for number in self._outputs():
             one, row = self._found(number), self.rows[number]
-            own = self._is_own(number)
+            own = self._is_own(number) and number not in self._looking.zeroed
             clipped = row.type in _RELUS or (own and float(one.low.min()) == 0 and one.zeros > 0)
             if not clipped or (kind, number) in self._told:
                 continue

@@ -27,7 +27,7 @@ from hookline.errors import PlaceError
 from hookline.places.resolution import Place, Request, Target, Where, resolve
 from hookline.places.tree import join
 from hookline.training.moments import Moments, is_measurable, moments, sampled, settle
-from hookline.training.outputs import ends_of, is_fixed, unit_of
+from hookline.training.outputs import ends_of, has_zeros, is_fixed, unit_of
 from hookline.training.run_files import ROW_KINDS, Row
 from hookline.values.nested import leaves
 from hookline.values.shards import local
@@ -139,7 +139,8 @@ def _lists_in(module: nn.Module) -> list[nn.Module]:
     """The modules in a module that are never called, as lists of parameters, with those in them."""
     found: list[nn.Module] = []
     for child in module.children():
-        if type(child).forward is nn.Module.forward and "forward" not in vars(child):
+        own = getattr(type(child), "forward", None)  # which that of a ScriptModule does not show
+        if own is nn.Module.forward and "forward" not in vars(child):
             found += [child, *_lists_in(child)]
     return found
 
@@ -198,7 +199,8 @@ class Looking(Context[_LookTap]):
         self.squares: dict[int, float] = {}  # of updates: of the parameter as it was before
         self.spoiled: set[int] = set()  # rows of updates of what was not finite before the step
         self.aliases: dict[int, int] = {}  # rows whose tensor is that of an earlier row
-        self.fixed: set[int] = set()  # rows of outputs that are what they are by design
+        # Rows of outputs that are what they are by design, and of those with units that are zero.
+        self.fixed, self.zeroed = set[int](), set[int]()
         self.backwards = self.overflows = 0  # and those that a scaler will make nothing of
         self._counts, self._scale, self._alarm = counts, scale, alarm
         self._outputs: list[tuple[int, Moments]] = []
@@ -231,14 +233,12 @@ class Looking(Context[_LookTap]):
             tensor = self.plan.parameter(number)
             if tensor is not None and tensor.requires_grad:
                 if tensor._post_accumulate_grad_hooks:  # they may step, and let the gradient go
-                    self._hooks.append(
-                        tensor.register_hook(partial(_tell, own, Looking.take_share, number))
-                    )
+                    share = partial(_tell, own, Looking.take_share, number)
+                    self._hooks.append(tensor.register_hook(share))
                 hook = partial(_tell, own, Looking.take_arrival, number)
                 self._hooks.append(tensor.register_post_accumulate_grad_hook(hook))
         for number in self.plan.of_kind("update"):
-            sample = self.plan.sample(number)
-            if sample is not None:
+            if (sample := self.plan.sample(number)) is not None:
                 self._before[number] = sample
 
     def _stop(self) -> None:
@@ -254,6 +254,8 @@ class Looking(Context[_LookTap]):
             number = self.plan.numbers[target.key]
             if is_fixed(tensor, target.module):
                 self.fixed.add(number)
+            if has_zeros(tensor, target.module):
+                self.zeroed.add(number)
             found = self._measure("output", tensor, target.module, number)
             if found is not None:
                 self._outputs.append((number, found))

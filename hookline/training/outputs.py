@@ -2,7 +2,8 @@
 
 - `unit_of(module, tensor, before)`: which dimension counts units
 - `ends_of(module)`: where an activation function is flat
-- `is_fixed(tensor, module)`: whether it may be zero, or constant, by design
+- `is_fixed(tensor, module)`: whether it may be constant by design
+- `has_zeros(tensor, module)`: whether units of it may be zero by design
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hookline.core.gradients import is_usable
 from hookline.training.moments import Flat
 
-__all__ = ["ends_of", "is_fixed", "unit_of"]
+__all__ = ["ends_of", "has_zeros", "is_fixed", "unit_of"]
 
 _FLAT: dict[str, Flat] = {
     "Tanh": (-0.97, 0.97), "Softsign": (-0.97, 0.97), "Sigmoid": (0.03, 0.97),
@@ -34,15 +36,26 @@ def unit_of(module: nn.Module, tensor: Tensor, before: tuple[Any, int]) -> int:
 
 
 def is_fixed(tensor: Tensor, module: nn.Module) -> bool:
-    """Whether an output may be zero, or the same for every input, because it was made so."""
+    """Whether an output may be the same for every input, because it was made so."""
     if not tensor.requires_grad:
         return torch.is_grad_enabled()
-    made = "" if tensor.grad_fn is None else tensor.grad_fn.name()
+    return bool(module._parameters) and is_usable(tensor) and _is_learned(tensor)
+
+
+def has_zeros(tensor: Tensor, module: nn.Module) -> bool:
+    """Whether units of an output may be zero because they were made so, and are not dead."""
+    node: Any = tensor.grad_fn if is_usable(tensor) else None
+    if node is None:
+        return False
+    made = node.name()
     if made.startswith("Softmax"):
         return True  # of what is masked, as keys that pad, it gives zeros
-    if made.startswith(("ConstantPad", "Cat")) and next(module.parameters(), None) is None:
-        return True  # zeros were put beside others, as by a shortcut of a ResNet
-    return bool(module._parameters) and _is_learned(tensor)
+    if next(module.parameters(), None) is not None:
+        return False
+    if made.startswith("ConstantPad"):  # as by a shortcut of a ResNet: channels, and not edges
+        return tensor.ndim < 4 or any(getattr(node, "_saved_pad", ())[2 * tensor.ndim - 4 :][:2])
+    beside = node.next_functions if made.startswith("Cat") else ()
+    return any(one is None or one.name().startswith("Mul") for one, _ in beside)
 
 
 def _is_learned(tensor: Tensor) -> bool:
