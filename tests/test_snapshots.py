@@ -174,8 +174,9 @@ def test_a_sparse_parameter_is_read_until_it_is_changed(name):
 
 @pytest.mark.parametrize("keep", ["all", "first", "last"])
 @pytest.mark.parametrize("grad", [False, True])
-def test_the_memory_of_a_parameter_can_be_freed_and_filled_again_as_by_fsdp(grad, keep):
-    weight = nn.Parameter(torch.rand(64, 64))
+@pytest.mark.parametrize("frozen", [False, True])
+def test_the_memory_of_a_parameter_can_be_freed_and_filled_again_as_by_fsdp(frozen, grad, keep):
+    weight = nn.Parameter(torch.rand(64, 64), requires_grad=not frozen)
     model = Giving(lambda: weight[:48])
     before, memory = weight.detach()[:48].clone(), weight.untyped_storage()
     with torch.set_grad_enabled(grad), hl.capture(model, "", detach=True, keep=keep) as record:

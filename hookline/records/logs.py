@@ -25,7 +25,7 @@ from hookline.places.grammar import escape
 from hookline.places.targets import Target
 from hookline.places.tree import Step
 from hookline.records.keeping import CaptureTap, Kept, Options
-from hookline.values.snapshots import LAZY, SMALL, WIDE, snapshot
+from hookline.values.snapshots import BASES, LAZY, SMALL, WIDE, snapshot
 
 __all__ = ["LastLog", "Log", "LoggedTap", "OutputLog", "noted"]
 
@@ -221,8 +221,7 @@ class OutputLog(Log):
                 if not self.options.detach:
                     self.entries.append((id(module), output, output._version))
                     return None
-                base = output._base
-                if lazy and output.is_cpu and (base is None or not base.is_leaf):
+                if lazy and output.is_cpu and type(output._base) in BASES:
                     output = output.detach()  # which others do not hold, and is not quantised
                     if output.untyped_storage().resizable():
                         self.entries.append((id(module), output._lazy_clone(), None))
@@ -234,6 +233,7 @@ class OutputLog(Log):
                 lazy
                 and output.is_cpu
                 and not output.is_quantized
+                and type(output._base) in BASES
                 and (storage := output.untyped_storage()).resizable()
                 and storage.nbytes() <= WIDE * size
                 and output._use_count() == 1  # pyright: ignore[reportAttributeAccessIssue] - private
