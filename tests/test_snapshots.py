@@ -334,6 +334,17 @@ def test_views_of_a_large_buffer_that_is_written_to_do_not_keep_copies_of_all_of
         assert value.untyped_storage().nbytes() <= 8 * value.nbytes
 
 
+@pytest.mark.parametrize("keep", ["all", "first", "last"])
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_detached_slice_of_much_larger_memory_does_not_keep_all_of_it(grad, keep):
+    made = torch.rand(16, 256, 64, requires_grad=True)
+    model = Giving(lambda: (made + 1)[:, -1])
+    with torch.set_grad_enabled(grad), hl.capture(model, "", detach=True, keep=keep) as record:
+        model()
+    assert torch.equal(record[""], made.detach()[:, -1] + 1)
+    assert record[""].untyped_storage().nbytes() == record[""].nbytes
+
+
 def test_a_snapshot_of_a_slice_can_let_the_rest_go():
     big = torch.zeros(100, 100)
     size = settle(big[:, 0]).untyped_storage().nbytes()

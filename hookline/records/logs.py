@@ -223,7 +223,8 @@ class OutputLog(Log):
                     return None
                 if lazy and output.is_cpu and type(output._base) in BASES:
                     output = output.detach()  # which others do not hold, and is not quantised
-                    if output.untyped_storage().resizable():
+                    storage = output.untyped_storage()
+                    if storage.resizable() and storage.nbytes() <= WIDE * output.nbytes:
                         self.entries.append((id(module), output._lazy_clone(), None))
                         return None
             elif (size := output.nbytes) < SMALL and output.is_contiguous():
