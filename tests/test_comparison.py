@@ -796,6 +796,20 @@ def test_layers_that_are_quantised_and_give_floats_have_the_tolerance_of_quantis
     assert hl.compare(model, other, torch.randn(8, 16)).first.place == "2"
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_fused_layers_that_are_quantised_have_that_tolerance_and_their_inputs_have_not():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU()).eval()
+    model = torch.ao.quantization.fuse_modules(model, [["0", "1"]])
+    other = torch.ao.quantization.quantize_dynamic(model, {type(model[0])}, torch.qint8)
+    x = torch.randn(8, 16)
+    found = hl.compare(model, other, x, ["0:input", "0"])
+    assert found.equal
+    assert [row.tolerance for row in found] == [1e-4, 0.2]
+    assert found["0"].relative > 1e-4
+    assert hl.compare(model, other, x, ["0:input", "0"], batch_b=x * 1.1).first.place == "0:input"
+
+
 def test_nothing_is_called_equal_where_a_batch_has_no_samples():
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     other = nn.Sequential(nn.Linear(4, 4), nn.ReLU())

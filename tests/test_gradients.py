@@ -352,6 +352,28 @@ def test_a_tensor_that_torch_lets_nobody_use_with_gradients_is_used_without(plac
         record[place]
 
 
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("place", ["inner:grad_output", "inner:grad_input", "inner:grad_inputs"])
+def test_a_module_without_gradients_may_be_given_what_torch_lets_nobody_use_with_them(place, count):
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Giving(torch.no_grad()(lambda *parts: parts[0] + 1))
+
+        def forward(self, x):
+            made = x * 3
+            parts = made.chunk(2)
+            made.mul_(2)
+            return made.sum() + self.inner(*parts[:count]).sum()
+
+    model, leaf = Outer(), torch.ones(2, requires_grad=True)
+    with hl.capture(model, place) as record:
+        model(leaf).backward()
+    assert leaf.grad.tolist() == [6, 6]
+    with pytest.raises(hl.GradientNotAvailable):
+        record[place]
+
+
 class ViewInList(Function):
     @staticmethod
     def forward(ctx, x):

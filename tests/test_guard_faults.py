@@ -626,6 +626,15 @@ def test_parts_of_one_memory_are_told_apart(function, place):
     assert caught(Doing(function), torch.tensor([1.0, -1.0, 1.0, 1.0]).expand(2, 4)).place == place
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_parts_of_a_nested_tensor_that_is_bad_may_be_written_to():
+    def scaled(x):
+        parts = (torch.nested.as_nested_tensor([x[:1], x[1:]]) / 0).unbind()
+        return torch.cat([part.mul_(2) for part in parts])
+
+    assert caught(Doing(scaled), torch.ones(3, 4)).place == "/div"
+
+
 def by_numpy(x):
     x.numpy()[0, 1] = math.nan
 

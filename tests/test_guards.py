@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import hookline as hl
+from hookline.trials.runs import trial
 
 pytestmark = [
     pytest.mark.usefixtures("seeded"),
@@ -359,6 +360,21 @@ def test_numpys_random_numbers_of_the_failing_step_are_repeated(training):
     fault = fault_in(run, model)
     assert (fault.place, fault.remarks) == ("/log", [])
     assert fault.step > 2
+
+
+def test_another_generator_of_numpys_is_repeated_without_a_warning():
+    before = np.random.get_bit_generator()
+    np.random.set_bit_generator(np.random.PCG64(3))
+    try:
+        model = Doing(lambda x: torch.log(x * torch.from_numpy(np.random.rand(8) > 0.003)))
+        fault = fault_in(lambda: [model(torch.ones(8)) for _ in range(500)], model)
+        assert (fault.place, fault.remarks) == ("/log", [])
+        assert fault.step > 1
+        with trial(model):
+            first = np.random.rand()
+        assert np.random.rand() == first
+    finally:
+        np.random.set_bit_generator(before)
 
 
 def test_numpys_random_numbers_are_not_drawn_twice_where_infinities_are_meant():

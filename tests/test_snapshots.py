@@ -174,8 +174,9 @@ def test_a_sparse_parameter_is_read_until_it_is_changed(name):
 
 @pytest.mark.parametrize("keep", ["all", "first", "last"])
 @pytest.mark.parametrize("grad", [False, True])
-def test_the_memory_of_a_parameter_can_be_freed_and_filled_again_as_by_fsdp(grad, keep):
-    weight = nn.Parameter(torch.rand(64, 64))
+@pytest.mark.parametrize("frozen", [False, True])
+def test_the_memory_of_a_parameter_can_be_freed_and_filled_again_as_by_fsdp(frozen, grad, keep):
+    weight = nn.Parameter(torch.rand(64, 64), requires_grad=not frozen)
     model = Giving(lambda: weight[:48])
     before, memory = weight.detach()[:48].clone(), weight.untyped_storage()
     with torch.set_grad_enabled(grad), hl.capture(model, "", detach=True, keep=keep) as record:
@@ -331,6 +332,17 @@ def test_views_of_a_large_buffer_that_is_written_to_do_not_keep_copies_of_all_of
         value = value[0] if nested else value
         assert value[:, 0].tolist() == [n + 1 for n in range(number + 1)]
         assert value.untyped_storage().nbytes() <= 8 * value.nbytes
+
+
+@pytest.mark.parametrize("keep", ["all", "first", "last"])
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_detached_slice_of_much_larger_memory_does_not_keep_all_of_it(grad, keep):
+    made = torch.rand(16, 256, 64, requires_grad=True)
+    model = Giving(lambda: (made + 1)[:, -1])
+    with torch.set_grad_enabled(grad), hl.capture(model, "", detach=True, keep=keep) as record:
+        model()
+    assert torch.equal(record[""], made.detach()[:, -1] + 1)
+    assert record[""].untyped_storage().nbytes() == record[""].nbytes
 
 
 def test_a_snapshot_of_a_slice_can_let_the_rest_go():

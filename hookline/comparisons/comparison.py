@@ -141,7 +141,7 @@ def compare(
 def _rounding(model: nn.Module) -> set[str]:
     """The paths of layers that compute in whole numbers, though they take and give floats."""
     found = walk(model)
-    return {path for path, module in found if "nn.quantized" in type(module).__module__}
+    return {path for path, one in found if "quantized" in type(one).__module__.split(".")}
 
 
 def _kept(leaf: Any) -> Any:
@@ -285,7 +285,8 @@ class _Meeting:
             # autocast. Whole numbers have no tolerance, and parameters are not computed.
             if self.tolerance is None and found.tolerance and place.port != "value":
                 rounds = mine.path in self.rounding[0] or place.path in self.rounding[1]
-                found.tolerance = max(found.tolerance, self.coarsest, COARSE if rounds else 0)
+                own = COARSE if rounds and place.port == "output" else 0
+                found.tolerance = max(found.tolerance, self.coarsest, own)
                 self.coarsest = found.tolerance if found.relative else self.coarsest
             self._add(mine, path, found)
 

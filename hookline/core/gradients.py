@@ -104,7 +104,7 @@ def watch_tensor(tap: Tap, tensor: Tensor | None) -> None:
 def grouped(value: Any) -> list[tuple[Tensor, list[Path]]]:
     """The tensors of a value that require grad, each once, with the paths where they stand."""
     if isinstance(value, Tensor):
-        return [(value, [()])] if value.requires_grad else []
+        return [(value, [()])] if value.requires_grad and is_usable(value) else []
     found: dict[int, tuple[Tensor, list[Path]]] = {}
     for path, tensor in leaves(value):
         if tensor.requires_grad and is_usable(tensor):
@@ -130,9 +130,12 @@ def note_given(args: Any, kwargs: Any) -> list[tuple[Tensor, Any, int, int]]:
     """Before a call: the tensors that it is given, with node, number and version as they are."""
     if len(args) == 1 and not kwargs and type(args[0]) is Tensor:  # the commonest case
         (tensor,) = args
-        if not tensor.requires_grad:
-            return []
-        return [(tensor, tensor.grad_fn, tensor.output_nr, tensor._version)]
+        try:
+            if tensor.requires_grad:
+                return [(tensor, tensor.grad_fn, tensor.output_nr, tensor._version)]
+        except RuntimeError:  # see is_usable
+            pass
+        return []
     return [
         (tensor, tensor.grad_fn, tensor.output_nr, tensor._version)
         for value in ((*args, *kwargs.values()) if kwargs else args)
@@ -143,7 +146,7 @@ def note_given(args: Any, kwargs: Any) -> list[tuple[Tensor, Any, int, int]]:
 def tensors_in(value: Any) -> list[Tensor]:
     """The tensors of a value that require grad."""
     if isinstance(value, Tensor):
-        return [value] if value.requires_grad else []
+        return [value] if value.requires_grad and is_usable(value) else []
     return [tensor for tensor, _ in grouped(value)]
 
 

@@ -58,7 +58,7 @@ class Randomness:
         self.python = random.getstate()
         self.numpy: Any = None
         if numpy and "numpy.random" in sys.modules:
-            self.numpy = np.random.get_state()
+            self.numpy = np.random.get_state(legacy=False)
         self.devices = {device: torch.cuda.get_rng_state(device) for device in devices}
 
     def restore(self) -> None:
@@ -72,7 +72,13 @@ class Randomness:
 
     def draws_from_numpy(self) -> bool:
         """Whether numbers of numpy's were drawn since."""
-        return not all(map(np.array_equal, np.random.get_state(), self.numpy))
+        states = (np.random.get_state(legacy=False), self.numpy)
+        return not all(map(np.array_equal, *(_flat(state).values() for state in states)))
+
+
+def _flat(state: Any) -> dict[str, Any]:
+    """What a generator of numpy's holds, of whatever kind it is."""
+    return {**state, "state": None, **state["state"]}
 
 
 def _there(tensor: Tensor | None) -> Tensor | None:

@@ -287,6 +287,8 @@ def _covers(one: Tensor, other: Tensor) -> bool:
     """Whether a tensor is all of its memory, or the same part of it as another."""
     if one is other or one.nbytes == one.untyped_storage().nbytes():
         return True
+    if one.is_nested or other.is_nested:  # without a shape
+        return False
     return (one.storage_offset(), one.shape, one.stride()) == (
         other.storage_offset(), other.shape, other.stride()
     )  # fmt: skip

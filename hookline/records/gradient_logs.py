@@ -334,9 +334,10 @@ class GradInputLog(_GradientLog):
     port, suffix = "grad_input", ":grad_input"
 
     def note(self, args: Any, kwargs: Any) -> Given | None:
-        if len(args) != 1 or kwargs or type(args[0]) is not Tensor or args[0].grad_fn is None:
+        if len(args) != 1 or kwargs or type(args[0]) is not Tensor:
             return None
-        return gradients.note_given(args, kwargs)
+        given = gradients.note_given(args, kwargs)
+        return given if given and given[0][1] is not None else None
 
     def watch(self, output: Tensor, ident: int, index: int, start: int, given: Given, /) -> bool:
         last: Any = output.grad_fn

@@ -227,6 +227,7 @@ class OutputLog(Log):
                     lazy
                     and output.is_cpu
                     and not output.is_quantized
+                    and output._base is None
                     and (storage := output.untyped_storage()).resizable()
                     and storage.nbytes() <= wide * size
                     and output._use_count() == 1  # pyright: ignore[reportAttributeAccessIssue] - private
@@ -234,7 +235,7 @@ class OutputLog(Log):
                     kept = output._lazy_clone()
             elif not self.options.detach:
                 kept, version = output, output._version
-            elif lazy and output.is_cpu and ((base := output._base) is None or not base.is_leaf):
+            elif lazy and output.is_cpu and output._base is None:
                 output = output.detach()  # which others do not hold, and is not quantised
                 if output.untyped_storage().resizable():
                     kept = output._lazy_clone()

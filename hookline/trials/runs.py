@@ -286,7 +286,7 @@ def same_random_numbers(*models: nn.Module, loaded: bool = False) -> Generator[N
     """
     devices = {device for model in models for device in cuda_devices(model)}
     numpy = np.random if not loaded or "numpy.random" in sys.modules else None
-    numbers = None if numpy is None else numpy.get_state()
+    numbers = None if numpy is None else numpy.get_state(legacy=False)
     python, state = random.getstate(), torch.get_rng_state()
     states = {device: torch.cuda.get_rng_state(device) for device in devices}
     try:
