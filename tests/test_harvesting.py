@@ -101,6 +101,15 @@ def stopping(batches, after):
         yield batch
 
 
+def as_function(batches):
+    """Data that is asked for from a batch on, and that does not say how long it is."""
+    return lambda first: iter(batches[first:])
+
+
+def ids_of(batch):
+    return batch[:, 0].view(torch.int32)
+
+
 # What is stored
 
 
@@ -1232,19 +1241,25 @@ def test_rank_0_gives_up_at_last_and_says_who_is_missing(data, to, monkeypatch):
     assert (to / "harvest.json").exists()
 
 
-def test_rank_0_waits_for_those_that_have_yet_to_see_that_the_data_has_grown(data, to, monkeypatch):
+@pytest.mark.parametrize("form", [list, iter, as_function], ids=lambda form: form.__name__)
+@pytest.mark.parametrize("count", [4, 5, 6], ids=lambda count: f"after {count} batches")
+def test_rank_0_waits_for_those_that_have_yet_to_see_that_the_data_has_grown(
+    form, count, data, to, monkeypatch
+):
     monkeypatch.setattr("hookline.harvests.ranks._PATIENCE", 0.1)
-    given = {"to": to, "quiet": True, "statistics": [hl.Mean()]}
+    given = {"to": to, "quiet": True, "statistics": [hl.Mean()], "ids": ids_of}
+    data = data[: 6 if count == 5 else 7]  # of the sixth alone rank 0 has nothing
     for rank in (1, 0):
         with as_rank(rank, 2):
-            hl.harvest(small(), data[:4], "0", **given)
+            hl.harvest(small(), form(data[:count]), "0", **given)
     with as_rank(0, 2), pytest.warns(hl.HooklineWarning, match=r"Ranks \[1\]"):
-        hl.harvest(small(), data, "0", **given)
-    assert not (to / "harvest.json").exists()
+        hl.harvest(small(), form(data), "0", **given)
+    assert (to / "harvest.json").exists() == (count == 5)
     with as_rank(1, 2):
-        store = hl.harvest(small(), data, "0", **given)
-    assert sorted(store.ids) == list(range(50))
-    assert json.loads((to / "harvest.json").read_text())["samples"] == 50
+        store = hl.harvest(small(), form(data), "0", **given)
+    samples = sum(map(len, data))
+    assert len(store) == len(set(store.ids)) == samples
+    assert json.loads((to / "harvest.json").read_text())["samples"] == samples
     check_mean(to, store)
 
 

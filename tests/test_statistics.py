@@ -401,6 +401,19 @@ def test_the_value_is_only_read_and_the_default_device_does_not_matter(tmp_path)
     assert torch.equal(x, kept)
 
 
+def test_masks_ids_and_the_numbers_of_samples_do_not_go_to_the_default_device():
+    x = torch.randn(4, 3)
+    model = nn.Sequential(nn.Identity())
+    torch.set_default_device("meta")
+    try:
+        tops = hl.TopK(k=1).update(x, torch.ones(4, device="cpu"), torch.arange(4, device="cpu"))
+        found = hl.measure(model, "0", statistics=[hl.TopK(k=1)], data=[x, x])
+    finally:
+        torch.set_default_device(None)
+    assert torch.equal(tops.result.ids[0], x.argmax(0))
+    assert torch.equal(found["0"]["topk"].ids[0], x.argmax(0))
+
+
 def test_a_file_that_claims_much_is_refused_before_anything_of_that_size_is_made(tmp_path):
     for kind in (hl.Covariance(), hl.Histogram(bins=2**20), hl.Mean(), hl.TopK()):
         state = kind.fresh().update(torch.zeros(1, 1)).state

@@ -115,6 +115,12 @@ class Source:
             return None
 
     @property
+    def batches(self) -> int | None:
+        """The same when all have been gone through; None if none came, or they are not counted."""
+        counted = self.length is None and self._seen >= 0 and not self.jumps
+        return self._seen + 1 if counted else self.length
+
+    @property
     def jumps(self) -> bool:
         """Whether only what is needed is loaded."""
         return type(self._data) in (list, tuple) or (_can_skip(self._data) and not self._begins)

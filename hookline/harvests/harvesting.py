@@ -162,8 +162,8 @@ class _Harvest:
                 self.progress.end()
             self._save()
             kinds = None if self.measuring is None else self.measuring.kinds
-            done = {"done": True, "length": length, "batches": self._count(), "kinds": kinds}
-            self.writer.note({**self.writer.mark, **done})
+            done = {"done": True, "batches": self._count(), "kinds": kinds}
+            self.writer.note({**self.writer.mark, **done, "length": self.source.batches})
             if self.share.rank == 0 and self.world > 1:
                 self.progress.show("done with the share of rank 0; waiting for the others")
             finish(self.writer, self.world, kinds)
@@ -171,7 +171,7 @@ class _Harvest:
 
     def _is_done(self) -> bool:
         """Whether this rank has written its share of data that was as long as this."""
-        return bool(self.mark.get("done")) and self.mark.get("length") == self.source.length
+        return bool(self.mark.get("done")) and self.mark.get("length") == self.source.batches
 
     def _is_complete(self) -> bool:
         """Whether there is nothing to write, so that the folder may even be a sealed one."""

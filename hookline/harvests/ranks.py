@@ -82,8 +82,13 @@ def unfinish(folder: Path) -> None:
 
 
 def _missing(folder: Path, world: int, wanted: dict[str, Any]) -> list[int]:
-    marks = [_mark(folder, rank) for rank in range(world)]
-    return [n for n, m in enumerate(marks) if any(m.get(key) != wanted[key] for key in wanted)]
+    return [rank for rank in range(world) if not _is_done(_mark(folder, rank), wanted)]
+
+
+def _is_done(mark: dict[str, Any], wanted: dict[str, Any]) -> bool:
+    """Whether a rank is done with as many batches; one to which none came cannot tell how many."""
+    lengths = {one.get("length") for one in (mark, wanted)} - {None}
+    return len(lengths) < 2 and all(mark.get(key) == wanted[key] for key in ("done", "kinds"))
 
 
 def _mark(folder: Path, rank: int) -> dict[str, Any]:

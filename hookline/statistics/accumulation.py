@@ -213,8 +213,10 @@ class Statistic:
         return names.to(torch.int64)
 
     def _tensor(self, given: Any, what: str) -> Tensor:
+        if isinstance(given, Tensor):  # as_tensor would move it to the default device
+            return given
         try:
-            return torch.as_tensor(given, device=None if isinstance(given, Tensor) else "cpu")
+            return torch.as_tensor(given, device="cpu")
         except (TypeError, ValueError, RuntimeError):
             found = f"Its {what}, {given!r:.60}, is no tensor and cannot be made one."
             raise self._unfit(found, "Give a tensor, an array or a list of numbers.") from None
