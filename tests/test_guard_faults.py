@@ -851,6 +851,18 @@ def test_parameters_that_a_call_alone_was_given_are_let_go():
         assert guarding._later == []
 
 
+@pytest.mark.parametrize("careful", [False, True])
+def test_a_bad_parameter_that_a_call_alone_was_given_is_told(careful):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Softplus())
+    weight = model[0].weight.detach() * torch.tensor([1, 1, torch.nan, 1])
+    with (
+        hl.guard(model, to=None, careful=careful),
+        pytest.raises(hl.NonFiniteError, match=r"The parameter '0\.weight' was bad") as found,
+    ):
+        torch.func.functional_call(model, {"0.weight": weight}, torch.ones(2, 4))
+    assert "4 NaN of 16" in str(found.value)
+
+
 def test_a_bad_gradient_of_parameters_that_are_there_no_more_is_told_at_the_second_time():
     model = nn.Sequential(nn.Linear(4, 4), Doing(torch.sqrt))
     given = {n: torch.zeros_like(p).requires_grad_() for n, p in model.named_parameters()}

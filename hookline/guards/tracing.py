@@ -29,7 +29,7 @@ from hookline.core.hooks import Context
 from hookline.core.operations import Mode, innermost, name_of
 from hookline.core.taps import KEEP, Frame, Tap
 from hookline.errors import NotHookable, PlaceNotFound
-from hookline.guards.finite_checks import bad_leaves, is_bad, is_mask, signs
+from hookline.guards.finite_checks import Numbers, bad_leaves, is_bad, is_mask, signs
 from hookline.guards.origins import Ignored, Origin, infinite, is_meant, labelled, line_of, shown
 from hookline.guards.runs import Parts, version_of
 from hookline.guards.samples import Sample, Settings, kept_value
@@ -95,7 +95,7 @@ class Trace:
             for name, tensor in tensors_of(module):
                 if is_lazy(tensor):  # of a module that was not called so far
                     continue
-                kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
+                kind = "parameter" if name in module._parameters else "buffer"
                 self._states.setdefault(_memory(tensor), (kind, join(path, name), tensor))
 
     def give(self, running: Running, inputs: Any) -> None:
@@ -117,6 +117,7 @@ class Trace:
         if memory in self._states:
             kind, path, own = self._states[memory]
             origin = Origin(kind, path, ignored=self.ignored.tensor(path))
+            origin.values = [("", Numbers.of(own))]
         elif memory in self._inputs:
             origin, own = self._inputs[memory]
         else:
