@@ -90,6 +90,7 @@ class Trace:
         # By the memory, of which parts may be written to one by one.
         self._of: dict[int, list[tuple[Tensor, tuple[Origin, ...]]]] = {}
         self._states: dict[int, tuple[str, str, Tensor]] = {}
+        self._sound: set[int] = set()  # buffers that were finite when the call began
         self._inputs: dict[int, tuple[Origin, Tensor]] = {}
         for path, module in walk(self.model):
             for name, tensor in tensors_of(module):
@@ -97,6 +98,8 @@ class Trace:
                     continue
                 kind = "parameter" if name in module._parameters else "buffer"
                 self._states.setdefault(_memory(tensor), (kind, join(path, name), tensor))
+                if kind == "buffer" and not operations and not is_bad(tensor):
+                    self._sound.add(_memory(tensor))
 
     def give(self, running: Running, inputs: Any) -> None:
         """Note the inputs of the call that came in bad, by name; others may be made so in place."""
@@ -114,7 +117,7 @@ class Trace:
         if memory in self._of:
             return self._ordered([o for _, own in self._of[memory] for o in own])
         origin = None
-        if memory in self._states:
+        if memory in self._states and memory not in self._sound:
             kind, path, own = self._states[memory]
             origin = Origin(kind, path, ignored=self.ignored.tensor(path))
             origin.values = [("", Numbers.of(own))]
