@@ -876,6 +876,19 @@ def test_a_buffer_that_the_call_itself_made_bad_was_not_bad_before(careful, bad)
 
 
 @pytest.mark.parametrize("careful", [False, True])
+def test_batch_norm_that_makes_its_statistics_bad_is_the_producer_at_any_step(careful):
+    model = nn.Sequential(nn.ReLU(), nn.BatchNorm1d(4))
+    with hl.guard(model, to=None, careful=careful):
+        for _ in range(3):
+            model(torch.rand(8, 4))
+        with pytest.raises(hl.NonFiniteError) as found:
+            model(torch.full((8, 4), 3e38))
+    kind = "module" if careful else "operation"
+    assert (found.value.fault.kind, found.value.fault.path) == (kind, "1")
+    assert not found.value.fault.others
+
+
+@pytest.mark.parametrize("careful", [False, True])
 def test_a_bad_parameter_that_a_call_alone_was_given_is_told(careful):
     model = nn.Sequential(nn.Linear(4, 4), nn.Softplus())
     weight = model[0].weight.detach() * torch.tensor([1, 1, torch.nan, 1])
