@@ -150,9 +150,8 @@ class Trace:
         memory = _memory(tensor)
         if memory in self._of:
             left = [one for one in self._of[memory] if is_bad(one[0])]
-            if left:
-                self._of[memory] = left
-            else:
+            self._of[memory] = left
+            if not left:
                 del self._of[memory]
 
     # -- operations -----------------------------------------------------------------------------
