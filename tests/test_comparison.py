@@ -768,6 +768,13 @@ def test_of_many_rows_those_around_the_first_divergence_are_shown():
     assert "41 more rows in comparison.rows" in text
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
+def test_a_second_model_that_takes_no_hooks_is_told_as_such():
+    model = nn.Sequential(nn.Linear(4, 5), nn.ReLU())
+    with pytest.raises(hl.NotHookable, match="it is a ScriptModule"):
+        hl.compare(model, torch.jit.script(model), torch.randn(2, 4))
+
+
 def test_a_second_model_of_another_dtype_is_told_of_a_batch_of_its_own():
     model, x = nn.Sequential(nn.Linear(2, 2)), torch.ones(1, 2)
     with pytest.raises(RuntimeError, match="dtype") as caught:

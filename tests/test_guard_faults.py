@@ -851,6 +851,55 @@ def test_parameters_that_a_call_alone_was_given_are_let_go():
         assert guarding._later == []
 
 
+@pytest.mark.parametrize("careful", [False, True])
+@pytest.mark.parametrize("bad", [False, True])
+def test_a_buffer_that_the_call_itself_made_bad_was_not_bad_before(careful, bad):
+    class Averaging(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("mean", torch.ones(4))
+
+        def forward(self, x):
+            self.mean.mul_(x.sum(0))
+            self.mean.div_(x.sum(0))
+            return x - self.mean
+
+    model = nn.Sequential(nn.ReLU(), Averaging())
+    with hl.guard(model, to=None, careful=careful):
+        model(torch.ones(2, 4))
+        if bad:
+            model[1].mean[0] = torch.nan
+        with pytest.raises(hl.NonFiniteError) as found:
+            model(-torch.ones(2, 4))
+    kind = "buffer" if bad else "module" if careful else "operation"
+    assert (found.value.fault.kind, found.value.fault.path) == (kind, "1.mean" if bad else "1")
+
+
+@pytest.mark.parametrize("careful", [False, True])
+def test_batch_norm_that_makes_its_statistics_bad_is_the_producer_at_any_step(careful):
+    model = nn.Sequential(nn.ReLU(), nn.BatchNorm1d(4))
+    with hl.guard(model, to=None, careful=careful):
+        for _ in range(3):
+            model(torch.rand(8, 4))
+        with pytest.raises(hl.NonFiniteError) as found:
+            model(torch.full((8, 4), 3e38))
+    kind = "module" if careful else "operation"
+    assert (found.value.fault.kind, found.value.fault.path) == (kind, "1")
+    assert not found.value.fault.others
+
+
+@pytest.mark.parametrize("careful", [False, True])
+def test_a_bad_parameter_that_a_call_alone_was_given_is_told(careful):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Softplus())
+    weight = model[0].weight.detach() * torch.tensor([1, 1, torch.nan, 1])
+    with (
+        hl.guard(model, to=None, careful=careful),
+        pytest.raises(hl.NonFiniteError, match=r"The parameter '0\.weight' was bad") as found,
+    ):
+        torch.func.functional_call(model, {"0.weight": weight}, torch.ones(2, 4))
+    assert "4 NaN of 16" in str(found.value)
+
+
 def test_a_bad_gradient_of_parameters_that_are_there_no_more_is_told_at_the_second_time():
     model = nn.Sequential(nn.Linear(4, 4), Doing(torch.sqrt))
     given = {n: torch.zeros_like(p).requires_grad_() for n, p in model.named_parameters()}

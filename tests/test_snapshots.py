@@ -593,6 +593,19 @@ def test_a_value_can_be_read_inside_its_transform_and_stays_as_it_was(transform,
     assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: x[:, 0], lambda x: x[:1, 0], lambda x: x[1, 1], lambda x: x[:0, 0],
+        lambda x: x[0, 0].expand(4), lambda x: x.conj(), lambda x: x.conj().imag,
+    ],
+)  # fmt: skip
+def test_the_bits_of_any_view_can_be_compared(view):
+    one = view(torch.randn(4, 3, dtype=torch.complex64))
+    assert same_bits(one, one.clone(memory_format=torch.contiguous_format))
+    assert not one.numel() or not same_bits(one, one + 1)
+
+
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 def test_quantised_tensors_can_be_compared():
     one = torch.quantize_per_tensor(torch.eye(3), 0.1, 0, torch.qint8)

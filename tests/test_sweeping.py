@@ -88,6 +88,17 @@ def test_a_sweep_gives_what_patching_by_hand_gives(batch_size, positions):
         assert found.runs == len(found)
 
 
+def test_samples_do_not_mix_because_the_output_is_a_column():
+    class Column(nn.Sequential):
+        def forward(self, x):
+            return super().forward(x)[:, 0]
+
+    model = Column(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 2))
+    batches = torch.randn(1, 3), torch.randn(1, 3)
+    found = hl.sweep(model, *batches, "*", torch.sum, batch_size=8)
+    assert (found.runs, found.notes) == (3, [])
+
+
 def test_a_whole_value_late_in_the_model_restores_everything():
     found = hl.sweep(Mixer(), CLEAN, CORRUPT, "head", metric)
     assert found["head"].share == pytest.approx(1)

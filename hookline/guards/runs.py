@@ -108,7 +108,10 @@ class Buffers:
         ]
         found = [t for held, name, _ in self.places if (t := _there(held[name])) is not None]
         small = sum(t.nbytes for t in found if not t.is_sparse) <= _MOST
-        self.changing = {path for _, _, path in self.places} if small else set[str]()
+        # torch does not count what batch norm does to its statistics.
+        norms = [m for _, m in walk(model) if isinstance(m, nn.modules.batchnorm._NormBase)]
+        self._uncounted = {join(names[id(m)], name) for m in norms for name in m._buffers}
+        self.changing = {path for _, _, path in self.places} if small else set(self._uncounted)
         self.learnt = not small
 
     def now(self, every: bool = False) -> list[Buffer]:
@@ -128,7 +131,7 @@ class Buffers:
             if b.held.get(b.name) is not b.tensor or version_of(b.tensor) != b.version
         ]  # fmt: skip
         if not self.learnt:
-            self.changing, self.learnt = set(), True
+            self.changing, self.learnt = set(self._uncounted), True
         self.changing |= {buffer.path for buffer in changed}
         return [buffer.path for buffer in changed if buffer.copy is None]
 

@@ -120,10 +120,6 @@ class Teller:
                 fault.values, fault.given = origin.values, origin.given
                 if not origin.backward and not any(own.bad for _, own in origin.values):
                     fault.remarks.append(_OTHERWISE)
-        elif origin.kind == "parameter":
-            fault.values = [("", Numbers.of(self.model.get_parameter(origin.path)))]
-        elif origin.kind == "buffer":
-            fault.values = [("", Numbers.of(self.model.get_buffer(origin.path)))]
         elif origin.kind == "input":
             given = {path: tensor for path, tensor, _ in kept.versions}
             fault.values = [("", Numbers.of(given[origin.parts]))]

@@ -29,7 +29,7 @@ from hookline.core.hooks import Context
 from hookline.core.operations import Mode, innermost, name_of
 from hookline.core.taps import KEEP, Frame, Tap
 from hookline.errors import NotHookable, PlaceNotFound
-from hookline.guards.finite_checks import bad_leaves, is_bad, is_mask, signs
+from hookline.guards.finite_checks import Numbers, bad_leaves, is_bad, is_mask, signs
 from hookline.guards.origins import Ignored, Origin, infinite, is_meant, labelled, line_of, shown
 from hookline.guards.runs import Parts, version_of
 from hookline.guards.samples import Sample, Settings, kept_value
@@ -90,13 +90,16 @@ class Trace:
         # By the memory, of which parts may be written to one by one.
         self._of: dict[int, list[tuple[Tensor, tuple[Origin, ...]]]] = {}
         self._states: dict[int, tuple[str, str, Tensor]] = {}
+        self._sound: set[int] = set()  # buffers that were finite when the call began
         self._inputs: dict[int, tuple[Origin, Tensor]] = {}
         for path, module in walk(self.model):
             for name, tensor in tensors_of(module):
                 if is_lazy(tensor):  # of a module that was not called so far
                     continue
-                kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
+                kind = "parameter" if name in module._parameters else "buffer"
                 self._states.setdefault(_memory(tensor), (kind, join(path, name), tensor))
+                if kind == "buffer" and not operations and not is_bad(tensor):
+                    self._sound.add(_memory(tensor))
 
     def give(self, running: Running, inputs: Any) -> None:
         """Note the inputs of the call that came in bad, by name; others may be made so in place."""
@@ -114,9 +117,10 @@ class Trace:
         if memory in self._of:
             return self._ordered([o for _, own in self._of[memory] for o in own])
         origin = None
-        if memory in self._states:
+        if memory in self._states and memory not in self._sound:
             kind, path, own = self._states[memory]
             origin = Origin(kind, path, ignored=self.ignored.tensor(path))
+            origin.values = [("", Numbers.of(own))]
         elif memory in self._inputs:
             origin, own = self._inputs[memory]
         else:
@@ -146,9 +150,8 @@ class Trace:
         memory = _memory(tensor)
         if memory in self._of:
             left = [one for one in self._of[memory] if is_bad(one[0])]
-            if left:
-                self._of[memory] = left
-            else:
+            self._of[memory] = left
+            if not left:
                 del self._of[memory]
 
     # -- operations -----------------------------------------------------------------------------

@@ -104,7 +104,8 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     if one.is_quantized:  # to view one as bytes crashes the process
         return torch.equal(one, other)
     try:  # of a DTensor what is here: to compare all of it, every rank would have to take part
-        return torch.equal(*(local(t).reshape(-1).view(torch.uint8) for t in (one, other)))
+        flat = (local(t).resolve_conj().resolve_neg().reshape(-1)[:, None] for t in (one, other))
+        return torch.equal(*(t.view(torch.uint8) for t in flat))
     except RuntimeError:  # no view as bytes: sparse, freed
         return False
 
