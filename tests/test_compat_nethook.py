@@ -604,6 +604,23 @@ def test_no_hook_is_left_when_the_model_raises(error):
     assert not hasattr(ret["second"], "output")
 
 
+@pytest.mark.parametrize("layer", [0, 1, False, pytest.param(nn.ReLU(), id="module")])
+def test_a_layer_that_is_no_string_is_a_lookup_error_and_never_the_model(layer):
+    model = small()
+    for trace in (
+        lambda: nethook.Trace(model, layer),
+        lambda: nethook.TraceDict(model, ["1", layer], retain_input=True),
+        lambda: nethook.Callbacks(model, [layer], print),
+        lambda: nethook.InstrumentedModel(model).retain_layer(layer),
+        lambda: nethook.get_module(model, layer),
+        lambda: nethook.get_parameter(model, layer),
+        lambda: nethook.replace_module(model, layer, nn.Identity()),
+    ):
+        with pytest.raises(LookupError, match=r"of type \w+\. Give a string"):
+            trace()
+    assert_clean(model)
+
+
 def test_a_wrong_name_is_a_lookup_error_and_leaves_no_hook():
     model = small()
     with pytest.raises(LookupError, match=r"'12'"):

@@ -941,6 +941,18 @@ def test_a_transform_that_gives_an_alias_keeps_the_value_as_it_was():
             assert np.array_equal(np.asarray(record["0"]), np.asarray(transform(expected)))
 
 
+@pytest.mark.parametrize("option", ["at", "transform"])
+@pytest.mark.parametrize("detach", [False, True])
+def test_a_function_that_writes_into_a_snapshot_does_not_reach_the_model(option, detach):
+    model, x = small(), torch.randn(5, 3)
+    expected = model(x)
+    with torch.set_grad_enabled(detach):
+        with hl.capture(model, "0", detach=detach, **{option: lambda v: v.zero_()}) as record:
+            result = model(x)
+    assert torch.equal(result, expected)
+    assert not record["0"].any()
+
+
 def test_an_error_in_a_transform_carries_the_place_and_leaves_no_hook():
     model = mlp()
     with pytest.raises(ZeroDivisionError) as caught:

@@ -92,7 +92,7 @@ class Options:
         def start(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor) or (leaf.requires_grad and not self.detach):
                 return leaf
-            return snapshot(leaf) if self.transform is not None else leaf.detach()
+            return snapshot(leaf) if self.transform or callable(self.at) else leaf.detach()
 
         def finish(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):

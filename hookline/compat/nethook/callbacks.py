@@ -13,10 +13,9 @@ from typing import Any, Self
 from torch import nn
 
 from hookline.compat.nethook.invocations import Invocation
-from hookline.compat.nethook.names import get_module
+from hookline.compat.nethook.names import get_module, place
 from hookline.core.hooks import hook
 from hookline.core.taps import Call
-from hookline.places.resolution import Place
 
 __all__ = ["Callbacks"]
 
@@ -86,7 +85,7 @@ class Callbacks:
 
 
 def _watch(module: nn.Module, names: list[str], port: str, function: Callable[..., Any]) -> hook:
-    return hook(module, [Place(name, port) for name in names], function)
+    return hook(module, [place(name, port) for name in names], function)
 
 
 def _call(

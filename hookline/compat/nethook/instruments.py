@@ -276,7 +276,7 @@ class InstrumentedModel(nn.Module):
 
 def _pair(layer: Layer) -> tuple[str, str]:
     """A layer's name and its alias."""
-    return (layer, layer) if isinstance(layer, str) else (layer[0], layer[1])
+    return (layer[0], layer[1]) if isinstance(layer, (tuple, list)) else (layer, layer)
 
 
 _Retained: TypeAlias = dict[str, tuple[Kept, bool]]  # by alias; and whether to detach

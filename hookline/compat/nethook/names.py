@@ -4,6 +4,7 @@
 - `module_names(model)`, `parameter_names(model)`: all names
 - `replace_module(model, name, new_module)`: put another module there, for good
 - `set_requires_grad(requires_grad, *models)`: freeze or thaw
+- `place(name, port)`: the place that a name stands for
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from hookline.edits import restoring
-from hookline.errors import PlaceError
+from hookline.errors import PlaceError, PlaceNotFound
 from hookline.places.resolution import Place, resolve
 from hookline.places.tree import walk
 
@@ -20,6 +21,7 @@ __all__ = [
     "get_parameter",
     "module_names",
     "parameter_names",
+    "place",
     "replace_module",
     "set_requires_grad",
 ]
@@ -33,7 +35,7 @@ def get_module(model: nn.Module, name: str) -> nn.Module:
 
     The empty name is the model itself. A second name of a shared module is found, too.
     """
-    return restoring.get_module(model, Place(name))
+    return restoring.get_module(model, place(name))
 
 
 def get_parameter(model: nn.Module, name: str) -> Tensor:
@@ -46,7 +48,22 @@ def get_parameter(model: nn.Module, name: str) -> Tensor:
     >>> model[0].weight.tolist()
     [[7.0, 7.0]]
     """
-    return restoring.get_parameter(model, Place(name))
+    return restoring.get_parameter(model, place(name))
+
+
+def place(name: str, port: str = "output") -> Place:
+    """The place that a name stands for, literally; a LookupError if it is no string.
+
+    >>> place("h.1", "input")
+    'h.1:input'
+    """
+    if not isinstance(name, str):
+        raise PlaceNotFound(
+            f"A layer was named by {name!r:.60}.",
+            f"That is of type {type(name).__name__}.",
+            "Give a string; module_names(model) lists them.",
+        )
+    return Place(name, port)
 
 
 def module_names(model: nn.Module) -> list[str]:
@@ -77,7 +94,7 @@ def replace_module(model: nn.Module, name: str, new_module: nn.Module | None) ->
 
     `hookline.replace_module` is a context that puts the old one back.
     """
-    (request,) = resolve(model, (Place(name),), hookable=False)
+    (request,) = resolve(model, (place(name),), hookable=False)
     (target,) = request.targets
     owner, _, last = target.path.rpartition(".")
     if target.attribute is not None or not last:

@@ -18,12 +18,11 @@ from torch import nn
 
 from hookline.compat.nethook.invocations import Invocation
 from hookline.compat.nethook.layers import Options, Traced
-from hookline.compat.nethook.names import get_module
+from hookline.compat.nethook.names import get_module, place
 from hookline.core.hooks import hook
 from hookline.core.taps import Call
 from hookline.display import warn_outside
 from hookline.errors import HooklineWarning, PlaceError, PlaceNotFound
-from hookline.places.resolution import Place
 
 __all__ = ["StopForward", "Trace", "TraceDict"]
 
@@ -105,7 +104,7 @@ class _Tracing:
             self.close()
             if isinstance(error, PlaceError):  # a parameter is no layer, whatever is asked of it
                 for traced in self._traced:
-                    get_module(self._module, traced.layer or "")
+                    get_module(self._module, _name(traced))
             raise
 
     def _hook(
@@ -117,14 +116,14 @@ class _Tracing:
     ) -> None:
         if not layers:
             return
-        context = hook(self._module, [Place(t.layer or "", port) for t in layers], function)
+        context = hook(self._module, [place(_name(t), port) for t in layers], function)
         self._contexts.append(context)
         context.__enter__()
         # One request for each place, in their order; a shared module has several names.
         for traced, request in zip(layers, context._requests, strict=True):
             (target,) = request.targets
             if target.attribute is not None:
-                get_module(self._module, traced.layer or "")  # raises: it is a parameter
+                get_module(self._module, _name(traced))  # raises: it is a parameter
             found.setdefault(target.ident, []).append(traced)
 
     def close(self) -> None:
@@ -147,6 +146,10 @@ class _Tracing:
                 HooklineWarning,
                 stacklevel=2,
             )
+
+
+def _name(traced: Traced) -> str:
+    return "" if traced.layer is None else traced.layer
 
 
 class _Closing:
