@@ -171,6 +171,30 @@ def test_a_picture_of_very_small_or_large_values_keeps_them(size):
 @pytest.mark.parametrize(
     "value",
     [
+        torch.tensor([[15496, 28001, 2049, 50256]]),  # token ids
+        torch.tensor([[28001, 12]]),
+        1000 + torch.arange(32.0).view(4, 8) / 100,  # close to one another, far from 0
+        torch.tensor([[-1e9, 5.25, -1e9, -1.5]]),  # scores under a mask
+        torch.full((2, 3), 0.1),
+    ],
+    ids=["ids", "small ids", "offset", "mask", "constant"],
+)
+def test_a_picture_shows_the_numbers_that_are_there(value):
+    found = portray(value)
+    shown = found.picture[0, 0].astype(float) * found.meta["scale"]
+    assert np.allclose(shown, value.double().numpy(), rtol=1e-6)
+
+
+def test_a_picture_is_half_as_large_where_nothing_is_lost():
+    torch.manual_seed(0)
+    value = torch.randn(64, 64)
+    assert portray(value).picture.dtype == portray(value * 1e6).picture.dtype == np.float16
+    assert portray(value.relu()).picture.dtype == portray(value > 0).picture.dtype == np.float16
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
         torch.tensor([True, False]),
         torch.arange(4),
         torch.randn(3).to(torch.bfloat16),

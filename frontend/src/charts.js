@@ -181,9 +181,10 @@ export function profile({ labels, series, chosen, alt }) {
   const [low, high] = [Math.min(...all), Math.max(...all)];
   const log = high / low > 20;
   const f = (value) => (log ? Math.log10(value) : value);
+  const zeros = log && series.some((one) => one.values.includes(0)); // they stand below the axis
   const drawn = (value) => Number.isFinite(value) && (value > 0 || (value === 0 && !log));
   const [a, b] = log ? [Math.floor(f(low) - 0.05), Math.ceil(f(high) + 0.05)] : [0, high * 1.05];
-  const pad = { left: 52, right: 8, top: 10, bottom: 8 };
+  const pad = { left: 52, right: 8, top: 10, bottom: 8 + (zeros ? 8 : 0) };
   const count = labels.length;
   const at = (n, width) => pad.left + ((n + 0.5) / count) * (width - pad.left - pad.right);
   const nearest = (x, width) => {
@@ -215,18 +216,22 @@ export function profile({ labels, series, chosen, alt }) {
         context.beginPath();
         let pen = false;
         one.values.forEach((value, n) => {
-          if (!drawn(value)) return;
+          if (!drawn(value)) {
+            pen &&= value !== 0; // on a log axis a 0 has no height
+            return;
+          }
           if (pen) context.lineTo(at(n, width), y(value));
           else context.moveTo(at(n, width), y(value));
           pen = true;
         });
         context.stroke();
-        if (count > 150) return;
         one.values.forEach((value, n) => {
-          if (!drawn(value)) return;
+          const zero = log && value === 0;
+          if (!zero && (count > 150 || !drawn(value))) return;
           context.beginPath();
-          context.arc(at(n, width), y(value), 2.6, 0, 7);
-          context.fill();
+          context.arc(at(n, width), zero ? height - pad.bottom + 4 : y(value), 2.6, 0, 7);
+          if (zero) context.stroke();
+          else context.fill();
         });
       });
     },
