@@ -528,6 +528,50 @@ def test_above_a_curve_it_is_said_why_there_is_no_number(tab, tmp_path):
         playwright.expect(tab.locator(".readout").first).to_have_text(f"{said} at step 2")
 
 
+def test_a_curve_is_parted_where_numbers_are_not_finite(tab, tmp_path):
+    with RunWriter(tmp_path / "run", [Row(name, "output") for name in "ab"]) as writer:
+        for step in range(9):
+            values = np.full((2, len(STATISTICS)), 0.5)
+            if 2 < step < 6:  # the first is not finite, the second does not run
+                values[:] = np.nan
+                values[0, STATISTICS.index("nonfinite")] = 1
+            writer.values(step, values)
+            writer.scalar(step, "loss", np.inf if 2 < step < 6 else 0.5)
+    hl.report(tmp_path / "run", tmp_path / "run.html")
+    middle = """node => { const c = node.getContext('2d'), at = 58 + (node.width - 68) / 2 - 4;
+      const d = c.getImageData(at, 0, 8, node.height).data, found = [0, 0];
+      const near = (n, rgb) => rgb.every((x, k) => Math.abs(d[n + k] - x) < 40) && d[n + 3] > 150;
+      for (let n = 0; n < d.length; n += 4)
+        [[11, 122, 117], [214, 40, 110]].forEach((rgb, k) => (found[k] += near(n, rgb)));
+      return found.map(Boolean); }"""
+    for place, seen in (
+        ("", [False, True]),
+        ("#place=a", [False, True]),
+        ("#place=b", [True, False]),
+    ):
+        visit(tab, tmp_path / "run.html", place)
+        tab.wait_for_selector(".curve canvas")
+        tab.wait_for_timeout(100)
+        assert tab.locator(".curve canvas").first.evaluate(middle) == seen, place
+
+
+def test_what_is_noticed_late_in_a_long_live_run_is_shown(tab, tmp_path):
+    with RunWriter(tmp_path / "run", ROWS, model="Net") as writer:
+        write(writer, [0])
+        for step in range(230):
+            writer.finding(Finding("spike", "h.1", step, "It jumped.", {}))
+        with serve(tmp_path) as server:
+            tab.goto(server.address)
+            count = tab.locator(".section-head .aside").first
+            playwright.expect(count).to_have_text("200 of 230 findings")
+            tab.wait_for_selector(".status.up")
+            writer.finding(Finding("NaN", "h.2", 230, "It is none.", {}, severity="error"))
+            write(writer, [230])
+            playwright.expect(count).to_have_text("200 of 231 findings")
+            playwright.expect(tab.locator(".findings strong").first).to_have_text("NaN")
+            tab.goto("about:blank")
+
+
 def test_the_axes_of_a_curve_tell_close_numbers_apart_and_have_whole_steps(tab, tmp_path):
     with RunWriter(tmp_path / "run", ROWS, model="Net") as writer:
         for step in range(4):

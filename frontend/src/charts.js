@@ -27,7 +27,20 @@ export function curve(series, { title, tall = 190, alt, gap = () => "not finite"
     const value = series.values[at];
     readout.textContent = at < 0 ? "" : `${value === null || Number.isNaN(value) ? gap(at) : show(value)} at step ${show(series.steps[at])}`;
   };
-  const data = () => [Array.from(series.steps), Array.from(series.values, (value) => (Number.isFinite(value) ? value : null))];
+  // What is not finite parts the curve and has a mark below it; what was not measured does not.
+  const broken = (value, n) => !Number.isFinite(value) && ((value !== null && !Number.isNaN(value)) || gap(n) === "not finite");
+  const data = () => [Array.from(series.steps), Array.from(series.values, (value, n) => (Number.isFinite(value) ? value : broken(value, n) ? null : undefined))];
+  const alone = (self) => {
+    const there = self.data[1].map((value, n) => [value, n]).filter(([value]) => value !== undefined);
+    const found = there.filter(([value], n) => value !== null && (there[n - 1]?.[0] ?? null) === null && (there[n + 1]?.[0] ?? null) === null);
+    return found.length ? found.map(([, n]) => n) : null;
+  };
+  const marks = (self) => {
+    const { top, height } = self.bbox;
+    const [wide, tall] = [2, 7].map((size) => size * devicePixelRatio);
+    self.ctx.fillStyle = colour("missing");
+    self.data[1].forEach((value, n) => value === null && self.ctx.fillRect(self.valToPos(self.data[0][n], "x", true) - wide / 2, top + height - tall, wide, tall));
+  };
   const draw = () => {
     plot?.destroy();
     plot = null;
@@ -48,8 +61,8 @@ export function curve(series, { title, tall = 190, alt, gap = () => "not finite"
           { ...axis, size: 26, gap: 6, incrs: WHOLE },
           { ...axis, size: room, gap: 6 },
         ],
-        series: [{}, { stroke: colour("series-0"), width: 1.6, spanGaps: true, points: { show: series.steps.length < 3 } }],
-        hooks: { setCursor: [(self) => tell(self.cursor.idx)] },
+        series: [{}, { stroke: colour("series-0"), width: 1.6, points: { show: series.steps.length < 3, filter: (self, _, shown) => (shown ? null : alone(self)) } }],
+        hooks: { draw: [marks], setCursor: [(self) => tell(self.cursor.idx)] },
       },
       data(),
       box,

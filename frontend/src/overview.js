@@ -44,7 +44,8 @@ function findings(app) {
     );
   };
   draw(false);
-  return section("Findings", h("span", { class: "aside" }, plural(found.length, "finding")), list);
+  const total = app.page.run?.findings ?? found.length; // of very many, errors and the latest are on the page
+  return section("Findings", h("span", { class: "aside" }, `${total > found.length ? `${found.length} of ` : ""}${plural(total, "finding")}`), list);
 }
 
 function finding(app, one) {
