@@ -589,6 +589,29 @@ def test_a_value_that_is_not_finite_is_shown_as_such():
     assert data(*args)[0]["max"] is None  # JSON has no infinity
 
 
+@pytest.mark.filterwarnings("ignore")  # torch's, of what it will take away
+def test_capture_tells_of_sparse_nested_and_quantised_values(folder):
+    (folder / "kinds.py").write_text("""
+import torch
+from torch import nn
+
+class Kinds(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.sparse, self.nested, self.quantised = nn.Identity(), nn.Identity(), nn.Identity()
+
+    def forward(self, x):
+        self.sparse(x.to_sparse())
+        self.nested(torch.nested.nested_tensor([x[0], x[1, :2]]))
+        self.quantised(torch.quantize_per_tensor(torch.ones(2, 2), 0.5, 0, torch.quint8))
+        return x
+""")
+    rows = data("capture", "kinds.py:Kinds", "-i", "3x4", "-w", "*")
+    assert [row["place"] for row in rows] == ["sparse", "nested", "quantised"]
+    assert [row["shape"] for row in rows] == [[3, 4], None, [2, 2]]
+    assert [row["mean"] for row in rows] == [None, None, 1.0]
+
+
 def test_capture_ends_early_where_asked():
     rows = data("capture", "nets.py:make", "-i", "2x1x4x4", "-w", "conv", "--stop")
     assert [row["place"] for row in rows] == ["conv"]

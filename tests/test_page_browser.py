@@ -311,6 +311,63 @@ def test_a_picture_without_a_finite_number_has_no_scale(tab, tmp_path):
     assert tab.locator(".legend").count() == 0
 
 
+def captured(value):
+    with hl.capture(model := nn.Sequential(nn.Identity(), nn.Identity()), "*") as record:
+        model(value)
+    return record
+
+
+def test_a_vector_is_drawn_around_what_is_not_finite(tab, tmp_path):
+    value = torch.tensor([1.0, 2.0, torch.inf, -1.0, torch.nan])
+    visit(tab, hl.report(captured(value), tmp_path / "vector.html"), "#place=0")
+    playwright.expect(tab.locator(".pictured .key")).to_have_text("not finite")
+    chart = tab.locator(".picture canvas")
+    pixels = """node => [node.width, node.height,
+      ...node.getContext('2d').getImageData(0, 0, node.width, node.height).data]"""
+    wide, high, *found = chart.evaluate(pixels)
+    there = np.array(found).reshape(high, wide, 4)[:, :, 3] > 0
+    filled = [there[:, round((n + 0.5) / 5 * wide)].sum() for n in range(5)]
+    assert filled == pytest.approx([high / 3, 2 * high / 3, high, high / 3, high], abs=8)
+
+
+def test_large_numbers_that_are_neighbours_have_an_axis(tab, tmp_path):
+    value = torch.tensor([1e16, 1e16 + 2, 1e16], dtype=torch.float64)
+    visit(tab, hl.report(captured(value), tmp_path / "large.html"), "#place=0")
+    assert painted(tab, ".card canvas[aria-label^='Histogram']")
+
+
+def test_a_picture_tells_the_numbers_that_are_there(tab, tmp_path):
+    value = torch.tensor([[15496, 28001, 2049, 50256]])
+    visit(tab, hl.report(captured(value), tmp_path / "ids.html"), "#place=0")
+    box = tab.locator(".picture canvas").bounding_box()
+    told = []
+    for n in range(4):
+        tab.mouse.move(box["x"] + 36 * n + 18, box["y"] + 8)
+        told.append(tab.locator(".tip .first").inner_text())
+    assert told == ["15,496", "28,001", "2,049", "50,256"]
+
+
+def test_a_layer_without_spread_is_seen_along_the_layers(tab, tmp_path):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Identity() for _ in range(5))
+
+        def forward(self, x):
+            for layer, size in zip(self.layers, (1, 100, 0, 1, 1), strict=True):
+                layer(x * size)
+
+    with hl.capture(model := Net(), "layers.*") as record:
+        model(torch.randn(4, 4))
+    visit(tab, hl.report(record, tmp_path / "flat.html"))
+    chart = tab.locator("canvas[aria-label^='Standard deviation']")
+    column = """node => { const c = node.getContext('2d'), left = node.width - 60;
+      const at = Math.round(52 + left * 0.5);
+      const d = c.getImageData(at - 4, node.height - 18, 9, 18).data;
+      return [...d].filter((_, n) => n % 4 === 3).filter(x => x > 200).length; }"""
+    assert chart.evaluate(column) > 15, "more than the line of the axis"
+
+
 def test_hostile_names_are_text_and_nothing_else(tab, tmp_path):
     path = hl.report(hostile_model(), tmp_path / "page.html", batch=torch.randn(3, 2))
     visit(tab, path)
@@ -414,7 +471,7 @@ def test_a_layer_that_never_ran_is_hatched_and_said_to_be_not_measured(tab, tmp_
         for step in range(4):
             writer.values(step, values)
     visit(tab, hl.report(tmp_path / "run", tmp_path / "run.html"))
-    assert tab.locator(".map .key").inner_text() == "not measured"
+    assert tab.locator(".map .key span").all_inner_texts() == ["not measured", "not finite"]
     chart = tab.locator(".map canvas").first
     chart.scroll_into_view_if_needed()
     box, told = chart.bounding_box(), []
@@ -469,6 +526,50 @@ def test_above_a_curve_it_is_said_why_there_is_no_number(tab, tmp_path):
     ):
         visit(tab, tmp_path / "run.html", place)
         playwright.expect(tab.locator(".readout").first).to_have_text(f"{said} at step 2")
+
+
+def test_a_curve_is_parted_where_numbers_are_not_finite(tab, tmp_path):
+    with RunWriter(tmp_path / "run", [Row(name, "output") for name in "ab"]) as writer:
+        for step in range(9):
+            values = np.full((2, len(STATISTICS)), 0.5)
+            if 2 < step < 6:  # the first is not finite, the second does not run
+                values[:] = np.nan
+                values[0, STATISTICS.index("nonfinite")] = 1
+            writer.values(step, values)
+            writer.scalar(step, "loss", np.inf if 2 < step < 6 else 0.5)
+    hl.report(tmp_path / "run", tmp_path / "run.html")
+    middle = """node => { const c = node.getContext('2d'), at = 58 + (node.width - 68) / 2 - 4;
+      const d = c.getImageData(at, 0, 8, node.height).data, found = [0, 0];
+      const near = (n, rgb) => rgb.every((x, k) => Math.abs(d[n + k] - x) < 40) && d[n + 3] > 150;
+      for (let n = 0; n < d.length; n += 4)
+        [[11, 122, 117], [214, 40, 110]].forEach((rgb, k) => (found[k] += near(n, rgb)));
+      return found.map(Boolean); }"""
+    for place, seen in (
+        ("", [False, True]),
+        ("#place=a", [False, True]),
+        ("#place=b", [True, False]),
+    ):
+        visit(tab, tmp_path / "run.html", place)
+        tab.wait_for_selector(".curve canvas")
+        tab.wait_for_timeout(100)
+        assert tab.locator(".curve canvas").first.evaluate(middle) == seen, place
+
+
+def test_what_is_noticed_late_in_a_long_live_run_is_shown(tab, tmp_path):
+    with RunWriter(tmp_path / "run", ROWS, model="Net") as writer:
+        write(writer, [0])
+        for step in range(230):
+            writer.finding(Finding("spike", "h.1", step, "It jumped.", {}))
+        with serve(tmp_path) as server:
+            tab.goto(server.address)
+            count = tab.locator(".section-head .aside").first
+            playwright.expect(count).to_have_text("200 of 230 findings")
+            tab.wait_for_selector(".status.up")
+            writer.finding(Finding("NaN", "h.2", 230, "It is none.", {}, severity="error"))
+            write(writer, [230])
+            playwright.expect(count).to_have_text("200 of 231 findings")
+            playwright.expect(tab.locator(".findings strong").first).to_have_text("NaN")
+            tab.goto("about:blank")
 
 
 def test_the_axes_of_a_curve_tell_close_numbers_apart_and_have_whole_steps(tab, tmp_path):

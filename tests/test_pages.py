@@ -20,6 +20,7 @@ from hookline.pages.files import as_html
 from hookline.pages.outlines import read_place
 from hookline.pages.portraits import numbers_of, portray, spread
 from hookline.pages.reporting import page_of
+from hookline.training.findings import Finding
 from hookline.training.run_files import STATISTICS, Row
 from hookline.training.run_writing import Bins, RunWriter
 
@@ -166,6 +167,30 @@ def test_a_picture_of_very_small_or_large_values_keeps_them(size):
     shown = found.picture[0, 0].astype(float) * found.meta["scale"]
     assert np.allclose(shown, value.numpy(), rtol=1e-3)
     assert found.counts.sum() == 4
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.tensor([[15496, 28001, 2049, 50256]]),  # token ids
+        torch.tensor([[28001, 12]]),
+        1000 + torch.arange(32.0).view(4, 8) / 100,  # close to one another, far from 0
+        torch.tensor([[-1e9, 5.25, -1e9, -1.5]]),  # scores under a mask
+        torch.full((2, 3), 0.1),
+    ],
+    ids=["ids", "small ids", "offset", "mask", "constant"],
+)
+def test_a_picture_shows_the_numbers_that_are_there(value):
+    found = portray(value)
+    shown = found.picture[0, 0].astype(float) * found.meta["scale"]
+    assert np.allclose(shown, value.double().numpy(), rtol=1e-6)
+
+
+def test_a_picture_is_half_as_large_where_nothing_is_lost():
+    torch.manual_seed(0)
+    value = torch.randn(64, 64)
+    assert portray(value).picture.dtype == portray(value * 1e6).picture.dtype == np.float16
+    assert portray(value.relu()).picture.dtype == portray(value > 0).picture.dtype == np.float16
 
 
 @pytest.mark.parametrize(
@@ -544,6 +569,30 @@ def test_a_later_start_replaces_the_steps_that_it_repeats(tmp_path):
     steps, values = hl.Run(tmp_path).series("h.0", "output", "std")
     assert whole["steps"].tolist() == steps.tolist() == [0, 10, 20, 25, 45]
     assert np.allclose(whole["values"][0], values)
+
+
+def test_a_single_step_that_went_wrong_is_on_the_curve_of_a_long_run(tmp_path):
+    values = 1 / (1 + np.arange(10_000.0))
+    values[[5003, 6001, 7001, 9999]] = [40, -3, np.nan, 0.5]
+    with RunWriter(tmp_path, ROWS) as writer:
+        for step, value in enumerate(values):
+            writer.scalar(step, "loss", value)
+    found = page_of(tmp_path).chunks["scalars"]().arrays
+    steps = found["s0"].astype(int)
+    assert {0, 5003, 6001, 7001, 9999} <= {*steps}
+    assert len(steps) <= 2002
+    assert (np.diff(steps) > 0).all()
+    assert np.array_equal(found["v0"], values[steps], equal_nan=True)
+
+
+def test_of_very_many_findings_errors_and_the_latest_are_shown(tmp_path):
+    with RunWriter(tmp_path, ROWS) as writer:
+        for step in range(300):
+            severity = "error" if step == 5 else "warning"
+            writer.finding(Finding("spike", "h.0", step, "It jumped.", {}, "", severity))
+    content = page_of(tmp_path).content
+    assert [one["step"] for one in content["findings"]] == [5, *range(101, 300)]
+    assert content["run"]["findings"] == 300
 
 
 # -- the file -------------------------------------------------------------------------------------

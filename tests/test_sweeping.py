@@ -9,6 +9,7 @@ from helpers import assert_clean, assert_same_state, state_bits
 from torch import nn
 
 import hookline as hl
+from hookline.comparisons.sweeps import Sweep
 
 
 class Mixer(nn.Module):
@@ -770,6 +771,15 @@ def test_of_many_effects_the_largest_are_shown():
     model = nn.Sequential(*[nn.Identity() for _ in range(70)])
     found = hl.sweep(model, torch.ones(1, 2), torch.zeros(1, 2), "*", torch.sum)
     assert "the 60 largest changes of 70; all are in sweep.rows" in str(found)
+
+
+def test_the_largest_effects_are_shown_also_where_some_are_nan():
+    found = Sweep(1.0, 0.0, approximate=False)
+    for n in range(100):
+        found.add(f"layers.{n}", None, float("nan") if n % 10 == 3 else float(n * 37 % 100))
+    changes = [line.split()[2] for line in found.show().splitlines()[2:62]]
+    largest = sorted([row.change for row in found if row.change == row.change], reverse=True)[:60]
+    assert changes == [f"{change:.3g}" for change in largest]
 
 
 def test_a_place_that_not_every_call_has_is_told_with_the_reason():

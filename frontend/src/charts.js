@@ -27,7 +27,20 @@ export function curve(series, { title, tall = 190, alt, gap = () => "not finite"
     const value = series.values[at];
     readout.textContent = at < 0 ? "" : `${value === null || Number.isNaN(value) ? gap(at) : show(value)} at step ${show(series.steps[at])}`;
   };
-  const data = () => [Array.from(series.steps), Array.from(series.values, (value) => (Number.isFinite(value) ? value : null))];
+  // What is not finite parts the curve and has a mark below it; what was not measured does not.
+  const broken = (value, n) => !Number.isFinite(value) && ((value !== null && !Number.isNaN(value)) || gap(n) === "not finite");
+  const data = () => [Array.from(series.steps), Array.from(series.values, (value, n) => (Number.isFinite(value) ? value : broken(value, n) ? null : undefined))];
+  const alone = (self) => {
+    const there = self.data[1].map((value, n) => [value, n]).filter(([value]) => value !== undefined);
+    const found = there.filter(([value], n) => value !== null && (there[n - 1]?.[0] ?? null) === null && (there[n + 1]?.[0] ?? null) === null);
+    return found.length ? found.map(([, n]) => n) : null;
+  };
+  const marks = (self) => {
+    const { top, height } = self.bbox;
+    const [wide, tall] = [2, 7].map((size) => size * devicePixelRatio);
+    self.ctx.fillStyle = colour("missing");
+    self.data[1].forEach((value, n) => value === null && self.ctx.fillRect(self.valToPos(self.data[0][n], "x", true) - wide / 2, top + height - tall, wide, tall));
+  };
   const draw = () => {
     plot?.destroy();
     plot = null;
@@ -48,8 +61,8 @@ export function curve(series, { title, tall = 190, alt, gap = () => "not finite"
           { ...axis, size: 26, gap: 6, incrs: WHOLE },
           { ...axis, size: room, gap: 6 },
         ],
-        series: [{}, { stroke: colour("series-0"), width: 1.6, spanGaps: true, points: { show: series.steps.length < 3 } }],
-        hooks: { setCursor: [(self) => tell(self.cursor.idx)] },
+        series: [{}, { stroke: colour("series-0"), width: 1.6, points: { show: series.steps.length < 3, filter: (self, _, shown) => (shown ? null : alone(self)) } }],
+        hooks: { draw: [marks], setCursor: [(self) => tell(self.cursor.idx)] },
       },
       data(),
       box,
@@ -181,9 +194,10 @@ export function profile({ labels, series, chosen, alt }) {
   const [low, high] = [Math.min(...all), Math.max(...all)];
   const log = high / low > 20;
   const f = (value) => (log ? Math.log10(value) : value);
+  const zeros = log && series.some((one) => one.values.includes(0)); // they stand below the axis
   const drawn = (value) => Number.isFinite(value) && (value > 0 || (value === 0 && !log));
   const [a, b] = log ? [Math.floor(f(low) - 0.05), Math.ceil(f(high) + 0.05)] : [0, high * 1.05];
-  const pad = { left: 52, right: 8, top: 10, bottom: 8 };
+  const pad = { left: 52, right: 8, top: 10, bottom: 8 + (zeros ? 8 : 0) };
   const count = labels.length;
   const at = (n, width) => pad.left + ((n + 0.5) / count) * (width - pad.left - pad.right);
   const nearest = (x, width) => {
@@ -215,18 +229,22 @@ export function profile({ labels, series, chosen, alt }) {
         context.beginPath();
         let pen = false;
         one.values.forEach((value, n) => {
-          if (!drawn(value)) return;
+          if (!drawn(value)) {
+            pen &&= value !== 0; // on a log axis a 0 has no height
+            return;
+          }
           if (pen) context.lineTo(at(n, width), y(value));
           else context.moveTo(at(n, width), y(value));
           pen = true;
         });
         context.stroke();
-        if (count > 150) return;
         one.values.forEach((value, n) => {
-          if (!drawn(value)) return;
+          const zero = log && value === 0;
+          if (!zero && (count > 150 || !drawn(value))) return;
           context.beginPath();
-          context.arc(at(n, width), y(value), 2.6, 0, 7);
-          context.fill();
+          context.arc(at(n, width), zero ? height - pad.bottom + 4 : y(value), 2.6, 0, 7);
+          if (zero) context.stroke();
+          else context.fill();
         });
       });
     },

@@ -179,7 +179,7 @@ class App {
       return;
     }
     this.onScalars = this.onSteps = null;
-    this.findingsShown = this.page.findings?.length;
+    this.findingsShown = this.page.run?.findings;
     const { place } = this.route;
     const index = place === undefined ? null : this.moduleOf(place);
     this.tree.select(index);
@@ -214,12 +214,12 @@ class App {
     const top = this.main.scrollTop;
     if (this.route.place === undefined) {
       const facts = this.main.querySelector(".facts");
-      if (facts && this.onScalars && update.findings.length === this.findingsShown && update.run.scalars.length) {
+      if (facts && this.onScalars && update.run.findings === this.findingsShown && update.run.scalars.length) {
         fill(facts, page.facts.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value))));
         this.onScalars(update.scalars);
         this.onSteps?.();
       } else this.show();
-      this.findingsShown = update.findings.length;
+      this.findingsShown = update.run.findings;
     } else this.main.querySelectorAll(".card").forEach((card) => card.draw?.());
     this.main.scrollTop = top;
   }

@@ -3,8 +3,8 @@
 import { curve, heatmap, profile } from "./charts.js";
 import { costsIn } from "./costs.js";
 import { fill, h, icon } from "./dom.js";
-import { plural, show, visible } from "./format.js";
-import { legend } from "./pictures.js";
+import { plural, show, tick, visible } from "./format.js";
+import { legend, notFinite } from "./pictures.js";
 import { colour, surface } from "./surface.js";
 
 const FEW = 6;
@@ -44,7 +44,8 @@ function findings(app) {
     );
   };
   draw(false);
-  return section("Findings", h("span", { class: "aside" }, plural(found.length, "finding")), list);
+  const total = app.page.run?.findings ?? found.length; // of very many, errors and the latest are on the page
+  return section("Findings", h("span", { class: "aside" }, `${total > found.length ? `${found.length} of ` : ""}${plural(total, "finding")}`), list);
 }
 
 function finding(app, one) {
@@ -128,7 +129,9 @@ function layersBySteps(app) {
       chosen: (row, column) => app.open(app.page.entries[map.entries[row]].place, column === null ? undefined : steps[column]),
     });
     fill(scroller, box);
-    const key = measured.includes(0) ? h("div", { class: "key" }, h("span", {}, h("i", { class: "hatched" }), "not measured")) : null;
+    const gap = measured.includes(0) ? h("span", {}, h("i", { class: "hatched" }), "not measured") : null;
+    const broken = chunk.arrays.values.data.some((value, n) => measured[n] && !Number.isFinite(value)) ? notFinite() : null;
+    const key = gap || broken ? h("div", { class: "key" }, gap, broken) : null;
     fill(foot, legend(scale), key, chunk.meta.note ? h("p", { class: "note" }, chunk.meta.note) : null);
   };
   const choose = (n) => {
@@ -245,7 +248,7 @@ function tile(app, entry) {
     { class: "tile", href: app.link(entry.place), title: entry.place },
     h("span", { class: "path" }, h("bdi", {}, visible(entry.place) || "the model")),
     chart,
-    h("span", { class: min === max ? "ends one" : "ends" }, h("span", {}, show(min)), min === max ? null : h("span", {}, show(max))),
+    h("span", { class: min === max ? "ends one" : "ends" }, h("span", {}, tick(min, max - min)), min === max ? null : h("span", {}, tick(max, max - min))),
   );
 }
 

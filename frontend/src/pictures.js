@@ -102,13 +102,18 @@ export function legend(scale) {
   );
 }
 
+/** What the colour of numbers that are none means. */
+export function notFinite() {
+  return h("span", {}, h("i", { class: "broken" }), "not finite");
+}
+
 /** The picture of a tensor: feature maps, positions × features, a matrix or a vector. */
 export function pictureView(item, array, { gradient, alt }) {
   if (item.kind === "number") return h("p", { class: "number" }, show(item.value));
   if (!array) return null;
   const [samples, panels, rows, columns] = array.shape;
   const unit = item.scale || 1;
-  const data = unit === 1 ? array.data : array.data.map((value) => value * unit);
+  const data = unit === 1 ? array.data : Float64Array.from(array.data, (value) => value * unit);
   const scale = fitScale(data, { signed: gradient ? true : null });
   let sample = 0;
   const holder = h("div", { class: "picture" });
@@ -120,8 +125,9 @@ export function pictureView(item, array, { gradient, alt }) {
   draw();
   const stepper = samples > 1 ? chooser(samples, singular(item.axes[0]), (n) => ((sample = n), draw())) : null;
   const finite = data.some((value) => Number.isFinite(value));
+  const broken = finite && !data.every((value) => Number.isFinite(value));
   const key = !finite ? h("p", { class: "note" }, "Nothing in it is finite.") : item.kind === "vector" ? null : legend(scale);
-  return h("div", { class: "pictured" }, stepper, holder, key);
+  return h("div", { class: "pictured" }, stepper, holder, key, broken ? h("div", { class: "key" }, notFinite()) : null);
 }
 
 function singular(word) {
@@ -222,6 +228,7 @@ function bars({ data, start, columns, item, alt }) {
   const values = data.subarray(start, start + columns);
   let [low, high] = [0, 0];
   for (const value of values) {
+    if (!Number.isFinite(value)) continue;
     if (value < low) low = value;
     if (value > high) high = value;
   }
@@ -233,10 +240,10 @@ function bars({ data, start, columns, item, alt }) {
       const at = (value) => 4 + ((high - value) / (high - low)) * (height - 8);
       context.clearRect(0, 0, width, height);
       const wide = width / columns;
-      context.fillStyle = colour("bar");
       for (let n = 0; n < columns; n++) {
-        if (!Number.isFinite(values[n])) continue;
-        const [a, b] = [at(Math.max(values[n], 0)), at(Math.min(values[n], 0))];
+        const there = Number.isFinite(values[n]);
+        const [a, b] = there ? [at(Math.max(values[n], 0)), at(Math.min(values[n], 0))] : [0, height];
+        context.fillStyle = colour(there ? "bar" : "missing");
         context.fillRect(n * wide, a, Math.max(0.6, wide - (wide > 3 ? 1 : 0)), Math.max(1, b - a));
       }
       context.fillStyle = colour("line-strong");

@@ -3,7 +3,7 @@
 import { curve } from "./charts.js";
 import { costsOf } from "./costs.js";
 import { copyButton, fill, h, icon } from "./dom.js";
-import { brief, compact, percent, plural, shape, show } from "./format.js";
+import { compact, percent, plural, shape, show, tick } from "./format.js";
 import { histogramView, pictureView, statisticsView } from "./pictures.js";
 import { colours, fitScale } from "./scales.js";
 import { FONT, colour, surface, theme } from "./surface.js";
@@ -315,9 +315,9 @@ function flowView(entry, { steps, counts, lows, highs, count, bins }) {
       context.fillStyle = colour("muted");
       context.textAlign = "right";
       context.textBaseline = "top";
-      context.fillText(brief(high), left - 8, 0);
+      context.fillText(tick(high, high - low), left - 8, 0);
       context.textBaseline = "bottom";
-      context.fillText(brief(low), left - 8, height - 18);
+      context.fillText(tick(low, high - low), left - 8, height - 18);
       context.textBaseline = "top";
       context.textAlign = "left";
       context.fillText(show(steps[0]), left, height - 14);

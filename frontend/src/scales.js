@@ -93,7 +93,7 @@ export function ticks(low, high, about = 4) {
   const raw = span / about;
   const power = 10 ** Math.floor(Math.log10(raw));
   const step = [1, 2, 5, 10].map((n) => n * power).find((n) => n >= raw);
-  const found = [];
-  for (let at = Math.ceil(low / step) * step; at <= high + step * 1e-6; at += step) found.push(Math.abs(at) < step * 1e-6 ? 0 : at);
-  return found;
+  const first = Math.ceil(low / step) * step;
+  const all = Array.from({ length: about + 2 }, (_, n) => first + n * step); // of large numbers, neighbours may be the same
+  return [...new Set(all)].filter((at) => at <= high + step * 1e-6).map((at) => (Math.abs(at) < step * 1e-6 ? 0 : at));
 }

@@ -132,6 +132,11 @@ test("colours are 256 triples, and quantiles skip what is not finite", () => {
   assert.deepEqual(quantiles([], [0.5]), [0]);
 });
 
+test("ticks come to an end where numbers are too large to differ by a step", () => {
+  assert.deepEqual(ticks(1e16, 1e16 + 2, 5), [1e16, 1e16 + 2]);
+  assert.deepEqual(ticks(-1, 2, 5), [-1, 0, 1, 2]);
+});
+
 test("ticks are round numbers inside the bounds", () => {
   assert.deepEqual(ticks(-1, 1, 4), [-1, -0.5, 0, 0.5, 1]);
   assert.deepEqual(ticks(3, 3), [3]);

@@ -187,7 +187,8 @@ def _described(record: hl.Record) -> tuple[list[tuple[str, ...]], list[dict[str,
                 finite = [f if f is not None and isfinite(f) else None for f in figures]
                 rows.append((str(part) or "''", str(call), describe(tensor), *shown))
                 data.append({
-                    "place": str(part), "call": call, "shape": list(tensor.shape),
+                    "place": str(part), "call": call,
+                    "shape": None if tensor.is_nested else list(tensor.shape),
                     "dtype": str(tensor.dtype).removeprefix("torch."),
                     **dict(zip(names[3:], finite, strict=True)),
                 })  # fmt: skip
@@ -198,9 +199,14 @@ def _described(record: hl.Record) -> tuple[list[tuple[str, ...]], list[dict[str,
 
 
 def _figures(tensor: Tensor) -> list[float | None]:
+    tensor = tensor.detach()
+    if tensor.is_quantized:
+        tensor = tensor.dequantize()
+    if tensor.is_nested or tensor.layout is not torch.strided:
+        return [None] * 4
     if not tensor.numel() or tensor.is_complex() or tensor.is_meta:
         return [None] * 4
-    values = tensor.detach().double()
+    values = tensor.double()
     spread = values.std(correction=0)
     found = [values.mean(), spread, values.min(), values.max()]
     return [float(f) for f in found]

@@ -85,7 +85,7 @@ class Sweep(Tabled[Effect]):
     @property
     def best(self) -> Effect:
         """Where the change does the most."""
-        return max(self.rows, key=lambda row: -1.0 if isnan(row.change) else abs(row.change))
+        return max(self.rows, key=_size)
 
     def __getitem__(self, key: Any) -> Effect:
         """`found[place]`, or `found[place, position]`."""
@@ -128,7 +128,7 @@ class Sweep(Tabled[Effect]):
     def _cells(self) -> list[list[str]]:
         rows = self.rows
         if len(rows) > _MOST:
-            rows = sorted(rows, key=lambda row: -abs(row.change))[:_MOST]
+            rows = sorted(rows, key=_size, reverse=True)[:_MOST]
         columns = {"place": [row.place or "''" for row in rows]}
         if self.positions != [None]:
             columns["position"] = [str(row.position) for row in rows]
@@ -143,6 +143,10 @@ class Sweep(Tabled[Effect]):
         if len(self.rows) > _MOST:
             found.append(f"the {_MOST} largest changes of {len(self.rows)}; all are in sweep.rows")
         return found
+
+
+def _size(row: Effect) -> float:
+    return -1.0 if isnan(row.change) else abs(row.change)
 
 
 def _finite(value: Any) -> Any:

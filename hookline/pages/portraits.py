@@ -36,7 +36,7 @@ class Portrait:
 
     meta: dict[str, Any]
     counts: NDArray[np.uint32] | None = None
-    picture: NDArray[np.float16] | None = None
+    picture: NDArray[np.float16 | np.float32] | None = None
 
 
 def portray_value(value: Any, most: int = MOST) -> list[tuple[Path, Portrait]]:
@@ -161,7 +161,7 @@ def _dead(values: Tensor) -> float | None:
 
 def _draw(
     values: Tensor, most: int, weight: bool, meta: dict[str, Any]
-) -> NDArray[np.float16] | None:
+) -> NDArray[np.float16 | np.float32] | None:
     """A picture by the kind of the tensor: (samples, panels, rows, columns)."""
     if not values.numel() or not values.ndim:
         meta["kind"] = "number" if values.numel() else "empty"
@@ -174,8 +174,7 @@ def _draw(
     samples, steps = _thin_out(shaped.shape, min(most, 4096) if kind == "vector" else most, kind)
     taken = shaped[(slice(samples), *(slice(None, None, step) for step in steps))]
     array = taken.double().numpy()
-    largest = float(np.abs(array[np.isfinite(array)]).max(initial=0.0))
-    scale = largest if largest > 30_000 or 0 < largest < 1e-2 else 1.0  # what a half float holds
+    picture, scale = _shorten(array)
     meta |= {
         "kind": kind,
         "axes": axes,
@@ -185,7 +184,25 @@ def _draw(
         "low_shown": float(np.min(array, initial=np.inf, where=np.isfinite(array))),
         "high_shown": float(np.max(array, initial=-np.inf, where=np.isfinite(array))),
     }
-    return (array / scale).astype(np.float16)
+    return picture
+
+
+def _shorten(array: NDArray[np.float64]) -> tuple[NDArray[np.float16 | np.float32], float]:
+    """Numbers in units of a scale, as half floats, or as floats where those would be other ones."""
+    finite = array[np.isfinite(array)]
+    largest = float(np.abs(finite).max(initial=0.0))
+    scale = largest if largest > 30_000 or 0 < largest < 1e-2 else 1.0  # what a half float holds
+    short = (array / scale).astype(np.float16)
+    away = np.abs(short[np.isfinite(array)].astype(np.float64) * scale - finite)
+    if not away.any():
+        return short, scale
+    whole = np.array_equal(finite, np.rint(finite))
+    span = float(finite.max() / 2 - finite.min() / 2)  # half of it, which is always finite
+    tiny = float((away > 1e-3 * np.abs(finite)).mean())  # how many are, beside the largest
+    if not (whole or float(away.max()) > span / 128 or tiny > 0.01):
+        return short, scale
+    scale = 1.0 if 1e-30 < largest < 1e38 else scale
+    return (array / scale).astype(np.float32), scale
 
 
 def _arrange(values: Tensor, weight: bool) -> tuple[str, list[str], Tensor]:

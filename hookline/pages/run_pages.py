@@ -126,13 +126,20 @@ class RunPage:
         if starts > 1:
             facts.append(["starts", str(starts)])
         name = self.run.folder.absolute().name
-        findings = [finding.to_dict() for finding in self.run.findings()[-_FINDINGS:]]
-        findings.sort(key=lambda one: one["severity"] != "error")
+        noticed = self.run.findings()
+        errors = [finding for finding in noticed if finding.severity == "error"][-_FINDINGS:]
+        others = [finding for finding in noticed if finding.severity != "error"]
+        others = others[max(0, len(others) + len(errors) - _FINDINGS) :]
+        findings = [finding.to_dict() for finding in (*errors, *others)]
         return {
             "subtitle": f"training run in {name}, started {started:%Y-%m-%d %H:%M} UTC",
             "facts": facts,
             "findings": findings,
-            "run": {"scalars": self.run.names(), "steps": self.table.total},
+            "run": {
+                "scalars": self.run.names(),
+                "steps": self.table.total,
+                "findings": len(noticed),
+            },
         }
 
     def scalars(self) -> list[dict[str, Any]]:
@@ -141,7 +148,7 @@ class RunPage:
         for name in self.run.names():
             steps, values = self.run.scalars(name)
             if len(steps) > _POINTS:
-                picked = spread(len(steps), _POINTS)
+                picked = _striking(values, _POINTS)
                 steps, values = steps[picked], values[picked]
             found.append({"name": name, "steps": steps.astype(float), "values": values})
         return found
@@ -206,6 +213,21 @@ class RunPage:
             arrays["highs"] = np.array([one.high for one in bins], np.float32)
             arrays["histograms"] = np.stack([one.counts for one in bins]).astype(np.uint32)
         return Chunk({"statistics": self.table.statistics}, arrays)
+
+
+def _striking(values: npt.NDArray[np.float64], most: int) -> npt.NDArray[np.intp]:
+    """Positions from the first to the last: the least, the greatest and what is not finite of each
+    stretch, so that a single step that went wrong stays.
+    """
+    stretch = -(-len(values) // (most // 3))
+    padded = np.pad(values, (0, -len(values) % stretch), mode="edge").reshape(-1, stretch)
+    finite = np.isfinite(padded)
+    low = np.where(finite, padded, np.inf).argmin(1)
+    high = np.where(finite, padded, -np.inf).argmax(1)
+    within = np.stack([low, high, finite.argmin(1)])  # the last is the first one if all are finite
+    found = within + np.arange(0, padded.size, stretch)
+    ends = np.array([0, len(values) - 1])
+    return np.unique(np.append(found.clip(max=len(values) - 1), ends))
 
 
 def _place_of(row: Row) -> Place:
