@@ -32,7 +32,12 @@ class heads(Slice):
     """
 
     def __init__(self, *which: int, of: int) -> None:
-        self.which, self.of = tuple(map(operator.index, which)), operator.index(of)
+        try:
+            self.which, self.of = tuple(map(operator.index, which)), operator.index(of)
+        except TypeError as error:
+            asked = f"heads({', '.join(map(repr, which))}, of={of!r}) was asked for."
+            found, remedy = f"{error}.".capitalize(), "Give whole numbers, as in heads(0, 2, of=4)."
+            raise ChangeError(asked, found, remedy) from None
 
     def index(self, value: Tensor) -> Any:
         """The index of the heads' columns in the last dimension."""

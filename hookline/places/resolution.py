@@ -297,7 +297,7 @@ def _problem(path: str, module: nn.Module) -> tuple[str, str] | None:
         return reason, _EXPORTED
     reason = f"it is a {kind.__name__}, which has no forward of its own: nothing passes through."
     children = join(escape(path), "*" if module._modules else "*:value")
-    return reason, f"Name its children, as in {children!r}."
+    return reason, f"Name its children, as in {children!r}, or give one of them as the model."
 
 
 def _of_tensor(tensor: Tensor, where: Any) -> Request:
