@@ -861,6 +861,52 @@ def test_an_operation_in_a_region_inside_a_region_is_edited_again(reentrant):
     assert torch.allclose(x.grad, wanted)
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("place", ["part/tanh", "part/mul#0:input", "part/tanh:inputs"])
+def test_an_edit_in_a_region_that_runs_again_without_its_module_is_refused(place, reentrant):
+    class Part(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+
+        def squash(self, x):
+            return self.linear(x).tanh() * 2
+
+        def forward(self, x):
+            return checkpoint(self.squash, x, use_reentrant=reentrant) * x
+
+    class Whole(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.part = Part()
+
+        def forward(self, x):
+            return self.part(x).sin()
+
+    model, x = Whole(), torch.randn(2, 3, requires_grad=True)
+
+    def halved(value):
+        return {n: t * 0.5 for n, t in value.items()} if isinstance(value, dict) else value * 0.5
+
+    refused = pytest.raises(hl.ChangeError, match="checkpoint whole modules")
+    with refused, hl.edit(model, place, halved):
+        model(x).sum().backward()
+    with torch.no_grad(), hl.edit(model, place, halved):
+        model(x)
+    x.grad = None
+    with (
+        hl.hook(model, place, lambda value: None),
+        hl.edit(model, "part.linear", hl.scale(0.5)),
+        hl.edit(model, "part/mul#1", hl.scale(3.0)),  # which is outside of the region
+        hl.capture(model, place) as record,
+    ):
+        model(x).sum().backward()
+    assert len(record.calls(place)) == 1
+    wanted = (model.part.linear(x) * 0.5).tanh() * 2 * x * 3
+    torch.testing.assert_close(x.grad, *torch.autograd.grad(wanted.sin().sum(), x))
+    assert_clean(model)
+
+
 def test_what_callers_hold_is_freed_when_they_return_without_garbage_collection():
     model = transformer()
 

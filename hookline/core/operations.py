@@ -52,8 +52,7 @@ def name_of(function: Any) -> str:
         if name == "__get__":
             name = cast(str, function.__self__.__name__)
         if name.startswith("__"):
-            name = name.strip("_")
-            name = _OPERATORS.get(name, name)
+            name = _OPERATORS.get(name.strip("_"), name.strip("_"))
         _names[function] = name
     return name
 
@@ -162,8 +161,7 @@ class Mode(TorchFunctionMode):
             own = {id(tensor): tensor.clone() for tensor in written}
             args, kwargs = map_leaves(lambda leaf: own.get(id(leaf), leaf), given)
         for operation in operations:
-            new = operation.begin(func, args, kwargs, sys._getframe())
-            args, kwargs = new or (args, kwargs)
+            args, kwargs = operation.begin(func, args, kwargs, sys._getframe()) or (args, kwargs)
         output = func(*args, **kwargs)
         for operation in operations:
             new = operation.end(output, sys._getframe())

@@ -39,17 +39,26 @@ saving: Callable[[bool], Any] = getattr(
 class Regions:
     """The calls of one site inside checkpointed regions, and which of them comes again."""
 
+    hidden = False  # whether one began inside the module's own call: it comes again without that
+
     def __init__(self) -> None:
         self._calls: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()
         # Of each region that was recomputed: in which backward, and how many calls of it.
         self._again: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()
 
-    def note(self, index: int) -> None:
-        """A call was numbered: remember it for the regions in which it ran."""
+    def note(self, index: int, changing: bool) -> None:
+        """A call was numbered: remember it for the regions in which it ran.
+
+        One that is to be changed may be of an operation, inside the module's own call.
+        """
         if torch.is_grad_enabled() and saving(True) is None:
             return  # neither kind of checkpointing
         for region in [region for region, recomputing in _running() if not recomputing]:
             self._calls.setdefault(region, []).append(index)
+        for region, _ in _running(within=True) if changing else ():
+            # Without gradients nothing is saved, there are no next nodes, and nothing comes again.
+            own = getattr(region, "_forward_cls", None) is checkpoint.CheckpointFunction
+            self.hidden |= region in _saved() or (own and bool(region.next_functions))
 
     def again(self) -> int | None:
         """In a backward: the number of the call that runs again; None if no region is known."""
@@ -67,14 +76,16 @@ class Regions:
         """Whether a region that may still be recomputed has not been so far."""
         # torch ends a recomputation early: the site's module may not have come again.
         done = {id(region) for region in self._calls if getattr(region, "is_recomputed", None)}
-        return any(region not in self._again and id(region) not in done for region in self._calls)
+        return self.hidden or any(r not in self._again and id(r) not in done for r in self._calls)
 
 
-def _running() -> list[tuple[Any, bool]]:
-    """The regions that run now, the outermost first, and whether they are being recomputed."""
+def _running(within: bool = False) -> list[tuple[Any, bool]]:
+    """The regions that run now, the outermost first, and whether they are being recomputed; or
+    only those that began within the innermost call of a module.
+    """
     found: list[tuple[Any, bool]] = []
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    while frame is not None and not (within and frame.f_code is _CALL):
         code = frame.f_code
         if code.co_varnames[:1] == ("ctx",):
             ctx = frame.f_locals.get("ctx")
@@ -89,7 +100,7 @@ def _running() -> list[tuple[Any, bool]]:
                     found.append((inside["new_frame"], False))
         frame = frame.f_back
     found.reverse()
-    if saving(True) is not None:  # checkpoints made of hooks on modules stand on no stack
+    if saving(True) is not None and not within:  # those made of hooks on modules are on no stack
         known = [region for region, _ in found]
         found += [(region, False) for region in _saved() if region not in known]
     return found
@@ -98,7 +109,7 @@ def _running() -> list[tuple[Any, bool]]:
 def awaited(what: str) -> ChangeError:
     """The error if what was done inside a region will be undone before that runs again."""
     found = "The backward will recompute that, and would do so without the change."
-    remedy = "Run the backward before this ends, or the forward under torch.no_grad()."
+    remedy = "Run the backward before this ends, use torch.no_grad(), or checkpoint whole modules."
     return ChangeError(f"{what} inside a checkpointed region.", found, remedy)
 
 

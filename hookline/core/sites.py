@@ -326,7 +326,7 @@ class Site:
         if call is None:
             self.count += 1
         if self.regions is not None:
-            self.regions.note(index)
+            self.regions.note(index, changing=bool(self.inputs or self.outputs))
         if frame is not None:
             for tap, stored in frame.pending:
                 tap.commit(stored)
