@@ -535,7 +535,10 @@ def test_the_children_to_name_in_place_of_a_container_are_its_own():
     for text in ("h", "h[0]", r"a\/b"):
         with pytest.raises(hl.NotHookable) as caught:
             hl.select(model, text)
-        named = re.fullmatch(r"Name its children, as in (.*), or give one of them as the model\.", caught.value.remedy)
+        named = re.fullmatch(
+            r"Name its children, as in (.*), or give one of them as the model\.",
+            caught.value.remedy,
+        )
         assert len(hl.select(model, ast.literal_eval(named[1]))) == 1
 
 
