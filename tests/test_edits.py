@@ -446,7 +446,7 @@ def test_at_takes_heads_and_last_token():
 
 @pytest.mark.parametrize(("which", "of"), [(([0, 2],), 4), ((0,), 4.0)])
 def test_heads_that_are_no_whole_numbers_are_told(which, of):
-    with pytest.raises(hl.ChangeError, match=r"was asked for\. .*as in heads\(0, 2, of=4\)"):
+    with pytest.raises(hl.ChangeError, match=r"whole numbers\. Write heads\(0, 2, of=4\)"):
         hl.heads(*which, of=of)
 
 

@@ -34,10 +34,9 @@ class heads(Slice):
     def __init__(self, *which: int, of: int) -> None:
         try:
             self.which, self.of = tuple(map(operator.index, which)), operator.index(of)
-        except TypeError as error:
-            asked = f"heads({', '.join(map(repr, which))}, of={of!r}) was asked for."
-            found, remedy = f"{error}.".capitalize(), "Give whole numbers, as in heads(0, 2, of=4)."
-            raise ChangeError(asked, found, remedy) from None
+        except TypeError:
+            found = f"They were given as {(*which, of)!r:.60}, which are not all whole numbers."
+            raise ChangeError("Heads were asked for.", found, "Write heads(0, 2, of=4).") from None
 
     def index(self, value: Tensor) -> Any:
         """The index of the heads' columns in the last dimension."""
@@ -47,10 +46,9 @@ class heads(Slice):
             remedy = "Give some of the heads, and as of= their number, a divisor of the width."
             raise ChangeError(f"{self!r} was asked for.", found, remedy)
         size = width // of
-        starts = [head % of * size for head in which]
-        if len(starts) == 1:
-            return (..., slice(starts[0], starts[0] + size))
-        columns = [start + n for start in starts for n in range(size)]
+        if len(which) == 1:
+            return (..., slice(start := which[0] % of * size, start + size))
+        columns = [head % of * size + n for head in which for n in range(size)]
         return (..., torch.tensor(columns, device=value.device))
 
     def __repr__(self) -> str:
@@ -78,12 +76,10 @@ class last_token(Slice):
         mask = self.mask.to(value.device) != 0
         fits = mask.ndim == 2 and mask.shape == value.shape[:2]
         if not fits or not mask.any(1).all():
+            asked = f"last_token was given a mask of shape {tuple(mask.shape)}."
             shape = f"The value has the shape {tuple(value.shape)}."
-            raise ChangeError(
-                f"last_token was given a mask of shape {tuple(mask.shape)}.",
-                "The mask is empty for some sequence." if fits else shape,
-                "It needs the value's first two dimensions, and a token in each sequence.",
-            )
+            found = "The mask is empty for some sequence." if fits else shape
+            raise ChangeError(asked, found, "Give batch × position, with a token in each sequence.")
         batch, positions = (torch.arange(size, device=value.device) for size in mask.shape)
         return batch, (mask * positions).argmax(1)
 
