@@ -444,12 +444,6 @@ def test_at_takes_heads_and_last_token():
     assert torch.equal(result, expected)
 
 
-@pytest.mark.parametrize(("which", "of"), [(([0, 2],), 4), ((0,), 4.0)])
-def test_heads_that_are_no_whole_numbers_are_told(which, of):
-    with pytest.raises(hl.ChangeError, match=r"whole numbers\. Write heads\(0, 2, of=4\)"):
-        hl.heads(*which, of=of)
-
-
 def test_at_is_differentiable_on_both_sides_of_the_cut():
     model = nn.Identity()
     x = torch.randn(4, 3, requires_grad=True)

@@ -34,9 +34,8 @@ class heads(Slice):
     def __init__(self, *which: int, of: int) -> None:
         try:
             self.which, self.of = tuple(map(operator.index, which)), operator.index(of)
-        except TypeError:
-            found = f"They were given as {(*which, of)!r:.60}, which are not all whole numbers."
-            raise ChangeError("Heads were asked for.", found, "Write heads(0, 2, of=4).") from None
+        except TypeError as error:
+            raise TypeError(f"heads{which} of {of}: {error}. Write heads(0, 2, of=4).") from None
 
     def index(self, value: Tensor) -> Any:
         """The index of the heads' columns in the last dimension."""
@@ -79,7 +78,8 @@ class last_token(Slice):
             asked = f"last_token was given a mask of shape {tuple(mask.shape)}."
             shape = f"The value has the shape {tuple(value.shape)}."
             found = "The mask is empty for some sequence." if fits else shape
-            raise ChangeError(asked, found, "Give batch × position, with a token in each sequence.")
+            remedy = "It needs the value's first two dimensions, and a token in each sequence."
+            raise ChangeError(asked, found, remedy)
         batch, positions = (torch.arange(size, device=value.device) for size in mask.shape)
         return batch, (mask * positions).argmax(1)
 
