@@ -25,7 +25,7 @@ from hookline.places.grammar import escape
 from hookline.places.targets import Target
 from hookline.places.tree import Step
 from hookline.records.keeping import CaptureTap, Kept, Options
-from hookline.values.snapshots import LAZY, SMALL, WIDE, snapshot
+from hookline.values.snapshots import BASES, LAZY, SMALL, snapshot
 
 __all__ = ["LastLog", "Log", "LoggedTap", "OutputLog", "noted"]
 
@@ -206,7 +206,7 @@ class OutputLog(Log):
         plain: type[Tensor] = Tensor,
         lazy: bool = LAZY,
         small: int = SMALL,
-        wide: int = WIDE,
+        bases: tuple[type, ...] = BASES,
         id: Callable[[object], int] = id,  # noqa: A002 - the builtin itself
         /,
     ) -> None:
@@ -220,25 +220,19 @@ class OutputLog(Log):
             return None
         kept = version = None
         try:
-            if not output.requires_grad:
-                if (size := output.nbytes) < small and output.is_contiguous():
-                    kept = output.clone()
-                elif (  # the commonest snapshot, without a call: see snapshots.py
-                    lazy
-                    and output.is_cpu
-                    and not output.is_quantized
-                    and output._base is None
-                    and (storage := output.untyped_storage()).resizable()
-                    and storage.nbytes() <= wide * size
-                    and output._use_count() == 1  # pyright: ignore[reportAttributeAccessIssue] - private
-                ):
-                    kept = output._lazy_clone()
-            elif not self.options.detach:
+            if (grad := output.requires_grad) and not self.options.detach:
                 kept, version = output, output._version
-            elif lazy and output.is_cpu and output._base is None:
-                output = output.detach()  # which others do not hold, and is not quantised
-                if output.untyped_storage().resizable():
-                    kept = output._lazy_clone()
+            elif (size := output.nbytes) < small and not grad and output.is_contiguous():
+                kept = output.clone()
+            elif lazy and output.is_cpu and not output.is_quantized:
+                # The commonest snapshot, of all of its memory; others as in snapshots.py.
+                storage = output.untyped_storage()
+                if storage.nbytes() == size and storage.resizable():
+                    if not grad:
+                        if output._use_count() == 1:  # pyright: ignore[reportAttributeAccessIssue] - private
+                            kept = output._lazy_clone()
+                    elif type(output._base) in bases:
+                        kept = output.detach()._lazy_clone()
         except RuntimeError:  # no version (inference mode) or no storage (sparse, nested, vmap)
             pass
         self.entries.append((id(module), snapshot(output) if kept is None else kept, version))

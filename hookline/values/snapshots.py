@@ -23,7 +23,7 @@ from torch import Tensor
 from hookline.values.shards import copied, local
 
 __all__ = [
-    "LAZY", "SMALL", "WIDE", "duplicate", "gradient_snapshot", "is_wrapped", "same_bits",
+    "BASES", "LAZY", "SMALL", "WIDE", "duplicate", "gradient_snapshot", "is_wrapped", "same_bits",
     "settle", "snapshot", "unreadable",
 ]  # fmt: skip
 
@@ -32,7 +32,7 @@ _functorch = cast(Any, torch._C)._functorch
 # Private, so detected; checked on torch 2.13. Without them every snapshot is a clone.
 SMALL = 4096  # bytes below which a copy takes no longer than to see whether an alias will do
 WIDE = 8  # times a view's size: whoever writes to memory beyond that would have to copy all of it
-_BASES = (type(None), Tensor)  # of which an aliased tensor may be a view: not of a parameter
+BASES = (type(None), Tensor)  # of which an aliased tensor may be a view: not of a parameter
 LAZY = hasattr(Tensor, "_lazy_clone") and hasattr(Tensor, "_use_count")
 
 
@@ -51,7 +51,7 @@ def snapshot(tensor: Tensor, exported: bool = True) -> Tensor:
     # a parameter, of which this may be a view, FSDP frees and resizes, which torch then refuses.
     if LAZY and type(tensor) is Tensor and tensor.is_cpu and not tensor.is_quantized:
         try:
-            storage, fits = tensor.untyped_storage(), type(tensor._base) in _BASES
+            storage, fits = tensor.untyped_storage(), type(tensor._base) in BASES
             if fits and storage.resizable() and storage.nbytes() <= WIDE * tensor.nbytes:
                 if tensor.requires_grad:
                     return tensor.detach()._lazy_clone()
