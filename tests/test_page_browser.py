@@ -555,6 +555,33 @@ def test_a_curve_is_parted_where_numbers_are_not_finite(tab, tmp_path):
         assert tab.locator(".curve canvas").first.evaluate(middle) == seen, place
 
 
+@pytest.mark.parametrize(
+    ("low", "high"), [(-0.003494, 0.002536), (-1.234e-12, 9.87e-12), (1000.25, 1000.5), (-8e9, 8e9)]
+)
+def test_numbers_beside_pictures_are_not_cut_off(low, high, tab, tmp_path):
+    with RunWriter(tmp_path / "run", ROWS, model="Net") as writer:
+        for step in range(20):
+            writer.histograms(step, [(0, Bins(low, high, np.arange(64)))])
+            writer.values(step, np.full((len(ROWS), len(STATISTICS)), low, np.float32))
+    tab.add_init_script("""
+        window.cut = [];
+        const proto = CanvasRenderingContext2D.prototype, fillText = proto.fillText;
+        proto.fillText = function (text, x, y, ...rest) {
+            const { a, e } = this.getTransform(), wide = a * this.measureText(text).width;
+            const part = { right: 1, end: 1, center: 0.5 }[this.textAlign] ?? 0;
+            const left = a * x + e - part * wide;
+            if (left < -1 || left + wide > this.canvas.width + 1) window.cut.push(text);
+            return fillText.call(this, text, x, y, ...rest);
+        };
+    """)
+    path = hl.report(tmp_path / "run", tmp_path / "run.html")
+    for part in ("", f"#place={ROWS[0].place}"):
+        visit(tab, path, part)
+        tab.wait_for_selector("main canvas")
+        tab.wait_for_timeout(300)
+        assert tab.evaluate("window.cut") == []
+
+
 def test_what_is_noticed_late_in_a_long_live_run_is_shown(tab, tmp_path):
     with RunWriter(tmp_path / "run", ROWS, model="Net") as writer:
         write(writer, [0])

@@ -3,7 +3,7 @@
 import { curve } from "./charts.js";
 import { costsOf } from "./costs.js";
 import { copyButton, fill, h, icon } from "./dom.js";
-import { compact, percent, plural, shape, show, tick } from "./format.js";
+import { brief, compact, percent, plural, shape, show, tick } from "./format.js";
 import { histogramView, pictureView, statisticsView } from "./pictures.js";
 import { colours, fitScale } from "./scales.js";
 import { FONT, colour, surface, theme } from "./surface.js";
@@ -294,7 +294,9 @@ function flowView(entry, { steps, counts, lows, highs, count, bins }) {
     }
   }
   const scale = fitScale(density, { signed: false });
-  const left = 58;
+  const alike = brief(low) === brief(high);
+  const [top, bottom] = [high, low].map((value) => (alike ? tick(value, high - low) : brief(value)));
+  const left = Math.max(58, 14 + 6.5 * Math.max(top.length, bottom.length));
   return surface({
     alt: `How the distribution of ${entry.place} moved over ${count} steps, values from ${show(low)} to ${show(high)}`,
     height: () => 130,
@@ -315,9 +317,9 @@ function flowView(entry, { steps, counts, lows, highs, count, bins }) {
       context.fillStyle = colour("muted");
       context.textAlign = "right";
       context.textBaseline = "top";
-      context.fillText(tick(high, high - low), left - 8, 0);
+      context.fillText(top, left - 8, 0);
       context.textBaseline = "bottom";
-      context.fillText(tick(low, high - low), left - 8, height - 18);
+      context.fillText(bottom, left - 8, height - 18);
       context.textBaseline = "top";
       context.textAlign = "left";
       context.fillText(show(steps[0]), left, height - 14);
