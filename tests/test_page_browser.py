@@ -245,7 +245,7 @@ def test_a_narrow_screen_has_no_sideways_scrolling_and_a_drawer_for_the_tree(tab
     tab.get_by_role("button", name="Modules").click()
     tab.locator(".row", has_text="stem").click()
     await_link(tab, "#place=stem")
-    assert not tab.locator(".tree").is_visible()
+    playwright.expect(tab.locator(".tree")).to_be_hidden()
 
 
 def test_on_paper_there_is_only_the_content_and_it_is_light(tab, record_page):
