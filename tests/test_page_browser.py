@@ -73,13 +73,16 @@ def rows(tab):
 
 
 def painted(tab, selector):
-    """Whether a canvas has more than one colour."""
+    """Whether a canvas has more than one colour, once it is drawn."""
     script = """node => { const c = node.getContext('2d');
       const d = new Uint32Array(c.getImageData(0, 0, node.width, node.height).data.buffer);
       return new Set(d).size; }"""
     tab.locator(selector).first.scroll_into_view_if_needed()
-    tab.wait_for_timeout(100)
-    return tab.locator(selector).first.evaluate(script) > 2
+    for _ in range(50):
+        tab.wait_for_timeout(100)
+        if tab.locator(selector).first.evaluate(script) > 2:
+            return True
+    return False
 
 
 class Block(nn.Module):
@@ -161,19 +164,20 @@ def test_a_link_leads_to_a_port_of_a_module(tab, record_page):
 
 def test_the_search_and_the_filters_narrow_the_tree(tab, record_page):
     visit(tab, record_page)
+    names = tab.locator(".tree .row .name")
     tab.keyboard.press("/")
     tab.keyboard.type("relu 1")
-    assert rows(tab) == ["model", "blocks", "1", "act"]
-    assert tab.locator(".counter").inner_text() == "1 match"
+    playwright.expect(names).to_have_text(["model", "blocks", "1", "act"])
+    playwright.expect(tab.locator(".counter")).to_have_text("1 match")
     tab.keyboard.press("Enter")
     await_link(tab, "#place=blocks.1.act")
     tab.keyboard.press("Escape")
-    assert len(rows(tab)) > 6
+    playwright.expect(names.nth(6)).to_be_visible()
     tab.get_by_role("button", name="Never called").click()
-    assert rows(tab) == ["model", "blocks", "0", "spare", "1", "spare"]
+    playwright.expect(names).to_have_text(["model", "blocks", "0", "spare", "1", "spare"])
     tab.get_by_role("button", name="All", exact=True).click()
     tab.get_by_label("Type of module").select_option("Flatten")
-    assert rows(tab) == ["model", "flat"]
+    playwright.expect(names).to_have_text(["model", "flat"])
 
 
 def test_keys_that_come_faster_than_the_page_follows_each_take_a_step(tab, record_page):
@@ -205,7 +209,7 @@ def test_everything_can_be_reached_with_the_keyboard(tab, record_page):
     active = tab.locator(".tree").get_attribute("aria-activedescendant")
     assert tab.locator(f"#{active}").get_attribute("aria-expanded") == "true"
     tab.keyboard.press("?")
-    assert tab.get_by_role("dialog").is_visible()
+    playwright.expect(tab.get_by_role("dialog")).to_be_visible()
     tab.keyboard.press("Escape")
     tab.keyboard.press("Escape")
     tab.wait_for_selector(".facts")
@@ -395,14 +399,14 @@ def test_a_thousand_modules_are_a_few_rows_at_a_time(tab, large_page):
     assert tab.locator(".counter").inner_text() == "1,101 modules"
     tab.keyboard.press("/")
     tab.keyboard.type("relu")
-    assert tab.locator(".counter").inner_text() == "990 matches"
+    playwright.expect(tab.locator(".counter")).to_have_text("990 matches")
     assert tab.locator(".row").count() < 60
     tab.locator(".tree").evaluate("node => node.scrollTop = node.scrollHeight")
     tab.wait_for_selector(".row[title='109.8']")
     assert tab.locator(".row").count() < 60
     assert tab.locator(".tile").count() == 60
     tab.get_by_role("button", name=re.compile("Show 300 more")).click()
-    assert tab.locator(".tile").count() == 360
+    playwright.expect(tab.locator(".tile")).to_have_count(360)
 
 
 ROWS = [Row(f"h.{n}", kind, "Block", (2, 3)) for n in range(5) for kind in ("output", "grad")]
