@@ -320,7 +320,7 @@ class attention(capture):
         named = {self.place_of(t.target) for t in self._taps.values() if cast(_Tap, t).named}
         self._patterns = Patterns(self.record, self._model, named, self._dtype)
 
-    if TYPE_CHECKING:
+    if TYPE_CHECKING:  # entering gives patterns, where a capture gives its record
 
         def __enter__(self) -> Patterns: ...  # pyright: ignore[reportIncompatibleMethodOverride]
 

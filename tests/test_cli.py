@@ -402,13 +402,17 @@ def test_models_run_in_eval_mode_unless_told(folder):
     assert moving["mean"] != still[0]["mean"]
 
 
-def test_transformers_models_are_built_from_a_configuration_folder(folder):
+def tiny_bert():
     from transformers import BertConfig
 
-    config = BertConfig(
+    return BertConfig(
         hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
         vocab_size=20, max_position_embeddings=16,
     )  # fmt: skip
+
+
+def test_transformers_models_are_built_from_a_configuration_folder(folder):
+    config = tiny_bert()
     config.save_pretrained(folder / "bert")
     found = data("places", f"hf:{folder / 'bert'}", "encoder.layer.*")
     assert [row["type"] for row in found] == ["BertLayer"]
@@ -418,12 +422,9 @@ def test_transformers_models_are_built_from_a_configuration_folder(folder):
 
 
 def test_transformers_models_with_weights_are_loaded(folder):
-    from transformers import BertConfig, BertModel
+    from transformers import BertModel
 
-    config = BertConfig(
-        hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
-        vocab_size=20, max_position_embeddings=16,
-    )  # fmt: skip
+    config = tiny_bert()
     model = BertModel(config).eval()
     with torch.no_grad():
         model.pooler.dense.bias.fill_(7)
@@ -435,12 +436,9 @@ def test_transformers_models_with_weights_are_loaded(folder):
 
 
 def test_transformers_weights_that_cannot_be_read_are_not_replaced_by_random_ones(folder):
-    from transformers import BertConfig, BertModel
+    from transformers import BertModel
 
-    config = BertConfig(
-        hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
-        vocab_size=20, max_position_embeddings=16,
-    )  # fmt: skip
+    config = tiny_bert()
     config.save_pretrained(folder / "bert")
     torch.save(BertModel(config).state_dict(), folder / "bert" / "pytorch_model.bin")
     code, _, error = run("places", "hf:bert")

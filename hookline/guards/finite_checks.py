@@ -40,7 +40,7 @@ def numbers(tensor: Tensor) -> Tensor | None:
             tensor = tensor.coalesce() if tensor.is_sparse else tensor
             # A nested tensor may be a part of another's memory.
             tensor = (tensor.contiguous() if tensor.is_nested else tensor).values()
-        except (RuntimeError, NotImplementedError):
+        except (RuntimeError, NotImplementedError):  # a layout without values of its own
             return None
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
