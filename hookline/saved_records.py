@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from hookline import folders
 from hookline.errors import NotCaptured, RecordError
 from hookline.places.resolution import Place, Target
-from hookline.records.keeping import PLAIN, CaptureTap, Kept
+from hookline.records.keeping import PLAIN, CaptureTap
+from hookline.records.positions import Calls, Values
 from hookline.records.records import Record
 from hookline.storage.files import kind_of
 from hookline.training.run_files import segments_in
@@ -103,8 +104,8 @@ class _Malformed(Exception):
 class _SavedTap(CaptureTap):
     """What was kept at one place, without the module and its capture."""
 
-    def gathered(self) -> list[tuple[int, Kept | None]]:
-        return list(enumerate(self.kept))
+    def gathered(self) -> Calls:
+        return Values(self.kept)
 
 
 # -- writing --------------------------------------------------------------------------------------
@@ -184,7 +185,7 @@ def _tap(entry: Any, tensors: dict[str, Tensor]) -> CaptureTap:
     target = Target(_NOWHERE, cast(str, path), cast(str, port), tuple(parts), None, operation)
     tap = _SavedTap(target, cast(Any, lambda: None), PLAIN)  # its capture is over
     if "why" in entry:
-        tap.reasons = {(0, ()): (str(entry["why"]), "")}
+        tap.explain(0, str(entry["why"]))
     for n, value in enumerate(_list(entry.get("calls", []))):
         why = cast("dict[str, Any]", value).get("missing") if isinstance(value, dict) else None
         if isinstance(why, str):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from helpers import assert_clean
+from helpers import assert_clean, work_of
 from models import Swallowing, small
 from torch import nn
 
@@ -1436,3 +1436,157 @@ def test_odd_names_keep_the_table_straight():
     assert "\u202e" not in table
     assert [line.split()[0] for line in lines[3:5]] == [r"new\nline", r"\x1b\[31mred"]
     assert len({line.index("(2, 3)") for line in lines[2:]}) == 1
+
+
+# -- what reading costs ---------------------------------------------------------------------------
+
+
+class Splitting(nn.Module):
+    """Gives a dict, in which every third call has no "rest"."""
+
+    def __init__(self):
+        super().__init__()
+        self.line = nn.Linear(2, 2)
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return {"first": self.line(x)} | ({"rest": x * 2} if self.calls % 3 else {})
+
+
+class Often(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.split, self.last = Splitting(), nn.Sequential(nn.Linear(2, 2))
+
+    def forward(self, x):
+        values = self.split(x)
+        return self.last(values["first"].tanh()) + values.get("rest", 0)
+
+
+# What each place is asked for, so that every way of keeping values is among them.
+OFTEN = {
+    "outputs": ("last.0", {}),
+    "outputs beside others": (["last.0", "split"], {}),
+    "snapshots": ("last.0", {"detach": True}),
+    "slices": ("last.0", {"at": np.s_[:, 0]}),
+    "inputs": ("last.0:input", {}),
+    "inputs by name": ("last:inputs", {}),
+    "a part": ("split[first]", {}),
+    "a part that some calls lack": ("split[rest]", {}),
+    "operations": ("/tanh", {}),
+    "a parameter": ("last.0.weight", {}),
+    "gradients at outputs": ("last.0:grad_output", {}),
+    "gradients at outputs that are views": ("split.line:grad_output", {}),
+    "gradients at outputs of containers": ("last:grad_output", {}),
+    "gradients at parts": ("split:grad_output[first]", {}),
+    "gradients of nested outputs": ("split:grad_output", {}),
+    "slices of gradients": ("last.0:grad_output", {"at": np.s_[..., 0]}),
+    "gradients at inputs": ("last.0:grad_input", {}),
+    "gradients at all inputs": ("split.line:grad_inputs", {}),
+    "slices of gradients at inputs": ("last.0:grad_input", {"transform": torch.abs}),
+    "gradients of parameters": ("last.0.weight:grad", {}),
+}
+
+
+def _often(where, options, count):
+    """The work of reading one call of many, and that of reading all."""
+    model, found = Often(), {}
+    place = where[0] if isinstance(where, list) else where
+    with hl.capture(model, *([where] if isinstance(where, str) else where), **options) as record:
+        for n in range(count):
+            model(torch.ones(1, 1, 2, requires_grad=True)).sum().backward()
+            if n == count - 4:
+                record[place, 0]
+        found["of new ones"] = work_of(lambda: record[place, -2])
+        found["while it is open"] = work_of(lambda: record[place, 0])
+    record[place, 0]
+    found["afterwards"] = work_of(lambda: record[place, 0])
+    found["from the end"] = work_of(lambda: record[place, -2])
+    found["of a call"] = work_of(lambda: record.of_call(place, 0)) if "weight" not in place else 0
+    found["whether it is there"] = work_of(lambda: (place, 0) in record)
+    return found, work_of(lambda: record.calls(place))
+
+
+@pytest.mark.parametrize(("where", "options"), OFTEN.values(), ids=OFTEN)
+def test_reading_one_call_is_the_same_work_however_many_there_are(where, options):
+    (few, first), (more, second), (many, third) = (
+        _often(where, options, n) for n in (90, 150, 210)
+    )
+    assert few == more == many
+    assert third - second == second - first  # all of them: a call more is as much more each time
+
+
+def _with_pauses(place, options, expected):
+    """Run forwards and backwards in an odd order, and compare all that was read in between."""
+    generator, model = np.random.default_rng(0), nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+    came: dict[int, list[torch.Tensor]] = {}
+    losses = []
+    with hl.capture(model, place, **options) as record:
+        for _ in range(60):
+            if not losses or generator.random() < 0.4:
+                x = torch.randn(1, 2, requires_grad=True)
+                y = model[0](x)
+                losses.append((model[1](y) ** 2).sum())
+                came[len(losses) - 1] = []
+                y.register_hook(came[len(losses) - 1].append)
+                model[1](y)  # no gradient comes for this call of the last layer
+            else:
+                losses[generator.integers(len(losses))].backward(retain_graph=True)
+            found = [one for call in came.values() for one in call or [None]]
+            if any(one is not None for one in found) and generator.random() < 0.5:
+                _same_values(record.calls(place), [expected(one) for one in found])
+                k = int(generator.integers(len(found)))
+                if found[k] is not None:
+                    _same_values([record[place, k]], [expected(found[k])])
+                    _same_values([record[place, k - len(found)]], [expected(found[k])])
+        for call, (first, *more) in ((call, own) for call, own in came.items() if own):
+            if not more:
+                _same_values([record.of_call(place, call)], [expected(first)])
+    _same_values(record.calls(place), [expected(one) for one in found])
+
+
+def _same_values(found, wanted):
+    assert [value is None for value in found] == [value is None for value in wanted]
+    for one, other in zip(found, wanted, strict=True):
+        assert one is None or torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("place", "options", "expected"),
+    [
+        ("0:grad_output", {}, lambda grad: grad),
+        ("0:grad_output", {"at": np.s_[:, 0]}, lambda grad: grad if grad is None else grad[:, 0]),
+    ],
+)
+def test_gradients_read_between_backwards_are_those_of_hooks_by_hand(place, options, expected):
+    _with_pauses(place, options, expected)
+
+
+def test_calls_that_lack_a_part_keep_their_numbers_while_others_come():
+    class Optional(nn.Module):
+        def forward(self, **given):
+            if "fail" in given:
+                raise ValueError("it was to fail")
+            return given["x"]
+
+    model, found = Optional(), []
+    with hl.capture(model, ":inputs[mask]") as record:
+        for n in range(40):
+            mask = torch.full((1,), float(n))
+            if n % 7 == 3:  # the next call has its number
+                with pytest.raises(ValueError, match="to fail"):
+                    model(x=mask, fail=True)
+            model(x=mask, **({} if n % 3 == 0 else {"mask": mask}))
+            found.append(None if n % 3 == 0 else mask)
+            if n % 5 == 4:
+                _same_values(record.calls(":inputs[mask]"), found)
+                assert torch.equal(record[":inputs[mask]", n - n % 3 - 2], found[n - n % 3 - 2])
+    _same_values(record.calls(":inputs[mask]"), found)
+    for n, value in enumerate(found):
+        if value is None:
+            with pytest.raises(hl.NotCaptured, match="mask"):
+                record[":inputs[mask]", n]
+        else:
+            assert torch.equal(record[":inputs[mask]", n], value)
+            assert torch.equal(record.of_call(":inputs[mask]", n), value)

@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -33,6 +33,7 @@ __all__ = ["Job", "Metric", "Runner", "Shapes", "not_called", "one_number", "sha
 
 Metric = Callable[[Any], Any]
 Shapes = dict[Place, list[torch.Size]]  # one for each call
+_Maker = Callable[[Place, Tensor, "int | None", Call], Tensor]  # of a part of a value
 
 
 class Job(NamedTuple):
@@ -156,7 +157,8 @@ class Runner:
         rows = {p for p in places if self._has_rows(p, shapes[p], self.copies)}
         middle = self.copies // 2
         if rows:
-            changes = dict.fromkeys(rows, self._changing([(middle, None)], self._disturbed))
+            spots = [(middle, None)]
+            changes = {place: self._changing(place, spots, self._disturbed) for place in rows}
             context = edit(self.model, cast("Any", changes))
             self.output = self._forward(self._stacked(self.copies), context)
             self.runs += 1
@@ -168,10 +170,10 @@ class Runner:
         self.together = rows
         return "" if len(rows) == len(places) else "the batch is not first at some places"
 
-    def _disturbed(self, part: Tensor, position: int | None, call: Call) -> Tensor:
+    def _disturbed(self, place: Place, part: Tensor, position: int | None, call: Call) -> Tensor:
         """Other values that a model can take: in [0, 1] if they were; of indices those to try."""
         if not part.is_floating_point():
-            return self._new(part, position, call)
+            return self._new(place, part, position, call)
         numbers = torch.Generator(part.device).manual_seed(0)  # none of the model's own
         draw = torch.rand(part.shape, dtype=part.dtype, device=part.device, generator=numbers)
         return (part + 1) / 2 * draw
@@ -216,19 +218,19 @@ class Runner:
         at: dict[Place, list[tuple[int | None, int | None]]] = {}
         for number, job in enumerate(jobs):
             at.setdefault(job.place, []).append((number if stacked else None, job.position))
-        changes = {place: self._changing(spots, self._new) for place, spots in at.items()}
+        changes = {place: self._changing(place, spots, self._new) for place, spots in at.items()}
         self.output = self._forward(batch, edit(self.model, cast("Any", changes)))
         if not stacked:
             return [one_number(self.metric(self.output))]
         return [one_number(self.metric(self._share(number))) for number in range(len(jobs))]
 
     def _changing(
-        self, spots: list[tuple[int | None, int | None]], new: Callable[..., Tensor]
+        self, place: Place, spots: Sequence[tuple[int | None, int | None]], new: _Maker
     ) -> Callable[[Any, Call], Any]:
         """What an edit does at one place: put in new values, at rows and positions."""
 
         def changed(value: Any, call: Call) -> Any:
-            path, tensor = only_tensor(value, f"The value at {str(call.place)!r}")
+            path, tensor = only_tensor(value, f"The value at {str(place)!r}")
             tensor = tensor.clone()
             for number, position in spots:
                 rows = slice(None)
@@ -237,23 +239,23 @@ class Runner:
                 part = tensor[rows]
                 if position is not None:
                     part = part.narrow(self.dim, position, 1)
-                part.copy_(new(part.clone(), position, call))
+                part.copy_(new(place, part.clone(), position, call))
             return set_part(value, path, tensor)
 
         return changed
 
-    def _new(self, part: Tensor, position: int | None, call: Call) -> Tensor:
+    def _new(self, place: Place, part: Tensor, position: int | None, call: Call) -> Tensor:
         """What the change makes of a part of a value."""
         if self.change is not None:
             return cast(Tensor, self.change.meet(part, call))
-        source = only_tensor(self.record.of_call(call.place, call.index))[1]
+        source = only_tensor(self.record.of_call(place, call.index))[1]
         source = source if position is None else source.narrow(self.dim, position, 1)
         try:
             return cast(Tensor, replace(source).meet(part, call))
         except ChangeError:
             shapes = f"There it has the shape {tuple(source.shape)}, here {tuple(part.shape)}."
             raise ChangeError(
-                f"At {str(call.place)!r}, what the clean batch gave was to be put into the other.",
+                f"At {str(place)!r}, what the clean batch gave was to be put into the other.",
                 shapes,
                 "Give two batches of one shape, padded to the same length.",
             ) from None

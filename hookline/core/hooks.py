@@ -244,7 +244,7 @@ def silence(tap: Tap, site: Site, model: Any, names: dict[int, str]) -> str:
     target = tap.target
     tap.lost()
     if tap.reasons:
-        reason, remedy = next(iter(tap.reasons.values()))
+        reason, remedy = next(iter(next(iter(tap.reasons.values())).values()))
         return f"{reason} {remedy}".strip()
     if tap.silent and target.port != "grad":
         return tap.silent

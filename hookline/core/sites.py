@@ -269,7 +269,7 @@ class Site:
             frame.running, frame.edges, frame.given, frame.gates = None, (), (), ()
             frame.pending = [(tap, kept) for tap, kept in frame.pending if tap.wants_late()]
             for tap in self.inputs:  # the next call has the same number
-                cast("dict[Any, Any]", tap.reasons or {}).pop((frame.index, ()), None)
+                tap.withdraw(frame.index)
             if frame.pending:
                 keep = frame.pending[0][0].options.keep
                 old = () if keep == "last" else self.abandoned

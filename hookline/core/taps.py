@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor
 
@@ -76,8 +76,8 @@ class Tap:
     fired: int = 0
     seen: int = 0  # values that came
     wrote = False  # whether a value was changed in place
-    # Why a call gave nothing, by call and path; and hooks that may have been lost.
-    reasons: Mapping[tuple[int, Path], tuple[str, str]] = MappingProxyType({})
+    # Why a call gave nothing, by path; and hooks that may have been lost.
+    reasons: Mapping[int, dict[Path, tuple[str, str]]] = MappingProxyType({})
     guards: Sequence[Any] = ()
     silent = ""  # what to say if nothing happened, where more is known than usual
 
@@ -92,6 +92,7 @@ class Tap:
 
     @property
     def place(self) -> Place:
+        """The place under the first name of its module, for which the model is gone through."""
         context = self.context()
         return self.target.place if context is None else context.place_of(self.target)
 
@@ -99,6 +100,10 @@ class Tap:
     def spelled(self) -> str:
         """The place under the path by which it was found, as plain text."""
         return self.target.place
+
+    def shown(self) -> str:
+        """What an error calls a value here, under the first name of its module."""
+        return f"The value at {str(self.place)!r}"
 
     def receive(self, value: Any, index: int, recomputed: bool, frame: Frame | None) -> Any:
         """Take a value; return KEEP or what shall stand in its place."""
@@ -116,11 +121,15 @@ class Tap:
     def explain(self, index: int, reason: str, remedy: str = "", path: Path = ()) -> None:
         """A value that was asked for cannot be given for this call; say why on read or at exit."""
         self.reasons = self.reasons or {}
-        self.remember(self.reasons, (index, path), (reason, remedy))
+        self.remember(self.reasons, index, {**self.reasons.get(index, {}), path: (reason, remedy)})
 
-    def remember(self, entries: Any, key: Any, entry: Any) -> None:
+    def withdraw(self, index: int) -> None:
+        """The call that had this number was not completed: the next one has it."""
+        cast("dict[Any, Any]", self.reasons or {}).pop(index, None)
+
+    def remember(self, entries: Any, index: int, entry: Any) -> None:
         """Remember something of a call; of the recent calls only, where not all are kept."""
-        entries[key] = entry
+        entries[index] = entry
         if self.replaces and len(entries) > _RECENT:  # an edit may be attached for ever
             del entries[next(iter(entries))]
 
@@ -136,7 +145,7 @@ class Tap:
 
     def refused(self, index: int) -> bool:
         """Whether a call gave nothing. A recomputed call is watched only then."""
-        return any(n == index for n, _ in self.reasons)
+        return index in self.reasons
 
     def several(self, index: int, path: Path) -> None:
         """The gradient at a path will come in several shares."""

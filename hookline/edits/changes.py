@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from hookline.core.taps import Call
+from hookline.core.taps import Call, Tap
 from hookline.errors import ChangeError
 from hookline.values.nested import Path, leaves, only_tensor, set_part, show_path
 from hookline.values.shards import alike, beside, placements
@@ -35,8 +35,12 @@ class Change:
         """The changed value; `value` itself is left alone."""
         raise AssertionError("a change defines apply")
 
-    def check(self, place: Any) -> None:
-        """Called for each place when an edit is entered: raise if the change cannot work there."""
+    def bound_to(self, tap: Tap) -> Change:
+        """The change at one place, asked for when an edit is entered.
+
+        Raises if it cannot work there.
+        """
+        return self
 
     def __or__(self, other: Change) -> Chain:
         if not isinstance(other, Change):
@@ -48,7 +52,7 @@ class Change:
         """The value with its only tensor changed; an error if the result does not fit."""
         path, old = (), value
         if not isinstance(value, Tensor):
-            path, old = only_tensor(value, f"The value at {str(call.place)!r}")
+            path, old = only_tensor(value, call._tap.shown)
         if old.is_quantized:
             remedy = "Give a function that dequantises it, changes it and quantises it again."
             raise self._unfit(call, "The value is quantised.", remedy)
@@ -146,9 +150,8 @@ class Chain(Change):
             value = change.meet(value, call)
         return value
 
-    def check(self, place: Any) -> None:
-        for change in self.changes:
-            change.check(place)
+    def bound_to(self, tap: Tap) -> Change:
+        return Chain(tuple(change.bound_to(tap) for change in self.changes))
 
 
 @dataclass(frozen=True, eq=False)

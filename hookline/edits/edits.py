@@ -87,7 +87,7 @@ class EditTap(Tap):
     def expect(self, value: Any, index: int, tensors: Sequence[tuple[Tensor, list[Path]]]) -> None:
         ready = self.at is not None or not all(isinstance(c, EditFunction) for c in self.changes)
         if ready and index in self.calls:
-            only_tensor(value, f"The value at {str(self.place)!r}")
+            only_tensor(value, self.shown)
 
 
 class _Used:
@@ -169,15 +169,16 @@ class edit(Context[EditTap]):
         for where, change in zip(self._wheres, self._changes, strict=True):
             requests = resolve(self._model, (where,))
             found += requests
-            for key, target in {t.key: t for r in requests for t in r.targets}.items():
-                change.check(self.place_of(target))
+            for key in dict.fromkeys(t.key for r in requests for t in r.targets):
                 self._changes_at.setdefault(key, []).append(change)
         return found
 
     def _tap(self, target: Target, ref: Any) -> EditTap:
         check_at(self._at, target)
         calls = _EVERY if target.port == "value" or self._calls is None else self._calls
-        return EditTap(target, ref, self._changes_at[target.key], self._at, calls)
+        tap = EditTap(target, ref, self._changes_at[target.key], self._at, calls)
+        tap.changes = [change.bound_to(tap) for change in tap.changes]
+        return tap
 
     def _prepared(self) -> None:
         values = [tap for tap in self._taps.values() if tap.target.port == "value"]

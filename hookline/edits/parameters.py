@@ -142,22 +142,10 @@ def swap(taps: Iterable[Tap], undo: Undo, attached: bool) -> Saving | None:
     """Change the data of the parameters at taps; what is then saved for backwards."""
     for tap in taps:
         tensor = tap.target.tensor()
-        asked = f"The value of {str(tap.place)!r} was to be changed."
-        if tensor is None or nn.parameter.is_lazy(tensor):
-            raise NotHookable(asked, "It has none yet: it is lazy.", "Run the model once before.")
-        if tensor.is_meta:
-            found = "It is on the meta device, without data: not loaded, or offloaded meanwhile."
-            raise NotHookable(asked, found, "Load it all before, or edit what the module returns.")
-        gathered = is_gathered(tap.target.module) and isinstance(tensor, nn.Parameter)
-        spread = gathered or placements(tensor) is not None
-        # Of these torch takes other data, and goes on with the old.
-        wraps = cast(Any, type(tensor)).__torch_dispatch__ is not _plain
-        if spread or wraps or str(tensor.layout)[-3:] in ("csr", "csc", "bsr", "bsc"):
-            kept = f"in a {type(tensor).__name__}" if wraps else f"as {tensor.layout}"
-            kept = "in shards, one on each rank" if spread else kept
-            found = f"It is kept {kept}, which torch cannot swap."
-            remedy = "Change it in place, under torch.no_grad(), within hookline.preserve(model)."
-            raise NotHookable(asked, found, remedy)
+        problem = _problem(tap.target.module, tensor)
+        if tensor is None or problem is not None:
+            asked = f"The value of {str(tap.place)!r} was to be changed."
+            raise NotHookable(asked, *cast("tuple[str, str]", problem))
         with torch.no_grad(), torch.inference_mode(tensor.is_inference()):
             new = tap.receive(tensor.detach().clone(), 0, False, None)
             new = torch.empty_like(tensor).copy_(new)  # nobody else's memory
@@ -169,6 +157,25 @@ def swap(taps: Iterable[Tap], undo: Undo, attached: bool) -> Saving | None:
     undo.append(found.leave)
     found.hooks.__enter__()
     return found
+
+
+def _problem(module: nn.Module, tensor: Tensor | None) -> tuple[str, str] | None:
+    """Why the data of a parameter cannot be swapped, and what to do; None if it can."""
+    if tensor is None or nn.parameter.is_lazy(tensor):
+        return "It has none yet: it is lazy.", "Run the model once before."
+    if tensor.is_meta:
+        found = "It is on the meta device, without data: not loaded, or offloaded meanwhile."
+        return found, "Load it all before, or edit what the module returns."
+    gathered = is_gathered(module) and isinstance(tensor, nn.Parameter)
+    spread = gathered or placements(tensor) is not None
+    # Of these torch takes other data, and goes on with the old.
+    wraps = cast(Any, type(tensor)).__torch_dispatch__ is not _plain
+    if spread or wraps or str(tensor.layout)[-3:] in ("csr", "csc", "bsr", "bsc"):
+        kept = f"in a {type(tensor).__name__}" if wraps else f"as {tensor.layout}"
+        kept = "in shards, one on each rank" if spread else kept
+        remedy = "Change it in place, under torch.no_grad(), within hookline.preserve(model)."
+        return f"It is kept {kept}, which torch cannot swap.", remedy
+    return None
 
 
 class _Saved:

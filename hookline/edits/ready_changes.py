@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hookline.core.slices import take
-from hookline.core.taps import Call
+from hookline.core.taps import Call, Tap
 from hookline.edits.changes import Change
 from hookline.errors import ChangeError, NotCaptured
 from hookline.records.records import Record
@@ -278,17 +278,21 @@ class patch(Change):
             found = f"It was given a {type(self.record).__name__}."
             raise ChangeError("patch takes a record.", found, "Use replace() for a tensor.")
 
-    def check(self, place: Any) -> None:
-        source = place if self.place is None else self.place
-        if source not in self.record:
+    def bound_to(self, tap: Tap) -> patch:
+        if self.place is None:  # as it was asked for, or under the first name of the module
+            found = tap.spelled if tap.spelled in self.record else tap.place
+            return patch(self.record, found).bound_to(tap)
+        if self.place not in self.record:
             held = ", ".join(repr(str(held)) for held in self.record.places()[:6])
-            asked = f"patch was asked to put in what a record has at {str(source)!r}."
+            asked = f"patch was asked to put in what a record has at {str(self.place)!r}."
             remedy = "Capture that place in the other run, or name one with patch(record, place)."
             raise NotCaptured(asked, f"The record holds {held or 'nothing'}.", remedy)
+        return self
 
     def apply(self, value: Tensor, call: Call) -> Tensor:
         source = call.place if self.place is None else self.place
-        own = only_tensor(self.record.of_call(source, call.index), f"The value at {source!r}")[1]
+        own = self.record.of_call(source, call.index)
+        own = only_tensor(own, f"The value at {str(source)!r}")[1]
         at, (sliced, kept) = getattr(call._tap, "at", None), self.record._slicing(source)
         other = repr(at) != repr(kept) and (at is None or not callable(kept))
         if sliced and other and own.shape != value.shape:  # it might fit by chance

@@ -27,8 +27,9 @@ from hookline.core.sites import ACTIVE
 from hookline.core.taps import Frame, is_over, now
 from hookline.places.tree import Step
 from hookline.records.arrivals import Arrival
-from hookline.records.keeping import WHOLE, Kept, Options
+from hookline.records.keeping import WHOLE, Options
 from hookline.records.logs import Log, LoggedTap, noted
+from hookline.records.positions import Calls, Kept
 from hookline.values.nested import Path
 
 __all__ = ["GradInputLog", "GradOutputLog"]
@@ -41,6 +42,7 @@ class _GradientTap(LoggedTap):
 
     paired = True
     grads = noted("_grads")
+    shaped = 0  # how many calls were looked through for those whose value is a tensor
     _outside = False
 
     def __init__(self, log: Any, path: str, module: nn.Module | None, ident: int) -> None:
@@ -78,8 +80,9 @@ class _GradientTap(LoggedTap):
             self.general.add(index)
         return index, recomputed
 
-    def gathered(self) -> list[tuple[int, Kept | None]]:
-        for call in range(self.count):
+    def gathered(self) -> Calls:
+        first, self.shaped = self.shaped, self.count
+        for call in range(first, self.shaped):
             if call not in self.general:
                 self.shapes.setdefault(call, WHOLE)
         return super().gathered()

@@ -7,11 +7,10 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import weakref
-from collections.abc import Callable, Sequence, Set
+from bisect import insort
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from operator import itemgetter
 from types import MappingProxyType
 from typing import Any, Literal, cast
 
@@ -22,6 +21,7 @@ from hookline.core.recomputation import in_backward
 from hookline.core.slices import take
 from hookline.core.taps import KEEP, Frame, Tap, add_place
 from hookline.places.resolution import Target
+from hookline.records.positions import Calls, Gradients, Kept, Order, Values
 from hookline.values.nested import Path, map_leaves, set_part
 from hookline.values.shards import layouts, local
 from hookline.values.snapshots import duplicate, gradient_snapshot, settle, snapshot, unreadable
@@ -29,10 +29,6 @@ from hookline.values.snapshots import duplicate, gradient_snapshot, settle, snap
 __all__ = ["PLAIN", "WHOLE", "CaptureTap", "Keep", "Kept", "Options"]
 
 Keep = Literal["all", "first", "last"]
-
-# What is kept of a value: the value and what to check on reading. None: nothing (a snapshot). An
-# int: the version of the tensor that it is. A dict: versions, and twins of parameters, by id.
-Kept = tuple[Any, "int | dict[int, tuple[int, Tensor | None]] | None"]
 
 WHOLE: tuple[Any, list[list[Path]]] = (None, [[()]])  # the structure of a plain tensor
 _NONE = cast(Any, MappingProxyType({}))
@@ -116,7 +112,10 @@ class CaptureTap(Tap):
     replaces = False
     module: nn.Module | None = None
     freeze: Callable[[Tensor], Tensor] = staticmethod(snapshot)
-    shared: Set[tuple[int, Path]] = frozenset()  # gradients that come in shares, to be derived from
+    missed: Sequence[int] = ()  # the calls that had not the part asked for, in order
+    order: Order | None = None  # of gradients, if all are kept, as far as they were read
+    # Gradients that come in shares, to be derived from.
+    shared: set[tuple[int, Path]] = cast(Any, frozenset())
     waiting = True  # for stop=True: until it has fired
     layouts: Sequence[Any] = ()  # how a tensor-parallel plan spreads the value
     # Of gradients: the structure of the value by call, and what arrived by call and backward pass.
@@ -163,14 +162,22 @@ class CaptureTap(Tap):
         elif self.options.keep == "last" and not late:
             self.kept[0] = kept
 
-    def numbered(self) -> list[tuple[int, Kept | None]]:
+    def numbered(self) -> Calls:
         """The values with their calls; None for a call that had not the part asked for."""
-        if self.options.keep != "all":
-            return [(self.fired - 1 if self.options.keep == "last" else 0, k) for k in self.kept]
-        without = {call for call, _ in self.reasons}
-        calls = (call for call in itertools.count() if call not in without)
-        found = dict.fromkeys(without) | dict(zip(calls, self.kept, strict=False))
-        return sorted(found.items())
+        if self.options.keep == "all":
+            return Values(self.kept, self.missed)
+        return Values(self.kept, start=self.fired - 1 if self.options.keep == "last" else 0)
+
+    def explain(self, index: int, reason: str, remedy: str = "", path: Path = ()) -> None:
+        if index not in self.reasons and self.options.keep == "all":
+            self.missed = self.missed or []
+            insort(cast("list[int]", self.missed), index)
+        super().explain(index, reason, remedy, path)
+
+    def withdraw(self, index: int) -> None:
+        if index in self.reasons:
+            self.missed = [call for call in self.missed if call != index]
+        super().withdraw(index)
 
     def entries(self) -> list[Kept]:
         """All that is kept, call by call."""
@@ -196,7 +203,8 @@ class CaptureTap(Tap):
 
     def several(self, index: int, path: Path) -> None:
         if self.options.derives:
-            self.shared = {*self.shared, (index, path)}
+            self.shared = self.shared or set()
+            self.shared.add((index, path))
 
     def expect(self, value: Any, index: int, tensors: Sequence[tuple[Tensor, list[Path]]]) -> None:
         whole = isinstance(value, Tensor)
@@ -207,11 +215,11 @@ class CaptureTap(Tap):
         paths = WHOLE[1] if whole else [paths for _, paths in tensors]
         self.remember(self.shapes, index, (shape, paths))
 
-    def remember(self, entries: Any, key: Any, entry: Any) -> None:
+    def remember(self, entries: Any, index: int, entry: Any) -> None:
         keep = self.options.keep
         if keep == "first" and len(entries) >= _RECENT:
             return
-        entries[key] = entry
+        entries[index] = entry
         if keep == "last" and len(entries) > _RECENT:
             held = [call for call, _ in self.grads]
             del entries[next(old for old in entries if old not in held)]
@@ -245,21 +253,19 @@ class CaptureTap(Tap):
             raise
         return None
 
-    def gathered(self) -> list[tuple[int, Kept | None]]:
+    def gathered(self) -> Calls:
         """The gradients with their calls, in order of calls, then of backward passes; None for a
         call without any.
         """
         self.lost()
-        passes: dict[int, list[dict[Path, Kept]]] = {call: [] for call in self.shapes}
-        passes |= {call: [] for call, _ in self.reasons}
-        for key, parts in sorted(self.grads.items(), key=itemgetter(0)):
-            passes.setdefault(key[0], []).append(parts)
-        found: list[tuple[int, Kept | None]] = []
-        for call, arrived in sorted(passes.items()):
-            found += [(call, self._gather(call, parts)) for parts in arrived] or [(call, None)]
-        if self.options.keep == "all":
-            return found
-        return [call for call in found if call[1] is not None] or found[-1:]
+        grads, everything = self.grads, self.options.keep == "all"
+        order = self.order or Order()
+        if everything:
+            self.order = order
+        keys = order.update(grads, self.shapes, self.reasons)
+        if not everything:
+            keys = [key for key in keys if key in grads] or keys[-1:]
+        return Gradients(keys, grads, self._gather)
 
     def _gather(self, call: int, parts: dict[Path, Kept]) -> Kept:
         shape, groups = self.shapes.get(call, WHOLE)

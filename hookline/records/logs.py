@@ -24,7 +24,8 @@ from hookline.core.sites import ACTIVE, CLOSED, KEYS, Site
 from hookline.places.grammar import escape
 from hookline.places.targets import Target
 from hookline.places.tree import Step
-from hookline.records.keeping import CaptureTap, Kept, Options
+from hookline.records.keeping import CaptureTap, Options
+from hookline.records.positions import Kept
 from hookline.values.snapshots import BASES, LAZY, SMALL, snapshot
 
 __all__ = ["LastLog", "Log", "LoggedTap", "OutputLog", "noted"]

@@ -11,7 +11,7 @@ import difflib
 import operator
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, cast
@@ -39,8 +39,9 @@ from hookline.values.snapshots import unreadable
 
 if TYPE_CHECKING:
     from hookline.records.captures import capture
-    from hookline.records.keeping import CaptureTap, Kept
+    from hookline.records.keeping import CaptureTap
     from hookline.records.logs import Log
+    from hookline.records.positions import Calls, Kept
 
 __all__ = ["Record"]
 
@@ -159,7 +160,7 @@ class Record:
             asked = f"Call {call} at {str(self._place(tap))!r} was asked for."
             found = f"Calls that were kept: {len(kept)}, counted from 0."
             raise NotCaptured(asked, found, "record.calls(place) gives all of them.")
-        return kept[call]
+        return kept[call + len(kept) if call < 0 else call]
 
     def calls(self, where: Any) -> list[Any]:
         """The values at a place, always a list: one a call; for gradients one a call and pass."""
@@ -172,7 +173,7 @@ class Record:
     def of_call(self, where: Any, call: int) -> Any:
         """The value of one call of the module; an error if several backward passes gave one."""
         tap, parts = self._find(where)
-        found = [kept for index, kept in self._kept(tap) if index in (call, -1)]
+        found = self._kept(tap).of_call(call)
         if len(found) == 1:
             return self._read(tap, found[0], parts, call)
         asked = f"Call {call} at {str(self._place(tap))!r} was asked for."
@@ -187,7 +188,7 @@ class Record:
 
     def tensor(self, where: Any) -> Tensor:
         """The only tensor in the value at a place; an error that lists the parts otherwise."""
-        return only_tensor(self[where], f"The value at {where!r}")[1]
+        return only_tensor(self[where], lambda: f"The value at {where!r}")[1]
 
     def cat(self, where: Any, dim: int = 0) -> Tensor:
         """The tensors of all calls at a place, joined along a dimension."""
@@ -208,7 +209,7 @@ class Record:
         kept = self._pick(tap, call)[1]
         if kept is None:
             return None
-        path, tensor = only_tensor(get_part(kept[0], parts), f"The value at {where!r}")
+        path, tensor = only_tensor(get_part(kept[0], parts), lambda: f"The value at {where!r}")
         return self._spread(tap, (*parts, *path), tensor)
 
     def _spread(self, tap: CaptureTap, path: Path, tensor: Tensor) -> tuple[Any, ...] | None:
@@ -219,7 +220,7 @@ class Record:
     def _tensors(self, where: Any) -> list[Tensor]:
         # A call that has no value is read, for the error that says why.
         found = [self[where, n] if v is None else v for n, v in enumerate(self.calls(where))]
-        return [only_tensor(value, f"The value at {where!r}")[1] for value in found]
+        return [only_tensor(value, lambda: f"The value at {where!r}")[1] for value in found]
 
     def places(self) -> list[Place]:
         """The places that hold values, in model order."""
@@ -266,7 +267,7 @@ class Record:
     @property
     def nbytes(self) -> int:
         """The bytes of all tensors, each counted once."""
-        entries = [entry for tap in self._named().values() for entry in tap.entries()]
+        entries = [entry for tap in self._taps for entry in tap.entries()]
         found = {id(tensor): tensor for value, _ in entries for _, tensor in leaves(value)}
         return sum(tables.bytes_of(tensor) for tensor in found.values())
 
@@ -280,7 +281,7 @@ class Record:
         for tap in self._taps:
             other = object.__new__(type(tap))  # a copy would be inert: see Site
             vars(other).update(vars(tap))
-            other.kept, other.grads = [], {}
+            other.kept, other.grads, other.order = [], {}, None
             for n, kept in enumerate(tap.kept):
                 other.kept.append((map_leaves(move, self._read(tap, kept, (), n)), _checks(kept)))
             for key, parts in tap.grads.items():
@@ -406,10 +407,10 @@ class Record:
         site = tap if isinstance(tap, Site) else self._sites.get(tap.target.key, _NO_SITE)
         return silence(tap, site, model, first_names(model))
 
-    def _kept(self, tap: CaptureTap) -> Sequence[tuple[int, Kept | None]]:
+    def _kept(self, tap: CaptureTap) -> Calls:
         gradient = "grad" in tap.target.port
         kept = tap.gathered() if gradient else tap.numbered()
-        if any(entry is not None for _, entry in kept):
+        if tap.holds:
             return kept
         if not gradient:
             raise _never_fired(self._place(tap), self._why(tap))
@@ -419,8 +420,7 @@ class Record:
 
     def _read(self, tap: CaptureTap, kept: Kept | None, parts: Path, call: int) -> Any:
         """A value, or a part of it, if it is what it was when it was captured."""
-        refused = {path: why for (n, path), why in tap.reasons.items() if n == call}
-        for path, why in refused.items():
+        for path, why in tap.reasons.get(call, {}).items():
             if kept is None or (path and path[: len(parts)] == parts[: len(path)]):
                 gradient, place = "grad" in tap.target.port, str(self._place(tap)) + show_path(path)
                 asked = f"The {'gradient' if gradient else 'value'} at {place!r} was asked for:"

@@ -114,8 +114,10 @@ def leaves(value: Any, path: Path = (), above: tuple[int, ...] = ()) -> list[tup
     return found
 
 
-def only_tensor(value: Any, what: str = "The value") -> tuple[Path, Tensor]:
+def only_tensor(value: Any, what: str | Callable[[], str] = "The value") -> tuple[Path, Tensor]:
     """The one tensor in a structure with its path; SeveralTensors lists the parts otherwise.
+
+    `what` is what the error calls the value, or a function that says so, called for the error only.
 
     >>> only_tensor((None, torch.zeros(2)))
     ((1,), tensor([0., 0.]))
@@ -125,7 +127,7 @@ def only_tensor(value: Any, what: str = "The value") -> tuple[Path, Tensor]:
         return found[0]
     parts = ", ".join(f"{show_path(path)} {tuple(tensor.shape)}" for path, tensor in found[:12])
     raise SeveralTensors(
-        f"{what} was taken for one tensor.",
+        f"{what() if callable(what) else what} was taken for one tensor.",
         f"It is a {type(value).__name__} and holds {len(found) or 'none'}: {parts or 'no tensor'}.",
         "Name one of the parts in the place, as in block[0] or block[keys].",
     )

@@ -320,7 +320,7 @@ class _Act:
 def _mix(x: Any, call: Call, arguments: dict[str, Any]) -> Any:
     """The default rule: `x * (1 - a) + r * a + o`."""
     ablation, replacement, offset = map(arguments.get, ("ablation", "replacement", "offset"))
-    path, tensor = only_tensor(x, f"The value at {str(call.place)!r}")
+    path, tensor = only_tensor(x, lambda: f"The value at {str(call.place)!r}")
     changed = tensor
     if ablation is not None or replacement is not None:
         amount = _match(1.0 if ablation is None else ablation, tensor)

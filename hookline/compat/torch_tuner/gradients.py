@@ -42,7 +42,8 @@ class _GradientTap(Tap):
     def explain(self, index: int, reason: str, remedy: str = "", path: Path = ()) -> None:
         # Reasons are also how a checkpointed call, which first runs without gradients, is known to
         # need watching when it is recomputed.
-        self.reasons = {**dict(list(self.reasons.items())[-63:]), (index, path): (reason, remedy)}
+        super().explain(index, reason, remedy, path)
+        self.reasons = dict(list(self.reasons.items())[-64:])  # it may be attached for ever
         if reason not in (NO_GRAD[0], NO_TENSOR[0]):
             warnings.warn(
                 f"The gradient at {str(self.place)!r} cannot be saved: {reason} {remedy}",

@@ -1,0 +1,132 @@
+"""The calls of one place in order: one of many is found without going through the others.
+
+- `Values`: what was kept of values, which come one a call
+- `Gradients`: what was kept of gradients, which come by call and backward pass
+- `Order`: the calls and backward passes of gradients, in order
+- `Kept`: what is kept of a value
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import abstractmethod
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator, Mapping, Reversible, Sequence
+from itertools import islice
+from typing import Any, TypeAlias, cast
+
+from torch import Tensor
+
+__all__ = ["Calls", "Gradients", "Kept", "Order", "Values"]
+
+# What is kept of a value: the value and what to check on reading. None: nothing (a snapshot). An
+# int: the version of the tensor that it is. A dict: versions, and twins of parameters, by id.
+Kept = tuple[Any, "int | dict[int, tuple[int, Tensor | None]] | None"]
+
+Arrived: TypeAlias = Mapping[tuple[int, int], Any]  # gradients by call and backward pass
+
+_NONE = -2  # in the stead of a backward pass, whose numbers are -1 or more: none came so far
+_lock = threading.RLock()  # two threads may read
+
+
+class Calls(Sequence[tuple[int, "Kept | None"]]):
+    """Calls by position, each with what was kept of it; None for one that gave nothing."""
+
+    @abstractmethod
+    def of_call(self, call: int) -> list[Kept | None]:
+        """What was kept of one call, in order of backward passes."""
+
+
+class Values(Calls):
+    """What was kept of values, from call `start` on; `missed` are the calls that gave none."""
+
+    def __init__(
+        self, kept: Sequence[Kept | None], missed: Sequence[int] = (), start: int = 0
+    ) -> None:
+        self.kept, self.missed, self.start = kept, missed, start
+
+    def __len__(self) -> int:
+        return len(self.kept) + len(self.missed)
+
+    def __getitem__(self, position: Any) -> Any:
+        before = bisect_left(self.missed, position)
+        if position in self.missed[before : before + 1]:
+            return position, None
+        if position - before < len(self.kept):
+            return self.start + position, self.kept[position - before]
+        return self.missed[position - len(self.kept)], None  # a call that has not ended
+
+    def of_call(self, call: int) -> list[Kept | None]:
+        before = bisect_left(self.missed, call)
+        if call in self.missed[before : before + 1]:
+            return [None]
+        position = call - before - self.start
+        return [self.kept[position]] if 0 <= position < len(self.kept) else []
+
+
+class Gradients(Calls):
+    """What was kept of gradients, put together by `gather` when it is read."""
+
+    def __init__(
+        self, keys: list[tuple[int, int]], grads: Arrived, gather: Callable[[int, Any], Kept]
+    ) -> None:
+        self.keys, self.grads, self.gather = keys, grads, gather
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def __getitem__(self, position: Any) -> Any:
+        return self._of(self.keys[position])
+
+    def __iter__(self) -> Iterator[tuple[int, Kept | None]]:
+        return map(self._of, list(self.keys))  # more may come meanwhile
+
+    def of_call(self, call: int) -> list[Kept | None]:
+        ends = (self.keys[slice(*self._ends(number))] for number in {-1, call})
+        return [self._of(key)[1] for keys in ends for key in keys]
+
+    def _ends(self, call: int) -> tuple[int, int]:
+        """Where the keys of a call begin and end."""
+        bounds = cast("list[Any]", [(call,), (call + 1,)])
+        return bisect_left(self.keys, bounds[0]), bisect_left(self.keys, bounds[1])
+
+    def _of(self, key: tuple[int, int]) -> tuple[int, Kept | None]:
+        parts = self.grads.get(key)
+        return key[0], None if parts is None else self.gather(key[0], parts)
+
+
+class Order:
+    """The calls and backward passes of gradients, in order. What comes is put in on reading."""
+
+    def __init__(self) -> None:
+        self.keys: list[tuple[int, int]] = []
+        self._known = [0, 0, 0]  # how many calls and gradients of each kind are in it
+
+    def update(self, grads: Arrived, *calls: Mapping[int, Any]) -> list[tuple[int, int]]:
+        """Put in what has come since; nothing is ever taken out of the dicts."""
+        keys = self.keys
+        with _lock:
+            for kind, known in enumerate(calls):
+                for call in sorted(self._new(kind, known)):
+                    at = bisect_left(keys, (call, _NONE))
+                    if at == len(keys) or keys[at][0] != call:
+                        keys.insert(at, (call, _NONE))
+            for key in sorted(self._new(2, grads)):
+                empty = (key[0], _NONE)
+                at = bisect_left(keys, empty)
+                if at < len(keys) and keys[at] == empty:
+                    keys[at] = key
+                else:
+                    insort(keys, key)
+        return keys
+
+    def _new(self, kind: int, entries: Mapping[Any, Any]) -> list[Any]:
+        """The keys that a dict has got since."""
+        count = -1
+        found: list[Any] = []
+        while count != len(entries):  # else more have come from another thread
+            count = len(entries)
+            last = reversed(cast("Reversible[Any]", entries))
+            found = list(islice(last, count - self._known[kind]))
+        self._known[kind] = count
+        return found
