@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import inspect
 import json
 import pickle
 import random
@@ -1262,3 +1263,132 @@ def test_a_summary_spells_places_as_select_does_and_takes_both_spellings():
     assert summary[place] == summary["a/b"]
     assert summary["a/b"].place == "a/b"
     assert str(summary).splitlines()[-1].split()[0] == place == r"a\/b"
+
+
+# -- every module of torch.nn ---------------------------------------------------------------------
+
+ROWS, ROW3, PAIR3 = torch.randn(7, 4), torch.randn(2, 7, 4), torch.randn(2, 7, 3)
+_SIGNAL, _PICTURE, _VOLUME = (torch.randn(2, 4, *[8] * n) for n in (1, 2, 3))
+_GATES = {nn.RNN: 1, nn.GRU: 3, nn.LSTM: 4, nn.RNNCell: 1, nn.GRUCell: 3, nn.LSTMCell: 4}
+
+
+def _attending(queries, keys, width):
+    """Four projections, queries with keys, and what comes of that with values; 2 samples."""
+    return 2 * 2 * (2 * queries + 2 * keys) * width**2 + 2 * 2 * 2 * queries * keys * width
+
+
+# How to make each module of torch.nn that has parameters, what it is given, and its FLOPs: a
+# product and a sum for every time that a weight is used.
+WITH_PARAMETERS = {
+    "Linear": (nn.Linear(4, 6), ROW3, 2 * 14 * 4 * 6),
+    "Linear, one row": (nn.Linear(4, 6), ROWS[0], 2 * 4 * 6),
+    "Linear, no bias": (nn.Linear(4, 6, bias=False), ROWS[0], 2 * 4 * 6),
+    "Bilinear": (nn.Bilinear(3, 4, 5), (PAIR3, ROW3), 2 * 14 * 5 * 4 * (3 + 1)),
+    "Bilinear, no bias": (nn.Bilinear(3, 4, 5, bias=False), (PAIR3, ROW3), 2 * 14 * 5 * 4 * 4),
+    "Bilinear, one row": (nn.Bilinear(3, 4, 5), (PAIR3[0, 0], ROWS[0]), 2 * 5 * 4 * (3 + 1)),
+    **{
+        f"Conv{n}d": (kind(4, 6, 3), x, 2 * 2 * 6**n * 4 * 6 * 3**n)
+        for n, kind, x in [
+            (1, nn.Conv1d, _SIGNAL), (2, nn.Conv2d, _PICTURE), (3, nn.Conv3d, _VOLUME)
+        ]
+    },
+    **{
+        f"ConvTranspose{n}d": (kind(4, 6, 3), x, 2 * 2 * 8**n * 4 * 6 * 3**n)
+        for n, kind, x in [
+            (1, nn.ConvTranspose1d, _SIGNAL),
+            (2, nn.ConvTranspose2d, _PICTURE),
+            (3, nn.ConvTranspose3d, _VOLUME),
+        ]
+    },
+    **{
+        kind.__name__: (kind(4, 5), ROW3, 2 * 14 * gates * 5 * (4 + 5))
+        for kind, gates in [(nn.RNN, 1), (nn.GRU, 3), (nn.LSTM, 4)]
+    },
+    **{
+        kind.__name__: (kind(4, 5), ROWS, 2 * 7 * gates * 5 * (4 + 5))
+        for kind, gates in [(nn.RNNCell, 1), (nn.GRUCell, 3), (nn.LSTMCell, 4)]
+    },
+    "MultiheadAttention": (
+        nn.MultiheadAttention(4, 2, batch_first=True), (ROW3, ROW3, ROW3), _attending(7, 7, 4)
+    ),
+    "TransformerEncoderLayer": (
+        nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), ROW3,
+        _attending(7, 7, 4) + 2 * 2 * 14 * 4 * 8,
+    ),
+    "TransformerDecoderLayer": (
+        nn.TransformerDecoderLayer(4, 2, 8, batch_first=True), (ROW3, ROW3),
+        2 * _attending(7, 7, 4) + 2 * 2 * 14 * 4 * 8,
+    ),
+    "AdaptiveLogSoftmaxWithLoss": (
+        nn.AdaptiveLogSoftmaxWithLoss(4, 9, [5], div_value=2.0), (ROWS, torch.zeros(7).long()),
+        2 * 7 * 4 * (5 + 1),  # and the tail, which no word here is in
+    ),
+    "Embedding": (nn.Embedding(9, 4), torch.zeros(2, 7).long(), 0),
+    "EmbeddingBag": (nn.EmbeddingBag(9, 4), torch.zeros(2, 7).long(), 0),
+    "LayerNorm": (nn.LayerNorm(4), ROW3, 0),
+    "RMSNorm": (nn.RMSNorm(4), ROW3, 0),
+    "GroupNorm": (nn.GroupNorm(2, 4), _PICTURE, 0),
+    "PReLU": (nn.PReLU(4), _PICTURE, 0),
+    **{
+        kind.__name__: (kind(4, affine=True), x, 0)
+        for kinds, x in [
+            ((nn.BatchNorm1d, nn.InstanceNorm1d), _SIGNAL),
+            ((nn.BatchNorm2d, nn.InstanceNorm2d), _PICTURE),
+            ((nn.BatchNorm3d, nn.InstanceNorm3d), _VOLUME),
+        ]
+        for kind in kinds
+    },
+}  # fmt: skip
+if hasattr(nn, "LinearCrossEntropyLoss"):
+    _loss = nn.LinearCrossEntropyLoss(4, 6)
+    WITH_PARAMETERS["LinearCrossEntropyLoss"] = (
+        _loss,
+        (ROWS, torch.zeros(7).long()),
+        2 * 7 * 4 * 6,
+    )
+# Made of those above, of none of their own, or by others: what they have is counted in these.
+_MADE_OF_OTHERS = {
+    "Transformer", "TransformerEncoder", "TransformerDecoder", "Module", "Sequential", "Container",
+    "ModuleList", "ModuleDict", "ParameterList", "ParameterDict", "DataParallel", "RNNBase",
+    "RNNCellBase", "SyncBatchNorm",
+}  # fmt: skip
+
+
+def test_every_module_of_torch_with_parameters_is_among_those_that_are_counted():
+    def has_parameters(kind):
+        own = [
+            base for base in kind.__mro__ if issubclass(base, nn.Module) and base is not nn.Module
+        ]
+        return any("Parameter(" in inspect.getsource(base) for base in own)
+
+    kinds = {n: k for n, k in vars(nn).items() if isinstance(k, type) and issubclass(k, nn.Module)}
+    found = {n for n, k in kinds.items() if has_parameters(k) and not n.startswith("Lazy")}
+    assert found - _MADE_OF_OTHERS <= WITH_PARAMETERS.keys()
+
+
+@pytest.mark.parametrize("mode", ["grad", "no_grad", "inference", "training"])
+@pytest.mark.parametrize("name", WITH_PARAMETERS)
+def test_the_flops_of_every_module_of_torch_are_those_of_the_arithmetic(name, mode):
+    module, batch, flops = WITH_PARAMETERS[name]
+    module.train(mode == "training")
+    batch = batch if isinstance(batch, tuple) else (batch,)
+    context = {"inference": torch.inference_mode, "no_grad": torch.no_grad}
+    with context.get(mode, torch.enable_grad)():
+        summary = hl.summarize(module, lambda m: m(*batch))
+    assert summary.totals["uncounted"] == {}
+    assert summary.totals["flops"] == flops
+
+
+@pytest.mark.parametrize("wanted", [(True, True), (True, False), (False, True), (False, False)])
+def test_the_backward_of_a_bilinear_layer_is_that_of_products_of_its_three_tensors(wanted):
+    one, two = (x.clone().requires_grad_(w) for x, w in zip((PAIR3, ROW3), wanted, strict=True))
+    layer = nn.Bilinear(3, 4, 5)
+    totals = hl.summarize(layer, (one, two), backward=True).totals
+    one, two, grad = one.detach().flatten(0, 1), two.detach().flatten(0, 1), torch.randn(14, 5)
+    with FlopCounterMode(display=False) as counter:  # the same, two tensors at a time
+        torch.einsum("ni,no,nj->oij", one, grad, two)
+        if wanted[0]:
+            torch.einsum("no,oij,nj->ni", grad, layer.weight, two)
+        if wanted[1]:
+            torch.einsum("ni,oij,no->nj", one, layer.weight, grad)
+    assert totals["backward_flops"] == counter.get_total_flops()

@@ -43,10 +43,14 @@ def attention(q, k, v, *args, out_shape=None, **kwargs):
     return 2 * q[:-1].numel() * k[-2] * (q[-1] + v[-1])
 
 
+def bilinear(one, weight, two, *args, out_shape=None, **kwargs):
+    return 2 * one[0] * weight[0] * weight[2] * (weight[1] + 1)
+
+
 def torchs(model, batch):
-    """What torch's counter finds by module; it lacks a formula for the CPU's attention kernel."""
-    kernel = {aten._scaled_dot_product_flash_attention_for_cpu: attention}
-    with torch.no_grad(), FlopCounterMode(display=False, custom_mapping=kernel) as counter:
+    """What torch's counter finds by module; it lacks two formulas."""
+    more = {aten._scaled_dot_product_flash_attention_for_cpu: attention, aten._trilinear: bilinear}
+    with torch.no_grad(), FlopCounterMode(display=False, custom_mapping=more) as counter:
         model(*batch)
     root = type(model).__name__
     found = {name: sum(by.values()) for name, by in counter.get_flop_counts().items()}
@@ -233,6 +237,24 @@ def test_free_modules_and_functions_have_no_flops():
         assert_counts_as_torch_does(model, x, zero=True)
 
 
+def test_free_modules_and_functions_are_made_of_operations_that_are_known_to_be_free(monkeypatch):
+    class Listing(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.add(func._overloadpacket.__name__)
+            return func(*args, **(kwargs or {}))
+
+    def look(model, x, zero):
+        for training in (True, False):
+            for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+                with mode(), Listing():
+                    model.train(training)(x.clone())
+
+    seen = set()
+    monkeypatch.setitem(globals(), "assert_counts_as_torch_does", look)
+    test_free_modules_and_functions_have_no_flops()
+    assert seen <= shortcuts._FREE_OPERATIONS
+
+
 def test_leaves_have_one_argument():
     # So their hooks need not be told of arguments by name if one was given by position.
     for kind in shortcuts._LEAVES:
@@ -357,6 +379,41 @@ def test_formulas_that_torch_does_not_bring_turn_the_shortcuts_off(monkeypatch):
     monkeypatch.undo()
     monkeypatch.setitem(known, aten.native_layer_norm, flop_counter.mm_flop)
     assert not shortcuts.has_torchs_formulas()
+    monkeypatch.undo()
+    assert shortcuts.has_torchs_formulas()
+
+
+def test_formulas_for_operations_that_are_new_in_torch_leave_the_shortcuts_on(monkeypatch):
+    from torch.utils import flop_counter
+
+    known = flop_counter.flop_registry
+    model = Run(lambda a, x: F.scaled_dot_product_attention(a(x), x, x), nn.Linear(4, 4))
+    before = hl.summarize(model, X4).to_dict()
+    added = {  # torch 2.15 has the first two
+        aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+            aten._scaled_dot_product_flash_attention_backward
+        ),
+        aten.dot: aten.mm,
+    }
+    for operation, same in added.items():
+        monkeypatch.setitem(known, operation, known[same])
+    assert FlopCounter(lambda flops: None).certain
+    assert hl.summarize(model, X4).to_dict() == before
+
+
+def test_a_formula_for_an_operation_of_another_library_leaves_the_shortcuts_on(monkeypatch):
+    from torch.utils import flop_counter
+
+    @torch.library.custom_op("hookline_tests::twice", mutates_args=())
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return x + x
+
+    formula = torch.ops.hookline_tests.twice, lambda *args, **kwargs: 7
+    monkeypatch.setitem(flop_counter.flop_registry, *formula)
+    assert FlopCounter(lambda flops: None).certain
+    model = Run(lambda a, x: F.relu(twice(a(x))), nn.Linear(4, 4))
+    assert hl.summarize(model, X2).totals["flops"] == 2 * 5 * 4 * 4 + 7
 
 
 def test_the_users_own_function_modes_still_see_everything():

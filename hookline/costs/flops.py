@@ -5,14 +5,15 @@
 
 torch's counter (`torch.utils.flop_counter`) brings the formulas, and is what the sums are compared
 with. Some kernels have none there: attention and recurrent layers on the CPU, recurrent layers of
-cuDNN, the fast path of `nn.MultiheadAttention`, and grouped products of matrices, by which experts
-are computed. Theirs are here.
+cuDNN, the fast path of `nn.MultiheadAttention`, grouped products of matrices, by which experts are
+computed, and bilinear layers. Theirs are here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from math import prod
 from typing import Any, cast
 
 import torch
@@ -80,6 +81,32 @@ def _grouped_product(
     return 2 * groups * one.shape[-2] * one.shape[-1] * other.shape[-1]
 
 
+def _bilinear(one: Tensor, two: Tensor, weight: Tensor, *more: Any, **kwargs: Any) -> int:
+    """Every row of the first input meets every weight, and the result the second input."""
+    made, first, second = weight.shape
+    return 2 * (one.numel() // first) * made * second * (first + 1)
+
+
+def _product_of_three(
+    one: Tensor, two: Tensor, three: Tensor, not_one: Sequence[int], not_two: Sequence[int],
+    not_three: Sequence[int], summed: Sequence[int], *more: Any, **kwargs: Any,
+) -> int:  # fmt: skip
+    """The first two are multiplied, and the result by the third; each time, what can be is summed.
+
+    Each has all dimensions but those that are named for it. A product without a sum, element by
+    element, counts as little as any other.
+    """
+    dims: list[set[int]] = []
+    sizes: dict[int, int] = {}
+    for tensor, without in ((one, not_one), (two, not_two), (three, not_three)):
+        own = [dim for dim in range(tensor.ndim + len(without)) if dim not in without]
+        sizes |= dict(zip(own, tensor.shape, strict=True))
+        dims.append(set(own))
+    both, first = dims[0] | dims[1], set(summed) - dims[2]
+    steps = ((both, first), (both - first | dims[2], set(summed) & dims[2]))
+    return sum(2 * prod(sizes[dim] for dim in met) for met, over in steps if over)
+
+
 def _formula_of(operation: Any) -> Formula | None:
     """The formula of an operation: torch's or the user's, or ours for what those have none for."""
     from torch.utils import flop_counter
@@ -98,6 +125,8 @@ def _formula_of(operation: Any) -> Formula | None:
             "_native_multi_head_attention": _attention_layer,
             "_grouped_mm": _grouped_product,
             "_scaled_grouped_mm": _grouped_product,
+            "bilinear": _bilinear,
+            "_trilinear": _product_of_three,
         }
         for name, formula in formulas.items():
             if hasattr(_aten, name):  # not every build of torch has all of them

@@ -12,8 +12,8 @@
 
 To see an operation costs some 5 µs, a linear layer is several of them and attention two dozen.
 What stands here says the same as the count at the dispatcher, and the tests compare both for all
-of it. Where a formula was registered by the user, or one that is not known here is there, nothing
-of it is used.
+of it. Where the user has registered a formula for one of torch's operations, or there is one for an
+operation that is taken to have none, nothing of it is used.
 """
 
 from __future__ import annotations
@@ -60,15 +60,21 @@ _FREE = frozenset({
     nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d,
 })  # fmt: skip
 _LEAVES: frozenset[Any] = _FREE | {nn.Linear}
-# The operations for which torch has formulas: products of matrices, and what is made of them.
-_CONTRACTIONS = frozenset({
-    "mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "convolution", "_convolution",
-    "cudnn_convolution", "convolution_overrideable", "_slow_conv2d_forward", "convolution_backward",
-    "_scaled_dot_product_efficient_attention", "_scaled_dot_product_flash_attention",
-    "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_efficient_attention_backward",
-    "_scaled_dot_product_flash_attention_backward", "_scaled_dot_product_cudnn_attention_backward",
-    "_flash_attention_forward", "_efficient_attention_forward", "_flash_attention_backward",
-    "_efficient_attention_backward", "flex_attention", "flex_attention_backward",
+# The operations that the free functions and modules are made of, on whichever device.
+_FREE_OPERATIONS = frozenset({
+    "_adaptive_avg_pool2d", "_batch_norm_impl_index", "_batch_norm_no_update",
+    "_batch_norm_with_update", "_native_batch_norm_legit", "_native_batch_norm_legit_functional",
+    "_native_batch_norm_legit_no_training", "_reshape_alias", "_softmax", "_to_copy",
+    "_unsafe_view", "adaptive_avg_pool2d", "add", "add_", "alias", "as_strided", "avg_pool2d",
+    "batch_norm", "bernoulli", "bernoulli_", "chunk", "clone", "contiguous", "copy_",
+    "cudnn_batch_norm", "detach", "div", "div_", "dropout", "embedding", "embedding_renorm_",
+    "empty", "empty_like", "expand", "expand_as", "flatten", "gelu", "gelu_", "group_norm",
+    "layer_norm", "max_pool2d", "max_pool2d_with_indices", "mean", "miopen_batch_norm",
+    "mkldnn_adaptive_avg_pool2d", "mkldnn_max_pool2d", "mul", "mul_", "native_batch_norm",
+    "native_dropout", "native_group_norm", "native_layer_norm", "permute", "relu", "relu_",
+    "reshape", "rsub", "sigmoid", "silu", "silu_", "softmax", "split", "squeeze", "sub", "sub_",
+    "sum", "t", "tanh", "to", "transpose", "true_divide", "unflatten", "unsqueeze", "view",
+    "view_as",
 })  # fmt: skip
 _SIMPLE = (type(None), bool, int, float, str, torch.dtype)
 _TENSORS = frozenset({Tensor, nn.Parameter})
@@ -81,10 +87,12 @@ vmap_level: Callable[[], Any] = getattr(_functorch, "peek_interpreter_stack", la
 
 
 def has_torchs_formulas() -> bool:
-    """Whether torch's formulas are there as it brings them, and no others.
+    """Whether the formulas of torch's operations are torch's, and there is none for free ones.
 
     >>> has_torchs_formulas()
     True
+
+    For which others there are formulas differs from one version of torch to the next.
     """
     from torch.utils import flop_counter
 
@@ -93,10 +101,18 @@ def has_torchs_formulas() -> bool:
     if found != _seen:
         home = flop_counter.__name__
         for operation, formula in known.items():
-            if operation.__name__ not in _CONTRACTIONS or formula.__module__ != home:
+            if _is_torchs(operation) and (
+                formula.__module__ != home or operation.__name__ in _FREE_OPERATIONS
+            ):
                 return False
         _seen[:] = found
     return True
+
+
+def _is_torchs(operation: Any) -> bool:
+    """Whether an operation is one of torch's: no function of its own calls those of others."""
+    library = str(getattr(operation, "_qualified_op_name", "")).partition("::")[0]
+    return library in ("aten", "prim", "prims")
 
 
 def is_ordinary(tensors: Iterable[Tensor]) -> bool:
