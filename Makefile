@@ -48,7 +48,7 @@ check: $(VENV)/.has-check ## ruff and pyright
 	@echo "==> pyright"
 	@PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright
 
-bench: bench-setup ## hookline beside other libraries, about eight minutes: RESULTS.md
+bench: bench-setup ## hookline beside other libraries, about eight minutes
 	@echo "==> running benchmarks/side_by_side.py"
 	@$(PEERS)/bin/python benchmarks/side_by_side.py $(BENCH)
 
@@ -58,7 +58,7 @@ bench-overhead: $(VENV)/.has-demo ## measure the cost of hookline against hooks 
 	@echo "==> running benchmarks/overhead.py"
 	@$(BIN)/python benchmarks/overhead.py
 
-tables: $(VENV)/.has-demo ## put what the benchmarks measured into the documents
+tables: $(VENV)/.has-demo ## take over what the benchmarks measured, into benchmarks/results/ and the documents
 	@$(BIN)/python benchmarks/tables.py
 
 docs: $(VENV)/.has-docs ## build the documentation into site/
@@ -84,7 +84,7 @@ frontend-check:
 
 clean: ## delete both environments, caches and everything that was built
 	@echo "==> deleting $(VENV), $(PEERS), site/, dist/ and caches"
-	@rm -rf $(VENV) $(PEERS) frontend/node_modules site dist .pytest_cache .ruff_cache .hypothesis
+	@rm -rf $(VENV) $(PEERS) benchmarks/latest frontend/node_modules site dist .pytest_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:

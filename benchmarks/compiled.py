@@ -6,24 +6,22 @@
 A small transformer is compiled and run in turn as it is, with a capture that stays in the graph
 (keep="last", attached before the first compiled call), with a capture under which it runs eagerly
 (every other one), and eagerly without any. All in one interleaved run; the ratios are to the
-compiled model. Writes results/compiled.json.
+compiled model. Writes latest/compiled.json.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
+from latest import in_full, write
 from timing import Race, machine
 from torch import Tensor, nn
 from transformer import Size
 
 import hookline as hl
 
-RESULTS = Path(__file__).resolve().parent / "results" / "compiled.json"
 SIZE = Size("64 x 64", batch=8, length=64, width=64)
 BLOCKS = "blocks.*"
 
@@ -96,19 +94,14 @@ def main() -> None:
         print(f"  {name:24} {fast:9.0f} µs   {fast / reference:5.2f} × compiled")
     graphs = {name: count.graphs for name, count in counts.items()}
     print(f"  graphs: {graphs}")
-    RESULTS.write_text(
-        json.dumps(
-            {
-                "machine": where,
-                "backend": options.backend,
-                "fast_us": table,
-                "times_compiled": {name: fast / reference for name, fast in table.items()},
-                "graphs": graphs,
-            },
-            indent=1,
-        )
-        + "\n"
-    )
+    content = {
+        "machine": where,
+        "backend": options.backend,
+        "fast_us": table,
+        "times_compiled": {name: fast / reference for name, fast in table.items()},
+        "graphs": graphs,
+    }
+    write("compiled", content, in_full(parser, options))
 
 
 if __name__ == "__main__":

@@ -5,14 +5,13 @@
 A 6-layer, 256-wide transformer with 512 tokens a step: forward, loss, backward and a step of
 AdamW, bare, with `hookline.guard` around it, with a guard that checks every module, with
 `isfinite(...).all()` at every module by hand, and under `torch.autograd.set_detect_anomaly`. All
-run in turn, in a new order every round. Writes benchmarks/results/guard.json.
+run in turn, in a new order every round. Writes latest/guard.json.
 """
 
 import argparse
-import json
-from pathlib import Path
 
 import torch
+from latest import in_full, write
 from timing import Race, machine
 from torch import nn
 from torch.nn import functional as F
@@ -21,7 +20,6 @@ import hookline as hl
 
 WIDTH, LAYERS, BATCH, LENGTH, WORDS = 256, 6, 4, 128, 1000
 GOALS = {"guard": 1.05}
-ROOT = Path(__file__).parent
 
 
 class Transformer(nn.Module):
@@ -92,7 +90,8 @@ def variants():
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=15)
-    rounds = parser.parse_args().rounds
+    options = parser.parse_args()
+    rounds = options.rounds
     race = Race(variants())
     race.warm_up(2)
     for _ in range(3):
@@ -111,9 +110,8 @@ def main():
         print(
             f"{name:26} {row['ms']:10.1f} {row['ratio']:8.3f} {row['by medians']:11.3f} {goal:>7}"
         )
-    (ROOT / "results").mkdir(exist_ok=True)
     content = {"machine": machine(), "rounds": race.rounds, "variants": rows}
-    (ROOT / "results" / "guard.json").write_text(json.dumps(content, indent=1) + "\n")
+    write("guard", content, in_full(parser, options))
 
 
 if __name__ == "__main__":

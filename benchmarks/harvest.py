@@ -17,13 +17,12 @@ that has happened, malloc gives what is freed back to the system and takes it ag
 that makes the bare forward a fifth slower or not, by chance, and with it all ratios.
 
 Then the peak memory of a process that harvests so many rows, and of one that harvests ten times as
-many. Prints a table with the goals and writes results/harvest.json.
+many. Prints a table with the goals and writes latest/harvest.json.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import resource
 import shutil
@@ -36,12 +35,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
+from latest import in_full, write
 from timing import machine, settle_memory
 from torch import Tensor, nn
 
 import hookline as hl
 
-RESULTS = Path(__file__).resolve().parent / "results" / "harvest.json"
 ROOT = Path(__file__).resolve().parent.parent
 WIDTH, LENGTH, BATCH = 256, 128, 4
 PLACES = "layers.{2,4,6,8}"
@@ -219,7 +218,7 @@ def main() -> None:
         "machine": where, "tokens": rows, "ways": table, "once, seconds": fixed,
         "peak MB": peaks, "growth": growth,
     }  # fmt: skip
-    RESULTS.write_text(json.dumps(content, indent=1) + "\n")
+    write("harvest", content, in_full(parser, options))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
 """What hookline costs, beside the hooks that one would write by hand.
 
-    python benchmarks/overhead.py            about six minutes
-    python benchmarks/overhead.py --quick    about one minute, noisier
+    python benchmarks/overhead.py                    about six minutes
+    python benchmarks/overhead.py --quick            about one minute, noisier
+    python benchmarks/overhead.py --only entering    seconds: that part anew, the rest as it was
 
 A 12-layer transformer of 163 modules is run bare, with hand-written hooks, and with hookline,
 all in one interleaved run (timing.py). Registering the hooks and removing them is inside the
-timed part of every variant. Prints a table and the goals, writes results/overhead.json.
+timed part of every variant, and measured alone on models of up to 10,000 modules (entering.py).
+Prints a table and the goals, writes latest/overhead.json.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import entering
 import torch
+from latest import held, write
 from timing import Race, Ratio, machine, settle_memory
 from torch import Tensor, nn
 from transformer import LARGE, TINY, Size
@@ -33,7 +37,6 @@ from transformer import LARGE, TINY, Size
 import hookline as hl
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = Path(__file__).resolve().parent / "results" / "overhead.json"
 
 
 BLOCKS = ("blocks.*",)
@@ -370,13 +373,14 @@ def print_goals(goals: list[Goal]) -> None:
 
 
 def write_results(
-    cases: list[Case], goals: list[Goal], loops: list[dict[str, float]], quick: bool
+    cases: list[Case], goals: list[Goal], loops: list[dict[str, float]], entered: Kept, quick: bool
 ) -> None:
     results = {
         "machine": machine(),
         "hookline": getattr(hl, "__version__", None),
         "quick": quick,
         "warm": loops,
+        "entering": entered,
         "cases": [
             {
                 "name": case.name,
@@ -409,20 +413,38 @@ def write_results(
             for goal in goals
         ],
     }
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n")
-    print(f"Written to {RESULTS.relative_to(ROOT)}.")
+    write("overhead", as_text(results), full=not quick)
+
+
+def as_text(results: dict[str, Any]) -> str:
+    return json.dumps(results, indent=2, ensure_ascii=False) + "\n"
+
+
+def time_entering(quick: bool) -> Kept:
+    """Entering and leaving by themselves, in models of several sizes."""
+    races = {modules: entering.race(modules) for modules in entering.SIZES}
+    for _ in range(2 if quick else 6):
+        for race in races.values():
+            race.run(rounds=10 if quick else 25)
+    return {"machine": machine(), "rows": entering.rows(races)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="fewer rounds, noisier ratios")
-    quick = parser.parse_args().quick
+    parser.add_argument("--only", choices=["entering"], help="that part anew, the rest as it was")
+    options = parser.parse_args()
+    quick = options.quick
     torch.set_num_threads(1)
     settle_memory()
     warnings.simplefilter("error")
 
     start = time.perf_counter()
+    entered = time_entering(quick)
+    if options.only:
+        entering.show(entered["rows"])
+        write("overhead", as_text(held("overhead") | {"entering": entered}), full=not quick)
+        return
     cases = build_cases()
     # Several passes over all cases, so that a slow minute does not fall on one of them alone.
     for _ in range(4 if quick else 10):
@@ -439,8 +461,9 @@ def main() -> None:
             f"\nput on and taken off in a loop, {loop['places']} places: raw {loop['raw']:.1f} µs, "
             f"hookline {loop['hookline']:.1f} µs"
         )
+    entering.show(entered["rows"])
     print_goals(goals)
-    write_results(cases, goals, loops, quick)
+    write_results(cases, goals, loops, entered, quick)
     print(f"{time.perf_counter() - start:.0f} s in all.")
 
 

@@ -8,13 +8,12 @@ with a histogram each; a training run of 300 places over 500 steps. Each is open
 the network off, in a new context, several times. "ready" is the time to the tree and the overview,
 "drawn" to the first picture of a place that a link leads to, "frame" the median time between two
 frames while the tree of all modules scrolls, "worst" the longest. Prints the goals with pass or
-miss, and writes results/page.json.
+miss, and writes latest/page.json.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import shutil
 import statistics
@@ -25,6 +24,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from latest import in_full, write
 from playwright.sync_api import Browser, sync_playwright
 from timing import machine
 from torch import nn
@@ -33,7 +33,6 @@ import hookline as hl
 from hookline.training.run_files import STATISTICS, Row
 from hookline.training.run_writing import Bins, RunWriter
 
-RESULTS = Path(__file__).resolve().parent / "results" / "page.json"
 FLAGS = [
     "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
     "--disable-background-networking", "--disable-component-update",
@@ -165,7 +164,7 @@ def main() -> None:
         for key, goal in GOALS.items():
             verdict = "pass" if best[key] <= goal else "miss"
             print(f"    {key:10} {best[key]:8.2f}   goal {goal:5.1f}   {verdict}")
-    RESULTS.write_text(json.dumps(result, indent=1) + "\n")
+    write("page", result, in_full(parser, options))
 
 
 if __name__ == "__main__":

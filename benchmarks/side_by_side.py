@@ -6,13 +6,13 @@
 
 Each library has a process of its own (peers/worker.py); they take turns in a new order every
 round, on the same model and the same work (peers/tasks.py). An answer that is not what hooks
-written by hand give is marked wrong and not timed. Writes RESULTS.md and results/side_by_side.json.
+written by hand give is marked wrong and not timed. Prints RESULTS.md and writes
+latest/side_by_side.json.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import sys
@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 import peers
 import torch
+from latest import write
 from peers.page import page
 from peers.probes import PROBES, PROCESS
 from peers.tasks import TASKS
@@ -214,7 +215,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="fewer rounds, no memory")
     parser.add_argument("--only", nargs="+", choices=peers.ALL, help="these libraries (with raw)")
-    parser.add_argument("--page", default=str(HERE / "RESULTS.md"), help="where the page goes")
+    parser.add_argument("--page", type=Path, help="write the page there, too")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     chosen = arguments.only or list(peers.ALL)
@@ -241,13 +242,11 @@ def main() -> None:
     results = comparison.results()
     results["minutes"] = (time.perf_counter() - begin) / 60
     results["quick"], results["load"], results["phases"] = arguments.quick, load, phase.seconds
-    (HERE / "results").mkdir(exist_ok=True)
-    stored = HERE / "results" / "side_by_side.json"
-    if Path(arguments.page) == HERE / "RESULTS.md":
-        stored.write_text(json.dumps(results, indent=1) + "\n")
     text = page(results)
-    Path(arguments.page).write_text(text)
+    if arguments.page is not None:
+        arguments.page.write_text(text)
     print(text)
+    write("side_by_side", results, full=not (arguments.quick or arguments.only))
     say(", ".join(f"{title} {seconds:.0f} s" for title, seconds in phase.seconds.items()))
 
 

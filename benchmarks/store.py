@@ -16,7 +16,7 @@ read.
 
 Ratios are of the best rounds. A goal is met ("pass"), or missed ("miss"), or it is "beyond raw":
 missed, and the raw write of the same bytes does not reach it either. The last column is how many
-times as fast the raw write is. Writes results/store.json.
+times as fast the raw write is. Writes latest/store.json.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from pathlib import Path
 
 import store_peers
 import torch
+from latest import in_full, write
 from safetensors import safe_open
 from safetensors.torch import save_file
 from store_peers import WIDTH, sync, timed
@@ -42,7 +43,6 @@ from torch import Tensor
 
 import hookline as hl
 
-RESULTS = Path(__file__).resolve().parent / "results" / "store.json"
 GOALS = {
     "raw write": 0.9, "save_file per batch": 2.0, "torch.save per batch": 3.0,
     **dict.fromkeys(store_peers.WAYS, 3.0),
@@ -278,7 +278,7 @@ def main() -> None:
     finally:
         shutil.rmtree(base)
         peers.close()
-    RESULTS.write_text(json.dumps(result, indent=1) + "\n")
+    write("store", result, in_full(parser, options))
 
 
 if __name__ == "__main__":

@@ -10,14 +10,13 @@ it can be imported: in this Python, or in the one that is named, which needs tor
 safetensors besides. It counts multiplications by the sizes of weights, without a dispatch mode:
 what such a mode costs is shown by an empty one, which hookline needs only for what does not follow
 from shapes, and what hooks cost by empty ones. FLOPs are compared with those of torch's own
-counter. Goals are printed with pass or miss. Writes results/summary.json.
+counter. Goals are printed with pass or miss. Writes latest/summary.json.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import os
 import subprocess
 import sys
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from latest import in_full, write
 from overhead import TINY, Size
 from timing import Race, machine
 from torch import nn
@@ -36,7 +36,6 @@ from torch.utils.flop_counter import FlopCounterMode
 import hookline as hl
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = Path(__file__).resolve().parent / "results" / "summary.json"
 LARGER = Size("4096 elements", batch=2, length=32, width=64)
 GOAL = 3.0
 # These load torch's compiler, and where it is loaded every context sees to compiled models.
@@ -182,7 +181,7 @@ def main() -> None:
         verdict = "pass" if pair["hookline"] == pair["torch"] else "miss"
         print(f"  {name:28} {pair['hookline']:>12,}   torch's {pair['torch']:>12,}   {verdict}")
     content = {"machine": where, "µs": times, "flops": counts}
-    RESULTS.write_text(json.dumps(content, indent=1) + "\n")
+    write("summary", content, in_full(parser, options))
 
 
 if __name__ == "__main__":

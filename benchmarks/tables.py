@@ -4,7 +4,8 @@
     python benchmarks/tables.py --check    say whether they are up to date; exit code 1 if not
 
 A document has `<!-- measured: NAME -->` and `<!-- end -->`; what stands between is made of
-results/*.json, as measured.py says. RESULTS.md is made as a whole.
+results/*.json, as measured/ says. RESULTS.md is made as a whole. Before it writes, it takes over
+into results/ what the benchmarks have left in latest/.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+from latest import RESULTS, finished, take_over
 from measured import PARTS
 from peers.page import page
 
@@ -34,14 +37,18 @@ class Unusable(Exception):
 
 
 class Results:
-    """The JSON files of one folder, each read once."""
+    """The JSON files of one folder, or newer ones in their stead, each read once."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, newer: Mapping[str, Path] = MappingProxyType({})) -> None:
+        self.folder, self.newer = folder, newer
         self.read = cache(self._read)
 
+    def path(self, name: str) -> Path:
+        """The file of a benchmark."""
+        return self.newer.get(name, self.folder / f"{name}.json")
+
     def _read(self, name: str) -> dict[str, Any]:
-        path = self.folder / f"{name}.json"
+        path = self.path(name)
         again = f"Measure it again: python benchmarks/{name}.py"
         try:
             found = json.loads(path.read_text())
@@ -60,7 +67,7 @@ class Results:
             return function(found)
         except (KeyError, TypeError, AttributeError, ValueError, StopIteration) as error:
             raise Unusable(
-                f"{self.folder / name}.json is not what benchmarks/{name}.py writes: "
+                f"{self.path(name)} is not what benchmarks/{name}.py writes: "
                 f"{type(error).__name__}: {error}. Measure it again with that script."
             ) from error
 
@@ -106,10 +113,12 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="change nothing; exit code 1 if old")
     check = parser.parse_args().check
     try:
-        made = documents(Results(HERE / "results"))
+        made = documents(Results(RESULTS, {} if check else finished()))
     except Unusable as error:
         print(error, file=sys.stderr)
         return 2
+    for name in [] if check else take_over():
+        print(f"benchmarks/latest/{name}: taken over")
     old = [path for path, text in made.items() if not path.exists() or path.read_text() != text]
     for path in old:
         if not check:

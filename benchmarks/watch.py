@@ -7,25 +7,24 @@ The training step of a 6-layer, 256-wide transformer with 512 tokens runs bare, 
 module, and with `torch.histc` of every gradient, as loggers do it. The variants take turns in a new
 order every round. A measured step is timed with all that belongs to it: hooks placed and removed,
 statistics, histograms, findings, files. `every=50` is one measured step and 49 that are not, each
-timed on its own. Prints the ratios with the goals and writes results/watch.json.
+timed on its own. Prints the ratios with the goals and writes latest/watch.json.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from latest import in_full, write
 from timing import Race, machine
 from torch import Tensor, nn
 
 import hookline as hl
 
-RESULTS = Path(__file__).resolve().parent / "results" / "watch.json"
 GOALS = {"watch, every=50": 1.05, "watch, every=1": 1.5}
 
 
@@ -118,7 +117,7 @@ def main() -> None:
         told = "" if goal is None else f"{goal} {'pass' if ratio <= goal else 'miss'}"
         print(f"  {name:18} {times[name] / 1e3:8.1f} {ratio:8.3f} {middle:8.3f}   {told}")
         result[name] = {"ms": times[name] / 1e3, "ratio": ratio, "median ratio": middle}
-    RESULTS.write_text(json.dumps(result, indent=1) + "\n")
+    write("watch", result, in_full(parser, options))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
 """The promises over architectures that nobody here wrote, as a table.
 
-    python benchmarks/zoo.py                all of them, about 15 minutes: writes zoo.md
+    python benchmarks/zoo.py                all of them, about 15 minutes: writes latest/zoo.*
     python benchmarks/zoo.py bert "U-Net"   only these rows of it anew
     python benchmarks/zoo.py --find         try every model type of transformers; those that run
                                             become tests/zoo/architectures.txt
 
 Each architecture has a process of its own with a time limit: a bad one stops no other. What is
-checked is in tests/zoo/promises.py; the tests check the same. zoo.md is made of results/zoo.json.
+checked is in tests/zoo/promises.py; the tests check the same. zoo.md is made of zoo.json.
 """
 
 from __future__ import annotations
@@ -34,9 +34,8 @@ import handwritten  # noqa: E402
 import packages  # noqa: E402
 import promises  # noqa: E402
 import torch  # noqa: E402
+from latest import held, write  # noqa: E402
 
-TABLE = HERE / "zoo.md"
-RESULTS = HERE / "results" / "zoo.json"
 WORKERS = 2
 SECONDS = 600
 
@@ -126,11 +125,11 @@ def find() -> None:
     results = run_all(try_out, sorted(MODEL_MAPPING_NAMES))
     good = [name for name, found in results.items() if "error" not in found]
     architectures.LIST.write_text("\n".join(good) + "\n")
-    held = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    held.setdefault("architectures", {})
-    held["left out"] = dict(Counter(why_not(f["error"]) for f in results.values() if "error" in f))
-    save(held)
-    print(f"{len(good)} of {len(results)} run; left out: {held['left out']}")
+    found = held("zoo")
+    found.setdefault("architectures", {})
+    found["left out"] = dict(Counter(why_not(f["error"]) for f in results.values() if "error" in f))
+    save(found)
+    print(f"{len(good)} of {len(results)} run; left out: {found['left out']}")
 
 
 def why_not(error: str) -> str:
@@ -219,11 +218,12 @@ def table(results: dict[str, Any], left_out: dict[str, int]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def save(held: dict[str, Any]) -> None:
-    """One architecture a line."""
-    rows = [f"{json.dumps(name)}: {json.dumps(f)}" for name, f in held["architectures"].items()]
-    text = f'{{"left out": {json.dumps(held.get("left out", {}))},\n"architectures": {{\n'
-    RESULTS.write_text(text + ",\n".join(rows) + "\n}}\n")
+def save(found: dict[str, Any]) -> None:
+    """The results, one architecture a line, and the page that is made of them."""
+    rows = [f"{json.dumps(name)}: {json.dumps(f)}" for name, f in found["architectures"].items()]
+    text = f'{{"left out": {json.dumps(found.get("left out", {}))},\n"architectures": {{\n'
+    write("zoo", text + ",\n".join(rows) + "\n}}\n", full=True)
+    write("zoo.md", table(found["architectures"], found.get("left out", {})), full=True)
 
 
 def main() -> None:
@@ -235,14 +235,12 @@ def main() -> None:
     if options.find:
         find()
         return
-    held = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    found = held("zoo")
     installed = [name for name in packages.MODELS if not packages.missing(name)]
     every = [*handwritten.MODELS, *installed, *LISTED]
-    known = held.get("architectures", {}) if options.names else {}
-    held["architectures"] = known | run_all(examine, options.names or every)
-    save(held)
-    TABLE.write_text(table(held["architectures"], held.get("left out", {})))
-    print(TABLE)
+    known = found.get("architectures", {}) if options.names else {}
+    found["architectures"] = known | run_all(examine, options.names or every)
+    save(found)
 
 
 if __name__ == "__main__":

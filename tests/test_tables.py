@@ -1,6 +1,7 @@
 """The tables of the documents: made of what the benchmarks measured, and up to date."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -172,20 +173,106 @@ def run_in_a_copy(tmp_path, *options):
     )  # fmt: skip
 
 
-def test_the_command_checks_writes_and_says_what_is_missing(tmp_path):
-    for name in ("benchmarks", "docs"):
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("images"))
+@pytest.fixture
+def tree(tmp_path):
+    """A copy of what the benchmarks and the tables read, without what was left by runs here."""
+    for name in ("benchmarks", "docs", "tests/zoo"):
+        ignored = shutil.ignore_patterns("images", "latest")
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
     shutil.copy(ROOT / "README.md", tmp_path)
-    readme = tmp_path / "README.md"
+    return tmp_path
+
+
+def contents(tree):
+    """All files, but those that a benchmark leaves for `make tables`."""
+    files = [path for path in tree.rglob("*") if path.is_file() and "latest" not in path.parts]
+    return {str(path.relative_to(tree)): path.read_bytes() for path in files}
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "compiled.py --backend eager --rounds 4",
+        *(
+            pytest.param(command, marks=pytest.mark.slow)
+            for command in (
+                "overhead.py --quick --only entering",
+                "overhead.py --quick",
+                "harvest.py --quick",
+                "guard.py --rounds 1",
+                "watch.py --rounds 1 --passes 1",
+                "summary.py --rounds 4",
+                "store.py --megabytes 4 --rounds 1",
+            )
+        ),
+    ],
+)
+def test_a_benchmark_changes_no_document_and_no_result(tree, command):
+    name, *options = command.split()
+    before = contents(tree)
+    done = subprocess.run(
+        [sys.executable, str(tree / "benchmarks" / name), *options],
+        capture_output=True, text=True, cwd=tree, check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    left = tree / "benchmarks" / "latest" / f"{name.removesuffix('.py')}-partial.json"
+    assert json.loads(left.read_text())
+    assert f"{left.name} (not for the documents)" in done.stdout
+    assert run_in_a_copy(tree).stdout == "All tables are up to date.\n"  # nothing is taken over
+    assert contents(tree) == before
+
+
+def test_only_one_file_says_where_benchmarks_leave_what_they_measure():
+    sources = {path.name: path.read_text() for path in BENCHMARKS.glob("*.py")}
+    assert [name for name, text in sources.items() if '"results"' in text] == ["latest.py"]
+    for name in FILES:
+        assert f'write("{name}",' in sources[f"{name}.py"], name
+
+
+def test_what_was_measured_in_full_is_taken_over_with_the_documents(tree):
+    results, latest = tree / "benchmarks" / "results", tree / "benchmarks" / "latest"
+    latest.mkdir()
+    watch = json.loads((results / "watch.json").read_text())
+    watch["watch, every=50"]["ratio"] = 1.2345
+    (latest / "watch.json").write_text(json.dumps(watch))
+    (latest / "zoo.md").write_text("# Another page\n")
+    before = contents(tree)
+    assert run_in_a_copy(tree, "--check").returncode == 0  # what is committed agrees
+    assert contents(tree) == before
+    assert run_in_a_copy(tree).stdout.startswith(
+        "benchmarks/latest/watch.json: taken over\nbenchmarks/latest/zoo.md: taken over\n"
+    )
+    assert json.loads((results / "watch.json").read_text()) == watch
+    assert (tree / "benchmarks" / "zoo.md").read_text() == "# Another page\n"
+    assert "1.23" in (tree / "docs" / "performance.md").read_text()
+    assert list(latest.iterdir()) == []
+    assert run_in_a_copy(tree).stdout == "All tables are up to date.\n"
+
+
+def test_a_result_that_makes_no_table_is_not_taken_over(tree):
+    latest = tree / "benchmarks" / "latest"
+    latest.mkdir()
+    (latest / "watch.json").write_text("{}")
+    before = contents(tree)
+    done = run_in_a_copy(tree)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "latest/watch.json is not what benchmarks/watch.py writes" in done.stderr
+    assert contents(tree) == before
+    assert (latest / "watch.json").exists()
+
+
+def test_the_command_checks_writes_and_says_what_is_missing(tree):
+    readme = tree / "README.md"
     text = readme.read_text()
     readme.write_text(re.sub(r"(<!-- measured: watch line -->).*?(<!--)", r"\g<1>0.5 ×\2", text))
-    old = run_in_a_copy(tmp_path, "--check")
+    old = run_in_a_copy(tree, "--check")
     assert (old.returncode, old.stderr) == (1, "")
     assert old.stdout == "README.md: not up to date\nWrite them with: make tables\n"
-    assert run_in_a_copy(tmp_path).stdout == "README.md: written\n"
+    assert run_in_a_copy(tree).stdout == "README.md: written\n"
     assert readme.read_text() == text
-    (tmp_path / "benchmarks" / "results" / "page.json").unlink()
-    missing = run_in_a_copy(tmp_path)
+    (tree / "benchmarks" / "results" / "page.json").unlink()
+    missing = run_in_a_copy(tree)
     assert (missing.returncode, missing.stdout) == (2, "")
     assert "page.json. Measure it again: python benchmarks/page.py" in missing.stderr
     assert "Traceback" not in missing.stderr

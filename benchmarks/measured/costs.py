@@ -5,7 +5,7 @@ from __future__ import annotations
 import summary
 from peers.page import number, plain, table
 
-from measured.parts import Results, count, line, part, times, verdict
+from measured.parts import Results, count, line, part, times, verdict, where
 
 
 def overhead_rows(results: Results, ways: tuple[str, ...]) -> list[list[str]]:
@@ -94,6 +94,24 @@ def overhead_warm(results: Results) -> str:
     )
 
 
+@part("overhead entering")
+def overhead_entering(results: Results) -> list[str]:
+    ways = ("capture", "edit", "hook")
+    rows = []
+    for row in results["entering"]["rows"]:
+        taken = [number(row["us"][way]) for way in ("raw", *ways)]
+        met = verdict(all(row["us"][way] <= row["at_most_us"] for way in ways))
+        goal = f"≤ {number(row['at_most_us'])} ({met})"
+        rows.append([f"{row['modules']:,}", f"`{row['place']}`", *taken, goal])
+    head = ["modules", "", "raw, µs", *(f"`{way}`, µs" for way in ways), "goal: 3 × raw + 20 µs"]
+    return table(head, rows)
+
+
+@part("overhead entering machine")
+def overhead_entering_machine(results: Results) -> str:
+    return where(results["entering"])
+
+
 @part("compiled")
 def compiled(results: Results) -> list[str]:
     titles = {
@@ -148,7 +166,13 @@ def summary_line(results: Results) -> str:
 
 @part("overhead count")
 def overhead_count(results: Results) -> str:
-    return count([goal["verdict"].startswith("pass") for goal in results["goals"]])
+    goals = [goal["verdict"].startswith("pass") for goal in results["goals"]]
+    entered = [
+        row["us"][way] <= row["at_most_us"]
+        for row in results["entering"]["rows"]
+        for way in ("capture", "edit", "hook")
+    ]
+    return count(goals + entered)
 
 
 @part("summary count")
