@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, SupportsIndex, cast
 
 import torch
@@ -58,11 +58,11 @@ class Patterns:
     """
 
     def __init__(
-        self, record: Record, model: nn.Module, named: Set[str], dtype: torch.dtype | None
+        self, record: Record, model: nn.Module, taps: Iterable[_Tap], dtype: torch.dtype | None
     ) -> None:
         self._record = record
         self._model = weakref.ref(model)
-        self._named = named  # the places of the record that were asked for by their operation
+        self._taps = {tap.spelled: tap for tap in taps}
         self._dtype = dtype
 
     def __getitem__(self, key: Any) -> Tensor:
@@ -137,21 +137,44 @@ class Patterns:
     def _found(self) -> dict[Place, tuple[str, list[Any]]]:
         """The operation that gives the patterns of a place, and what was kept of its calls."""
         found: dict[Place, tuple[str, list[Any]]] = {}
-        for place in self._record.places():
-            operation = cast(str, place.operation).partition("#")[0]
-            if place.port not in _PORTS[operation][:1]:
-                continue
-            kept = self._record.calls(place)
-            if operation == SOFTMAX:
-                inputs = Place(place.path, "inputs", (), place.operation)
-                fits = zip(kept, self._record.calls(inputs), strict=False)
-                kept = [value for value, last in fits if last and value is not None]
+        for place, tap in self._record._named().items():
+            kept = self._kept(place, cast(_Tap, tap))
             if kept:
-                spelled = place.operation if place in self._named else None
-                found.setdefault(Place(place.path, operation=spelled), (operation, kept))
+                spelled = place.operation if cast(_Tap, tap).named else None
+                found.setdefault(Place(place.path, operation=spelled), (_kind(place), kept))
         return found
 
+    def _kept(self, place: Place, tap: _Tap | None) -> list[Any]:
+        """What was kept of the calls of an operation, if patterns follow from it."""
+        if tap is None or not tap.holds or place.port not in _PORTS[_kind(place)][:1]:
+            return []
+        kept = self._record.calls(place)
+        if _kind(place) == SOFTMAX:
+            inputs = Place(place.path, "inputs", (), place.operation)
+            fits = zip(kept, self._record.calls(inputs), strict=False)
+            kept = [value for value, last in fits if last and value is not None]
+        return kept
+
+    def has(self, target: Target) -> bool:
+        """Whether there are patterns of an operation that was asked for."""
+        return bool(self._kept(target.place, self._taps.get(target.place)))
+
     def _find(self, where: Any) -> tuple[Place, str, list[Any]]:
+        for operation in _PORTS if isinstance(where, str) else ():  # as it was asked for
+            for spelled in (f"{where}/{operation}", where):
+                place = f"{spelled}:{_PORTS[operation][0]}".removesuffix(":output")
+                tap = self._taps.get(place)
+                if tap is None or tap.named != (spelled is where):
+                    continue
+                found = tap.target.place
+                kept = self._kept(found, tap)
+                if kept:
+                    own = found.operation if tap.named else None
+                    return Place(found.path, operation=own), _kind(found), kept
+        return self._search(where)
+
+    def _search(self, where: Any) -> tuple[Place, str, list[Any]]:
+        """The patterns of a place that is spelled in another way than it was asked for."""
         found, model = self._found(), self._model()
         fitting = [place for place in found if place == where]
         if not fitting and model is not None:
@@ -182,6 +205,11 @@ class Patterns:
                 "Run the model on padded sequences with a mask, or on one sequence at a time.",
             )
         return compute(operation, kept, self._dtype)
+
+
+def _kind(place: Place) -> str:
+    """The operation of a place, without the number of its use."""
+    return cast(str, place.operation).partition("#")[0]
 
 
 # -- keeping --------------------------------------------------------------------------------------
@@ -317,8 +345,8 @@ class attention(capture):
 
     def _prepared(self) -> None:
         super()._prepared()
-        named = {self.place_of(t.target) for t in self._taps.values() if cast(_Tap, t).named}
-        self._patterns = Patterns(self.record, self._model, named, self._dtype)
+        taps = cast("Iterable[_Tap]", self._taps.values())
+        self._patterns = Patterns(self.record, self._model, taps, self._dtype)
 
     if TYPE_CHECKING:  # entering gives patterns, where a capture gives its record
 
@@ -330,14 +358,9 @@ class attention(capture):
     # -- nothing there --------------------------------------------------------------------------
 
     def _verify(self) -> None:
-        found = cast(Patterns, self._patterns).places()
+        patterns = cast(Patterns, self._patterns)
         for request in self._requests:
-            asked = {(self.place_of(t).path, t.operation) for t in request.targets}
-            if not any(
-                (place.path, place.operation or operation) in asked
-                for place in found
-                for operation in _PORTS
-            ):
+            if not any(patterns.has(target) for target in request.targets):
                 raise self._nothing(request)
 
     def _nothing(self, request: Request) -> NeverFired:
