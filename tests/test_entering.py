@@ -5,6 +5,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
+import torch.distributed.fsdp  # some things are looked for only where it is loaded
 import torch.nn.functional as F
 from helpers import work_of
 from torch import nn
@@ -212,6 +213,10 @@ def tracing(model, x):
     return trace.output, traces["h.2.attn"].output
 
 
+def measuring(model, x):
+    hl.measure(model, ["h.3.mlp", "h.*.attn"], statistics=[hl.Mean()]).attach().remove()
+
+
 VERBS = {
     "attention": attending("h.1.attn", "h.1.attn"),
     "attention at a glob": attending("h.*.attn", "h.1.attn"),
@@ -219,6 +224,7 @@ VERBS = {
     "capture that stops": stopping,
     "preserve": preserving,
     "get_module, get_parameter": getting,
+    "measure, entered and left": measuring,
     "baukit's traces": tracing,
 }
 

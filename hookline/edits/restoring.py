@@ -26,7 +26,7 @@ from hookline.core.sites import Site
 from hookline.edits.parameters import Swap, Undo, mark
 from hookline.errors import ChangeError, HooklineWarning, NotHookable, PlaceError, PlaceNotFound
 from hookline.places.resolution import Target, Where, resolve
-from hookline.places.tree import join, tensors_of, walk
+from hookline.places.tree import Step, around, join, tensors_of, walk
 from hookline.values.snapshots import same_bits
 
 __all__ = ["get_module", "get_parameter", "preserve", "put_back", "replace_module", "restorer"]
@@ -104,8 +104,10 @@ class preserve(_PutsBack):
 
     def _start(self, attached: bool) -> None:
         tensors: dict[int, Any] = {}
-        reshard(self._model)
-        for target in _find(self._model, self._wheres or ("",), "output", "value"):
+        targets = _find(self._model, self._wheres or ("",), "output", "value")
+        near = [step for target in targets for step in _near(self._model, target)]
+        reshard(self._model, near)
+        for target in targets:
             if is_gathered(target.module) and gatherer(self._model, target.path) is None:
                 asked = f"The parameters at {str(target.place)!r} were to be preserved."
                 found = "FSDP gathers them from outside of the model that was given."
@@ -120,7 +122,13 @@ class preserve(_PutsBack):
         for tensor in tensors.values():
             if tensor is not None and not nn.parameter.is_lazy(tensor):
                 self._undo.append(restorer(tensor))
-        self._undo.append(partial(reshard, self._model))
+        self._undo.append(partial(reshard, self._model, near))
+
+
+def _near(model: nn.Module, target: Target) -> list[Step]:
+    """The modules that may have gathered what stands at a target: around it, and in it."""
+    outside = [("", module) for module in around(model, target.path)]
+    return outside if target.attribute else outside + walk(target.module)
 
 
 def put_back(owner: nn.Module, table: dict[str, Any], before: dict[str, Any], name: str) -> None:

@@ -82,13 +82,16 @@ class Gradients(Calls):
         return map(self._of, list(self.keys))  # more may come meanwhile
 
     def of_call(self, call: int) -> list[Kept | None]:
-        ends = (self.keys[slice(*self._ends(number))] for number in {-1, call})
-        return [self._of(key)[1] for keys in ends for key in keys]
+        found: list[Kept | None] = []
+        for number in {-1, call}:  # a parameter's have no call
+            first, last = self._ends(number)
+            found += [self._of(key)[1] for key in self.keys[first:last]]
+        return found
 
     def _ends(self, call: int) -> tuple[int, int]:
         """Where the keys of a call begin and end."""
-        bounds = cast("list[Any]", [(call,), (call + 1,)])
-        return bisect_left(self.keys, bounds[0]), bisect_left(self.keys, bounds[1])
+        first, last = (call, _NONE), (call + 1, _NONE)
+        return bisect_left(self.keys, first), bisect_left(self.keys, last)
 
     def _of(self, key: tuple[int, int]) -> tuple[int, Kept | None]:
         parts = self.grads.get(key)

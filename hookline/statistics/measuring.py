@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 from hookline import folders
 from hookline.core.contexts import Entering
-from hookline.core.hooks import hook, settled
+from hookline.core.hooks import first_names, hook, named_place, settled
 from hookline.core.slices import take
 from hookline.core.taps import Call
 from hookline.display import warn_outside
 from hookline.errors import NotCaptured, NotHookable, StatisticsError
-from hookline.listings import held_as, select
-from hookline.places.resolution import Place, Where
+from hookline.listings import held_as
+from hookline.places.resolution import Target, Where, resolve
 from hookline.statistics.kinds import Statistic, by_name, statistic_from, warn_of_images
 from hookline.statistics.masks import NamedMask
 from hookline.statistics.numbering import Numbers
@@ -193,19 +193,18 @@ class _Measuring(Entering):
         self.batch_mask: Any = None
         self._named: NamedMask | None = None
         self._hooks: list[hook] = []
-        self._silent: dict[str, None] = {}
+        self._silent: dict[Any, Target] = {}
         super().__init__(model)
 
     def _start(self, attached: bool) -> None:
         self.found, self._hooks, self.batch_mask, self._named = Measurements(), [], None, None
-        places = select(self._model, *self._wheres)
-        self._silent = dict.fromkeys(places)
-        parts = [hook(self._model, places, self._take)]
+        self._silent = {}
+        parts = [measured := hook(self._model, self._wheres[0], self._take)]
         if isinstance(self._mask, str):  # first: the model's own input may be measured
             self._named = NamedMask(self._mask)
             parts.insert(0, hook(self._model, ":inputs", self._named.begin))
         with suppress(NotHookable):  # then only the end shows what did not happen
-            select(self._model, "")
+            resolve(self._model, ("",))
             # Last, so that the places of the model's own output have been seen when it is called.
             parts.append(hook(self._model, "", self._one_batch))
         for part in parts:
@@ -213,6 +212,8 @@ class _Measuring(Entering):
         for part in parts:
             part._enter(attached)
             self._hooks.append(part)
+        targets = [target for request in measured._requests for target in request.targets]
+        self._silent = {target.key: target for target in targets}
 
     def _stop(self) -> None:
         for part in reversed(self._hooks):
@@ -234,11 +235,11 @@ class _Measuring(Entering):
         place = call.place
         if self._at is not None:
             value = take(value, self._at)
-        _, tensor = only_tensor(value, f"The value at {str(place)!r}")
+        _, tensor = only_tensor(value, lambda: f"The value at {str(place)!r}")
         if place not in self.found.statistics:
             self.found.statistics[place] = {k: one.fresh() for k, one in self._kinds.items()}
             self.found.calls[place] = 0
-            self._silent.pop(place, None)
+            self._silent.pop(call._tap.target.key, None)
             warn_of_images(place, tensor, self._kinds)
         mask = self.batch_mask if self._mask is None else self._mask
         mask = mask if self._named is None else self._named.at(place)
@@ -260,11 +261,13 @@ class _Measuring(Entering):
 
     def warn_of_silent(self, gradients: bool = True) -> None:
         """Warn, once, of the places at which nothing happened so far."""
-        silent = [p for p in self._silent if gradients or "grad" not in cast(Place, p).port]
-        for place in silent:
-            del self._silent[place]
+        silent = [t for t in self._silent.values() if gradients or "grad" not in t.port]
+        for target in silent:
+            del self._silent[target.key]
         if silent:
-            shown = ", ".join(map(repr, silent[:6])) + ", …" * (len(silent) > 6)
+            names = first_names(self._model)
+            places = [named_place(target, names) for target in silent[:6]]
+            shown = ", ".join(map(repr, places)) + ", …" * (len(silent) > 6)
             warn_outside(
                 f"Nothing happened at {shown} in the first batch: what is measured lacks "
                 f"{'it' if len(silent) == 1 else 'them'} so far. hookline.capture says why."
@@ -346,7 +349,8 @@ def measure(
     if not is_series(data):
         raise no_series(data, StatisticsError)
     where = settled(where)
-    if any("grad" in place.port for place in select(model, where)):
+    requests = resolve(model, (where,))
+    if any("grad" in target.port for request in requests for target in request.targets):
         raise StatisticsError(
             "measure was given data and gradient places.",
             "Over data only the forward runs, so that none would arrive.",
