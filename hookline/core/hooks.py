@@ -225,7 +225,11 @@ class Context(Entering, Generic[T]):
             remedy = f"List them with hookline.select(model, '{target.path}/*', inputs=batch)."
         elif "grad" in target.port:
             remedy = "Run the forward and the backward inside the `with`."
-        return NeverFired(f"{asked}:", self.reason(tap), remedy)
+        found = self.reason(tap)
+        if tap.reasons:  # which say themselves what to do
+            found, own = next(iter(tap.reasons.values()))
+            remedy = own or remedy
+        return NeverFired(f"{asked}:", found, remedy)
 
     def reason(self, tap: Tap) -> str:
         """Why nothing happened at a tap."""

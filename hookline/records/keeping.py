@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from hookline.core.recomputation import in_backward
-from hookline.core.slices import take
+from hookline.core.slices import Misfit, spelled, take
 from hookline.core.taps import KEEP, Frame, Tap, add_place
+from hookline.errors import SeveralTensors
 from hookline.places.resolution import Target
 from hookline.values.nested import Path, map_leaves, set_part
 from hookline.values.shards import layouts, local
@@ -41,6 +42,10 @@ _FORGOTTEN = (
     f"it came when {_RECENT} other calls had none so far, and what the value was is forgotten.",
     "Capture with keep='all'.",
 )
+
+
+class Unsliced(Exception):
+    """A value has not the slice that `at=` asks for: told on read, so that the forward goes on."""
 
 
 @dataclass(slots=True, eq=False)
@@ -104,10 +109,18 @@ class Options:
 
         value = map_leaves(start, value)
         if self.at is not None:
-            value = take(value, self.at)
+            value = self._sliced(value)
         if self.transform is not None:
             value = self.transform(value)
         return map_leaves(finish, value)
+
+    def _sliced(self, value: Any) -> Any:
+        try:
+            return take(value, self.at)
+        except (Misfit, SeveralTensors) as error:
+            if callable(self.at):  # the user's own error
+                raise
+            raise Unsliced(error.found, error.remedy) from error
 
 
 class CaptureTap(Tap):
@@ -130,17 +143,26 @@ class CaptureTap(Tap):
     @property
     def holds(self) -> bool:
         """Whether something was kept."""
-        return bool(self.kept or self.grads)
+        return bool(self.kept or any(self.grads.values()))
+
+    @property
+    def slicing(self) -> tuple[str | None, bool]:
+        """Which slice of each value is kept, as text, and whether that was transformed."""
+        at = self.options.at
+        return None if at is None else spelled(at), self.options.transform is not None
 
     def receive(self, value: Any, index: int, recomputed: bool, frame: Frame | None) -> Any:
         if recomputed:
             return KEEP
         options = self.options
-        if options.keep == "first" and self.fired:
+        if options.keep == "first" and (self.fired or self.reasons):
             self.fired += 1
             return KEEP
         try:
             kept = options.keeps(value, self.freeze)
+        except Unsliced as error:
+            self.explain(index, *error.args)
+            return KEEP
         except Exception as error:
             add_place(error, self)
             raise
@@ -163,11 +185,17 @@ class CaptureTap(Tap):
         elif self.options.keep == "last" and not late:
             self.kept[0] = kept
 
+    def explain(self, index: int, reason: str, remedy: str = "", path: Path = ()) -> None:
+        if self.options.keep == "last":
+            self.kept = []  # else the value of an earlier call would be read as the last one
+        super().explain(index, reason, remedy, path)
+
     def numbered(self) -> list[tuple[int, Kept | None]]:
         """The values with their calls; None for a call that had not the part asked for."""
-        if self.options.keep != "all":
-            return [(self.fired - 1 if self.options.keep == "last" else 0, k) for k in self.kept]
         without = {call for call, _ in self.reasons}
+        if self.options.keep != "all":
+            last = self.fired + len(without) - 1
+            return [(last if self.options.keep == "last" else 0, kept) for kept in self.kept]
         calls = (call for call in itertools.count() if call not in without)
         found = dict.fromkeys(without) | dict(zip(calls, self.kept, strict=False))
         return sorted(found.items())
@@ -240,6 +268,8 @@ class CaptureTap(Tap):
         options = PLAIN if plain else self.options
         try:
             parts[path] = options.keeps(grad, gradient_snapshot)
+        except Unsliced as error:
+            self.explain(index, *error.args, path)
         except Exception as error:
             add_place(error, self)
             raise
@@ -261,13 +291,18 @@ class CaptureTap(Tap):
             return found
         return [call for call in found if call[1] is not None] or found[-1:]
 
-    def _gather(self, call: int, parts: dict[Path, Kept]) -> Kept:
+    def _gather(self, call: int, arrived: dict[Path, Kept]) -> Kept | None:
         shape, groups = self.shapes.get(call, WHOLE)
-        for path in [path for path in parts if (call, path) in self.shared]:
-            if unreadable(parts[path][0], None, None) is None:
-                parts = {**parts, path: self.options.keeps(parts[path][0])}
-        if () in parts:
-            return parts[()]
+        parts = dict(arrived)
+        for path in [path for path in arrived if (call, path) in self.shared]:
+            if unreadable(arrived[path][0], None, None) is None:
+                try:
+                    parts[path] = self.options.keeps(arrived[path][0])
+                except Unsliced as error:
+                    self.explain(call, *error.args, path)
+                    del parts[path]
+        if () in parts or not parts:
+            return parts.get(())
         checks: dict[int, Any] = {}
         for paths in groups:
             for path in paths if paths[0] in parts else ():
