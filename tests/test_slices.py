@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from helpers import assert_clean
+from helpers import assert_clean, assert_same_state, state_bits
 from models import Giving
 from torch import nn
 
@@ -201,6 +201,24 @@ def test_measuring_a_slice_that_does_not_fit_raises_at_once(at, told):
     with pytest.raises(hl.ChangeError) as caught:
         hl.measure(model, "0", statistics=[hl.Mean()], data=[Y], at=at)
     assert in_three_parts(caught.value, told)
+    assert_clean(model)
+
+
+def test_a_slice_of_a_parameter_that_does_not_fit_is_told_and_leaves_it_as_it_was():
+    model, x = nn.Sequential(nn.Linear(3, 2)), torch.ones(1, 3)
+    before, bare = state_bits(model), model(x)
+    with pytest.raises(hl.ChangeError, match=r"'0\.bias'.*at=\[1, 2\].*\(2,\).*too many"):
+        with hl.edit(model, {"0.weight": hl.zero(), "0.bias": hl.zero()}, at=np.s_[1, 2]):
+            raise AssertionError("the block was entered")
+    with pytest.raises(hl.NeverFired, match=r"'0\.weight:?.*at=\[5\].*\(2, 3\)"):
+        with hl.capture(model, "0.weight", at=5):
+            assert torch.equal(model(x), bare)
+    with hl.capture(model, "0.weight:grad", at=5) as record:
+        model(x).sum().backward()
+    with pytest.raises(hl.GradientNotAvailable, match=r"at=\[5\].*\(2, 3\)"):
+        record["0.weight:grad"]
+    assert torch.equal(model[0].weight.grad, torch.ones(2, 3))
+    assert_same_state(model, before)
     assert_clean(model)
 
 

@@ -26,8 +26,6 @@ from hookline.values.tables import describe
 __all__ = ["FUNCTION", "Misfit", "Slice", "check_at", "put", "spelled", "take"]
 
 _REMEDY = "Give an index such as np.s_[:, -1], hookline.heads() or hookline.last_token()."
-
-
 FUNCTION = "a function"  # how each function is spelled
 
 

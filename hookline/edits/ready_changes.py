@@ -51,6 +51,11 @@ class add(Change):
     >>> with edit(model, "", add(torch.tensor([0.0, 5.0]))):
     ...     model(torch.zeros(1, 2))
     tensor([[0., 5.]])
+    >>> with edit(model, "", add(torch.tensor([0.0, 5.0]), dim=1)):
+    ...     model(torch.zeros(1, 2, 1, 3))
+    tensor([[[[0., 0., 0.]],
+    <BLANKLINE>
+             [[5., 5., 5.]]]])
 
     Args:
         values: a number, or a tensor, which broadcasts as in torch.
@@ -327,7 +332,8 @@ class patch(Change):
             except Misfit as error:
                 found = f"Of what the record holds: {error.found}"
                 raise self._unfit(call, found, error.remedy) from error.__cause__
-        if kept is None if at is None else kept in (spelled(at), FUNCTION):
+        same = kept is None if at is None else kept in (spelled(at), FUNCTION)
+        if same:
             return own
         held = "what transform= made of the value" if kept is None else "a slice of the value"
         held += f" there{'' if kept is None else f', at=[{kept:.60}]'}, of shape {tuple(own.shape)}"
