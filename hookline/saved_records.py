@@ -103,7 +103,11 @@ class _Malformed(Exception):
 class _SavedTap(CaptureTap):
     """What was kept at one place, without the module and its capture."""
 
-    slicing: tuple[str | None, bool] = (None, False)
+    saved_slicing: tuple[str | None, bool] = (None, False)
+
+    @property
+    def slicing(self) -> tuple[str | None, bool]:
+        return self.saved_slicing
 
     def gathered(self) -> list[tuple[int, Kept | None]]:
         return list(enumerate(self.kept))
@@ -193,7 +197,7 @@ def _tap(entry: Any, tensors: dict[str, Tensor]) -> CaptureTap:
     at = entry.get("at")
     if not isinstance(at, (str, type(None))):
         _refuse("a slice is no text")
-    tap.slicing = (at, bool(entry.get("transformed")))
+    tap.saved_slicing = (at, bool(entry.get("transformed")))
     if "why" in entry:
         tap.reasons = {(0, ()): (str(entry["why"]), "")}
     for n, value in enumerate(_list(entry.get("calls", []))):

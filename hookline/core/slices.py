@@ -85,7 +85,8 @@ def spelled(at: Any) -> str:
     if isinstance(at, tuple):
         return ", ".join(map(spelled, cast("tuple[Any, ...]", at))) or "()"
     if isinstance(at, slice):
-        steps = [at.start, at.stop, *([] if at.step is None else [at.step])]
+        own = cast("Any", at)
+        steps: list[Any] = [own.start, own.stop, *([] if own.step is None else [own.step])]
         return ":".join("" if step is None else str(index(step)) for step in steps)
     if at is Ellipsis:
         return "..."

@@ -47,6 +47,10 @@ _FORGOTTEN = (
 class Unsliced(Exception):
     """A value has not the slice that `at=` asks for: told on read, so that the forward goes on."""
 
+    def __init__(self, reason: str, remedy: str) -> None:
+        super().__init__(reason, remedy)
+        self.reason, self.remedy = reason, remedy
+
 
 @dataclass(slots=True, eq=False)
 class Options:
@@ -161,7 +165,7 @@ class CaptureTap(Tap):
         try:
             kept = options.keeps(value, self.freeze)
         except Unsliced as error:
-            self.explain(index, *error.args)
+            self.explain(index, error.reason, error.remedy)
             return KEEP
         except Exception as error:
             add_place(error, self)
@@ -269,7 +273,7 @@ class CaptureTap(Tap):
         try:
             parts[path] = options.keeps(grad, gradient_snapshot)
         except Unsliced as error:
-            self.explain(index, *error.args, path)
+            self.explain(index, error.reason, error.remedy, path)
         except Exception as error:
             add_place(error, self)
             raise
@@ -299,7 +303,7 @@ class CaptureTap(Tap):
                 try:
                     parts[path] = self.options.keeps(arrived[path][0])
                 except Unsliced as error:
-                    self.explain(call, *error.args, path)
+                    self.explain(call, error.reason, error.remedy, path)
                     del parts[path]
         if () in parts or not parts:
             return parts.get(())
