@@ -97,7 +97,7 @@ class Change:
         except RuntimeError:
             found = f"A tensor of shape {tuple(own.shape)} does not broadcast to the value's, "
             found += f"{tuple(value.shape)}" + ("." if dim is None else f", along dim={dim}.")
-            raise self._unfit(call, found, self._other_dims(own, value)) from None
+            raise self._unfit(call, found, self._other_dims(own, value, dim)) from None
 
     def _aligned(self, vector: Tensor, value: Tensor, call: Call, dim: int) -> Tensor:
         """A vector as a tensor that lies along one dimension of a value."""
@@ -107,9 +107,11 @@ class Change:
             raise self._unfit(call, found, remedy)
         return vector.view([-1 if d == dim % value.ndim else 1 for d in range(value.ndim)])
 
-    def _other_dims(self, own: Tensor, value: Tensor) -> str:
-        """What to do about a tensor that does not fit: name the dimensions that a vector fits."""
-        dims = [d for d, size in enumerate(value.shape) if own.ndim == 1 and size == len(own)]
+    def _other_dims(self, own: Tensor, value: Tensor, dim: int | None) -> str:
+        """What to do about a tensor that does not fit: name other dimensions that a vector fits."""
+        tried = -1 if dim is None else dim
+        sizes = enumerate(value.shape) if own.ndim == 1 else ()
+        dims = [d for d, size in sizes if size == len(own) and d - tried not in (0, value.ndim)]
         if not dims:
             return _LIKE
         verb = type(self).__name__ if hasattr(self, "dim") else "replace"

@@ -271,7 +271,7 @@ class remove_direction(Change):
         if self.dim not in dims or value.shape[self.dim] != length:
             found = f"The value has the shape {tuple(value.shape)}, the direction length {length}"
             found += f", along dim={self.dim}."
-            raise self._unfit(call, found, self._other_dims(self.direction, value))
+            raise self._unfit(call, found, self._other_dims(self.direction, value, self.dim))
         wide = torch.promote_types(torch.result_type(self.direction, value), torch.float32)
         direction = self.direction.to(value.device, wide)
         direction = direction / direction.abs().max()  # else its square may overflow or vanish

@@ -83,11 +83,25 @@ class Glob:
     """
 
     def __init__(self, text: str) -> None:
-        (self._items,) = _choices(iter(text))
+        (items,) = _choices(iter(text))
+        self._before = items.pop(0) if items and isinstance(items[0], str) else ""
+        self._after = items.pop() if items and isinstance(items[-1], str) else ""
+        self._items = items
+        # The commonest globs, in less time: one star, or one pair of braces as in `h.{0..11}`.
+        only: Any = items[0] if len(items) == 1 else ""
+        self._star, self._names = only is None, set[str]()
+        if isinstance(only, _Group) and not only.others:
+            self._names = {text for texts in only.plain.values() for text in texts}
 
     def fullmatch(self, name: str) -> bool:
         """Whether a whole name matches."""
-        return len(name) in _ends(self._items, name, {0})
+        start, end = len(self._before), len(name) - len(self._after)
+        if start > end or not (name.startswith(self._before) and name.endswith(self._after)):
+            return False
+        inner = name[start:end]
+        if self._star or self._names:
+            return self._star or inner in self._names
+        return len(inner) in _ends(self._items, inner, {0})
 
 
 def _choices(text: Iterator[str]) -> list[list[Any]]:
@@ -131,12 +145,13 @@ def _ends(items: Sequence[Any], name: str, starts: set[int]) -> set[int]:
         elif isinstance(item, str):
             starts = {start + len(item) for start in starts if name.startswith(item, start)}
         else:
-            ends = [_ends(choice, name, starts) for choice in item.others]
-            ends += [
-                {start + size for start in starts if name[start : start + size] in texts}
+            found = {
+                start + size
                 for size, texts in item.plain.items()
-            ]
-            starts = set[int]().union(*ends)
+                for start in starts
+                if name[start : start + size] in texts
+            }
+            starts = found.union(*(_ends(choice, name, starts) for choice in item.others))
     return starts
 
 
