@@ -141,7 +141,8 @@ class Recipe:
         Args:
             folder: where it was saved.
             allow_functions: import the functions and module types that the recipe names, which
-                runs the code of their modules: only for recipes that you trust.
+                runs the code of their modules, and take its regular expressions, which can be made
+                to search without end: only for recipes that you trust.
         """
         content, tensors = folders.read(folder, "recipe", RecipeError)
         reader = Reader(tensors, allow_functions, f"A recipe was to be read from {str(folder)!r}.")

@@ -73,7 +73,7 @@ def save_record(record: Record, folder: str | Path) -> Path:
                 "It is nested too deeply.",
                 "Capture a part of it, or what transform= makes of it.",
             ) from None
-        places.append({**_address(place), "calls": calls})
+        places.append({**_address(place), **_slicing(record, place), "calls": calls})
     missing = [{**_address(place), "why": why} for place, why in record.unfired().items()]
     return folders.write(folder, _KIND, {"places": places, "unfired": missing}, tensors)
 
@@ -104,6 +104,12 @@ class _Malformed(Exception):
 class _SavedTap(CaptureTap):
     """What was kept at one place, without the module and its capture."""
 
+    saved_slicing: tuple[str | None, bool] = (None, False)
+
+    @property
+    def slicing(self) -> tuple[str | None, bool]:
+        return self.saved_slicing
+
     def gathered(self) -> Calls:
         return Values(self.kept)
 
@@ -118,6 +124,11 @@ def _address(place: Place) -> dict[str, Any]:
     if place.operation is not None:
         address["operation"] = place.operation
     return address
+
+
+def _slicing(record: Record, place: Place) -> dict[str, Any]:
+    at, transformed = record._slicing(place)
+    return ({} if at is None else {"at": at}) | ({"transformed": True} if transformed else {})
 
 
 def _spelled(record: Record, place: Place, tensors: dict[str, Tensor]) -> Iterator[Any]:
@@ -184,6 +195,10 @@ def _tap(entry: Any, tensors: dict[str, Tensor]) -> CaptureTap:
         _refuse("an entry is no place")
     target = Target(_NOWHERE, cast(str, path), cast(str, port), tuple(parts), None, operation)
     tap = _SavedTap(target, cast(Any, lambda: None), PLAIN)  # its capture is over
+    at = entry.get("at")
+    if not isinstance(at, (str, type(None))):
+        _refuse("a slice is no text")
+    tap.saved_slicing = (at, bool(entry.get("transformed")))
     if "why" in entry:
         tap.explain(0, str(entry["why"]))
     for n, value in enumerate(_list(entry.get("calls", []))):

@@ -279,6 +279,12 @@ class Reader:
         text, flags = value["pattern"], value["flags"]
         if not isinstance(text, str) or type(flags) is not int:
             self.refuse(f"{_short(value)} is no regular expression.")
+        if not self.allow_functions:
+            self.refuse(
+                f"it holds the regular expression {_short(text)}, and those were not allowed: one "
+                "can be made to search without end.",
+                "If you trust it, load it with Recipe.load(folder, allow_functions=True).",
+            )
         try:
             return re.compile(text, flags)
         except (re.error, ValueError, OverflowError) as error:

@@ -110,22 +110,133 @@ def test_numbers_work_from_0_to_5_dimensions(shape):
         assert torch.allclose(changed(hl.remove_direction(d), x), expected)
 
 
-def test_a_vector_is_per_channel_for_images_and_per_feature_for_tokens():
-    v = torch.tensor([1.0, 2.0, 3.0])
-    for shape in [(2, 3, 5, 5), (2, 3, 4, 5, 6), (2, 3, 7)]:
-        x = values(*shape)
-        per_channel = v.view(1, 3, *[1] * (len(shape) - 2))
-        assert torch.equal(changed(hl.scale(v), x), x * per_channel)
-        assert torch.equal(changed(hl.add(v), x), x + per_channel)
-        assert torch.equal(changed(hl.replace(v), x), per_channel.expand(shape))
-        assert torch.equal(changed(hl.clamp(max=v), x), x.minimum(per_channel))
-        blended = x * (1 - per_channel) + v.mean() * per_channel
-        assert torch.allclose(changed(hl.blend(float(v.mean()), v), x), blended)
-    for shape in [(3,), (2, 3), (2, 5, 3), (2, 3, 3)]:
-        x = values(*shape)
-        assert torch.equal(changed(hl.scale(v), x), x * v)
-    square = values(2, 3, 3, 3)  # images: the channel comes first
-    assert torch.equal(changed(hl.scale(v), square), square * v.view(1, 3, 1, 1))
+# How a change makes use of a vector, and the same in plain torch of a tensor that broadcasts.
+WITH_VECTORS = {
+    "add": (hl.add, lambda x, v: x + v),
+    "scale": (hl.scale, lambda x, v: x * v),
+    "replace": (hl.replace, lambda x, v: v.expand(x.shape)),
+    "clamp min": (lambda v, **d: hl.clamp(min=v, **d), lambda x, v: x.clamp(min=v)),
+    "clamp max": (lambda v, **d: hl.clamp(-9.0, v, **d), lambda x, v: x.clamp(-9.0).clamp(max=v)),
+    "blend": (lambda v, **d: hl.blend(v, 0.25, **d), lambda x, v: x * 0.75 + v * 0.25),
+    "blend amount": (lambda v, **d: hl.blend(2.0, v, **d), lambda x, v: x * (1 - v) + 2.0 * v),
+    "blend both": (lambda v, **d: hl.blend(v, v, **d), lambda x, v: x * (1 - v) + v * v),
+}
+each_with_vectors = pytest.mark.parametrize(
+    ("make", "plain"), WITH_VECTORS.values(), ids=list(WITH_VECTORS)
+)
+V = torch.tensor([1.0, 2.0, 3.0])
+
+
+@each_with_vectors
+@pytest.mark.parametrize(
+    "shape", [(3,), (1, 3), (3, 3), (5, 3), (2, 5, 3), (2, 3, 3), (2, 3, 5, 3), (3, 3, 3, 3),
+              (1, 3, 1, 3), (2, 3, 4, 5, 3)],
+)  # fmt: skip
+def test_a_vector_lies_along_the_last_dimension_whatever_the_other_sizes_are(make, plain, shape):
+    x = values(*shape)
+    assert torch.equal(changed(make(V), x), plain(x, V))
+
+
+@pytest.mark.parametrize("length", [1, 63, 64, 65])
+def test_a_vector_at_the_heads_means_the_same_for_every_length_of_the_prompt(length):
+    class Attention(nn.Module):
+        def forward(self, x):
+            return x.view(*x.shape[:2], 4, 64)
+
+    model, x, v = Attention(), values(1, length, 256), values(64)
+    with hl.edit(model, "/view#0", hl.add(v)):
+        assert torch.equal(model(x), x.view(1, length, 4, 64) + v)
+    with hl.edit(model, "/view#0", hl.add(torch.arange(4.0), dim=2)):
+        assert torch.equal(model(x), x.view(1, length, 4, 64) + torch.arange(4.0)[:, None])
+
+
+@each_with_vectors
+@pytest.mark.parametrize(
+    ("shape", "dim"), [((3,), 0), ((3, 5), 0), ((2, 3), -1), ((2, 3, 7), 1), ((2, 3, 3), 1),
+                       ((1, 3, 5, 5), 1), ((2, 3, 5, 5), -3), ((3, 3, 3, 3), 1),
+                       ((3, 3, 3, 3), 2), ((2, 5, 3, 4, 3), 2), ((2, 3, 0, 5), 1)],
+)  # fmt: skip
+def test_dim_says_along_which_dimension_a_vector_lies(make, plain, shape, dim):
+    x = values(*shape)
+    along = V.view([-1 if d == dim % len(shape) else 1 for d in range(len(shape))])
+    assert torch.equal(changed(make(V, dim=dim), x), plain(x, along))
+
+
+@each_with_vectors
+@pytest.mark.parametrize(
+    ("shape", "fits"), [((2, 3, 5, 5), "dim=1,"), ((2, 3, 7), "dim=1,"), ((3, 5), "dim=0,"),
+                        ((2, 3, 3, 5), "dim=1 or dim=2,")],
+)  # fmt: skip
+def test_a_vector_that_fits_another_dimension_only_is_refused_with_both_shapes_and_dim(
+    make, plain, shape, fits
+):
+    with pytest.raises(hl.ChangeError) as caught:
+        changed(make(V), values(*shape))
+    assert "(3,)" in caught.value.found
+    assert str(shape) in caught.value.found
+    assert fits in caught.value.remedy
+    with pytest.raises(hl.ChangeError, match=fits):
+        changed(hl.scale(1.0) | make(V), values(*shape))
+
+
+def test_a_tensor_given_as_the_change_is_refused_as_replace_is():
+    with pytest.raises(hl.ChangeError, match=r"\(3,\).*\(2, 3, 5, 5\).*replace\(\.\.\., dim=1\)"):
+        changed(V, values(2, 3, 5, 5))
+    with pytest.raises(hl.ChangeError, match=r"\(4, 3\).*\(3, 4\)\. Keep the value's"):
+        changed(torch.ones(4, 3), values(3, 4))
+
+
+@each_with_vectors
+def test_a_dim_that_makes_no_sense_is_refused(make, plain):
+    for dim in (4, -5):
+        with pytest.raises(hl.ChangeError, match=rf"dim={dim} .*\(2, 3, 5, 5\)"):
+            changed(make(V, dim=dim), values(2, 3, 5, 5))
+    with pytest.raises(hl.ChangeError, match="dim=0 is out of range"):
+        changed(make(V, dim=0), torch.tensor(1.0))
+    with pytest.raises(hl.ChangeError, match=r"\(3,\) .*\(2, 3, 5, 5\), along dim=2.*dim=1,"):
+        changed(make(V, dim=2), values(2, 3, 5, 5))
+    for wrong in (torch.ones(3, 1), torch.ones(2, 3).tolist(), 1.0, torch.tensor(1.0)):
+        with pytest.raises(hl.ChangeError, match=r"dim=1\..*aligns 1-D tensors.*Leave out dim="):
+            make(wrong, dim=1)
+    for dim in ("1", 1.0, True, (1,)):
+        with pytest.raises(hl.ChangeError, match=r"dim=.*number of a dimension.*Give an int"):
+            make(V, dim=dim)
+
+
+def test_with_dim_numbers_and_tensors_without_dimensions_stay_numbers():
+    x = values(2, 3, 5, 5)
+    per = V.view(1, 3, 1, 1)
+    blended = hl.blend(torch.tensor(2.0), V, dim=1)
+    assert torch.equal(changed(blended, x), x * (1 - per) + 2.0 * per)
+    assert torch.equal(changed(hl.clamp(-9, V, dim=1), x), x.clamp(min=-9.0).clamp(max=per))
+    assert torch.equal(changed(hl.add([1.0, 2.0, 3.0], dim=1), x), x + per)
+    assert torch.equal(changed(hl.add(np.array([1, 2, 3]), dim=1), x), x + per)
+    assert torch.equal(changed(hl.add(torch.ones(1), dim=1), x), x + 1)
+    with pytest.raises(hl.ChangeError, match=r"\(3,\).*\(2, 1, 5, 5\)"):
+        changed(hl.add(V, dim=1), values(2, 1, 5, 5))
+
+
+def test_dim_counts_the_dimensions_of_the_slice_that_is_changed():
+    x = values(2, 5, 3, 4)
+    expected = x.clone()
+    expected[:, -1] += V[:, None]
+    assert torch.equal(changed(hl.add(V, dim=1), x, at=np.s_[:, -1]), expected)
+    with pytest.raises(hl.ChangeError, match=r"dim=3 .*\(2, 3, 4\).*with at="):
+        changed(hl.add(V, dim=3), x, at=np.s_[:, -1])
+
+
+def test_dim_is_shown_and_passes_gradients():
+    change = hl.add(V, dim=1) | hl.clamp(max=V, dim=-2)
+    assert [part.dim for part in change.changes] == [1, -2]
+    assert "dim=1" in repr(change)
+    assert "dim=-2" in repr(change)
+    v, x = V.clone().requires_grad_(), values(2, 3, 5)
+    changed(hl.scale(v, dim=1), x).sum().backward()
+    assert torch.allclose(v.grad, x.sum((0, 2)))
+    model = nn.Sequential(nn.Conv2d(1, 3, 1))
+    weight = model[0].weight.detach().clone()
+    with hl.edit(model, "0.weight", hl.scale(V, dim=0)):
+        assert torch.equal(model[0].weight, weight * V.view(3, 1, 1, 1))
 
 
 def test_batch_of_values_broadcasts_as_torch_does():
@@ -195,6 +306,10 @@ def test_remove_direction_refuses_what_is_no_direction():
         changed(hl.remove_direction(torch.ones(3)), torch.ones(4, 5))
     with pytest.raises(hl.ChangeError, match="dim=2"):
         changed(hl.remove_direction(torch.ones(3), dim=2), torch.ones(4, 3))
+    with pytest.raises(
+        hl.ChangeError, match=r"give dim=1, as in remove_direction\(\.\.\., dim=1\)"
+    ):
+        changed(hl.remove_direction(torch.ones(3)), torch.ones(2, 3, 5, 5))
 
 
 def test_a_direction_of_another_precision_is_brought_to_the_values():
@@ -340,7 +455,8 @@ def test_tensors_in_changes_do_not_break_comparison():
 
 def test_reprs_show_the_arguments():
     assert repr(hl.noise(0.5, seed=3)) == "noise(std=0.5, relative=False, seed=3)"
-    assert repr(hl.scale(2.0) | hl.zero()) == "Chain(changes=(scale(factor=2.0), zero()))"
+    shown = "Chain(changes=(scale(factor=2.0, dim=None), zero()))"
+    assert repr(hl.scale(2.0) | hl.zero()) == shown
 
 
 def test_a_change_of_ones_own_is_a_subclass():
@@ -641,6 +757,67 @@ def test_patch_of_a_whole_value_refuses_a_record_of_a_slice(at):
         model(torch.randn(3, 3, 4))
 
 
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_patch_never_goes_by_the_shape_of_what_a_record_holds(length, tmp_path):
+    """Slices that are as large as others, or as the whole, for some lengths only."""
+    model, x = nn.Sequential(nn.Identity()), torch.randn(2, length, 4)
+
+    def record_of(**options):
+        with hl.capture(model, "0", **options) as record:
+            model(x)
+        return record, hl.load_record(hl.save_record(record, tmp_path))
+
+    for record in record_of(at=np.s_[:, :1]):
+        for at in (None, np.s_[:, -1:], np.s_[:], 0):
+            refused = pytest.raises(hl.ChangeError, match=r"at=\[:, :1\].*the same at=")
+            with refused, hl.edit(model, "0", hl.patch(record), at=at):
+                model(x * 2)
+        with hl.edit(model, "0", hl.patch(record), at=np.s_[:, : np.int64(1)]):
+            assert torch.equal(model(x * 2)[:, :1], x[:, :1])
+    for record in record_of():
+        with hl.edit(model, "0", hl.patch(record), at=np.s_[:, -1]):
+            assert torch.equal(model(x * 2)[:, -1], x[:, -1])
+    for record in record_of(transform=lambda value: value[:, -1:]):
+        refused = pytest.raises(hl.ChangeError, match=r"what transform= made.*the same at=")
+        with refused, hl.edit(model, "0", hl.patch(record), at=np.s_[:, -1:]):
+            model(x * 2)
+    for record in record_of(at=lambda value: value[:, -1:]):
+        with hl.edit(model, "0", hl.patch(record), at=np.s_[:, -1:]):
+            assert torch.equal(model(x * 2)[:, -1:], x[:, -1:])
+        refused = pytest.raises(hl.ChangeError, match="a slice of the value there")
+        with refused, hl.edit(model, "0", hl.patch(record)):
+            model(x * 2)
+
+
+def test_patch_puts_the_last_token_of_one_run_in_the_place_of_that_of_another():
+    model, clean, corrupt = nn.Identity(), torch.randn(2, 3, 4), torch.randn(2, 5, 4)
+    with hl.capture(model, "", at=hl.last_token([[1, 0, 0], [1, 1, 1]])) as record:
+        model(clean)
+    last = hl.last_token([[1, 1, 1, 1, 0], [1, 1, 0, 0, 0]])
+    with hl.edit(model, "", hl.patch(record), at=last):
+        result = model(corrupt)
+    assert torch.equal(result[0, 3], clean[0, 0])
+    assert torch.equal(result[1, 1], clean[1, 2])
+    refused = pytest.raises(
+        hl.ChangeError, match=r"what the record holds: at=\[:, 4\] does not fit"
+    )
+    with hl.capture(model, "") as record:
+        model(clean)
+    with refused, hl.edit(model, "", hl.patch(record), at=np.s_[:, 4]):
+        model(corrupt)
+
+
+def test_patch_of_a_vector_never_goes_along_another_dimension():
+    model, x = nn.Identity(), torch.randn(2, 3, 5, 5)
+    with hl.capture(model, "", transform=lambda value: value.mean((0, 2, 3))) as record:
+        model(x)
+    refused = pytest.raises(hl.ChangeError, match=r"\(3,\).*dim=1, as in replace\(")
+    with refused, hl.edit(model, "", hl.patch(record)):
+        model(x)
+    with hl.edit(model, "", hl.replace(record[""], dim=1)):
+        assert torch.equal(model(x), record[""].view(1, 3, 1, 1).expand(2, 3, 5, 5))
+
+
 @pytest.mark.parametrize("at", [np.s_[:, 1:], np.s_[:], np.s_[0, 1:]])
 @pytest.mark.parametrize("kept", [np.s_[:, -1], np.s_[0, 0], np.s_[:, -1:]])
 def test_patch_of_a_slice_refuses_a_record_of_another_that_would_broadcast(at, kept):
@@ -842,7 +1019,7 @@ def test_what_replaced_a_value_is_not_the_users_tensor():
 def test_channels_last_values_are_changed_rightly():
     x = values(2, 3, 4, 5).to(memory_format=torch.channels_last)
     v = torch.tensor([1.0, 2.0, 3.0])
-    assert torch.equal(changed(hl.scale(v), x), x * v.view(1, 3, 1, 1))
+    assert torch.equal(changed(hl.scale(v, dim=1), x), x * v.view(1, 3, 1, 1))
     assert torch.equal(changed(hl.zero(), x), torch.zeros(2, 3, 4, 5))
 
 

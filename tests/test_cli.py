@@ -733,6 +733,12 @@ def test_recipes_are_shown_checked_and_joined(folder):
     code, out, _ = run("recipes", "show", "one")
     assert code == 0
     assert "scale(factor=2.0)" in out
+    hl.Recipe([("conv", hl.add(torch.ones(4), dim=1))]).save("along")
+    assert "add(values=(4,) float32, dim=1)" in run("recipes", "show", "along")[1]
+    hl.Recipe([(re.compile("f."), hl.zero())]).save("searching")
+    code, _, err = run("recipes", "show", "searching")
+    assert code == 2
+    assert "regular expression 'f.'" in err
     other = hl.Recipe([(re.compile("f."), hl.zero())], calls=[1])
     (hl.Recipe([("fc", torch.relu)], at=slice(0, 2)) + other).save("more")
     assert data("recipes", "show", "more", "--allow-functions") == [

@@ -447,10 +447,16 @@ def test_the_last_token_of_the_prompt_is_that_of_the_first_call(decoder):
 
 def test_a_mask_of_the_prompt_does_not_fit_later_calls_and_that_is_told(decoder):
     ids, mask = padded("left")
-    with pytest.raises(hl.ChangeError, match="mask of shape") as caught:
-        with hl.capture(decoder.model, decoder.mlp, at=hl.last_token(mask)):
+    bare = generate(decoder.model, ids, attention_mask=mask)
+    with hl.capture(decoder.model, decoder.mlp, at=hl.last_token(mask)) as record:
+        assert torch.equal(generate(decoder.model, ids, attention_mask=mask), bare)
+    assert record[decoder.mlp, 0].shape == (2, WIDTH)
+    with pytest.raises(hl.NotCaptured, match="mask has the shape") as caught:
+        record[decoder.mlp, 1]
+    assert decoder.mlp in str(caught.value)
+    with pytest.raises(hl.ChangeError, match=f"{decoder.mlp}.*mask has the shape"):
+        with hl.edit(decoder.model, decoder.mlp, hl.zero(), at=hl.last_token(mask)):
             generate(decoder.model, ids, attention_mask=mask)
-    assert any(decoder.mlp in note for note in caught.value.__notes__)
     assert_clean(decoder.model)
 
 

@@ -186,6 +186,10 @@ def test_an_operation_is_understood():
         ("a**", "must stand alone"),
         ("**a", "must stand alone"),
         ("{0..100000}", "at most 10,000"),
+        ("{a.b,c.d}" * 12, "stand for more than 1,000 paths"),
+        ("{a}" * 3000, "too many braces"),
+        ("{" * 3000 + "a" + "}" * 3000, "too many braces"),
+        ("a" + "[" * 20_000, "more than 100 ports and parts"),
     ],
 )
 def test_a_malformed_place_is_repeated_with_the_reason_and_the_form(text, reason):
@@ -348,3 +352,41 @@ def test_one_reading_that_resolves_is_taken_without_a_word():
     assert hl.select(named("x[0]"), "x[0]:input[1]") == [r"x\[0\]:input[1]"]
     assert hl.select(named("x[0]"), "x[0][1]") == [r"x\[0\][1]"]
     assert hl.select(named("a/b"), "a/b:grad_output") == [r"a\/b:grad_output"]
+
+
+# -- globs of a segment, against regular expressions ----------------------------------------------
+
+
+def expression(glob: str) -> str:
+    """The same as a regular expression."""
+    return "".join({"*": ".*", "{": "(?:", "}": ")", ",": "|"}.get(c, c) for c in glob)
+
+
+LETTERS = st.text("abc", max_size=3)
+GLOBS = st.recursive(
+    LETTERS | st.just("*"),
+    lambda inner: (
+        st.lists(inner, min_size=1, max_size=3).map("".join)
+        | st.lists(inner, min_size=1, max_size=3).map(lambda choices: "{" + ",".join(choices) + "}")
+    ),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(glob=GLOBS.filter(lambda glob: "**" not in glob), name=st.text("abc", max_size=6))
+def test_stars_and_braces_mean_what_they_mean_in_a_regular_expression(glob, name):
+    ((segment,),) = parse("x" + glob).paths
+    found = segment == "x" + name if isinstance(segment, str) else segment.fullmatch("x" + name)
+    assert found == bool(re.fullmatch(expression("x" + glob), "x" + name))
+
+
+@pytest.mark.parametrize(
+    "glob",
+    ["*{}" * 200 + "z", "{,}" * 200 + "z", "{s,s}{e,e}{l,l}{f,f}" * 40, "{*,{*,{*,*}}}" * 60 + "z"],
+)
+def test_no_glob_takes_long(glob):
+    """A regular expression would go on for ever, and a place may come from a file."""
+    model = named("self_attention" * 10)
+    with pytest.raises(hl.PlaceNotFound):
+        hl.select(model, glob)

@@ -752,6 +752,8 @@ CHANGES = {
     "replace by a number": hl.replace(0.25), "blend": hl.blend(torch.ones(4), 0.3),
     "remove_direction": hl.remove_direction(torch.linspace(1, 2, 4)),
     "noise": hl.noise(0.5, seed=1), "dropout": hl.dropout(0.5, seed=2),
+    "along positions": hl.add(torch.linspace(-1, 1, 6), dim=1),
+    "bounds along positions": hl.clamp(max=torch.linspace(0, 1, 6), dim=-2),
     "a chain": hl.scale(2.0) | hl.add(torch.ones(4)) | hl.clamp(max=1.0),
     "a function": torch.tanh, "another function": lambda value: value * 2 - 1,
 }  # fmt: skip

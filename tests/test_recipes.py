@@ -38,6 +38,8 @@ READY = {
     "dropout": hl.dropout(0.5, training=True, seed=1),
     "blend": hl.blend(VECTOR, amount=torch.tensor([0.0, 0.5, 1.0, 0.1])),
     "remove_direction": hl.remove_direction(VECTOR.to(torch.bfloat16)),
+    "dim": hl.add(torch.arange(5.0), dim=0) | hl.blend(VECTOR, 0.5, dim=-1),
+    "dim of bounds": hl.clamp(-VECTOR.abs(), VECTOR.abs(), dim=1) | hl.scale(VECTOR, dim=1),
     "chain": hl.scale(2.0) | hl.add(VECTOR) | hl.clamp(max=0.5),
 }
 
@@ -109,7 +111,7 @@ WHERES = {
 @pytest.mark.parametrize("name", WHERES)
 def test_a_saved_place_is_the_same_places(name, model, tmp_path):
     hl.Recipe([(WHERES[name], hl.zero())]).save(tmp_path)
-    ((where, _),) = hl.Recipe.load(tmp_path)
+    ((where, _),) = hl.Recipe.load(tmp_path, allow_functions=True)
     assert hl.select(model, where) == hl.select(model, WHERES[name])
 
 
@@ -296,7 +298,7 @@ def test_what_is_no_entry_is_refused():
 
 @pytest.fixture
 def saved(tmp_path):
-    entries = [("0", hl.add(VECTOR)), (nn.Linear, hl.scale(2.0)), (re.compile("a"), hl.noise(0.1))]
+    entries = [("0", hl.add(VECTOR)), (nn.Linear, hl.scale(2.0)), ("*", hl.noise(0.1))]
     return hl.Recipe(entries, at=np.s_[:, 1:], calls=[0, 1]).save(tmp_path / "recipe")
 
 
@@ -312,15 +314,18 @@ HOSTILE = {
     "no tensor '9'": lambda c: c["entries"][0]["change"].update(values={"tensor": "9"}),
     "no ready change": lambda c: c["entries"][0]["change"].update(change="eval"),
     "no ready change ": lambda c: c["entries"][0]["change"].update(change=["add"]),
-    "just change, values": lambda c: c["entries"][0]["change"].update(more=1),
+    "just change, dim, values": lambda c: c["entries"][0]["change"].update(more=1),
     "factor of scale": lambda c: c["entries"][1]["change"].update(factor=None),
     "std of noise": lambda c: c["entries"][2]["change"].update(std=True),
     "no type of modules": lambda c: c["entries"][1].update(where={"type": "builtins:dict"}),
     "not imported": lambda c: c["entries"][1].update(where={"type": "antigravity:Linear"}),
     "no import path": lambda c: c["entries"][1].update(where={"type": "os;x:system"}),
     "there is no Nothing": lambda c: c["entries"][1].update(where={"type": "torch.nn:Nothing"}),
-    "no regular expression": lambda c: c["entries"][2]["where"].update(pattern="("),
-    "no regular expression ": lambda c: c["entries"][2]["where"].update(flags=1 << 80),
+    "no regular expression": lambda c: c["entries"][2].update(where={"pattern": 1, "flags": 32}),
+    "just flags, pattern": lambda c: c["entries"][2].update(where={"pattern": "a"}),
+    "regular expression 'a'": lambda c: c["entries"][2].update(where={"pattern": "a", "flags": 32}),
+    "dim of add is True": lambda c: c["entries"][0]["change"].update(dim=True),
+    "aligns 1-D tensors": lambda c: c["entries"][1]["change"].update(dim=1),
     "no slice": lambda c: c["entries"][0].update(at={"slice": ["a", None, None]}),
     "not JSON|nothing that is known": lambda c: c["entries"][0].update(at={"function": "os:x"}),
     "functions were not allowed": lambda c: c["entries"][0].update(
@@ -344,6 +349,37 @@ def test_a_file_that_was_tampered_with_is_an_error(found, saved):
         hl.Recipe.load(saved)
     assert caught.value.asked
     assert caught.value.remedy
+
+
+def test_a_regular_expression_is_loaded_only_if_allowed(saved):
+    """Written by hand: in a long name such a search goes on for ages, and `re` has no timeout."""
+    for where in (
+        {"pattern": "(a+)+$", "flags": 32},
+        [{"pattern": "(a|a)*b", "flags": 32}],
+        {"tuple": [{"pattern": "(a+)+$", "flags": 32}, ":input"]},
+    ):
+        rewritten(saved, lambda c, where=where: c["entries"][1].update(where=where))
+        with pytest.raises(hl.RecipeError, match="regular expression") as caught:
+            hl.Recipe.load(saved)
+        assert str(saved) in caught.value.asked
+        assert "entry 2" in caught.value.found
+        assert "allow_functions=True" in caught.value.remedy
+    fine = {"pattern": "^(0|2)$", "flags": 32}
+    rewritten(saved, lambda c: c["entries"][1].update(where=fine))
+    (_, (where, _), _) = hl.Recipe.load(saved, allow_functions=True)
+    assert where == re.compile("^(0|2)$")
+    for wrong in ({"pattern": "(", "flags": 32}, {"pattern": "a", "flags": 1 << 80}):
+        rewritten(saved, lambda c, wrong=wrong: c["entries"][1].update(where=wrong))
+        with pytest.raises(hl.RecipeError, match="no regular expression: "):
+            hl.Recipe.load(saved, allow_functions=True)
+
+
+@pytest.mark.parametrize("where", ["*{}" * 100 + "z", "{,}" * 100 + "z", "{a.b,c.d}" * 30])
+def test_no_place_in_a_file_keeps_a_recipe_from_being_entered(where, saved, model):
+    rewritten(saved, lambda c: c["entries"][0].update(where=where))
+    with pytest.raises(hl.RecipeError, match="entry 1 of 3"), hl.Recipe.load(saved).on(model):
+        pass
+    assert_clean(model)
 
 
 def test_foreign_folders_are_errors(saved, tmp_path):

@@ -870,10 +870,8 @@ def test_at_meets_nested_values_with_one_tensor_only():
         model(torch.arange(3.0))
     assert record[""] == 0
     model = nn.Sequential(nn.LSTM(2, 2))
-    with pytest.raises(hl.SeveralTensors, match=r"\[1\]\[0\]") as caught:
-        with hl.capture(model, "0", at=0):
-            model(torch.ones(1, 1, 2))
-    assert any("'0'" in note for note in caught.value.__notes__)
+    with pytest.raises(hl.NeverFired, match=r"'0'.*\[1\]\[0\]"), hl.capture(model, "0", at=0):
+        model(torch.ones(1, 1, 2))
     assert_clean(model)
 
 
@@ -889,13 +887,12 @@ def test_heads_takes_the_columns_of_attention_heads():
 
 def test_heads_that_do_not_fit_are_an_error():
     model = nn.Identity()
-    with pytest.raises(hl.ChangeError, match=r"\(2, 5, 12\).*of="):
+    with pytest.raises(hl.NeverFired, match=r"\(2, 5, 12\).*of="):
         with hl.capture(model, "", at=hl.heads(0, of=5)):
             model(torch.ones(2, 5, 12))
     for make in (lambda: hl.heads(of=4), lambda: hl.heads(0, of=0), lambda: hl.heads(4, of=4)):
         with pytest.raises(hl.ChangeError, match="heads"):
-            with hl.capture(model, "", at=make()):
-                model(torch.ones(2, 5, 12))
+            make()
 
 
 def test_last_token_takes_the_last_position_that_is_not_padding():
@@ -911,10 +908,10 @@ def test_last_token_takes_the_last_position_that_is_not_padding():
 
 def test_last_token_needs_a_mask_that_fits_and_is_not_empty():
     model = nn.Identity()
-    with pytest.raises(hl.ChangeError, match=r"\(2, 4\).*\(3, 4, 2\)"):
+    with pytest.raises(hl.NeverFired, match=r"\(2, 4\).*\(3, 4, 2\)"):
         with hl.capture(model, "", at=hl.last_token(torch.ones(2, 4))):
             model(torch.ones(3, 4, 2))
-    with pytest.raises(hl.ChangeError, match="empty for some sequence"):
+    with pytest.raises(hl.NeverFired, match="empty for some sequence"):
         with hl.capture(model, "", at=hl.last_token(torch.tensor([[1, 1], [0, 0]]))):
             model(torch.ones(2, 2, 2))
 

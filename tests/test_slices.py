@@ -1,9 +1,11 @@
 """`at=`: slices that are kept and slices that are changed."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
-from helpers import assert_clean
+from helpers import assert_clean, assert_same_state, state_bits
 from models import Giving
 from torch import nn
 
@@ -123,18 +125,177 @@ def test_the_slice_of_a_nested_value_is_that_of_its_only_tensor():
 
 def test_a_slice_of_several_tensors_asks_for_the_part():
     model = Giving(lambda: (Y, Y))
-    with pytest.raises(hl.SeveralTensors, match=r"holds 2: \[0\] \(2, 3, 4\), \[1\]") as caught:
-        with hl.capture(model, "", at=0):
-            model()
+    told = r"holds 2: \[0\] \(2, 3, 4\), \[1\]"
+    with pytest.raises(hl.SeveralTensors, match=told) as caught, hl.edit(model, "", Y, at=0):
+        model()
     assert any("raised at the place ''" in note for note in caught.value.__notes__)
+    with pytest.raises(hl.NeverFired, match=f"'': .*{told}"), hl.capture(model, "", at=0):
+        assert model()[1] is Y  # the forward goes on
     assert_clean(model)
 
 
-def test_an_index_that_does_not_fit_is_torchs_own_error_with_the_place():
+MISFITS = {
+    "int": (7, r"at=\[7\].*out of bounds for dimension 0 with size 2"),
+    "column": (np.s_[:, 99], r"at=\[:, 99\].*out of bounds for dimension 1 with size 3"),
+    "list": ([0, 99], r"at=\[\[0, 99\]\].*out of bounds"),
+    "tensor": (torch.tensor([5]), r"at=\[\[5\]\].*out of bounds"),
+    "dimensions": (np.s_[0, 0, 0, 0], r"at=\[0, 0, 0, 0\].*too many indices"),
+    "mask": (torch.tensor([True]), r"at=\[\[True\]\].*shape of the mask"),
+    "step": (np.s_[::-1], r"at=\[::-1\].*step"),
+    "heads": (hl.heads(1, of=3), r"at=heads\(1, of=3\) does not fit"),
+    "last_token": (hl.last_token(torch.ones(2, 9)), r"at=last_token.*\(2, 9\)"),
+}
+each_misfit = pytest.mark.parametrize(("at", "told"), MISFITS.values(), ids=list(MISFITS))
+
+
+def in_three_parts(error, told):
+    """Whether an error names the place '0', what was found there, and what to do."""
+    assert "'0'" in error.asked
+    assert re.search(told, error.found)
+    assert "(2, 3, 4)" in error.found
+    assert error.remedy
+    return True
+
+
+@each_misfit
+def test_an_edit_of_a_slice_that_does_not_fit_raises_at_once(at, told):
+    model = nn.Sequential(Giving(lambda: Y), nn.Identity())
+    ran = []
+    with pytest.raises(hl.ChangeError) as caught, hl.edit(model, "0", hl.zero(), at=at):
+        ran.append(model[0]())
+    assert in_three_parts(caught.value, told)
+    assert not ran
+    assert_clean(model)
+    assert model[0]() is Y
+
+
+@each_misfit
+def test_a_capture_of_a_slice_that_does_not_fit_lets_the_forward_be_and_tells_it_at_exit(at, told):
+    model = nn.Sequential(Giving(lambda: Y), nn.Identity())
+    with pytest.raises(hl.NeverFired) as caught, hl.capture(model, "0", at=at):
+        assert model[0]() is Y
+    assert in_three_parts(caught.value, told)
+    assert "'**'" not in caught.value.remedy
+    assert_clean(model)
+
+
+def test_of_several_places_those_that_a_slice_does_not_fit_are_told_on_read():
+    long = torch.zeros(9, 2)
+    model = nn.Sequential(Giving(lambda: Y), Giving(lambda: long), nn.Identity())
+    with hl.capture(model, "{0,1}", at=7) as record:
+        assert model[0]() is Y
+        assert model[1]() is long
+    assert record.places() == ["1"]
+    assert "at=[7] does not fit" in record.unfired()["0"]
+    with pytest.raises(hl.NeverFired, match=r"'0'.*at=\[7\].*\(2, 3, 4\)"):
+        record["0"]
+    with pytest.raises(hl.NeverFired, match=r"at=\[7\]"):
+        with hl.capture(model, "0", at=7, stop=True):
+            assert model[0]() is Y
+    assert_clean(model)
+
+
+@each_misfit
+def test_measuring_a_slice_that_does_not_fit_raises_at_once(at, told):
+    model = nn.Sequential(nn.Identity())
+    with pytest.raises(hl.ChangeError) as caught:
+        hl.measure(model, "0", statistics=[hl.Mean()], data=[Y], at=at)
+    assert in_three_parts(caught.value, told)
+    assert_clean(model)
+
+
+def test_a_slice_of_a_parameter_that_does_not_fit_is_told_and_leaves_it_as_it_was():
+    model, x = nn.Sequential(nn.Linear(3, 2)), torch.ones(1, 3)
+    before, bare = state_bits(model), model(x)
+    with pytest.raises(hl.ChangeError, match=r"'0\.bias'.*at=\[1, 2\].*\(2,\).*too many"):
+        with hl.edit(model, {"0.weight": hl.zero(), "0.bias": hl.zero()}, at=np.s_[1, 2]):
+            raise AssertionError("the block was entered")
+    with pytest.raises(hl.NeverFired, match=r"'0\.weight:?.*at=\[5\].*\(2, 3\)"):
+        with hl.capture(model, "0.weight", at=5):
+            assert torch.equal(model(x), bare)
+    with hl.capture(model, "0.weight:grad", at=5) as record:
+        model(x).sum().backward()
+    with pytest.raises(hl.GradientNotAvailable, match=r"at=\[5\].*\(2, 3\)"):
+        record["0.weight:grad"]
+    assert torch.equal(model[0].weight.grad, torch.ones(2, 3))
+    assert_same_state(model, before)
+    assert_clean(model)
+
+
+def by_length(model, lengths):
+    """Run a model on batches of these lengths."""
+    return [model(torch.arange(2.0 * n).view(2, n)) for n in lengths]
+
+
+def test_calls_that_a_slice_does_not_fit_are_told_when_they_are_read():
+    model = nn.Sequential(nn.Identity(), nn.Identity())
+    for where in ("0", "1:input"):
+        with hl.capture(model, where, at=np.s_[:, 3]) as record:
+            values = by_length(model, [4, 2, 5])
+        assert torch.equal(record[where, 0], values[0][:, 3])
+        assert torch.equal(record[where, 2], values[2][:, 3])
+        assert record.calls(where)[1] is None
+        with pytest.raises(hl.NotCaptured, match=r"'(0|1:input)'.*at=\[:, 3\].*\(2, 2\)"):
+            record[where, 1]
+        with pytest.raises(hl.NotCaptured, match=r"at=\[:, 3\]"):
+            record.cat(where)
+        with hl.capture(model, where, at=np.s_[:, 3]) as record:
+            by_length(model, [2, 5])
+        with pytest.raises(hl.SeveralCalls):
+            record[where]
+
+
+@pytest.mark.parametrize("where", ["0", "1:input"])
+def test_the_first_and_the_last_call_never_stand_for_one_that_a_slice_does_not_fit(where):
+    model = nn.Sequential(nn.Identity(), nn.Identity())
+    at = np.s_[:, 3]
+    for keep, lengths in [("first", [2, 4]), ("last", [4, 2])]:
+        with pytest.raises(hl.NeverFired, match=r"at=\[:, 3\].*\(2, 2\)"):
+            with hl.capture(model, where, at=at, keep=keep):
+                by_length(model, lengths)
+    for keep, lengths, number in [("first", [4, 2], 0), ("last", [2, 2, 5], 2)]:
+        with hl.capture(model, where, at=at, keep=keep) as record:
+            values = by_length(model, lengths)
+        assert torch.equal(record[where], values[number][:, 3])
+        assert torch.equal(record.of_call(where, number), values[number][:, 3])
+
+
+@pytest.mark.parametrize("port", ["grad_output", "grad_input"])
+def test_the_slice_of_a_gradient_that_does_not_fit_is_told_on_read_and_by_an_edit_at_once(port):
+    lin, x, y = nn.Linear(3, 3), torch.ones(2, 3), torch.ones(5, 3)
+
+    def run(*inputs):
+        lin.zero_grad()
+        for given in inputs:
+            lin(given.clone().requires_grad_()).sum().backward()
+        return lin.weight.grad.clone()
+
+    expected = run(x)
+    with hl.capture(lin, f":{port}", at=4) as record:
+        assert torch.equal(run(x), expected)
+    with pytest.raises(hl.GradientNotAvailable, match=rf"':{port}'.*at=\[4\].*\(2, 3\)"):
+        record[f":{port}"]
+    assert record.places() == []
+    for keep, inputs in [("first", (x, y)), ("last", (y, x))]:
+        with hl.capture(lin, f":{port}", at=4, keep=keep) as record:
+            run(*inputs)
+    with hl.capture(lin, f":{port}", at=4) as record:
+        run(x, y)
+    assert record[f":{port}", 1].shape == (3,)
+    with pytest.raises(hl.GradientNotAvailable, match=r"at=\[4\]"):
+        record[f":{port}", 0]
+    with pytest.raises(hl.ChangeError, match=rf"':{port}'.*at=\[4\].*\(2, 3\)"):
+        with hl.edit(lin, f":{port}", hl.zero(), at=4):
+            run(x)
+    assert_clean(lin)
+
+
+def test_a_users_own_error_in_at_or_transform_is_raised_where_it_happens():
     model = Giving(lambda: Y)
-    for verb in (hl.capture(model, "", at=7), hl.edit(model, "", hl.zero(), at=7)):
-        with pytest.raises(IndexError, match="out of bounds") as caught, verb:
-            model()
+    for options in ({"at": lambda v: v[7]}, {"transform": lambda v: v[7]}):
+        with pytest.raises(IndexError, match="out of bounds") as caught:
+            with hl.capture(model, "", **options):
+                model()
         assert any("place ''" in note for note in caught.value.__notes__)
     assert_clean(model)
 
@@ -214,10 +375,10 @@ def test_heads_are_columns_of_the_last_dimension(at, columns):
     ids=["too large", "too small", "does not divide", "none", "of none", "no dimension"],
 )
 def test_heads_that_do_not_fit_are_told(make):
-    with pytest.raises(hl.HooklineError, match="head"):  # noqa: PT012 - or when they are made
+    with pytest.raises(hl.ChangeError, match="head"):  # noqa: PT012 - or when they are made
         at, value = make()
         model = Giving(lambda: value)
-        with hl.capture(model, "", at=at):
+        with hl.edit(model, "", hl.zero(), at=at):
             model()
 
 
@@ -260,14 +421,17 @@ def test_the_mask_of_the_last_token_may_be_a_list_or_an_array():
     ("mask", "reason"),
     [
         (torch.tensor([[0, 0, 0], [1, 0, 0]]), "The mask is empty for some sequence"),
-        (torch.ones(2), r"mask of shape \(2,\).*\(2, 3, 4\)"),
-        (torch.ones(2, 4), r"mask of shape \(2, 4\).*first two dimensions"),
-        (torch.ones(2, 3, 4), r"mask of shape \(2, 3, 4\)"),
+        (torch.ones(2), r"mask has the shape \(2,\).*\(2, 3, 4\)"),
+        (torch.ones(2, 4), r"mask has the shape \(2, 4\).*first two dimensions"),
+        (torch.ones(2, 3, 4), r"mask has the shape \(2, 3, 4\)"),
     ],
 )
 def test_a_mask_that_does_not_fit_is_told(mask, reason):
     model = Giving(lambda: Y)
-    with pytest.raises(hl.ChangeError, match=reason), hl.capture(model, "", at=hl.last_token(mask)):
+    at = hl.last_token(mask)
+    with pytest.raises(hl.ChangeError, match=reason), hl.edit(model, "", hl.zero(), at=at):
+        model()
+    with pytest.raises(hl.NeverFired, match=reason), hl.capture(model, "", at=at):
         model()
     assert_clean(model)
 

@@ -131,7 +131,9 @@ def recipes() -> None:
 
 _folder = click.argument("folder", type=click.Path(path_type=Path))
 _functions = click.option(
-    "--allow-functions", is_flag=True, help="Import the functions that it names: runs their code."
+    "--allow-functions",
+    is_flag=True,
+    help="Import the functions that it names (runs their code), and take regular expressions.",
 )
 
 

@@ -225,7 +225,10 @@ class Context(Entering, Generic[T]):
             remedy = f"List them with hookline.select(model, '{target.path}/*', inputs=batch)."
         elif "grad" in target.port:
             remedy = "Run the forward and the backward inside the `with`."
-        return NeverFired(f"{asked}:", self.reason(tap), remedy)
+        found, why = self.reason(tap), tap.why()
+        if why is not None:  # which says itself what to do
+            found, remedy = why[0], why[1] or remedy
+        return NeverFired(f"{asked}:", found, remedy)
 
     def reason(self, tap: Tap) -> str:
         """Why nothing happened at a tap."""
@@ -243,9 +246,9 @@ def silence(tap: Tap, site: Site, model: Any, names: dict[int, str]) -> str:
     """Why nothing happened at a tap."""
     target = tap.target
     tap.lost()
-    if tap.reasons:
-        reason, remedy = next(iter(next(iter(tap.reasons.values())).values()))
-        return f"{reason} {remedy}".strip()
+    why = tap.why()
+    if why is not None:
+        return " ".join(why).strip()
     if tap.silent and target.port != "grad":
         return tap.silent
     if site.foreign:

@@ -3,24 +3,30 @@
 - `take(value, at)`: the slice
 - `put(value, at, change)`: the same value with the slice changed
 - `check_at(at, target)`: whether a slice makes sense at a place
+- `spelled(at)`: a slice as text
 - `Slice`: a slice whose index depends on the value
+- `Misfit`: the error of a slice that does not fit a value, raised where the place is not known
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from operator import index
+from typing import Any, SupportsIndex, cast
 
+import torch
 from torch import Tensor
 
 from hookline.errors import ChangeError
 from hookline.places.resolution import Target
 from hookline.values.nested import only_tensor, set_part
 from hookline.values.shards import alike, beside, layouts, whole
+from hookline.values.tables import describe
 
-__all__ = ["Slice", "check_at", "put", "take"]
+__all__ = ["FUNCTION", "Misfit", "Slice", "check_at", "put", "spelled", "take"]
 
 _REMEDY = "Give an index such as np.s_[:, -1], hookline.heads() or hookline.last_token()."
+FUNCTION = "a function"  # how each function is spelled
 
 
 class Slice:
@@ -32,6 +38,20 @@ class Slice:
         """The index of the slice in a value."""
         raise AssertionError("a slice has an index")
 
+    def spelled(self) -> str:
+        """The slice as text; slices that mean the same have the same."""
+        return repr(self)
+
+
+class Misfit(ChangeError):
+    """A slice does not fit a value. Whoever knows the place says so with `at_place`."""
+
+    def at_place(self, place: str, verb: str) -> ChangeError:
+        """The same error, which says at which place the slice was to be changed, or measured."""
+        return ChangeError(
+            f"A slice of the value at {place!r} was to be {verb}:", self.found, self.remedy
+        )
+
 
 def check_at(at: Any, target: Target) -> None:
     """Refuse what is no index, and a slice of a value that is only this rank's part.
@@ -40,11 +60,42 @@ def check_at(at: Any, target: Target) -> None:
     """
     if isinstance(at, (str, bytes, float, dict)):
         raise TypeError(f"at={at!r} was asked for. It is no index. {_REMEDY}")
+    _refuse_class(at)
     for planned in layouts(target) if isinstance(at, Slice) and at.whole else ():
         if any(getattr(placement, "dim", 0) not in (0, 1) for placement in planned or ()):
             asked = f"{at!r} was asked for at {str(target.place)!r}."
             found = f"The value there is only this rank's part of it: {planned}."
             raise ChangeError(asked, found, "Give an index into that part, as np.s_[..., :64].")
+
+
+def _refuse_class(at: Any) -> None:
+    if Slice in getattr(at, "__mro__", ()):
+        remedy = f"Give one of its kind: {at.__name__}(...)."
+        raise ChangeError(f"A slice at={at.__name__} was asked for.", "It is a class.", remedy)
+
+
+def spelled(at: Any) -> str:
+    """A slice as text, as it stands between square brackets; equal ones have the same.
+
+    >>> spelled((slice(None), -1)), spelled([0, 2]), spelled(lambda value: value)
+    (':, -1', '[0, 2]', 'a function')
+    """
+    if isinstance(at, Slice):
+        return at.spelled()
+    if isinstance(at, tuple):
+        return ", ".join(map(spelled, cast("tuple[Any, ...]", at))) or "()"
+    if isinstance(at, slice):
+        own = cast("Any", at)
+        steps: list[Any] = [own.start, own.stop, *([] if own.step is None else [own.step])]
+        return ":".join("" if step is None else str(index(step)) for step in steps)
+    if at is Ellipsis:
+        return "..."
+    if callable(at):
+        return FUNCTION
+    if hasattr(at, "tolist"):  # a tensor or an array
+        at = at.tolist()
+    whole = isinstance(at, SupportsIndex) and not isinstance(at, bool)
+    return str(index(at)) if whole else repr(at)
 
 
 def take(value: Any, at: Any) -> Any:
@@ -55,13 +106,10 @@ def take(value: Any, at: Any) -> Any:
     tensor([2, 5])
     """
     if callable(at):
-        if Slice in getattr(at, "__mro__", ()):
-            name = at.__name__
-            remedy = f"Give one of its kind: {name}(...)."
-            raise ChangeError(f"A slice at={name} was asked for.", "It is a class.", remedy)
+        _refuse_class(at)
         return at(value)
     _, tensor = only_tensor(value)
-    return tensor[_index(tensor, at)]
+    return _find(tensor, at)[1]
 
 
 def put(value: Any, at: Any, change: Callable[[Tensor], Tensor]) -> Any:
@@ -76,9 +124,26 @@ def put(value: Any, at: Any, change: Callable[[Tensor], Tensor]) -> Any:
         raise ChangeError(f"An edit was asked for at={at!r}.", found, _REMEDY)
     path, tensor = only_tensor(value)
     changed = whole(tensor).clone()
-    index = _index(changed, at)
-    changed[index] = change(changed[index].clone())
+    where, piece = _find(changed, at)
+    changed[where] = change(piece.clone())
     return set_part(value, path, alike(changed, tensor))
+
+
+def _find(tensor: Tensor, at: Any) -> tuple[Any, Tensor]:
+    """The index of a slice in a tensor, and what is there; Misfit if it does not fit."""
+    try:
+        where = _index(tensor, at)
+        return where, tensor[where]
+    except torch.OutOfMemoryError:
+        raise
+    except ChangeError as error:  # a Slice says itself what is wrong
+        cause, found, remedy = error, error.found, error.remedy
+    except (IndexError, TypeError, ValueError, RuntimeError) as error:
+        cause, found = error, f"The value is {describe(tensor)}: {str(error).splitlines()[0]:.200}."
+        remedy = "Give an index that fits every value there, such as np.s_[:, -1]."
+    shown = repr(at) if isinstance(at, Slice) else f"[{spelled(at)}]"
+    found = f"at={shown:.80} does not fit. {found}"
+    raise Misfit("A slice was asked for:", found, remedy) from cause
 
 
 def _index(tensor: Tensor, at: Any) -> Any:

@@ -123,6 +123,11 @@ class Tap:
         self.reasons = self.reasons or {}
         self.remember(self.reasons, index, {**self.reasons.get(index, {}), path: (reason, remedy)})
 
+    def why(self, index: int | None = None) -> tuple[str, str] | None:
+        """Why a call gave nothing, with the remedy, or why the first such call did, if known."""
+        calls = self.reasons if index is None else (index,)
+        return next((why for n in calls for why in self.reasons.get(n, {}).values()), None)
+
     def withdraw(self, index: int) -> None:
         """The call that had this number was not completed: the next one has it."""
         cast("dict[Any, Any]", self.reasons or {}).pop(index, None)

@@ -1,16 +1,17 @@
 """What an edit does to a value: what all changes have in common.
 
 A change meets one tensor, brings its own tensors to that tensor's dtype and device, broadcasts
-them, and never changes the shape. The others are in `ready_changes.py`.
+them as torch does, and never changes the shape. The others are in `ready_changes.py`.
 
 - `Change`: the base class; `apply(value, call)` is what a subclass defines
 - `Chain`: several changes, one after the other, made by `|`
 - `replace`: other values, which is also what a tensor means where a change is taken
+- `check_dim(change, *given)`: whether `dim=` makes sense with what a change was given
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -22,7 +23,7 @@ from hookline.values.nested import Path, leaves, only_tensor, set_part, show_pat
 from hookline.values.shards import alike, beside, placements
 from hookline.values.tables import describe
 
-__all__ = ["Chain", "Change", "replace"]
+__all__ = ["Chain", "Change", "check_dim", "replace"]
 
 
 _LIKE = "Keep the value's structure, shape, dtype, device, placement; hookline.hook checks nothing."
@@ -79,11 +80,10 @@ class Change:
             found += f" {show_path(path) or 'It'} was {was}, now {now}."
         raise self._unfit(call, found)
 
-    def _fit(self, own: Any, value: Tensor, call: Call) -> Any:
+    def _fit(self, own: Any, value: Tensor, call: Call, dim: int | None = None) -> Any:
         """A change's own tensor, brought to the value's device, floating dtype and shape.
 
-        A 1-D tensor is per channel: it lies along dimension 1 of values with four or more
-        dimensions, else along the last one, or along the only one of the two that has its length.
+        It broadcasts as in torch, from the last dimension; with `dim` a vector lies along that one.
         """
         floats = torch.can_cast(torch.float32, value.dtype)
         if own is None or (floats and isinstance(own, (int, float, complex))):
@@ -95,14 +95,33 @@ class Change:
         own = _cast(own, wide).to(value.device)
         # Autograd saves no tensor that was made in inference mode.
         own = own.clone() if own.is_inference() and torch.is_grad_enabled() else own
-        image = value.ndim >= 4 or (value.ndim == 3 and value.shape[-1] != own.numel())
-        if own.ndim == 1 and image and value.shape[1] == len(own):
-            own = own.view(-1, *[1] * (value.ndim - 2))
+        aligned = own if dim is None or not own.ndim else self._aligned(own, value, call, dim)
         try:
-            return beside(own, value).expand(value.shape)
+            return beside(aligned, value).expand(value.shape)
         except RuntimeError:
-            shapes = f"{tuple(own.shape)} does not broadcast to the value's, {tuple(value.shape)}"
-            raise self._unfit(call, f"A tensor of shape {shapes}.") from None
+            found = f"A tensor of shape {tuple(own.shape)} does not broadcast to the value's, "
+            found += f"{tuple(value.shape)}" + ("." if dim is None else f", along dim={dim}.")
+            raise self._unfit(call, found, self._other_dims(own, value, dim)) from None
+
+    def _aligned(self, vector: Tensor, value: Tensor, call: Call, dim: int) -> Tensor:
+        """A vector as a tensor that lies along one dimension of a value."""
+        if not -value.ndim <= dim < value.ndim:
+            found = f"dim={dim} is out of range for a value of shape {tuple(value.shape)}."
+            remedy = "Give one of the value's dimensions; with at=, those of the slice count."
+            raise self._unfit(call, found, remedy)
+        return vector.view([-1 if d == dim % value.ndim else 1 for d in range(value.ndim)])
+
+    def _other_dims(self, own: Tensor, value: Tensor, dim: int | None) -> str:
+        """What to do about a tensor that does not fit: name other dimensions that a vector fits."""
+        tried = -1 if dim is None else dim
+        sizes = enumerate(value.shape) if own.ndim == 1 else ()
+        dims = [d for d, size in sizes if size == len(own) and d - tried not in (0, value.ndim)]
+        if not dims:
+            return _LIKE
+        verb = type(self).__name__ if hasattr(self, "dim") else "replace"
+        along = " or ".join(f"dim={d}" for d in dims)
+        remedy = f"Tensors broadcast from the last dimension. For another, give {along}"
+        return f"{remedy}, as in {verb}(..., dim={dims[0]})."
 
     def _unfit(self, call: Call, found: str, remedy: str = _LIKE) -> ChangeError:
         asked = f"{getattr(self, 'name', type(self).__name__)} was applied at {str(call.place)!r}."
@@ -135,12 +154,30 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return cast if exact else tensor
 
 
+def check_dim(change: Any, *given: Any) -> None:
+    """Raise ChangeError unless `dim` is None, or an integer that aligns a vector of the change."""
+    dim = change.dim
+    if dim is None:
+        return
+    asked = f"{type(change).__name__} was given dim={dim!r}."
+    if isinstance(dim, bool) or not isinstance(dim, int):
+        found = "It is the number of a dimension, such as 1."
+        raise ChangeError(asked, found, "Give an int, or leave out dim=.")
+    lists = (list, tuple)
+    own = [torch.as_tensor(one, device="cpu") if isinstance(one, lists) else one for one in given]
+    shapes = [shape for one in own if (shape := tuple(getattr(one, "shape", ())))]
+    if not shapes or any(len(shape) > 1 for shape in shapes):
+        held = f"tensors of shape {', '.join(map(str, shapes))}" if shapes else "numbers only"
+        found = f"dim= aligns 1-D tensors, and it was given {held}."
+        raise ChangeError(asked, found, "Leave out dim=: numbers and other tensors broadcast.")
+
+
 @dataclass(frozen=True, eq=False)
 class Chain(Change):
     """Several changes, one after the other; made by `|`.
 
     >>> replace(1.0) | replace(2.0)
-    Chain(changes=(replace(values=1.0), replace(values=2.0)))
+    Chain(changes=(replace(values=1.0, dim=None), replace(values=2.0, dim=None)))
     """
 
     changes: tuple[Change, ...]
@@ -166,10 +203,19 @@ class replace(Change):
             [1., 2.],
             [1., 2.]])
 
-    The values broadcast. They keep their graph, so gradients flow into them, not into the model.
+    They keep their graph, so gradients flow into them, not into the model.
+
+    Args:
+        values: a number, or a tensor, which broadcasts as in torch.
+        dim: the dimension of the value along which a 1-D tensor lies, such as 1 for the channels of
+            images; without it, the last.
     """
 
     values: Tensor | float
+    dim: int | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        check_dim(self, self.values)
 
     def apply(self, value: Tensor, call: Call) -> Tensor:
         # Python's own numbers have more digits than torch gives them.
@@ -177,4 +223,4 @@ class replace(Change):
         own = self.values
         if not isinstance(own, Tensor):
             own = torch.as_tensor(own, dtype=wide.get(type(own)), device="cpu")
-        return self._fit(own, value, call).clone()
+        return self._fit(own, value, call, self.dim).clone()

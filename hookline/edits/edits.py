@@ -19,7 +19,7 @@ from torch.nn.utils import parametrize
 
 from hookline.core.hooks import Context, takes_call
 from hookline.core.recomputation import awaited
-from hookline.core.slices import check_at, put
+from hookline.core.slices import Misfit, check_at, put
 from hookline.core.taps import KEEP, Call, Frame, Tap, add_place
 from hookline.edits import parameters
 from hookline.edits.changes import Change, replace
@@ -66,6 +66,8 @@ class EditTap(Tap):
         change = partial(self._changed, Call(self, index, recomputed, frame))
         try:
             new = change(value) if self.at is None else put(value, self.at, change)
+        except Misfit as error:
+            raise error.at_place(str(self.place), "changed") from error.__cause__
         except Exception as error:
             add_place(error, self)
             raise
@@ -124,9 +126,10 @@ class edit(Context[EditTap]):
         change: a ready change, a tensor (meaning `replace`), or a function of the value, which
             also gets the `Call` if it has a second required parameter. What a function returns
             must have the shape, dtype and device of what it was given. A tensor in a change
-            broadcasts; a 1-D one is one number a channel, along dimension 1 of images (four or
-            more dimensions) if it is as long, else along the last one.
-        at: change only this slice: an index, `heads(...)` or `last_token(...)`.
+            broadcasts as in torch, from the last dimension; `dim=` of a ready change aligns a
+            vector with another one, such as 1 for the channels of images.
+        at: change only this slice: an index, `heads(...)` or `last_token(...)`. One that does not
+            fit a value raises ChangeError there.
         calls: change only these calls: an int, a slice, a set. Inputs are numbered by the start
             of the call, all else by its completion.
 

@@ -3,21 +3,21 @@
     add  scale  noise  zero  clamp  dropout  blend  remove_direction  patch
 
 Each is a frozen dataclass, composed with `|` from left to right, and works on activations as well
-as on gradients. `replace`, and what all changes have in common, is in `hookline/core/changes.py`.
+as on gradients. `replace`, and what all changes have in common, is in `hookline/edits/changes.py`.
 """
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hookline.core.slices import take
+from hookline.core.slices import FUNCTION, Misfit, spelled, take
 from hookline.core.taps import Call, Tap
-from hookline.edits.changes import Change
+from hookline.edits.changes import Change, check_dim
 from hookline.errors import ChangeError, NotCaptured
 from hookline.records.records import Record
 from hookline.values.nested import only_tensor
@@ -51,14 +51,25 @@ class add(Change):
     >>> with edit(model, "", add(torch.tensor([0.0, 5.0]))):
     ...     model(torch.zeros(1, 2))
     tensor([[0., 5.]])
+    >>> with edit(model, "", add(torch.tensor([0.0, 5.0]), dim=1)):
+    ...     model(torch.zeros(1, 2, 1, 3))
+    tensor([[[[0., 0., 0.]],
+    <BLANKLINE>
+             [[5., 5., 5.]]]])
 
-    A 1-D tensor is one number a channel: along dimension 1 of images, else along the last one.
+    Args:
+        values: a number, or a tensor, which broadcasts as in torch.
+        dim: as in `replace`: `add(offsets, dim=1)` adds one number to each channel of images.
     """
 
     values: Tensor | float
+    dim: int | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        check_dim(self, self.values)
 
     def apply(self, value: Tensor, call: Call) -> Tensor:
-        return value + self._fit(self.values, value, call)
+        return value + self._fit(self.values, value, call, self.dim)
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,12 +81,20 @@ class scale(Change):
     >>> with edit(model, "", scale(3.0)):
     ...     model(torch.ones(2))
     tensor([3., 3.])
+
+    Args:
+        factor: a number, or a tensor, which broadcasts as in torch.
+        dim: as in `replace`.
     """
 
     factor: Tensor | float
+    dim: int | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        check_dim(self, self.factor)
 
     def apply(self, value: Tensor, call: Call) -> Tensor:
-        return value * self._fit(self.factor, value, call)
+        return value * self._fit(self.factor, value, call, self.dim)
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,19 +121,25 @@ class clamp(Change):
     >>> with edit(model, "", clamp(max=1.0)):
     ...     model(torch.tensor([0.5, 7.0]))
     tensor([0.5000, 1.0000])
+
+    Args:
+        min, max: numbers, or tensors, which broadcast as in torch.
+        dim: as in `replace`, for both bounds.
     """
 
     min: Tensor | float | None = None
     max: Tensor | float | None = None
+    dim: int | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         if self.min is None and self.max is None:
             raise ChangeError("clamp has no bound.", "It would change nothing.", "Give min or max.")
+        check_dim(self, self.min, self.max)
 
     def apply(self, value: Tensor, call: Call) -> Tensor:
         if value.is_complex():
             raise self._unfit(call, f"The value is {value.dtype}: it has no bounds.")
-        low, high = self._fit(self.min, value, call), self._fit(self.max, value, call)
+        low, high = (self._fit(bound, value, call, self.dim) for bound in (self.min, self.max))
         value = value if low is None else value.clamp(min=low)
         return value if high is None else value.clamp(max=high)
 
@@ -199,17 +224,21 @@ class blend(Change):
     tensor([[1.0000, 5.5000]])
 
     Args:
-        value: what to mix in, a number or a tensor.
-        amount: how much of it, from 0 (nothing) to 1 (all): a number or a tensor. A 1-D tensor is
-            one number a channel: along dimension 1 of images, else along the last dimension.
+        value: what to mix in, a number or a tensor, which broadcasts as in torch.
+        amount: how much of it, from 0 (nothing) to 1 (all): a number or a tensor.
+        dim: as in `replace`, for both.
     """
 
     value: Tensor | float
     amount: Tensor | float = 1.0
+    dim: int | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        check_dim(self, self.value, self.amount)
 
     def apply(self, value: Tensor, call: Call) -> Tensor:
-        amount = self._fit(self.amount, value, call)
-        return value * (1 - amount) + self._fit(self.value, value, call) * amount
+        amount = self._fit(self.amount, value, call, self.dim)
+        return value * (1 - amount) + self._fit(self.value, value, call, self.dim) * amount
 
 
 @dataclass(frozen=True, eq=False)
@@ -241,7 +270,8 @@ class remove_direction(Change):
         length, dims = len(self.direction), range(-value.ndim, value.ndim)
         if self.dim not in dims or value.shape[self.dim] != length:
             found = f"The value has the shape {tuple(value.shape)}, the direction length {length}"
-            raise self._unfit(call, f"{found}, along dim={self.dim}.")
+            found += f", along dim={self.dim}."
+            raise self._unfit(call, found, self._other_dims(self.direction, value, self.dim))
         wide = torch.promote_types(torch.result_type(self.direction, value), torch.float32)
         direction = self.direction.to(value.device, wide)
         direction = direction / direction.abs().max()  # else its square may overflow or vanish
@@ -263,7 +293,8 @@ class patch(Change):
     ...     model(torch.zeros(2))
     tensor([1., 1.])
 
-    With `at=` in the edit, only that slice is put in; the record may hold it, or the whole value.
+    With `at=` in the edit, only that slice is put in; the record may hold it, captured with the
+    same `at=`, or the whole value. A record of another slice is refused, whatever its shape.
 
     Args:
         record: what another run had; that it holds the place is checked when the edit is entered.
@@ -292,14 +323,23 @@ class patch(Change):
     def apply(self, value: Tensor, call: Call) -> Tensor:
         source = call.place if self.place is None else self.place
         own = self.record.of_call(source, call.index)
-        own = only_tensor(own, f"The value at {str(source)!r}")[1]
-        at, (sliced, kept) = getattr(call._tap, "at", None), self.record._slicing(source)
-        other = repr(at) != repr(kept) and (at is None or not callable(kept))
-        if sliced and other and own.shape != value.shape:  # it might fit by chance
-            found = f"The record holds a slice of the value there, of shape {tuple(own.shape)}."
-            raise self._unfit(call, found, "Give the edit the same at=, or replace(record[place]).")
-        if sliced is None:  # the record does not know
-            sliced = own.numel() <= value.numel()
-        if at is not None and not sliced:
-            own = take(own, at)
-        return self._fit(own.detach(), value, call).clone()
+        own = only_tensor(own, lambda: f"The value at {str(source)!r}")[1]
+        return self._fit(self._slice(own, source, call).detach(), value, call).clone()
+
+    def _slice(self, own: Tensor, source: Any, call: Call) -> Tensor:
+        """Of what the record holds, the slice that the edit is for. Its shape does not matter."""
+        at: Any = getattr(call._tap, "at", None)
+        kept, transformed = self.record._slicing(source)
+        if at is not None and kept is None and not transformed:
+            try:
+                return take(own, at)
+            except Misfit as error:
+                found = f"Of what the record holds: {error.found}"
+                raise self._unfit(call, found, error.remedy) from error.__cause__
+        same = kept is None if at is None else kept in (spelled(at), FUNCTION)
+        if same:
+            return own
+        held = "what transform= made of the value" if kept is None else "a slice of the value"
+        held += f" there{'' if kept is None else f', at=[{kept:.60}]'}, of shape {tuple(own.shape)}"
+        remedy = "Give the capture and the edit the same at=, or use replace(record[place])."
+        raise self._unfit(call, f"The record holds {held}.", remedy)

@@ -36,13 +36,16 @@ class heads(Slice):
             self.which, self.of = tuple(map(operator.index, which)), operator.index(of)
         except TypeError as error:
             raise TypeError(f"heads{which} of {of}: {error}. Write heads(0, 2, of=4).") from None
+        if not self.which or not all(-self.of <= head < self.of for head in self.which):
+            found = f"Heads count from 0, and there are {self.of}."
+            raise ChangeError(f"{self!r} was asked for.", found, "Write heads(0, 2, of=4).")
 
     def index(self, value: Tensor) -> Any:
         """The index of the heads' columns in the last dimension."""
         which, of, width = self.which, self.of, value.shape[-1] if value.ndim else 0
-        if not which or not all(-of <= head < of for head in which) or not width or width % of:
-            found = f"The value has the shape {tuple(value.shape)}; heads count from 0."
-            remedy = "Give some of the heads, and as of= their number, a divisor of the width."
+        if not width or width % of:
+            found = f"The value has the shape {tuple(value.shape)}."
+            remedy = "Give as of= the number of heads, a divisor of the last dimension."
             raise ChangeError(f"{self!r} was asked for.", found, remedy)
         size = width // of
         if len(which) == 1:
@@ -75,13 +78,16 @@ class last_token(Slice):
         mask = self.mask.to(value.device) != 0
         fits = mask.ndim == 2 and mask.shape == value.shape[:2]
         if not fits or not mask.any(1).all():
-            asked = f"last_token was given a mask of shape {tuple(mask.shape)}."
-            shape = f"The value has the shape {tuple(value.shape)}."
-            found = "The mask is empty for some sequence." if fits else shape
+            asked = f"{self!r} was asked for."
+            found = f"The mask has the shape {tuple(mask.shape)}, the value {tuple(value.shape)}."
+            found = "The mask is empty for some sequence." if fits else found
             remedy = "It needs the value's first two dimensions, and a token in each sequence."
             raise ChangeError(asked, found, remedy)
         batch, positions = (torch.arange(size, device=value.device) for size in mask.shape)
         return batch, (mask * positions).argmax(1)
+
+    def spelled(self) -> str:
+        return "last_token"  # of any mask: sequences of another run end elsewhere
 
     def __repr__(self) -> str:
         return f"last_token({describe(self.mask)})"

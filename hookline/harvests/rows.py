@@ -183,9 +183,10 @@ class Taker:
         silent = record.unfired()
         if silent:
             shown = ", ".join(map(repr, list(silent)[:6])) + ", …" * (len(silent) > 6)
+            place, why = next(iter(silent.items()))
             warn_outside(
                 f"Nothing happened at {shown} in the first batch: the harvest goes on without "
-                f"{'it' if len(silent) == 1 else 'them'}."
+                f"{'it' if len(silent) == 1 else 'them'}. At {str(place)!r}: {why}"
             )
         if self.taking.stop == "auto":
             self.stops = bool(recovers(self.model))

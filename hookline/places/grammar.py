@@ -9,39 +9,34 @@ r"""The spelling of places: `path [/operation[#n]] [:port] [[part]]...`.
 
 While a place is read, an escaped character is another one, from the last code points of Unicode's
 private planes, which no name holds: so `\{` is a letter like others. The braces of one segment
-become such characters as well, and then a group of that segment's regular expression.
+become such characters as well, and then a group of that segment's `Glob`.
 """
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache
+from itertools import islice
 from typing import Any, NamedTuple, cast
 
 from hookline.errors import PlaceError
 from hookline.values.nested import Path, show_path
 
 __all__ = [
-    "ANY", "DEEP", "MODULE_PORTS", "TENSOR_PORTS", "Pattern", "Place", "Segment", "escape",
+    "ANY", "DEEP", "MODULE_PORTS", "TENSOR_PORTS", "Glob", "Pattern", "Place", "Segment", "escape",
     "literal_readings", "parse", "parse_port", "plain",
 ]  # fmt: skip
 
 MODULE_PORTS = ("output", "input", "inputs", "grad_output", "grad_input", "grad_inputs")
 TENSOR_PORTS = ("value", "grad")
 
-Segment = str | re.Pattern[str]
-DEEP = re.compile("(?s:.*)")  # the segment `**`: any number of names
-ANY = re.compile("[^.]*")  # the segment `*`
-
 _SPECIAL = re.compile(r"[*{},/:\[\]#\\]")
 _HIDDEN = {f"\\{c}": chr(0x10FE00 + ord(c)) for c in r"\*{},/:[]#"}  # the backslash comes first
 _SHOWN = {ord(hidden): escaped[1] for escaped, hidden in _HIDDEN.items()}
 _OPEN, _OR, _CLOSE = (chr(0x10FD00 + n) for n in range(3))
-_GROUPS = {ord(_OPEN): "(?:", ord(_OR): "|", ord(_CLOSE): ")"}
-_EXPRESSION = _GROUPS | {hidden: re.escape(shown) for hidden, shown in _SHOWN.items()}
 
 _NAME = r"[^\[\]:/#\\]"
 _PART = r"""\[('(?:[^'\\]|\\(?s:.))*'|"(?:[^"\\]|\\(?s:.))*"|[^\[\]'"\\]+)\]"""
@@ -50,6 +45,8 @@ _PLACE = re.compile(
     rf"(?::(?P<port>{_NAME}*))?(?P<parts>(?:{_PART})*)"
 )
 _BRACES = re.compile(r"\{([^{}]*)\}")  # an innermost pair
+# At most so many: numbers in a range, paths in braces, and ports and parts, in one place.
+_NUMBERS, _PATHS, _PIECES = 10_000, 1_000, 100
 
 # What is wrong with a place or a path, by what is found in it; the first that fits is told.
 _REASONS = {
@@ -65,6 +62,102 @@ _REASONS = {
     r"\A\.|\.\.|\.\Z": "a path has no empty segments",
     r"[^.]\*\*|\*\*[^.]": "'**' must stand alone between dots",
 }
+
+
+class _Group(NamedTuple):
+    """Choices between which braces stand: plain ones by their length, and others."""
+
+    plain: dict[int, set[str]]
+    others: list[list[Any]]
+
+
+class Glob:
+    """A segment with stars or braces: expressions for one name.
+
+    >>> glob = parse("h.*_{0..11}").paths[0][1]
+    >>> glob.fullmatch("block_11"), glob.fullmatch("block_12")
+    (True, False)
+
+    It keeps all ends that are possible so far, and never goes back. A regular expression would, and
+    of a text such as `*{}*{}*{}*{}x`, which may come from a file, it would not come to an end.
+    """
+
+    def __init__(self, text: str) -> None:
+        (items,) = _choices(iter(text))
+        self._before = items.pop(0) if items and isinstance(items[0], str) else ""
+        self._after = items.pop() if items and isinstance(items[-1], str) else ""
+        self._items = items
+        # The commonest globs, in less time: one star, or one pair of braces as in `h.{0..11}`.
+        only: Any = items[0] if len(items) == 1 else ""
+        self._star, self._names = only is None, set[str]()
+        if isinstance(only, _Group) and not only.others:
+            self._names = {text for texts in only.plain.values() for text in texts}
+
+    def fullmatch(self, name: str) -> bool:
+        """Whether a whole name matches."""
+        start, end = len(self._before), len(name) - len(self._after)
+        if start > end or not (name.startswith(self._before) and name.endswith(self._after)):
+            return False
+        inner = name[start:end]
+        if self._star or self._names:
+            return self._star or inner in self._names
+        return len(inner) in _ends(self._items, inner, {0})
+
+
+def _choices(text: Iterator[str]) -> list[list[Any]]:
+    """The choices up to the end of a group: lists of literal texts, groups, and None for a star."""
+    choices: list[list[Any]] = [[]]
+    for character in text:
+        items = choices[-1]
+        if character == _CLOSE:
+            break
+        if character == _OR:
+            choices.append([])
+        elif character == _OPEN:
+            items.append(_group(_choices(text)))
+        elif character == "*":
+            items.append(None)
+        elif items and isinstance(items[-1], str):
+            items[-1] += character.translate(_SHOWN)
+        else:
+            items.append(character.translate(_SHOWN))
+    return choices
+
+
+def _group(choices: list[list[Any]]) -> _Group:
+    group = _Group({}, [])
+    for items in choices:
+        if not items or (len(items) == 1 and isinstance(items[0], str)):
+            text = items[0] if items else ""
+            group.plain.setdefault(len(text), set()).add(text)
+        else:
+            group.others.append(items)
+    return group
+
+
+def _ends(items: Sequence[Any], name: str, starts: set[int]) -> set[int]:
+    """Where in a name items can end that begin at one of these positions."""
+    for item in items:
+        if not starts:
+            break
+        if item is None:
+            starts = {*range(min(starts), len(name) + 1)}
+        elif isinstance(item, str):
+            starts = {start + len(item) for start in starts if name.startswith(item, start)}
+        else:
+            found = {
+                start + size
+                for size, texts in item.plain.items()
+                for start in starts
+                if name[start : start + size] in texts
+            }
+            starts = found.union(*(_ends(choice, name, starts) for choice in item.others))
+    return starts
+
+
+Segment = str | Glob
+DEEP = Glob("*")  # the segment `**`: any number of names
+ANY = Glob("*")  # the segment `*`
 
 
 class Place(str):
@@ -123,6 +216,8 @@ def parse(text: str) -> Pattern:
     >>> pattern.port, pattern.parts, pattern.literal
     ('inputs', ('mask',), False)
     """
+    if _is_endless(text):
+        raise _malformed(text, f"it has more than {_PIECES} ports and parts")
     hidden = text
     for escaped, character in _HIDDEN.items():
         hidden = hidden.replace(escaped, character)
@@ -141,7 +236,7 @@ def parse(text: str) -> Pattern:
     nth = int(form["nth"]) if form["nth"] else None
     parts = tuple(_part(spelled) for spelled in re.findall(_PART, form["parts"]))
     literal = "*" not in path and "{" not in path
-    return Pattern(tuple(_expand(text, path)), operation, nth, port, parts, literal)
+    return Pattern(_paths(text, path), operation, nth, port, parts, literal)
 
 
 @lru_cache(maxsize=1024)
@@ -165,7 +260,7 @@ def literal_readings(text: str) -> tuple[Pattern, ...]:
     [(('a/b:input',),), (('a/b',),)]
     """
     readings: list[Pattern] = []
-    for end in range(len(text), 0, -1):  # the longest path first
+    for end in range(0 if _is_endless(text) else len(text), 0, -1):  # the longest path first
         if text[end : end + 1] in ("", ":", "[") and _SPECIAL.search(text, 0, end):
             with suppress(PlaceError):
                 path = tuple(text[:end].split("."))
@@ -209,10 +304,25 @@ def plain(text: str) -> Plain | None:
     return Plain(names, last, prefix, taken, pattern.port, pattern.literal, repr(text))
 
 
+def _is_endless(text: str) -> bool:
+    """Whether a text has so many pieces that to look for what is wrong with it would not end."""
+    return text.count("[") + text.count(":") > _PIECES
+
+
 def _part(spelled: str) -> int | str:
     if spelled[0] in "'\"":
         return re.sub(r"\\(.)", r"\1", spelled[1:-1], flags=re.DOTALL).translate(_SHOWN)
     return int(spelled) if re.fullmatch(r"-?[0-9]+", spelled) else spelled.translate(_SHOWN)
+
+
+def _paths(text: str, path: str) -> tuple[tuple[Segment, ...], ...]:
+    try:
+        found = tuple(islice(_expand(text, path), _PATHS + 1))
+    except RecursionError:
+        raise _malformed(text, "it has too many braces") from None
+    if len(found) > _PATHS:
+        raise _malformed(text, f"its braces stand for more than {_PATHS:,} paths")
+    return found
 
 
 def _expand(text: str, path: str) -> Iterator[tuple[Segment, ...]]:
@@ -233,8 +343,8 @@ def _expand(text: str, path: str) -> Iterator[tuple[Segment, ...]]:
 
 def _numbers(text: str, start: str, end: str) -> list[str]:
     low, high = sorted((int(start), int(end)))
-    if high - low >= 10_000:
-        raise _malformed(text, "a range holds at most 10,000 numbers")
+    if high - low >= _NUMBERS:
+        raise _malformed(text, f"a range holds at most {_NUMBERS:,} numbers")
     width = len(start) if start.startswith("0") else 0
     return [str(number).zfill(width) for number in range(low, high + 1)]
 
@@ -242,8 +352,7 @@ def _numbers(text: str, start: str, end: str) -> list[str]:
 def _segment(name: str) -> Segment:
     if "*" not in name and _OPEN not in name:
         return name.translate(_SHOWN)
-    expression = re.escape(name).replace(r"\*", ANY.pattern).translate(_EXPRESSION)
-    return DEEP if name == "**" else ANY if name == "*" else re.compile(expression)
+    return DEEP if name == "**" else ANY if name == "*" else Glob(name)
 
 
 def _check(text: str, spelled: str) -> None:

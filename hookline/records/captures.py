@@ -54,7 +54,9 @@ class capture(Context[CaptureTap]):
     Args:
         model: any module, or a plain tensor with the place ":grad".
         where: places, or anything else that `select` takes.
-        at: an index such as `np.s_[:, -1]`, or a function of the value; only the slice is kept.
+        at: an index such as `np.s_[:, -1]`, or a function of the value; only the slice is kept. An
+            index that does not fit a value leaves the forward alone: the end of the `with` tells
+            it if a place has nothing else, and reading that value does.
         transform: a function of the value (after `at`); what it returns is kept. Gradients of a
             nested value arrive one by one, and `at` and `transform` meet each tensor alone.
         detach: keep snapshots of values that require grad, too.

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from hookline.core.recomputation import in_backward
-from hookline.core.slices import take
+from hookline.core.slices import Misfit, spelled, take
 from hookline.core.taps import KEEP, Frame, Tap, add_place
+from hookline.errors import SeveralTensors
 from hookline.places.resolution import Target
 from hookline.records.positions import Calls, Gradients, Kept, Order, Values
 from hookline.values.nested import Path, map_leaves, set_part
@@ -37,6 +38,14 @@ _FORGOTTEN = (
     f"it came when {_RECENT} other calls had none so far, and what the value was is forgotten.",
     "Capture with keep='all'.",
 )
+
+
+class Unsliced(Exception):
+    """A value has not the slice that `at=` asks for: told on read, so that the forward goes on."""
+
+    def __init__(self, reason: str, remedy: str) -> None:
+        super().__init__(reason, remedy)
+        self.reason, self.remedy = reason, remedy
 
 
 @dataclass(slots=True, eq=False)
@@ -100,10 +109,18 @@ class Options:
 
         value = map_leaves(start, value)
         if self.at is not None:
-            value = take(value, self.at)
+            value = self._sliced(value)
         if self.transform is not None:
             value = self.transform(value)
         return map_leaves(finish, value)
+
+    def _sliced(self, value: Any) -> Any:
+        try:
+            return take(value, self.at)
+        except (Misfit, SeveralTensors) as error:
+            if callable(self.at):  # the user's own error
+                raise
+            raise Unsliced(error.found, error.remedy) from error
 
 
 class CaptureTap(Tap):
@@ -129,17 +146,26 @@ class CaptureTap(Tap):
     @property
     def holds(self) -> bool:
         """Whether something was kept."""
-        return bool(self.kept or self.grads)
+        return bool(self.kept or any(self.grads.values()))
+
+    @property
+    def slicing(self) -> tuple[str | None, bool]:
+        """Which slice of each value is kept, as text, and whether that was transformed."""
+        at = self.options.at
+        return None if at is None else spelled(at), self.options.transform is not None
 
     def receive(self, value: Any, index: int, recomputed: bool, frame: Frame | None) -> Any:
         if recomputed:
             return KEEP
         options = self.options
-        if options.keep == "first" and self.fired:
+        if options.keep == "first" and (self.fired or self.reasons):
             self.fired += 1
             return KEEP
         try:
             kept = options.keeps(value, self.freeze)
+        except Unsliced as error:
+            self.explain(index, error.reason, error.remedy)
+            return KEEP
         except Exception as error:
             add_place(error, self)
             raise
@@ -166,10 +192,13 @@ class CaptureTap(Tap):
         """The values with their calls; None for a call that had not the part asked for."""
         if self.options.keep == "all":
             return Values(self.kept, self.missed)
-        return Values(self.kept, start=self.fired - 1 if self.options.keep == "last" else 0)
+        last = self.fired + len(self.reasons) - 1
+        return Values(self.kept, start=last if self.options.keep == "last" else 0)
 
     def explain(self, index: int, reason: str, remedy: str = "", path: Path = ()) -> None:
-        if index not in self.reasons and self.options.keep == "all":
+        if self.options.keep == "last":
+            self.kept = []  # else the value of an earlier call would be read as the last one
+        elif self.options.keep == "all" and index not in self.reasons:
             self.missed = self.missed or []
             insort(cast("list[int]", self.missed), index)
         super().explain(index, reason, remedy, path)
@@ -248,6 +277,8 @@ class CaptureTap(Tap):
         options = PLAIN if plain else self.options
         try:
             parts[path] = options.keeps(grad, gradient_snapshot)
+        except Unsliced as error:
+            self.explain(index, error.reason, error.remedy, path)
         except Exception as error:
             add_place(error, self)
             raise
@@ -267,13 +298,18 @@ class CaptureTap(Tap):
             keys = [key for key in keys if key in grads] or keys[-1:]
         return Gradients(keys, grads, self._gather)
 
-    def _gather(self, call: int, parts: dict[Path, Kept]) -> Kept:
+    def _gather(self, call: int, arrived: dict[Path, Kept]) -> Kept | None:
         shape, groups = self.shapes.get(call, WHOLE)
-        for path in [path for path in parts if (call, path) in self.shared]:
-            if unreadable(parts[path][0], None, None) is None:
-                parts = {**parts, path: self.options.keeps(parts[path][0])}
-        if () in parts:
-            return parts[()]
+        parts = dict(arrived)
+        for path in [path for path in arrived if (call, path) in self.shared]:
+            if unreadable(arrived[path][0], None, None) is None:
+                try:
+                    parts[path] = self.options.keeps(arrived[path][0])
+                except Unsliced as error:
+                    self.explain(call, error.reason, error.remedy, path)
+                    del parts[path]
+        if () in parts or not parts:
+            return parts.get(())
         checks: dict[int, Any] = {}
         for paths in groups:
             for path in paths if paths[0] in parts else ():

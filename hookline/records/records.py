@@ -132,7 +132,8 @@ class Record:
             if self._made is None and self._log is not None:
                 self._ready = self._log.ready()
             else:
-                self._ready = {tap.spelled: tap.kept[0] for tap in self._taps if len(tap.kept) == 1}
+                alone = [tap for tap in self._taps if len(tap.kept) == 1 and not tap.reasons]
+                self._ready = {tap.spelled: tap.kept[0] for tap in alone}
         found = self._ready.get(key) if self._ready and isinstance(key, str) else None
         if found is not None:
             value, check = found
@@ -180,11 +181,9 @@ class Record:
         remedy = "Capture a run with the same calls, and one backward for each; or give the value."
         raise NotCaptured(asked, f"The record holds {len(found)} values of that call.", remedy)
 
-    def _slicing(self, where: Any) -> tuple[bool | None, Any]:
-        """Whether what is kept at a place is a slice of the value, and which; None: not known."""
-        options = self._find(where)[0].options
-        unknown = options.transform is not None or self._model is None
-        return options.at is not None or (None if unknown else False), options.at
+    def _slicing(self, where: Any) -> tuple[str | None, bool]:
+        """Which slice of the value is kept at a place, as text, and whether it was transformed."""
+        return self._find(where)[0].slicing
 
     def tensor(self, where: Any) -> Tensor:
         """The only tensor in the value at a place; an error that lists the parts otherwise."""

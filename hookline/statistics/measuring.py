@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from hookline import folders
 from hookline.core.contexts import Entering
 from hookline.core.hooks import first_names, hook, named_place, settled
-from hookline.core.slices import take
+from hookline.core.slices import Misfit, take
 from hookline.core.taps import Call
 from hookline.display import warn_outside
 from hookline.errors import NotCaptured, NotHookable, StatisticsError
@@ -234,7 +234,10 @@ class _Measuring(Entering):
             return
         place = call.place
         if self._at is not None:
-            value = take(value, self._at)
+            try:
+                value = take(value, self._at)
+            except Misfit as error:
+                raise error.at_place(str(place), "measured") from error.__cause__
         _, tensor = only_tensor(value, lambda: f"The value at {str(place)!r}")
         if place not in self.found.statistics:
             self.found.statistics[place] = {k: one.fresh() for k, one in self._kinds.items()}

@@ -72,16 +72,10 @@ class Update(Change):
 
     def _changed(self, value: Tensor, values: Any, call: Call) -> Tensor:
         if values is not None:
-            value = replace(_along_last(values, value)).meet(value, call)
+            value = replace(values).meet(value, call)
         if self.noise is not None:
-            value = scale(_along_last(self.noise, value)).meet(value, call)
+            value = scale(self.noise).meet(value, call)
         return value
-
-
-def _along_last(own: Any, value: Tensor) -> Any:
-    """A tensor that broadcasts as in torch: of one dimension it is along the last, not channels."""
-    one = isinstance(own, Tensor) and own.ndim == 1
-    return own.view(*[1] * (value.ndim - 1), -1) if one else own
 
 
 def _parts(paths: Iterable[Path]) -> str:

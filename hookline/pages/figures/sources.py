@@ -172,7 +172,7 @@ def _leads(path: Sequence[Segment], names: Sequence[Any]) -> bool:
         return any(_leads(rest, names[n:]) for n in range(0 if rest else 1, len(names) + 1))
     if not names:
         return False
-    fits = first == names[0] if isinstance(first, str) else first.fullmatch(names[0]) is not None
+    fits = first == names[0] if isinstance(first, str) else first.fullmatch(names[0])
     return fits and _leads(rest, names[1:])
 
 
