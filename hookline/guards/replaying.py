@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from hookline.guards.dumps import KIND, function_named, read_value
 from hookline.guards.origins import Labelled, labelled
 from hookline.guards.runs import unwrapped
 from hookline.places.tree import walk
+from hookline.trials.modes import modes_of, set_modes
 from hookline.values.nested import get_part, leaves, map_leaves
 from hookline.values.snapshots import same_bits
 
@@ -251,7 +253,7 @@ def _find_module(dump: _Dump, model: nn.Module) -> nn.Module:
         module = unwrapped(model).get_submodule(path)
     except (AttributeError, TypeError):
         dump.refuse(f"The model has no module {path!r}.", "Give the model that was guarded.")
-    kind = type(module).__name__
+    kind = type(module).__qualname__.rpartition(".")[2]  # a graph's has another __name__
     if kind != str(told.get("class")).rpartition(".")[2]:
         found = f"{path!r} is a {kind} in this model, and was a {told.get('class')}."
         dump.refuse(found, "Give the model that was guarded.")
@@ -289,6 +291,9 @@ def _run_module(dump: _Dump, module: nn.Module) -> Replay:
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     parameters = dict(cast("Any", module.named_parameters(remove_duplicate=False)))
     state = _state(dump, module, parameters, device)
+    scripted = any(isinstance(one, torch.jit.ScriptModule) for one in module.modules())
+    if scripted:  # which torch.func.functional_call does not take
+        module, state = _copied_with(dump, module, state)
     inputs = map_leaves(lambda one: one.to(device) if isinstance(one, Tensor) else one, inputs)
     wanted: dict[str, Tensor] = {}
     own: Any = map_leaves(_copied, inputs)
@@ -300,19 +305,44 @@ def _run_module(dump: _Dump, module: nn.Module) -> Replay:
     names, positional = list(own), told["positional"]
     args = tuple(own[name] for name in names[:positional])
     kwargs = {str(name): own[name] for name in names[positional:]}
-    modes = [(inner, inner.training) for _, inner in walk(module)]
+    named = walk(module)
+    inner = [one for _, one in named]
+    modes = modes_of(inner)
     try:
-        for path, inner in walk(module):
-            inner.training = told["training"].get(path, inner.training) is True
+        set_modes(
+            inner,
+            [
+                told["training"].get(path, mode)
+                for (path, _), mode in zip(named, modes, strict=True)
+            ],
+        )
         with _settings(dump, told, device.type):
-            output = torch.func.functional_call(module, state, args, kwargs)
+            if scripted:
+                output = module(*args, **kwargs)
+            else:
+                output = torch.func.functional_call(module, state, args, kwargs)
             given = dump.pairs("gradients", dump.given["module"])
             what = f"the module {told.get('path')!r} ({type(module).__name__})"
             whole = bool(dump.fault.get("operation"))  # what was written is the operation's result
             return _finish(dump, what, inputs, output, wanted, given, whole)
     finally:
-        for inner, mode in modes:
-            inner.training = mode
+        set_modes(inner, modes)
+
+
+def _copied_with(
+    dump: _Dump, module: nn.Module, state: dict[str, Tensor]
+) -> tuple[nn.Module, dict[str, Tensor]]:
+    """A copy of a module that holds another state, and its parameters and buffers by name."""
+    made = copy.deepcopy(module)
+    held = {**dict(made.named_parameters()), **dict(made.named_buffers())}
+    found = {name: tensor for name, tensor in held.items() if name in state}
+    try:
+        with torch.no_grad():
+            for name, tensor in found.items():
+                tensor.copy_(state[name])
+    except RuntimeError as error:
+        dump.refuse(f"Its state does not fit the module: {error!s:.80}.", "Give the guarded model.")
+    return made, found
 
 
 def _state(
