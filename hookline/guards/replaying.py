@@ -24,14 +24,16 @@ from hookline.errors import ReplayError
 from hookline.guards.dumps import KIND, function_named, read_value
 from hookline.guards.origins import Labelled, labelled
 from hookline.guards.runs import unwrapped
-from hookline.places.tree import walk
+from hookline.places.tree import join, tensors_of, walk
 from hookline.trials.modes import modes_of, set_modes
 from hookline.values.nested import get_part, leaves, map_leaves
 from hookline.values.snapshots import same_bits
+from hookline.values.tables import one_line
 
 __all__ = ["Replay", "replay"]
 
 _WRITTEN = "Give a folder that a guard has written."
+_GIVEN = "give the folder as a guard has written it, and the model that was guarded."
 
 
 @dataclass(eq=False)
@@ -57,7 +59,7 @@ class Replay:
         way = "backward" if self.backward else "forward"
         said = "bad numbers again" if self.reproduced else "only finite numbers this time"
         exactly = ", bit for bit those of the first run" if self.exact else ""
-        rows = [(label or "result", str(own)) for label, own in self.values]
+        rows = [(one_line(label) or "result", str(own)) for label, own in self.values]
         width = max((len(label) for label, _ in rows), default=0)
         lines = [f"  {label:{width}}  {text}" for label, text in rows]
         head = f"Replay of {self.place!r}, {way} of {self.what}: {said}{exactly}"
@@ -94,7 +96,7 @@ class _Dump:
 
     def refuse(self, found: str, remedy: str = _WRITTEN) -> NoReturn:
         asked = f"What a guard has written to {str(self.folder)!r} was to be run again."
-        raise ReplayError(asked, found, remedy) from None
+        raise ReplayError(asked, one_line(found), remedy) from None
 
     def value(self, spelled: Any) -> Any:
         """A value that was spelled, or an error."""
@@ -147,6 +149,12 @@ def replay(folder: str | Path, model: nn.Module | None = None) -> Replay:
 
     Random numbers are those of the first run, and afterwards as before. It runs on the CPU, or
     where the model is. Nothing is unpickled, and only torch's own functions and modules are called.
+    What is read from the folder is checked, but its author chooses how large the results are: run
+    what a stranger has sent you where memory is limited.
+
+    Raises:
+        ReplayError: If the folder is not as a guard writes it, does not fit the model, or if what
+            is run raises an error, which is then the cause of this one.
     """
     dump = _Dump(folder)
     if model is not None:
@@ -170,8 +178,12 @@ def _settings(dump: _Dump, told: dict[str, Any], device: str) -> Generator[None]
             stack.enter_context(torch.set_grad_enabled(dump.backward))
             torch.set_rng_state(state)
             yield
-    except (LookupError, TypeError, AttributeError, ValueError) as error:
-        dump.refuse(f"Its settings or arguments do not fit: {error!r:.120}.")
+    except ReplayError:
+        raise
+    except Exception as error:  # of any type: by what was written, or by the model
+        asked = f"What a guard has written to {str(dump.folder)!r} was run again."
+        found = one_line(f"It raised {type(error).__name__}: {error!s:.200}.")
+        raise ReplayError(asked, found, f"If it was changed or does not fit: {_GIVEN}") from error
     finally:
         torch.set_rng_state(now)
 
@@ -273,9 +285,21 @@ def _make_module(dump: _Dump) -> nn.Module:
             f"in the folder. {why}".strip(),
             "Give the model: hookline.replay(folder, model).",
         )
+    state = {key: dump.tensor(tensor).shape for key, tensor in (told["state"] or {}).items()}
     try:
-        return kind(**{key: dump.value(value) for key, value in given.items()})
-    except (TypeError, ValueError, AttributeError) as error:
+        options = {key: dump.value(value) for key, value in given.items()}
+        for key, value in options.items():
+            if key.endswith("layers") and value > len(state):  # else it would make them for ever
+                raise ValueError(f"{key}={value}")
+        with torch.device("meta"):  # its own size is the file's to choose
+            made = kind(**options)
+        tensors = {join(path, n): t.shape for path, m in walk(made) for n, t in tensors_of(m)}
+        if tensors != state:
+            raise ValueError("its state has other names or shapes")
+        return made.to_empty(device="cpu")
+    except ReplayError:
+        raise
+    except Exception as error:  # noqa: BLE001 - whatever torch raises for what a stranger chose
         dump.refuse(f"A {name} cannot be made of what was written: {error!r:.80}.")
 
 
