@@ -75,6 +75,7 @@ from hookline.errors import (
     SeveralTensors,
     StatisticsError,
     StoreError,
+    UsageError,
     ValueChanged,
 )
 from hookline.listings import select
@@ -161,6 +162,7 @@ __all__ = [
     "Summary",
     "Sweep",
     "TopK",
+    "UsageError",
     "ValueChanged",
     "Variance",
     "add",
@@ -242,4 +244,4 @@ _render_with(_render)  # notebooks see tables with pictures
 
 
 def __dir__() -> list[str]:
-    return [*globals(), *_HOMES]
+    return [*__all__, *(name for name in globals() if name.startswith("__"))]

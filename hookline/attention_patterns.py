@@ -36,6 +36,7 @@ from hookline.records.captures import capture
 from hookline.records.keeping import CaptureTap
 from hookline.records.records import Record
 from hookline.values import tables
+from hookline.values.conversions import as_dtype
 from hookline.values.snapshots import duplicate, settle
 
 __all__ = ["Patterns", "attention"]
@@ -287,10 +288,12 @@ class attention(capture):
     """
 
     _verb = "attention"
+    _gives, _kept_as = "patterns", ""
 
     def __init__(
         self, model: nn.Module, where: Where | None = None, *, dtype: torch.dtype | None = None
     ) -> None:
+        dtype = as_dtype(dtype, "attention")
         super().__init__(model, _Every() if where is None else where, detach=True)
         self._dtype = dtype
         self._patterns: Patterns | None = None

@@ -22,7 +22,8 @@
     ├── NonFiniteError (ArithmeticError)   guard found a NaN or an infinity
     ├── ReplayError (ValueError)           what a guard has written cannot be run again
     ├── ReportError (ValueError)           a page cannot be made or served as asked
-    └── FigureError (ValueError)           a figure cannot be drawn of what was given
+    ├── FigureError (ValueError)           a figure cannot be drawn of what was given
+    └── UsageError (TypeError)             an option has no such value, or a context is read
 
     HooklineWarning (UserWarning)
 
@@ -60,6 +61,7 @@ __all__ = [
     "SeveralTensors",
     "StatisticsError",
     "StoreError",
+    "UsageError",
     "ValueChanged",
 ]
 
@@ -180,6 +182,12 @@ class ReportError(HooklineError, ValueError):
 
 class FigureError(HooklineError, ValueError):
     """A figure cannot be drawn of what was given."""
+
+
+class UsageError(HooklineError, TypeError, ValueError):
+    """An option has no such value (so it is a ValueError, too), or a context was read as if it
+    were what it gives.
+    """
 
 
 class HooklineWarning(UserWarning):

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from hookline.errors import HooklineError
 from hookline.storage.locks import held
+from hookline.storage.small_files import strict_json
 
 __all__ = ["is_plain", "read", "write"]
 
@@ -142,7 +143,12 @@ def read(
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """What `write` wrote, as it stands there: nothing in it was looked at. Never unpickles."""
     with held(Path(folder), alone=False):  # else the JSON of one save, and the tensors of another
-        return _read(folder, kind, error)
+        try:
+            return _read(folder, kind, error)
+        except OSError as problem:
+            asked = f"A {kind} was to be read from {str(folder)!r}."
+            found = f"The system says: {problem.strerror or problem}."
+            raise error(asked, found, "See to the disk, and its permissions.") from problem
 
 
 def _read(
@@ -165,8 +171,8 @@ def _read(
     if path.stat().st_size > _MOST:
         refuse(f"{path.name} has {path.stat().st_size} bytes, more than any {kind} needs.")
     try:
-        content: Any = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as problem:
+        content: Any = strict_json(path.read_text(encoding="utf-8"))
+    except ValueError as problem:
         refuse(f"{path.name} is no JSON: {problem}.")
     if not isinstance(content, dict) or content.get("format") != f"hookline {kind}":
         refuse(f"{path.name} does not say that it is a hookline {kind}.")
@@ -192,11 +198,6 @@ def _read(
         return content, load_file(path)
     except (SafetensorError, KeyError, ValueError, RuntimeError) as problem:
         refuse(f"{path.name} is no safetensors file: {problem}.")
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    """Called for NaN and Infinity, which Python's JSON takes and no other does."""
-    raise ValueError(f"{name} is not JSON")
 
 
 def _is_deep(content: Any) -> bool:

@@ -48,6 +48,8 @@ _TAKES: dict[str, tuple[type, ...]] = {
     "None": (type(None),),
 }  # fmt: skip
 
+_FLAGS = int(re.A | re.I | re.M | re.S | re.U | re.X)  # not those that print, or depend on a place
+
 
 def _takes(kind: str, value: Any) -> bool:
     """Whether a field of a change with this annotation takes a value."""
@@ -277,7 +279,7 @@ class Reader:
     def _pattern(self, value: dict[str, Any]) -> re.Pattern[str]:
         self.dict_of(value, {"pattern", "flags"})
         text, flags = value["pattern"], value["flags"]
-        if not isinstance(text, str) or type(flags) is not int:
+        if not isinstance(text, str) or type(flags) is not int or flags & ~_FLAGS:
             self.refuse(f"{_short(value)} is no regular expression.")
         if not self.allow_functions:
             self.refuse(

@@ -6,6 +6,7 @@ import re
 import warnings
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from helpers import assert_clean
@@ -1131,3 +1132,139 @@ def test_a_stop_is_swallowed_by_a_capture_that_was_removed_inside_its_block():
             context.remove()
     assert record["0"].shape == (1, 2)
     assert_clean(model)
+
+
+# -- a context that is taken for what it gives ----------------------------------------------------
+
+READ_AS = {
+    "subscripted": lambda context: context["0"],
+    "iterated over": list,
+    "searched": lambda context: "0" in context,
+    "counted": len,
+    "made a dict": dict,
+}
+CONTEXTS = {
+    "capture": lambda model: hl.capture(model, "0"),
+    "edit": lambda model: hl.edit(model, "0", hl.zero()),
+    "hook": lambda model: hl.hook(model, "0", print),
+    "guard": hl.guard,
+    "watch": hl.watch,
+    "measure": lambda model: hl.measure(model, "0", statistics=hl.Mean()),
+    "attention": lambda model: hl.attention(model, "0"),
+    "preserve": hl.preserve,
+    "replace_module": lambda model: hl.replace_module(model, "0", nn.Identity()),
+    "recipe": lambda model: hl.Recipe([("0", hl.zero())]).on(model),
+}
+
+
+@pytest.mark.parametrize("how", READ_AS)
+@pytest.mark.parametrize("verb", CONTEXTS)
+def test_a_context_that_is_read_without_with_says_to_use_with(verb, how):
+    context = CONTEXTS[verb](nn.Sequential(nn.Linear(3, 2)))
+    with pytest.raises(hl.UsageError, match=r"never entered.*in a `with` statement") as caught:
+        READ_AS[how](context)
+    assert isinstance(caught.value, TypeError)  # as Python's own would be
+    assert context  # to ask whether there is one is no reading
+
+
+@pytest.mark.parametrize("name", ["places", "tensor", "calls", "unfired", "items", "nbytes"])
+def test_a_capture_that_is_read_by_name_without_with_says_to_use_with(name):
+    model = nn.Sequential(nn.Linear(3, 2))
+    context = hl.capture(model, "0")
+    with pytest.raises(hl.UsageError, match=r"never entered.*capture\(\.\.\.\) as record"):
+        getattr(context, name)
+    assert not hasattr(context, name)
+    with pytest.raises(AttributeError, match="'capture' object has no attribute 'nothing'"):
+        context.nothing  # noqa: B018 - it must raise
+    with hl.capture(model, "0") as record:
+        model(torch.ones(1, 3))
+    assert record["0"].shape == (1, 2)  # the remedy
+
+
+def test_a_capture_that_is_attached_or_over_says_where_its_record_is():
+    model = nn.Sequential(nn.Linear(3, 2))
+    context = hl.capture(model, "0").attach()
+    model(torch.ones(1, 3))
+    with pytest.raises(hl.UsageError, match=r"It is attached\. Read its \.record\."):
+        context["0"]
+    assert context.record["0"].shape == (1, 2)
+    context.remove()
+    with pytest.raises(hl.UsageError, match=r"It has ended\."):
+        context["0"]
+
+
+# -- device= and dtype= ---------------------------------------------------------------------------
+
+
+def on_device(device):
+    return hl.capture(nn.ReLU(), "", device=device)
+
+
+@pytest.mark.parametrize("device", ["cdua", "cuda:99", "cpu:x", 10**30, 2.5, []])
+def test_a_device_that_is_not_there_is_refused_at_once_with_those_that_are(device):
+    with pytest.raises(hl.UsageError, match=r"capture was given device=.*here\..*'cpu'") as caught:
+        on_device(device)
+    assert caught.value.found
+
+
+def test_a_kind_of_device_that_is_not_there_is_refused_without_starting_it():
+    if torch.cuda.is_available():
+        assert on_device("cuda") is not None
+    else:
+        record = hl.Record([], None)
+        for verb in (on_device, record.to):
+            with pytest.raises(hl.UsageError, match=r"There is no cuda device here\. Give one"):
+                verb("cuda")
+    assert not torch.cuda.is_initialized()
+
+
+def test_values_are_kept_on_the_meta_device_as_shapes():
+    model, x = nn.Sequential(nn.Linear(3, 2)), torch.ones(1, 3)
+    with torch.no_grad(), hl.capture(model, "0", device="meta") as record:
+        model(x)
+    assert (record["0"].is_meta, record["0"].shape) == (True, (1, 2))
+
+
+TAKING_DTYPES = {
+    "capture": lambda dtype: hl.capture(nn.ReLU(), "", dtype=dtype),
+    "attention": lambda dtype: hl.attention(nn.ReLU(), "", dtype=dtype),
+    "summarize": lambda dtype: hl.summarize(nn.ReLU(), (2, 3), dtype=dtype),
+    "harvest": lambda dtype: hl.harvest(
+        nn.Sequential(nn.ReLU()), [torch.ones(2, 2)], "0", to="nowhere", dtype=dtype
+    ),
+}
+
+
+@pytest.mark.parametrize("verb", TAKING_DTYPES)
+@pytest.mark.parametrize("dtype", ["float16", "torch.float16", "half", np.float16, 3, "flaot16"])
+def test_a_dtype_that_is_none_of_torchs_is_refused_with_the_one_that_is_meant(verb, dtype):
+    with pytest.raises(hl.UsageError, match=r"dtype=.*torch\.dtype.*torch\.float16\.") as caught:
+        TAKING_DTYPES[verb](dtype)
+    assert verb in caught.value.asked
+
+
+# -- nothing was called inside --------------------------------------------------------------------
+
+
+def test_a_capture_in_which_nothing_was_called_says_that_the_model_was_called_outside():
+    model, x = nn.Sequential(nn.Linear(3, 2), nn.ReLU()), torch.ones(1, 3)
+    with pytest.raises(hl.NeverFired, match=r"called before or after the `with`") as caught:
+        with hl.capture(model, "0", "*"):
+            pass
+    model(x)
+    record = caught.value.record
+    with pytest.raises(hl.NeverFired, match=r"called before or after the `with`"):
+        record["0"]
+    assert "before or after the `with`" in record.unfired()["1"]
+    with pytest.raises(hl.NeverFired, match=r"called before or after the `with`"):
+        with hl.edit(model, "0", hl.zero()):
+            pass
+
+
+def test_a_module_that_was_not_called_among_others_is_no_sign_of_that():
+    model, x = nn.Sequential(nn.Linear(3, 2), nn.Sequential(nn.ReLU())), torch.ones(1, 3)
+    with hl.capture(model, "**") as record:
+        model[0](x)
+        with pytest.raises(hl.NeverFired, match=r"was not called\. Its forward may"):
+            record["1"]
+    assert "before or after" not in record.unfired()["1.0"]

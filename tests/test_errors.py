@@ -38,6 +38,7 @@ BUILTINS = {
     "RecordError": ValueError,
     "ReportError": ValueError,
     "FigureError": ValueError,
+    "UsageError": TypeError,
 }
 
 
@@ -147,6 +148,7 @@ def raised():
         hl.RecordError: lambda: hl.load_record("no such folder"),
         hl.ReportError: lambda: hl.report(3),
         hl.FigureError: lambda: figures.histograms(hl.Mean()),
+        hl.UsageError: lambda: hl.capture(model, "0", dtype="float16"),
     }
 
 

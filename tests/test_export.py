@@ -3,11 +3,14 @@ the transforms of torch.func: each works as with hooks written by hand, or is re
 that works.
 """
 
+import contextlib
 import functools
+import io
 import warnings
 
 import pytest
 import torch
+import torch.package
 from helpers import assert_clean, assert_same_state, bits, hooks_left, state_bits, weigh
 from torch import Tensor, fx, nn
 from torch.ao import quantization
@@ -306,6 +309,186 @@ def test_the_parameters_of_a_script_module_are_preserved(how):
             parameter.fill_(7)
         assert model(X).max() > 7
     assert_same_state(model, before)
+
+
+# -- a part of a model that is scripted, traced, frozen, exported or packaged ----------------------
+
+
+class Normed(nn.Module):
+    """Norms by the batch, which changes buffers, and then applies a function."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+        self.name = name
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        if self.name == "log":
+            x = torch.log(x)
+        elif self.name == "sqrt":
+            x = torch.sqrt(x * 0)
+        return x
+
+
+def packaged(part: nn.Module) -> nn.Module:
+    """What torch.package gives back."""
+    file = io.BytesIO()
+    with torch.package.PackageExporter(file) as exporter:
+        exporter.extern("**")
+        exporter.save_pickle("part", "part.pkl", part)
+    file.seek(0)
+    return torch.package.PackageImporter(file).load_pickle("part", "part.pkl")
+
+
+PARTS = {
+    "script": torch.jit.script,
+    "trace": lambda part: torch.jit.trace(part, X),
+    "frozen": lambda part: torch.jit.freeze(torch.jit.script(part.eval())),
+    "exported": lambda part: torch.export.export(part, (X,)).module(),
+    "unflattened": lambda part: torch.export.unflatten(torch.export.export(part, (X,))),
+    "fx": fx.symbolic_trace,
+    "packaged": packaged,
+}
+each_part = pytest.mark.parametrize("how", PARTS)
+each_script = pytest.mark.parametrize("how", ["script", "trace", "frozen"])
+
+
+def holding(how: str, name: str = "nothing") -> nn.Sequential:
+    """Linear, the part, Linear: 3 → 3 → 2."""
+    torch.manual_seed(0)
+    part = Normed(name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own
+        return nn.Sequential(nn.Linear(3, 3), PARTS[how](part), nn.Linear(3, 2))
+
+
+def states(model: nn.Module) -> list[Tensor]:
+    return [bits(t) for t in (*model.parameters(), *model.buffers())]
+
+
+def descended(model: nn.Module, around) -> list[Tensor]:
+    """Three steps of gradient descent, and what the model is afterwards."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = []
+    with around:
+        for _ in range(3):
+            found.append(bits(train(model)))
+            optimizer.step()
+            optimizer.zero_grad()
+    return [*found, *states(model)]
+
+
+@each_part
+@pytest.mark.parametrize("careful", [False, True])
+def test_a_guarded_training_of_a_model_with_such_a_part_is_the_bare_one(how, careful):
+    bare = descended(holding(how), contextlib.nullcontext())
+    model = holding(how)
+    left = hooks_left(model)  # an exported program has one of torch's own
+    found = descended(model, hl.guard(model, to=None, careful=careful))
+    assert all(map(torch.equal, found, bare))
+    assert hooks_left(model) == left
+
+
+@each_part
+@pytest.mark.parametrize("careful", [False, True])
+def test_a_guard_names_such_a_part_that_makes_a_nan(how, careful, tmp_path):
+    model, once = holding(how, "log"), holding(how, "log")
+    left = hooks_left(model)
+    once(X)
+    with pytest.raises(hl.NonFiniteError) as caught:
+        with hl.guard(model, to=tmp_path, careful=careful):
+            model(X)
+    fault = caught.value.fault
+    assert (fault.path or fault.place).split(".")[0] == "1"
+    assert not any(numbers.bad for _, numbers in fault.given)
+    assert any(numbers.nan for _, numbers in fault.values)
+    assert all(map(torch.equal, states(model), states(once)))  # it ran again, and was put back
+    assert hooks_left(model) == left
+    again = hl.replay(fault.folder, model)
+    assert again.reproduced
+    assert all(map(torch.equal, states(model), states(once)))
+
+
+@each_script
+@pytest.mark.parametrize("careful", [False, True])
+def test_a_guard_names_a_script_module_whose_backward_makes_a_nan(how, careful, tmp_path):
+    model = holding(how, "sqrt")
+    with pytest.raises(hl.NonFiniteError) as caught:
+        with hl.guard(model, to=tmp_path, careful=careful):
+            train(model)
+    fault = caught.value.fault
+    assert (fault.path, fault.backward) == ("1", True)
+    assert careful or hl.replay(fault.folder, model).reproduced
+
+
+def test_an_input_of_a_script_module_is_named_as_in_its_forward():
+    with pytest.raises(hl.NonFiniteError, match="given x "):
+        with hl.guard(model := holding("script", "log"), to=None):
+            model(X)
+
+
+VERBS = {
+    "select": lambda model, folder: hl.select(model, "**", inputs=X),
+    "operations": lambda model, folder: hl.select(model, "**/*", inputs=X),
+    "attached": lambda model, folder: hl.attached(model),
+    "summarize": lambda model, folder: repr(hl.summarize(model, X, backward=True, time=True)),
+    "compare": lambda model, folder: repr(hl.compare(model, nn.Sequential(*model), X)),
+    "sweep": lambda model, folder: hl.sweep(model, X, X + 1, "**", torch.sum, progress=False),
+    "measure": lambda model, folder: hl.measure(model, "**", statistics=hl.Mean(), data=[X, X]),
+    "harvest": lambda model, folder: hl.harvest(
+        model, [X, X], "**", to=folder / "store", ids=lambda batch: range(5), quiet=True
+    ),
+    "report": lambda model, folder: hl.report(model, folder / "a.html", batch=X, loss=torch.sum),
+}
+
+
+@each_part
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.filterwarnings("ignore:The model is in training mode", "ignore:Nothing happened")
+def test_a_verb_runs_a_model_with_such_a_part_and_leaves_it_as_it_was(how, verb, tmp_path):
+    model = holding(how)
+    modes = [getattr(module, "training", None) for module in model.modules()]
+    before, left = states(model), hooks_left(model)
+    VERBS[verb](model, tmp_path)
+    assert [getattr(module, "training", None) for module in model.modules()] == modes
+    assert hooks_left(model) == left
+    if verb not in ("measure", "harvest"):  # which run it as the program would
+        assert all(map(torch.equal, states(model), before))
+
+
+@each_part
+def test_a_run_in_eval_mode_of_such_a_part_leaves_the_modes_as_they_were(how):
+    model = holding(how)
+    modes = [getattr(module, "training", None) for module in model.modules()]
+    hl.summarize(model, X, mode="eval")
+    assert [getattr(module, "training", None) for module in model.modules()] == modes
+
+
+@each_script
+def test_the_parameters_of_a_script_module_are_watched(how):
+    model = holding(how)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with hl.watch(model, "**:value", every=1, optimizer=optimizer) as watching:
+        train(model)
+        optimizer.step()
+    own = ["1.norm.weight", "1.norm.bias"] if how != "frozen" else []
+    expected = ["0.weight", "0.bias", *own, "2.weight", "2.bias"]
+    for kind in ("weight", "weight_grad", "update"):
+        assert [row.place for row in watching.last.rows if row.kind == kind] == expected
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_a_module_in_a_script_module_cannot_be_replaced_and_the_remedies_work(how):
+    model = nn.Sequential(scripted(how))
+    before = model(X)
+    with pytest.raises(hl.NotHookable, match=r"in a ScriptModule.*Replace the whole"):
+        with hl.replace_module(model, "0.head", nn.Identity()):
+            raise AssertionError("not reached")
+    assert torch.equal(model(X), before)
+    with hl.replace_module(model, "0", nn.Identity()):
+        assert torch.equal(model(X), X)
+    assert torch.equal(model(X), before)
 
 
 # -- quantised models -----------------------------------------------------------------------------

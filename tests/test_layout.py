@@ -192,6 +192,17 @@ def test_every_public_name_of_the_package_is_documented():
     assert hookline.__all__ == sorted(hookline.__all__)
 
 
+def test_dir_shows_the_public_names_of_the_package_only():
+    shown = dir(hookline)
+    assert [name for name in shown if not name.startswith("__")] == hookline.__all__
+    assert {"__doc__", "__name__", "__version__"} < set(shown)
+    for name in shown:  # those that are loaded when they are first used, too
+        getattr(hookline, name)
+    assert dir(hookline) == shown
+    for name in ("errors", "compat", "integrations", "statistics"):
+        assert importlib.import_module(f"hookline.{name}") is getattr(hookline, name)
+
+
 @pytest.mark.parametrize("name", SOURCES)
 def test_a_file_begins_with_a_docstring(name):
     text = ast.get_docstring(ast.parse(SOURCES[name]))

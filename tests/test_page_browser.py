@@ -120,6 +120,22 @@ def test_the_page_opens_from_a_disk_and_asks_for_nothing(tab, record_page):
     assert painted(tab, ".tile canvas")
 
 
+def test_a_report_that_the_live_view_serves_is_drawn_and_can_ask_nobody(tab, record_page):
+    with serve(record_page.parent) as server:
+        address = f"{server.address}report?source={record_page.name}"
+        tab.goto(address)
+        tab.wait_for_selector("html[data-ready]")
+        assert rows(tab)[:4] == ["model", "stem", "blocks", "0"]
+        assert painted(tab, "canvas[aria-label^='Standard deviation']")
+        assert painted(tab, ".tile canvas")
+        assert tab.asked == [address]
+        fetching = "address => fetch(address).then(() => 'answered', () => 'refused')"
+        for path in ("api/sources", "report?source=record.html"):
+            assert tab.evaluate(fetching, server.address + path) == "refused"
+        assert "connect-src 'none'" in tab.troubles[0]
+        tab.troubles.clear()  # each is told several times
+
+
 def test_a_module_is_chosen_by_a_click_and_shows_value_and_gradient(tab, record_page):
     visit(tab, record_page)
     tab.locator(".row .name").get_by_text("conv", exact=True).first.click()

@@ -1,8 +1,10 @@
 """The live view over plain HTTP: what it answers, and what it refuses."""
 
+import hashlib
 import http.client
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -182,7 +184,65 @@ def test_a_report_is_served_in_a_box_of_its_own(server, folder):
     status, headers, body = ask(server, "/report?source=weights.html")
     assert status == 200
     assert body == (folder / "weights.html").read_bytes()
-    assert headers["Content-Security-Policy"] == "sandbox allow-scripts"
+    rules = headers["Content-Security-Policy"].split("; ")
+    assert rules[0] == "sandbox allow-scripts"
+    assert "connect-src 'none'" in rules
+    assert "default-src 'none'" in rules
+    assert not [rule for rule in rules if "self" in rule or "unsafe" in rule]
+
+
+def resigned(text):
+    """A page with a digest that fits, as anybody can compute it."""
+    zeros = re.sub(r"(sha256 )[0-9a-f]{64}(\">)", rf"\g<1>{'0' * 64}\2", text, count=1)
+    return zeros.replace("0" * 64, hashlib.sha256(zeros.encode()).hexdigest(), 1)
+
+
+DIGEST = "was cut short or changed since"
+FRAME = "script, its style or its frame is not that of this hookline"
+CHANGES = {
+    "cut short": (lambda text: text[: len(text) // 2], DIGEST),
+    "one letter": (lambda text: text.replace("weight", "Weight", 1), DIGEST),
+    "something behind it": (lambda text: text + "\n", DIGEST),
+    "another title": (lambda text: re.sub("<title>.", "<title>x", text), DIGEST),
+    "an older version": (lambda text: resigned(text.replace("hookline 0", "hookline -1")), "-1"),
+    "a newer version": (lambda text: resigned(text.replace("hookline 0", "hookline 90")), "90"),
+    "no digest": (
+        lambda text: re.sub('hookline [^<]*">', 'hookline">', text, count=1),
+        "no digest",
+    ),
+    "a script more": (
+        lambda text: resigned(text.replace("<script>", "<script>alert(1)</script><script>", 1)),
+        FRAME,
+    ),
+    "another script": (lambda text: resigned(text.replace("<script>", "<script>alert(1);")), FRAME),
+    "another policy": (lambda text: resigned(text.replace("connect-src", "style-src")), FRAME),
+    "markup": (lambda text: resigned(text.replace("</title>", "</title><base href='//x'>")), FRAME),
+    "a handler": (
+        lambda text: resigned(text.replace('data-chunk="page"', 'data-chunk="page" onload="x"')),
+        FRAME,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_a_page_that_hookline_did_not_write_so_is_refused_with_the_reason(kind, server, folder):
+    path = folder / "weights.html"
+    change, reason = CHANGES[kind]
+    text = path.read_text("utf-8")
+    assert change(text) != text
+    path.write_text(change(text), "utf-8")
+    status, headers, body = ask(server, "/report?source=weights.html")
+    assert (status, headers["Content-Type"]) == (409, "text/plain; charset=utf-8")
+    assert reason in body.decode()
+    assert "Write it again with hookline.report" in body.decode()
+    path.write_text(resigned(text), "utf-8")
+    assert ask(server, "/report?source=weights.html")[0] == 200
+
+
+def test_a_title_of_any_text_is_served(server, folder):
+    title = '</title><script>"&\ud800 sha256 ' + "0" * 64
+    hl.report(nn.Linear(2, 2), folder / "weights.html", title=title)
+    assert ask(server, "/report?source=weights.html")[0] == 200
 
 
 @pytest.mark.parametrize(

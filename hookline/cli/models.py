@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from hookline.cli.output import aside
 from hookline.errors import HooklineError
+from hookline.trials.modes import set_mode
 
 __all__ = ["CommandError", "Inputs", "load_inputs", "load_model", "load_object", "load_pair"]
 
@@ -67,7 +68,8 @@ def load_model(spec: str, random_weights: bool = False, train: bool = False) -> 
             f"It is of type {type(found).__name__}, and no torch.nn.Module.",
             "Name a module, or a class or function that gives one without arguments.",
         )
-    return found.train(train)
+    set_mode(found, train)
+    return found
 
 
 def load_pair(

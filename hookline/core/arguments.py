@@ -15,7 +15,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from torch import nn, overrides
+from torch import jit, nn, overrides
 
 from hookline.errors import ChangeError
 from hookline.places.resolution import Target
@@ -31,6 +31,9 @@ def _names(module: Any) -> tuple[list[str], list[str]]:
     all that have names.
     """
     key = function = module
+    if isinstance(module, jit.ScriptModule):  # of one type, and each with a forward of its own
+        found = [argument.name for argument in module.forward.schema.arguments[1:]]
+        return found, found
     if isinstance(module, nn.Module):
         key = None if "forward" in module.__dict__ else type(module).forward
         function = module.forward

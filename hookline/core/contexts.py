@@ -8,12 +8,12 @@ from __future__ import annotations
 import sys
 import types
 import warnings
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 from torch import Tensor, nn
 
 from hookline.core import compiling
-from hookline.errors import HooklineWarning
+from hookline.errors import HooklineWarning, UsageError
 
 __all__ = ["Entering"]
 
@@ -22,11 +22,14 @@ class Entering:
     """Acts inside `with`, or from `.attach()` to `.remove()`; entering again starts afresh."""
 
     _verb = ""
+    # What `with ... as` gives that can be read: a name for it, and the attribute that has it.
+    _gives = _kept_as = ""
     _wheres: tuple[Any, ...] = ()
     _open = False
     _attached = False
     _unseen = False  # whether the compiler was not there when this was entered
     _entered = True  # until the constructor is through: one that fails is not a forgotten one
+    _told = False  # whether an error has said that it was never entered
 
     def __init__(self, model: nn.Module | Tensor) -> None:
         if not isinstance(model, (nn.Module, Tensor)):
@@ -129,10 +132,42 @@ class Entering:
         """Stop acting and leave nothing behind. Never raises, and may be called twice."""
         self._leave()
 
+    # -- read as if it were what it gives --------------------------------------------------------
+
+    def _misused(self, how: str) -> tuple[str, str, str]:
+        """What to say where this is read like a record."""
+        ended = "It has ended." if self._entered else "It was never entered."
+        state = "It is attached." if self._attached else "It is open." if self._open else ended
+        name, remedy = self._gives, "Use it in a `with` statement, around the calls of the model."
+        if not name:
+            state += " It has nothing to read."
+        elif self._attached and self._kept_as:
+            remedy = f"Read its .{self._kept_as}."
+        else:
+            call = f"with hookline.{self._verb}(...) as {name}"
+            remedy = f"Use it in a `with` statement and read what that gives: `{call}`."
+        self._told = True
+        return f"{how} {self!r} was asked for.", state, remedy
+
+    def __getitem__(self, key: Any) -> NoReturn:
+        raise UsageError(*self._misused(f"[{key!r:.60}] of"))
+
+    def __contains__(self, key: Any) -> NoReturn:
+        raise UsageError(*self._misused(f"Whether {key!r:.60} is in"))
+
+    def __iter__(self) -> NoReturn:
+        raise UsageError(*self._misused("Iteration over"))
+
+    def __len__(self) -> NoReturn:
+        raise UsageError(*self._misused("The length of"))
+
+    def __bool__(self) -> bool:
+        return True
+
     def __del__(self) -> None:
         if self._open:
             self._leave()
-        elif not self._entered and not sys.is_finalizing():
+        elif not (self._entered or self._told or sys.is_finalizing()):
             warnings.warn(
                 f"{self!r} was never entered, so it did nothing. Use it in a `with` statement, or "
                 f"call .attach() and later .remove().",

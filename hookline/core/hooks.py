@@ -230,11 +230,13 @@ class Context(Entering, Generic[T]):
             found, remedy = why[0], why[1] or remedy
         return NeverFired(f"{asked}:", found, remedy)
 
-    def reason(self, tap: Tap) -> str:
-        """Why nothing happened at a tap."""
+    def reason(self, tap: Tap, others: bool | None = None) -> str:
+        """Why nothing happened at a tap; `others` is whether something did elsewhere."""
         if self._names is None:
             self._names = first_names(self._model)
-        return silence(tap, self._site_of(tap), self._model, self._names)
+        if others is None:
+            others = any(self._fired(other) for other in self._taps.values())
+        return silence(tap, self._site_of(tap), self._model, self._names, others)
 
 
 def _home(target: Target) -> Any:
@@ -242,8 +244,8 @@ def _home(target: Target) -> Any:
     return target.ident if target.operation is None else (target.ident, target.operation)
 
 
-def silence(tap: Tap, site: Site, model: Any, names: dict[int, str]) -> str:
-    """Why nothing happened at a tap."""
+def silence(tap: Tap, site: Site, model: Any, names: dict[int, str], others: bool) -> str:
+    """Why nothing happened at a tap; `others` is whether something did elsewhere."""
     target = tap.target
     tap.lost()
     why = tap.why()
@@ -272,6 +274,12 @@ def silence(tap: Tap, site: Site, model: Any, names: dict[int, str]) -> str:
                 "nn.MultiheadAttention uses the weights of its out_proj without ever calling it; "
                 "ask for the attention module's own output."
             )
+    if not others:
+        return (
+            "its module was not called, nor any other that was asked for. Most likely the model "
+            "was called before or after the `with`, and not inside it. Or a forward was called "
+            "directly, as in module.forward(x), which runs no hooks."
+        )
     return (
         "its module was not called. Its forward may have been called directly, as in "
         "module.forward(x), which runs no hooks, or its weights used without it, or the code that "

@@ -36,6 +36,7 @@ from hookline.trials.runs import (
     run,
     trial,
 )
+from hookline.values.conversions import as_dtype
 from hookline.values.nested import leaves
 
 __all__ = ["summarize"]
@@ -81,6 +82,7 @@ def summarize(
     batch; no hook is left. A model with lazy modules is copied, and stays lazy.
     """
     check_model("summarize", model)
+    dtype = as_dtype(dtype, "summarize")
     if batch is None and (time or backward is not False):
         raise BatchError(
             f"What a {'backward' if backward is not False else 'run'} costs was asked for.",

@@ -227,7 +227,7 @@ class replace_module(_PutsBack):
 
     def _start(self, attached: bool) -> None:
         self._sites: list[Site] = []
-        tables = [module._modules for _, module in walk(self._model)]
+        owners = [module for _, module in walk(self._model)]
         targets, given = _find(self._model, self._wheres, "output"), cast(Any, self._new)
         stateful = isinstance(given, nn.Module) and [*given.parameters(), *given.buffers()]
         if len(targets) > 1 and stateful:
@@ -245,9 +245,7 @@ class replace_module(_PutsBack):
             if not isinstance(new, nn.Module):
                 found = f"What was given, or made by a function, is a {type(new).__name__}."
                 raise ChangeError(asked, found, "Give a module, or a function that returns one.")
-            for table in tables:
-                for name in [name for name, child in table.items() if child is old]:
-                    Swap(table, name).put(new, self._undo)
+            self._put(owners, old, new, asked)
             site = Site(new, weakref.ref(self), None)
             site.counted = True  # also where a checkpoint will call it again
             for module, one in (new, site), (old, _Replaced(self, old, new, asked)):
@@ -255,6 +253,15 @@ class replace_module(_PutsBack):
                     self._sites.append(one)
                     self._undo.append(partial(one.unregister, module))
                     one.register(module)
+
+    def _put(self, owners: list[nn.Module], old: nn.Module, new: nn.Module, asked: str) -> None:
+        for owner in owners:
+            for name in [name for name, child in owner._modules.items() if child is old]:
+                if isinstance(owner, torch.jit.ScriptModule):
+                    found = "It is in a ScriptModule, which runs what it was made of."
+                    remedy = "Replace the whole ScriptModule, or use the model before torch.jit."
+                    raise NotHookable(asked, found, remedy)
+                Swap(owner._modules, name).put(new, self._undo)
 
     def _verify(self) -> None:
         for site in self._sites:

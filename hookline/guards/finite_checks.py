@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hookline.values.nested import Path, leaves
 from hookline.values.shards import local
-from hookline.values.snapshots import is_wrapped
+from hookline.values.snapshots import is_fake, is_wrapped
 from hookline.values.tables import describe
 
 __all__ = ["Numbers", "all_finite", "bad_leaves", "is_bad", "is_mask", "numbers", "probe", "signs"]
@@ -30,7 +30,7 @@ _PLAIN = (torch.float32, torch.bfloat16, torch.float64)
 
 def numbers(tensor: Tensor) -> Tensor | None:
     """The floating-point numbers of a tensor, detached; None if it has none that can be read."""
-    if is_wrapped(tensor):
+    if is_wrapped(tensor) or is_fake(tensor):
         return None
     tensor = local(tensor.detach())
     if tensor.is_meta or tensor.is_quantized:

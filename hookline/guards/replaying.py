@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -23,13 +24,16 @@ from hookline.errors import ReplayError
 from hookline.guards.dumps import KIND, function_named, read_value
 from hookline.guards.origins import Labelled, labelled
 from hookline.guards.runs import unwrapped
-from hookline.places.tree import walk
+from hookline.places.tree import join, tensors_of, walk
+from hookline.trials.modes import modes_of, set_modes
 from hookline.values.nested import get_part, leaves, map_leaves
 from hookline.values.snapshots import same_bits
+from hookline.values.tables import one_line
 
 __all__ = ["Replay", "replay"]
 
 _WRITTEN = "Give a folder that a guard has written."
+_GIVEN = "give the folder as a guard has written it, and the model that was guarded."
 
 
 @dataclass(eq=False)
@@ -55,7 +59,7 @@ class Replay:
         way = "backward" if self.backward else "forward"
         said = "bad numbers again" if self.reproduced else "only finite numbers this time"
         exactly = ", bit for bit those of the first run" if self.exact else ""
-        rows = [(label or "result", str(own)) for label, own in self.values]
+        rows = [(one_line(label) or "result", str(own)) for label, own in self.values]
         width = max((len(label) for label, _ in rows), default=0)
         lines = [f"  {label:{width}}  {text}" for label, text in rows]
         head = f"Replay of {self.place!r}, {way} of {self.what}: {said}{exactly}"
@@ -92,7 +96,7 @@ class _Dump:
 
     def refuse(self, found: str, remedy: str = _WRITTEN) -> NoReturn:
         asked = f"What a guard has written to {str(self.folder)!r} was to be run again."
-        raise ReplayError(asked, found, remedy) from None
+        raise ReplayError(asked, one_line(found), remedy) from None
 
     def value(self, spelled: Any) -> Any:
         """A value that was spelled, or an error."""
@@ -145,6 +149,12 @@ def replay(folder: str | Path, model: nn.Module | None = None) -> Replay:
 
     Random numbers are those of the first run, and afterwards as before. It runs on the CPU, or
     where the model is. Nothing is unpickled, and only torch's own functions and modules are called.
+    What is read from the folder is checked, but its author chooses how large the results are: run
+    what a stranger has sent you where memory is limited.
+
+    Raises:
+        ReplayError: If the folder is not as a guard writes it, does not fit the model, or if what
+            is run raises an error, which is then the cause of this one.
     """
     dump = _Dump(folder)
     if model is not None:
@@ -168,8 +178,12 @@ def _settings(dump: _Dump, told: dict[str, Any], device: str) -> Generator[None]
             stack.enter_context(torch.set_grad_enabled(dump.backward))
             torch.set_rng_state(state)
             yield
-    except (LookupError, TypeError, AttributeError, ValueError) as error:
-        dump.refuse(f"Its settings or arguments do not fit: {error!r:.120}.")
+    except ReplayError:
+        raise
+    except Exception as error:  # of any type: by what was written, or by the model
+        asked = f"What a guard has written to {str(dump.folder)!r} was run again."
+        found = one_line(f"It raised {type(error).__name__}: {error!s:.200}.")
+        raise ReplayError(asked, found, f"If it was changed or does not fit: {_GIVEN}") from error
     finally:
         torch.set_rng_state(now)
 
@@ -251,7 +265,7 @@ def _find_module(dump: _Dump, model: nn.Module) -> nn.Module:
         module = unwrapped(model).get_submodule(path)
     except (AttributeError, TypeError):
         dump.refuse(f"The model has no module {path!r}.", "Give the model that was guarded.")
-    kind = type(module).__name__
+    kind = type(module).__qualname__.rpartition(".")[2]  # a graph's has another __name__
     if kind != str(told.get("class")).rpartition(".")[2]:
         found = f"{path!r} is a {kind} in this model, and was a {told.get('class')}."
         dump.refuse(found, "Give the model that was guarded.")
@@ -271,9 +285,21 @@ def _make_module(dump: _Dump) -> nn.Module:
             f"in the folder. {why}".strip(),
             "Give the model: hookline.replay(folder, model).",
         )
+    state = {key: dump.tensor(tensor).shape for key, tensor in (told["state"] or {}).items()}
     try:
-        return kind(**{key: dump.value(value) for key, value in given.items()})
-    except (TypeError, ValueError, AttributeError) as error:
+        options = {key: dump.value(value) for key, value in given.items()}
+        for key, value in options.items():
+            if key.endswith("layers") and value > len(state):  # else it would make them for ever
+                raise ValueError(f"{key}={value}")
+        with torch.device("meta"):  # its own size is the file's to choose
+            made = kind(**options)
+        tensors = {join(path, n): t.shape for path, m in walk(made) for n, t in tensors_of(m)}
+        if tensors != state:
+            raise ValueError("its state has other names or shapes")
+        return made.to_empty(device="cpu")
+    except ReplayError:
+        raise
+    except Exception as error:  # noqa: BLE001 - whatever torch raises for what a stranger chose
         dump.refuse(f"A {name} cannot be made of what was written: {error!r:.80}.")
 
 
@@ -289,6 +315,9 @@ def _run_module(dump: _Dump, module: nn.Module) -> Replay:
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     parameters = dict(cast("Any", module.named_parameters(remove_duplicate=False)))
     state = _state(dump, module, parameters, device)
+    scripted = any(isinstance(one, torch.jit.ScriptModule) for one in module.modules())
+    if scripted:  # which torch.func.functional_call does not take
+        module, state = _copied_with(dump, module, state)
     inputs = map_leaves(lambda one: one.to(device) if isinstance(one, Tensor) else one, inputs)
     wanted: dict[str, Tensor] = {}
     own: Any = map_leaves(_copied, inputs)
@@ -300,19 +329,44 @@ def _run_module(dump: _Dump, module: nn.Module) -> Replay:
     names, positional = list(own), told["positional"]
     args = tuple(own[name] for name in names[:positional])
     kwargs = {str(name): own[name] for name in names[positional:]}
-    modes = [(inner, inner.training) for _, inner in walk(module)]
+    named = walk(module)
+    inner = [one for _, one in named]
+    modes = modes_of(inner)
     try:
-        for path, inner in walk(module):
-            inner.training = told["training"].get(path, inner.training) is True
+        set_modes(
+            inner,
+            [
+                told["training"].get(path, mode)
+                for (path, _), mode in zip(named, modes, strict=True)
+            ],
+        )
         with _settings(dump, told, device.type):
-            output = torch.func.functional_call(module, state, args, kwargs)
+            if scripted:
+                output = module(*args, **kwargs)
+            else:
+                output = torch.func.functional_call(module, state, args, kwargs)
             given = dump.pairs("gradients", dump.given["module"])
             what = f"the module {told.get('path')!r} ({type(module).__name__})"
             whole = bool(dump.fault.get("operation"))  # what was written is the operation's result
             return _finish(dump, what, inputs, output, wanted, given, whole)
     finally:
-        for inner, mode in modes:
-            inner.training = mode
+        set_modes(inner, modes)
+
+
+def _copied_with(
+    dump: _Dump, module: nn.Module, state: dict[str, Tensor]
+) -> tuple[nn.Module, dict[str, Tensor]]:
+    """A copy of a module that holds another state, and its parameters and buffers by name."""
+    made = copy.deepcopy(module)
+    held = {**dict(made.named_parameters()), **dict(made.named_buffers())}
+    found = {name: tensor for name, tensor in held.items() if name in state}
+    try:
+        with torch.no_grad():
+            for name, tensor in found.items():
+                tensor.copy_(state[name])
+    except RuntimeError as error:
+        dump.refuse(f"Its state does not fit the module: {error!s:.80}.", "Give the guarded model.")
+    return made, found
 
 
 def _state(

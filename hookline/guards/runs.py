@@ -28,6 +28,7 @@ from torch.utils import hooks as torch_hooks
 from hookline.core.gathering import is_gathered
 from hookline.guards.finite_checks import probe
 from hookline.places.tree import join, walk
+from hookline.trials.modes import modes_of, set_modes
 from hookline.values.nested import Path, children, leaves, map_leaves, show_path
 from hookline.values.shards import placements
 from hookline.values.snapshots import same_bits
@@ -81,8 +82,9 @@ def _flat(state: Any) -> dict[str, Any]:
     return {**state, "state": None, **state["state"]}
 
 
-def _there(tensor: Tensor | None) -> Tensor | None:
-    """A buffer, unless it is one of a lazy module that was not called so far."""
+def _there(held: dict[str, Tensor | None], name: str) -> Tensor | None:
+    """A buffer, unless it was taken out, or is one of a lazy module that was not called so far."""
+    tensor = held[name] if name in held else None  # noqa: SIM401 - a ScriptModule's has no get
     return None if tensor is None or is_lazy(tensor) else tensor
 
 
@@ -104,9 +106,9 @@ class Buffers:
         self.places = [
             (module._buffers, name, join(names[id(module)], name))
             for _, module in walk(model)
-            for name in module._buffers
+            for name in module._buffers.keys()  # noqa: SIM118 - a ScriptModule's has no iterator
         ]
-        found = [t for held, name, _ in self.places if (t := _there(held[name])) is not None]
+        found = [t for held, name, _ in self.places if (t := _there(held, name)) is not None]
         small = sum(t.nbytes for t in found if not t.is_sparse) <= _MOST
         # torch does not count what batch norm does to its statistics.
         norms = [m for _, m in walk(model) if isinstance(m, nn.modules.batchnorm._NormBase)]
@@ -118,7 +120,7 @@ class Buffers:
         """Every buffer, its version, and a copy of those that may change, or of every one."""
         kept: list[Buffer] = []
         for held, name, path in self.places:
-            tensor = _there(held.get(name))
+            tensor = _there(held, name)
             if tensor is not None:
                 copy = tensor.detach().clone() if every or path in self.changing else None
                 kept.append(Buffer(held, name, path, tensor, version_of(tensor), copy))
@@ -128,7 +130,7 @@ class Buffers:
         """After a call: which buffers it has changed; those that were not copied before it."""
         changed = [
             b for b in before
-            if b.held.get(b.name) is not b.tensor or version_of(b.tensor) != b.version
+            if _there(b.held, b.name) is not b.tensor or version_of(b.tensor) != b.version
         ]  # fmt: skip
         if not self.learnt:
             self.changing, self.learnt = set(self._uncounted), True
@@ -155,7 +157,9 @@ class Parts:
         self.buffers = Buffers(called, names)
         self.devices = {p.device.index or 0 for p in self.parameters if p.is_cuda}
         self.changes_inputs = False  # whether a call was seen to change what it was given
-        self.draws: dict[bool, bool] = {}  # by mode, whether a call was seen to draw from numpy
+        self.draws: dict[
+            bool | None, bool
+        ] = {}  # by mode, whether a call was seen to draw from numpy
         self._held = [held for m in self.modules for held in (m._modules, m._parameters)]
         self._known = self._identities()
 
@@ -185,7 +189,8 @@ class Kept:
         self.sums = [(path, t, probe(t)) for path, t, _ in self.versions if t.is_inference()]
         own = {t.device.index or 0 for _, t, _ in self.versions if t.is_cuda}
         self.devices = sorted(own | parts.devices)
-        self.randomness = Randomness(self.devices, parts.draws.get(parts.called.training, True))
+        self.modes = modes_of(parts.modules)
+        self.randomness = Randomness(self.devices, parts.draws.get(self.modes[0], True))
         self.parts, self.called, self.path = parts, parts.called, parts.path
         self.buffers = parts.buffers.now()
         self.parameters = [(p, p._version) for p in parts.parameters]
@@ -196,7 +201,6 @@ class Kept:
         ]
         self.cache = torch.is_autocast_cache_enabled()
         self.grad, self.inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-        self.modes = [module.training for module in parts.modules]
         self.lost: list[str] = []  # buffers that it changed and that were not copied
         self.gradients: dict[Path, tuple[Tensor, int]] = {}  # of its outputs, when they come
         self.outputs: list[tuple[Path, Tensor]] = []  # until they were checked
@@ -251,7 +255,7 @@ class Kept:
         as they are now.
         """
         now, after = Randomness(self.devices), self.parts.buffers.now(every=True)
-        modes = [(module, module.training) for module in self.parts.modules]
+        modules, modes = self.parts.modules, modes_of(self.parts.modules)
         try:
             with ExitStack() as stack:
                 stack.enter_context(torch.inference_mode(self.inference and not gradients))
@@ -262,12 +266,10 @@ class Kept:
                     )
                 self.randomness.restore()
                 Buffers.restore(self.buffers)
-                for (module, _), mode in zip(modes, self.modes, strict=True):
-                    module.training = mode
+                set_modes(modules, self.modes)
                 yield self._arguments(gradients)
         finally:
-            for module, mode in modes:
-                module.training = mode
+            set_modes(modules, modes)
             Buffers.restore(after)
             now.restore()
 

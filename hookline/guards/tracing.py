@@ -28,7 +28,7 @@ from hookline.core.gradients import sequence
 from hookline.core.hooks import Context
 from hookline.core.operations import Mode, innermost, name_of
 from hookline.core.taps import KEEP, Frame, Tap
-from hookline.errors import NotHookable, PlaceNotFound
+from hookline.errors import PlaceNotFound
 from hookline.guards.finite_checks import Numbers, bad_leaves, is_bad, is_mask, signs
 from hookline.guards.origins import Ignored, Origin, infinite, is_meant, labelled, line_of, shown
 from hookline.guards.runs import Parts, version_of
@@ -384,9 +384,10 @@ class Modules(Context[_ModuleTap]):
         self._entered = True  # one that is never entered is not a forgotten one
 
     def _resolve(self) -> list[Request]:
-        requests = resolve(self._model, self._wheres)
-        with suppress(PlaceNotFound, NotHookable):  # a model without children
-            requests += resolve(self._model, ("**", "**:inputs"))
+        # Also ScriptModules: torch calls hooks on those that Python calls, and on none inside.
+        requests = resolve(self._model, self._wheres, hookable=False)
+        with suppress(PlaceNotFound):  # a model without children
+            requests += resolve(self._model, ("**", "**:inputs"), hookable=False)
         return requests
 
     def _tap(self, target: Target, ref: weakref.ref[Context[Any]]) -> _ModuleTap:

@@ -55,7 +55,7 @@ def warn_of_training(model: nn.Module) -> None:
 
     def random(module: nn.Module) -> bool:
         drops = isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
-        return module.training and (drops or isinstance(module, nn.modules.batchnorm._NormBase))
+        return (drops or isinstance(module, nn.modules.batchnorm._NormBase)) and module.training
 
     modules = cast("Iterable[tuple[str, nn.Module]]", model.named_modules())
     found = [name for name, module in modules if random(module)]

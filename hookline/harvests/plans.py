@@ -20,6 +20,7 @@ from hookline.errors import HarvestError
 from hookline.harvests.fingerprints import bound, digest, fingerprint, live_edits, spell
 from hookline.harvests.rows import Taken, Taker
 from hookline.storage.description import read_description
+from hookline.trials.modes import modes_of
 from hookline.values.tables import as_text, show_bytes
 
 __all__ = ["Plan", "describe", "plan_for", "refuse_changes"]
@@ -71,10 +72,11 @@ def describe(taker: Taker, world: int | None) -> dict[str, Any]:
 
 
 def _mode(model: nn.Module) -> str:
-    flags = [module.training for module in cast("Iterable[nn.Module]", model.modules())]
+    modes = modes_of(list(cast("Iterable[nn.Module]", model.modules())))
+    flags = [mode for mode in modes if mode is not None]
     if len(set(flags)) > 1:
         return f"a mixed ({digest(flags):08x})"
-    return "training" if flags[0] else "evaluation"
+    return "training" if all(flags) else "evaluation"
 
 
 def refuse_changes(folder: Path, wanted: dict[str, Any]) -> None:

@@ -30,6 +30,7 @@ from hookline.statistics.masks import is_added
 from hookline.storage.files import Series
 from hookline.trials.batches import call as run
 from hookline.trials.batches import refuse_padding
+from hookline.values.conversions import as_dtype
 from hookline.values.nested import Path, leaves, map_leaves, only_tensor
 
 __all__ = ["Rows", "Taken", "Taker", "Taking", "numbers_of", "rows_in", "sizes_in"]
@@ -52,13 +53,12 @@ class Taking:
 
     def __post_init__(self) -> None:
         refuse_padding(self.mask, HarvestError)
-        if self.stop not in (True, False, "auto") or not isinstance(
-            self.dtype, (torch.dtype, type(None))
-        ):
+        as_dtype(self.dtype, "harvest")
+        if self.stop not in (True, False, "auto"):
             raise HarvestError(
-                f"A harvest with stop={self.stop!r} and dtype={self.dtype!r} was asked for.",
-                "stop is True, False or 'auto'; dtype one of torch's, such as torch.bfloat16.",
-                "Leave them out if unsure.",
+                f"A harvest with stop={self.stop!r} was asked for.",
+                "stop is True, False or 'auto'.",
+                "Leave it out if unsure.",
             )
 
     def mask_of(self, batch: Any) -> Tensor | None:

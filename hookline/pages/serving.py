@@ -19,7 +19,7 @@ from urllib.parse import parse_qs, quote, urlsplit
 
 from hookline.errors import HooklineError, ReportError
 from hookline.pages.chunks import pack, plain_json
-from hookline.pages.files import policy, shell
+from hookline.pages.files import policy, shell, why_not
 from hookline.pages.views import Gallery, View
 
 __all__ = ["Server", "serve"]
@@ -157,7 +157,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer_page(self, query: dict[str, str]) -> None:
         title = f"{self._own.gallery.folder.absolute().name} · hookline"
-        self._send(shell(title, "", "'self'").encode(), "text/html; charset=utf-8")
+        self._send(shell(title, "", connect="'self'").encode(), "text/html; charset=utf-8")
 
     def _answer_sources(self, query: dict[str, str]) -> None:
         self._send_json({"sources": self._sources()})
@@ -188,13 +188,20 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(pack(chunk), "application/octet-stream")
 
     def _answer_report(self, query: dict[str, str]) -> None:
-        """A page that `report` has written, as it is; its own policy holds, in a box of its own."""
+        """A page that `report` has written, as it is, in a box of its own: it may ask nobody."""
         found = self._own.gallery.find(query.get("source", ""))
         if found is None or found.kind != "report":
             self._refuse(HTTPStatus.NOT_FOUND, "There is no such report.")
         else:
             page = found.path.read_bytes()
-            self._send(page, "text/html; charset=utf-8", "sandbox allow-scripts")
+            if problem := why_not(page):
+                raise ReportError(
+                    f"The page {found.name!r} was asked for.",
+                    problem,
+                    "Write it again with hookline.report, or, if you trust it, open it in a "
+                    "browser from the disk.",
+                )
+            self._send(page, "text/html; charset=utf-8", f"sandbox allow-scripts; {policy()}")
 
     def _answer_events(self, query: dict[str, str]) -> None:
         """A stream of server-sent events: what was appended since the page was made."""

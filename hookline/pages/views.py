@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from hookline.errors import HooklineError, ReportError
 from hookline.pages.chunks import Chunk, Page
+from hookline.pages.files import is_page
 from hookline.pages.record_pages import page_of_record
 from hookline.pages.reporting import kind_of
 from hookline.pages.run_pages import RunPage
@@ -27,8 +28,6 @@ from hookline.training.run_files import read_head, segment_path, segments_in
 from hookline.training.runs import Run
 
 __all__ = ["Gallery", "RecordView", "RunView", "Shown", "StoreView", "View"]
-
-_MARK = b'<meta name="generator" content="hookline">'
 
 
 class Shown(NamedTuple):
@@ -279,7 +278,7 @@ def _kind_of(path: Path) -> str | None:
             return kind_of(path)
         if path.suffix == ".html" and path.is_file():
             with path.open("rb") as file:
-                return "report" if _MARK in file.read(4096) else None
+                return "report" if is_page(file.read(4096)) else None
     except OSError:
         return None
     return None

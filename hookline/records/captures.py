@@ -18,18 +18,23 @@ from hookline.core import compiling
 from hookline.core.gathering import recover, recovers
 from hookline.core.hooks import Context
 from hookline.core.slices import check_at
-from hookline.errors import NeverFired, NotCaptured
+from hookline.errors import NeverFired, NotCaptured, UsageError
 from hookline.places.resolution import Request, Target, Where, resolve
 from hookline.records.gradient_logs import GradInputLog, GradOutputLog
 from hookline.records.keeping import PLAIN, CaptureTap, Keep, Options
 from hookline.records.logs import LastLog, Log, OutputLog
 from hookline.records.records import Record
+from hookline.values.conversions import as_device, as_dtype
 from hookline.values.snapshots import duplicate
 
 __all__ = ["capture"]
 
 _NOTHING = cast(Any, MappingProxyType({}))
 _LOGS = {"output": OutputLog, "grad_output": GradOutputLog, "grad_input": GradInputLog}
+
+
+class _NoRecord(UsageError, AttributeError):
+    """A capture was read as if it were its record."""
 
 
 class _Stop(BaseException):
@@ -60,7 +65,7 @@ class capture(Context[CaptureTap]):
         transform: a function of the value (after `at`); what it returns is kept. Gradients of a
             nested value arrive one by one, and `at` and `transform` meet each tensor alone.
         detach: keep snapshots of values that require grad, too.
-        device: where to keep tensors.
+        device: where to keep tensors; one that is there, or "meta" to keep shapes only.
         dtype: how to keep floating-point tensors.
         stop: end the forward, and the rest of the `with` block, once every place has fired.
         keep: "all" calls, the "first" or the "last".
@@ -101,12 +106,20 @@ class capture(Context[CaptureTap]):
             raise ValueError(f"keep={keep!r} was asked for. It is 'all', 'first' or 'last'.")
         if threads not in ("own", "all"):
             raise ValueError(f"threads={threads!r} was asked for. It is 'own' or 'all'.")
+        device, dtype = as_device(device, "capture"), as_dtype(dtype, "capture")
         super().__init__(model, where)
         self._owned = threads == "own"
         if at is transform is device is dtype is None and keep == "all" and not (detach or stop):
             self._options = PLAIN
         else:
             self._options = Options(at, transform, detach, device, dtype, keep, stop)
+
+    _gives = _kept_as = "record"
+
+    def __getattr__(self, name: str) -> Any:
+        if hasattr(Record, name) and not name.startswith("_"):
+            raise _NoRecord(*self._misused(f".{name} of"))
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     @property
     def record(self) -> Record:

@@ -33,6 +33,7 @@ from hookline.places.grammar import parse_port
 from hookline.places.resolution import Place, Target, resolve
 from hookline.places.tree import find
 from hookline.values import tables
+from hookline.values.conversions import as_device
 from hookline.values.nested import Path, get_part, leaves, map_leaves, only_tensor, show_path
 from hookline.values.shards import has_plans, spread
 from hookline.values.snapshots import unreadable
@@ -272,9 +273,10 @@ class Record:
 
     def to(self, device: torch.device | str) -> Record:
         """The same record with its tensors on another device."""
+        place = cast(torch.device, as_device(device, "record.to"))
 
         def move(leaf: Any) -> Any:
-            return leaf.to(device) if isinstance(leaf, Tensor) else leaf
+            return leaf.to(place) if isinstance(leaf, Tensor) else leaf
 
         moved: list[CaptureTap] = []
         for tap in self._taps:
@@ -400,11 +402,12 @@ class Record:
 
     def _why(self, tap: CaptureTap) -> str:
         source = None if self._source is None else self._source()
+        others = any(other.holds for other in self._taps)
         if source is not None:
-            return source.reason(tap)
+            return source.reason(tap, others)
         model = None if self._model is None else self._model()
         site = tap if isinstance(tap, Site) else self._sites.get(tap.target.key, _NO_SITE)
-        return silence(tap, site, model, first_names(model))
+        return silence(tap, site, model, first_names(model), others)
 
     def _kept(self, tap: CaptureTap) -> Calls:
         gradient = "grad" in tap.target.port

@@ -180,6 +180,7 @@ class _Measuring(Entering):
     """Measures what passes through places, inside a `with` or from attach to remove."""
 
     _verb = "measure"
+    _gives, _kept_as = "measurements", "found"
 
     def __init__(
         self, model: nn.Module, where: Where, statistics: Statistics, mask: Any, at: Any

@@ -3,6 +3,7 @@
 - `as_json(content, what)`: the content as it is read back, checked before it is written
 - `read_json(path)`, `write_json(path, content, sync)`: the object in a JSON file
 - `parse_json(text, path)`: the object in a text that was read from a file
+- `strict_json(text)`: what a text holds that every reader of JSON reads alike
 - `replace_file(path, text, sync)`: a reader, or a crash, finds the old file or the new one
 - `open_regular(path)`: open a file, and nothing that would wait for ever
 - `most_files()`: how many files a writer may keep open, and half of what a reader may
@@ -34,6 +35,7 @@ __all__ = [
     "parse_json",
     "read_json",
     "replace_file",
+    "strict_json",
     "sync_file",
     "sync_folder",
     "write_json",
@@ -62,11 +64,26 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return content
 
 
+def strict_json(text: str | bytes) -> Any:
+    """Read JSON; ValueError where readers differ: NaN, infinities, keys that stand there twice.
+
+    >>> strict_json('{"a": [1, null]}')
+    {'a': [1, None]}
+
+    Raises:
+        ValueError: If the text is no such JSON, is no UTF-8, or is nested too deeply.
+    """
+    try:
+        return json.loads(text, parse_constant=_not_json, object_pairs_hook=_once)
+    except (RecursionError, MemoryError):
+        raise ValueError("it is nested too deeply, or too large") from None
+
+
 def as_json(content: Mapping[str, Any], what: str) -> dict[str, Any]:
     """The content as it is read back; an error if it is no JSON, which none could read."""
     try:
         text = json.dumps(dict(content), allow_nan=False)
-        return json.loads(text, object_pairs_hook=_once)
+        return strict_json(text)
     except (TypeError, ValueError, RecursionError) as error:
         raise StoreError(
             f"Cannot keep {what} of a store.",
@@ -82,10 +99,8 @@ def parse_json(text: bytes, path: Path) -> dict[str, Any]:
     if text[end:] == b" " * (len(text) - end):
         text = text[:end]
     try:
-        content = json.loads(
-            text.decode("utf-8"), parse_constant=_not_json, object_pairs_hook=_once
-        )
-    except (ValueError, RecursionError, MemoryError) as error:
+        content = strict_json(text.decode("utf-8"))
+    except ValueError as error:
         raise corrupt(path, f"It holds no sound JSON ({error})") from error
     if not isinstance(content, dict):
         raise corrupt(path, "Its JSON is not an object")

@@ -100,7 +100,7 @@ class Plan:
         self, module: nn.Module, path: str, names: list[str], seen: set[int]
     ) -> None:
         for name in names:
-            tensor = module._parameters.get(name)
+            tensor = _parameter(module, name)
             if tensor is None or not tensor.requires_grad or id(tensor) in seen:
                 continue
             seen.add(id(tensor))
@@ -117,7 +117,7 @@ class Plan:
 
     def parameter(self, number: int) -> Tensor | None:
         """The parameter of a row, as it is now; it may have been exchanged since."""
-        tensor = self.modules[number]._parameters.get(cast(str, self.attributes[number]))
+        tensor = _parameter(self.modules[number], cast(str, self.attributes[number]))
         return None if tensor is None or is_lazy(tensor) else tensor
 
     def sample(self, number: int) -> Tensor | None:
@@ -133,6 +133,12 @@ class Plan:
     def of_kind(self, kind: str) -> list[int]:
         """The numbers of the rows of a kind."""
         return [number for number, row in enumerate(self.rows) if row.kind == kind]
+
+
+def _parameter(module: nn.Module, name: str) -> Tensor | None:
+    """A parameter of a module; None if there is none of that name, or a buffer has it."""
+    held = module._parameters
+    return held[name] if name in held else None  # noqa: SIM401 - a ScriptModule's has no get
 
 
 def _lists_in(module: nn.Module) -> list[nn.Module]:

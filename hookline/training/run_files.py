@@ -38,6 +38,7 @@ STATISTICS = (
 )  # fmt: skip
 BINS = 64
 _MOST = {"bytes": 256 << 20, "rows": 1_000_000, "statistics": 256, "bins": 1 << 16}
+_LATEST = 250e9  # seconds since 1970: the year 9892, beyond which there are no dates
 _LONGEST = 1 << 20  # bytes of a line
 _CHUNK = 4 << 20
 _REMEDY = "Give a directory that hookline.watch(..., to=directory) has written."
@@ -155,6 +156,10 @@ def _head_from(content: dict[str, Any]) -> Head:
     started, bins, options = content["started"], content["bins"], content["options"]
     if type(started) not in (int, float) or not isinstance(options, dict):
         raise TypeError("'started' is a number and 'options' an object")
+    if not 0 <= started <= _LATEST:  # nor a NaN
+        raise ValueError("'started' is no time")
+    if not statistics:
+        raise ValueError("there is no statistic")
     if type(bins) is not int or not 1 <= bins <= _MOST["bins"]:
         raise ValueError("'bins' is out of bounds")
     if len(set(statistics)) < len(statistics):

@@ -38,8 +38,9 @@ from hookline.errors import BatchError, HooklineError
 from hookline.places.tree import walk
 from hookline.trials.batches import call, is_shape
 from hookline.trials.contents import Contents
+from hookline.trials.modes import modes_of, set_mode, set_modes
 from hookline.values.nested import leaves, map_leaves
-from hookline.values.snapshots import duplicate
+from hookline.values.snapshots import duplicate, is_fake
 
 __all__ = [
     "Mode",
@@ -183,7 +184,7 @@ def trial(
         contents = [Contents(model) for model in models]
         _refuse_unmade(contents)
     modules = [module for content in contents for module in content.modules]
-    training = [module.training for module in modules]
+    modes = modes_of(modules)
     parameters = [p for content in contents for p in content.all_parameters if p is not None]
     grads = [p.grad for p in parameters]
     undo = _buffers_back(modules)
@@ -201,14 +202,12 @@ def trial(
                     parameter.grad = None
             if mode is not None:
                 for model in models:
-                    model.train(mode == "train")
+                    set_mode(model, mode == "train")
             yield
         finally:
             # Most often nothing has changed, and that is seen without a loop in Python.
-            if [module.training for module in modules] != training:
-                for module, was in zip(modules, training, strict=True):
-                    if module.training != was:
-                        module.training = was
+            if modes_of(modules) != modes:
+                set_modes(modules, modes)
             for content in contents:
                 if content.find_trained() != content.trained:
                     _require(content)
@@ -239,20 +238,15 @@ def _buffers_back(modules: list[nn.Module]) -> Undo:
         for name, buffer in own.items():
             if buffer is not None and not buffer.is_meta:
                 undo.append(partial(put_back, module, module._buffers, own, name))
-                if type(buffer) is Tensor or not (is_lazy(buffer) or _is_fake(buffer)):
+                if type(buffer) is Tensor or not (is_lazy(buffer) or is_fake(buffer)):
                     undo.append(restorer(buffer))
     for module in [m for m in modules if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]:
         if module.max_norm is not None:  # it shortens its weights
             weight = module._parameters.get("weight")
-            if weight is not None and not (weight.is_meta or _is_fake(weight)):
+            if weight is not None and not (weight.is_meta or is_fake(weight)):
                 undo.append(restorer(weight))
     undo.append(partial(_drop_new, modules, before))  # the last comes first
     return undo
-
-
-def _is_fake(tensor: Tensor) -> bool:
-    """Whether it is a fake tensor of torch's, which has no values."""
-    return hasattr(tensor, "fake_mode")
 
 
 def _require(content: Contents) -> None:
@@ -265,7 +259,7 @@ def _drop_new(modules: list[nn.Module], before: dict[nn.Module, dict[str, Any]])
     """Take out the buffers that a run has registered, and all that was in the place of none."""
     for module in [module for module in modules if module._buffers]:
         table, own = module._buffers, before.get(module, {})
-        for name in list(table):
+        for name in list(table.keys()):  # that of a ScriptModule cannot be gone through
             if name not in own:
                 del table[name]
             elif own[name] is None:

@@ -9,6 +9,7 @@ does that in under a microsecond whatever the size: whoever writes first gets a 
 - `settle(tensor)`: a snapshot that keeps no larger storage alive
 - `same_bits(one, other)`: whether two tensors hold the same
 - `is_wrapped(tensor)`: whether it stands for many, in a transform of torch's
+- `is_fake(tensor)`: whether it is one of torch's fake tensors, which have no values
 - `unreadable(tensor, version, twin)`: why a tensor is not what it was when it was captured
 """
 
@@ -23,8 +24,8 @@ from torch import Tensor
 from hookline.values.shards import copied, local
 
 __all__ = [
-    "BASES", "LAZY", "SMALL", "WIDE", "duplicate", "gradient_snapshot", "is_wrapped", "same_bits",
-    "settle", "snapshot", "unreadable",
+    "BASES", "LAZY", "SMALL", "WIDE", "duplicate", "gradient_snapshot", "is_fake", "is_wrapped",
+    "same_bits", "settle", "snapshot", "unreadable",
 ]  # fmt: skip
 
 _functorch = cast(Any, torch._C)._functorch
@@ -115,6 +116,11 @@ def is_wrapped(tensor: Tensor) -> bool:
     return _functorch.is_functorch_wrapped_tensor(tensor) or _functorch.is_legacy_batchedtensor(
         tensor
     )
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Return True for a fake tensor of torch's, which has no values."""
+    return type(tensor) is not Tensor and hasattr(tensor, "fake_mode")
 
 
 def unreadable(tensor: Tensor, version: int | None, twin: Tensor | None) -> tuple[str, str] | None:
