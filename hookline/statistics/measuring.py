@@ -19,8 +19,7 @@ from hookline.core.contexts import Entering
 from hookline.core.hooks import hook, settled
 from hookline.core.slices import take
 from hookline.core.taps import Call
-from hookline.display import warn_outside
-from hookline.errors import NotCaptured, NotHookable, StatisticsError
+from hookline.errors import NotCaptured, NotHookable, StatisticsError, warn_outside
 from hookline.listings import held_as, select
 from hookline.places.resolution import Place, Where
 from hookline.statistics.kinds import Statistic, by_name, statistic_from, warn_of_images
