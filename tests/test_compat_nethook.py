@@ -967,6 +967,32 @@ def test_what_was_retained_can_be_set():
         model(X)
         assert torch.equal(trace.output, model[0](X))
     assert trace.input == 3
+    del trace.input, ret["0"].output
+    assert [hasattr(trace, "input"), hasattr(ret["0"], "output")] == [False, False]
+
+
+def test_one_layer_of_several_can_be_closed():
+    model = small()
+    with nethook.TraceDict(model, ["0", "1", "2"], edit_output=lambda x: x + 1) as ret:
+        ret["2"].stop = True
+        with pytest.raises(nethook.StopForward):
+            model(X)
+        kept = ret["0"].output
+        ret["0"].close()
+        with ret["2"]:
+            pass
+        result = model(X * 2)  # it does not stop any more
+    assert ret["0"].output is kept
+    assert torch.equal(result, model[2](model[0](X * 2).relu() + 1))
+
+
+def test_an_edit_that_is_false_is_none():
+    model = small()
+    with nethook.TraceDict(model, ["0", "1"], edit_output={"0": False}) as ret:
+        result = model(X)
+    with nethook.Trace(model, "0", edit_output=False):
+        assert torch.equal(model(X), result)
+    assert torch.equal(ret["0"].output, model[0](X))
 
 
 def test_stop_comes_after_the_last_layer_of_the_list():
@@ -1400,6 +1426,72 @@ def test_retained_values_can_be_cleared():
         assert inst.retained_layer("0") is not None
 
 
+def test_what_is_retained_can_be_read_and_cleared_as_a_dict():
+    model = small()
+    with nethook.InstrumentedModel(model) as inst:
+        inst.retain_layers(["0", ("2", "last")])
+        inst(X)
+        assert list(inst._retained) == ["0", "last"]
+        assert torch.equal(inst._retained["0"], linear(model[0], X))
+        inst._retained["0"] = None
+        assert inst._retained["0"] is None
+        assert inst._retained["last"] is not None
+        inst._retained["last"] = X
+        assert inst.retained_layer("last") is X
+        with pytest.raises(KeyError):
+            _ = inst._retained["1"]
+        with pytest.raises(KeyError, match="'1' was asked for"):
+            inst.retained_layer("1")
+
+
+def test_hooks_can_be_had_before_anything_is_asked_of_a_layer():
+    model = nn.Sequential(nn.Identity())
+    with nethook.InstrumentedModel(model) as inst:
+        inst.add_hooks([("0", "in")])
+        assert torch.equal(inst(X), X)
+        inst.retain_layer(("0", "in"))
+        inst(X)
+        assert torch.equal(inst.retained_layer("in"), X)
+    assert_clean(model)
+
+
+def test_a_subclass_may_have_parameters_that_its_edits_use():
+    """As in the search for what a generator cannot make: an offset is learnt at each layer."""
+
+    class Adjusted(nethook.InstrumentedModel):
+        def __init__(self, model):
+            with torch.no_grad(), nethook.InstrumentedModel(model) as inst:
+                inst.retain_layers(["0", "2"])
+                inst(X)
+                values = inst.retained_features()
+            super().__init__(model)
+            for n, (layer, value) in enumerate(values.items()):
+                self.register_parameter(f"d{n}", nn.Parameter(torch.zeros_like(value[:1])))
+                self.edit_layer(layer, add_adjustment, attr=f"d{n}")
+
+    def add_adjustment(x, adjusted, attr):
+        return x + getattr(adjusted, attr)
+
+    model = small()
+    result = model(X)
+    adjusted = Adjusted(model)
+    assert torch.equal(adjusted(X), result)
+    with torch.no_grad():
+        adjusted.d1 += 1
+    assert torch.equal(adjusted(X), result + 1)
+    adjusted(X).sum().backward()
+    assert adjusted.d1.grad.tolist() == [[2, 2]]
+    assert adjusted.d0.grad.any()
+    copied = copy.deepcopy(adjusted)
+    with torch.no_grad():
+        copied.d1 -= 1
+    assert torch.equal(copied(X), result)
+    assert torch.equal(adjusted(X), result + 1)
+    adjusted.close()
+    copied.close()
+    assert_clean(model)
+
+
 def test_retaining_twice_keeps_the_value():
     model = small()
     with nethook.InstrumentedModel(model) as inst:
@@ -1474,8 +1566,18 @@ def test_the_older_form_gives_ablation_and_replacement_by_position():
     with nethook.InstrumentedModel(model) as inst:
         inst.edit_layer("0", 0.5, torch.full((3,), 4.0))
         assert torch.equal(inst(X), X * 0.5 + 2)
-        with pytest.raises(ValueError, match="Two ablations"):
+        inst.edit_layer("0", None, torch.full((3,), 4.0))  # None is the default, the whole
+        assert torch.equal(inst(X), X * 0 + 4)
+        inst.edit_layer("0", 0.5, None, 1.0)
+        assert torch.equal(inst(X), X * 0.5 + 1)
+        with pytest.raises(hl.ChangeError, match="and again ablation"):
             inst.edit_layer("0", 0.5, ablation=1.0)
+        with pytest.raises(hl.ChangeError, match="2 arguments came by position"):
+            inst.edit_layer("0", lambda x: x, 0.5)
+        with pytest.raises(hl.ChangeError, match="1 arguments came by position"):
+            inst.edit_layer("0", lambda x: x, rule=lambda x: x)
+        with pytest.raises(hl.ChangeError, match="4 arguments came by position"):
+            inst.edit_layer("0", 0.5, None, 1.0, 2.0)
 
 
 def test_gradients_reach_the_tensors_of_an_edit():

@@ -1,7 +1,7 @@
 """A wrapper that retains and edits layers of a model for as long as it is open.
 
 - `InstrumentedModel(model)`: retain_layer, edit_layer, and their likes
-- `Layer`: how a layer is named
+- `Layer`: how a layer is named; `NothingRetained`: the error of one that is not retained
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from hookline.compat.nethook.invocations import Invocation
 from hookline.compat.nethook.names import get_module, module_names
-from hookline.compat.nethook.retention import Kept, Losses
+from hookline.compat.nethook.retention import Kept, Losses, Retained
 from hookline.compat.nethook.sequences import subsequence
 from hookline.core.hooks import hook
 from hookline.core.taps import Call
@@ -26,7 +26,7 @@ from hookline.errors import ChangeError, NotCaptured, PlaceError
 from hookline.places.resolution import Place
 from hookline.values.nested import only_tensor, set_part
 
-__all__ = ["InstrumentedModel", "Layer"]
+__all__ = ["InstrumentedModel", "Layer", "NothingRetained"]
 
 Layer: TypeAlias = str | tuple[str, str]  # a name, or a name and an alias
 _PART = {"layer", "first_layer", "last_layer"}
@@ -54,7 +54,7 @@ class InstrumentedModel(nn.Module):
         self.model = model
         self._layers: dict[str, _Layer] = {}  # by name
         self._names: dict[str, str] = {}  # by alias
-        self._retained: OrderedDict[str, Kept] = OrderedDict()  # by alias
+        self._kept: OrderedDict[str, Kept] = OrderedDict()  # by alias
         self._losses = Losses()
         # The arguments of the default rule by alias: programs read them, and write to them.
         self._ablation: dict[str, Any] = {}
@@ -98,8 +98,8 @@ class InstrumentedModel(nn.Module):
         pairs = [_pair(layer) for layer in layernames]
         self._hook(pairs)
         for name, alias in pairs:
-            if alias not in self._retained:
-                kept = self._retained[alias] = Kept(self._losses)
+            if alias not in self._kept:
+                kept = self._kept[alias] = Kept(self._losses)
                 self._layers[name].retained[alias] = (kept, detach)
 
     def stop_retaining_layers(self, layernames: Iterable[Layer]) -> None:
@@ -108,7 +108,7 @@ class InstrumentedModel(nn.Module):
         for name, alias in pairs:
             get_module(self.model, self._names.get(alias, name))  # an error if there is none
         for _, alias in pairs:
-            if self._retained.pop(alias, None) is not None:
+            if self._kept.pop(alias, None) is not None:
                 del self._layers[self._names[alias]].retained[alias]
             self._release(alias)
 
@@ -120,33 +120,37 @@ class InstrumentedModel(nn.Module):
             clear: forget the value.
         """
         if aka is None:
-            aka = next(iter(self._retained), None)
-        if aka is None or aka not in self._retained:
-            held = ", ".join(map(repr, self._retained)) or "none"
-            raise NotCaptured(
+            aka = next(iter(self._kept), None)
+        if aka is None or aka not in self._kept:
+            held = ", ".join(map(repr, self._kept)) or "none"
+            raise NothingRetained(
                 f"The retained layer {aka!r} was asked for." if aka else "A layer was asked for.",
                 f"Retained are: {held}.",
                 "Call retain_layer(name) before the run; close() forgets all.",
             )
-        kept = self._retained[aka]
-        value = kept.read(f"retained layer {aka!r}")
+        value = self._retained[aka]
         if clear:
-            kept.clear()
+            self._retained[aka] = None
         return value
+
+    @property
+    def _retained(self) -> Retained:
+        """What is retained as a dict, by alias or name, which programs read and clear."""
+        return Retained(self._kept)
 
     def retained_features(self, clear: bool = False) -> OrderedDict[str, Any]:
         """What all retained layers returned in the last run, by alias or name."""
-        return OrderedDict((aka, self.retained_layer(aka, clear)) for aka in self._retained)
+        return OrderedDict((aka, self.retained_layer(aka, clear)) for aka in self._kept)
 
     # -- editing --------------------------------------------------------------------------------
 
     def edit_layer(
         self,
         layername: Layer,
-        rule: Callable[..., Any] | Any = None,
-        replacement: Any = _OMITTED,
-        *,
+        *form: Any,
+        rule: Callable[..., Any] | None = None,
         ablation: Any = _OMITTED,
+        replacement: Any = _OMITTED,
         offset: Any = _OMITTED,
         **kwargs: Any,
     ) -> None:
@@ -160,12 +164,13 @@ class InstrumentedModel(nn.Module):
 
         Args:
             layername: a name, or a pair of a name and an alias.
+            form: by position, the rule; or ablation, replacement and offset, in this order.
             rule: a function of the output, the InstrumentedModel, and by name of `name` and all
                 other arguments given here, as far as it takes them; what it returns stands in
-                the output's place. Anything else is taken for the ablation.
+                the output's place.
+            ablation: how much of the replacement is mixed in, from 0 to 1; with None, nothing.
             replacement: what is mixed in: zeros, if left out. Given without an ablation, it
                 replaces the output altogether.
-            ablation: how much of it, from 0 to 1; with None the output is not mixed.
             offset: what is added.
             kwargs: arguments of the rule.
 
@@ -174,16 +179,8 @@ class InstrumentedModel(nn.Module):
         for the same layer add to the arguments, and set the rule anew; an argument given as None
         clears what was set before.
         """
-        if rule is not None and not callable(rule):
-            if ablation is not _OMITTED:
-                raise ChangeError(
-                    f"The layer {layername!r} was to be edited.",
-                    "Two ablations were given, one of them in the place of the rule.",
-                    "Give one.",
-                )
-            rule, ablation = None, rule
-        given = {"ablation": ablation, "replacement": replacement, "offset": offset}
-        given = {key: value for key, value in given.items() if value is not _OMITTED}
+        named = {"ablation": ablation, "replacement": replacement, "offset": offset}
+        rule, given = _arguments(layername, form, rule, named)
         name, alias = _pair(layername)
         if rule is None and (kwargs or not (given or self._mixed(alias))):
             raise ChangeError(
@@ -200,6 +197,10 @@ class InstrumentedModel(nn.Module):
         edits[alias] = (invocation, {**edits.get(alias, (None, {}))[1], **kwargs})
         for key, value in given.items():
             self._tables()[key][alias] = value
+
+    def add_hooks(self, layernames: Iterable[Layer]) -> None:
+        """Have hooks at layers; what retains and edits layers does so itself."""
+        self._hook([_pair(layer) for layer in layernames])
 
     def edit_layers(self, layernames: Iterable[Layer]) -> None:
         """Have layers be edited by what is put into `ablation` and `replacement` under their names.
@@ -304,7 +305,7 @@ class InstrumentedModel(nn.Module):
         for layer in self._layers.values():
             layer.context.remove()
         self._layers, self._names = {}, {}
-        self._retained.clear()
+        self._kept.clear()
         for table in self._tables().values():
             table.clear()
 
@@ -317,7 +318,7 @@ class InstrumentedModel(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         # The hooks are on the modules of this one: what comes back from a file begins without.
         tables: dict[str, Any] = {f"_{key}": {} for key in self._tables()}
-        hooks: dict[str, Any] = {"_layers": {}, "_names": {}, "_retained": OrderedDict()}
+        hooks: dict[str, Any] = {"_layers": {}, "_names": {}, "_kept": OrderedDict()}
         return {**self.__dict__, **hooks, **tables, "_losses": Losses()}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -328,13 +329,36 @@ class InstrumentedModel(nn.Module):
         other._hook([(name, alias) for alias, name in self._names.items()])
         for name, layer in self._layers.items():
             other._layers[name].edits.update(layer.edits)
-        for alias, old in self._retained.items():
-            kept = other._retained[alias] = old.copied(other._losses)
+        for alias, old in self._kept.items():
+            kept = other._kept[alias] = old.copied(other._losses)
             detach = self._layers[self._names[alias]].retained[alias][1]
             other._layers[self._names[alias]].retained[alias] = (kept, detach)
         for key, table in self._tables().items():
             other._tables()[key].update(table)
         return other
+
+
+class NothingRetained(NotCaptured, KeyError):
+    """A layer was asked for that is not retained."""
+
+
+def _arguments(
+    layername: Layer, form: tuple[Any, ...], rule: Any, named: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    """The rule of an edit, and what was given to mix, by position or by name."""
+    given = {key: value for key, value in named.items() if value is not _OMITTED}
+    if len(form) == 1 and rule is None and (form[0] is None or callable(form[0])):
+        return form[0], given
+    placed = dict(zip(named, form, strict=False))
+    twice = [key for key in named if key in placed and key in given]
+    if twice or len(placed) < len(form) or (form and (rule is not None or callable(form[0]))):
+        raise ChangeError(
+            f"The layer {layername!r} was to be edited.",
+            f"{len(form)} arguments came by position{', and again ' if twice else ''}"
+            f"{', '.join(twice)}.",
+            "Give a rule by position, or ablation, replacement and offset; all else by name.",
+        )
+    return rule, given | placed
 
 
 def _pair(layer: Layer) -> tuple[str, str]:

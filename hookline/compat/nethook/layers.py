@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 
@@ -49,6 +49,7 @@ class Traced:
         self.options = options
         self._input, self._output = Kept(losses), Kept(losses)
         self._given: tuple[Any, ...] = ()  # the arguments of the last call when it began
+        self._closed = False
         self._graded = False  # whether the retained output was made with gradients on
 
     @property
@@ -65,6 +66,10 @@ class Traced:
     def output(self, value: Any) -> None:
         self._output.set(value)
 
+    @output.deleter
+    def output(self) -> None:
+        self._output.clear()
+
     @property
     def input(self) -> Any:
         """What the layer was given by position: the argument, or a tuple of them if there were
@@ -76,6 +81,10 @@ class Traced:
     def input(self, value: Any) -> None:
         self._input.set(value)
 
+    @input.deleter  # noqa: A003 - the property above is meant
+    def input(self) -> None:
+        self._input.clear()
+
     def _read(self, port: str, kept: Kept, asked: bool) -> Any:
         if not kept.filled:
             raise NotRetained(
@@ -85,14 +94,26 @@ class Traced:
             )
         return kept.read(f"{port} of {self.name}")
 
+    def close(self) -> None:
+        """Do nothing any more at this layer; what was retained stays."""
+        self._closed, self.stop = True, False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
     def begin(self, value: dict[Any, Any], call: Call) -> None:
         """Retain the arguments of a call before it may change them in place."""
-        if not call.recomputed:
+        if not (call.recomputed or self._closed):
             given = tuple(value.values())
             self._keep_input(given[: call.positional] or given)
 
     def complete(self, value: Any, call: Call) -> Any:
         """A call is complete: retain its output; what the model goes on with."""
+        if self._closed:
+            return value
         if self.options.retain_input and not call.recomputed:
             # Hooks that came later than this trace may have brought other arguments.
             given = call.args or tuple(call.kwargs.values())
@@ -132,7 +153,8 @@ class Traced:
         return self.options.retain_grad and not self._graded
 
     def clear(self) -> None:
-        """Forget what was retained."""
+        """Begin anew: forget what was retained."""
+        self._closed, self.stop = False, self.options.stop
         self._input.clear()
         self._output.clear()
 

@@ -2,13 +2,14 @@
 
 - `recursive_copy(x, clone, detach, retain_grad)`: the old name
 - `Kept`: the last value of one layer, safe against later changes
+- `Retained`: the values of several layers as a dict
 - `Losses`: tells, once, that a value was read which is not the only one
 - `with_gradient(value)`: a value whose tensors will have a `.grad`, and what the model goes on with
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -17,7 +18,7 @@ from hookline.errors import ValueChanged, warn_outside
 from hookline.values.nested import map_leaves
 from hookline.values.snapshots import snapshot
 
-__all__ = ["Kept", "Losses", "recursive_copy", "with_gradient"]
+__all__ = ["Kept", "Losses", "Retained", "recursive_copy", "with_gradient"]
 
 
 def recursive_copy(
@@ -188,3 +189,25 @@ class Kept:
             self._losses.tell(what)
         self._unread = self._lost = False
         return self._value
+
+
+class Retained(Mapping[str, Any]):
+    """The values of retained layers by alias; writing None forgets one."""
+
+    def __init__(self, kept: Mapping[str, Kept]) -> None:
+        self._kept = kept
+
+    def __getitem__(self, alias: str) -> Any:
+        return self._kept[alias].read(f"retained layer {alias!r}")
+
+    def __setitem__(self, alias: str, value: Any) -> None:
+        if value is None:
+            self._kept[alias].clear()
+        else:
+            self._kept[alias].set(value)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._kept)
+
+    def __len__(self) -> int:
+        return len(self._kept)

@@ -194,7 +194,7 @@ class Trace(_Closing):
         edit_output: Callable[..., Any] | None = None,
         stop: bool = False,
     ) -> None:
-        edit = None if edit_output is None else Invocation(edit_output)
+        edit = _edit(edit_output)
         options = Options(retain_output, retain_input, clone, detach, retain_grad, edit, stop)
         self.layer = layer
         self.stop = stop
@@ -211,6 +211,10 @@ class Trace(_Closing):
     def output(self, value: Any) -> None:
         self._traced.output = value
 
+    @output.deleter
+    def output(self) -> None:
+        del self._traced.output
+
     @property
     def input(self) -> Any:
         """What the layer was given in the last call: the argument, or a tuple of several.
@@ -223,6 +227,10 @@ class Trace(_Closing):
     @input.setter  # noqa: A003 - the property above is meant
     def input(self, value: Any) -> None:
         self._traced.input = value
+
+    @input.deleter  # noqa: A003 - the property above is meant
+    def input(self) -> None:
+        del self._traced.input
 
     def __repr__(self) -> str:
         return repr(self._traced).replace("Traced", "Trace", 1)
@@ -275,14 +283,19 @@ class TraceDict(_Closing, OrderedDict[str, Traced]):
         edits: Any = edit_output
         if isinstance(edits, Mapping):
             functions = cast("Mapping[str, Any]", edits).items()
-            edits = {name: None if fn is None else Invocation(fn) for name, fn in functions}
-        elif edits is not None:
-            edits = Invocation(edits)  # one for all: reading a signature takes time
+            edits = {name: _edit(function) for name, function in functions}
+        else:
+            edits = _edit(edits)  # one for all: reading a signature takes time
         given = (retain_output, retain_input, clone, detach, retain_grad, edits, stop)
         losses = Losses()
         for name in names:
             self[name] = Traced(name, _of_layer(given, name), losses)
         self._tracing = _Tracing(module, self.values(), losses)
+
+
+def _edit(function: Any) -> Invocation | None:
+    """A function that edits; False, as a condition may give it, is none."""
+    return None if function is None or function is False else Invocation(function)
 
 
 _LEFT_OUT = Options(retain_output=False)
