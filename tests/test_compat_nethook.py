@@ -1452,6 +1452,14 @@ def test_hooks_can_be_had_before_anything_is_asked_of_a_layer():
         inst.retain_layer(("0", "in"))
         inst(X)
         assert torch.equal(inst.retained_layer("in"), X)
+        inst.stop_retaining_layers(["in"])
+        inst.add_hooks([("0", "in")])
+        inst.edit_layer(("0", "other"), ablation=1.0)
+        inst.remove_edits("other")  # with the last edit the hook goes
+        assert_clean(model)
+        inst.remove_edits()
+        inst.edit_layer(("0", "in"), offset=1.0)
+        assert torch.equal(inst(X), X + 1)
     assert_clean(model)
 
 

@@ -16,7 +16,7 @@
 
 Names are taken literally: a `*` in one is no wildcard. What hookline adds: a wrong name leaves no
 hook behind and is told with the closest names, a value that was changed in place after it was
-retained is not handed out, and a layer that is called again before its value was read is warned of.
+retained is not handed out, and reading a value warns if nobody read those of the calls before it.
 """
 
 from hookline.compat.nethook.attributes import clear_edit, edit_layers, retain_layers

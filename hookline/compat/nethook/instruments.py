@@ -295,10 +295,11 @@ class InstrumentedModel(nn.Module):
             return
         name = self._names[alias]
         layer = self._layers[name]
-        if alias not in layer.retained and alias not in layer.edits:
-            del self._names[alias]
         if not layer.retained and not layer.edits:
             self._layers.pop(name).context.remove()
+            self._names = {other: n for other, n in self._names.items() if n != name}
+        elif alias not in layer.retained and alias not in layer.edits:
+            del self._names[alias]
 
     def close(self) -> None:
         """Take all hooks away, and forget what was retained. May be called twice."""

@@ -154,7 +154,7 @@ def _argument(new: Any, old: Any) -> Any:
     """What a layer is called with in an argument's stead: a tuple of one is its content."""
     if type(new) is tuple and type(old) is not tuple and len(cast("Any", new)) == 1:
         return cast("Any", new)[0]
-    return new
+    return cast("Any", new)
 
 
 def _copied(leaf: Any) -> Any:
