@@ -223,4 +223,5 @@ def warn_outside(message: str) -> None:
 
 def _installed(file: str) -> bool:
     """Return True if a file belongs to Python or to an installed library."""
-    return file.startswith(_STANDARD) or "site-packages" in file or "dist-packages" in file
+    parts = Path(file).parts
+    return file.startswith(_STANDARD) or "site-packages" in parts or "dist-packages" in parts

@@ -1202,6 +1202,14 @@ def test_only_a_sequential_has_subsequences():
         nethook.subsequence(nn.Linear(3, 3), first_layer="0")
 
 
+def test_without_a_layer_the_subsequence_is_the_whole_of_any_module():
+    model = nn.Linear(3, 3)
+    assert nethook.subsequence(model, share_weights=True) is model
+    copied = nethook.subsequence(model, first_layer=None)
+    assert copied is not model
+    assert torch.equal(copied(X), model(X))
+
+
 # -- names -----------------------------------------------------------------------------------------
 
 

@@ -72,7 +72,7 @@ class InstrumentedModel(nn.Module):
         layer: str | int | None = None,
         first_layer: str | int | None = None,
         last_layer: str | int | None = None,
-    ) -> nn.Sequential:
+    ) -> nn.Module:
         first, last, single = (
             None if name is None else str(name) for name in (first_layer, last_layer, layer)
         )
