@@ -3,7 +3,6 @@
 - `show_count(n)`, `show_seconds(s)`, `show_number(x)`, `show_shapes(shapes)`: short text
 - `as_lines(cells, width)`, `as_html(title, cells, notes)`: a table
 - `Tabled`: rows that show themselves as such a table
-- `warn_outside(message)`: a warning at the user's line
 - `pandas(what)`: the library, or an error that says how to install it
 """
 
@@ -11,27 +10,20 @@ from __future__ import annotations
 
 import html
 import importlib
-import sys
-import warnings
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from textwrap import wrap
-from types import FrameType
 from typing import Any, Generic, TypeVar, cast
 
-import torch
-
-from hookline.errors import HooklineWarning, MissingExtra
+from hookline.errors import MissingExtra
 from hookline.values import tables
 from hookline.values.tables import one_line
 
 __all__ = [
     "Tabled", "as_html", "as_lines", "pandas", "show_count", "show_number", "show_seconds",
-    "show_shapes", "warn_outside",
+    "show_shapes",
 ]  # fmt: skip
 
 T = TypeVar("T")
-_INSIDE = (str(Path(__file__).parent), str(Path(torch.__file__).parent))
 _LEAST = 12  # how far a column of text is cut; then columns are left out
 _LEFT_OUT = (
     "input", "activations", "type", "backward time", "backward", "output", "time", "calls", "dtype",
@@ -191,12 +183,3 @@ def pandas(what: str) -> Any:
         raise MissingExtra(
             f"{what} was called.", "It needs pandas.", "Install it with `pip install pandas`."
         ) from None
-
-
-def warn_outside(message: str) -> None:
-    """Warn at the line outside of hookline and torch that led here, such as a call of the model."""
-    frame: FrameType | None = sys._getframe()
-    level = 1
-    while frame is not None and frame.f_code.co_filename.startswith(_INSIDE):
-        frame, level = frame.f_back, level + 1
-    warnings.warn(message, HooklineWarning, stacklevel=level)

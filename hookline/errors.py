@@ -28,11 +28,20 @@
     HooklineWarning (UserWarning)
 
 Every message has three parts: what was asked, what was found, what to do.
+
+- `warn_outside(message)`: a HooklineWarning at the user's line
 """
 
 from __future__ import annotations
 
+import contextlib
+import sys
+import warnings
+from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 if TYPE_CHECKING:
     from hookline.records.records import Record
@@ -63,7 +72,14 @@ __all__ = [
     "StoreError",
     "UsageError",
     "ValueChanged",
+    "warn_outside",
 ]
+
+_INSIDE = (
+    str(Path(__file__).parent / "_")[:-1], str(Path(torch.__file__).parent / "_")[:-1],
+    "<eval_with_key>", "<frozen",
+)  # fmt: skip
+_STANDARD = str(Path(contextlib.__file__).parent / "_")[:-1]
 
 
 class HooklineError(Exception):
@@ -192,3 +208,28 @@ class UsageError(HooklineError, TypeError, ValueError):
 
 class HooklineWarning(UserWarning):
     """Something that was surely not meant, but harms nothing."""
+
+
+def warn_outside(message: str) -> None:
+    """Warn at the line of the user that led here, such as a call of the model.
+
+    It is the innermost line outside of hookline, torch and installed libraries; where there is
+    none, the innermost one outside of hookline and torch.
+    """
+    frame: FrameType | None = sys._getframe()
+    level, outside = 0, 0
+    while frame is not None:
+        level, file = level + 1, frame.f_code.co_filename
+        if not file.startswith(_INSIDE):
+            outside = outside or level
+            if not _installed(file):
+                outside = level
+                break
+        frame = frame.f_back
+    warnings.warn(message, HooklineWarning, stacklevel=outside or level)
+
+
+def _installed(file: str) -> bool:
+    """Return True if a file belongs to Python or to an installed library."""
+    parts = Path(file).parts
+    return file.startswith(_STANDARD) or "site-packages" in parts or "dist-packages" in parts

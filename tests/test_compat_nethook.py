@@ -5,7 +5,7 @@ import copy
 import functools
 import gc
 import pickle
-import warnings
+import weakref
 from collections import OrderedDict, defaultdict
 from types import SimpleNamespace
 
@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import assert_clean, bits, hooks_left, steps
-from models import Failing, Giving, Swallowing, named, small
+from models import Failing, Giving, Recursive, Swallowing, named, small
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -232,6 +232,29 @@ def test_the_input_is_what_was_passed_by_position_or_else_by_keyword(forward, pa
         assert torch.equal(found, value)
 
 
+@pytest.mark.parametrize("retain_output", [True, False])
+def test_a_pre_hook_that_is_set_inside_the_trace_is_seen_by_the_input(retain_output):
+    model = small()
+    with nethook.TraceDict(model, ["0"], retain_output, retain_input=True) as ret:
+        handle = model[0].register_forward_pre_hook(lambda module, args: (args[0] + 1,))
+        model(X)
+        assert torch.equal(ret["0"].input, X + 1)
+        handle.remove()
+        model(X)
+        assert torch.equal(ret["0"].input, X)  # and nothing was lost: both were read
+
+
+def test_an_argument_that_a_later_hook_adds_is_seen_by_the_input():
+    model = Passing(lambda x, y=None: x, lambda m, x: m(x))
+    with nethook.Trace(model, "child", retain_input=True) as ret:
+        handle = model.child.register_forward_pre_hook(lambda module, args: (args[0], args[0] * 2))
+        model(X)
+        handle.remove()
+    x, y = ret.input
+    assert torch.equal(x, X)
+    assert torch.equal(y, X * 2)
+
+
 def test_the_input_is_as_it_was_before_an_in_place_layer():
     model = InPlace()
     with torch.no_grad(), nethook.Trace(model, "relu", retain_input=True) as ret:
@@ -409,6 +432,111 @@ def test_edit_output_takes_the_output_and_the_layer_in_any_way(function):
     assert_clean(model)
 
 
+def scaled_by_inputs(output, factor=2, inputs=()):
+    (x,) = inputs
+    assert (x.shape, factor) == ((2, 3), "0")
+    return output * 2
+
+
+def inputs_first(inputs=None, output=None, layer=None, mask=None):
+    assert (type(inputs), layer, mask) == (tuple, "0", "mask")
+    return output * 2
+
+
+class Intervention(nn.Module):
+    def forward(self, output, layer, inputs):
+        assert inputs[0].shape == (2, 3)
+        return output * {"0": 2}[layer]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda output, layer, inputs: output * len(inputs) * {"0": 2}[layer],
+        lambda output, layer_name, inputs: output * len(inputs) * {"0": 2}[layer_name],
+        lambda x, name, given: x * len(given) * {"0": 2}[name],
+        lambda x, inputs: x * len(inputs) * 2,
+        lambda inputs, x: x * len(inputs) * 2,
+        lambda x, layer=None, inputs=None: x * len(inputs) * {"0": 2}[layer],
+        lambda x, name=None, given=None: x * len(given) * {"0": 2}[name],
+        lambda x, *, inputs: x * len(inputs) * 2,
+        lambda x, *, inputs=None: x * len(inputs) * 2,
+        lambda x, **rest: x * len(rest["inputs"]) * 2,
+        scaled_by_inputs,
+        functools.partial(inputs_first, mask="mask"),
+        Intervention(),
+    ],
+)
+def test_edit_output_takes_the_inputs_in_any_way(function):
+    model = small()
+    with torch.no_grad(), nethook.TraceDict(model, ["0"], edit_output=function) as ret:
+        result = model(X)
+    assert torch.equal(ret["0"].output, model[0](X) * 2)
+    assert torch.equal(result, model[2]((model[0](X) * 2).relu()))
+    assert_clean(model)
+
+
+@pytest.mark.parametrize(
+    ("forward", "pass_on"),
+    [
+        (lambda x: x, lambda m, x: m(x)),
+        (lambda x, y: x, lambda m, x: m(x, x + 1)),
+        (lambda x, y=None: x, lambda m, x: m(x, y=x + 1)),
+        (lambda x, y: x, lambda m, x: m(x=x, y=x + 1)),
+        (lambda pair: pair[0], lambda m, x: m((x, x + 1))),
+        (lambda: torch.zeros(1), lambda m, x: m()),
+    ],
+)
+def test_the_inputs_are_what_a_forward_hook_of_torch_gets(forward, pass_on):
+    model, seen = Passing(forward, pass_on), []
+    model.child.register_forward_hook(lambda module, args, output: seen.append(args))
+    with nethook.Trace(model, "child", edit_output=lambda output, inputs: seen.append(inputs)):
+        model(X)
+    by_torch, ours = seen
+    assert type(ours) is tuple
+    assert [id(x) for x in ours] == [id(x) for x in by_torch]  # the very objects, to be changed too
+
+
+def test_the_inputs_of_a_recursive_call_are_its_own():
+    model, seen = Recursive(), []
+    model.register_forward_hook(lambda module, args, output: seen.append(args))
+    with nethook.Trace(model, edit_output=lambda x, layer, inputs: seen.append(inputs)) as ret:
+        model(X, 2)
+    assert [len(args) for args in seen] == [2] * 6
+    for by_torch, ours in zip(seen[::2], seen[1::2], strict=True):
+        assert all(a is b for a, b in zip(by_torch, ours, strict=True))
+    assert ret.layer is None
+
+
+def test_heads_are_put_in_place_by_what_an_output_projection_is_given(gpt):
+    """As function vectors are: the output is computed again from inputs that were changed."""
+    layer, heads, mean = "transformer.h.1.attn.c_proj", 4, torch.linspace(-1, 1, 4)
+
+    def rep_act(output, layer_name, inputs):
+        assert layer_name == layer
+        if isinstance(inputs, tuple):
+            inputs = inputs[0]
+        shape = inputs.shape
+        inputs = inputs.view(*shape[:-1], heads, -1)
+        inputs[-1, -1, 2] = mean
+        projection = nethook.get_module(gpt, layer_name)
+        return F.linear(inputs.view(*shape), projection.weight, projection.bias)
+
+    def change(module, args):
+        x = args[0].clone()
+        x.view(*x.shape[:-1], heads, -1)[-1, -1, 2] = mean
+        return (x,)
+
+    before = gpt(**INP).logits
+    with torch.no_grad(), nethook.TraceDict(gpt, [layer], edit_output=rep_act):
+        logits = gpt(**INP).logits
+    handle = gpt.transformer.h[1].attn.c_proj.register_forward_pre_hook(change)
+    expected = gpt(**INP).logits
+    handle.remove()
+    assert torch.equal(logits, expected)
+    assert not torch.equal(logits, before)
+
+
 def test_a_builtin_can_edit():
     model = small()
     with torch.no_grad(), nethook.Trace(model, "0", edit_output=torch.relu) as ret:
@@ -452,7 +580,7 @@ def test_gradients_flow_through_an_edit_and_into_what_it_uses():
 def test_an_edit_that_needs_more_is_told():
     model = small()
     with pytest.raises(TypeError, match="requires factor"):
-        with nethook.Trace(model, "0", edit_output=lambda output, layer, factor: output):
+        with nethook.Trace(model, "0", edit_output=lambda output, layer, inputs, factor: output):
             model(X)
     assert_clean(model)
     with pytest.raises(TypeError, match="function was expected"):
@@ -659,12 +787,11 @@ def test_names_are_taken_literally(name):
 def test_a_shared_module_answers_to_each_of_its_names():
     model = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
     model.add_module("again", model[0])
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        with torch.no_grad(), nethook.TraceDict(model, ["0", "again"]) as ret:
-            model(X)
-    assert len(caught) == 1  # it is called twice
-    assert torch.equal(ret["0"].output, ret["again"].output)
+    with torch.no_grad(), nethook.TraceDict(model, ["0", "again"]) as ret:
+        model(X)
+    with pytest.warns(hl.HooklineWarning, match="last call only") as caught:  # it is called twice
+        assert torch.equal(ret["0"].output, ret["again"].output)
+    assert len(caught) == 1
 
 
 def test_a_copy_of_a_traced_model_is_not_traced():
@@ -698,21 +825,21 @@ def run_often(model, trace, times):
 def test_of_several_calls_the_last_is_kept_with_one_warning(options):
     model = small()
     ret = nethook.Trace(model, "0", **options)
-    with pytest.warns(hl.HooklineWarning, match="'0' only the last call") as caught:
-        run_often(model, ret, 4)
+    run_often(model, ret, 4)
+    with pytest.warns(hl.HooklineWarning, match="layer '0' was read: .*last call only") as caught:
+        assert torch.equal(ret.output, model[0](X + 3))
     assert len(caught) == 1
-    assert caught[0].filename == __file__
     assert torch.equal(ret.output, model[0](X + 3))
 
 
 def test_of_several_inputs_the_last_is_kept_with_one_warning():
     model = small()
     ret = nethook.TraceDict(model, ["0", "2"], retain_input=True, retain_output=False)
-    with pytest.warns(hl.HooklineWarning, match="only the last call") as caught:
-        run_often(model, ret, 3)
+    run_often(model, ret, 3)
+    with pytest.warns(hl.HooklineWarning, match="input of the layer '0'.*last call") as caught:
+        assert torch.equal(ret["0"].input, X + 2)
     assert len(caught) == 1
-    assert caught[0].filename == __file__
-    assert torch.equal(ret["0"].input, X + 2)
+    assert torch.equal(ret["2"].input, model[:2](X + 2))
 
 
 def test_what_was_read_may_be_overwritten_without_a_warning():
@@ -723,6 +850,14 @@ def test_what_was_read_may_be_overwritten_without_a_warning():
             outputs.append(ret.output)
     for n, output in enumerate(outputs):
         assert torch.equal(output, model[0](X + n))
+
+
+def test_what_nobody_reads_is_not_warned_of():
+    model = small()
+    run_often(model, nethook.TraceDict(model, ["0", "2"], edit_output=lambda x: x * 0), 3)
+    with nethook.InstrumentedModel(model) as inst:  # warnings are errors
+        inst.retain_layer("0")
+        run_often(inst, contextlib.nullcontext(), 3)
 
 
 def test_an_edit_without_retaining_may_run_many_times():
@@ -783,19 +918,19 @@ def test_options_can_be_given_for_each_layer():
     with nethook.TraceDict(
         model,
         names,
-        retain_output={"block.relu": False},
+        retain_output={"block.lin": True, "block.relu": False},
         retain_input={"out": True},
         clone={"block.lin": True},
         detach={"out": True},
         edit_output={"out": lambda x: x + 1, "block.lin": None},
     ) as ret:
         result = model(X)
+    assert [hasattr(ret[name], "output") for name in names] == [True, False, False]
     assert torch.equal(ret["block.lin"].output, model.block.lin(X))
     assert ret["block.lin"].output.requires_grad
-    assert not hasattr(ret["block.relu"], "output")
     assert [hasattr(ret[name], "input") for name in names] == [False, False, True]
-    assert torch.equal(ret["out"].output, result)
-    assert not ret["out"].output.requires_grad
+    assert torch.equal(ret["out"].input, model.block(X))
+    assert not ret["out"].input.requires_grad
     assert result.requires_grad
     assert torch.equal(result, model(X) + 1)
 
@@ -809,11 +944,55 @@ def test_retain_grad_can_be_given_for_each_layer():
     assert ret["2"].output is result
 
 
-def test_an_option_for_a_layer_that_is_not_traced_is_told():
-    model = small()
-    with pytest.raises(hl.PlaceNotFound, match="retain_input was given for the layer '1'"):
-        nethook.TraceDict(model, ["0", "2"], retain_input={"1": True})
+def test_an_option_for_a_layer_that_is_not_traced_is_ignored():
+    model, edit = small(), {"1": lambda x: x * 0, "0": lambda x: x + 1, "no such layer": None}
+    with nethook.TraceDict(model, ["0", "2"], retain_input={"1": True}, edit_output=edit) as ret:
+        result = model(X)
+    assert torch.equal(result, model[2]((model[0](X) + 1).relu()))
+    assert not hasattr(ret["0"], "input")
     assert_clean(model)
+
+
+def test_what_was_retained_can_be_set():
+    model = small()
+    with nethook.TraceDict(model, ["0", "2"], retain_output={"0": True}) as ret:
+        model(X)
+        ret["0"].output = ret["0"].output.detach() * 2
+        ret["2"].input = ret["2"].output = "of one's own"
+    assert torch.equal(ret["0"].output, model[0](X) * 2)
+    assert ret["2"].input == ret["2"].output == "of one's own"
+    with nethook.Trace(model, "0") as trace:
+        trace.output = trace.input = 3
+        assert (trace.output, trace.input) == (3, 3)
+        model(X)
+        assert torch.equal(trace.output, model[0](X))
+    assert trace.input == 3
+    del trace.input, ret["0"].output
+    assert [hasattr(trace, "input"), hasattr(ret["0"], "output")] == [False, False]
+
+
+def test_one_layer_of_several_can_be_closed():
+    model = small()
+    with nethook.TraceDict(model, ["0", "1", "2"], edit_output=lambda x: x + 1) as ret:
+        ret["2"].stop = True
+        with pytest.raises(nethook.StopForward):
+            model(X)
+        kept = ret["0"].output
+        ret["0"].close()
+        with ret["2"]:
+            pass
+        result = model(X * 2)  # it does not stop any more
+    assert ret["0"].output is kept
+    assert torch.equal(result, model[2](model[0](X * 2).relu() + 1))
+
+
+def test_an_edit_that_is_false_is_none():
+    model = small()
+    with nethook.TraceDict(model, ["0", "1"], edit_output={"0": False}) as ret:
+        result = model(X)
+    with nethook.Trace(model, "0", edit_output=False):
+        assert torch.equal(model(X), result)
+    assert torch.equal(ret["0"].output, model[0](X))
 
 
 def test_stop_comes_after_the_last_layer_of_the_list():
@@ -1021,6 +1200,14 @@ def test_a_subsequence_that_cannot_be_is_told(limits, message):
 def test_only_a_sequential_has_subsequences():
     with pytest.raises(ValueError, match="Linear, not a Sequential"):
         nethook.subsequence(nn.Linear(3, 3), first_layer="0")
+
+
+def test_without_a_layer_the_subsequence_is_the_whole_of_any_module():
+    model = nn.Linear(3, 3)
+    assert nethook.subsequence(model, share_weights=True) is model
+    copied = nethook.subsequence(model, first_layer=None)
+    assert copied is not model
+    assert torch.equal(copied(X), model(X))
 
 
 # -- names -----------------------------------------------------------------------------------------
@@ -1247,6 +1434,80 @@ def test_retained_values_can_be_cleared():
         assert inst.retained_layer("0") is not None
 
 
+def test_what_is_retained_can_be_read_and_cleared_as_a_dict():
+    model = small()
+    with nethook.InstrumentedModel(model) as inst:
+        inst.retain_layers(["0", ("2", "last")])
+        inst(X)
+        assert list(inst._retained) == ["0", "last"]
+        assert torch.equal(inst._retained["0"], linear(model[0], X))
+        inst._retained["0"] = None
+        assert inst._retained["0"] is None
+        assert inst._retained["last"] is not None
+        inst._retained["last"] = X
+        assert inst.retained_layer("last") is X
+        with pytest.raises(KeyError):
+            _ = inst._retained["1"]
+        with pytest.raises(KeyError, match="'1' was asked for"):
+            inst.retained_layer("1")
+
+
+def test_hooks_can_be_had_before_anything_is_asked_of_a_layer():
+    model = nn.Sequential(nn.Identity())
+    with nethook.InstrumentedModel(model) as inst:
+        inst.add_hooks([("0", "in")])
+        assert torch.equal(inst(X), X)
+        inst.retain_layer(("0", "in"))
+        inst(X)
+        assert torch.equal(inst.retained_layer("in"), X)
+        inst.stop_retaining_layers(["in"])
+        inst.add_hooks([("0", "in")])
+        inst.edit_layer(("0", "other"), ablation=1.0)
+        inst.remove_edits("other")  # with the last edit the hook goes
+        assert_clean(model)
+        inst.remove_edits()
+        inst.edit_layer(("0", "in"), offset=1.0)
+        assert torch.equal(inst(X), X + 1)
+    assert_clean(model)
+
+
+def test_a_subclass_may_have_parameters_that_its_edits_use():
+    """As in the search for what a generator cannot make: an offset is learnt at each layer."""
+
+    class Adjusted(nethook.InstrumentedModel):
+        def __init__(self, model):
+            with torch.no_grad(), nethook.InstrumentedModel(model) as inst:
+                inst.retain_layers(["0", "2"])
+                inst(X)
+                values = inst.retained_features()
+            super().__init__(model)
+            for n, (layer, value) in enumerate(values.items()):
+                self.register_parameter(f"d{n}", nn.Parameter(torch.zeros_like(value[:1])))
+                self.edit_layer(layer, add_adjustment, attr=f"d{n}")
+
+    def add_adjustment(x, adjusted, attr):
+        return x + getattr(adjusted, attr)
+
+    model = small()
+    result = model(X)
+    adjusted = Adjusted(model)
+    assert torch.equal(adjusted(X), result)
+    with torch.no_grad():
+        adjusted.d1 += 1
+    assert torch.equal(adjusted(X), result + 1)
+    adjusted(X).sum().backward()
+    assert adjusted.d1.grad.tolist() == [[2, 2]]
+    assert adjusted.d0.grad.any()
+    copied = copy.deepcopy(adjusted)
+    with torch.no_grad():
+        copied.d1 -= 1
+    assert torch.equal(copied(X), result)
+    assert torch.equal(adjusted(X), result + 1)
+    adjusted.close()
+    copied.close()
+    assert_clean(model)
+
+
 def test_retaining_twice_keeps_the_value():
     model = small()
     with nethook.InstrumentedModel(model) as inst:
@@ -1274,11 +1535,11 @@ def test_of_several_calls_an_instrumented_model_keeps_the_last_with_one_warning(
     model = small()
     inst = nethook.InstrumentedModel(model)
     inst.retain_layers(["0", "1"])
-    with pytest.warns(hl.HooklineWarning, match="'0' only the last call") as caught:
-        run_often(inst, contextlib.nullcontext(), 3)
+    run_often(inst, contextlib.nullcontext(), 3)
+    with pytest.warns(hl.HooklineWarning, match="layer '0' was read: .*last call only") as caught:
+        assert torch.equal(inst.retained_layer("0"), linear(model[0], X + 2))
     assert len(caught) == 1
-    assert caught[0].filename == __file__
-    assert torch.equal(inst.retained_layer("0"), linear(model[0], X + 2))
+    inst.retained_features()
     inst.close()
 
 
@@ -1321,8 +1582,18 @@ def test_the_older_form_gives_ablation_and_replacement_by_position():
     with nethook.InstrumentedModel(model) as inst:
         inst.edit_layer("0", 0.5, torch.full((3,), 4.0))
         assert torch.equal(inst(X), X * 0.5 + 2)
-        with pytest.raises(ValueError, match="Two ablations"):
+        inst.edit_layer("0", None, torch.full((3,), 4.0))  # None is the default, the whole
+        assert torch.equal(inst(X), X * 0 + 4)
+        inst.edit_layer("0", 0.5, None, 1.0)
+        assert torch.equal(inst(X), X * 0.5 + 1)
+        with pytest.raises(hl.ChangeError, match="and again ablation"):
             inst.edit_layer("0", 0.5, ablation=1.0)
+        with pytest.raises(hl.ChangeError, match="2 arguments came by position"):
+            inst.edit_layer("0", lambda x: x, 0.5)
+        with pytest.raises(hl.ChangeError, match="1 arguments came by position"):
+            inst.edit_layer("0", lambda x: x, rule=lambda x: x)
+        with pytest.raises(hl.ChangeError, match="4 arguments came by position"):
+            inst.edit_layer("0", 0.5, None, 1.0, 2.0)
 
 
 def test_gradients_reach_the_tensors_of_an_edit():
@@ -1350,6 +1621,87 @@ def test_further_calls_add_to_an_edit():
         assert_clean(model)
         inst.remove_edits("0")
         inst.remove_edits("not there")
+
+
+@pytest.mark.parametrize(
+    ("calls", "expected"),
+    [
+        ([{"replacement": 3.0}, {"ablation": 1.0, "replacement": None}], X * 0),
+        ([{"replacement": 3.0}, {"ablation": 0.5, "replacement": None}], X * 0.5),
+        ([{"ablation": 0.5, "replacement": 4.0}, {"ablation": None}], X),
+        (
+            [{"ablation": 0.5, "replacement": 4.0}, {"ablation": None, "replacement": 2.0}],
+            X * 0 + 2,
+        ),
+        ([{"ablation": 0.5}, {"ablation": None}, {"replacement": 2.0}], X * 0 + 2),
+        ([{"ablation": 0.5, "offset": 1.0}, {"offset": None}], X * 0.5),
+        ([{"ablation": 0.5, "offset": 1.0}, {"ablation": None}], X + 1),
+        ([{"ablation": None, "replacement": None}], X),
+        ([{"ablation": None, "replacement": 2.0}], X * 0 + 2),
+        ([{"ablation": 0.5}, {"replacement": 4.0}], X * 0.5 + 2),
+    ],
+)
+def test_what_is_given_as_none_is_cleared(calls, expected):
+    model = nn.Sequential(nn.Identity())
+    with nethook.InstrumentedModel(model) as inst:
+        for arguments in calls:
+            inst.edit_layer("0", **arguments)
+        torch.testing.assert_close(inst(X), expected)
+    with nethook.InstrumentedModel(model) as inst:
+        inst.edit_layer("0", 1.0, 3.0)
+        inst.edit_layer("0", 1.0, None)  # by position, as in the oldest form
+        assert torch.equal(inst(X), X * 0)
+    assert_clean(model)
+
+
+def test_a_rule_is_told_what_was_given_as_none():
+    model, seen = nn.Sequential(nn.Identity()), []
+    with nethook.InstrumentedModel(model) as inst:
+        inst.edit_layer("0", rule=lambda x, **more: seen.append(more), replacement=3.0)
+        inst(X)
+        inst.edit_layer("0", rule=lambda x, **more: seen.append(more), replacement=None)
+        inst(X)
+    assert seen == [{"name": "0", "replacement": 3.0}, {"name": "0", "replacement": None}]
+
+
+def test_the_arguments_of_an_edit_can_be_read_and_written():
+    model, mask = nn.Sequential(nn.Identity(), nn.Identity()), torch.tensor([0.0, 1.0, 0.5])
+    with nethook.InstrumentedModel(model) as inst:
+        inst.edit_layer(("0", "in"), ablation=mask, replacement=None)
+        assert inst._ablation["in"] is mask
+        assert inst._replacement["in"] is None
+        assert torch.equal(inst(X), X * (1 - mask))
+        inst._replacement["in"] = 2.0
+        assert torch.equal(inst(X), X * (1 - mask) + mask * 2)
+        inst._ablation["in"] = None
+        assert torch.equal(inst(X), X)
+        inst.retain_layer("1")
+        inst._ablation["1"] = 1.0  # a layer that is hooked can be edited, too
+        assert not inst(X).any()
+        inst.remove_edits()
+        assert inst._ablation == {}
+        assert torch.equal(inst(X), X)
+    assert_clean(model)
+
+
+def test_layers_can_be_edited_through_the_ablation_of_the_instrumented_model():
+    model = nn.Sequential(nn.Identity(), nn.Identity())
+    with nethook.InstrumentedModel(model) as inst:
+        inst.edit_layers(["0", ("1", "last")])
+        assert torch.equal(inst(X), X)
+        inst.ablation["0"], inst.replacement["last"] = 0.5, 2.0
+        assert torch.equal(inst(X), X * 0.5)
+        inst.ablation["last"] = 1.0
+        assert torch.equal(inst(X), X * 0 + 2)
+        for layer in inst.ablation:
+            inst.ablation[layer] = None
+        assert torch.equal(inst(X), X)
+        inst.ablation["0"] = 1.0
+        inst.clear_edit()
+        assert torch.equal(inst(X), X)
+        with pytest.raises(LookupError, match="'4'"):
+            inst.edit_layers(["4"])
+    assert_clean(model)
 
 
 def test_a_rule_gets_what_it_takes():
@@ -1484,20 +1836,56 @@ def test_an_instrumented_model_is_closed_after_an_error_and_when_it_is_dropped()
         gc.enable()
 
 
-def test_a_copy_of_an_instrumented_model_begins_without_hooks():
+def test_a_copy_of_an_instrumented_model_retains_and_edits_as_it_does():
+    inst = nethook.InstrumentedModel(small())
+    inst.retain_layers([("0", "first"), "2"])
+    inst.edit_layer("1", ablation=1.0)
+    inst.edit_layer("2", rule=lambda x, strength: x * strength, strength=2.0)
+    expected = inst(X)
+    before = inst.retained_features()
+    other = copy.deepcopy(inst)
+    assert list(other.retained_features()) == ["first", "2"]
+    for alias, value in before.items():
+        assert torch.equal(other.retained_layer(alias), value)
+    assert torch.equal(other(X + 1), expected)
+    assert torch.equal(other.retained_layer("first"), linear(other.model[0], X + 1))
+    assert torch.equal(inst.retained_layer("first"), before["first"])  # each has its own
+    other.remove_edits()
+    assert torch.equal(other(X), other.model(X))
+    assert torch.equal(inst(X), expected)
+    other.close()
+    assert_clean(other.model)
+    inst.retained_features()
+    inst(X)
+    assert inst.retained_layer("2") is not None
+    inst.close()
+    assert_clean(inst.model)
+
+
+def test_a_retained_value_is_copied_with_its_protection():
+    inst = nethook.InstrumentedModel(InPlace())
+    inst.retain_layers(["lin", "relu"], detach=False)
+    result = inst(X)
+    other = copy.deepcopy(inst)
+    assert torch.equal(other.retained_layer("relu"), result)
+    with pytest.raises(hl.ValueChanged):  # by the ReLU, before it was copied
+        other.retained_layer("lin")
+    inst.close()
+    other.close()
+
+
+def test_what_comes_back_from_a_file_begins_without_hooks():
     inst = nethook.InstrumentedModel(small())
     inst.retain_layer("0")
     inst.edit_layer("1", ablation=1.0)
-    other = copy.deepcopy(inst)
-    assert torch.equal(other(X), other.model(X))
-    assert other(X).any()
+    inst(X)
+    other = pickle.loads(pickle.dumps(inst))
+    assert torch.equal(other(X), small_like(inst.model)(X))
     assert other.retained_features() == {}
     other.retain_layer("0")
     other(X)
     assert other.retained_layer("0") is not None
-    assert inst.retained_layer("0") is None
     assert list(inst.state_dict()) == [f"model.{name}" for name in inst.model.state_dict()]
-    assert torch.equal(pickle.loads(pickle.dumps(inst))(X), small_like(inst.model)(X))
     inst.close()
     other.close()
 
@@ -1614,6 +2002,101 @@ def test_callbacks_are_not_called_again_for_a_recomputation(reentrant):
         x = X.clone().requires_grad_()
         checkpoint(model, x, use_reentrant=reentrant).sum().backward()
     assert len(seen) == 1
+
+
+# -- values and edits as attributes of the model ---------------------------------------------------
+
+
+def test_layers_are_retained_in_an_attribute_of_the_model():
+    model = small()
+    expected, result = raw_outputs(model, ["0", "2"], X)
+    nethook.retain_layers(model, ["0", ("2", "last")])
+    assert model.retained == {"0": None, "last": None}
+    assert torch.equal(model(X), result)
+    assert torch.equal(model.retained["0"], expected["0"])
+    assert torch.equal(model.retained["last"], result)
+    assert not model.retained["last"].requires_grad
+    model(X), model(X + 1)  # the last one is kept, without a warning
+    assert torch.equal(model.retained["0"], linear(model[0], X + 1))
+    old = model.retained
+    nethook.retain_layers(model, ["1"])
+    model(X)
+    assert torch.equal(model.retained["1"], expected["0"].relu())
+    assert torch.equal(old["0"], linear(model[0], X + 1))  # it acts no longer
+    hl.attached(model).remove()
+    assert_clean(model)
+    with pytest.raises(LookupError, match="'4'"):
+        nethook.retain_layers(model, ["0", "4"])
+    assert_clean(model)
+
+
+def test_layers_are_edited_through_attributes_of_the_model():
+    model = nn.Sequential(nn.Identity(), nn.Identity())
+    nethook.edit_layers(model, ["0", ("1", "last")])
+    assert model.ablation == model.replacement == {"0": None, "last": None}
+    assert torch.equal(model(IMAGES), IMAGES)
+    by_channel = CHANNELS.view(1, 3, 1, 1)
+    model.ablation["0"] = CHANNELS
+    assert torch.equal(model(IMAGES), IMAGES * (1 - by_channel))
+    model.replacement["0"] = [1.0, 2.0, 3.0]
+    replaced = IMAGES * (1 - by_channel) + torch.tensor([1.0, 2, 3]).view(1, 3, 1, 1) * by_channel
+    assert torch.equal(model(IMAGES), replaced)
+    model.ablation["last"] = 0.5
+    assert torch.equal(model(IMAGES), replaced * 0.5)
+    nethook.clear_edit(model)
+    assert torch.equal(model(IMAGES), IMAGES)
+    model.ablation["0"] = 1.0
+    nethook.edit_layers(model, ["1"])  # of the earlier call nothing is left
+    assert list(model.ablation) == ["1"]
+    assert torch.equal(model(IMAGES), IMAGES)
+    copied = copy.deepcopy(model)
+    assert torch.equal(copied(IMAGES), IMAGES)
+    assert copied.ablation == {"1": None}
+    hl.attached(model).remove()
+    assert_clean(model)
+
+
+def test_rows_and_columns_of_an_edit_are_fitted_by_max_pooling():
+    model, mask = nn.Sequential(nn.Identity()), torch.zeros(1, 3, 4, 4)
+    mask[0, 1, 3, 0] = 1.0
+    nethook.edit_layers(model, ["0"])
+    model.ablation["0"] = mask
+    expected = IMAGES * (1 - F.adaptive_max_pool2d(mask, (2, 2)))
+    assert torch.equal(model(IMAGES), expected)
+    model.ablation["0"] = mask[0]
+    assert torch.equal(model(IMAGES), expected)
+    model.ablation["0"] = torch.ones(1, 3, 1, 1)
+    assert not model(IMAGES).any()
+    model.ablation["0"] = torch.ones(2)
+    with pytest.raises(hl.ChangeError, match=r"\(1, 2, 1, 1\).*\(2, 3, 2, 2\).*each channel"):
+        model(IMAGES)
+
+
+@pytest.mark.parametrize("order", ["retain first", "edit first"])
+def test_what_a_model_retains_is_what_its_edits_gave(order):
+    model = nn.Sequential(nn.Identity(), nn.Identity())
+    calls = [nethook.retain_layers, nethook.edit_layers]
+    for call in calls if order == "retain first" else calls[::-1]:
+        call(model, ["0"])
+    model.ablation["0"] = 0.5
+    model(X)
+    assert torch.equal(model.retained["0"], X * 0.5)
+
+
+def test_edits_that_are_not_there_cannot_be_cleared():
+    model = small()
+    with pytest.raises(hl.ChangeError, match="edit_layers"):
+        nethook.clear_edit(model)
+
+
+def test_a_model_with_attributes_is_collected():
+    model = small()
+    nethook.retain_layers(model, ["0"])
+    nethook.edit_layers(model, ["0"])
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
 
 
 # -- the code of causal tracing, as it is written against nethook ----------------------------------

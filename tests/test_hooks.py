@@ -70,6 +70,49 @@ def test_the_call_tells_how_many_arguments_were_passed_by_position():
     assert not given[3].any()
 
 
+class KeywordsToo(nn.Module):
+    """Calls its child with one argument by position and one by name, and applies `mul`."""
+
+    def __init__(self):
+        super().__init__()
+        self.child = Giving(lambda x, y: x + y)
+
+    def forward(self, x):
+        return torch.mul(self.child(x, y=x + 1), 2)
+
+
+@pytest.mark.parametrize("verb", [hl.hook, hl.edit])
+@pytest.mark.parametrize("port", ["child", "child:inputs"])
+def test_the_call_of_an_output_has_the_arguments_that_a_hook_of_torch_gets(verb, port):
+    model, by_torch, ours = KeywordsToo(), [], []
+    model.child.register_forward_hook(
+        lambda module, args, kwargs, output: by_torch.append((args, kwargs)), with_kwargs=True
+    )
+
+    def look(value, call):
+        ours.append((call.args, dict(call.kwargs)))
+        return value
+
+    with verb(model, [port, "child"], look):
+        handle = model.child.register_forward_pre_hook(lambda module, args: (args[0] * 3,))
+        model(X)
+        handle.remove()
+    args, kwargs = ours[-1]
+    assert args[0] is by_torch[0][0][0]
+    assert kwargs["y"] is by_torch[0][1]["y"]
+    assert (len(args), list(kwargs)) == (1, ["y"])
+    assert len(ours) == 1 or ours[0] == ((), {})  # before the call there is nothing to say
+
+
+def test_the_call_of_an_operation_has_its_arguments():
+    model, seen = KeywordsToo(), []
+    with hl.hook(model, "/mul", lambda value, call: seen.append((call.args, call.kwargs))):
+        model(X)
+    ((x, two), kwargs) = seen[0]
+    assert torch.equal(x, X + (X + 1))
+    assert (two, dict(kwargs)) == (2, {})
+
+
 def test_a_method_with_a_second_required_parameter_gets_the_call():
     class Watcher:
         def __init__(self):

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import sys
 import types
-import warnings
 from typing import Any, NoReturn, Self
 
 from torch import Tensor, nn
 
 from hookline.core import compiling
-from hookline.errors import HooklineWarning, UsageError
+from hookline.errors import UsageError, warn_outside
 
 __all__ = ["Entering"]
 
@@ -86,11 +85,9 @@ class Entering:
                 compiling.resume(self)
             self._open = self._attached = False
             if self._unseen and compiling.loaded() and not compiling.untouched():
-                warnings.warn(
+                warn_outside(
                     f"{self!r} was open when torch.compile was first used: calls of compiled "
-                    f"models may be missing. Compile before, so that they run eagerly meanwhile.",
-                    HooklineWarning,
-                    stacklevel=3,
+                    f"models may be missing. Compile before, so that they run eagerly meanwhile."
                 )
 
     def __enter__(self) -> Self:
@@ -168,11 +165,9 @@ class Entering:
         if self._open:
             self._leave()
         elif not (self._entered or self._told or sys.is_finalizing()):
-            warnings.warn(
+            warn_outside(
                 f"{self!r} was never entered, so it did nothing. Use it in a `with` statement, or "
-                f"call .attach() and later .remove().",
-                HooklineWarning,
-                stacklevel=2,
+                f"call .attach() and later .remove()."
             )
 
     def __deepcopy__(self, memo: Any) -> Entering:

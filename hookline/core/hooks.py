@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from types import MappingProxyType
@@ -25,7 +24,7 @@ from hookline.core.operations import Operation, not_called, refuse
 from hookline.core.recomputation import awaited
 from hookline.core.sites import ACTIVE, Site
 from hookline.core.taps import KEEP, SERIALS, Call, Frame, Tap, add_place
-from hookline.errors import ChangeError, HooklineWarning, NeverFired, NotHookable, PlaceError
+from hookline.errors import ChangeError, NeverFired, NotHookable, PlaceError, warn_outside
 from hookline.places.resolution import Place, Request, Target, Where, resolve
 from hookline.places.tree import around, walk
 
@@ -192,7 +191,7 @@ class Context(Entering, Generic[T]):
         awaited = self._awaited() if self._open else None
         super().remove()
         if awaited is not None:
-            warnings.warn(str(awaited), HooklineWarning, stacklevel=2)
+            warn_outside(str(awaited))
 
     def _verify(self) -> None:
         awaited = self._awaited()

@@ -164,7 +164,7 @@ class Mode(TorchFunctionMode):
             args, kwargs = operation.begin(func, args, kwargs, sys._getframe()) or (args, kwargs)
         output = func(*args, **kwargs)
         for operation in operations:
-            new = operation.end(output, sys._getframe())
+            new = operation.end(output, sys._getframe(), args, kwargs)
             output = output if new is None else new
         if not written:
             return output

@@ -24,7 +24,7 @@ from torch import nn
 
 from hookline.core import arguments, gradients, input_gradients
 from hookline.core.recomputation import Regions, in_backward
-from hookline.core.taps import KEEP, Frame, Tap, is_over, now
+from hookline.core.taps import KEEP, Completed, Frame, Tap, is_over, now
 from hookline.values.nested import get_part, set_part
 
 if TYPE_CHECKING:
@@ -289,9 +289,9 @@ class Site:
             return None
         if module is not self.module or (self.owner is not None and self.owner not in ACTIVE.get()):
             return self.stranger(module)
-        return self.end(rest[-1], sys._getframe(1))
+        return self.end(rest[-1], sys._getframe(1), args, rest[0])
 
-    def end(self, output: Any, caller: types.FrameType) -> Any:
+    def end(self, output: Any, caller: types.FrameType, args: Any = (), kwargs: Any = None) -> Any:
         """A call ends; the new output, if it was changed."""
         frame = None
         if self.paired:
@@ -307,7 +307,7 @@ class Site:
             with self.lock:
                 index, recomputed = self._number(frame, output)
         if self.outputs and self.outputs[0].replaces:
-            output = self._offer_outputs(output, index, recomputed)
+            output = self._offer_outputs(output, index, recomputed, Completed(args, kwargs or {}))
         for tap in self.grad_outputs:
             if not recomputed or tap.refused(index):
                 output = _at_part(tap, output, index, tap.watch_outputs, output, index, frame)
@@ -331,12 +331,14 @@ class Site:
             for tap, stored in frame.pending:
                 tap.commit(stored)
         if self.outputs and not self.outputs[0].replaces:
-            self._offer_outputs(output, index, call is not None)
+            self._offer_outputs(output, index, call is not None, None)
         return index, call is not None
 
-    def _offer_outputs(self, output: Any, index: int, recomputed: bool) -> Any:
+    def _offer_outputs(
+        self, output: Any, index: int, recomputed: bool, call: Completed | None
+    ) -> Any:
         for tap in self.outputs:
-            output = _at_part(tap, output, index, tap.receive, index, recomputed, None)
+            output = _at_part(tap, output, index, tap.receive, index, recomputed, call)
         return output
 
     def drain(self) -> None:

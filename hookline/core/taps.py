@@ -1,7 +1,7 @@
 """What a context does with the values at one target, call by call.
 
 - `Tap`: what is done with the values at one target; the verbs are its subclasses
-- `Frame`: what is known of one running call
+- `Frame`: what is known of one running call; `Completed`: of one whose module has returned
 - `is_over(running)`: whether a Python frame has ended
 - `Call`: which execution of which module a value belongs to
 """
@@ -28,7 +28,7 @@ from hookline.values.shards import copied
 if TYPE_CHECKING:
     from hookline.core.hooks import Context
 
-__all__ = ["KEEP", "SERIALS", "Call", "Frame", "Tap", "add_place", "is_over", "now"]
+__all__ = ["KEEP", "SERIALS", "Call", "Completed", "Frame", "Tap", "add_place", "is_over", "now"]
 
 KEEP = object()  # what a tap returns to leave a value as it is
 SERIALS = itertools.count(1)
@@ -38,10 +38,11 @@ _RECENT = 64  # calls whose gradients may still come
 class Call:
     """Which execution of which module a value belongs to; given to functions that ask for it.
 
-    At an input, `positional` says how many of the arguments were passed by position.
+    At an input, `positional` says how many of the arguments were passed by position. At an output,
+    `args` and `kwargs` are the arguments of the call, as the forward got them.
     """
 
-    __slots__ = ("_tap", "index", "module", "positional", "recomputed")
+    __slots__ = ("_tap", "args", "index", "kwargs", "module", "positional", "recomputed")
 
     def __init__(
         self, tap: Tap, index: int, recomputed: bool = False, frame: Frame | None = None
@@ -51,6 +52,8 @@ class Call:
         self.index = index
         self.recomputed = recomputed
         self.positional = 0 if frame is None else frame.positional
+        self.args: tuple[Any, ...] = () if frame is None else frame.args
+        self.kwargs: Mapping[str, Any] = {} if frame is None else frame.kwargs
 
     @property
     def place(self) -> Place:
@@ -187,6 +190,8 @@ class Frame:
 
     pending: Sequence[tuple[Any, Any]] = ()  # inputs kept until the call is complete
     positional = 0  # how many arguments were passed by position
+    args: tuple[Any, ...] = ()  # the arguments, once the call is complete
+    kwargs: Mapping[str, Any] = MappingProxyType({})
     # For gradients, all at the start of the call: the autograd sequence number, the tensors that
     # the call was given, the edges of the inputs that are asked for, and an edit's gates there.
     sequence = 0
@@ -202,6 +207,13 @@ class Frame:
         if now.frame != id(running):
             now.frame, now.serial = id(running), next(SERIALS)
         self.serial = now.serial
+
+
+class Completed(Frame):
+    """What is known of a call when its module has returned: its arguments."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self.args, self.kwargs = args, kwargs
 
 
 def is_over(running: types.FrameType) -> bool:

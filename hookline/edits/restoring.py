@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import sys
-import warnings
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -24,7 +23,7 @@ from hookline.core.gathering import gatherer, is_gathered, reshard
 from hookline.core.recomputation import awaited, running
 from hookline.core.sites import Site
 from hookline.edits.parameters import Swap, Undo, mark
-from hookline.errors import ChangeError, HooklineWarning, NotHookable, PlaceError, PlaceNotFound
+from hookline.errors import ChangeError, NotHookable, PlaceError, PlaceNotFound, warn_outside
 from hookline.places.resolution import Target, Where, resolve
 from hookline.places.tree import Step, around, join, tensors_of, walk
 from hookline.values.snapshots import same_bits
@@ -142,7 +141,7 @@ def put_back(owner: nn.Module, table: dict[str, Any], before: dict[str, Any], na
             table[key] = table.pop(key)
     if hasattr(type(owner), name):
         told = f"{name!r} of a {type(owner).__name__} was put back, and a parametrization hides it."
-        warnings.warn(f"{told} Remove that before the end.", HooklineWarning, stacklevel=2)
+        warn_outside(f"{told} Remove that before the end.")
 
 
 # How many hold a tensor, as graphs that saved it do. Private, so detected; NaN is never less.

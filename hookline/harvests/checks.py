@@ -13,8 +13,7 @@ from typing import cast
 
 from torch import nn
 
-from hookline.display import warn_outside
-from hookline.errors import HarvestError
+from hookline.errors import HarvestError, warn_outside
 from hookline.listings import select
 from hookline.places.resolution import Place, Where
 

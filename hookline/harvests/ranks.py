@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hookline import folders
-from hookline.display import warn_outside
-from hookline.errors import StoreError
+from hookline.errors import StoreError, warn_outside
 from hookline.harvests.plans import refuse_changes
 from hookline.harvests.statistics import keep_whole, merge_ranks, statistics_path
 from hookline.storage.files import Index, index_path, read_index

@@ -19,9 +19,8 @@ from torch import Tensor, nn
 
 from hookline.core.gathering import recovers
 from hookline.core.hooks import settled
-from hookline.display import warn_outside
 from hookline.edits.ready_slices import last_token
-from hookline.errors import HarvestError
+from hookline.errors import HarvestError, warn_outside
 from hookline.harvests.checks import places_in, refuse_unfit, warn_of_order, warn_of_training
 from hookline.places.resolution import Place, Where
 from hookline.records.captures import capture

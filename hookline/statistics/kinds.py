@@ -30,8 +30,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from hookline.display import warn_outside
-from hookline.errors import StatisticsError
+from hookline.errors import StatisticsError, warn_outside
 from hookline.statistics.accumulation import State, Statistic
 from hookline.statistics.distributions import Bins, Histogram, Sparsity, TopK, Tops
 from hookline.statistics.moments import Covariance, Mean, Norm, Norms, Variance

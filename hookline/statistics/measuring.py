@@ -19,8 +19,7 @@ from hookline.core.contexts import Entering
 from hookline.core.hooks import first_names, hook, named_place, settled
 from hookline.core.slices import Misfit, take
 from hookline.core.taps import Call
-from hookline.display import warn_outside
-from hookline.errors import NotCaptured, NotHookable, StatisticsError
+from hookline.errors import NotCaptured, NotHookable, StatisticsError, warn_outside
 from hookline.listings import held_as
 from hookline.places.resolution import Target, Where, resolve
 from hookline.statistics.kinds import Statistic, by_name, statistic_from, warn_of_images

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hookline.display import warn_outside
+from hookline.errors import warn_outside
 from hookline.statistics.kinds import Statistic, TopK
 from hookline.values.nested import leaves
 

@@ -10,11 +10,10 @@ import shutil
 import stat
 import struct
 import time
-import warnings
 from contextlib import suppress
 from pathlib import Path
 
-from hookline.errors import HooklineWarning, StoreError
+from hookline.errors import StoreError, warn_outside
 from hookline.storage.files import (
     HEADER,
     PAGE,
@@ -135,11 +134,9 @@ def _cut(folder: Path, index: Index, *, held: bool = False) -> Index:
                 os.ftruncate(file.fileno(), HEADER + rows * series.row_bytes)
     except OSError:  # read-only: readers stop at the index anyway
         return index
-    warnings.warn(
+    warn_outside(
         f"A writer of rank {index.rank} stopped in the middle of an append to {str(folder)!r}: "
         f"dropped {show_bytes(sum(tails.values()))} in {len(tails)} shards that were never "
-        f"committed. The {index.samples} samples that were are all there.",
-        HooklineWarning,
-        stacklevel=4,
+        f"committed. The {index.samples} samples that were are all there."
     )
     return index

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import time
-import warnings
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
@@ -22,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from hookline.core.attaching import Anchored
 from hookline.core.hooks import settled
 from hookline.core.recomputation import in_backward
-from hookline.errors import HooklineWarning, PlaceError, RunError
+from hookline.errors import PlaceError, RunError, warn_outside
 from hookline.places.resolution import Where
 from hookline.places.tree import unwrapped
 from hookline.training.diagnosis import Diagnosis
@@ -178,19 +177,13 @@ class watch(Anchored):
 
     def _verify(self) -> None:
         if self.steps == self._begin:
-            warnings.warn(
+            warn_outside(
                 f"{self!r} saw no step: no optimizer has stepped a parameter of the model. Give "
-                f"optimizer=, or call watching.step() at the end of each step.",
-                HooklineWarning,
-                stacklevel=3,
+                f"optimizer=, or call watching.step() at the end of each step."
             )
         elif self._silent and self.last is not None:
             shown = ", ".join(map(repr, self._silent))
-            warnings.warn(
-                f"Nothing was measured at {shown}: hookline.capture says why.",
-                HooklineWarning,
-                stacklevel=3,
-            )
+            warn_outside(f"Nothing was measured at {shown}: hookline.capture says why.")
 
     # -- steps ----------------------------------------------------------------------------------
 

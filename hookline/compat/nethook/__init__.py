@@ -6,6 +6,7 @@
 - `StopForward`: what ends a forward early
 - `Traced`: one layer of a TraceDict, with its `input` and `output`
 - `InstrumentedModel`: a wrapper that retains and edits layers for as long as it is open
+- `retain_layers`, `edit_layers`, `clear_edit`: the same in dicts that are attributes of the model
 - `Callbacks`: call a function with the value of each layer, and with its gradient
 - `get_module`, `get_parameter`, `module_names`, `parameter_names`, `replace_module`,
   `set_requires_grad`: modules and parameters by their dotted names
@@ -15,9 +16,10 @@
 
 Names are taken literally: a `*` in one is no wildcard. What hookline adds: a wrong name leaves no
 hook behind and is told with the closest names, a value that was changed in place after it was
-retained is not handed out, and a layer that is called again before its value was read is warned of.
+retained is not handed out, and reading a value warns if nobody read those of the calls before it.
 """
 
+from hookline.compat.nethook.attributes import clear_edit, edit_layers, retain_layers
 from hookline.compat.nethook.callbacks import Callbacks
 from hookline.compat.nethook.instruments import InstrumentedModel
 from hookline.compat.nethook.invocations import invoke_with_optional_args
@@ -41,6 +43,8 @@ __all__ = [
     "Trace",
     "TraceDict",
     "Traced",
+    "clear_edit",
+    "edit_layers",
     "get_module",
     "get_parameter",
     "invoke_with_optional_args",
@@ -48,6 +52,7 @@ __all__ = [
     "parameter_names",
     "recursive_copy",
     "replace_module",
+    "retain_layers",
     "set_requires_grad",
     "subsequence",
 ]

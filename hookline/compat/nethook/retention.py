@@ -2,21 +2,23 @@
 
 - `recursive_copy(x, clone, detach, retain_grad)`: the old name
 - `Kept`: the last value of one layer, safe against later changes
+- `Retained`: the values of several layers as a dict
+- `Losses`: tells, once, that a value was read which is not the only one
 - `with_gradient(value)`: a value whose tensors will have a `.grad`, and what the model goes on with
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
 
-from hookline.errors import ValueChanged
+from hookline.errors import ValueChanged, warn_outside
 from hookline.values.nested import map_leaves
 from hookline.values.snapshots import snapshot
 
-__all__ = ["Kept", "recursive_copy", "with_gradient"]
+__all__ = ["Kept", "Losses", "Retained", "recursive_copy", "with_gradient"]
 
 
 def recursive_copy(
@@ -86,6 +88,26 @@ def with_gradient(value: Any) -> tuple[Any, Any]:
     return kept, recursive_copy(kept, clone=True)
 
 
+class Losses:
+    """Warns when a value is read before which others came that nobody read; once for all layers.
+
+    A trace that only edits retains values, too, unless told otherwise. Who reads none lost none.
+    """
+
+    def __init__(self) -> None:
+        self.told = False
+
+    def tell(self, what: str) -> None:
+        """A value was read, and the ones before it are lost."""
+        if not self.told:
+            self.told = True
+            warn_outside(
+                f"The {what} was read: it is that of the last call only, and those of the calls "
+                f"before were never read. Read it after each call, or use hookline.capture, which "
+                f"keeps all calls."
+            )
+
+
 class Kept:
     """The last value of one layer.
 
@@ -93,24 +115,28 @@ class Kept:
     changed in place since; all others are snapshots.
     """
 
-    __slots__ = ("_value", "_versions", "filled", "unread")
+    __slots__ = ("_losses", "_lost", "_unread", "_value", "_versions", "filled")
 
-    def __init__(self) -> None:
+    def __init__(self, losses: Losses) -> None:
+        self._losses = losses
         self.clear()
 
     def clear(self) -> None:
         """Forget the value."""
         self._value: Any = None
         self._versions: list[tuple[Tensor, int]] = []
-        self.filled = False
-        self.unread = False
+        self.filled = self._unread = self._lost = False
 
-    def put(self, value: Any) -> bool:
-        """Keep a value as it is; whether one that nobody had read was overwritten."""
-        lost = self.unread
+    def put(self, value: Any, again: bool = False) -> None:
+        """Keep a value as it is; `again` if it is of the same call as the one before."""
+        self._lost |= self._unread and not again
         self._value, self._versions = value, []
-        self.filled = self.unread = True
-        return lost
+        self.filled = self._unread = True
+
+    def set(self, value: Any) -> None:
+        """Have a value of the user's, which is not lost when a call brings another."""
+        self.clear()
+        self._value, self.filled = value, True
 
     def keep(
         self,
@@ -118,8 +144,9 @@ class Kept:
         clone: bool = False,
         detach: bool = False,
         freeze: Callable[[Tensor], Tensor] = snapshot,
-    ) -> bool:
-        """Keep a value safely; whether one that nobody had read was overwritten."""
+        again: bool = False,
+    ) -> None:
+        """Keep a value safely."""
         versions: list[tuple[Tensor, int]] = []
 
         def keep_leaf(leaf: Any) -> Any:
@@ -132,9 +159,22 @@ class Kept:
             versions.append((leaf, leaf._version))
             return leaf
 
-        lost = self.put(keep_leaf(value) if type(value) is Tensor else map_leaves(keep_leaf, value))
+        kept = keep_leaf(value) if type(value) is Tensor else map_leaves(keep_leaf, value)
+        self.put(kept, again)
         self._versions = versions
-        return lost
+
+    def copied(self, losses: Losses) -> Kept:
+        """A copy that later changes of this value do not reach; what is attached stays so."""
+        attached = {id(tensor) for tensor, _ in self._versions}
+
+        def copy(leaf: Any) -> Any:
+            return leaf if id(leaf) in attached or not isinstance(leaf, Tensor) else snapshot(leaf)
+
+        other = Kept(losses)
+        if self.filled:
+            other.set(map_leaves(copy, self._value))
+            other._versions = list(self._versions)
+        return other
 
     def read(self, what: str) -> Any:
         """The value, if it is what it was."""
@@ -145,5 +185,29 @@ class Kept:
                     "It was changed in place since.",
                     "Retain it with clone=True or detach=True, or read it before the change.",
                 )
-        self.unread = False
+        if self._lost:
+            self._losses.tell(what)
+        self._unread = self._lost = False
         return self._value
+
+
+class Retained(Mapping[str, Any]):
+    """The values of retained layers by alias; writing None forgets one."""
+
+    def __init__(self, kept: Mapping[str, Kept]) -> None:
+        self._kept = kept
+
+    def __getitem__(self, alias: str) -> Any:
+        return self._kept[alias].read(f"retained layer {alias!r}")
+
+    def __setitem__(self, alias: str, value: Any) -> None:
+        if value is None:
+            self._kept[alias].clear()
+        else:
+            self._kept[alias].set(value)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._kept)
+
+    def __len__(self) -> int:
+        return len(self._kept)

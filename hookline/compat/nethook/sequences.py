@@ -48,7 +48,7 @@ def subsequence(
     upto_layer: str | None = None,
     single_layer: str | None = None,
     share_weights: bool = False,
-) -> nn.Sequential:
+) -> nn.Module:
     """The layers of a Sequential from one to another, under their names.
 
     >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
@@ -59,7 +59,8 @@ def subsequence(
     )
 
     Args:
-        sequential: a Sequential; a dotted name leads into Sequentials inside it.
+        sequential: a Sequential; a dotted name leads into Sequentials inside it. Where no layer is
+            named, any module, and the result is the whole.
         first_layer: begin with this one; or `after_layer`: begin after it.
         last_layer: end with this one; or `upto_layer`: end before it.
         after_layer: see `first_layer`.
@@ -80,9 +81,11 @@ def subsequence(
         first_layer = last_layer = single_layer
     begin = _end("first_layer", first_layer, "after_layer", after_layer)
     end = _end("last_layer", last_layer, "upto_layer", upto_layer)
-    if not isinstance(sequential, nn.Sequential):
-        raise _not_sequential("", sequential)
-    part = sequential if begin is end is None else _cut(sequential, begin, end)
+    part = sequential
+    if begin is not None or end is not None:
+        if not isinstance(sequential, nn.Sequential):
+            raise _not_sequential("", sequential)
+        part = _cut(sequential, begin, end)
     # All at once, so that what is shared between the layers stays shared.
     return part if share_weights else copy.deepcopy(part)
 

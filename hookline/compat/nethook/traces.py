@@ -7,9 +7,7 @@
 
 from __future__ import annotations
 
-import difflib
 import sys
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Self, TypeAlias, TypeVar, cast
@@ -19,10 +17,10 @@ from torch import nn
 from hookline.compat.nethook.invocations import Invocation
 from hookline.compat.nethook.layers import Options, Traced
 from hookline.compat.nethook.names import get_module, place
+from hookline.compat.nethook.retention import Losses
 from hookline.core.hooks import hook
 from hookline.core.taps import Call
-from hookline.display import warn_outside
-from hookline.errors import HooklineWarning, PlaceError, PlaceNotFound
+from hookline.errors import PlaceError, warn_outside
 
 __all__ = ["StopForward", "Trace", "TraceDict"]
 
@@ -48,42 +46,30 @@ class _Layers:
     def __init__(self) -> None:
         self.inputs: dict[int, list[Traced]] = {}  # by the id of the module
         self.outputs: dict[int, list[Traced]] = {}
-        self.warned = False
 
     def before(self, value: dict[Any, Any], call: Call) -> None:
         """The hook at the arguments."""
         for traced in self.inputs.get(id(call.module), ()):
-            if traced.take_input(value, call):
-                self.warn(traced)
+            traced.begin(value, call)
 
     def after(self, value: Any, call: Call) -> Any:
         """The hook at the output: edit, retain, stop."""
         stops = False
         for traced in self.outputs.get(id(call.module), ()):
-            value, lost = traced.take_output(value, call)
+            value = traced.complete(value, call)
             stops = stops or traced.stop
-            if lost:
-                self.warn(traced)
         if stops and not call.recomputed:
             raise StopForward(self)
         return value
-
-    def warn(self, traced: Traced) -> None:
-        if not self.warned:
-            self.warned = True
-            warn_outside(
-                f"Of {traced.name} only the last call is retained: it was called again before "
-                f"the value was read. Read it after each call, retain nothing where only an edit "
-                f"is wanted (retain_output=False), or use hookline.capture, which keeps all calls."
-            )
 
 
 class _Tracing:
     """The hooks of a trace: they act from its making to `close()`, or until it is collected."""
 
-    def __init__(self, module: nn.Module, traced: Iterable[Traced]) -> None:
+    def __init__(self, module: nn.Module, traced: Iterable[Traced], losses: Losses) -> None:
         self._module = module
         self._traced = list(traced)
+        self._losses = losses
         self._layers = _Layers()
         self._contexts: list[hook] = []
         self.open()
@@ -93,13 +79,13 @@ class _Tracing:
         if self._contexts:
             return
         layers = self._layers = _Layers()
+        self._losses.told = False
         for traced in self._traced:
             traced.clear()
         inputs = [t for t in self._traced if t.options.retain_input]
-        outputs = [t for t in self._traced if t.options.at_output]
         try:
             self._hook(inputs, "inputs", layers.before, layers.inputs)
-            self._hook(outputs, "output", layers.after, layers.outputs)
+            self._hook(self._traced, "output", layers.after, layers.outputs)
         except BaseException as error:
             self.close()
             if isinstance(error, PlaceError):  # a parameter is no layer, whatever is asked of it
@@ -140,11 +126,9 @@ class _Tracing:
         if self._contexts and not sys.is_finalizing():
             self.close()
             names = ", ".join(traced.name for traced in self._traced[:3])
-            warnings.warn(
+            warn_outside(
                 f"A trace of {names} was dropped before it was closed: it acts no longer. Use it "
-                f"in a `with` statement, or keep it and call close().",
-                HooklineWarning,
-                stacklevel=2,
+                f"in a `with` statement, or keep it and call close()."
             )
 
 
@@ -189,12 +173,13 @@ class Trace(_Closing):
         detach: keep snapshots of tensors that require grad, too.
         retain_grad: after a backward, `.output.grad` is the gradient; the rest of the model gets a
             copy, so that in-place operations may follow. It goes before `clone` and `detach`.
-        edit_output: a function of (output), of (output, layer), or of either by name. What it
+        edit_output: a function of (output), (output, layer) or (output, layer, inputs), or of any
+            of them by name; `inputs` is the tuple of the arguments passed by position. What it
             returns stands in the output's place; None leaves the output as it is.
         stop: end the forward, and the `with` block, after the layer.
 
     It acts from its making to the end of the `with` block, or to `close()`. Of several calls the
-    last one is retained, with one warning if a value was lost that nobody had read.
+    last one is retained; if nobody read those before it, reading it warns, once.
     """
 
     def __init__(
@@ -209,26 +194,43 @@ class Trace(_Closing):
         edit_output: Callable[..., Any] | None = None,
         stop: bool = False,
     ) -> None:
-        edit = None if edit_output is None else Invocation(edit_output)
+        edit = _edit(edit_output)
         options = Options(retain_output, retain_input, clone, detach, retain_grad, edit, stop)
         self.layer = layer
         self.stop = stop
-        self._traced = Traced(layer, options)
-        self._tracing = _Tracing(module, [self._traced])
+        losses = Losses()
+        self._traced = Traced(layer, options, losses)
+        self._tracing = _Tracing(module, [self._traced], losses)
 
     @property
     def output(self) -> Any:
-        """What the layer returned in the last call, after `edit_output`."""
+        """What the layer returned in the last call, after `edit_output`; it can be set."""
         return self._traced.output
+
+    @output.setter
+    def output(self, value: Any) -> None:
+        self._traced.output = value
+
+    @output.deleter
+    def output(self) -> None:
+        del self._traced.output
 
     @property
     def input(self) -> Any:
         """What the layer was given in the last call: the argument, or a tuple of several.
 
         Those passed by position, as torch's own hooks have them; if there were none, those passed
-        by keyword.
+        by keyword. It can be set.
         """
         return self._traced.input
+
+    @input.setter  # noqa: A003 - the property above is meant
+    def input(self, value: Any) -> None:
+        self._traced.input = value
+
+    @input.deleter  # noqa: A003 - the property above is meant
+    def input(self) -> None:
+        del self._traced.input
 
     def __repr__(self) -> str:
         return repr(self._traced).replace("Traced", "Trace", 1)
@@ -250,8 +252,8 @@ class TraceDict(_Closing, OrderedDict[str, Traced]):
         module: any module.
         layers: the names of modules in it; each counts once.
         retain_output, retain_input, clone, detach, retain_grad, edit_output: as in `Trace`, for
-            all layers, or as a dict from layers to values; layers that are not in it have the
-            default.
+            all layers, or as a dict from layers to values. A layer that is not in it is left out;
+            one that is in it and not in `layers` is ignored.
         stop: end the forward after the last of `layers`, even if others of them come later; or a
             dict that says after which.
     """
@@ -281,20 +283,22 @@ class TraceDict(_Closing, OrderedDict[str, Traced]):
         edits: Any = edit_output
         if isinstance(edits, Mapping):
             functions = cast("Mapping[str, Any]", edits).items()
-            edits = {name: None if fn is None else Invocation(fn) for name, fn in functions}
-        elif edits is not None:
-            edits = Invocation(edits)  # one for all: reading a signature takes time
+            edits = {name: _edit(function) for name, function in functions}
+        else:
+            edits = _edit(edits)  # one for all: reading a signature takes time
         given = (retain_output, retain_input, clone, detach, retain_grad, edits, stop)
-        for option, value in zip(Options._fields, given, strict=True):
-            for name in cast("Mapping[str, Any]", value) if isinstance(value, Mapping) else ():
-                if name not in names:
-                    raise _not_traced(option, name, list(names))
+        losses = Losses()
         for name in names:
-            self[name] = Traced(name, _of_layer(given, name))
-        self._tracing = _Tracing(module, self.values())
+            self[name] = Traced(name, _of_layer(given, name), losses)
+        self._tracing = _Tracing(module, self.values(), losses)
 
 
-_DEFAULTS = Options()
+def _edit(function: Any) -> Invocation | None:
+    """A function that edits; False, as a condition may give it, is none."""
+    return None if function is None or function is False else Invocation(function)
+
+
+_LEFT_OUT = Options(retain_output=False)
 
 
 def _of_layer(given: tuple[Any, ...], layer: str) -> Options:
@@ -303,15 +307,6 @@ def _of_layer(given: tuple[Any, ...], layer: str) -> Options:
         cast("Mapping[str, Any]", value).get(layer, default)
         if isinstance(value, Mapping)
         else value
-        for value, default in zip(given, _DEFAULTS, strict=True)
+        for value, default in zip(given, _LEFT_OUT, strict=True)
     ]
     return Options._make(values)
-
-
-def _not_traced(option: str, name: str, names: list[str]) -> PlaceNotFound:
-    close = difflib.get_close_matches(name, names, n=3, cutoff=0.4) or names[:8]
-    return PlaceNotFound(
-        f"{option} was given for the layer {name!r}.",
-        f"It is not traced. Closest: {', '.join(map(repr, close)) or 'none: no layer is'}.",
-        "Name it in layers, too.",
-    )

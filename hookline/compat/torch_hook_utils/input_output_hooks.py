@@ -94,9 +94,8 @@ def replace_layer_inputs(
         inputs_to_use: by name, what stands in the place of the first argument of each layer. Other
             names than those of the layers do no harm.
 
-    It may be of any type; a tensor has the shape of the one whose place it takes. The argument may
-    also be given as a tuple of one. The layers get copies, so that none can change what was given;
-    gradients flow into it.
+    It may be of any type and shape, and may be given as a tuple of one. The layers get copies, so
+    that none can change what was given; gradients flow into it.
     """
     with _replaced(network_layers, inputs_to_use, ":input"):
         yield
@@ -145,22 +144,16 @@ def _replaced(named_layers: Layers[Any], given: Mapping[str, Any], port: str) ->
     def put(value: Any, call: hl.Call) -> Any:
         name = layers.names[call.module][-1]
         new = values[name]
-        return map_leaves(_copied, _argument(new, value, name) if port == ":input" else new)
+        return map_leaves(_copied, _argument(new, value) if port == ":input" else new)
 
     with layers.hook(port, put):
         yield
 
 
-def _argument(new: Any, old: Any, name: str) -> Any:
-    """What a layer is called with in an argument's stead."""
+def _argument(new: Any, old: Any) -> Any:
+    """What a layer is called with in an argument's stead: a tuple of one is its content."""
     if type(new) is tuple and type(old) is not tuple and len(cast("Any", new)) == 1:
-        return _argument(cast("Any", new)[0], old, name)
-    if isinstance(new, Tensor) and isinstance(old, Tensor) and new.shape != old.shape:
-        raise hl.ChangeError(
-            f"The input of the layer {name!r} was to be replaced.",
-            f"It has the shape {tuple(old.shape)}, and the value {tuple(new.shape)}.",
-            "Give a value of the same shape, or use hookline.hook, which checks nothing.",
-        )
+        return cast("Any", new)[0]
     return cast("Any", new)
 
 

@@ -109,19 +109,12 @@ def use_indices_in_maxunpool(
             in a dict is looked up when a layer is called.
         consume_indices: take those that were used out of the dict; a list is emptied.
 
-    A layer without indices is an error when it is called without; so are indices for no layer, at
-    once. Indices that the decoder itself gives to a layer give way to those that are there for it.
+    A layer without indices is an error when it is called without; indices for other layers do no
+    harm. Indices that the decoder itself gives to a layer give way to those that are there for it.
     """
     layers = _found(module_or_modules, _UNPOOLS)
     if isinstance(maxpool_indices, Mapping):
         source = cast("dict[str, Tensor]", maxpool_indices)
-        for name in source:
-            if name not in layers.layers:
-                raise hl.PlaceNotFound(
-                    f"Indices were given for the layer {name!r}.",
-                    f"The unpooling layers are: {listed(layers.layers)}.",
-                    "Name the indices as these are named, or give them as a list.",
-                )
     else:
         source = _in_order(list(maxpool_indices), list(layers.layers))
         if consume_indices and isinstance(maxpool_indices, list):
@@ -138,7 +131,8 @@ def use_indices_in_maxunpool(
             raise NoValue(
                 f"The unpooling layer {names[0]!r} was called without indices.",
                 f"There are indices for: {listed(source)}.",
-                "Give it some, by its name, or leave it out of the layers.",
+                "Name the indices as the layers are named, give them as a list, or leave it out of "
+                "the layers.",
             )
         if name in source:
             used[name] = source.pop(name) if consume_indices else source[name]

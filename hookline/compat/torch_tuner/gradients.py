@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, cast
@@ -18,7 +17,7 @@ from hookline.core.gradients import NO_GRAD, NO_TENSOR
 from hookline.core.hooks import Context
 from hookline.core.recomputation import in_backward
 from hookline.core.taps import Tap
-from hookline.errors import HooklineWarning
+from hookline.errors import warn_outside
 from hookline.places.resolution import Target, Where
 from hookline.values.nested import Path
 
@@ -45,11 +44,7 @@ class _GradientTap(Tap):
         super().explain(index, reason, remedy, path)
         self.reasons = dict(list(self.reasons.items())[-64:])  # it may be attached for ever
         if reason not in (NO_GRAD[0], NO_TENSOR[0]):
-            warnings.warn(
-                f"The gradient at {str(self.place)!r} cannot be saved: {reason} {remedy}",
-                HooklineWarning,
-                stacklevel=2,
-            )
+            warn_outside(f"The gradient at {str(self.place)!r} cannot be saved: {reason} {remedy}")
 
 
 class Gradients(Context[_GradientTap]):
