@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from hookline.core.attaching import Anchored
 from hookline.core.gathering import gatherer, is_gathered, reshard
+from hookline.core.offloading import data_of
 from hookline.core.recomputation import awaited, running
 from hookline.core.sites import Site
 from hookline.edits.parameters import Swap, Undo, mark
@@ -48,8 +49,11 @@ def get_parameter(model: nn.Module, path: str) -> Tensor:
 
     >>> get_parameter(nn.Sequential(nn.Linear(2, 3)), "0.weight").shape
     torch.Size([3, 2])
+
+    Of one that accelerate has offloaded this is a copy of the data, which it reads for each call.
     """
-    return cast(Tensor, _find(model, (path,), "value", one=True)[0].tensor())
+    target = _find(model, (path,), "value", one=True)[0]
+    return data_of(model, cast(Tensor, target.tensor()), target.named(target.path))
 
 
 def _find(model: Any, wheres: Any, *ports: str, one: bool = False) -> list[Target]:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from hookline.core.attaching import attached
+from hookline.core.offloading import data_of
 from hookline.edits.edits import EditFunction, edit
 from hookline.edits.ready_slices import heads
 from hookline.spellings import Writer
@@ -60,7 +61,7 @@ def fingerprint(model: nn.Module) -> str:
             seen.update(name.encode())
             continue
         shape = f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0"
-        seen.update(shape.encode() + _content(tensor))
+        seen.update(shape.encode() + _content(data_of(model, tensor, name)))
     return seen.hexdigest()[:16]
 
 

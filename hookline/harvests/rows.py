@@ -303,8 +303,11 @@ def _misgiven(what: str, found: Any, wanted: str) -> HarvestError:
 
 
 def _device(model: nn.Module) -> torch.device | None:
-    """Where batches have to go: the one device of the model, unless it is the CPU."""
-    devices = {p.device for p in model.parameters()} or {torch.device("cpu")}
+    """Where batches have to go: the one device of the model, unless it is the CPU.
+
+    What accelerate has offloaded is on the meta device, and accelerate moves what the model gets.
+    """
+    devices = {p.device for p in model.parameters() if not p.is_meta} or {torch.device("cpu")}
     only = devices.pop()
     return None if devices or only.type == "cpu" else only
 

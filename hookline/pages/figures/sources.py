@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from hookline.attention_patterns import Patterns
+from hookline.core.offloading import data_of
 from hookline.errors import FigureError, HooklineError
 from hookline.listings import select
 from hookline.pages.figures.samples import MOST, spaced
@@ -65,7 +66,8 @@ def _gathered(source: Any, where: Any, grads: bool) -> list[Named]:
     if isinstance(source, nn.Module):
         found = dict(source.named_parameters())
         names = matching([f"{name}:value" for name in found], where, default="value")
-        return [_of_parameter(name.removesuffix(":value"), found, grads) for name in names]
+        plainly = [name.removesuffix(":value") for name in names]
+        return [_of_parameter(source, name, found[name], grads) for name in plainly]
     if isinstance(source, (Record, Patterns)):
         places = named_places(source, where)
         found = [named for place in places for named in _of(source, place, len(places) == 1)]
@@ -262,8 +264,8 @@ def plain(tensor: Tensor, name: str = "") -> Tensor:
     return tensor.abs() if tensor.is_complex() else tensor
 
 
-def _of_parameter(name: str, found: Mapping[str, Tensor], grads: bool) -> Named:
-    tensor = found[name].grad if grads else found[name]
+def _of_parameter(model: nn.Module, name: str, parameter: Tensor, grads: bool) -> Named:
+    tensor = parameter.grad if grads else data_of(model, parameter, name)
     if tensor is None:
         return Named(name, [], 0, "No gradient has arrived there.")
     return Named(name, [plain(tensor, name)], tensor.numel())
