@@ -27,8 +27,7 @@ __all__ = ["NO_GRADIENT", "data_of", "is_offloaded", "offloads", "unload", "valu
 T = TypeVar("T", Tensor, Tensor | None)
 
 NO_GRADIENT = (
-    "accelerate has offloaded the parameter: each call has a copy of its own, and the gradient is "
-    "dropped with the copy.",
+    "accelerate has offloaded the parameter: the gradient flows to a copy that lives for one call.",
     "Keep the parameter in memory, or capture the gradients of the module's output and input.",
 )
 
