@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any, Literal, cast
@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hookline.core.gathering import recovers
 from hookline.core.hooks import settled
 from hookline.display import warn_outside
 from hookline.edits.ready_slices import last_token
@@ -30,6 +29,7 @@ from hookline.statistics.masks import is_added
 from hookline.storage.files import Series
 from hookline.trials.batches import call as run
 from hookline.trials.batches import refuse_padding
+from hookline.trials.stopping import Stopping
 from hookline.values.nested import Path, leaves, map_leaves, only_tensor
 
 __all__ = ["Rows", "Taken", "Taker", "Taking", "numbers_of", "rows_in", "sizes_in"]
@@ -117,6 +117,7 @@ class Taker:
         self._begun = False
         self.whole: set[str] = set()  # with a mask: places that are known to have no positions
         self.stops = taking.stop is True
+        self._stopping = Stopping(model)
         self._device = _device(model)
         self._aside = _aside(model, taking)
         refuse_unfit(model)
@@ -172,7 +173,8 @@ class Taker:
             self.model, where, at=at, transform=taking.transform, detach=True, dtype=taking.dtype,
             stop=self.stops,
         )  # fmt: skip
-        with torch.no_grad(), looking as record:
+        first = nullcontext() if self._begun else self._stopping.first()
+        with first, torch.no_grad(), looking as record:
             (taking.forward or run)(self.model, batch)
         return record
 
@@ -188,7 +190,7 @@ class Taker:
                 f"{'it' if len(silent) == 1 else 'them'}."
             )
         if self.taking.stop == "auto":
-            self.stops = bool(recovers(self.model))
+            self.stops = self._stopping.safe
 
     def _value(self, record: Record, place: Place) -> Tensor:
         values = [value for value in record.calls(place) if value is not None] or [None]
