@@ -30,6 +30,7 @@ from hookline.values.snapshots import same_bits
 __all__ = ["Replay", "replay"]
 
 _WRITTEN = "Give a folder that a guard has written."
+_TOLD = 'Guard it again with a folder: guard(model, to="dumps").'
 
 
 @dataclass(eq=False)
@@ -120,7 +121,7 @@ class _Dump:
         return f"{self.missing.get(part, 'it was not written')}."
 
 
-def replay(folder: str | Path, model: nn.Module | None = None) -> Replay:
+def replay(folder: str | Path | None, model: nn.Module | None = None) -> Replay:
     """Run again what a guard has written: the operation alone, or the module in a model.
 
     >>> import tempfile
@@ -139,6 +140,7 @@ def replay(folder: str | Path, model: nn.Module | None = None) -> Replay:
 
     Args:
         folder: `error.fault.folder` of a `NonFiniteError`, or a folder that was copied from there.
+            It is None if the guard was not told by `to=` where to write.
         model: to run the whole module that the producer is in, with the inputs and the state that
             were written; the model itself is not changed. It is needed if what was written is no
             function of torch and no plain module of `torch.nn`: no code is kept in the folder.
@@ -146,6 +148,9 @@ def replay(folder: str | Path, model: nn.Module | None = None) -> Replay:
     Random numbers are those of the first run, and afterwards as before. It runs on the CPU, or
     where the model is. Nothing is unpickled, and only torch's own functions and modules are called.
     """
+    if folder is None:
+        asked = "What a guard has written was to be run again."
+        raise ReplayError(asked, "It has written nothing: it was not told where.", _TOLD)
     dump = _Dump(folder)
     if model is not None:
         return _run_module(dump, _find_module(dump, model))
