@@ -20,6 +20,7 @@ from torch import Tensor
 
 from hookline.errors import HooklineError
 from hookline.storage.locks import held
+from hookline.values.quantised import is_quantised
 
 __all__ = ["is_plain", "read", "write"]
 
@@ -38,7 +39,7 @@ def is_plain(tensor: Tensor) -> bool:
     >>> is_plain(torch.zeros(2)), is_plain(torch.zeros(2, device="meta"))
     (True, False)
     """
-    strange = tensor.is_nested or tensor.is_quantized or tensor.is_meta
+    strange = tensor.is_nested or is_quantised(tensor) or tensor.is_meta
     return tensor.layout is torch.strided and not strange
 
 

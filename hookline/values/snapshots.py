@@ -20,6 +20,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from hookline.values.quantised import held_in, is_wrapper
 from hookline.values.shards import copied, local
 
 __all__ = [
@@ -103,6 +104,8 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
         return one.is_meta and other.is_meta
     if one.is_quantized:  # to view one as bytes crashes the process
         return torch.equal(one, other)
+    if is_wrapper(one):
+        return all(map(same_bits, held_in(one), held_in(other)))
     try:  # of a DTensor what is here: to compare all of it, every rank would have to take part
         flat = (local(t).resolve_conj().resolve_neg().reshape(-1)[:, None] for t in (one, other))
         return torch.equal(*(t.view(torch.uint8) for t in flat))

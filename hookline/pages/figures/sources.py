@@ -28,6 +28,7 @@ from hookline.storage.rows import StoredSamples
 from hookline.storage.store import Store
 from hookline.training.runs import Run
 from hookline.values.nested import leaves, show_path
+from hookline.values.quantised import dequantised
 from hookline.values.shards import local
 
 __all__ = ["Named", "gather", "kept_places", "matching", "named_places", "one", "plain"]
@@ -257,8 +258,7 @@ def plain(tensor: Tensor, name: str = "") -> Tensor:
             "It is a meta tensor, without data." if tensor.is_meta else "It is a nested tensor.",
             "Draw values of a run with data; of a nested tensor, its parts.",
         )
-    if tensor.is_quantized:
-        tensor = tensor.dequantize()
+    tensor = dequantised(tensor)
     if tensor.layout is not torch.strided:
         tensor = tensor.to_dense()
     return tensor.abs() if tensor.is_complex() else tensor
