@@ -258,6 +258,17 @@ def test_a_report_of_an_offloaded_model_can_be_written(offloaded, tmp_path):
     assert hl.report(offloaded, tmp_path / "report.html", batch=X).stat().st_size
 
 
+def test_watch_says_which_parameters_it_does_not_see(plain, offloaded):
+    watching = hl.watch(offloaded, every=1)
+    with pytest.warns(hl.HooklineWarning, match=r"'head.weight'.* are measured.*accelerate"):
+        watching.attach()
+    offloaded(X).sum().backward()
+    watching.step()
+    watching.remove()
+    output, found = plain(X), watching.last["head", "output"]
+    assert found["mean"] == pytest.approx(float(output.detach().mean()), rel=1e-4)
+
+
 def test_guard_finds_the_origin_in_an_offloaded_model(offloaded):
     offloaded.block[2].forward = lambda x: torch.log(x * 0 - 1)
     try:

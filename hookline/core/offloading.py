@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from types import TracebackType
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -24,17 +24,15 @@ from hookline.places.tree import walk
 
 __all__ = ["NO_GRADIENT", "data_of", "is_offloaded", "offloads", "unload", "value_of"]
 
-T = TypeVar("T", Tensor, Tensor | None)
-
 NO_GRADIENT = (
     "accelerate has offloaded the parameter: the gradient flows to a copy that lives for one call.",
     "Keep the parameter in memory, or capture the gradients of the module's output and input.",
 )
 
 
-def data_of(module: nn.Module, tensor: T, path: str) -> T:
+def data_of(module: nn.Module, tensor: Tensor, path: str) -> Tensor:
     """The tensor at a path in a module, or a copy of its data if it is offloaded."""
-    if tensor is None or not tensor.is_meta:
+    if not tensor.is_meta:
         return tensor
     for weights, name in _maps(module, path):
         try:

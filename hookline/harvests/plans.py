@@ -139,7 +139,7 @@ class Plan:
         unknown = self.batches is None
         total = 1 if self.batches is None else self.batches * self.ranks
         head = ("place", "row", "rows", "dtype", "a batch" if unknown else "in all")
-        table = [head]
+        table: list[tuple[str, ...]] = [head]
         for place, row, count, dtype, size in self.rows:
             table.append((place, row, f"{count * total:,}", dtype, show_bytes(size * total)))
         if not self.varies:  # as many rows as samples

@@ -285,7 +285,7 @@ class _Measuring(Entering):
                 run(self._model, batch)
         except NeverFired as error:
             # A batch may be without calls that others had; a stop that was caught is an error.
-            if error.record is not looking.record or not error.record.unfired():
+            if error.record is not looking.record or not looking.record.unfired():
                 raise
         self._end_forward()
 

@@ -22,6 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from hookline.core.attaching import Anchored
 from hookline.core.hooks import settled
 from hookline.core.recomputation import in_backward
+from hookline.display import warn_outside
 from hookline.errors import HooklineWarning, PlaceError, RunError
 from hookline.places.resolution import Where
 from hookline.places.tree import unwrapped
@@ -143,6 +144,13 @@ class watch(Anchored):
         plan = Plan(self._inner, self._wheres[0], self._kinds)
         self._plan, self._diagnosis = plan, Diagnosis(plan)
         self._silent = dict.fromkeys(plan.literal)
+        bare = plan.without_data()
+        if bare:
+            shown = ", ".join(map(repr, bare[:6])) + ", …" * (len(bare) > 6)
+            warn_outside(
+                f"Neither the data nor the gradients of {shown} are measured: there is no data "
+                "between calls, as accelerate offloads it. Keep what is trained in memory."
+            )
         own: weakref.ref[watch] = weakref.ref(self)
         if self._optimizer is None:
             hook = register_optimizer_step_post_hook(_Stepped(own))
