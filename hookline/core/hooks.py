@@ -21,7 +21,6 @@ from torch.utils import hooks as torch_hooks
 from hookline.core import gathering, gradients, offloading
 from hookline.core.arms import Handles
 from hookline.core.contexts import Entering
-from hookline.core.offloading import is_offloaded
 from hookline.core.operations import Operation, not_called, refuse
 from hookline.core.recomputation import awaited
 from hookline.core.sites import ACTIVE, Site
@@ -127,7 +126,7 @@ class Context(Entering, Generic[T]):
     def _watch_parameter(self, tap: Tap, ref: weakref.ref[Any], owner: int | None) -> None:
         """Watch the gradient of a parameter, or of what takes its place at a call."""
         target, tensor = tap.target, cast(Tensor, tap.target.tensor())
-        if is_offloaded(self._model, tensor, target.named(target.path)):
+        if offloading.is_offloaded(self._model, tensor, target.named(target.path)):
             tap.explain(0, *offloading.NO_GRADIENT)
         elif gathering.is_gathered(target.module) or is_lazy(tensor):
             self._watch_later(tap, ref, owner)
