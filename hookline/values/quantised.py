@@ -6,7 +6,6 @@ not defined for it. It can give its numbers, and the tensors that it holds.
 - `dequantised(tensor)`: the numbers that it stands for
 - `is_quantised(tensor)`, `is_wrapper(tensor)`: of any kind, or of a library's kind
 - `held_in(tensor)`: the tensors that a wrapper holds
-- `size_in_memory(tensor)`: its bytes
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any, cast
 
 from torch import Tensor
 
-__all__ = ["dequantised", "held_in", "is_quantised", "is_wrapper", "size_in_memory"]
+__all__ = ["dequantised", "held_in", "is_quantised", "is_wrapper"]
 
 
 def is_wrapper(tensor: Tensor) -> bool:
@@ -46,13 +45,3 @@ def held_in(tensor: Tensor) -> list[Tensor]:
         return [tensor]
     held = [getattr(tensor, name) for name in cast("tuple[list[str], Any]", names())[0]]
     return [inner for outer in held for inner in held_in(outer)]
-
-
-def size_in_memory(tensor: Tensor) -> int:
-    """The bytes of a tensor as it is held.
-
-    >>> import torch
-    >>> size_in_memory(torch.zeros(2))
-    8
-    """
-    return sum(inner.nbytes for inner in held_in(tensor))
