@@ -18,9 +18,11 @@ __all__ = ["dequantised", "held_in", "is_quantised", "is_wrapper"]
 
 
 def is_wrapper(tensor: Tensor) -> bool:
-    """Whether it is a library's own kind of tensor, with a way of its own to dequantise it."""
+    """Whether it is a library's own kind of tensor, which holds others and can be dequantised."""
     kind = type(tensor)
-    return kind is not Tensor and kind.dequantize is not Tensor.dequantize
+    if kind is Tensor or kind.dequantize is Tensor.dequantize:
+        return False
+    return hasattr(kind, "__tensor_flatten__")
 
 
 def is_quantised(tensor: Tensor) -> bool:
@@ -40,8 +42,7 @@ def dequantised(tensor: Tensor) -> Tensor:
 
 def held_in(tensor: Tensor) -> list[Tensor]:
     """The tensors that a wrapper holds; of any other tensor itself."""
-    names = getattr(tensor, "__tensor_flatten__", None) if is_wrapper(tensor) else None
-    if names is None:
+    if not is_wrapper(tensor):
         return [tensor]
-    held = [getattr(tensor, name) for name in cast("tuple[list[str], Any]", names())[0]]
-    return [inner for outer in held for inner in held_in(outer)]
+    names, _ = cast(Any, tensor).__tensor_flatten__()
+    return [inner for name in names for inner in held_in(getattr(tensor, name))]
