@@ -15,6 +15,7 @@ from torchao.quantization import (
     Int8DynamicActivationInt8WeightConfig,
     Int8WeightOnlyConfig,
     quantize_,
+    to_nf4,
 )
 
 import hookline as hl
@@ -551,3 +552,17 @@ def test_guard_names_what_came_in_bad_into_a_quantised_model(quantised):
     with pytest.raises(hl.NonFiniteError, match=r"model's input ':inputs\[x\]'"):
         with torch.no_grad(), hl.guard(quantised):
             quantised(X / 0.0)
+
+
+def test_weights_in_four_bits_are_captured_and_compared_by_the_numbers_that_they_stand_for():
+    plain, model = nn.Linear(128, 128), nn.Linear(128, 128)
+    model.weight = nn.Parameter(to_nf4(plain.weight.detach()), requires_grad=False)
+    numbers, x = model.weight.get_original_weight(), torch.randn(2, 128)
+    with torch.no_grad(), hl.capture(model, "weight") as record:
+        model(x)
+    assert torch.equal(record["weight"].get_original_weight(), numbers)
+    with hl.preserve(model), torch.no_grad():
+        model.weight.quantized_data.zero_()
+    assert torch.equal(model.weight.get_original_weight(), numbers)
+    (row,) = hl.compare(plain, model, x, "weight")
+    assert row.error == pytest.approx(float((numbers - plain.weight.detach()).abs().max()))

@@ -6,6 +6,7 @@ not defined for it. It can give its numbers, and the tensors that it holds.
 - `dequantised(tensor)`: the numbers that it stands for
 - `is_quantised(tensor)`, `is_wrapper(tensor)`: of any kind, or of a library's kind
 - `held_in(tensor)`: the tensors that a wrapper holds
+- `copy_of(tensor)`: a copy of a wrapper, bit for bit
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any, cast
 
 from torch import Tensor
 
-__all__ = ["dequantised", "held_in", "is_quantised", "is_wrapper"]
+__all__ = ["copy_of", "dequantised", "held_in", "is_quantised", "is_wrapper"]
 
 
 def is_wrapper(tensor: Tensor) -> bool:
@@ -37,7 +38,11 @@ def dequantised(tensor: Tensor) -> Tensor:
     >>> dequantised(torch.quantize_per_tensor(torch.ones(2), 0.5, 0, torch.qint8))
     tensor([1., 1.])
     """
-    return tensor.dequantize() if is_quantised(tensor) else tensor
+    if not is_quantised(tensor):
+        return tensor
+    # The method `dequantize` of torchao's NF4 is for a part of the tensor.
+    whole = getattr(tensor, "get_original_weight", tensor.dequantize)
+    return cast(Tensor, whole())
 
 
 def held_in(tensor: Tensor) -> list[Tensor]:
@@ -46,3 +51,12 @@ def held_in(tensor: Tensor) -> list[Tensor]:
         return [tensor]
     names, _ = cast(Any, tensor).__tensor_flatten__()
     return [inner for name in names for inner in held_in(getattr(tensor, name))]
+
+
+def copy_of(tensor: Tensor) -> Tensor:
+    """A wrapper of copies of what it holds: a clone of torchao's NF4 is quantised anew."""
+    given = cast(Any, tensor)
+    names, context = given.__tensor_flatten__()
+    held = {name: getattr(tensor, name) for name in names}
+    copies = {n: copy_of(one) if is_wrapper(one) else one.clone() for n, one in held.items()}
+    return type(given).__tensor_unflatten__(copies, context, tensor.size(), tensor.stride())

@@ -20,7 +20,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from hookline.values.quantised import held_in, is_wrapper
+from hookline.values.quantised import copy_of, held_in, is_wrapper
 from hookline.values.shards import copied, local
 
 __all__ = [
@@ -71,6 +71,8 @@ gradient_snapshot = partial(snapshot, exported=False)
 
 def duplicate(tensor: Tensor) -> Tensor:
     """A detached copy; the tensor itself where torch cannot copy it."""
+    if is_wrapper(tensor):
+        return copy_of(tensor)
     if tensor.requires_grad:  # else it stays as it is: detaching drops a forward-mode tangent
         tensor = tensor.detach()
     try:
