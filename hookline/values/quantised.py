@@ -49,7 +49,7 @@ def held_in(tensor: Tensor) -> list[Tensor]:
     """The tensors that a wrapper holds; of any other tensor itself."""
     if not is_wrapper(tensor):
         return [tensor]
-    names, _ = cast(Any, tensor).__tensor_flatten__()
+    names = cast("list[str]", cast(Any, tensor).__tensor_flatten__()[0])
     return [inner for name in names for inner in held_in(getattr(tensor, name))]
 
 
