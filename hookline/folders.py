@@ -21,6 +21,7 @@ from torch import Tensor
 from hookline.errors import HooklineError
 from hookline.storage.locks import held
 from hookline.storage.small_files import strict_json
+from hookline.values.quantised import is_quantised
 
 __all__ = ["is_plain", "read", "write"]
 
@@ -39,7 +40,7 @@ def is_plain(tensor: Tensor) -> bool:
     >>> is_plain(torch.zeros(2)), is_plain(torch.zeros(2, device="meta"))
     (True, False)
     """
-    strange = tensor.is_nested or tensor.is_quantized or tensor.is_meta
+    strange = tensor.is_nested or is_quantised(tensor) or tensor.is_meta
     return tensor.layout is torch.strided and not strange
 
 

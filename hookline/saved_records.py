@@ -22,6 +22,7 @@ from hookline.records.records import Record
 from hookline.storage.files import kind_of
 from hookline.training.run_files import segments_in
 from hookline.values.nested import children
+from hookline.values.quantised import is_wrapper
 from hookline.values.shards import local
 
 __all__ = ["load_record", "save_record"]
@@ -148,9 +149,12 @@ def _spell(value: Any, tensors: dict[str, Tensor], place: Place) -> Any:
         tensor = local(value.detach())
         if not folders.is_plain(tensor) or kind_of(tensor.dtype) is None:
             layout = "nested" if tensor.is_nested else tensor.layout
+            kind = (
+                f"{type(tensor).__name__} ({tensor.dtype})" if is_wrapper(tensor) else tensor.dtype
+            )
             raise RecordError(
                 f"The value at {str(place)!r} was to be saved.",
-                f"It holds a {tensor.dtype} tensor of layout {layout} on {tensor.device}, "
+                f"It holds a {kind} tensor of layout {layout} on {tensor.device}, "
                 f"which no record holds.",
                 "Capture it with transform=, as a plain tensor.",
             )

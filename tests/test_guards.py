@@ -1106,6 +1106,7 @@ def test_the_message_has_place_numbers_arguments_line_and_what_to_do():
         "  given input  (2,) float32: all 0",
         "  given other  (2,) float32: all 0",
         f"  line         {error.fault.source}",
+        '  dump         not written: guard(model, to="dumps") writes one for hookline.replay',
         hint,
     ]
     assert error.fault.source.startswith("test_guards.py:")
@@ -1214,6 +1215,30 @@ def test_batched_gradients_are_let_by():
         found = jacobian()
     assert all(map(torch.equal, found, expected))
     assert_clean(model)
+
+
+@pytest.mark.parametrize("careful", [False, True])
+def test_nothing_is_written_unless_a_folder_is_given(careful, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model = nn.Sequential(nn.Identity(), Doing(torch.log))
+    with pytest.raises(hl.NonFiniteError, match=r'guard\(model, to="dumps"\)') as caught:
+        with hl.guard(model, careful=careful):
+            model(torch.zeros(2))
+    assert list(tmp_path.iterdir()) == []
+    assert caught.value.fault.folder is None
+    with pytest.raises(hl.ReplayError, match=r'written nothing.*guard\(model, to="dumps"\)'):
+        hl.replay(caught.value.fault.folder)
+    with pytest.raises(hl.NonFiniteError) as caught:
+        with hl.guard(model, to="dumps"):
+            model(torch.zeros(2))
+    assert [path.name for path in tmp_path.iterdir()] == ["dumps"]
+    assert 'to="dumps"' not in str(caught.value)
+    assert hl.replay(caught.value.fault.folder).reproduced
+
+
+def test_a_scaler_that_is_none_is_told_before_anything_runs():
+    with pytest.raises(hl.PlaceError, match=r"scaler=.*a Linear, without .*get_scale"):
+        hl.guard(nn.ReLU(), scaler=nn.Linear(1, 1))
 
 
 def test_a_folder_that_is_none_is_told_before_anything_runs():

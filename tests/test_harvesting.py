@@ -897,6 +897,20 @@ def test_the_plan_is_shown_first(data, to, capsys):
     assert "nobody knows how many" in capsys.readouterr().err
 
 
+def test_the_plan_counts_the_rows_that_a_mask_keeps(to, capsys):
+    kept = torch.arange(5)[None] < torch.tensor([2, 5])[:, None]
+    batch = {"input": torch.randn(2, 5, 4), "kept": kept}
+    hl.harvest(nn.Linear(4, 3), [batch] * 3, "", to=to, mask="kept")
+    plan = capsys.readouterr().err
+    assert plan.splitlines()[1:3] == [
+        "  place  row                 rows  dtype    in all",
+        "  ''     (3,) each position  21    float32  252 B",
+    ]
+    assert "about 6 samples in 3 batches" in plan
+    store = hl.Store.open(to)
+    assert sum(store[""].lengths().tolist()) == 21
+
+
 def test_data_that_cannot_tell_its_length_yet_is_gone_through(data, to, capsys):
     class Later:  # as Lightning's CombinedLoader
         def __iter__(self):

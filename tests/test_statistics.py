@@ -4,6 +4,7 @@ import dataclasses
 import errno
 import json
 import os
+import random
 import threading
 import warnings
 from collections import UserDict
@@ -18,7 +19,7 @@ from faults import Doing
 from helpers import assert_clean, assert_same_state, state_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import small
+from models import Swallowing, small
 from safetensors import SafetensorError
 from torch import nn
 
@@ -821,6 +822,158 @@ def test_a_place_that_did_not_fire_is_warned_of_after_the_first_batch_and_nothin
     with pytest.raises(hl.NotCaptured, match="no place"):
         found["a"]
     assert found.get("a") is None
+
+
+# The end of a forward that nobody needs
+
+
+def counted(module):
+    """A list that grows with each call of a module."""
+    calls = []
+    module.register_forward_hook(lambda *_: calls.append(1))
+    return calls
+
+
+BATCHES = torch.randn(40, 3, generator=torch.Generator().manual_seed(0)).split(8)
+
+
+def test_measure_over_data_ends_each_forward_after_the_last_place():
+    model = small().eval()
+    calls = counted(model[2])
+    places = ["0", "0.weight", "1:input"]
+    found = hl.measure(model, places, statistics=[hl.Mean()], data=BATCHES)
+    assert len(calls) == 1  # the first batch runs through, to see that each place has one call
+    assert found.calls == dict.fromkeys(places, len(BATCHES))
+    with torch.no_grad():
+        expected = model[0](torch.cat(BATCHES)).double().mean(0)
+    assert_close(found["0"]["mean"], expected)
+    assert_close(found["1:input"]["mean"], expected)
+    assert_close(found["0.weight"]["mean"], model[0].weight.detach().double().mean(0))
+
+
+def test_measure_with_a_mask_that_is_named_ends_forwards_early_too():
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x, mask):
+            return self.second(self.first(x))
+
+    model = Masked().double()
+    calls = counted(model.second)
+    batches = [{"x": x.double()[:, None], "mask": (x[:, :1] > 0).long()} for x in BATCHES]
+    found = hl.measure(model, "first", statistics=[hl.Mean()], data=batches, mask="mask")
+    assert len(calls) == 1
+    rows = torch.cat(BATCHES).double()
+    with torch.no_grad():
+        expected = model.first(rows[rows[:, 0] > 0]).mean(0)
+    assert_close(found["first"]["mean"], expected)
+
+
+class Again(nn.Module):
+    """Calls its first layer as often as it is told, then its second."""
+
+    def __init__(self, calls=2):
+        super().__init__()
+        self.first, self.second, self.calls = nn.Linear(3, 3), nn.Linear(3, 3), calls
+
+    def forward(self, x):
+        for _ in range(self.calls):
+            x = self.first(x)
+        return self.second(x)
+
+
+def test_measure_runs_forwards_to_their_end_where_a_place_has_several_calls():
+    model = Again()
+    calls = counted(model.second)
+    found = hl.measure(model, "first", statistics=[hl.Mean()], data=BATCHES)
+    assert found.calls == {"first": 2 * len(BATCHES)}
+    assert len(calls) == len(BATCHES)
+
+
+def test_a_batch_without_a_call_of_a_place_is_measured_at_the_others():
+    model = Again(calls=1)
+
+    def data():
+        yield BATCHES[0]
+        model.calls = 0
+        yield BATCHES[1]
+
+    found = hl.measure(model, ["first", "second"], statistics=[hl.Mean()], data=data())
+    assert found.calls == {"first": 1, "second": 2}
+
+
+class Noisy(nn.Module):
+    """Draws numbers that leave its result as it is."""
+
+    def __init__(self, draw):
+        super().__init__()
+        self.draw = draw
+
+    def forward(self, x):
+        return x + 0 * self.draw()
+
+
+class Counting(nn.Module):
+    """Counts its calls in a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        return x
+
+
+@pytest.mark.parametrize(
+    "last",
+    [
+        lambda: nn.BatchNorm1d(4),
+        lambda: nn.InstanceNorm1d(8, track_running_stats=True),
+        nn.Dropout,
+        Counting,
+        lambda: Noisy(np.random.random),
+        lambda: Noisy(random.random),
+        lambda: Noisy(lambda: torch.rand(())),
+    ],
+    ids=["batch norm", "instance norm", "dropout", "a buffer", "numpy", "random", "torch"],
+)
+@pytest.mark.parametrize("verb", ["measure", "harvest"])
+@pytest.mark.filterwarnings("ignore:The model is in training mode")
+def test_a_forward_whose_end_has_effects_is_not_ended_early(verb, last, tmp_path):
+    def run(forwards):
+        torch.manual_seed(0)
+        np.random.seed(0)
+        random.seed(0)
+        model = nn.Sequential(nn.Linear(3, 4), last())
+        forwards(model)
+        return state_bits(model), torch.rand(()), random.random(), np.random.random()
+
+    def by_hand(model):
+        with torch.no_grad():
+            for batch in BATCHES:
+                model(batch)
+
+    def by_verb(model):
+        if verb == "measure":
+            hl.measure(model, "0", statistics=[hl.Mean()], data=BATCHES)
+        else:
+            hl.harvest(model, BATCHES, "0", to=tmp_path / "acts", quiet=True)
+
+    state, *numbers = run(by_verb)
+    expected, *others = run(by_hand)
+    assert state.keys() == expected.keys()
+    assert all(torch.equal(state[name], expected[name]) for name in state)
+    assert numbers == others
+
+
+def test_a_model_that_catches_the_end_of_its_forward_is_told_of():
+    model = nn.Sequential(Swallowing(BaseException), nn.Linear(3, 3))
+    with pytest.raises(hl.NeverFired, match="caught the stop"):
+        hl.measure(model, "0.first", statistics=[hl.Mean()], data=BATCHES)
+    assert_clean(model)
 
 
 @pytest.mark.parametrize("error", [ValueError("disk"), KeyboardInterrupt()])

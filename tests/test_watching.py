@@ -7,11 +7,14 @@ import math
 import random
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
+import accelerate
 import numpy as np
 import pytest
 import torch
 from helpers import assert_clean, hooks_left
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -827,6 +830,109 @@ def test_a_backward_that_overflows_is_left_out():
     assert watching.findings() == []
 
 
+class Wrapper:
+    """A wrapper of an optimizer that is none itself."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    def step(self):
+        self.optimizer.step()
+
+    def zero_grad(self):
+        self.optimizer.zero_grad()
+
+
+class Disguised(torch.optim.Optimizer):
+    """A wrapper that is an optimizer by name, without any of what torch's have."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    step, zero_grad = Wrapper.step, Wrapper.zero_grad
+
+
+WRAPPERS = {
+    "accelerate": lambda optimizer: accelerate.Accelerator(cpu=True).prepare(optimizer),
+    "accelerate, scaled": lambda optimizer: accelerate.optimizer.AcceleratedOptimizer(
+        optimizer, scaler=torch.amp.GradScaler("cpu", enabled=False)
+    ),
+    "Lightning": LightningOptimizer,
+    "plain": Wrapper,
+    "disguised": Disguised,
+    "two": lambda optimizer: Wrapper(Disguised(optimizer)),
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+def test_the_steps_of_a_wrapped_optimizer_are_counted(wrap):
+    model, optimizer = fresh()
+    expected = []
+    with hl.watch(model, every=1, optimizer=optimizer, to=expected.append):
+        train(model, optimizer, 3)
+    model, optimizer = fresh()
+    found, wrapped = [], wrap(optimizer)
+    with hl.watch(model, every=1, optimizer=wrapped, to=found.append) as watching:
+        # Lightning's own has a strategy make the step.
+        train(model, optimizer if isinstance(wrapped, LightningOptimizer) else wrapped, 3)
+    assert watching.steps == 3
+    updates = [[m["last.weight", "update"] for m in told] for told in (found, expected)]
+    assert str(updates[0]) == str(updates[1])
+    assert not optimizer._optimizer_step_post_hooks
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_the_steps_that_accelerate_leaves_out_are_not_counted(given):
+    model, optimizer = fresh()
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=4)
+    optimizer = accelerator.prepare(optimizer)
+    try:
+        found = []
+        with hl.watch(
+            model, every=1, optimizer=optimizer if given else None, to=found.append
+        ) as watching:
+            for step in range(8):
+                with accelerator.accumulate(model):
+                    x, y = batch(step)
+                    accelerator.backward(F.cross_entropy(model(x), y))
+                    optimizer.step()
+                    optimizer.zero_grad()
+    finally:
+        accelerator.gradient_state._reset_state()
+    assert watching.steps == len(found) == 2
+    model, optimizer = fresh()
+    for step in range(4):
+        x, y = batch(step)
+        (F.cross_entropy(model(x), y) / 4).backward()
+    close(found[0], "last.weight", "weight_grad", model.last.weight.grad)
+
+
+def test_the_scaler_of_a_wrapped_optimizer_need_not_be_given():
+    def run(wrap):
+        model, optimizer = fresh()
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**100, backoff_factor=2.0**-60)
+        found, given = [], wrap(optimizer, scaler)
+        with hl.watch(model, every=1, to=found.append, **given) as watching:
+            for step in range(4):
+                x, y = batch(step)
+                scaler.scale(F.cross_entropy(model(x), y) * 2.0**40).backward()
+                if "scaler" in given:
+                    scaler.step(optimizer)
+                    scaler.update()
+                else:
+                    given["optimizer"].step()
+                optimizer.zero_grad()
+        return watching.steps, [m["last.weight", "weight_grad"] for m in found]
+
+    def prepared(optimizer, scaler):
+        return {"optimizer": accelerate.optimizer.AcceleratedOptimizer(optimizer, scaler=scaler)}
+
+    steps, grads = run(prepared)
+    expected = run(lambda optimizer, scaler: {"optimizer": optimizer, "scaler": scaler})
+    assert (steps, str(grads)) == (expected[0], str(expected[1]))
+    assert steps == 2  # the others have overflowed
+
+
 def test_a_scaler_that_skips_every_step_is_told_of():
     model, optimizer = fresh()
     scaler = torch.amp.GradScaler("cpu")
@@ -1014,6 +1120,13 @@ def test_an_error_of_the_users_function_is_the_users():
         ({"every": "5"}, hl.PlaceError, "every='5'"),
         ({"start": 4.0}, hl.PlaceError, "start=4.0"),
         ({"optimizer": 3}, hl.PlaceError, r"optimizer=3.*watching\.step\(\)"),
+        ({"optimizer": Wrapper(3)}, hl.PlaceError, r"none as \.optimizer.*watching\.step\(\)"),
+        ({"scaler": 2.0}, hl.PlaceError, r"scaler=2\.0.*a float, without .*get_scale"),
+        (
+            {"scaler": SimpleNamespace(scaler=torch.amp.GradScaler("cpu"))},
+            hl.PlaceError,
+            "which is its attribute scaler",
+        ),
         ({"kinds": "gradient"}, hl.PlaceError, "kind 'gradient'"),
         ({"ranks": "some"}, hl.PlaceError, "ranks='some'"),
         ({"kinds": ["gradient"]}, hl.PlaceError, "kind 'gradient'"),

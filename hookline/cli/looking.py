@@ -23,6 +23,7 @@ from hookline.cli.output import Screen, aside, show_number
 from hookline.cli.weighing import batch_of
 from hookline.places.grammar import parse
 from hookline.values.nested import leaves
+from hookline.values.quantised import dequantised
 from hookline.values.tables import describe, show_bytes
 
 __all__ = ["capture", "loss_of", "places"]
@@ -199,9 +200,7 @@ def _described(record: hl.Record) -> tuple[list[tuple[str, ...]], list[dict[str,
 
 
 def _figures(tensor: Tensor) -> list[float | None]:
-    tensor = tensor.detach()
-    if tensor.is_quantized:
-        tensor = tensor.dequantize()
+    tensor = dequantised(tensor.detach())
     if tensor.is_nested or tensor.layout is not torch.strided:
         return [None] * 4
     if not tensor.numel() or tensor.is_complex() or tensor.is_meta:

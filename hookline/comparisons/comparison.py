@@ -40,6 +40,7 @@ from hookline.trials.runs import (
     trial,
 )
 from hookline.values.nested import Path, leaves, map_leaves
+from hookline.values.quantised import dequantised
 from hookline.values.snapshots import snapshot
 from hookline.values.tables import describe
 
@@ -348,9 +349,7 @@ def _difference(a: Tensor | None, b: Tensor | None, tolerance: Tolerance | None)
 
 def _plain(tensor: Tensor) -> Tensor:
     """The values as a dense tensor on the CPU, where any two can meet."""
-    tensor = tensor.detach()
-    if tensor.is_quantized:
-        tensor = tensor.dequantize()
+    tensor = dequantised(tensor.detach())
     if tensor.is_nested:
         tensor = cast(Tensor, cast(Any, torch.nested).to_padded_tensor(tensor, 0.0))
     if tensor.layout is not torch.strided:

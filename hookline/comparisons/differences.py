@@ -18,6 +18,7 @@ from torch import Tensor
 
 from hookline.display import Tabled, pandas, show_number
 from hookline.errors import NotCaptured
+from hookline.values.quantised import is_quantised
 
 __all__ = ["COARSE", "Comparison", "Difference", "Tolerance", "measure_difference", "tolerance_of"]
 
@@ -184,7 +185,7 @@ def _tolerance(tensor: Tensor, given: Mapping[torch.dtype, float]) -> float:
         return given[dtype]
     if dtype in _TOLERANCES:
         return _TOLERANCES[dtype]
-    return COARSE if tensor.is_quantized or dtype.is_floating_point else 0.0
+    return COARSE if is_quantised(tensor) or dtype.is_floating_point else 0.0
 
 
 def measure_difference(a: Tensor, b: Tensor) -> tuple[float, float, float, str]:

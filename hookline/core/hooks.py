@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils import hooks as torch_hooks
 
-from hookline.core import gathering, gradients
+from hookline.core import gathering, gradients, offloading
 from hookline.core.arms import Handles
 from hookline.core.contexts import Entering
 from hookline.core.operations import Operation, not_called, refuse
@@ -117,13 +117,20 @@ class Context(Entering, Generic[T]):
             self._sites[id(module)] = (module, Site(module, ref, owner))
         self._sites.setdefault(target.ident, self._sites[id(module)])[1].add(tap)
         if target.port == "grad":
-            if gathering.is_gathered(target.module) or is_lazy(cast(Tensor, target.tensor())):
-                self._watch_later(tap, ref, owner)
-            else:
-                gradients.watch_tensor(tap, target.tensor())
+            self._watch_parameter(tap, ref, owner)
             if self._attached and isinstance(self._model, Tensor):
                 # There is no module whose hooks could keep this alive: a hook of the tensor does.
                 self._handles.add(self._model, _Keeper(self))
+
+    def _watch_parameter(self, tap: Tap, ref: weakref.ref[Any], owner: int | None) -> None:
+        """Watch the gradient of a parameter, or of what takes its place at a call."""
+        target, tensor = tap.target, cast(Tensor, tap.target.tensor())
+        if offloading.is_offloaded(self._model, tensor, target.named(target.path)):
+            tap.explain(0, *offloading.NO_GRADIENT)
+        elif gathering.is_gathered(target.module) or is_lazy(tensor):
+            self._watch_later(tap, ref, owner)
+        else:
+            gradients.watch_tensor(tap, tensor)
 
     def _watch_later(self, tap: Tap, ref: weakref.ref[Any], owner: int | None) -> None:
         module = gathering.gatherer(self._model, tap.target.path) or tap.target.module

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from hookline.core import arguments, gradients, input_gradients
+from hookline.core.offloading import value_of
 from hookline.core.recomputation import Regions, in_backward
 from hookline.core.taps import KEEP, Completed, Frame, Tap, is_over, now
 from hookline.values.nested import get_part, set_part
@@ -195,7 +196,7 @@ class Site:
                 self.stranger(module)  # else the forward hook counts it
             return None
         if not paired:
-            self._offer_values()
+            self._offer_values(module)
             return None
         return self.begin(module, args, kwargs, sys._getframe(1))
 
@@ -213,7 +214,7 @@ class Site:
         frame.positional = len(args)
         running.append(frame)
         for tap in self.values:
-            tap.receive(tap.target.tensor(), index, frame.recomputed, None)
+            tap.receive(value_of(tap.target, module), index, frame.recomputed, None)
         changed = False
         for tap in self.inputs:
             new = self._offer_input(tap, module, args, kwargs, frame)
@@ -232,13 +233,13 @@ class Site:
         self.changed |= changed
         return (args, kwargs) if changed else None
 
-    def _offer_values(self) -> None:
+    def _offer_values(self, module: nn.Module) -> None:
         """Give the parameters and buffers of the module to their taps, at a call of it."""
         alone = not self.outputs
         call = self.recomputes() if alone else None
         recomputed = call is not None or (not alone and self.outside and in_backward() != -1)
         for tap in self.values:
-            tap.receive(tap.target.tensor(), self.count, recomputed, None)
+            tap.receive(value_of(tap.target, module), self.count, recomputed, None)
         if alone and call is None:
             self.count += 1
 

@@ -123,6 +123,7 @@ def _formula_of(operation: Any) -> Formula | None:
             "_cudnn_rnn": _cudnn_rnn,
             "_cudnn_rnn_backward": _backward_of(_cudnn_rnn),
             "_native_multi_head_attention": _attention_layer,
+            "_int_mm": known[_aten.mm],  # of weights and values in 8 bits
             "_grouped_mm": _grouped_product,
             "_scaled_grouped_mm": _grouped_product,
             "bilinear": _bilinear,

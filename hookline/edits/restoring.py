@@ -20,12 +20,14 @@ from torch import Tensor, nn
 
 from hookline.core.attaching import Anchored
 from hookline.core.gathering import gatherer, is_gathered, reshard
+from hookline.core.offloading import data_of
 from hookline.core.recomputation import awaited, running
 from hookline.core.sites import Site
 from hookline.edits.parameters import Swap, Undo, mark
 from hookline.errors import ChangeError, NotHookable, PlaceError, PlaceNotFound, warn_outside
 from hookline.places.resolution import Target, Where, resolve
 from hookline.places.tree import Step, around, join, tensors_of, walk
+from hookline.values.quantised import held_in, is_wrapper
 from hookline.values.snapshots import same_bits
 
 __all__ = ["get_module", "get_parameter", "preserve", "put_back", "replace_module", "restorer"]
@@ -47,8 +49,11 @@ def get_parameter(model: nn.Module, path: str) -> Tensor:
 
     >>> get_parameter(nn.Sequential(nn.Linear(2, 3)), "0.weight").shape
     torch.Size([3, 2])
+
+    Of one that accelerate has offloaded this is a copy of the data, which it reads for each call.
     """
-    return cast(Tensor, _find(model, (path,), "value", one=True)[0].tensor())
+    target = _find(model, (path,), "value", one=True)[0]
+    return data_of(model, cast(Tensor, target.tensor()), target.named(target.path))
 
 
 def _find(model: Any, wheres: Any, *ports: str, one: bool = False) -> list[Target]:
@@ -150,6 +155,8 @@ _holders: Callable[[Tensor], float] = getattr(Tensor, "_use_count", lambda _: ma
 
 def restorer(tensor: Tensor) -> Callable[[], None]:
     """What makes a tensor again what it is now: the same memory, bits and `requires_grad`."""
+    if is_wrapper(tensor):
+        return _held_restorer(tensor)
     counts = None if tensor.is_inference() else (tensor._version, _holders(tensor))
     # Of others, bits cannot be compared.
     plain = tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_nested)
@@ -174,6 +181,19 @@ def restorer(tensor: Tensor) -> Callable[[], None]:
             same = counts and tensor._version == counts[0] and _holders(tensor) <= counts[1]
             if isinstance(tensor, nn.Parameter) or not same:
                 mark(tensor)
+        if tensor.is_leaf and tensor.requires_grad != requires_grad:
+            tensor.requires_grad_(requires_grad)
+
+    return restore
+
+
+def _held_restorer(tensor: Tensor) -> Callable[[], None]:
+    """The same for a library's quantised tensor, by the tensors that it holds."""
+    undo, requires_grad = [restorer(inner) for inner in held_in(tensor)], tensor.requires_grad
+
+    def restore() -> None:
+        for step in undo:
+            step()
         if tensor.is_leaf and tensor.requires_grad != requires_grad:
             tensor.requires_grad_(requires_grad)
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from hookline.values.nested import Path, leaves
+from hookline.values.quantised import dequantised
 from hookline.values.shards import local
 from hookline.values.snapshots import is_fake, is_wrapped
 from hookline.values.tables import describe
@@ -35,6 +36,7 @@ def numbers(tensor: Tensor) -> Tensor | None:
     tensor = local(tensor.detach())
     if tensor.is_meta or tensor.is_quantized:
         return None
+    tensor = dequantised(tensor)  # a library's kind: what it is scaled by may be bad
     if tensor.layout != torch.strided or tensor.is_nested:
         try:
             tensor = tensor.coalesce() if tensor.is_sparse else tensor

@@ -35,6 +35,7 @@ from hookline.guards.search import find_forward, of_outputs, parameter_names
 from hookline.guards.telling import Teller, bad_gradients, label_of
 from hookline.guards.tracing import Modules, Trace
 from hookline.places.resolution import Request, Target, Where, resolve
+from hookline.scalers import Scaler, check_scaler, scale_of
 from hookline.values.nested import leaves
 
 __all__ = ["guard"]
@@ -98,7 +99,7 @@ class guard(Context[_Tap]):
     ...     def forward(self, x):
     ...         return x / x.norm(dim=-1, keepdim=True)
     >>> model = nn.Sequential(nn.ReLU(), Normed())
-    >>> with guard(model, to=None):
+    >>> with guard(model):
     ...     model(torch.tensor([[-1.0, -2.0], [3.0, 4.0]]))
     Traceback (most recent call last):
     hookline.errors.NonFiniteError: guard found numbers that are not finite in step 0, ...
@@ -109,7 +110,7 @@ class guard(Context[_Tap]):
             parts of the model's inputs (`":inputs[mask]"`) or outputs.
         scaler: the `GradScaler` of mixed precision. Gradients that are bad only because of its
             scale are left to it: it skips the step.
-        to: the folder for what `hookline.replay` runs again; None to write nothing.
+        to: the folder for what `hookline.replay` runs again. Without it nothing is written.
         careful: check every module as it runs. The guard does so by itself where a call cannot be
             run again as it was.
 
@@ -129,10 +130,11 @@ class guard(Context[_Tap]):
         model: nn.Module,
         *,
         ignore: Where | None = None,
-        scaler: Any = None,
-        to: str | Path | None = "hookline-guard",
+        scaler: Scaler | None = None,
+        to: str | Path | None = None,
         careful: bool = False,
     ) -> None:
+        check_scaler("guard", scaler)
         self._scaler, self._to = scaler, None if to is None else Path(to)
         super().__init__(unwrapped(model), ("", ":inputs", ":grad_output"))
         self._ignore = () if ignore is None else (ignore,)
@@ -470,8 +472,7 @@ class guard(Context[_Tap]):
 
     def _scale(self) -> float:
         """What the scaler multiplies the loss with."""
-        scaler = self._scaler
-        return scaler.get_scale() if scaler is not None and scaler.is_enabled() else 1.0
+        return scale_of(self._scaler) or 1.0
 
 
 def _gradient(tap: Tap) -> Tensor | None:

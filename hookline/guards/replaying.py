@@ -34,6 +34,7 @@ __all__ = ["Replay", "replay"]
 
 _WRITTEN = "Give a folder that a guard has written."
 _GIVEN = "give the folder as a guard has written it, and the model that was guarded."
+_TOLD = 'Guard it again with a folder: guard(model, to="dumps").'
 
 
 @dataclass(eq=False)
@@ -124,7 +125,7 @@ class _Dump:
         return f"{self.missing.get(part, 'it was not written')}."
 
 
-def replay(folder: str | Path, model: nn.Module | None = None) -> Replay:
+def replay(folder: str | Path | None, model: nn.Module | None = None) -> Replay:
     """Run again what a guard has written: the operation alone, or the module in a model.
 
     >>> import tempfile
@@ -143,6 +144,7 @@ def replay(folder: str | Path, model: nn.Module | None = None) -> Replay:
 
     Args:
         folder: `error.fault.folder` of a `NonFiniteError`, or a folder that was copied from there.
+            It is None if the guard was not told by `to=` where to write.
         model: to run the whole module that the producer is in, with the inputs and the state that
             were written; the model itself is not changed. It is needed if what was written is no
             function of torch and no plain module of `torch.nn`: no code is kept in the folder.
@@ -156,6 +158,9 @@ def replay(folder: str | Path, model: nn.Module | None = None) -> Replay:
         ReplayError: If the folder is not as a guard writes it, does not fit the model, or if what
             is run raises an error, which is then the cause of this one.
     """
+    if folder is None:
+        asked = "What a guard has written was to be run again."
+        raise ReplayError(asked, "It has written nothing: it was not told where.", _TOLD)
     dump = _Dump(folder)
     if model is not None:
         return _run_module(dump, _find_module(dump, model))

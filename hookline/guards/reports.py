@@ -56,6 +56,7 @@ class Fault:
     owner: str = ""  # the class of the module
     path: str = ""  # and its name
     folder: Path | None = None
+    dump: str = ""  # what is told of it
 
     def spelled(self) -> dict[str, Any]:
         """What of it is told in a dump."""
@@ -72,7 +73,7 @@ class Fault:
         rows += [(f"given {label}".strip(), str(own)) for label, own in self.given]
         rows += [("line", self.source)] if self.source else []
         rows += [("also", other) for other in self.others]
-        rows += [("dump", f"{self.folder}: hookline.replay runs it again")] if self.folder else []
+        rows += [("dump", self.dump)] if self.dump else []
         width = max((len(label) for label, _ in rows), default=0)
         table = [f"  {label:{width}}  {text}" for label, text in rows]
         return "\n".join([self.headline(), *table, *self.remarks])

@@ -193,7 +193,8 @@ class Kept:
         self.randomness = Randomness(self.devices, parts.draws.get(self.modes[0], True))
         self.parts, self.called, self.path = parts, parts.called, parts.path
         self.buffers = parts.buffers.now()
-        self.parameters = [(p, p._version) for p in parts.parameters]
+        # accelerate exchanges at each call what it has offloaded, and gives the same data again.
+        self.parameters = [(p, p._version) for p in parts.parameters if not p.is_meta]
         kinds = {"cpu", *(t.device.type for _, t, _ in self.versions)} - {"meta"}
         self.autocast = [
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))

@@ -31,6 +31,7 @@ _OTHERWISE = (
     "What is shown is of a third run, which made finite numbers here: something of it is random, "
     "or counts its calls."
 )
+_NOT_WRITTEN = 'not written: guard(model, to="dumps") writes one for hookline.replay'
 _PRODUCERS = ("operation", "module", "memory", "outside")  # that can be run again
 
 
@@ -125,13 +126,16 @@ class Teller:
             fault.values = [("", Numbers.of(given[origin.parts]))]
         if fault.operation and not fault.source:  # in a module of torch's that the model holds
             fault.source = shown(kept.line)
-        if self.to is not None and origin.kind in _PRODUCERS:
+        if self.to is None and origin.kind in _PRODUCERS:
+            fault.dump = _NOT_WRITTEN
+        elif self.to is not None and origin.kind in _PRODUCERS:
             if sample is None:
                 why = doubts or ["what the producer was given is not known"]
                 fault.remarks.append(f"No dump was written: {why[0]}.")
                 return self.finish(fault)
             try:
                 fault.folder = write_dump(self.to, fault, sample, kept)
+                fault.dump = f"{fault.folder}: hookline.replay runs it again"
             except (OSError, RuntimeError, HooklineError) as error:  # what was found counts more
                 why = str(error).rstrip(".")
                 fault.remarks.append(f"The dump could not be written: {why}.")

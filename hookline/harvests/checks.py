@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import cast
 
-from torch import nn
+from torch import Tensor, nn
 
+from hookline.core.offloading import is_offloaded
 from hookline.errors import HarvestError, warn_outside
 from hookline.listings import select
 from hookline.places.resolution import Place, Where
@@ -36,17 +37,22 @@ def places_in(model: nn.Module, where: Where) -> list[Place]:
 def refuse_unfit(model: nn.Module) -> None:
     """Each rank runs by itself, and whoever goes on has to have the same weights."""
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        lazy = nn.parameter.is_lazy(tensor)
-        if lazy or hasattr(tensor, "placements"):
-            raise HarvestError(
-                f"A harvest of a {type(model).__name__} was asked for.",
-                f"Its {name!r} has no shape yet, and would be drawn anew at each start."
-                if lazy
-                else f"Its {name!r} is spread over ranks, which would have to run in step.",
-                "Run the model once, and load its weights."
-                if lazy
-                else "Give each rank a whole model, or capture batch by batch into a Store.",
-            )
+        found = _why_unfit(model, name, tensor)
+        if found is not None:
+            raise HarvestError(f"A harvest of a {type(model).__name__} was asked for.", *found)
+
+
+def _why_unfit(model: nn.Module, name: str, tensor: Tensor) -> tuple[str, str] | None:
+    """Why nothing can be harvested of a model with such a tensor, and what to do."""
+    if nn.parameter.is_lazy(tensor):
+        found = f"Its {name!r} has no shape yet, and would be drawn anew at each start."
+        return found, "Run the model once, and load its weights."
+    if hasattr(tensor, "placements"):
+        found = f"Its {name!r} is spread over ranks, which would have to run in step."
+        return found, "Give each rank a whole model, or capture batch by batch into a Store."
+    if tensor.is_meta and not is_offloaded(model, tensor, name):
+        return f"Its {name!r} is on the meta device, without data.", "Load its weights."
+    return None
 
 
 def warn_of_training(model: nn.Module) -> None:

@@ -23,10 +23,12 @@ import torch
 from torch import Tensor, nn
 
 from hookline.core.attaching import attached
+from hookline.core.offloading import data_of
 from hookline.edits.edits import EditFunction, edit
 from hookline.edits.ready_slices import heads
 from hookline.spellings import Writer
 from hookline.values.nested import children
+from hookline.values.quantised import held_in, is_wrapper
 
 __all__ = ["bound", "digest", "fingerprint", "live_edits", "spell"]
 
@@ -55,17 +57,29 @@ def fingerprint(model: nn.Module) -> str:
         packed = getattr(module, "_packed_params", None)  # the weights of torch's quantized layers
         if hasattr(packed, "unpack"):
             seen.update(f"{digest(cast('Any', packed).unpack())}".encode())
+        seen.update(_adapters(module).encode())
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if nn.parameter.is_lazy(tensor):  # it has no shape yet
             seen.update(name.encode())
             continue
         shape = f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0"
-        seen.update(shape.encode() + _content(tensor))
+        seen.update(shape.encode() + _content(data_of(model, tensor, name)))
     return seen.hexdigest()[:16]
+
+
+def _adapters(module: nn.Module) -> str:
+    """Which adapters of PEFT's a layer uses, and how; empty for any other layer."""
+    names = "disable_adapters", "active_adapters", "merged_adapters", "scaling"
+    if not all(hasattr(module, name) for name in names[:2]):
+        return ""
+    return str([getattr(module, name, None) for name in names])
 
 
 def _content(tensor: Tensor) -> bytes:
     """The sum of all bits as words of 8 bytes, in whichever order, a sample of them, the rest."""
+    if is_wrapper(tensor):
+        held = held_in(tensor)
+        return type(tensor).__qualname__.encode() + b"".join(_content(inner) for inner in held)
     tensor = tensor.detach()
     if tensor.is_meta or tensor.layout != torch.strided or type(tensor).__name__ == "DTensor":
         return b""

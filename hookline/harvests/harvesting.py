@@ -73,9 +73,9 @@ def harvest(
             itself, with a mask, is the last token of each sequence.
         transform: a function of the value (after `at`); what it returns is stored.
         dtype: how to store floating-point values.
-        stop: "auto" ends each forward after the last place that is needed, where that is safe;
-            True always does, once each place has fired, and takes the first call of each; False
-            never.
+        stop: "auto" ends each forward after the last place that is needed, unless the rest of it
+            draws random numbers or changes buffers; True always does, once each place has fired,
+            and takes the first call of each; False never.
         mask: which positions of a sequence are stored, nonzero for tokens and zero for padding: the
             name of a part of the batch, or a function of it. Samples then vary in length.
         ids: a number or a word for each sample: the name of a part of the batch, or a function of

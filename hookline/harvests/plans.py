@@ -103,12 +103,14 @@ class Plan:
     """What a harvest will write; its repr is a table."""
 
     folder: str
-    rows: tuple[tuple[str, str, str, int], ...]  # place, row, dtype, bytes of the first batch
+    # Place, row, number of rows, dtype and bytes, of the first batch.
+    rows: tuple[tuple[str, str, int, str, int], ...]
     samples: int  # in the first batch
     batches: int | None  # of this rank
     done: int  # of them
     ranks: int
     free: int
+    varies: bool = False  # whether samples have rows of their own, each as many as it needs
     other: int = 0  # bytes of ids and offsets of the first batch
     stops: bool = False
 
@@ -138,8 +140,12 @@ class Plan:
     def __repr__(self) -> str:
         unknown = self.batches is None
         total = 1 if self.batches is None else self.batches * self.ranks
-        head = ("place", "row", "dtype", "a batch" if unknown else "in all")
-        table = [head, *((p, r, d, show_bytes(size * total)) for p, r, d, size in self.rows)]
+        head = ("place", "row", "rows", "dtype", "a batch" if unknown else "in all")
+        table: list[tuple[str, ...]] = [head]
+        for place, row, count, dtype, size in self.rows:
+            table.append((place, row, f"{count * total:,}", dtype, show_bytes(size * total)))
+        if not self.varies:  # as many rows as samples
+            table = [(*cells[:2], *cells[3:]) for cells in table]
         ranks = f" on {self.ranks} ranks" if self.ranks > 1 else ""
         places = f"{len(self.rows)} place{'s' * (len(self.rows) != 1)}"
         title = f"Harvest of {places} into {self.folder!r}{ranks}"
@@ -160,7 +166,7 @@ def plan_for(
     taken: Taken, folder: Path, batches: int | None, done: int, ranks: int, stops: bool
 ) -> Plan:
     """The plan of a rank's share, from the rows of one batch."""
-    rows: list[tuple[str, str, str, int]] = []
+    rows: list[tuple[str, str, int, str, int]] = []
     other = sum(len(str(one)) + 8 if isinstance(one, str) else 8 for one in taken.ids or ())
     for place, value in taken.rows.items():
         varies = not isinstance(value, Tensor)
@@ -169,10 +175,14 @@ def plan_for(
         shape = () if first is None else tuple(first.shape[1:])
         row = f"{shape}{' each position' if varies else ''}"
         dtype = "" if first is None else str(first.dtype).removeprefix("torch.")
-        rows.append((place or "''", row, dtype, sum(piece.nbytes for piece in pieces)))
+        size = sum(piece.nbytes for piece in pieces)
+        rows.append((place or "''", row, sum(map(len, pieces)), dtype, size))
         other += 8 * len(pieces) if varies else 0
     there = folder
     while not there.exists():
         there = there.parent
     free = shutil.disk_usage(there).free
-    return Plan(str(folder), tuple(rows), taken.samples, batches, done, ranks, free, other, stops)
+    varies = any(not isinstance(value, Tensor) for value in taken.rows.values())
+    return Plan(
+        str(folder), tuple(rows), taken.samples, batches, done, ranks, free, varies, other, stops
+    )

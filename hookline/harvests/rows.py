@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any, Literal, cast
@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hookline.core.gathering import recovers
 from hookline.core.hooks import settled
 from hookline.edits.ready_slices import last_token
 from hookline.errors import HarvestError, warn_outside
@@ -29,6 +28,7 @@ from hookline.statistics.masks import is_added
 from hookline.storage.files import Series
 from hookline.trials.batches import call as run
 from hookline.trials.batches import refuse_padding
+from hookline.trials.stopping import Stopping
 from hookline.values.conversions import as_dtype
 from hookline.values.nested import Path, leaves, map_leaves, only_tensor
 
@@ -116,6 +116,7 @@ class Taker:
         self._begun = False
         self.whole: set[str] = set()  # with a mask: places that are known to have no positions
         self.stops = taking.stop is True
+        self._stopping = Stopping(model)
         self._device = _device(model)
         self._aside = _aside(model, taking)
         refuse_unfit(model)
@@ -171,7 +172,8 @@ class Taker:
             self.model, where, at=at, transform=taking.transform, detach=True, dtype=taking.dtype,
             stop=self.stops,
         )  # fmt: skip
-        with torch.no_grad(), looking as record:
+        first = nullcontext() if self._begun else self._stopping.first()
+        with first, torch.no_grad(), looking as record:
             (taking.forward or run)(self.model, batch)
         return record
 
@@ -188,7 +190,7 @@ class Taker:
                 f"{'it' if len(silent) == 1 else 'them'}. At {str(place)!r}: {why}"
             )
         if self.taking.stop == "auto":
-            self.stops = bool(recovers(self.model))
+            self.stops = self._stopping.safe
 
     def _value(self, record: Record, place: Place) -> Tensor:
         values = [value for value in record.calls(place) if value is not None] or [None]
@@ -303,8 +305,11 @@ def _misgiven(what: str, found: Any, wanted: str) -> HarvestError:
 
 
 def _device(model: nn.Module) -> torch.device | None:
-    """Where batches have to go: the one device of the model, unless it is the CPU."""
-    devices = {p.device for p in model.parameters()} or {torch.device("cpu")}
+    """Where batches have to go: the one device of the model, unless it is the CPU.
+
+    What accelerate has offloaded is on the meta device, and accelerate moves what the model gets.
+    """
+    devices = {p.device for p in model.parameters() if not p.is_meta} or {torch.device("cpu")}
     only = devices.pop()
     return None if devices or only.type == "cpu" else only
 

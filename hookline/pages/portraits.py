@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hookline.values.nested import Path, leaves
+from hookline.values.quantised import dequantised
 from hookline.values.shards import local, placements
 
 __all__ = ["BINS", "MOST", "Portrait", "numbers_of", "portray", "portray_value", "spread"]
@@ -89,8 +90,7 @@ def numbers_of(tensor: Tensor) -> Tensor | None:
         tensor = tensor.values() if tensor.layout is torch.jagged else torch.cat(
             [one.flatten() for one in tensor.unbind()]
         )  # fmt: skip
-    if tensor.is_quantized:
-        tensor = tensor.dequantize()
+    tensor = dequantised(tensor)
     if tensor.layout is torch.sparse_coo:
         tensor = tensor.coalesce().values()
     elif tensor.layout is not torch.strided:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from hookline.pages.portraits import spread
+from hookline.values.quantised import dequantised
 from hookline.values.shards import local
 
 __all__ = ["bars", "extent", "png", "thumbnail"]
@@ -85,7 +86,7 @@ def _dense(tensor: Tensor) -> Tensor | None:
     tensor = local(tensor.detach())
     if tensor.is_nested or tensor.layout is not torch.strided or tensor.is_meta:
         return None
-    tensor = tensor.dequantize() if tensor.is_quantized else tensor
+    tensor = dequantised(tensor)
     return tensor.abs() if tensor.is_complex() else tensor
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from hookline.core import compiling
 from hookline.core.gathering import recover, recovers
 from hookline.core.hooks import Context
+from hookline.core.offloading import unload
 from hookline.core.slices import check_at
 from hookline.errors import NeverFired, NotCaptured, UsageError
 from hookline.places.resolution import Request, Target, Where, resolve
@@ -235,6 +236,7 @@ class capture(Context[CaptureTap]):
     def _failed(self, error: BaseException, trace: Any) -> bool | None:
         if isinstance(error, _Stop) and error.serial == self._serial:
             recover(trace)
+            unload(trace)
             return True
         return super()._failed(error, trace)
 

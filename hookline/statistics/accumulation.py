@@ -25,6 +25,7 @@ from torch.nn.utils.rnn import pad_sequence
 from hookline import folders
 from hookline.errors import StatisticsError
 from hookline.statistics.masks import is_added
+from hookline.values.quantised import is_quantised, is_wrapper
 
 __all__ = ["Rows", "State", "Statistic", "in_parts", "padded", "sums"]
 
@@ -175,9 +176,11 @@ class Statistic:
 
     def _rows(self, value: Tensor) -> tuple[Tensor, tuple[int, ...]]:
         """The value as rows × channels, and its shape without the channels."""
-        if value.is_complex() or value.is_quantized or value.layout != torch.strided:
-            found = f"The value is {value.dtype}, {value.layout}: its numbers have no order."
-            way = "dequantize" if value.is_quantized else "to_dense"
+        quantised = is_quantised(value)
+        if value.is_complex() or quantised or value.layout != torch.strided:
+            kind = type(value).__name__ if is_wrapper(value) else f"{value.dtype}, {value.layout}"
+            found = f"The value is {kind}: its numbers have no order."
+            way = "dequantize" if quantised else "to_dense"
             way = "abs" if value.is_complex() else way
             raise self._unfit(found, f"Measure at=lambda value: value.{way}() instead.")
         value = value.detach()

@@ -19,14 +19,16 @@ from hookline.core.contexts import Entering
 from hookline.core.hooks import first_names, hook, named_place, settled
 from hookline.core.slices import Misfit, take
 from hookline.core.taps import Call
-from hookline.errors import NotCaptured, NotHookable, StatisticsError, warn_outside
+from hookline.errors import NeverFired, NotCaptured, NotHookable, StatisticsError, warn_outside
 from hookline.listings import held_as
 from hookline.places.resolution import Target, Where, resolve
+from hookline.records.captures import capture
 from hookline.statistics.kinds import Statistic, by_name, statistic_from, warn_of_images
 from hookline.statistics.masks import NamedMask
 from hookline.statistics.numbering import Numbers
 from hookline.trials.batches import call as run
 from hookline.trials.batches import is_series, no_series, refuse_padding
+from hookline.trials.stopping import Stopping
 from hookline.values.nested import only_tensor
 from hookline.values.tables import as_html, as_text
 
@@ -175,6 +177,10 @@ def _show(one: Statistic) -> str:
     return f"{label}{ends}{tuple(first.shape)}"
 
 
+def _nothing(value: Any) -> None:
+    """What is kept of a value that only has to have come."""
+
+
 class _Measuring(Entering):
     """Measures what passes through places, inside a `with` or from attach to remove."""
 
@@ -194,6 +200,8 @@ class _Measuring(Entering):
         self._named: NamedMask | None = None
         self._hooks: list[hook] = []
         self._silent: dict[Any, Target] = {}
+        self._asked = 0  # how many places there are
+        self._stopping, self._stops = Stopping(model), False
         super().__init__(model)
 
     def _start(self, attached: bool) -> None:
@@ -214,6 +222,7 @@ class _Measuring(Entering):
             self._hooks.append(part)
         targets = [target for request in measured._requests for target in request.targets]
         self._silent = {target.key: target for target in targets}
+        self._asked = len(self._silent)
 
     def _stop(self) -> None:
         for part in reversed(self._hooks):
@@ -255,9 +264,41 @@ class _Measuring(Entering):
             one.update(rows, mask, ids)
         self.found.calls[place] += 1
 
-    def _one_batch(self, value: Any, call: Call) -> None:
+    def run(self, batch: Any) -> None:
+        """Run the model on a batch, as far as there is something to measure.
+
+        The first forward runs to its end. If each place had one call then, and none was silent,
+        the others end after the last of these calls.
+        """
+        if not self.found.calls:
+            with self._stopping.first():
+                run(self._model, batch)
+            once = [*self.found.calls.values()] == [1] * self._asked
+            self._stops = once and self._stopping.safe
+        elif self._stops:
+            self._run_until_all_came(batch)
+        else:
+            run(self._model, batch)
+
+    def _run_until_all_came(self, batch: Any) -> None:
+        # Entered last, so that what is measured at a place was measured when this sees it.
+        places = list(self.found.calls)
+        looking = capture(self._model, places, keep="first", transform=_nothing, stop=True)
+        try:
+            with looking:
+                run(self._model, batch)
+        except NeverFired as error:
+            # A batch may be without calls that others had; a stop that was caught is an error.
+            if error.record is not looking.record or not looking.record.unfired():
+                raise
+        self._end_forward()
+
+    def _end_forward(self) -> None:
         if self._named is not None:
             self._named.end()
+
+    def _one_batch(self, value: Any, call: Call) -> None:
+        self._end_forward()
         # Gradients come only after the forward; at the end they are looked at, too.
         if not call.recomputed and call.index == 0:
             self.warn_of_silent(gradients=False)
@@ -337,6 +378,11 @@ def measure(
     channel. With `dim=0` these are channels, as in a model that runs without a batch; those of
     parameters and their gradients always are.
 
+    The first batch runs through the whole model. If each place has one call in it, the forwards of
+    the others end after the last of these calls; a place that a later batch calls again after that
+    is not measured again. They run to their end if that draws random numbers or changes a buffer,
+    as dropout and batch norm do in training mode. Inside a `with`, all forwards run to their end.
+
     A place at which nothing happened in the first batch is warned of then; there is no error at
     the end. If a later batch fails, the exception has what was measured until then as `measured`.
     """
@@ -370,7 +416,7 @@ def measure(
                 measuring.ids = None if ids is None else _given("ids", ids, batch)
                 measuring.batch_mask = None if of_batch is None else _given("mask", of_batch, batch)
                 with torch.no_grad():
-                    run(model, batch)
+                    measuring.run(batch)
                 measuring.warn_of_silent()
             if empty:
                 why = "It has no batches; a generator that was gone through before has none left."

@@ -130,6 +130,12 @@ class Plan:
         tensor = _held(self.parameter(number))
         return tensor is not None and tensor.numel() > _UPDATES
 
+    def without_data(self) -> list[str]:
+        """The places of parameters that have no data between calls, as accelerate offloads them."""
+        numbers = [n for n, name in enumerate(self.attributes) if name is not None]
+        found = [(self.rows[n].place, self.parameter(n)) for n in numbers]
+        return [*dict.fromkeys(p for p, tensor in found if tensor is not None and tensor.is_meta)]
+
     def of_kind(self, kind: str) -> list[int]:
         """The numbers of the rows of a kind."""
         return [number for number, row in enumerate(self.rows) if row.kind == kind]

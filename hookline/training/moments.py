@@ -27,6 +27,7 @@ from torch import Tensor
 
 from hookline.training.run_files import STATISTICS
 from hookline.training.run_writing import Bins
+from hookline.values.quantised import is_quantised
 from hookline.values.shards import local
 from hookline.values.snapshots import is_wrapped
 
@@ -140,7 +141,7 @@ def is_measurable(tensor: Tensor) -> bool:
         tensor.is_floating_point()
         and tensor.layout is torch.strided
         and not tensor.is_nested
-        and not tensor.is_quantized
+        and not is_quantised(tensor)
         and not tensor.is_meta
         and tensor.numel() > 0
         and not is_wrapped(tensor)

@@ -24,9 +24,11 @@ from hookline.core.recomputation import in_backward
 from hookline.errors import PlaceError, RunError, warn_outside
 from hookline.places.resolution import Where
 from hookline.places.tree import unwrapped
+from hookline.scalers import Scaler, check_scaler, is_scaler, scale_of
 from hookline.training.diagnosis import Diagnosis
 from hookline.training.findings import Finding, Findings, overflowed
 from hookline.training.looking import Looking, Plan, at_end
+from hookline.training.optimizers import Optimizing, innermost
 from hookline.training.ranks import gathered, rank_of, ranks_in
 from hookline.training.run_files import BINS, ROW_KINDS
 from hookline.training.writers import Measured, Writer, writer_for
@@ -62,10 +64,12 @@ class watch(Anchored):
         every: measure at the steps 0, `every`, 2 × `every` …; in between nothing is hooked.
         to: where it goes: a directory (see `Run`), a file that ends in `.jsonl`, a function that
             takes a `Measured`, a writer such as those in `hookline.integrations`, or a list.
-        optimizer: its steps are the steps that are counted. Without one, the first optimizer that
-            steps a parameter of the model is found; `step()` counts by hand.
+        optimizer: its steps are the steps that are counted. Of a wrapper such as accelerate's,
+            which skips some, those of `optimizer.optimizer`. Without one, the first
+            optimizer that steps a parameter of the model is found; `step()` counts by hand.
         scaler: the `GradScaler` of mixed precision: gradients are measured as they are without it,
-            and what overflows is left out, since the scaler makes no step of it.
+            and what overflows is left out, since the scaler makes no step of it. That of a wrapper
+            (`optimizer.scaler`) need not be given.
         start: the number of the first step, when a training is gone on with.
         kinds: what is measured: one or some of `output`, `grad`, `weight`, `weight_grad` and
             `update`.
@@ -89,8 +93,8 @@ class watch(Anchored):
         *,
         every: int = 50,
         to: Any = None,
-        optimizer: torch.optim.Optimizer | None = None,
-        scaler: Any = None,
+        optimizer: Optimizing | None = None,
+        scaler: Scaler | None = None,
         start: int = 0,
         kinds: str | Sequence[str] = ROW_KINDS,
         ranks: str = "own",
@@ -105,15 +109,13 @@ class watch(Anchored):
         every, start = index(every), index(start)  # numpy's own are nothing that JSON can hold
         self.steps = start  # steps that have ended, counted from `start`
         self.last: Measured | None = None
-        if optimizer is not None and not hasattr(optimizer, "register_step_post_hook"):
-            raise PlaceError(
-                f"watch was given optimizer={optimizer!r:.80}.",
-                "It is no torch.optim.Optimizer, whose steps could be counted.",
-                "Leave out optimizer=, and call watching.step() at the end of each step.",
-            )
+        inner = None if optimizer is None else innermost(optimizer)
+        if scaler is None and is_scaler(getattr(optimizer, "scaler", None)):
+            scaler = cast(Any, optimizer).scaler  # accelerate's optimizer has it
+        check_scaler("watch", scaler)
         kinds = (kinds,) if isinstance(kinds, str) else tuple(kinds)
         self._wheres, self._every, self._to, self._kinds = (settled(where),), every, to, kinds
-        self._optimizer, self._scaler, self._ranks = optimizer, scaler, ranks
+        self._optimizer, self._scaler, self._ranks = inner, scaler, ranks
         self._begin = start
         self._writers: list[Writer] = []
         self._looking: Looking | None = None
@@ -140,6 +142,13 @@ class watch(Anchored):
         plan = Plan(self._inner, self._wheres[0], self._kinds)
         self._plan, self._diagnosis = plan, Diagnosis(plan)
         self._silent = dict.fromkeys(plan.literal)
+        bare = plan.without_data()
+        if bare:
+            shown = ", ".join(map(repr, bare[:6])) + ", …" * (len(bare) > 6)
+            warn_outside(
+                f"Neither the data nor the gradients of {shown} are measured: there is no data "
+                "between calls, as accelerate offloads it. Keep what is trained in memory."
+            )
         own: weakref.ref[watch] = weakref.ref(self)
         if self._optimizer is None:
             hook = register_optimizer_step_post_hook(_Stepped(own))
@@ -239,8 +248,7 @@ class watch(Anchored):
         return self._inner.training or torch.is_grad_enabled()
 
     def _scale(self) -> float | None:
-        scaler = self._scaler
-        return scaler.get_scale() if scaler is not None and scaler.is_enabled() else None
+        return scale_of(self._scaler)
 
     # -- what was found -------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from hookline.core.offloading import offloads
 from hookline.errors import BatchError, HooklineError
 from hookline.places.tree import tensors_of
 from hookline.values.nested import map_leaves
@@ -88,6 +89,8 @@ def make_batch(
     """
     parameter = _first(model)
     device = torch.device("cpu") if parameter is None else parameter.device
+    if device.type == "meta" and offloads(model):  # accelerate loads the data for each call
+        device = torch.device("cpu")
     if dtype is None:
         dtype = torch.float32 if parameter is None else parameter.dtype
     shapes: list[Shape] = []
@@ -105,7 +108,7 @@ def make_batch(
         made = [filled(value) for value in batch]
     elif isinstance(batch, Mapping) and any(map(is_shape, made.values())):
         made = {name: filled(value) for name, value in made.items()}
-    if parameter is not None and parameter.is_meta:
+    if device.type == "meta":
         made = map_leaves(_to_meta, made)
     return made, shapes
 

@@ -21,6 +21,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from hookline.values.quantised import copy_of, held_in, is_wrapper
 from hookline.values.shards import copied, local
 
 __all__ = [
@@ -71,6 +72,8 @@ gradient_snapshot = partial(snapshot, exported=False)
 
 def duplicate(tensor: Tensor) -> Tensor:
     """A detached copy; the tensor itself where torch cannot copy it."""
+    if is_wrapper(tensor):
+        return copy_of(tensor)
     if tensor.requires_grad:  # else it stays as it is: detaching drops a forward-mode tangent
         tensor = tensor.detach()
     try:
@@ -104,6 +107,8 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
         return one.is_meta and other.is_meta
     if one.is_quantized:  # to view one as bytes crashes the process
         return torch.equal(one, other)
+    if is_wrapper(one):
+        return all(map(same_bits, held_in(one), held_in(other)))
     try:  # of a DTensor what is here: to compare all of it, every rank would have to take part
         flat = (local(t).resolve_conj().resolve_neg().reshape(-1)[:, None] for t in (one, other))
         return torch.equal(*(t.view(torch.uint8) for t in flat))

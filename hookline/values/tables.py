@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from hookline.values.nested import Path, children, leaves, show_path
+from hookline.values.quantised import held_in
 from hookline.values.shards import local, placements
 
 __all__ = [
@@ -37,10 +38,10 @@ def show_bytes(count: int) -> str:
 
 
 def bytes_of(tensor: Tensor) -> int:
-    """The bytes of a tensor, also of one without a plain storage; of a DTensor those held here."""
+    """The bytes of a tensor, as it is in memory: of a DTensor those held here."""
     try:
         tensor = local(tensor)
-        pieces = (tensor._values(), tensor._indices()) if tensor.is_sparse else (tensor,)
+        pieces = (tensor._values(), tensor._indices()) if tensor.is_sparse else held_in(tensor)
         return sum(piece.nbytes for piece in pieces)
     except RuntimeError:
         return 0

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from hookline.attention_patterns import Patterns
+from hookline.core.offloading import data_of
 from hookline.errors import FigureError, HooklineError
 from hookline.listings import select
 from hookline.pages.figures.samples import MOST, spaced
@@ -27,6 +28,7 @@ from hookline.storage.rows import StoredSamples
 from hookline.storage.store import Store
 from hookline.training.runs import Run
 from hookline.values.nested import leaves, show_path
+from hookline.values.quantised import dequantised
 from hookline.values.shards import local
 
 __all__ = ["Named", "gather", "kept_places", "matching", "named_places", "one", "plain"]
@@ -65,7 +67,8 @@ def _gathered(source: Any, where: Any, grads: bool) -> list[Named]:
     if isinstance(source, nn.Module):
         found = dict(source.named_parameters())
         names = matching([f"{name}:value" for name in found], where, default="value")
-        return [_of_parameter(name.removesuffix(":value"), found, grads) for name in names]
+        plainly = [name.removesuffix(":value") for name in names]
+        return [_of_parameter(source, name, found[name], grads) for name in plainly]
     if isinstance(source, (Record, Patterns)):
         places = named_places(source, where)
         found = [named for place in places for named in _of(source, place, len(places) == 1)]
@@ -255,15 +258,14 @@ def plain(tensor: Tensor, name: str = "") -> Tensor:
             "It is a meta tensor, without data." if tensor.is_meta else "It is a nested tensor.",
             "Draw values of a run with data; of a nested tensor, its parts.",
         )
-    if tensor.is_quantized:
-        tensor = tensor.dequantize()
+    tensor = dequantised(tensor)
     if tensor.layout is not torch.strided:
         tensor = tensor.to_dense()
     return tensor.abs() if tensor.is_complex() else tensor
 
 
-def _of_parameter(name: str, found: Mapping[str, Tensor], grads: bool) -> Named:
-    tensor = found[name].grad if grads else found[name]
+def _of_parameter(model: nn.Module, name: str, parameter: Tensor, grads: bool) -> Named:
+    tensor = parameter.grad if grads else data_of(model, parameter, name)
     if tensor is None:
         return Named(name, [], 0, "No gradient has arrived there.")
     return Named(name, [plain(tensor, name)], tensor.numel())
