@@ -527,6 +527,135 @@ def test_calls_choose_forward_calls():
         assert [bool(leaf.grad.any()) for leaf in leaves] == [False, True, False]
 
 
+LOSING = pytest.mark.parametrize("module", [nn.Flatten(), nn.Identity(), nn.Dropout().eval()])
+at_gradients = pytest.mark.parametrize("place", [":grad_output", ":grad_input"])
+
+
+def sum_of_calls(module, leaf, lost, count=2):
+    """The sum of calls on a tensor, some of whose results are tripled in place."""
+    outputs = [module(leaf * 1) for _ in range(count)]
+    for call in lost:
+        outputs[call].mul_(3)
+    return sum(outputs).sum()
+
+
+@LOSING
+@at_gradients
+@pytest.mark.parametrize("calls", [0, {0, 2}, slice(0, 4, 2)])
+def test_what_other_calls_lose_is_no_matter_to_an_edit_of_some(module, place, calls):
+    leaf = torch.ones(1, 2, requires_grad=True)
+    with hl.edit(module, place, hl.scale(10.0), calls=calls):
+        sum_of_calls(module, leaf, lost=[1, 3], count=4).backward()
+    assert leaf.grad.tolist() == [[17, 17] if calls == 0 else [26, 26]]
+    assert_clean(module)
+
+
+@LOSING
+@at_gradients
+@pytest.mark.parametrize("verb", ["every call", "named calls", "hook"])
+def test_of_several_calls_the_error_names_those_that_were_reached_and_those_that_were_not(
+    module, place, verb
+):
+    leaf, calls = torch.ones(1, 2, requires_grad=True), {0, 1, 2} if verb == "named calls" else None
+    if verb == "hook":
+        context = hl.hook(module, place, lambda g: g * 10)
+    else:
+        context = hl.edit(module, place, hl.scale(10.0), calls=calls)
+    with pytest.raises(hl.NeverFired, match=r"at calls 0, 2.*not at call 1.*in place") as caught:
+        with context:
+            sum_of_calls(module, leaf, lost=[1], count=3).backward()
+    assert place in caught.value.asked
+    assert "Nothing happened" not in str(caught.value)
+    assert_clean(module)
+
+
+def test_a_gradient_that_many_calls_ago_was_lost_is_told():
+    flat, leaf = nn.Flatten(), torch.ones(1, 2, requires_grad=True)
+    with pytest.raises(hl.NeverFired, match=r"not at call 0.*in place"):
+        with hl.edit(flat, ":grad_output", hl.scale(10.0)):
+            lost = flat(leaf * 1).mul_(3)
+            others = [flat(leaf * 1) for _ in range(200)]  # none of which has a gradient so far
+            (lost + sum(others)).sum().backward()
+
+
+def test_a_call_that_is_not_named_keeps_what_it_was_given_and_gives():
+    module, x = Giving(lambda x: seen.append(x) or x), torch.ones(2, requires_grad=True) * 1
+    for port in ("grad_output", "grad_input"):
+        seen = []
+        with hl.edit(module, f":{port}", hl.scale(10.0), calls=0):
+            outputs = [module(x), module(x)]
+            sum(outputs).sum().backward(retain_graph=True)
+        assert [y is x for y in outputs] == [False, True]
+        assert [y is x for y in seen] == [port == "grad_output", True]
+
+
+def test_a_call_that_is_not_named_may_change_its_input_in_place():
+    module = Giving(lambda x, inplace: x.mul_(3) if inplace else x * 3)
+    leaf = torch.ones(2, requires_grad=True)
+    with hl.edit(module, ":grad_input", hl.scale(10.0), calls=1):
+        (module(leaf * 1, True) + module(leaf * 1, False)).sum().backward()
+    assert leaf.grad.tolist() == [33, 33]
+
+
+@pytest.mark.parametrize("port", ["", ":input", ":grad_output", ":grad_input", ".weight:grad"])
+@pytest.mark.parametrize("calls", [{0, 5}, [5, 0], range(2)])
+def test_each_call_that_is_named_must_come(port, calls):
+    model, leaf = small(), torch.ones(1, 3, requires_grad=True)
+    missing = max(calls)
+    with pytest.raises(
+        hl.NeverFired, match=rf"at call 0.*not at call {missing}.*were 1,"
+    ) as caught:
+        with hl.edit(model, "0" + port, hl.scale(2.0), calls=calls):
+            model(leaf).sum().backward()
+    assert "slice" in caught.value.remedy
+    with hl.edit(model, "0" + port, hl.scale(2.0), calls=slice(0, 5)):
+        model(leaf).sum().backward()
+    with hl.edit(model, "0" + port, hl.scale(2.0), calls=calls):
+        for _ in range(missing + 1):
+            model(leaf).sum().backward()
+    assert_clean(model)
+
+
+def test_of_a_glob_one_place_must_have_every_call_that_is_named():
+    model, x = small(), torch.ones(1, 3)
+    with hl.edit(model, "*", hl.scale(2.0), calls={0, 1}):
+        model(x)
+        model[0](x)
+    with pytest.raises(hl.NeverFired, match=r"at call 0.*not at call 1"):
+        with hl.edit(model, "*", hl.scale(2.0), calls={0, 1}):
+            model(x)
+
+
+def test_a_call_that_is_named_and_has_no_gradient_is_told():
+    lin, leaf = nn.Linear(2, 2), torch.ones(1, 2, requires_grad=True)
+    with pytest.raises(hl.NeverFired, match=r"at call 0.*not at call 1.*no gradient arrived"):
+        with hl.edit(lin, ":grad_output", hl.scale(2.0), calls={0, 1}):
+            (lin(leaf) + lin(leaf).detach()).sum().backward()
+
+
+@pytest.mark.parametrize("where", ["*:grad_output", "**.weight:grad"])
+def test_a_frozen_layer_among_the_matches_of_a_glob_is_no_error(where):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[0].requires_grad_(False)
+    model(torch.ones(1, 2)).sum().backward()
+    expected = model[1].weight.grad.clone()
+    model.zero_grad()
+    with hl.edit(model, where, hl.scale(10.0)):
+        model(torch.ones(1, 2)).sum().backward()
+    assert torch.equal(model[1].weight.grad, expected * 10)
+    assert_clean(model)
+
+
+def test_one_place_of_a_glob_that_lost_its_gradient_is_named_and_no_other_is_said_to_be_silent():
+    model, leaf = nn.ModuleDict({"a": nn.Flatten(), "b": nn.Flatten()}), torch.ones(1, 2)
+    leaf.requires_grad_()
+    with pytest.raises(hl.NeverFired, match=r"'b:grad_output'.*in place") as caught:
+        with hl.edit(model, "*:grad_output", hl.scale(10.0)):
+            (model["a"](leaf * 1) + model["b"](leaf * 1).mul_(3)).sum().backward()
+    assert "nor any other" not in str(caught.value)
+    assert caught.value.remedy == "Ask for the gradient of the module before or after it."
+
+
 def test_calls_choose_passes_of_a_parameter():
     lin, x, seen = nn.Linear(2, 2), torch.ones(1, 2), []
     with hl.edit(lin, "bias:grad", lambda g, call: seen.append(call.index) or g * 0, calls=1):

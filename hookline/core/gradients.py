@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from hookline.core.taps import Frame, Tap
 
 __all__ = [
-    "LEAF", "NO_GRAD", "NO_TENSOR", "PASSED_ON", "Edge", "alias", "alike", "alone", "grouped",
-    "is_gate", "is_usable", "leading", "made_since", "mark_gate", "note_given", "sequence",
+    "LEAF", "NONE_CAME", "NO_GRAD", "NO_TENSOR", "PASSED_ON", "Edge", "alias", "alike", "alone", "grouped",
+    "is_gate", "is_usable", "leading", "made_since", "mark_gate", "note_given", "note_recomputed", "sequence",
     "tensors_in", "uses", "watch_outputs", "watch_tensor", "without",
 ]  # fmt: skip
 
@@ -41,6 +41,11 @@ Edge = tuple[Any, int]
 LEAF = 2**64 - 1  # the sequence number of nodes that accumulate, which lead nowhere
 _ONE: list[tuple[Tensor, list[Path]]] = []  # one tensor, the whole value
 
+NONE_CAME = (
+    "no gradient arrived. No backward ran inside the `with`, the loss does not depend on it, or "
+    "only others were asked for (torch.autograd.grad, inputs=).",
+    "Run the forward and the backward inside the `with`.",
+)
 NO_GRAD = (
     "the value did not require grad (torch.no_grad, inference mode, or nothing to train).",
     "Run it with gradients on; for those of data, call x.requires_grad_() before.",
@@ -126,6 +131,15 @@ def without(value: Any) -> tuple[str, str]:
     return NO_GRAD if leaves(value) else NO_TENSOR
 
 
+def note_recomputed(tap: Tap, index: int) -> None:
+    """A call whose gradients come by its recomputation has no longer the reason of the first run.
+
+    It keeps one, by which it is known to need watching whenever it is recomputed.
+    """
+    if torch.is_grad_enabled():
+        tap.explain(index, *NONE_CAME)
+
+
 def note_given(args: Any, kwargs: Any) -> list[tuple[Tensor, Any, int, int]]:
     """Before a call: the tensors that it is given, with node, number and version as they are."""
     if len(args) == 1 and not kwargs and type(args[0]) is Tensor:  # the commonest case
@@ -153,6 +167,8 @@ def tensors_in(value: Any) -> list[Tensor]:
 def watch_outputs(tap: Tap, value: Any, output: Any, index: int, frame: Frame) -> Any:
     """Hook the tensors of an output; returns the value, with gates in it if the tap replaces."""
     alone = value is output and isinstance(value, Tensor) and value.requires_grad
+    if frame.recomputed:
+        note_recomputed(tap, index)
     if alone and torch.is_grad_enabled():  # the commonest case, without the lists below
         tap.expect(value, index, _ONE)
         return _watch_output(tap, value, index, (), False, frame, output)

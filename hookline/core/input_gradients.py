@@ -84,6 +84,8 @@ def watch_inputs(tap: Tap, output: Any, index: int, frame: Frame) -> None:
     if isinstance(found, str):
         tap.missing(index, found)
         return
+    if frame.recomputed:
+        gradients.note_recomputed(tap, index)
     tap.expect(value, index, found)
     if not wanted and not found:
         tap.explain(index, *gradients.without(value))

@@ -58,6 +58,19 @@ class EditTap(Tap):
     def __init__(self, target: Target, ref: Any, changes: Any, at: Any, calls: Any) -> None:
         super().__init__(target, ref)
         self.changes, self.at, self.calls = changes, at, calls
+        # Of calls that are named one by one, those that have not come so far.
+        self.awaited: set[int] = set(calls) if isinstance(calls, list) else set()
+
+    def acts_on(self, index: int) -> bool:
+        return index in self.calls
+
+    def acts_from(self, index: int) -> bool:
+        return self.calls[-1] >= index
+
+    def tally(self) -> tuple[Sequence[int], Sequence[int]]:
+        missed = sorted({*self.losses, *self.awaited})
+        came = self.calls if isinstance(self.calls, list) else filter(self.acts_on, self.reached)
+        return [n for n in came if n not in missed], missed
 
     def receive(self, value: Any, index: int, recomputed: bool, frame: Frame | None) -> Any:
         self.seen += 1
@@ -69,7 +82,9 @@ class EditTap(Tap):
         except Exception as error:
             add_place(error, self)
             raise
-        self.fired += not self.empty
+        if not self.empty:
+            self.fired += 1
+            self.awaited.discard(index)
         return new
 
     def _changed(self, call: Call, value: Any) -> Any:
@@ -128,7 +143,9 @@ class edit(Context[EditTap]):
             more dimensions) if it is as long, else along the last one.
         at: change only this slice: an index, `heads(...)` or `last_token(...)`.
         calls: change only these calls: an int, a slice, a set. Inputs are numbered by the start
-            of the call, all else by its completion.
+            of the call, all else by its completion. Each call that is named must come, of a slice
+            at least one; else leaving the `with` raises `NeverFired`, which says at which calls
+            the edit acted and at which it did not.
 
     At a parameter or buffer (`edit(model, "fc.weight", ...)`) its data is swapped in and back,
     bit for bit; the Parameter object stays. Optimiser steps taken inside are discarded with it.

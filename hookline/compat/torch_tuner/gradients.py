@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from hookline.compat.torch_tuner.values import Value, first_argument, settled, suffix
-from hookline.core.gradients import NO_GRAD, NO_TENSOR
+from hookline.core.gradients import NO_GRAD, NO_TENSOR, NONE_CAME
 from hookline.core.hooks import Context
 from hookline.core.recomputation import in_backward
 from hookline.core.taps import Tap
@@ -43,7 +43,7 @@ class _GradientTap(Tap):
         # Reasons are also how a checkpointed call, which first runs without gradients, is known to
         # need watching when it is recomputed.
         self.reasons = {**dict(list(self.reasons.items())[-63:]), (index, path): (reason, remedy)}
-        if reason not in (NO_GRAD[0], NO_TENSOR[0]):
+        if reason not in (NO_GRAD[0], NO_TENSOR[0], NONE_CAME[0]):
             warnings.warn(
                 f"The gradient at {str(self.place)!r} cannot be saved: {reason} {remedy}",
                 HooklineWarning,
