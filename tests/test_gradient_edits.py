@@ -16,6 +16,7 @@ from models import MAKERS, VIEWERS, EndsInLinear, Giving, Nothing, QueryKeyValue
 from torch import nn
 
 import hookline as hl
+from hookline.values.nested import get_part, set_part, show_path
 
 
 @pytest.fixture(autouse=True)
@@ -271,27 +272,98 @@ def test_a_ready_change_on_several_tensors_lists_the_parts():
     assert_clean(model)
 
 
-def test_one_tensor_in_three_arguments_is_edited_as_one():
-    attention = nn.MultiheadAttention(4, 2, batch_first=True)
-    x = torch.randn(2, 3, 4)
-    whole, edited_one, edited_all = (x.clone().requires_grad_() for _ in range(3))
-    weigh(attention(whole, whole, whole)[0]).backward()
-    with hl.capture(attention, ":input") as record, hl.edit(attention, ":grad_input", shift):
-        weigh(attention(edited_one, edited_one, edited_one)[0]).backward()
-    torch.testing.assert_close(edited_one.grad, shift(whole.grad))
-    assert record[":input"] is edited_one
-    with hl.edit(attention, ":grad_inputs", shift):
-        weigh(attention(edited_all, edited_all, edited_all)[0]).backward()
-    torch.testing.assert_close(edited_all.grad, shift(whole.grad))
+def nested_pair(tensor):
+    return tensor, [tensor]
 
 
-def test_one_tensor_returned_twice_is_edited_once():
-    module = Giving(lambda x: (x * 2,) * 2)
-    leaf = torch.ones(2, requires_grad=True)
-    with hl.edit(module, ":grad_output", lambda g: g * 10):
-        first, second = module(leaf)
-        (first + 3 * second).sum().backward()
-    assert leaf.grad.tolist() == [80, 80]
+# Modules that return what they were given, or one tensor at several positions.
+RETURNING = {
+    "dropout": (nn.Dropout().eval(), [()]),
+    "an identity in a Sequential": (nn.Sequential(nn.Identity()), [()]),
+    "a view of what is flat": (nn.Flatten(), [()]),
+    "two of its inputs": (Giving(lambda a, b: (a, b)), [(0,), (1,)]),
+    "its inputs exchanged": (Giving(lambda a, b: [b, a]), [(0,), (1,)]),
+    "one input twice": (Giving(lambda a, b: (a, b, a)), [(0,), (1,), (2,)]),
+    "an input beside a result": (Giving(lambda a, b: {"x": a * 2, "y": [a]}), [("x",), ("y", 0)]),
+    "a result twice": (Giving(lambda a, b: nested_pair(a * b)), [(0,), (1, 0)]),
+}
+
+
+@pytest.mark.parametrize("leaf", [False, True])
+@pytest.mark.parametrize("returns", RETURNING)
+def test_an_edit_reaches_each_position_of_an_output_and_no_other_use_of_its_tensor(returns, leaf):
+    module, paths = RETURNING[returns]
+    x, other = torch.randn(2, 3), torch.randn(2, 3)
+
+    def grads(call):
+        leaves = [x.clone().requires_grad_(), other.clone().requires_grad_()]
+        given = leaves if leaf else [one * 1 for one in leaves]
+        output = call(*(given if "put" in returns or "result" in returns else given[:1]))
+        parts = [get_part(output, path) for path in paths]
+        uses = [(n + 2) * weigh(part) for n, part in enumerate((*parts, *given))]
+        sum(uses).backward()
+        return [one.grad for one in leaves]
+
+    for place, chosen in [
+        (":grad_output", paths),
+        *((f":grad_output{show_path(path)}", [path]) for path in paths if path),
+    ]:
+
+        def by_hand(*given, chosen=chosen):
+            output = module(*given)
+            for path in chosen:
+                tensor = get_part(output, path)
+                view = tensor.view_as(tensor)
+                view.register_hook(shift)
+                output = set_part(output, path, view)
+            return output
+
+        expected = grads(by_hand)
+        with hl.edit(module, place, shift):
+            found = grads(module)
+        assert_same(found, expected)
+        assert_clean(module)
+
+
+class Aliased(nn.Module):
+    """Returns a tensor whose memory is seen under another name as well."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how, self.kept = how, None
+
+    def forward(self, x):
+        made = x * 2
+        if self.how == "a view is returned beside it":
+            return made, made.view(-1)
+        if self.how == "it is returned twice":
+            return made, made
+        self.kept = made
+        return made.view(-1), None
+
+    def other(self, output):
+        return self.kept if output[1] is None else output[1]
+
+
+@pytest.mark.parametrize("written", [0, 1])
+@pytest.mark.parametrize("place", [":grad_output", ":grad_output[0]", ":grad_output[1]"])
+@pytest.mark.parametrize(
+    "how", ["a view is returned beside it", "it is returned twice", "a view of it is returned"]
+)
+def test_what_the_model_writes_in_place_is_seen_under_every_name_under_an_edit(how, place, written):
+    module, x, values = Aliased(how), torch.randn(2, 3), []
+    for edits in (False, True):
+        leaf = x.clone().requires_grad_()
+        context = hl.edit(module, place, lambda g: g) if edits else contextlib.nullcontext()
+        with contextlib.suppress(hl.NeverFired), context:  # which is told at exit
+            output = module(leaf)
+            (output[0], module.other(output))[written].mul_(3)
+            values += [output[0].flatten(), module.other(output).flatten()]
+            values[-1].sum().backward()
+        values.append(leaf.grad)
+    for before, now in zip(values[:3], values[3:], strict=True):
+        assert torch.equal(before, now)
+    assert_clean(module)
 
 
 def test_inputs_that_depend_on_each_other_are_edited_apart():
@@ -571,11 +643,14 @@ def test_of_several_calls_the_error_names_those_that_were_reached_and_those_that
 
 def test_a_gradient_that_many_calls_ago_was_lost_is_told():
     flat, leaf = nn.Flatten(), torch.ones(1, 2, requires_grad=True)
+
+    def run():
+        lost = flat(leaf * 1).mul_(3)
+        (lost + sum_of_calls(flat, leaf, lost=[], count=200)).backward(torch.ones(1, 2))
+
     with pytest.raises(hl.NeverFired, match=r"not at call 0.*in place"):
         with hl.edit(flat, ":grad_output", hl.scale(10.0)):
-            lost = flat(leaf * 1).mul_(3)
-            others = [flat(leaf * 1) for _ in range(200)]  # none of which has a gradient so far
-            (lost + sum(others)).sum().backward()
+            run()
 
 
 def test_a_call_that_is_not_named_keeps_what_it_was_given_and_gives():

@@ -409,12 +409,14 @@ def test_the_reason_for_a_gradient_that_was_lost_is_that_of_the_call_with_gradie
         view = view[0] if nested else view
         return view.mul_(3)
 
-    with pytest.raises((hl.NeverFired, hl.GradientNotAvailable), match="in place|returned") as told:
+    def run():
         change = (lambda g: g * 10,) if verb == "edit" else ()
         with getattr(hl, verb)(module, ":grad_output", *change) as record:
             run_in(mode)(region, leaf).sum().backward()
-        assert verb == "capture"
-        record[place]
+        return record[place]
+
+    with pytest.raises((hl.NeverFired, hl.GradientNotAvailable), match="in place") as told:
+        run()
     assert "did not require grad" not in str(told.value)
     assert_clean(module)
 
@@ -427,5 +429,5 @@ def test_a_call_in_a_region_on_which_the_loss_does_not_depend_has_that_as_its_re
             run_in(mode)(lambda x: (lin(x).detach() + x).sum(), leaf).backward()
     with hl.capture(lin, ":grad_output") as record:
         run_in(mode)(lambda x: (lin(x).detach() + x).sum(), leaf).backward()
-    with pytest.raises(hl.GradientNotAvailable, match="no gradient arrived|none arrived"):
+    with pytest.raises(hl.GradientNotAvailable, match="arrived"):
         record[":grad_output"]

@@ -26,15 +26,16 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from hookline.core.arms import Arm
-from hookline.values.nested import Path, leaves, set_part
+from hookline.values.nested import Path, leaves, set_part, show_path
 
 if TYPE_CHECKING:
     from hookline.core.taps import Frame, Tap
 
 __all__ = [
-    "LEAF", "NONE_CAME", "NO_GRAD", "NO_TENSOR", "PASSED_ON", "Edge", "alias", "alike", "alone", "grouped",
-    "is_gate", "is_usable", "leading", "made_since", "mark_gate", "note_given", "note_recomputed", "sequence",
-    "tensors_in", "uses", "watch_outputs", "watch_tensor", "without",
+    "LEAF", "NONE_CAME", "NO_GRAD", "NO_TENSOR", "PASSED_ON", "VIEW_CHANGED", "Edge", "alias",
+    "alike", "alone", "gate_of", "grouped", "is_gate", "is_usable", "leading", "made_since",
+    "mark_gate", "note_given", "note_recomputed", "sequence", "sum_of", "tensors_in", "uses",
+    "watch_outputs", "watch_tensor", "without",
 ]  # fmt: skip
 
 Edge = tuple[Any, int]
@@ -42,8 +43,10 @@ LEAF = 2**64 - 1  # the sequence number of nodes that accumulate, which lead now
 _ONE: list[tuple[Tensor, list[Path]]] = []  # one tensor, the whole value
 
 NONE_CAME = (
-    "no gradient arrived. No backward ran inside the `with`, the loss does not depend on it, or "
-    "only others were asked for (torch.autograd.grad, inputs=).",
+    (
+        "no gradient arrived. No backward ran inside the `with`, the loss does not depend on it, "
+        "or only others were asked for (torch.autograd.grad, inputs=)."
+    ),
     "Run the forward and the backward inside the `with`.",
 )
 NO_GRAD = (
@@ -80,7 +83,12 @@ sequence: Callable[[], int] = getattr(torch.autograd, "_get_sequence_nr", _seque
 alias: Any = torch.ops.aten.alias
 # How many hold a tensor in C++: a base is held by its views, and by what Python has of it.
 uses: Callable[[Tensor], int] = getattr(Tensor, "_use_count", lambda tensor: 2)
-# In the metadata of a gate's node: the serial of the call that it is for, negative at an output.
+# Whether there are views of a tensor that is none itself, or it was saved for the backward.
+has_views: Callable[[Tensor], bool] = (
+    (lambda tensor: uses(tensor) > 1) if hasattr(Tensor, "_use_count") else lambda tensor: False
+)
+# In the metadata of a gate's node: the serial of the call that it is for, negative at an output,
+# and where in the arguments it stands.
 _MARK = "hookline"
 
 
@@ -176,23 +184,63 @@ def watch_outputs(tap: Tap, value: Any, output: Any, index: int, frame: Frame) -
     tap.expect(value, index, found)
     if not found:
         tap.explain(index, *without(value))
-    reused = set[int]() if value is output and len(found) < 2 else _reused(output, frame.sequence)
+    whole = found if value is output else grouped(output)
+    several = {id(tensor): paths for tensor, paths in whole if len(paths) > 1}
+    reused = set[int]() if len(whole) < 2 else _reused(output, frame.sequence)
     for tensor, paths in found:
-        new = _watch_output(tap, tensor, index, paths[0], id(tensor) in reused, frame, output)
-        if new is not tensor:
+        apart = id(tensor) not in several
+        if not (apart or tap.replaces):
             for path in paths:
+                tap.explain(index, *sum_of(several[id(tensor)], "returned as", tap), path=path)
+            continue
+        mixed = not apart or id(tensor) in reused
+        for path in paths:
+            new = _watch_output(tap, tensor, index, path, mixed, frame, output)
+            if new is not tensor:
                 value = set_part(value, path, new)
     return value
 
 
+def sum_of(paths: Iterable[Path], passed: str, tap: Tap) -> tuple[str, str]:
+    """Why the gradient at one of these paths cannot be had: one tensor stands at all of them."""
+    shown = ", ".join([show_path(path) for path in paths])
+    reason = f"one tensor was {passed} {shown}: the graph has only the sum of the gradients."
+    remedy = f"Enter hookline.edit(model, {tap.spelled!r}, lambda g: g) before: it puts an "
+    return reason, remedy + "identity at each of them, which then has a gradient of its own."
+
+
 def _watch_output(
-    tap: Tap, tensor: Tensor, index: int, path: Path, reused: bool, frame: Frame, output: Any
+    tap: Tap, tensor: Tensor, index: int, path: Path, mixed: bool, frame: Frame, output: Any
 ) -> Tensor:
-    node, base = tensor.grad_fn, tensor._base
+    """Hook one tensor of an output, which other outputs may be computed from, or be as well."""
     arm = Arm(tap, index, path)
-    if is_gate(node, -frame.serial):  # of an edit that was entered before
-        arm.watch_gate(tap, node)
+    if is_gate(tensor.grad_fn, -frame.serial):  # of an edit that was entered before
+        arm.watch_gate(tap, tensor.grad_fn)
         return tensor
+    fresh, given, shared, base_fresh = _origin(tensor, frame)
+    distinct = fresh and not mixed
+    if tap.replaces and not (given and distinct):
+        own = distinct and not shared and _owns_memory(tensor, base_fresh, output)
+        return _gate_output(tap, arm, tensor, own, frame)
+    if not distinct:
+        tap.explain(index, *(REUSED if fresh else PASSED_ON), path=path)
+        return tensor
+    if tensor._base is not None:
+        own = base_fresh and not tap.replaces and _owns_base(tensor, output)
+        if own and alike(tensor._base, tensor):
+            arm.watch_base(tap, tensor._base, tensor)
+        else:
+            tap.guard(arm, tensor)
+    arm.watch(tap, tensor)
+    return tensor
+
+
+def _origin(tensor: Tensor, frame: Frame) -> tuple[bool, bool, bool, bool]:
+    """Of a tensor that a call returns: whether it was made in the call, whether it is one that the
+    call was given, whether it has its memory in common with one, and whether its base was made in
+    the call.
+    """
+    node, base = tensor.grad_fn, tensor._base
     fresh, given, shared = made_since(node, frame.sequence), False, False
     base_fresh = base is not None and made_since(base.grad_fn, frame.sequence)
     for other, other_node, _, version in frame.given:
@@ -202,26 +250,28 @@ def _watch_output(
         if base is not None and (other._base is base or other is base):
             shared = True
             base_fresh = base_fresh and other._version != version
-    distinct = fresh and not reused
-    if tap.replaces and not (given and distinct):
-        own = distinct and not shared and (base is None or base_fresh)
-        return _gate_output(tap, arm, tensor, own, frame)
-    if not distinct:
-        tap.explain(index, *(REUSED if fresh else PASSED_ON), path=path)
-        return tensor
-    if base is not None:
-        # Of a base that others hold or have views of, not all that flows is this view's.
-        own = base_fresh and not tap.replaces and sys.getrefcount(base) <= alone()
-        if own and uses(base) > 2:
-            views = [other for other in tensors_in(output) if other._base is base]
-            apart = sum(view.numel() for view in views) <= base.numel()
-            own = apart and uses(base) == 1 + len(views)
-        if own and alike(base, tensor):
-            arm.watch_base(tap, base, tensor)
-        else:
-            tap.guard(arm, tensor)
-    arm.watch(tap, tensor)
-    return tensor
+    return fresh, given, shared, base_fresh
+
+
+def _owns_memory(tensor: Tensor, base_fresh: bool, output: Any) -> bool:
+    """Whether nothing else, as far as can be seen, shows what is written to a tensor's memory."""
+    if tensor._base is None:
+        return not has_views(tensor)
+    return base_fresh and _owns_base(tensor, output)
+
+
+def _owns_base(tensor: Tensor, output: Any) -> bool:
+    """Whether a tensor's base is held by it alone, or by outputs that show other parts of it.
+
+    Of a base that others hold or have views of, not all that flows is this view's.
+    """
+    base: Any = tensor._base
+    if sys.getrefcount(base) > alone():
+        return False
+    if uses(base) <= 2:
+        return True
+    views = [other for other in tensors_in(output) if other._base is base]
+    return uses(base) == 1 + len(views) and sum(v.numel() for v in views) <= base.numel()
 
 
 def alike(base: Tensor, view: Tensor) -> bool:
@@ -240,8 +290,8 @@ def alone() -> int:
 def _gate_output(tap: Tap, arm: Arm, tensor: Tensor, own: bool, frame: Frame) -> Tensor:
     """An identity in an output's place; hooks on its node run in the order of entering.
 
-    A copy if the module made the memory itself, since a view would be lost with a later in-place
-    operation; else a view, so that writing to it still writes to what it is a view of.
+    A copy if the module made the memory itself and nothing else shows it, since a view would be
+    lost with a later in-place operation; else a view, so that writing to it is seen there as well.
     """
     gate = tensor.clone() if own else alias(tensor)
     node = mark_gate(gate, -frame.serial)
@@ -259,16 +309,22 @@ def _gate_output(tap: Tap, arm: Arm, tensor: Tensor, own: bool, frame: Frame) ->
     return gate
 
 
-def mark_gate(gate: Tensor, serial: int) -> Any:
-    """Remember that a tensor is a gate of this call; its node."""
+def mark_gate(gate: Tensor, serial: int, path: Path = ()) -> Any:
+    """Remember that a tensor is a gate of this call, at this path of its arguments; its node."""
     node: Any = gate.grad_fn
-    node.metadata[_MARK] = serial
+    node.metadata[_MARK] = serial, path
     return node
+
+
+def gate_of(node: Any, serial: int) -> Path | None:
+    """Where the gate stands whose node this is; None if no edit has made it for this very call."""
+    mark = None if node is None else node.metadata.get(_MARK)
+    return mark[1] if mark is not None and mark[0] == serial else None
 
 
 def is_gate(node: Any, serial: int) -> bool:
     """Whether a node is that of a gate which an edit has made for this very call."""
-    return node is not None and node.metadata.get(_MARK) == serial
+    return gate_of(node, serial) is not None
 
 
 def _reused(output: Any, start: int) -> set[int]:

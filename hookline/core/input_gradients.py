@@ -1,13 +1,16 @@
 """What flows out of a module's inputs: the part of the gradient that the module itself sends back.
 
 - `note_inputs` (before the call), `watch_inputs`: the gradients at inputs, however they were passed
+- `Noted`, `Argument`: what is noted in between
 
 Hooks are put on the nodes inside the module that lead to the inputs, which are found by a walk
-back from its outputs; for an edit, on a gate in the input's place.
+back from its outputs; for an edit, on a gate in the input's place. One tensor that was passed for
+several arguments has one edge in the graph: only gates, one for each argument, tell them apart.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,14 +20,14 @@ from torch.autograd.graph import get_gradient_edge
 
 from hookline.core import arguments, gradients
 from hookline.core.arms import Arm, handles, pass_on
-from hookline.core.gradients import Edge, is_gate, made_since
+from hookline.core.gradients import Edge, gate_of, is_gate, made_since, sum_of
 from hookline.errors import GradientNotAvailable
 from hookline.values.nested import Path, leaves, set_part
 
 if TYPE_CHECKING:
     from hookline.core.taps import Frame, Tap
 
-__all__ = ["note_inputs", "watch_inputs"]
+__all__ = ["Argument", "Noted", "note_inputs", "watch_inputs"]
 
 INPUT_CHANGED = (
     "the module changed a view in place that it was given: the gradient cannot be reached.",
@@ -36,35 +39,70 @@ NO_PATH = (
 )
 
 
+class Argument:
+    """A tensor that a call was given, and the paths in its bound arguments where it stands."""
+
+    __slots__ = ("paths", "tensor")
+
+    def __init__(self, tensor: Tensor, paths: list[Path]) -> None:
+        self.tensor, self.paths = tensor, paths
+
+
+class Noted:
+    """What is noted of a call before it begins, for one tap."""
+
+    __slots__ = ("gates", "place", "problem", "tap", "tensors", "value", "wanted")
+
+    def __init__(self, tap: Tap, value: Any = None, problem: str = "") -> None:
+        self.tap, self.value, self.problem = tap, value, problem
+        self.tensors: list[tuple[Tensor, Path]] = []  # that are asked for, with paths in the value
+        self.place: Path = ()  # where the value stands in the bound arguments
+        self.wanted: dict[Edge, Argument] = {}  # how the tensors are found in the graph
+        self.gates: list[tuple[Path, Tensor, int]] = []  # with the path in the value, and version
+
+    def own(self, argument: Argument) -> list[Path]:
+        """The paths in the value where a tensor stands."""
+        depth = len(self.place)
+        return [path[depth:] for path in argument.paths if path[:depth] == self.place]
+
+
 def note_inputs(
     tap: Tap, module: nn.Module, args: Any, kwargs: Any, frame: Frame
 ) -> tuple[Any, Any] | None:
     """Before a call: note the gradient edges of its inputs, since in-place modules move them.
 
-    For an edit, returns the arguments with a gate in place of each tensor.
+    For an edit, returns the arguments with a gate in place of each tensor that is asked for.
     """
     try:
         value = arguments.read(module, args, kwargs, tap.target)
     except LookupError as error:
-        frame.edges = (*frame.edges, (tap, None, f"{error}.", {}))
+        frame.edges = (*frame.edges, Noted(tap, None, f"{error}."))
         return None
-    found = gradients.grouped(value) if torch.is_grad_enabled() else []
-    wanted: dict[Edge, Path] = {}
-    for tensor, paths in found:
-        if tap.replaces:
-            node: Any = tensor.grad_fn
-            if not is_gate(node, frame.serial):
-                gate: Tensor = gradients.alias(tensor)
-                node = gradients.mark_gate(gate, frame.serial)
-                for path, other in list(leaves((args, kwargs))):
-                    if other is tensor:
-                        args, kwargs = set_part((args, kwargs), path, gate)
-                frame.gates = (*frame.gates, (gate, gate._version))
-            wanted[node, 0] = paths[0]
-        else:
-            wanted[_edge(tensor)] = paths[0]
-    frame.edges = (*frame.edges, (tap, value, found, wanted))
-    return (args, kwargs) if tap.replaces and found else None
+    noted = Noted(tap, value)
+    frame.edges = (*frame.edges, noted)
+    if torch.is_grad_enabled():
+        found = gradients.grouped(value)
+        noted.tensors = [(tensor, path) for tensor, paths in found for path in paths]
+    if not noted.tensors:
+        return None
+    alone = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
+    uses: dict[Edge, list[Path]] = {} if alone else _uses(module, args, kwargs)
+    noted.place = arguments.locate(module, args, kwargs, tap.target)
+    for tensor, path in noted.tensors:
+        edge, here = _edge(tensor), (*noted.place, *path)
+        argument = noted.wanted.setdefault(edge, Argument(tensor, uses.get(edge, [])))
+        if here not in argument.paths:
+            argument.paths.append(here)
+    return _put_gates(noted, module, args, kwargs, frame)
+
+
+def _uses(module: nn.Module, args: Any, kwargs: Any) -> dict[Edge, list[Path]]:
+    """Where in the arguments of a call tensors stand, by their edges."""
+    found: dict[Edge, list[Path]] = {}
+    for path, tensor in leaves(arguments.bind(module, args, kwargs)):
+        if tensor.requires_grad and gradients.is_usable(tensor):
+            found.setdefault(_edge(tensor), []).append(path)
+    return found
 
 
 def _edge(tensor: Tensor) -> Edge:
@@ -74,53 +112,79 @@ def _edge(tensor: Tensor) -> Edge:
     try:
         edge = get_gradient_edge(tensor)
     except AssertionError:  # a view that an autograd function returned in a list has no edge
-        return None, -1
+        return None, -id(tensor)
     return edge.node, edge.output_nr
+
+
+def _put_gates(
+    noted: Noted, module: nn.Module, args: Any, kwargs: Any, frame: Frame
+) -> tuple[Any, Any] | None:
+    """The arguments with gates: for an edit one for each tensor that is asked for."""
+    tap, value, wanted = noted.tap, noted.value, dict[Edge, Argument]()
+    for tensor, path in noted.tensors:
+        edge = _edge(tensor)
+        argument, here = noted.wanted[edge], (*noted.place, *path)
+        several = len(argument.paths) > 1
+        if not (tap.replaces or (several and tap.separates)):
+            wanted[edge] = argument
+            continue
+        if several or not is_gate(edge[0], frame.serial):
+            gate: Tensor = gradients.alias(tensor)
+            edge = gradients.mark_gate(gate, frame.serial, here), 0
+            value = set_part(value, path, gate)
+            noted.gates.append((path, gate, gate._version))
+        wanted[edge] = Argument(tensor, [here])
+    noted.wanted = wanted
+    return arguments.write(module, args, kwargs, tap.target, value) if noted.gates else None
 
 
 def watch_inputs(tap: Tap, output: Any, index: int, frame: Frame) -> None:
     """After a call: hook the nodes inside the module that lead to its inputs."""
-    _, value, found, wanted = next(noted for noted in frame.edges if noted[0] is tap)
-    if isinstance(found, str):
-        tap.missing(index, found)
+    noted: Noted = next(one for one in frame.edges if one.tap is tap)
+    if noted.problem:
+        tap.missing(index, noted.problem)
         return
     if frame.recomputed:
         gradients.note_recomputed(tap, index)
-    tap.expect(value, index, found)
-    if not wanted and not found:
-        tap.explain(index, *gradients.without(value))
+    tap.expect(noted.value, index, [(tensor, [path]) for tensor, path in noted.tensors])
+    if not noted.tensors:
+        tap.explain(index, *gradients.without(noted.value))
         return
-    if any(gate._version != version for gate, version in frame.gates):
+    changed = [path for path, gate, version in noted.gates if gate._version != version]
+    if changed and tap.replaces:
         asked = f"The gradient at {str(tap.place)!r} cannot be changed:"
         remedy = "Change grad_output of the module that made the input, or of this module."
         raise GradientNotAvailable(asked, "the module changes its input in place.", remedy)
     tensors = gradients.tensors_in(output)
     views = _views_of_older(tensors, frame)
-    for node, _ in [edge for edge in wanted if is_gate(edge[0], frame.serial)]:
-        arm = Arm(tap, index, wanted.pop((node, _)))
+    rest: dict[Edge, Argument] = {}
+    for edge, argument in noted.wanted.items():
+        if len(argument.paths) > 1 or not is_gate(edge[0], frame.serial):
+            rest[edge] = argument
+            continue
+        (path,) = noted.own(argument)
+        if path in changed:
+            tap.explain(index, *INPUT_CHANGED, path=path)
+            continue
+        arm = Arm(tap, index, path)
         if views:
             tap.guard(arm, *views)
-        arm.watch_gate(tap, node)
-    if wanted:
-        inputs = {paths[0]: tensor for tensor, paths in found}
-        _watch_paths(tap, tensors, views, index, wanted, inputs, frame)
+        arm.watch_gate(tap, edge[0])
+    noted.wanted = rest
+    if rest:
+        _watch_paths(noted, tensors, views, index, frame)
 
 
 def _watch_paths(
-    tap: Tap,
-    tensors: list[Tensor],
-    views: list[Tensor],
-    index: int,
-    wanted: dict[Edge, Path],
-    inputs: dict[Path, Tensor],
-    frame: Frame,
+    noted: Noted, tensors: list[Tensor], views: list[Tensor], index: int, frame: Frame
 ) -> None:
+    tap, wanted = noted.tap, noted.wanted
     # Of a view that was changed in place, only what came before the change leads to the old node.
-    for edge, tensor in [(edge, inputs[path]) for edge, path in wanted.items()]:
-        if tensor._is_view() and tensor.grad_fn is not edge[0]:
-            tap.explain(index, *INPUT_CHANGED, path=wanted.pop(edge))
+    for edge in [edge for edge, one in wanted.items() if one.tensor._is_view()]:
+        if wanted[edge].tensor.grad_fn is not edge[0]:
+            _refuse(noted, edge, index, INPUT_CHANGED)
     for edge in wanted.keys() & {_edge(tensor) for tensor in tensors}:
-        tap.explain(index, *gradients.PASSED_ON, path=wanted.pop(edge))
+        _refuse(noted, edge, index, gradients.PASSED_ON)
     stops = {(node, output_nr) for _, node, output_nr, _ in frame.given}
     grouped: dict[Any, list[tuple[int, Arm]]] = {}
     starts = [tensor.grad_fn for tensor in tensors]
@@ -130,14 +194,14 @@ def _watch_paths(
         tensor.is_leaf and torch.is_autocast_enabled(tensor.device.type)
         for tensor, *_ in frame.given
     )
-    found = gradients.leading(starts, wanted, stops, frame.sequence, casts)
-    for node, position, path in found:
+    found = gradients.leading(starts, {e: e for e in wanted}, stops, frame.sequence, casts)
+    for node, position, path, tensor in _told_apart(noted, found, index, frame):
         if path in reached:
             tap.several(index, path)
         reached.add(path)
         arm = Arm(tap, index, path)
         if casts:
-            arm.dtype = inputs[path].dtype
+            arm.dtype = tensor.dtype
         if views:
             tap.guard(arm, *views)
         grouped.setdefault(node, []).append((position, arm))
@@ -146,8 +210,39 @@ def _watch_paths(
             arms[0][1].watch_gate(tap, node)
         else:
             handles(tap).add(node, partial(pass_on, arms))
-    if () in {*wanted.values()} - reached:  # of another path, None says that none flows
+    # Of another path, None says that none flows.
+    if () in {path for one in wanted.values() for path in noted.own(one)} - reached:
         tap.explain(index, *NO_PATH)
+
+
+def _refuse(noted: Noted, edge: Edge, index: int, why: tuple[str, str]) -> None:
+    """Explain that the gradient of a tensor cannot be had."""
+    for path in noted.own(noted.wanted.pop(edge)):
+        noted.tap.explain(index, *why, path=path)
+
+
+def _told_apart(
+    noted: Noted, found: list[tuple[Any, int, Any]], index: int, frame: Frame
+) -> Iterator[tuple[Any, int, Path, Tensor]]:
+    """The nodes that lead to tensors, each with the path that is meant and the tensor.
+
+    Of a tensor that was passed for several arguments, a node is known to be for one of them only if
+    it is that of a gate there, or if all the others have gates.
+    """
+    found = [(node, position, edge, gate_of(node, frame.serial)) for node, position, edge in found]
+    gated = {(edge, gate) for *_, edge, gate in found}
+    mixed: set[Edge] = set()
+    for node, position, edge, gate in found:
+        argument = noted.wanted[edge]
+        left = [path for path in argument.paths if (edge, path) not in gated]
+        meant = [gate] if gate in argument.paths else left or argument.paths
+        if len(meant) > 1:
+            mixed.add(edge)
+            continue
+        for path in noted.own(Argument(argument.tensor, meant)):
+            yield node, position, path, argument.tensor
+    for edge in mixed:
+        _refuse(noted, edge, index, sum_of(noted.wanted[edge].paths, "passed as", noted.tap))
 
 
 def _views_of_older(tensors: list[Tensor], frame: Frame) -> list[Tensor]:

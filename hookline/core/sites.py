@@ -268,7 +268,7 @@ class Site:
     def _abandon(self, frames: list[Frame]) -> None:
         """Set the inputs aside of calls that raised; all that else was known of them goes."""
         for frame in frames:
-            frame.running, frame.edges, frame.given, frame.gates = None, (), (), ()
+            frame.running, frame.edges, frame.given = None, (), ()
             frame.pending = [(tap, kept) for tap, kept in frame.pending if tap.wants_late()]
             for tap in self.inputs:  # the next call has the same number
                 cast("dict[Any, Any]", tap.reasons or {}).pop((frame.index, ()), None)

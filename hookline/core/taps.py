@@ -73,6 +73,7 @@ class Tap:
     """What a context does with the values at one target. Subclasses are the verbs."""
 
     replaces = True  # whether values may be replaced: false for captures
+    separates = False  # whether one tensor may be put into several arguments as several
     fired: int = 0
     seen: int = 0  # values that came
     wrote = False  # whether a value was changed in place
@@ -209,11 +210,10 @@ class Frame:
     pending: Sequence[tuple[Any, Any]] = ()  # inputs kept until the call is complete
     positional = 0  # how many arguments were passed by position
     # For gradients, all at the start of the call: the autograd sequence number, the tensors that
-    # the call was given, the edges of the inputs that are asked for, and an edit's gates there.
+    # the call was given, and what is noted of the inputs that are asked for.
     sequence = 0
     given: Sequence[Any] = ()
     edges: Sequence[Any] = ()
-    gates: Sequence[tuple[Tensor, int]] = ()
 
     def __init__(self, index: int, recomputed: bool, running: types.FrameType) -> None:
         self.index = index

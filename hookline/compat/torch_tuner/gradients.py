@@ -28,10 +28,13 @@ __all__ = ["Gradients"]
 class _GradientTap(Tap):
     """Hands on the gradients of a value as they arrive, each with its path, and changes none."""
 
+    separates = True
+
     def __init__(self, target: Target, context: weakref.ref[Any]) -> None:
         super().__init__(target, context)
         # An identity behind an output tells its gradient from those of other uses. Before an input
-        # it would be in the way of modules that change it in place; there the graph is enough.
+        # it would be in the way of modules that change it in place; there the graph is enough,
+        # unless one tensor is passed for several arguments.
         self.replaces = target.port == "grad_output"
 
     def gradient(self, grad: Tensor, index: int, path: Path) -> None:
