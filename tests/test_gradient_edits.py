@@ -160,6 +160,32 @@ def test_an_in_place_change_never_loses_an_edit_in_silence(module, place, when):
     assert_clean(module)
 
 
+@pytest.mark.parametrize("module", [nn.Flatten(), Giving(lambda x: (x * 2,) * 2)])
+@pytest.mark.parametrize("inside", [True, False])
+def test_what_an_edit_loses_is_not_given_in_part_to_others(module, inside):
+    leaf, seen, nested = torch.ones(1, 2, requires_grad=True), [], isinstance(module, Giving)
+    place = ":grad_output[0]" if nested else ":grad_output"
+    edit, capture = hl.edit(module, place, hl.scale(10.0)), hl.capture(module, place)
+    others = [capture, hl.hook(module, place, lambda g: seen.append(g))]
+
+    def run():
+        with contextlib.ExitStack() as stack:
+            for context in (edit, *others) if inside else (*others, edit):
+                stack.enter_context(context)
+            y = module(leaf * 1)
+            y = y[0] if nested else y
+            z = y * 1
+            y.mul_(3)
+            (y + z).sum().backward()
+
+    with pytest.raises(hl.NeverFired, match="in place"):
+        run()
+    with pytest.raises(hl.GradientNotAvailable):
+        capture.record[place]
+    assert seen == []
+    assert_clean(module)
+
+
 def changed_through_the_output(act, x):
     y = act(x)
     y += 1

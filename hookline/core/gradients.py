@@ -215,6 +215,8 @@ def _watch_output(
     """Hook one tensor of an output, which other outputs may be computed from, or be as well."""
     arm = Arm(tap, index, path)
     if is_gate(tensor.grad_fn, -frame.serial):  # of an edit that was entered before
+        if tensor._is_view():
+            tap.guard(arm, tensor)
         arm.watch_gate(tap, tensor.grad_fn)
         return tensor
     fresh, given, shared, base_fresh = _origin(tensor, frame)
@@ -303,6 +305,8 @@ def _gate_output(tap: Tap, arm: Arm, tensor: Tensor, own: bool, frame: Frame) ->
             owner = earlier.tap()
             if owner is not None and not owner.replaces and owner.target.meets(tap.target):
                 moved = Arm(owner, earlier.index, earlier.path)
+                if not own:
+                    owner.guard(moved, gate)
                 moved.watch_gate(owner, node)
                 earlier.muted = True
     arm.watch_gate(tap, node)
