@@ -236,6 +236,23 @@ def test_where_one_of_two_arguments_is_edited_a_capture_is_exact_for_both(port):
     assert torch.equal(record[":grad_inputs[input2]"], shares[1])
 
 
+@pytest.mark.parametrize("outside", [False, True])
+def test_where_one_of_three_arguments_is_edited_the_others_are_refused(outside):
+    module, h = Weighted(), torch.randn(2, 4)
+    _, shares = expected(module, lambda h, k: ((h(), h(), h()), {}), h, None)
+    capture = hl.capture(module, ":grad_inputs")
+    verbs = [hl.edit(module, ":grad_inputs[k]", lambda g: g), capture]
+    with contextlib.ExitStack() as stack:
+        for verb in verbs[::-1] if outside else verbs:
+            stack.enter_context(verb)
+        made = h.clone().requires_grad_() * 1
+        weigh(module(made, made, v=made)).backward()
+    assert torch.equal(capture.record[":grad_inputs[k]"], shares[1])
+    for name in "qv":
+        with pytest.raises(hl.GradientNotAvailable, match=r"as \[q\], \[v\]: .*sum"):
+            capture.record[f":grad_inputs[{name}]"]
+
+
 @pytest.mark.parametrize("stop", ["no_grad", "inference_mode"])
 def test_without_gradients_one_tensor_stays_one_and_the_read_gives_that_reason(stop):
     module, h, seen = attention(), torch.randn(2, 3, 4, requires_grad=True), []

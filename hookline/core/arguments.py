@@ -93,8 +93,10 @@ def locate(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], target: T
     """The path at which the value of an input port stands in `bind`; LookupError if nowhere."""
     if target.port.endswith("inputs"):
         return exact_path(bind(module, args, kwargs), target.parts)
-    first = _keys(module, args, kwargs)[0] if args else _first(module, kwargs)
-    return first, *exact_path(args[0] if args else kwargs[first], target.parts)
+    if args:
+        return _keys(module, args, kwargs)[0], *exact_path(args[0], target.parts)
+    name = _first(module, kwargs)
+    return name, *exact_path(kwargs[name], target.parts)
 
 
 def write(

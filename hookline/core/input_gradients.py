@@ -22,7 +22,7 @@ from hookline.core import arguments, gradients
 from hookline.core.arms import Arm, handles, pass_on
 from hookline.core.gradients import Edge, gate_of, is_gate, made_since, sum_of
 from hookline.errors import GradientNotAvailable
-from hookline.values.nested import Path, leaves, set_part
+from hookline.values.nested import Path, children, leaves, set_part
 
 if TYPE_CHECKING:
     from hookline.core.taps import Frame, Tap
@@ -40,7 +40,7 @@ NO_PATH = (
 
 
 class Argument:
-    """A tensor that a call was given, and the paths in its bound arguments where it stands."""
+    """A tensor that a call was given, and the paths where it stands."""
 
     __slots__ = ("paths", "tensor")
 
@@ -56,14 +56,16 @@ class Noted:
     def __init__(self, tap: Tap, value: Any = None, problem: str = "") -> None:
         self.tap, self.value, self.problem = tap, value, problem
         self.tensors: list[tuple[Tensor, Path]] = []  # that are asked for, with paths in the value
-        self.place: Path = ()  # where the value stands in the bound arguments
+        # Where the value stands in the bound arguments, if some tensor stands at several paths
+        # there; else paths are those in the value.
+        self.place: Path = ()
         self.wanted: dict[Edge, Argument] = {}  # how the tensors are found in the graph
         self.gates: list[tuple[Path, Tensor, int]] = []  # with the path in the value, and version
 
-    def own(self, argument: Argument) -> list[Path]:
-        """The paths in the value where a tensor stands."""
+    def own(self, paths: list[Path]) -> list[Path]:
+        """Those of these paths that are in the value, as paths in the value."""
         depth = len(self.place)
-        return [path[depth:] for path in argument.paths if path[:depth] == self.place]
+        return [path[depth:] for path in paths if path[:depth] == self.place]
 
 
 def note_inputs(
@@ -85,9 +87,9 @@ def note_inputs(
         noted.tensors = [(tensor, path) for tensor, paths in found for path in paths]
     if not noted.tensors:
         return None
-    alone = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
-    uses: dict[Edge, list[Path]] = {} if alone else _uses(module, args, kwargs)
-    noted.place = arguments.locate(module, args, kwargs, tap.target)
+    uses = _shared(module, args, kwargs) if _may_share(args, kwargs) else {}
+    if uses:
+        noted.place = arguments.locate(module, args, kwargs, tap.target)
     for tensor, path in noted.tensors:
         edge, here = _edge(tensor), (*noted.place, *path)
         argument = noted.wanted.setdefault(edge, Argument(tensor, uses.get(edge, [])))
@@ -96,13 +98,27 @@ def note_inputs(
     return _put_gates(noted, module, args, kwargs, frame)
 
 
-def _uses(module: nn.Module, args: Any, kwargs: Any) -> dict[Edge, list[Path]]:
-    """Where in the arguments of a call tensors stand, by their edges."""
+def _may_share(args: Any, kwargs: Any) -> bool:
+    """Whether one tensor may stand at several places in the arguments of a call."""
+    seen: set[int] = set()
+    for value in (*args, *kwargs.values()):
+        if not isinstance(value, Tensor):
+            if children(value) is not None:
+                return True
+        elif id(value) in seen:
+            return True
+        else:
+            seen.add(id(value))
+    return False
+
+
+def _shared(module: nn.Module, args: Any, kwargs: Any) -> dict[Edge, list[Path]]:
+    """The edges of the tensors that stand at several paths in the bound arguments, with these."""
     found: dict[Edge, list[Path]] = {}
     for path, tensor in leaves(arguments.bind(module, args, kwargs)):
         if tensor.requires_grad and gradients.is_usable(tensor):
             found.setdefault(_edge(tensor), []).append(path)
-    return found
+    return {edge: paths for edge, paths in found.items() if len(paths) > 1}
 
 
 def _edge(tensor: Tensor) -> Edge:
@@ -162,7 +178,7 @@ def watch_inputs(tap: Tap, output: Any, index: int, frame: Frame) -> None:
         if len(argument.paths) > 1 or not is_gate(edge[0], frame.serial):
             rest[edge] = argument
             continue
-        (path,) = noted.own(argument)
+        (path,) = noted.own(argument.paths)
         if path in changed:
             tap.explain(index, *INPUT_CHANGED, path=path)
             continue
@@ -179,12 +195,7 @@ def _watch_paths(
     noted: Noted, tensors: list[Tensor], views: list[Tensor], index: int, frame: Frame
 ) -> None:
     tap, wanted = noted.tap, noted.wanted
-    # Of a view that was changed in place, only what came before the change leads to the old node.
-    for edge in [edge for edge, one in wanted.items() if one.tensor._is_view()]:
-        if wanted[edge].tensor.grad_fn is not edge[0]:
-            _refuse(noted, edge, index, INPUT_CHANGED)
-    for edge in wanted.keys() & {_edge(tensor) for tensor in tensors}:
-        _refuse(noted, edge, index, gradients.PASSED_ON)
+    _refuse_moved(noted, tensors, index)
     stops = {(node, output_nr) for _, node, output_nr, _ in frame.given}
     grouped: dict[Any, list[tuple[int, Arm]]] = {}
     starts = [tensor.grad_fn for tensor in tensors]
@@ -211,14 +222,21 @@ def _watch_paths(
         else:
             handles(tap).add(node, partial(pass_on, arms))
     # Of another path, None says that none flows.
-    if () in {path for one in wanted.values() for path in noted.own(one)} - reached:
+    if () in {path for one in wanted.values() for path in noted.own(one.paths)} - reached:
         tap.explain(index, *NO_PATH)
 
 
-def _refuse(noted: Noted, edge: Edge, index: int, why: tuple[str, str]) -> None:
-    """Explain that the gradient of a tensor cannot be had."""
-    for path in noted.own(noted.wanted.pop(edge)):
-        noted.tap.explain(index, *why, path=path)
+def _refuse_moved(noted: Noted, tensors: list[Tensor], index: int) -> None:
+    """Explain what cannot be had of inputs that are changed views, or are among the outputs."""
+    returned = {_edge(tensor) for tensor in tensors}
+    for edge, argument in list(noted.wanted.items()):
+        # Of a view that was changed in place, only what came before it leads to the old node.
+        moved = argument.tensor._is_view() and argument.tensor.grad_fn is not edge[0]
+        if moved or edge in returned:
+            del noted.wanted[edge]
+            for path in noted.own(argument.paths):
+                why = INPUT_CHANGED if moved else gradients.PASSED_ON
+                noted.tap.explain(index, *why, path=path)
 
 
 def _told_apart(
@@ -229,20 +247,27 @@ def _told_apart(
     Of a tensor that was passed for several arguments, a node is known to be for one of them only if
     it is that of a gate there, or if all the others have gates.
     """
-    found = [(node, position, edge, gate_of(node, frame.serial)) for node, position, edge in found]
-    gated = {(edge, gate) for *_, edge, gate in found}
-    mixed: set[Edge] = set()
-    for node, position, edge, gate in found:
+    shared = [node for node, _, edge in found if len(noted.wanted[edge].paths) > 1]
+    gates = {node: gate_of(node, frame.serial) for node in shared}
+    gated = {*gates.values()}
+    mixed: dict[Edge, list[Path]] = {}
+    for node, position, edge in found:
         argument = noted.wanted[edge]
-        left = [path for path in argument.paths if (edge, path) not in gated]
-        meant = [gate] if gate in argument.paths else left or argument.paths
+        meant = argument.paths
         if len(meant) > 1:
-            mixed.add(edge)
+            left = [path for path in meant if path not in gated]
+            gate = gates[node]
+            meant = left or meant if gate is None else [gate]
+        if len(meant) > 1:
+            mixed[edge] = meant
             continue
-        for path in noted.own(Argument(argument.tensor, meant)):
+        for path in noted.own(meant):
             yield node, position, path, argument.tensor
-    for edge in mixed:
-        _refuse(noted, edge, index, sum_of(noted.wanted[edge].paths, "passed as", noted.tap))
+    for edge, paths in mixed.items():
+        why = sum_of(paths, "passed as", noted.tap)
+        noted.wanted.pop(edge)
+        for path in noted.own(paths):
+            noted.tap.explain(index, *why, path=path)
 
 
 def _views_of_older(tensors: list[Tensor], frame: Frame) -> list[Tensor]:

@@ -58,8 +58,9 @@ class EditTap(Tap):
     def __init__(self, target: Target, ref: Any, changes: Any, at: Any, calls: Any) -> None:
         super().__init__(target, ref)
         self.changes, self.at, self.calls = changes, at, calls
-        # Of calls that are named one by one, those that have not come so far.
-        self.awaited: set[int] = set(calls) if isinstance(calls, list) else set()
+        # The calls that are named one by one, and those of them that have not come so far.
+        self.named: list[int] = cast("list[int]", calls) if isinstance(calls, list) else []
+        self.awaited = set(self.named)
 
     def acts_on(self, index: int) -> bool:
         return index in self.calls
@@ -69,7 +70,7 @@ class EditTap(Tap):
 
     def tally(self) -> tuple[Sequence[int], Sequence[int]]:
         missed = sorted({*self.losses, *self.awaited})
-        came = self.calls if isinstance(self.calls, list) else filter(self.acts_on, self.reached)
+        came = self.named or [n for n in self.reached if self.acts_on(n)]
         return [n for n in came if n not in missed], missed
 
     def receive(self, value: Any, index: int, recomputed: bool, frame: Frame | None) -> Any:
