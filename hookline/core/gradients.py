@@ -26,15 +26,15 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from hookline.core.arms import Arm
-from hookline.values.nested import Path, leaves, set_part, show_path
+from hookline.values.nested import Path, leaves, set_part
 
 if TYPE_CHECKING:
     from hookline.core.taps import Frame, Tap
 
 __all__ = [
-    "LEAF", "NONE_CAME", "NO_GRAD", "NO_TENSOR", "PASSED_ON", "VIEW_CHANGED", "Edge", "alias",
-    "alike", "alone", "gate_of", "grouped", "is_gate", "is_usable", "leading", "made_since",
-    "mark_gate", "note_given", "note_recomputed", "sequence", "sum_of", "tensors_in", "uses",
+    "DIVIDED", "LEAF", "NONE_CAME", "NO_GRAD", "NO_TENSOR", "PASSED_ON", "VIEW_CHANGED", "Edge",
+    "alias", "alike", "alone", "gate_of", "grouped", "is_gate", "is_usable", "leading",
+    "made_since", "mark_gate", "note_given", "note_recomputed", "sequence", "tensors_in", "uses",
     "watch_outputs", "watch_tensor", "without",
 ]  # fmt: skip
 
@@ -68,6 +68,10 @@ REUSED = (
 VIEW_CHANGED = (
     "the value is a view, and its memory was changed in place later: its gradient is lost.",
     "Ask for the gradient of the module before or after it.",
+)
+DIVIDED = (
+    "one tensor is returned at several positions, and an edit that was entered later divides it.",
+    "Enter the capture after the edit: each position then has a gradient of its own.",
 )
 NOT_ASKED = ("it does not require grad.", "Call requires_grad_() on it before.")
 
@@ -185,34 +189,23 @@ def watch_outputs(tap: Tap, value: Any, output: Any, index: int, frame: Frame) -
     if not found:
         tap.explain(index, *without(value))
     whole = found if value is output else grouped(output)
-    several = {id(tensor): paths for tensor, paths in whole if len(paths) > 1}
+    several = {id(tensor) for tensor, paths in whole if len(paths) > 1}
     reused = set[int]() if len(whole) < 2 else _reused(output, frame.sequence)
     for tensor, paths in found:
-        apart = id(tensor) not in several
-        if not (apart or tap.replaces):
-            for path in paths:
-                tap.explain(index, *sum_of(several[id(tensor)], "returned as", tap), path=path)
-            continue
-        mixed = not apart or id(tensor) in reused
-        for path in paths:
+        mixed = id(tensor) in reused or (tap.replaces and id(tensor) in several)
+        for path in paths if tap.replaces else paths[:1]:
             new = _watch_output(tap, tensor, index, path, mixed, frame, output)
             if new is not tensor:
                 value = set_part(value, path, new)
     return value
 
 
-def sum_of(paths: Iterable[Path], passed: str, tap: Tap) -> tuple[str, str]:
-    """Why the gradient at one of these paths cannot be had: one tensor stands at all of them."""
-    shown = ", ".join([show_path(path) for path in paths])
-    reason = f"one tensor was {passed} {shown}: the graph has only the sum of the gradients."
-    remedy = f"Enter hookline.edit(model, {tap.spelled!r}, lambda g: g) before: it puts an "
-    return reason, remedy + "identity at each of them, which then has a gradient of its own."
-
-
 def _watch_output(
     tap: Tap, tensor: Tensor, index: int, path: Path, mixed: bool, frame: Frame, output: Any
 ) -> Tensor:
-    """Hook one tensor of an output, which other outputs may be computed from, or be as well."""
+    """Hook one tensor of an output, or put a gate in its place; mixed, if what flows into it is
+    also for other parts of the output: it stands there as well, or they are computed from it.
+    """
     arm = Arm(tap, index, path)
     if is_gate(tensor.grad_fn, -frame.serial):  # of an edit that was entered before
         if tensor._is_view():
@@ -223,7 +216,8 @@ def _watch_output(
     distinct = fresh and not mixed
     if tap.replaces and not (given and distinct):
         own = distinct and not shared and _owns_memory(tensor, base_fresh, output)
-        return _gate_output(tap, arm, tensor, own, frame)
+        twice = [other for _, other in leaves(output) if other is tensor]
+        return _gate_output(tap, arm, tensor, own, len(twice) > 1, frame)
     if not distinct:
         tap.explain(index, *(REUSED if fresh else PASSED_ON), path=path)
         return tensor
@@ -289,7 +283,9 @@ def alone() -> int:
     return sys.getrefcount(base)
 
 
-def _gate_output(tap: Tap, arm: Arm, tensor: Tensor, own: bool, frame: Frame) -> Tensor:
+def _gate_output(
+    tap: Tap, arm: Arm, tensor: Tensor, own: bool, twice: bool, frame: Frame
+) -> Tensor:
     """An identity in an output's place; hooks on its node run in the order of entering.
 
     A copy if the module made the memory itself and nothing else shows it, since a view would be
@@ -303,12 +299,16 @@ def _gate_output(tap: Tap, arm: Arm, tensor: Tensor, own: bool, frame: Frame) ->
         earlier = getattr(hook, "__self__", None)  # captures that were entered before
         if isinstance(earlier, Arm) and not earlier.muted:
             owner = earlier.tap()
-            if owner is not None and not owner.replaces and owner.target.meets(tap.target):
-                moved = Arm(owner, earlier.index, earlier.path)
-                if not own:
-                    owner.guard(moved, gate)
-                moved.watch_gate(owner, node)
-                earlier.muted = True
+            if owner is None or owner.replaces or not owner.target.meets(tap.target):
+                continue
+            earlier.muted = True
+            if twice:
+                owner.divided(earlier.index, earlier.path)
+                continue
+            moved = Arm(owner, earlier.index, earlier.path)
+            if not own:
+                owner.guard(moved, gate)
+            moved.watch_gate(owner, node)
     arm.watch_gate(tap, node)
     return gate
 

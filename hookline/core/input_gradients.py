@@ -20,9 +20,9 @@ from torch.autograd.graph import get_gradient_edge
 
 from hookline.core import arguments, gradients
 from hookline.core.arms import Arm, handles, pass_on
-from hookline.core.gradients import Edge, gate_of, is_gate, made_since, sum_of
+from hookline.core.gradients import Edge, gate_of, is_gate, made_since
 from hookline.errors import GradientNotAvailable
-from hookline.values.nested import Path, children, leaves, set_part
+from hookline.values.nested import Path, children, leaves, set_part, show_path
 
 if TYPE_CHECKING:
     from hookline.core.taps import Frame, Tap
@@ -264,10 +264,13 @@ def _told_apart(
         for path in noted.own(meant):
             yield node, position, path, argument.tensor
     for edge, paths in mixed.items():
-        why = sum_of(paths, "passed as", noted.tap)
         noted.wanted.pop(edge)
+        names = ", ".join([show_path(path) for path in paths])
+        reason = f"one tensor was passed as {names}: the graph has only the sum of the gradients."
+        remedy = f"Enter hookline.edit(model, {noted.tap.spelled!r}, lambda g: g) before: it puts "
+        remedy += "an identity at each of them, which then has a gradient of its own."
         for path in noted.own(paths):
-            noted.tap.explain(index, *why, path=path)
+            noted.tap.explain(index, reason, remedy, path)
 
 
 def _views_of_older(tensors: list[Tensor], frame: Frame) -> list[Tensor]:

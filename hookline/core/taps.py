@@ -172,6 +172,10 @@ class Tap:
     def several(self, index: int, path: Path) -> None:
         """The gradient at a path will come in several shares."""
 
+    def divided(self, index: int, path: Path) -> None:
+        """The tensor at a path is returned at several positions, which have become several."""
+        self.explain(index, *gradients.DIVIDED, path=path)
+
     def guard(self, arm: Any, *tensors: Tensor) -> None:
         """Remember a hook that is lost if the memory of these tensors is changed in place."""
         arm.guard(*tensors)
