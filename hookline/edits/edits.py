@@ -154,7 +154,9 @@ class edit(Context[EditTap]):
     last is made of what the others gave: remove it first. A backward after the `with` is still
     right; after `.attach()` and `.remove()` it raises. (The `with` saves tensors through hooks,
     which torch.func refuses: there, use `.attach()`.)
-    At gradient places the change meets the gradient as it arrives; run the backward inside.
+    At gradient places the change meets the gradient as it arrives; run the backward inside. One
+    tensor that is passed for several arguments, or returned at several positions, becomes several
+    by an identity at each place that is named, so that each has its own gradient.
     At a module it is for what the module returns: where a model drops that and goes on with what
     the module wrote in place (`self.relu(h)`), edit its operation, "relu/relu".
     """
