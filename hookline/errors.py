@@ -112,7 +112,7 @@ class NotHookable(HooklineError, TypeError):
 
 
 class NeverFired(HooklineError, RuntimeError):
-    """A place was asked for, and nothing happened there.
+    """A place was asked for, and nothing happened there, or not at each call that was asked for.
 
     `record` is what was captured at the other places, if this came from a capture.
     """

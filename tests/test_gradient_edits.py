@@ -16,6 +16,7 @@ from models import MAKERS, VIEWERS, EndsInLinear, Giving, Nothing, QueryKeyValue
 from torch import nn
 
 import hookline as hl
+from hookline.values.nested import get_part, set_part, show_path
 
 
 @pytest.fixture(autouse=True)
@@ -159,6 +160,32 @@ def test_an_in_place_change_never_loses_an_edit_in_silence(module, place, when):
     assert_clean(module)
 
 
+@pytest.mark.parametrize("module", [nn.Flatten(), Giving(lambda x: (x * 2,) * 2)])
+@pytest.mark.parametrize("inside", [True, False])
+def test_what_an_edit_loses_is_not_given_in_part_to_others(module, inside):
+    leaf, seen, nested = torch.ones(1, 2, requires_grad=True), [], isinstance(module, Giving)
+    place = ":grad_output[0]" if nested else ":grad_output"
+    edit, capture = hl.edit(module, place, hl.scale(10.0)), hl.capture(module, place)
+    others = [capture, hl.hook(module, place, lambda g: seen.append(g))]
+
+    def run():
+        with contextlib.ExitStack() as stack:
+            for context in (edit, *others) if inside else (*others, edit):
+                stack.enter_context(context)
+            y = module(leaf * 1)
+            y = y[0] if nested else y
+            z = y * 1
+            y.mul_(3)
+            (y + z).sum().backward()
+
+    with pytest.raises(hl.NeverFired, match="in place"):
+        run()
+    with pytest.raises(hl.GradientNotAvailable):
+        capture.record[place]
+    assert seen == []
+    assert_clean(module)
+
+
 def changed_through_the_output(act, x):
     y = act(x)
     y += 1
@@ -271,27 +298,98 @@ def test_a_ready_change_on_several_tensors_lists_the_parts():
     assert_clean(model)
 
 
-def test_one_tensor_in_three_arguments_is_edited_as_one():
-    attention = nn.MultiheadAttention(4, 2, batch_first=True)
-    x = torch.randn(2, 3, 4)
-    whole, edited_one, edited_all = (x.clone().requires_grad_() for _ in range(3))
-    weigh(attention(whole, whole, whole)[0]).backward()
-    with hl.capture(attention, ":input") as record, hl.edit(attention, ":grad_input", shift):
-        weigh(attention(edited_one, edited_one, edited_one)[0]).backward()
-    torch.testing.assert_close(edited_one.grad, shift(whole.grad))
-    assert record[":input"] is edited_one
-    with hl.edit(attention, ":grad_inputs", shift):
-        weigh(attention(edited_all, edited_all, edited_all)[0]).backward()
-    torch.testing.assert_close(edited_all.grad, shift(whole.grad))
+def nested_pair(tensor):
+    return tensor, [tensor]
 
 
-def test_one_tensor_returned_twice_is_edited_once():
-    module = Giving(lambda x: (x * 2,) * 2)
-    leaf = torch.ones(2, requires_grad=True)
-    with hl.edit(module, ":grad_output", lambda g: g * 10):
-        first, second = module(leaf)
-        (first + 3 * second).sum().backward()
-    assert leaf.grad.tolist() == [80, 80]
+# Modules that return what they were given, or one tensor at several positions.
+RETURNING = {
+    "dropout": (nn.Dropout().eval(), [()]),
+    "an identity in a Sequential": (nn.Sequential(nn.Identity()), [()]),
+    "a view of what is flat": (nn.Flatten(), [()]),
+    "two of its inputs": (Giving(lambda a, b: (a, b)), [(0,), (1,)]),
+    "its inputs exchanged": (Giving(lambda a, b: [b, a]), [(0,), (1,)]),
+    "one input twice": (Giving(lambda a, b: (a, b, a)), [(0,), (1,), (2,)]),
+    "an input beside a result": (Giving(lambda a, b: {"x": a * 2, "y": [a]}), [("x",), ("y", 0)]),
+    "a result twice": (Giving(lambda a, b: nested_pair(a * b)), [(0,), (1, 0)]),
+}
+
+
+@pytest.mark.parametrize("leaf", [False, True])
+@pytest.mark.parametrize("returns", RETURNING)
+def test_an_edit_reaches_each_position_of_an_output_and_no_other_use_of_its_tensor(returns, leaf):
+    module, paths = RETURNING[returns]
+    x, other = torch.randn(2, 3), torch.randn(2, 3)
+
+    def grads(call):
+        leaves = [x.clone().requires_grad_(), other.clone().requires_grad_()]
+        given = leaves if leaf else [one * 1 for one in leaves]
+        output = call(*(given if "put" in returns or "result" in returns else given[:1]))
+        parts = [get_part(output, path) for path in paths]
+        uses = [(n + 2) * weigh(part) for n, part in enumerate((*parts, *given))]
+        sum(uses).backward()
+        return [one.grad for one in leaves]
+
+    for place, chosen in [
+        (":grad_output", paths),
+        *((f":grad_output{show_path(path)}", [path]) for path in paths if path),
+    ]:
+
+        def by_hand(*given, chosen=chosen):
+            output = module(*given)
+            for path in chosen:
+                tensor = get_part(output, path)
+                view = tensor.view_as(tensor)
+                view.register_hook(shift)
+                output = set_part(output, path, view)
+            return output
+
+        expected = grads(by_hand)
+        with hl.edit(module, place, shift):
+            found = grads(module)
+        assert_same(found, expected)
+        assert_clean(module)
+
+
+class Aliased(nn.Module):
+    """Returns a tensor whose memory is seen under another name as well."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how, self.kept = how, None
+
+    def forward(self, x):
+        made = x * 2
+        if self.how == "a view is returned beside it":
+            return made, made.view(-1)
+        if self.how == "it is returned twice":
+            return made, made
+        self.kept = made
+        return made.view(-1), None
+
+    def other(self, output):
+        return self.kept if output[1] is None else output[1]
+
+
+@pytest.mark.parametrize("written", [0, 1])
+@pytest.mark.parametrize("place", [":grad_output", ":grad_output[0]", ":grad_output[1]"])
+@pytest.mark.parametrize(
+    "how", ["a view is returned beside it", "it is returned twice", "a view of it is returned"]
+)
+def test_what_the_model_writes_in_place_is_seen_under_every_name_under_an_edit(how, place, written):
+    module, x, values = Aliased(how), torch.randn(2, 3), []
+    for edits in (False, True):
+        leaf = x.clone().requires_grad_()
+        context = hl.edit(module, place, lambda g: g) if edits else contextlib.nullcontext()
+        with contextlib.suppress(hl.NeverFired), context:  # which is told at exit
+            output = module(leaf)
+            (output[0], module.other(output))[written].mul_(3)
+            values += [output[0].flatten(), module.other(output).flatten()]
+            values[-1].sum().backward()
+        values.append(leaf.grad)
+    for before, now in zip(values[:3], values[3:], strict=True):
+        assert torch.equal(before, now)
+    assert_clean(module)
 
 
 def test_inputs_that_depend_on_each_other_are_edited_apart():
@@ -525,6 +623,138 @@ def test_calls_choose_forward_calls():
             for output in reversed(outputs):
                 output.sum().backward()
         assert [bool(leaf.grad.any()) for leaf in leaves] == [False, True, False]
+
+
+LOSING = pytest.mark.parametrize("module", [nn.Flatten(), nn.Identity(), nn.Dropout().eval()])
+at_gradients = pytest.mark.parametrize("place", [":grad_output", ":grad_input"])
+
+
+def sum_of_calls(module, leaf, lost, count=2):
+    """The sum of calls on a tensor, some of whose results are tripled in place."""
+    outputs = [module(leaf * 1) for _ in range(count)]
+    for call in lost:
+        outputs[call].mul_(3)
+    return sum(outputs).sum()
+
+
+@LOSING
+@at_gradients
+@pytest.mark.parametrize("calls", [0, {0, 2}, slice(0, 4, 2)])
+def test_what_other_calls_lose_is_no_matter_to_an_edit_of_some(module, place, calls):
+    leaf = torch.ones(1, 2, requires_grad=True)
+    with hl.edit(module, place, hl.scale(10.0), calls=calls):
+        sum_of_calls(module, leaf, lost=[1, 3], count=4).backward()
+    assert leaf.grad.tolist() == [[17, 17] if calls == 0 else [26, 26]]
+    assert_clean(module)
+
+
+@LOSING
+@at_gradients
+@pytest.mark.parametrize("verb", ["every call", "named calls", "hook"])
+def test_of_several_calls_the_error_names_those_that_were_reached_and_those_that_were_not(
+    module, place, verb
+):
+    leaf, calls = torch.ones(1, 2, requires_grad=True), {0, 1, 2} if verb == "named calls" else None
+    if verb == "hook":
+        context = hl.hook(module, place, lambda g: g * 10)
+    else:
+        context = hl.edit(module, place, hl.scale(10.0), calls=calls)
+    with pytest.raises(hl.NeverFired, match=r"at calls 0, 2.*not at call 1.*in place") as caught:
+        with context:
+            sum_of_calls(module, leaf, lost=[1], count=3).backward()
+    assert place in caught.value.asked
+    assert "Nothing happened" not in str(caught.value)
+    assert_clean(module)
+
+
+def test_a_gradient_that_many_calls_ago_was_lost_is_told():
+    flat, leaf = nn.Flatten(), torch.ones(1, 2, requires_grad=True)
+
+    def run():
+        lost = flat(leaf * 1).mul_(3)
+        (lost + sum_of_calls(flat, leaf, lost=[], count=200)).backward(torch.ones(1, 2))
+
+    with pytest.raises(hl.NeverFired, match=r"not at call 0.*in place"):
+        with hl.edit(flat, ":grad_output", hl.scale(10.0)):
+            run()
+
+
+def test_a_call_that_is_not_named_keeps_what_it_was_given_and_gives():
+    module, x = Giving(lambda x: seen.append(x) or x), torch.ones(2, requires_grad=True) * 1
+    for port in ("grad_output", "grad_input"):
+        seen = []
+        with hl.edit(module, f":{port}", hl.scale(10.0), calls=0):
+            outputs = [module(x), module(x)]
+            sum(outputs).sum().backward(retain_graph=True)
+        assert [y is x for y in outputs] == [False, True]
+        assert [y is x for y in seen] == [port == "grad_output", True]
+
+
+def test_a_call_that_is_not_named_may_change_its_input_in_place():
+    module = Giving(lambda x, inplace: x.mul_(3) if inplace else x * 3)
+    leaf = torch.ones(2, requires_grad=True)
+    with hl.edit(module, ":grad_input", hl.scale(10.0), calls=1):
+        (module(leaf * 1, True) + module(leaf * 1, False)).sum().backward()
+    assert leaf.grad.tolist() == [33, 33]
+
+
+@pytest.mark.parametrize("port", ["", ":input", ":grad_output", ":grad_input", ".weight:grad"])
+@pytest.mark.parametrize("calls", [{0, 5}, [5, 0], range(2)])
+def test_each_call_that_is_named_must_come(port, calls):
+    model, leaf = small(), torch.ones(1, 3, requires_grad=True)
+    missing = max(calls)
+    with pytest.raises(
+        hl.NeverFired, match=rf"at call 0.*not at call {missing}.*were 1,"
+    ) as caught:
+        with hl.edit(model, "0" + port, hl.scale(2.0), calls=calls):
+            model(leaf).sum().backward()
+    assert "slice" in caught.value.remedy
+    with hl.edit(model, "0" + port, hl.scale(2.0), calls=slice(0, 5)):
+        model(leaf).sum().backward()
+    with hl.edit(model, "0" + port, hl.scale(2.0), calls=calls):
+        for _ in range(missing + 1):
+            model(leaf).sum().backward()
+    assert_clean(model)
+
+
+def test_of_a_glob_one_place_must_have_every_call_that_is_named():
+    model, x = small(), torch.ones(1, 3)
+    with hl.edit(model, "*", hl.scale(2.0), calls={0, 1}):
+        model(x)
+        model[0](x)
+    with pytest.raises(hl.NeverFired, match=r"at call 0.*not at call 1"):
+        with hl.edit(model, "*", hl.scale(2.0), calls={0, 1}):
+            model(x)
+
+
+def test_a_call_that_is_named_and_has_no_gradient_is_told():
+    lin, leaf = nn.Linear(2, 2), torch.ones(1, 2, requires_grad=True)
+    with pytest.raises(hl.NeverFired, match=r"at call 0.*not at call 1.*no gradient arrived"):
+        with hl.edit(lin, ":grad_output", hl.scale(2.0), calls={0, 1}):
+            (lin(leaf) + lin(leaf).detach()).sum().backward()
+
+
+@pytest.mark.parametrize("where", ["*:grad_output", "**.weight:grad"])
+def test_a_frozen_layer_among_the_matches_of_a_glob_is_no_error(where):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[0].requires_grad_(False)
+    model(torch.ones(1, 2)).sum().backward()
+    expected = model[1].weight.grad.clone()
+    model.zero_grad()
+    with hl.edit(model, where, hl.scale(10.0)):
+        model(torch.ones(1, 2)).sum().backward()
+    assert torch.equal(model[1].weight.grad, expected * 10)
+    assert_clean(model)
+
+
+def test_one_place_of_a_glob_that_lost_its_gradient_is_named_and_no_other_is_said_to_be_silent():
+    model, leaf = nn.ModuleDict({"a": nn.Flatten(), "b": nn.Flatten()}), torch.ones(1, 2)
+    leaf.requires_grad_()
+    with pytest.raises(hl.NeverFired, match=r"'b:grad_output'.*in place") as caught:
+        with hl.edit(model, "*:grad_output", hl.scale(10.0)):
+            (model["a"](leaf * 1) + model["b"](leaf * 1).mul_(3)).sum().backward()
+    assert "nor any other" not in str(caught.value)
+    assert caught.value.remedy == "Ask for the gradient of the module before or after it."
 
 
 def test_calls_choose_passes_of_a_parameter():

@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 from helpers import assert_clean
-from models import small
+from models import Giving, small
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -392,3 +392,42 @@ def test_a_module_put_into_a_region_wants_the_backward_inside(reentrant):
         model(x).sum().backward()
     assert_clean(model)
     assert_clean(new)
+
+
+@pytest.mark.parametrize("verb", ["edit", "capture"])
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+def test_the_reason_for_a_gradient_that_was_lost_is_that_of_the_call_with_gradients(
+    mode, nested, verb
+):
+    module, leaf = Giving(lambda x: (x.view(-1), x * 2) if nested else x.view(-1)), X.clone()
+    leaf.requires_grad_()
+    place = ":grad_output[0]" if nested and verb == "capture" else ":grad_output"
+
+    def region(x):
+        view = module(x * 1)
+        view = view[0] if nested else view
+        return view.mul_(3)
+
+    def run():
+        change = (lambda g: g * 10,) if verb == "edit" else ()
+        with getattr(hl, verb)(module, ":grad_output", *change) as record:
+            run_in(mode)(region, leaf).sum().backward()
+        return record[place]
+
+    with pytest.raises((hl.NeverFired, hl.GradientNotAvailable), match="in place") as told:
+        run()
+    assert "did not require grad" not in str(told.value)
+    assert_clean(module)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_call_in_a_region_on_which_the_loss_does_not_depend_has_that_as_its_reason(mode):
+    lin, leaf = nn.Linear(3, 3), X.clone().requires_grad_()
+    with pytest.raises(hl.NeverFired, match="no gradient arrived"):
+        with hl.edit(lin, ":grad_output", hl.scale(10.0)):
+            run_in(mode)(lambda x: (lin(x).detach() + x).sum(), leaf).backward()
+    with hl.capture(lin, ":grad_output") as record:
+        run_in(mode)(lambda x: (lin(x).detach() + x).sum(), leaf).backward()
+    with pytest.raises(hl.GradientNotAvailable, match="arrived"):
+        record[":grad_output"]

@@ -3,6 +3,7 @@
 - `read(module, args, kwargs, target)`: the value at an input port
 - `write(module, args, kwargs, target, new)`: the arguments with something else there
 - `bind(module, args, kwargs)`: all arguments by name
+- `locate(module, args, kwargs, target)`: where among them an input port is
 """
 
 # Values of any structure have no types.
@@ -19,9 +20,9 @@ from torch import jit, nn, overrides
 
 from hookline.errors import ChangeError
 from hookline.places.resolution import Target
-from hookline.values.nested import get_part, set_part
+from hookline.values.nested import Path, exact_path, get_part, set_part
 
-__all__ = ["bind", "read", "write"]
+__all__ = ["bind", "locate", "read", "write"]
 
 _signatures: dict[Any, tuple[list[str], list[str]]] = {}  # by a type's forward
 
@@ -89,6 +90,16 @@ def read(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], target: Tar
     else:
         value = args[0] if args else kwargs[_first(module, kwargs)]
     return get_part(value, target.parts) if target.parts else value
+
+
+def locate(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], target: Target) -> Path:
+    """The path at which the value of an input port stands in `bind`; LookupError if nowhere."""
+    if target.port.endswith("inputs"):
+        return exact_path(bind(module, args, kwargs), target.parts)
+    if args:
+        return _keys(module, args, kwargs)[0], *exact_path(args[0], target.parts)
+    name = _first(module, kwargs)
+    return name, *exact_path(kwargs[name], target.parts)
 
 
 def write(

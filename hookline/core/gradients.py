@@ -32,15 +32,23 @@ if TYPE_CHECKING:
     from hookline.core.taps import Frame, Tap
 
 __all__ = [
-    "LEAF", "NO_GRAD", "NO_TENSOR", "PASSED_ON", "Edge", "alias", "alike", "alone", "grouped",
-    "is_gate", "is_usable", "leading", "made_since", "mark_gate", "note_given", "sequence",
-    "tensors_in", "uses", "watch_outputs", "watch_tensor", "without",
+    "DIVIDED", "LEAF", "NONE_CAME", "NO_GRAD", "NO_TENSOR", "PASSED_ON", "VIEW_CHANGED", "Edge",
+    "alias", "alike", "alone", "gate_of", "grouped", "is_gate", "is_usable", "leading",
+    "made_since", "mark_gate", "note_given", "note_recomputed", "sequence", "tensors_in", "uses",
+    "watch_outputs", "watch_tensor", "without",
 ]  # fmt: skip
 
 Edge = tuple[Any, int]
 LEAF = 2**64 - 1  # the sequence number of nodes that accumulate, which lead nowhere
 _ONE: list[tuple[Tensor, list[Path]]] = []  # one tensor, the whole value
 
+NONE_CAME = (
+    (
+        "no gradient arrived. No backward ran inside the `with`, the loss does not depend on it, "
+        "or only others were asked for (torch.autograd.grad, inputs=)."
+    ),
+    "Run the forward and the backward inside the `with`.",
+)
 NO_GRAD = (
     "the value did not require grad (torch.no_grad, inference mode, or nothing to train).",
     "Run it with gradients on; for those of data, call x.requires_grad_() before.",
@@ -61,6 +69,10 @@ VIEW_CHANGED = (
     "the value is a view, and its memory was changed in place later: its gradient is lost.",
     "Ask for the gradient of the module before or after it.",
 )
+DIVIDED = (
+    "one tensor is returned at several positions, and an edit that was entered later divides it.",
+    "Enter the capture after the edit: each position then has a gradient of its own.",
+)
 NOT_ASKED = ("it does not require grad.", "Call requires_grad_() on it before.")
 
 
@@ -75,7 +87,12 @@ sequence: Callable[[], int] = getattr(torch.autograd, "_get_sequence_nr", _seque
 alias: Any = torch.ops.aten.alias
 # How many hold a tensor in C++: a base is held by its views, and by what Python has of it.
 uses: Callable[[Tensor], int] = getattr(Tensor, "_use_count", lambda tensor: 2)
-# In the metadata of a gate's node: the serial of the call that it is for, negative at an output.
+# Whether there are views of a tensor that is none itself, or it was saved for the backward.
+has_views: Callable[[Tensor], bool] = (
+    (lambda tensor: uses(tensor) > 1) if hasattr(Tensor, "_use_count") else lambda tensor: False
+)
+# In the metadata of a gate's node: the serial of the call that it is for, negative at an output,
+# and where in the arguments it stands.
 _MARK = "hookline"
 
 
@@ -126,6 +143,15 @@ def without(value: Any) -> tuple[str, str]:
     return NO_GRAD if leaves(value) else NO_TENSOR
 
 
+def note_recomputed(tap: Tap, index: int) -> None:
+    """A call whose gradients come by its recomputation has no longer the reason of the first run.
+
+    It keeps one, by which it is known to need watching whenever it is recomputed.
+    """
+    if torch.is_grad_enabled():
+        tap.explain(index, *NONE_CAME)
+
+
 def note_given(args: Any, kwargs: Any) -> list[tuple[Tensor, Any, int, int]]:
     """Before a call: the tensors that it is given, with node, number and version as they are."""
     if len(args) == 1 and not kwargs and type(args[0]) is Tensor:  # the commonest case
@@ -153,6 +179,8 @@ def tensors_in(value: Any) -> list[Tensor]:
 def watch_outputs(tap: Tap, value: Any, output: Any, index: int, frame: Frame) -> Any:
     """Hook the tensors of an output; returns the value, with gates in it if the tap replaces."""
     alone = value is output and isinstance(value, Tensor) and value.requires_grad
+    if frame.recomputed:
+        note_recomputed(tap, index)
     if alone and torch.is_grad_enabled():  # the commonest case, without the lists below
         tap.expect(value, index, _ONE)
         return _watch_output(tap, value, index, (), False, frame, output)
@@ -160,23 +188,55 @@ def watch_outputs(tap: Tap, value: Any, output: Any, index: int, frame: Frame) -
     tap.expect(value, index, found)
     if not found:
         tap.explain(index, *without(value))
-    reused = set[int]() if value is output and len(found) < 2 else _reused(output, frame.sequence)
+    whole = found if value is output else grouped(output)
+    several = {id(tensor) for tensor, paths in whole if len(paths) > 1}
+    reused = set[int]() if len(whole) < 2 else _reused(output, frame.sequence)
     for tensor, paths in found:
-        new = _watch_output(tap, tensor, index, paths[0], id(tensor) in reused, frame, output)
-        if new is not tensor:
-            for path in paths:
+        mixed = id(tensor) in reused or (tap.replaces and id(tensor) in several)
+        for path in paths if tap.replaces else paths[:1]:
+            new = _watch_output(tap, tensor, index, path, mixed, frame, output)
+            if new is not tensor:
                 value = set_part(value, path, new)
     return value
 
 
 def _watch_output(
-    tap: Tap, tensor: Tensor, index: int, path: Path, reused: bool, frame: Frame, output: Any
+    tap: Tap, tensor: Tensor, index: int, path: Path, mixed: bool, frame: Frame, output: Any
 ) -> Tensor:
-    node, base = tensor.grad_fn, tensor._base
+    """Hook one tensor of an output, or put a gate in its place; mixed, if what flows into it is
+    also for other parts of the output: it stands there as well, or they are computed from it.
+    """
     arm = Arm(tap, index, path)
-    if is_gate(node, -frame.serial):  # of an edit that was entered before
-        arm.watch_gate(tap, node)
+    if is_gate(tensor.grad_fn, -frame.serial):  # of an edit that was entered before
+        if tensor._is_view():
+            tap.guard(arm, tensor)
+        arm.watch_gate(tap, tensor.grad_fn)
         return tensor
+    fresh, given, shared, base_fresh = _origin(tensor, frame)
+    distinct = fresh and not mixed
+    if tap.replaces and not (given and distinct):
+        own = distinct and not shared and _owns_memory(tensor, base_fresh, output)
+        twice = [other for _, other in leaves(output) if other is tensor]
+        return _gate_output(tap, arm, tensor, own, len(twice) > 1, frame)
+    if not distinct:
+        tap.explain(index, *(REUSED if fresh else PASSED_ON), path=path)
+        return tensor
+    if tensor._base is not None:
+        own = base_fresh and not tap.replaces and _owns_base(tensor, output)
+        if own and alike(tensor._base, tensor):
+            arm.watch_base(tap, tensor._base, tensor)
+        else:
+            tap.guard(arm, tensor)
+    arm.watch(tap, tensor)
+    return tensor
+
+
+def _origin(tensor: Tensor, frame: Frame) -> tuple[bool, bool, bool, bool]:
+    """Of a tensor that a call returns: whether it was made in the call, whether it is one that the
+    call was given, whether it has its memory in common with one, and whether its base was made in
+    the call.
+    """
+    node, base = tensor.grad_fn, tensor._base
     fresh, given, shared = made_since(node, frame.sequence), False, False
     base_fresh = base is not None and made_since(base.grad_fn, frame.sequence)
     for other, other_node, _, version in frame.given:
@@ -186,26 +246,28 @@ def _watch_output(
         if base is not None and (other._base is base or other is base):
             shared = True
             base_fresh = base_fresh and other._version != version
-    distinct = fresh and not reused
-    if tap.replaces and not (given and distinct):
-        own = distinct and not shared and (base is None or base_fresh)
-        return _gate_output(tap, arm, tensor, own, frame)
-    if not distinct:
-        tap.explain(index, *(REUSED if fresh else PASSED_ON), path=path)
-        return tensor
-    if base is not None:
-        # Of a base that others hold or have views of, not all that flows is this view's.
-        own = base_fresh and not tap.replaces and sys.getrefcount(base) <= alone()
-        if own and uses(base) > 2:
-            views = [other for other in tensors_in(output) if other._base is base]
-            apart = sum(view.numel() for view in views) <= base.numel()
-            own = apart and uses(base) == 1 + len(views)
-        if own and alike(base, tensor):
-            arm.watch_base(tap, base, tensor)
-        else:
-            tap.guard(arm, tensor)
-    arm.watch(tap, tensor)
-    return tensor
+    return fresh, given, shared, base_fresh
+
+
+def _owns_memory(tensor: Tensor, base_fresh: bool, output: Any) -> bool:
+    """Whether nothing else, as far as can be seen, shows what is written to a tensor's memory."""
+    if tensor._base is None:
+        return not has_views(tensor)
+    return base_fresh and _owns_base(tensor, output)
+
+
+def _owns_base(tensor: Tensor, output: Any) -> bool:
+    """Whether a tensor's base is held by it alone, or by outputs that show other parts of it.
+
+    Of a base that others hold or have views of, not all that flows is this view's.
+    """
+    base: Any = tensor._base
+    if sys.getrefcount(base) > alone():
+        return False
+    if uses(base) <= 2:
+        return True
+    views = [other for other in tensors_in(output) if other._base is base]
+    return uses(base) == 1 + len(views) and sum(v.numel() for v in views) <= base.numel()
 
 
 def alike(base: Tensor, view: Tensor) -> bool:
@@ -221,11 +283,13 @@ def alone() -> int:
     return sys.getrefcount(base)
 
 
-def _gate_output(tap: Tap, arm: Arm, tensor: Tensor, own: bool, frame: Frame) -> Tensor:
+def _gate_output(
+    tap: Tap, arm: Arm, tensor: Tensor, own: bool, twice: bool, frame: Frame
+) -> Tensor:
     """An identity in an output's place; hooks on its node run in the order of entering.
 
-    A copy if the module made the memory itself, since a view would be lost with a later in-place
-    operation; else a view, so that writing to it still writes to what it is a view of.
+    A copy if the module made the memory itself and nothing else shows it, since a view would be
+    lost with a later in-place operation; else a view, so that writing to it is seen there as well.
     """
     gate = tensor.clone() if own else alias(tensor)
     node = mark_gate(gate, -frame.serial)
@@ -235,24 +299,36 @@ def _gate_output(tap: Tap, arm: Arm, tensor: Tensor, own: bool, frame: Frame) ->
         earlier = getattr(hook, "__self__", None)  # captures that were entered before
         if isinstance(earlier, Arm) and not earlier.muted:
             owner = earlier.tap()
-            if owner is not None and not owner.replaces and owner.target.meets(tap.target):
-                moved = Arm(owner, earlier.index, earlier.path)
-                moved.watch_gate(owner, node)
-                earlier.muted = True
+            if owner is None or owner.replaces or not owner.target.meets(tap.target):
+                continue
+            earlier.muted = True
+            if twice:
+                owner.divided(earlier.index, earlier.path)
+                continue
+            moved = Arm(owner, earlier.index, earlier.path)
+            if not own:
+                owner.guard(moved, gate)
+            moved.watch_gate(owner, node)
     arm.watch_gate(tap, node)
     return gate
 
 
-def mark_gate(gate: Tensor, serial: int) -> Any:
-    """Remember that a tensor is a gate of this call; its node."""
+def mark_gate(gate: Tensor, serial: int, path: Path = ()) -> Any:
+    """Remember that a tensor is a gate of this call, at this path of its arguments; its node."""
     node: Any = gate.grad_fn
-    node.metadata[_MARK] = serial
+    node.metadata[_MARK] = serial, path
     return node
+
+
+def gate_of(node: Any, serial: int) -> Path | None:
+    """Where the gate stands whose node this is; None if no edit has made it for this very call."""
+    mark = None if node is None else node.metadata.get(_MARK)
+    return mark[1] if mark is not None and mark[0] == serial else None
 
 
 def is_gate(node: Any, serial: int) -> bool:
     """Whether a node is that of a gate which an edit has made for this very call."""
-    return node is not None and node.metadata.get(_MARK) == serial
+    return gate_of(node, serial) is not None
 
 
 def _reused(output: Any, start: int) -> set[int]:

@@ -32,10 +32,7 @@ __all__ = ["Context", "first_names", "hook", "named_place", "settled", "silence"
 
 T = TypeVar("T", bound="Tap")
 _NOTHING = cast(Any, MappingProxyType({}))
-_NO_GRADIENT = (
-    "no gradient arrived. No backward ran inside the `with`, the loss does not depend on it, or "
-    "only others were asked for (torch.autograd.grad, inputs=)."
-)
+_NO_GRADIENT = gradients.NONE_CAME[0]
 
 
 def settled(where: Any) -> Any:
@@ -183,7 +180,7 @@ class Context(Entering, Generic[T]):
 
     def _fired(self, tap: T) -> bool:
         """Whether a tap has done what was asked of it."""
-        return tap.fired > 0
+        return tap.fired > 0 and not tap.tally()[1]
 
     def _awaited(self) -> ChangeError | None:
         """The error if checkpointed calls that were changed will run again, after the end."""
@@ -212,20 +209,23 @@ class Context(Entering, Generic[T]):
                     "Enter it in the thread that runs the model.",
                 )
         for tap in self._taps.values():
-            if tap.replaces and any(arm.lost for arm in tap.guards):
+            if tap.replaces:
                 tap.lost()
-                tap.fired = 0  # not everywhere where it was to act
         for request in self._requests:
             missing = [t for t in request.targets if not self._fired(self._taps[t.key])]
-            lost = [t for t in missing if self._taps[t.key].replaces and self._taps[t.key].reasons]
+            lost = [t for t in missing if self._taps[t.key].losses]
             if missing and (request.literal or lost or len(missing) == len(request.targets)):
                 raise self._never_fired(request, (lost or missing)[0])
 
     def _never_fired(self, request: Request, target: Target) -> NeverFired:
         tap, count = self._taps[target.key], len(request.targets)
+        if tap.fired:
+            return self._in_part(tap)
         asked = f"Nothing happened at {str(self.place_of(target))!r}"
-        if count > 1 and not request.literal:
+        if count > 1 and not request.literal and not tap.losses:
             asked += f", nor any other of the {count} places that match {request.asked}"
+        if tap.losses:
+            return NeverFired(f"{asked}:", *gradients.VIEW_CHANGED)
         remedy = "A capture of '**' shows what is called, in record.places() and record.unfired()."
         if target.operation is not None and not self._site_of(tap).count:
             remedy = f"List them with hookline.select(model, '{target.path}/*', inputs=batch)."
@@ -235,6 +235,21 @@ class Context(Entering, Generic[T]):
         if why is not None:  # which says itself what to do
             found, remedy = why[0], why[1] or remedy
         return NeverFired(f"{asked}:", found, remedy)
+
+    def _in_part(self, tap: T) -> NeverFired:
+        """The error if a tap did what was asked of it at some of the calls only."""
+        reached, missed = tap.tally()
+        asked = f"{self._verb} was to act at {str(tap.place)!r}:"
+        found = f"it did at {_calls(reached)}, but not at {_calls(missed)}"
+        why = gradients.VIEW_CHANGED if missed[0] in tap.losses else tap.why(missed[0])
+        if why is not None:
+            return NeverFired(asked, f"{found}: {why[0]}", why[1])
+        count = tap.seen if tap.target.port == "grad" else self._site_of(tap).count
+        reason = tap.silent or _NO_GRADIENT
+        if count <= missed[0]:
+            reason = f"there was no such call. There were {count}, counted from 0."
+        remedy = "Name calls that come, or a slice of calls: one of those is enough."
+        return NeverFired(asked, f"{found}: {reason}", remedy)
 
     def reason(self, tap: Tap, others: bool | None = None) -> str:
         """Why nothing happened at a tap; `others` is whether something did elsewhere."""
@@ -248,6 +263,15 @@ class Context(Entering, Generic[T]):
 def _home(target: Target) -> Any:
     """What the site of a target is kept under."""
     return target.ident if target.operation is None else (target.ident, target.operation)
+
+
+def _calls(numbers: Iterable[int]) -> str:
+    """Calls by their numbers, as words."""
+    found = sorted(numbers)
+    if not found:
+        return "no other call"
+    more = f", … ({len(found)} in all)" * (len(found) > 8)
+    return f"call{'s' * (len(found) > 1)} {', '.join(map(str, found[:8]))}{more}"
 
 
 def silence(tap: Tap, site: Site, model: Any, names: dict[int, str], others: bool) -> str:

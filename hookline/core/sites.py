@@ -209,7 +209,8 @@ class Site:
         """
         call = self.recomputes()
         running = self._running()
-        index = self.count + len(running) if call is None else call
+        first = self.count if call is None else call  # the lowest number that it may get at its end
+        index = first + len(running) if call is None else call
         frame = Frame(index, call is not None, caller)
         frame.positional = len(args)
         running.append(frame)
@@ -226,7 +227,8 @@ class Site:
             if torch.is_grad_enabled():
                 frame.given = gradients.note_given(args, kwargs)
         for tap in self.grad_inputs:
-            new = input_gradients.note_inputs(tap, module, args, kwargs, frame)
+            asked = tap.acts_from(first)
+            new = input_gradients.note_inputs(tap, module, args, kwargs, frame) if asked else None
             if new is not None:
                 args, kwargs = new
                 changed = True
@@ -267,7 +269,7 @@ class Site:
     def _abandon(self, frames: list[Frame]) -> None:
         """Set the inputs aside of calls that raised; all that else was known of them goes."""
         for frame in frames:
-            frame.running, frame.edges, frame.given, frame.gates = None, (), (), ()
+            frame.running, frame.edges, frame.given = None, (), ()
             frame.pending = [(tap, kept) for tap, kept in frame.pending if tap.wants_late()]
             for tap in self.inputs:  # the next call has the same number
                 tap.withdraw(frame.index)
@@ -310,10 +312,10 @@ class Site:
         if self.outputs and self.outputs[0].replaces:
             output = self._offer_outputs(output, index, recomputed, Completed(args, kwargs or {}))
         for tap in self.grad_outputs:
-            if not recomputed or tap.refused(index):
+            if tap.watches(index, recomputed):
                 output = _at_part(tap, output, index, tap.watch_outputs, output, index, frame)
         for tap in self.grad_inputs:
-            if not recomputed or tap.refused(index):
+            if tap.watches(index, recomputed):
                 input_gradients.watch_inputs(tap, output, index, cast(Frame, frame))
         if output is original:
             return None

@@ -76,6 +76,7 @@ class Tap:
     """What a context does with the values at one target. Subclasses are the verbs."""
 
     replaces = True  # whether values may be replaced: false for captures
+    separates = False  # whether one tensor may be put into several arguments as several
     fired: int = 0
     seen: int = 0  # values that came
     wrote = False  # whether a value was changed in place
@@ -83,6 +84,9 @@ class Tap:
     reasons: Mapping[int, dict[Path, tuple[str, str]]] = MappingProxyType({})
     guards: Sequence[Any] = ()
     silent = ""  # what to say if nothing happened, where more is known than usual
+    # Of gradients, the calls for which some came, and those of which some was lost.
+    reached: Mapping[int, None] = MappingProxyType({})
+    losses: Sequence[int] = ()
 
     def __init__(self, target: Target, context: weakref.ref[Context[Any]]) -> None:
         self.target = target
@@ -115,7 +119,10 @@ class Tap:
     def gradient(self, grad: Tensor, index: int, path: tuple[Any, ...]) -> Tensor | None:
         """Take a gradient, or one tensor of it; return what shall stand in its place, or None."""
         # A negative index: of a parameter or plain tensor, numbered by backward pass.
-        new = self.receive(copied(grad), self.seen if index < 0 else index, False, None)
+        call = self.seen if index < 0 else index
+        new = self.receive(copied(grad), call, False, None)
+        self.reached = self.reached or {}
+        self.remember(self.reached, call, None)
         return None if new is KEEP else new
 
     def expect(self, value: Any, index: int, tensors: Sequence[tuple[Tensor, list[Path]]]) -> None:
@@ -124,7 +131,10 @@ class Tap:
     def explain(self, index: int, reason: str, remedy: str = "", path: Path = ()) -> None:
         """A value that was asked for cannot be given for this call; say why on read or at exit."""
         self.reasons = self.reasons or {}
-        self.remember(self.reasons, index, {**self.reasons.get(index, {}), path: (reason, remedy)})
+        parts = {**self.reasons.get(index, {}), path: (reason, remedy)}
+        if path:  # what is known of a part counts more, and later, than what is known of the whole
+            parts.pop((), None)
+        self.remember(self.reasons, index, parts)
 
     def why(self, index: int | None = None) -> tuple[str, str] | None:
         """Why a call gave nothing, with the remedy, or why the first such call did, if known."""
@@ -151,23 +161,46 @@ class Tap:
 
     watch_outputs = gradients.watch_outputs
 
-    def refused(self, index: int) -> bool:
-        """Whether a call gave nothing. A recomputed call is watched only then."""
-        return index in self.reasons
+    def acts_on(self, index: int) -> bool:
+        """Whether a call is one of those that are asked for."""
+        return True
+
+    def acts_from(self, index: int) -> bool:
+        """Whether a call with this number, or a later one, is."""
+        return True
+
+    def tally(self) -> tuple[Sequence[int], Sequence[int]]:
+        """The calls at which this did what was asked of it, and those at which it did not."""
+        return [n for n in self.reached if n not in self.losses], self.losses
+
+    def watches(self, index: int, recomputed: bool) -> bool:
+        """Whether the gradients of a call are to be watched: when it is recomputed, only if the
+        call gave nothing.
+        """
+        return (not recomputed or index in self.reasons) and self.acts_on(index)
 
     def several(self, index: int, path: Path) -> None:
         """The gradient at a path will come in several shares."""
 
+    def divided(self, index: int, path: Path) -> None:
+        """The tensor at a path is returned at several positions, which have become several."""
+        self.explain(index, *gradients.DIVIDED, path=path)
+
     def guard(self, arm: Any, *tensors: Tensor) -> None:
         """Remember a hook that is lost if the memory of these tensors is changed in place."""
         arm.guard(*tensors)
-        self.guards = [*(old for old in self.guards if not old.fired), arm][-_RECENT:]
+        guards = [*(old for old in self.guards if not old.fired), arm]
+        self.lost(guards[:-_RECENT])
+        self.guards = guards[-_RECENT:]
 
-    def lost(self) -> None:
-        """Explain the gradients that did not come for such a change."""
-        for arm in self.guards:
+    def lost(self, guards: Sequence[Any] | None = None) -> None:
+        """Explain the gradients that did not come for such a change: those of all guards, or of
+        those that are given up.
+        """
+        for arm in self.guards if guards is None else guards:
             if arm.lost:
                 self.explain(arm.index, *gradients.VIEW_CHANGED, path=arm.path)
+                self.losses = [*self.losses, arm.index][-_RECENT:]
         self.guards = ()
 
 
@@ -193,11 +226,10 @@ class Frame:
     args: tuple[Any, ...] = ()  # the arguments, once the call is complete
     kwargs: Mapping[str, Any] = MappingProxyType({})
     # For gradients, all at the start of the call: the autograd sequence number, the tensors that
-    # the call was given, the edges of the inputs that are asked for, and an edit's gates there.
+    # the call was given, and what is noted of the inputs that are asked for.
     sequence = 0
     given: Sequence[Any] = ()
     edges: Sequence[Any] = ()
-    gates: Sequence[tuple[Tensor, int]] = ()
 
     def __init__(self, index: int, recomputed: bool, running: types.FrameType) -> None:
         self.index = index

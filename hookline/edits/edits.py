@@ -58,6 +58,20 @@ class EditTap(Tap):
     def __init__(self, target: Target, ref: Any, changes: Any, at: Any, calls: Any) -> None:
         super().__init__(target, ref)
         self.changes, self.at, self.calls = changes, at, calls
+        # The calls that are named one by one, and those of them that have not come so far.
+        self.named: list[int] = cast("list[int]", calls) if isinstance(calls, list) else []
+        self.awaited = set(self.named)
+
+    def acts_on(self, index: int) -> bool:
+        return index in self.calls
+
+    def acts_from(self, index: int) -> bool:
+        return self.calls[-1] >= index
+
+    def tally(self) -> tuple[Sequence[int], Sequence[int]]:
+        missed = sorted({*self.losses, *self.awaited})
+        came = self.named or [n for n in self.reached if self.acts_on(n)]
+        return [n for n in came if n not in missed], missed
 
     def receive(self, value: Any, index: int, recomputed: bool, frame: Frame | None) -> Any:
         self.seen += 1
@@ -71,7 +85,9 @@ class EditTap(Tap):
         except Exception as error:
             add_place(error, self)
             raise
-        self.fired += not self.empty
+        if not self.empty:
+            self.fired += 1
+            self.awaited.discard(index)
         return new
 
     def _changed(self, call: Call, value: Any) -> Any:
@@ -131,7 +147,9 @@ class edit(Context[EditTap]):
         at: change only this slice: an index, `heads(...)` or `last_token(...)`. One that does not
             fit a value raises ChangeError there.
         calls: change only these calls: an int, a slice, a set. Inputs are numbered by the start
-            of the call, all else by its completion.
+            of the call, all else by its completion. Each call that is named must come, of a slice
+            at least one; else leaving the `with` raises `NeverFired`, which says at which calls
+            the edit acted and at which it did not.
 
     At a parameter or buffer (`edit(model, "fc.weight", ...)`) its data is swapped in and back,
     bit for bit; the Parameter object stays. Optimiser steps taken inside are discarded with it.
@@ -139,7 +157,9 @@ class edit(Context[EditTap]):
     last is made of what the others gave: remove it first. A backward after the `with` is still
     right; after `.attach()` and `.remove()` it raises. (The `with` saves tensors through hooks,
     which torch.func refuses: there, use `.attach()`.)
-    At gradient places the change meets the gradient as it arrives; run the backward inside.
+    At gradient places the change meets the gradient as it arrives; run the backward inside. One
+    tensor that is passed for several arguments, or returned at several positions, becomes several
+    by an identity at each place that is named, so that each has its own gradient.
     At a module it is for what the module returns: where a model drops that and goes on with what
     the module wrote in place (`self.relu(h)`), edit its operation, "relu/relu".
     """

@@ -373,5 +373,8 @@ class GradInputLog(_GradientLog):
 
     def watch_thoroughly(self, tap: Any, output: Any, index: int, frame: Frame) -> None:
         tensor, node, output_nr, _ = frame.given[0]
-        frame.edges = ((tap, tensor, [(tensor, [()])], {(node, output_nr): ()}),)
+        noted = input_gradients.Noted(tap, tensor)
+        noted.tensors = [(tensor, ())]
+        noted.wanted = {(node, output_nr): input_gradients.Argument(tensor, [()])}
+        frame.edges = (noted,)
         input_gradients.watch_inputs(tap, output, index, frame)

@@ -235,6 +235,11 @@ class CaptureTap(Tap):
             self.shared = self.shared or set()
             self.shared.add((index, path))
 
+    def divided(self, index: int, path: Path) -> None:
+        for paths in self.shapes.get(index, WHOLE)[1]:
+            for one in paths if path in paths else ():
+                super().divided(index, one)
+
     def expect(self, value: Any, index: int, tensors: Sequence[tuple[Tensor, list[Path]]]) -> None:
         whole = isinstance(value, Tensor)
         if self.options.keep != "all" and (whole or not tensors):

@@ -417,8 +417,9 @@ class Record:
         if not gradient:
             raise _never_fired(self._place(tap), self._why(tap))
         asked = f"The gradient at {str(self._place(tap))!r} was asked for:"
+        found = self._why(tap)  # which also looks for what was lost
         remedy = "Run the forward and the backward inside the `with`."
-        raise GradientNotAvailable(asked, self._why(tap), remedy)
+        raise GradientNotAvailable(asked, *(tap.why() or (found, remedy)))
 
     def _read(self, tap: CaptureTap, kept: Kept | None, parts: Path, call: int) -> Any:
         """A value, or a part of it, if it is what it was when it was captured."""

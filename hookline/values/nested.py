@@ -8,6 +8,7 @@ attribute; a *path* is a tuple of parts.
 - `leaves(value)`: every tensor in a structure with its path
 - `only_tensor(value)`: the one tensor in a structure with its path, or an error
 - `get_part(value, path)`: what stands at a path
+- `exact_path(value, path)`: the same path by the names that `children` gives
 - `set_part(value, path, new)`: the same structure with something else at a path
 - `map_leaves(function, value)`: the same structure with every leaf mapped
 - `show_path(path)`: a path as it is written in a place
@@ -34,7 +35,8 @@ from torch.distributions import Distribution
 from hookline.errors import PlaceError, SeveralTensors
 
 __all__ = [
-    "Path", "children", "get_part", "leaves", "map_leaves", "only_tensor", "set_part", "show_path",
+    "Path", "children", "exact_path", "get_part", "leaves", "map_leaves", "only_tensor", "set_part",
+    "show_path",
 ]  # fmt: skip
 
 Part = int | str
@@ -142,6 +144,19 @@ def get_part(value: Any, path: Path) -> Any:
     for depth, part in enumerate(path):
         value, _, _ = _locate(value, part, path[:depth])
     return value
+
+
+def exact_path(value: Any, path: Path) -> Path:
+    """The same path by the names that `children` gives; LookupError if nothing stands there.
+
+    >>> exact_path({"h": (1, 2)}, (0, -1))
+    ('h', 1)
+    """
+    found: Path = ()
+    for depth, part in enumerate(path):
+        value, name, _ = _locate(value, part, path[:depth])
+        found = (*found, name)
+    return found
 
 
 def _locate(value: Any, part: Part, before: Path = ()) -> tuple[Any, Part, list[tuple[Part, Any]]]:

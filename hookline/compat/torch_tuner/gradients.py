@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from hookline.compat.torch_tuner.values import Value, first_argument, settled, suffix
-from hookline.core.gradients import NO_GRAD, NO_TENSOR
+from hookline.core.gradients import NO_GRAD, NO_TENSOR, NONE_CAME
 from hookline.core.hooks import Context
 from hookline.core.recomputation import in_backward
 from hookline.core.taps import Tap
@@ -27,10 +27,13 @@ __all__ = ["Gradients"]
 class _GradientTap(Tap):
     """Hands on the gradients of a value as they arrive, each with its path, and changes none."""
 
+    separates = True
+
     def __init__(self, target: Target, context: weakref.ref[Any]) -> None:
         super().__init__(target, context)
         # An identity behind an output tells its gradient from those of other uses. Before an input
-        # it would be in the way of modules that change it in place; there the graph is enough.
+        # it would be in the way of modules that change it in place; there the graph is enough,
+        # unless one tensor is passed for several arguments.
         self.replaces = target.port == "grad_output"
 
     def gradient(self, grad: Tensor, index: int, path: Path) -> None:
@@ -43,7 +46,7 @@ class _GradientTap(Tap):
         # need watching when it is recomputed.
         super().explain(index, reason, remedy, path)
         self.reasons = dict(list(self.reasons.items())[-64:])  # it may be attached for ever
-        if reason not in (NO_GRAD[0], NO_TENSOR[0]):
+        if reason not in (NO_GRAD[0], NO_TENSOR[0], NONE_CAME[0]):
             warn_outside(f"The gradient at {str(self.place)!r} cannot be saved: {reason} {remedy}")
 
 
