@@ -3,6 +3,7 @@
 - `read(module, args, kwargs, target)`: the value at an input port
 - `write(module, args, kwargs, target, new)`: the arguments with something else there
 - `bind(module, args, kwargs)`: all arguments by name
+- `names(module)`: the names that a module's forward has for its arguments
 """
 
 # Values of any structure have no types.
@@ -21,7 +22,7 @@ from hookline.errors import ChangeError
 from hookline.places.resolution import Target
 from hookline.values.nested import get_part, set_part
 
-__all__ = ["bind", "read", "write"]
+__all__ = ["bind", "names", "read", "write"]
 
 _signatures: dict[Any, tuple[list[str], list[str]]] = {}  # by a type's forward
 
@@ -54,6 +55,15 @@ def _names(module: Any) -> tuple[list[str], list[str]]:
             found = told, told
     _signatures[key] = found
     return found
+
+
+def names(module: nn.Module) -> list[str]:
+    """The names that the forward of a module has for its arguments.
+
+    >>> names(nn.Linear(1, 1))
+    ['input']
+    """
+    return _names(module)[1]
 
 
 def bind(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int | str, Any]:

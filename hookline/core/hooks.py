@@ -20,7 +20,9 @@ from torch.utils import hooks as torch_hooks
 
 from hookline.core import gathering, gradients
 from hookline.core.arms import Handles
+from hookline.core.calls import Calls, ranges
 from hookline.core.contexts import Entering
+from hookline.core.generation import Generation, takers_above
 from hookline.core.operations import Operation, not_called, refuse
 from hookline.core.recomputation import awaited
 from hookline.core.sites import ACTIVE, Site
@@ -48,6 +50,7 @@ class Context(Entering, Generic[T]):
     """What the verbs that act at places have in common. Nothing acts before it is entered."""
 
     _owned = False  # whether it sees only the calls of the thread or task that entered it
+    _calls: Calls | None = None  # those that were asked for
     # All below is made anew on entering.
     _serial = 0
     _names: dict[int, str] | None = None
@@ -87,6 +90,8 @@ class Context(Entering, Generic[T]):
         for request in self._requests:
             self._place_all(request, ref, owner)
         self._prepared()
+        if self._calls is not None and self._calls.step is not None:
+            self._follow(self._calls.step, ref, owner)
         for module, site in self._sites.values():
             if attached:
                 site.keeper = self
@@ -98,6 +103,29 @@ class Context(Entering, Generic[T]):
         for target in request.targets:
             if target.key not in self._taps:
                 self._place(target, ref, owner)
+
+    def _follow(self, step: str, ref: weakref.ref[Any], owner: int | None) -> None:
+        """Tell the steps of a generation apart, by the modules that take its cache."""
+        targets = [tap.target for tap in self._taps.values() if tap.calls is not None]
+        takers = takers_above(self._model, [target.module for target in targets])
+        covered = {id(inner) for taker in takers for inner in taker.modules()}
+        for request in self._requests:
+            asked = f"calls={step!r} was asked for at {request.asked}:"
+            found = [t for t in request.targets if self._taps[t.key].calls is not None]
+            if any(target.port == "grad" for target in found):
+                problem = "a parameter has one gradient for all calls of a backward."
+                raise NotHookable(asked, problem, "Name a module's :grad_output or :grad_input.")
+            if found and not any(target.ident in covered for target in found):
+                problem = "no module there, or above it in the model that was given, takes a cache "
+                problem += "(past_key_values, cache_params), which tells the prompt from the rest."
+                remedy = "Give the whole model, or numbers in calls=."
+                raise NotHookable(asked, problem, remedy)
+        generation = Generation(takers)
+        for module in takers:
+            _, site = self._sites.setdefault(id(module), (module, Site(module, ref, owner)))
+            site.takes_cache = True
+        for _, site in self._sites.values():
+            site.generation = generation
 
     def _site_of(self, tap: Tap) -> Site:
         return tap if isinstance(tap, Site) else self._sites[_home(tap.target)][1]
@@ -177,7 +205,7 @@ class Context(Entering, Generic[T]):
 
     def _fired(self, tap: T) -> bool:
         """Whether a tap has done what was asked of it."""
-        return tap.fired > 0
+        return tap.fired > 0 and not tap.lacking
 
     def _awaited(self) -> ChangeError | None:
         """The error if checkpointed calls that were changed will run again, after the end."""
@@ -217,7 +245,10 @@ class Context(Entering, Generic[T]):
 
     def _never_fired(self, request: Request, target: Target) -> NeverFired:
         tap, count = self._taps[target.key], len(request.targets)
-        asked = f"Nothing happened at {str(self.place_of(target))!r}"
+        place = str(self.place_of(target))
+        asked = f"Nothing happened at {place!r}"
+        if tap.calls is not None and (tap.lacking or tap.untold):
+            asked = f"The calls {tap.calls.shown} at {place!r} were asked for"
         if count > 1 and not request.literal:
             asked += f", nor any other of the {count} places that match {request.asked}"
         remedy = "A capture of '**' shows what is called, in record.places() and record.unfired()."
@@ -243,6 +274,9 @@ def silence(tap: Tap, site: Site, model: Any, names: dict[int, str]) -> str:
     """Why nothing happened at a tap."""
     target = tap.target
     tap.lost()
+    if tap.untold:
+        call, why = next(iter(tap.untold.items()))
+        return f"call {call} cannot be told: {why.found} {why.remedy}"
     if tap.reasons:
         reason, remedy = next(iter(tap.reasons.values()))
         return f"{reason} {remedy}".strip()
@@ -256,9 +290,7 @@ def silence(tap: Tap, site: Site, model: Any, names: dict[int, str]) -> str:
     if target.port == "grad":
         return tap.silent or _NO_GRADIENT
     if site.count:
-        kept = "and no call was changed: calls= names others, counted from 0."
-        none = f"but {_NO_GRADIENT}" if "grad" in target.port else kept
-        return f"its module was called {site.count}×, {none}"
+        return f"its module was called {site.count}×, {_meant(tap)}"
     path = names.get(target.ident)
     if path is None and isinstance(model, nn.Module):
         return "its module was taken out of the model while this was open."
@@ -274,6 +306,18 @@ def silence(tap: Tap, site: Site, model: Any, names: dict[int, str]) -> str:
         "module.forward(x), which runs no hooks, or its weights used without it, or the code that "
         "calls it was not reached."
     )
+
+
+def _meant(tap: Tap) -> str:
+    """Why nothing happened at a tap whose module was called."""
+    if tap.lacking and tap.fired:
+        return f"and of the calls that were named {ranges([*tap.lacking])} never came."
+    if "grad" in tap.target.port and not tap.lacking:
+        return f"but {_NO_GRADIENT}"
+    done = "changed" if tap.replaces else "kept"
+    if tap.calls is not None and tap.calls.step is not None:
+        return f"and no call was {done}: none was of the step {tap.calls.shown}."
+    return f"and no call was {done}: calls= names others, counted from 0."
 
 
 def first_names(model: nn.Module | Tensor | None) -> dict[int, str]:

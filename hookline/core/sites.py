@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from hookline.core import arguments, gradients, input_gradients
+from hookline.core.generation import FORGOTTEN, Generation, Step, Steps
 from hookline.core.recomputation import Regions, in_backward
 from hookline.core.taps import KEEP, Frame, Tap, is_over, now
 from hookline.values.nested import get_part, set_part
@@ -67,6 +68,9 @@ class Site:
     changed = False  # whether a value was replaced
     again = (-1, 0)  # the last backward that recomputed calls, and how many
     regions: Regions | None = None  # where more is done than to look at values
+    generation: Generation | None = None  # where calls are chosen by the step of a generation
+    takes_cache = False  # whether the step is told by the calls of this module
+    steps: Steps | None = None  # of complete calls, where a backward may run them again
     inputs: Sequence[Tap] = ()
     values: Sequence[Tap] = ()
     outputs: Sequence[Tap] = ()
@@ -95,10 +99,11 @@ class Site:
         if self.owner is None:
             self.lock = threading.RLock()  # its own: an interrupt may leave it locked for ever
         gradient = self.grad_outputs or self.grad_inputs
-        self.paired = bool(self.inputs or gradient or self.counted)
+        self.paired = bool(self.inputs or gradient or self.counted or self.generation)
         taps = *self.inputs, *self.outputs
         if self.counted or gradient or any(tap.replaces for tap in taps):
             self.regions = Regions()
+            self.steps = Steps() if self.generation is not None else None
 
     def register(self, module: nn.Module) -> None:
         """Put the hooks on a module.
@@ -212,8 +217,11 @@ class Site:
         frame = Frame(index, call is not None, caller)
         frame.positional = len(args)
         running.append(frame)
+        if self.generation is not None:
+            frame.step = self._step(self.generation, frame, args, kwargs, caller)
         for tap in self.values:
-            tap.receive(tap.target.tensor(), index, frame.recomputed, None)
+            if tap.calls is None or tap.wants(index, frame.step):
+                tap.receive(tap.target.tensor(), index, frame.recomputed, None)
         changed = False
         for tap in self.inputs:
             new = self._offer_input(tap, module, args, kwargs, frame)
@@ -225,6 +233,8 @@ class Site:
             if torch.is_grad_enabled():
                 frame.given = gradients.note_given(args, kwargs)
         for tap in self.grad_inputs:
+            if self.generation is not None and not self._watches(tap, index, frame):
+                continue
             new = input_gradients.note_inputs(tap, module, args, kwargs, frame)
             if new is not None:
                 args, kwargs = new
@@ -232,13 +242,31 @@ class Site:
         self.changed |= changed
         return (args, kwargs) if changed else None
 
+    def _step(
+        self, told: Generation, frame: Frame, args: Any, kwargs: Any, caller: types.FrameType
+    ) -> Step:
+        """The step of a generation that a call is of."""
+        module = cast(nn.Module, self.module)
+        if frame.recomputed:
+            return FORGOTTEN if self.steps is None else self.steps.of(frame.index)
+        if self.takes_cache:
+            return told.enter(module, args, kwargs, caller)
+        return told.current(module, caller)
+
+    def _watches(self, tap: Tap, index: int, frame: Frame | None) -> bool:
+        """Whether the gradients of a call are asked for."""
+        if frame is not None and frame.recomputed:
+            return tap.refused(index)
+        return tap.calls is None or tap.wants(index, frame and frame.step)
+
     def _offer_values(self) -> None:
         """Give the parameters and buffers of the module to their taps, at a call of it."""
         alone = not self.outputs
         call = self.recomputes() if alone else None
         recomputed = call is not None or (not alone and self.outside and in_backward() != -1)
         for tap in self.values:
-            tap.receive(tap.target.tensor(), self.count, recomputed, None)
+            if tap.calls is None or tap.wants(self.count, None):
+                tap.receive(tap.target.tensor(), self.count, recomputed, None)
         if alone and call is None:
             self.count += 1
 
@@ -276,6 +304,8 @@ class Site:
                 self.abandoned = old if old and keep == "first" else [*old, frame]
 
     def _offer_input(self, tap: Tap, module: Any, args: Any, kwargs: Any, frame: Frame) -> Any:
+        if tap.calls is not None and not tap.wants_input(frame.index, frame.step, self.count):
+            return KEEP
         try:
             value = arguments.read(module, args, kwargs, tap.target)
         except LookupError as error:
@@ -298,6 +328,8 @@ class Site:
             frame = self._completed(caller)
             if frame is None:  # the context was entered while the module was running
                 return None
+            if self.takes_cache and self.generation is not None:
+                self.generation.leave(caller)
         # Where every thread is seen, the numbers stay distinct, and the inputs and outputs of one
         # call together. A user's function is never called under the lock.
         original = output
@@ -307,12 +339,12 @@ class Site:
             with self.lock:
                 index, recomputed = self._number(frame, output)
         if self.outputs and self.outputs[0].replaces:
-            output = self._offer_outputs(output, index, recomputed)
+            output = self._offer_outputs(output, index, recomputed, frame)
         for tap in self.grad_outputs:
-            if not recomputed or tap.refused(index):
+            if self._watches(tap, index, frame):
                 output = _at_part(tap, output, index, tap.watch_outputs, output, index, frame)
         for tap in self.grad_inputs:
-            if not recomputed or tap.refused(index):
+            if self._watches(tap, index, frame):
                 input_gradients.watch_inputs(tap, output, index, cast(Frame, frame))
         if output is original:
             return None
@@ -325,28 +357,33 @@ class Site:
         index = self.count if call is None else call
         if call is None:
             self.count += 1
+            if self.steps is not None and frame is not None:
+                self.steps.note(index, cast(Step, frame.step))
         if self.regions is not None:
             self.regions.note(index, changing=bool(self.inputs or self.outputs))
         if frame is not None:
             for tap, stored in frame.pending:
-                tap.commit(stored)
+                tap.commit(stored, index)
         if self.outputs and not self.outputs[0].replaces:
-            self._offer_outputs(output, index, call is not None)
+            self._offer_outputs(output, index, call is not None, frame)
         return index, call is not None
 
-    def _offer_outputs(self, output: Any, index: int, recomputed: bool) -> Any:
+    def _offer_outputs(self, output: Any, index: int, recomputed: bool, frame: Frame | None) -> Any:
         for tap in self.outputs:
+            if tap.calls is not None and not tap.wants(index, frame and frame.step):
+                continue
             output = _at_part(tap, output, index, tap.receive, index, recomputed, None)
         return output
 
     def drain(self) -> None:
         """Keep the inputs of calls that began and never completed, after all others."""
         waiting = [frame for running in (self.frames or {}).values() for frame in running]
-        late = [frame for frame in (*self.abandoned, *waiting) if frame.pending]
-        last = bool(late) and late[0].pending[0][0].options.keep == "last"
-        for frame in reversed(late) if last else late:
+        frames = [frame for frame in (*self.abandoned, *waiting) if frame.pending]
+        late = list(enumerate(frames, self.count))
+        last = bool(late) and frames[0].pending[0][0].options.keep == "last"
+        for index, frame in reversed(late) if last else late:
             for tap, stored in frame.pending:
-                tap.commit(stored, late=True)
+                tap.commit(stored, index, late=True)
         self.frames, self.abandoned = None, ()
 
     def __deepcopy__(self, memo: Any) -> Site:

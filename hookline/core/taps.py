@@ -12,20 +12,22 @@ import itertools
 import threading
 import types
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from functools import cached_property
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor
 
 from hookline.core import gradients
-from hookline.errors import PlaceError
+from hookline.errors import ChangeError, PlaceError
 from hookline.places.resolution import Place, Target
 from hookline.values.nested import Path
 from hookline.values.shards import copied
 
 if TYPE_CHECKING:
+    from hookline.core.calls import Calls
+    from hookline.core.generation import Step, Untold
     from hookline.core.hooks import Context
 
 __all__ = ["KEEP", "SERIALS", "Call", "Frame", "Tap", "add_place", "is_over", "now"]
@@ -80,6 +82,10 @@ class Tap:
     reasons: Mapping[tuple[int, Path], tuple[str, str]] = MappingProxyType({})
     guards: Sequence[Any] = ()
     silent = ""  # what to say if nothing happened, where more is known than usual
+    calls: Calls | None = None  # those that were asked for; None: all
+    lacking: Set[int] = frozenset()  # the calls that were named one by one and have not come
+    # The calls of which it cannot be told whether they were asked for.
+    untold: Mapping[int, Untold] = MappingProxyType({})
 
     def __init__(self, target: Target, context: weakref.ref[Context[Any]]) -> None:
         self.target = target
@@ -103,6 +109,29 @@ class Tap:
     def receive(self, value: Any, index: int, recomputed: bool, frame: Frame | None) -> Any:
         """Take a value; return KEEP or what shall stand in its place."""
         raise AssertionError("a tap receives")
+
+    def wants(self, index: int, step: Step | None) -> bool:
+        """Whether a call was asked for, by its number or by the step of a generation."""
+        calls = self.calls
+        if calls is None:
+            return True
+        if calls.step is not None:
+            if step == calls.step:
+                return True
+            if not isinstance(step, str):
+                self.leave_out(index, cast("Untold", step))
+            return False
+        return index in calls.numbers
+
+    def wants_input(self, index: int, step: Step | None, completed: int) -> bool:
+        """The same when the call begins, and so many are complete."""
+        return self.wants(index, step)
+
+    def leave_out(self, index: int, why: Untold) -> None:
+        """It cannot be told whether a call was asked for: an edit refuses it."""
+        calls = cast("Calls", self.calls)
+        asked = f"The calls {calls.shown} at {str(self.place)!r} were to be changed."
+        raise ChangeError(asked, f"Call {index} cannot be told: {why.found}", why.remedy)
 
     def gradient(self, grad: Tensor, index: int, path: tuple[Any, ...]) -> Tensor | None:
         """Take a gradient, or one tensor of it; return what shall stand in its place, or None."""
@@ -179,6 +208,7 @@ class Frame:
     given: Sequence[Any] = ()
     edges: Sequence[Any] = ()
     gates: Sequence[tuple[Tensor, int]] = ()
+    step: Step | None = None  # of a generation, where calls are chosen by it
 
     def __init__(self, index: int, recomputed: bool, running: types.FrameType) -> None:
         self.index = index

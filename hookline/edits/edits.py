@@ -2,34 +2,30 @@
 
 - `edit`: change the values at places while a `with` block runs
 - `EditTap`: what it does at one target; `EditFunction`: a user's function as a change
-- `as_change(given)`, `as_calls(calls)`: what a user gives, as changes and numbers of calls
+- `as_change(given)`: what a user gives, as a change
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from operator import index
 from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from hookline.core.calls import Which, as_calls
 from hookline.core.hooks import Context, takes_call
 from hookline.core.recomputation import awaited
 from hookline.core.slices import check_at, put
-from hookline.core.taps import KEEP, Call, Frame, Tap, add_place
+from hookline.core.taps import Call, Frame, Tap, add_place
 from hookline.edits import parameters
 from hookline.edits.changes import Change, replace
 from hookline.errors import ChangeError
 from hookline.places.resolution import Request, Target, Where, resolve
 from hookline.values.nested import Path, leaves, only_tensor
 
-__all__ = ["EditFunction", "EditTap", "as_calls", "as_change", "edit"]
-
-_EVERY = range(sys.maxsize)
+__all__ = ["EditFunction", "EditTap", "as_change", "edit"]
 
 
 class EditFunction(Change):
@@ -61,8 +57,6 @@ class EditTap(Tap):
 
     def receive(self, value: Any, index: int, recomputed: bool, frame: Frame | None) -> Any:
         self.seen += 1
-        if index not in self.calls:
-            return KEEP
         change = partial(self._changed, Call(self, index, recomputed, frame))
         try:
             new = change(value) if self.at is None else put(value, self.at, change)
@@ -80,18 +74,22 @@ class EditTap(Tap):
             value = change.meet(value, call)
         return value
 
-    def missing(self, index: int, problem: str) -> None:
-        if index in self.calls:
-            super().missing(index, problem)
+    def gradient(self, grad: Tensor, index: int, path: Path) -> Tensor | None:
+        if index < 0 and not self.wants(self.seen, None):  # of a parameter: one a backward
+            self.seen += 1
+            return None
+        return super().gradient(grad, index, path)
 
     def expect(self, value: Any, index: int, tensors: Sequence[tuple[Tensor, list[Path]]]) -> None:
         ready = self.at is not None or not all(isinstance(c, EditFunction) for c in self.changes)
-        if ready and index in self.calls:
+        if ready:
             only_tensor(value, f"The value at {str(self.place)!r}")
 
 
 class _Used:
     """Looks whether calls use a swapped parameter; `torch.func.functional_call` brings others."""
+
+    calls = None
 
     def __init__(self, tap: Tap) -> None:
         self.tap, self.target, self.tensor = tap, tap.target, tap.target.tensor()
@@ -127,8 +125,13 @@ class edit(Context[EditTap]):
             broadcasts; a 1-D one is one number a channel, along dimension 1 of images (four or
             more dimensions) if it is as long, else along the last one.
         at: change only this slice: an index, `heads(...)` or `last_token(...)`.
-        calls: change only these calls: an int, a slice, a set. Inputs are numbered by the start
-            of the call, all else by its completion.
+        calls: change only these calls: an int, a slice or a set of numbers, "prompt" or
+            "generated". Numbers count the calls of the module from 0 on, from entering or
+            attaching until the end, across all runs of the model; inputs are numbered by the
+            start of the call, all else by its completion. "prompt" and "generated" are decided
+            anew at each forward of the model that starts with an empty cache, so at each
+            `generate()` of transformers; a call of which that cannot be told raises `ChangeError`
+            in the forward, with the reason.
 
     At a parameter or buffer (`edit(model, "fc.weight", ...)`) its data is swapped in and back,
     bit for bit; the Parameter object stays. Optimiser steps taken inside are discarded with it.
@@ -151,7 +154,7 @@ class edit(Context[EditTap]):
         change: Callable[[Any], Any] | Callable[[Any, Call], Any] | Change | Tensor | None = None,
         *,
         at: Any = None,
-        calls: int | slice | Iterable[int] | None = None,
+        calls: Which | None = None,
     ) -> None:
         pairs = list(cast(Any, where).items()) if isinstance(where, Mapping) else [(where, change)]
         if isinstance(where, Mapping) and change is not None:
@@ -176,7 +179,7 @@ class edit(Context[EditTap]):
 
     def _tap(self, target: Target, ref: Any) -> EditTap:
         check_at(self._at, target)
-        calls = _EVERY if target.port == "value" or self._calls is None else self._calls
+        calls = None if target.port == "value" else self._calls
         return EditTap(target, ref, self._changes_at[target.key], self._at, calls)
 
     def _prepared(self) -> None:
@@ -234,19 +237,3 @@ def as_change(given: Any) -> Change:
     if isinstance(given, type):
         found, remedy = "It is a class.", f"Give one of its kind: {given.__name__}(...)."
     raise ChangeError(f"{given!r} was given as a change.", found, remedy)
-
-
-def as_calls(calls: int | slice | Iterable[int]) -> Sequence[int]:
-    """The calls that an edit is for, in order; an error if they make no sense."""
-    found: Sequence[int] = ()
-    with suppress(TypeError, ValueError):
-        if isinstance(calls, slice):
-            stop = sys.maxsize if calls.stop is None else calls.stop
-            found = range(calls.start or 0, stop, 1 if calls.step is None else calls.step)
-        elif not isinstance(calls, bool):
-            several = isinstance(calls, Iterable) and getattr(calls, "shape", None) != ()
-            found = sorted(map(index, cast(Any, calls if several else [calls])))
-    if not found or found[0] < 0 or found[0] > found[-1]:
-        asked, remedy = f"The calls {calls!r} were asked for.", "Give an int, a slice, or a set."
-        raise ChangeError(asked, "Calls are whole numbers from 0 on.", remedy)
-    return found

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import itertools
 import weakref
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from operator import itemgetter
 from types import MappingProxyType
@@ -18,6 +18,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
+from hookline.core.generation import FORGOTTEN, Step, Untold
 from hookline.core.recomputation import in_backward
 from hookline.core.slices import take
 from hookline.core.taps import KEEP, Frame, Tap, add_place
@@ -119,6 +120,9 @@ class CaptureTap(Tap):
     shared: Set[tuple[int, Path]] = frozenset()  # gradients that come in shares, to be derived from
     waiting = True  # for stop=True: until it has fired
     layouts: Sequence[Any] = ()  # how a tensor-parallel plan spreads the value
+    numbers: Sequence[int] = ()  # those of the calls that are kept, where some were asked for
+    passes = 0  # of a parameter: the backward passes that came
+    task = -1  # and the last one
     # Of gradients: the structure of the value by call, and what arrived by call and backward pass.
     shapes: dict[int, tuple[Any, list[list[Path]]]] = _NONE
     grads: dict[tuple[int, int], dict[Path, Kept]] = _NONE
@@ -147,30 +151,64 @@ class CaptureTap(Tap):
         if frame is not None:  # an input: numbered when the call is complete
             frame.pending = (*frame.pending, (self, kept))
         else:
-            self.commit(kept)
-        if options.stop and self.waiting:
+            self.commit(kept, index)
+        if options.stop and self.waiting and not self._lacks(index):
             self.waiting = False
             context: Any = self.context()
             if context is not None:
                 context.arrived()
         return KEEP
 
-    def commit(self, kept: Kept, late: bool = False) -> None:
+    def commit(self, kept: Kept, index: int, late: bool = False) -> None:
         """Keep a value. Late ones are inputs of calls that never completed."""
+        if self.calls is not None:
+            if self.calls.step is None and not self.wants(index, None):
+                return  # an input, of which that was not known before
+            if self.options.keep == "all" or not self.kept:
+                self.numbers = self.numbers or []
+                cast("list[int]", self.numbers).append(index)
+            elif self.options.keep == "last" and not late:
+                self.numbers = [index]
         self.fired += 1
         if self.options.keep == "all" or not self.kept:
             self.kept.append(kept)
         elif self.options.keep == "last" and not late:
             self.kept[0] = kept
 
+    def wants(self, index: int, step: Step | None) -> bool:
+        wanted = super().wants(index, step)
+        if wanted and index in self.lacking:
+            self.lacking -= {index}
+        return wanted
+
+    def wants_input(self, index: int, step: Step | None, completed: int) -> bool:
+        wanted = self.wants(index, step)
+        if self.calls is None or self.calls.step is not None:
+            return wanted
+        return completed <= self.calls.numbers[-1]  # `commit` knows the number
+
+    def leave_out(self, index: int, why: Untold) -> None:
+        if why is not FORGOTTEN and (self.options.keep == "all" or not self.untold):
+            self.untold = self.untold or {}
+            cast("dict[int, Untold]", self.untold)[index] = why
+
+    def _lacks(self, index: int) -> bool:
+        """Whether a call was asked for that has not come by then."""
+        calls = self.calls
+        if calls is None:
+            return False
+        return not (calls.cover(index) and self.lacking <= {index})
+
     def numbered(self) -> list[tuple[int, Kept | None]]:
         """The values with their calls; None for a call that had not the part asked for."""
+        without = {call for call, _ in self.reasons}
+        if self.calls is not None:
+            found = sorted(zip(self.numbers, self.kept, strict=True), key=itemgetter(0))
+            return found if self.options.keep != "all" else _filled_up(without, found)
         if self.options.keep != "all":
             return [(self.fired - 1 if self.options.keep == "last" else 0, k) for k in self.kept]
-        without = {call for call, _ in self.reasons}
         calls = (call for call in itertools.count() if call not in without)
-        found = dict.fromkeys(without) | dict(zip(calls, self.kept, strict=False))
-        return sorted(found.items())
+        return _filled_up(without, zip(calls, self.kept, strict=False))
 
     def entries(self) -> list[Kept]:
         """All that is kept, call by call."""
@@ -218,6 +256,12 @@ class CaptureTap(Tap):
 
     def gradient(self, grad: Tensor, index: int, path: Path) -> Tensor | None:
         key = (index, in_backward())
+        if index < 0 and self.calls is not None:  # of a parameter: numbered by backward pass
+            if key[1] != self.task:
+                self.task, self.passes = key[1], self.passes + 1
+            if not self.wants(self.passes - 1, None):
+                return None
+            key = (self.passes - 1, key[1])
         parts = self.grads.get(key)
         if parts is None:
             keep = self.options.keep
@@ -275,6 +319,13 @@ class CaptureTap(Tap):
                 shape = set_part(shape, path, value)
                 checks |= check if isinstance(check, dict) else {}
         return shape, checks or None
+
+
+def _filled_up(
+    without: Iterable[int], found: Iterable[tuple[int, Kept]]
+) -> list[tuple[int, Kept | None]]:
+    """Calls with what is kept of them, and None for those without."""
+    return sorted((dict.fromkeys(without) | dict(found)).items(), key=itemgetter(0))
 
 
 PLAIN = Options(None, None, False, None, None, "all", False)
