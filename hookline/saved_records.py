@@ -192,7 +192,7 @@ def _tap(entry: Any, tensors: dict[str, Tensor]) -> CaptureTap:
     calls = _list(entry.get("calls", []))
     numbers = _numbers(entry.get("numbers", list(range(len(calls)))), len(calls))
     if "numbers" in entry:
-        tap.calls = as_calls(numbers)
+        tap.choose(as_calls(numbers))
     for n, value in zip(numbers, calls, strict=True):
         why = cast("dict[str, Any]", value).get("missing") if isinstance(value, dict) else None
         if isinstance(why, str):
@@ -200,7 +200,8 @@ def _tap(entry: Any, tensors: dict[str, Tensor]) -> CaptureTap:
             continue
         absent = value is None and port.startswith("grad")
         tap.kept.append(cast(Any, None) if absent else (_read(value, tensors), None))
-        tap.numbers = [*tap.numbers, n]
+        if tap.calls is not None:
+            tap.numbers.append(n)
     return tap
 
 

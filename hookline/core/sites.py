@@ -304,7 +304,7 @@ class Site:
                 self.abandoned = old if old and keep == "first" else [*old, frame]
 
     def _offer_input(self, tap: Tap, module: Any, args: Any, kwargs: Any, frame: Frame) -> Any:
-        if tap.calls is not None and not tap.wants_input(frame.index, frame.step, self.count):
+        if tap.calls is not None and not tap.wants(frame.index, frame.step):
             return KEEP
         try:
             value = arguments.read(module, args, kwargs, tap.target)
@@ -363,7 +363,7 @@ class Site:
             self.regions.note(index, changing=bool(self.inputs or self.outputs))
         if frame is not None:
             for tap, stored in frame.pending:
-                tap.commit(stored, index)
+                tap.commit(stored, frame.index)
         if self.outputs and not self.outputs[0].replaces:
             self._offer_outputs(output, index, call is not None, frame)
         return index, call is not None
@@ -378,12 +378,11 @@ class Site:
     def drain(self) -> None:
         """Keep the inputs of calls that began and never completed, after all others."""
         waiting = [frame for running in (self.frames or {}).values() for frame in running]
-        frames = [frame for frame in (*self.abandoned, *waiting) if frame.pending]
-        late = list(enumerate(frames, self.count))
-        last = bool(late) and frames[0].pending[0][0].options.keep == "last"
-        for index, frame in reversed(late) if last else late:
+        late = [frame for frame in (*self.abandoned, *waiting) if frame.pending]
+        last = bool(late) and late[0].pending[0][0].options.keep == "last"
+        for frame in reversed(late) if last else late:
             for tap, stored in frame.pending:
-                tap.commit(stored, index, late=True)
+                tap.commit(stored, frame.index, late=True)
         self.frames, self.abandoned = None, ()
 
     def __deepcopy__(self, memo: Any) -> Site:

@@ -123,10 +123,6 @@ class Tap:
             return False
         return index in calls.numbers
 
-    def wants_input(self, index: int, step: Step | None, completed: int) -> bool:
-        """The same when the call begins, and so many are complete."""
-        return self.wants(index, step)
-
     def leave_out(self, index: int, why: Untold) -> None:
         """It cannot be told whether a call was asked for: an edit refuses it."""
         calls = cast("Calls", self.calls)

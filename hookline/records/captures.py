@@ -107,9 +107,9 @@ class capture(Context[CaptureTap]):
             raise ValueError(f"keep={keep!r} was asked for. It is 'all', 'first' or 'last'.")
         if threads not in ("own", "all"):
             raise ValueError(f"threads={threads!r} was asked for. It is 'own' or 'all'.")
+        self._calls = None if calls is None else as_calls(calls)
         super().__init__(model, where)
         self._owned = threads == "own"
-        self._calls = None if calls is None else as_calls(calls)
         if at is transform is device is dtype is None and keep == "all" and not (detach or stop):
             self._options = PLAIN
         else:
@@ -128,7 +128,7 @@ class capture(Context[CaptureTap]):
         check_at(self._options.at, target)
         tap = CaptureTap(target, ref, self._options)
         if self._calls is not None:
-            tap.calls, tap.lacking = self._calls, self._calls.named
+            tap.choose(self._calls)
         # Others may hold the address of parameters, buffers and the model's own arguments.
         if target.port == "value" or (target.module is self._model and "input" in target.port):
             tap.freeze = duplicate

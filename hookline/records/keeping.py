@@ -18,6 +18,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
+from hookline.core.calls import Calls
 from hookline.core.generation import FORGOTTEN, Step, Untold
 from hookline.core.recomputation import in_backward
 from hookline.core.slices import take
@@ -120,7 +121,7 @@ class CaptureTap(Tap):
     shared: Set[tuple[int, Path]] = frozenset()  # gradients that come in shares, to be derived from
     waiting = True  # for stop=True: until it has fired
     layouts: Sequence[Any] = ()  # how a tensor-parallel plan spreads the value
-    numbers: Sequence[int] = ()  # those of the calls that are kept, where some were asked for
+    numbers: list[int] = []  # noqa: RUF012 - of the calls that are kept, if some were asked for
     passes = 0  # of a parameter: the backward passes that came
     task = -1  # and the last one
     # Of gradients: the structure of the value by call, and what arrived by call and backward pass.
@@ -152,7 +153,7 @@ class CaptureTap(Tap):
             frame.pending = (*frame.pending, (self, kept))
         else:
             self.commit(kept, index)
-        if options.stop and self.waiting and not self._lacks(index):
+        if options.stop and self.waiting and not self.lacking:
             self.waiting = False
             context: Any = self.context()
             if context is not None:
@@ -161,19 +162,21 @@ class CaptureTap(Tap):
 
     def commit(self, kept: Kept, index: int, late: bool = False) -> None:
         """Keep a value. Late ones are inputs of calls that never completed."""
-        if self.calls is not None:
-            if self.calls.step is None and not self.wants(index, None):
-                return  # an input, of which that was not known before
-            if self.options.keep == "all" or not self.kept:
-                self.numbers = self.numbers or []
-                cast("list[int]", self.numbers).append(index)
-            elif self.options.keep == "last" and not late:
-                self.numbers = [index]
+        if late and index in self.numbers:
+            return  # a later call has that number
         self.fired += 1
         if self.options.keep == "all" or not self.kept:
             self.kept.append(kept)
+            if self.calls is not None:
+                self.numbers.append(index)
         elif self.options.keep == "last" and not late:
             self.kept[0] = kept
+            if self.calls is not None:
+                self.numbers[0] = index
+
+    def choose(self, calls: Calls) -> None:
+        """Keep some calls only, with their numbers."""
+        self.calls, self.lacking, self.numbers = calls, calls.named, []
 
     def wants(self, index: int, step: Step | None) -> bool:
         wanted = super().wants(index, step)
@@ -181,23 +184,10 @@ class CaptureTap(Tap):
             self.lacking -= {index}
         return wanted
 
-    def wants_input(self, index: int, step: Step | None, completed: int) -> bool:
-        wanted = self.wants(index, step)
-        if self.calls is None or self.calls.step is not None:
-            return wanted
-        return completed <= self.calls.numbers[-1]  # `commit` knows the number
-
     def leave_out(self, index: int, why: Untold) -> None:
         if why is not FORGOTTEN and (self.options.keep == "all" or not self.untold):
             self.untold = self.untold or {}
             cast("dict[int, Untold]", self.untold)[index] = why
-
-    def _lacks(self, index: int) -> bool:
-        """Whether a call was asked for that has not come by then."""
-        calls = self.calls
-        if calls is None:
-            return False
-        return not (calls.cover(index) and self.lacking <= {index})
 
     def numbered(self) -> list[tuple[int, Kept | None]]:
         """The values with their calls; None for a call that had not the part asked for."""
