@@ -263,7 +263,7 @@ class _EntryEdit(edit):
 
     def _tap(self, target: Target, ref: Any) -> EditTap:
         made = super()._tap(target, ref)
-        tap = _EntryTap(made.target, ref, made.changes, made.at, made.calls)
+        tap = _EntryTap(made.target, ref, made.changes, made.at, made.chosen)
         tap.note = self.note
         return tap
 

@@ -107,7 +107,7 @@ class _SavedTap(CaptureTap):
     """What was kept at one place, without the module and its capture."""
 
     def gathered(self) -> list[tuple[int, Kept | None]]:
-        numbers = range(len(self.kept)) if self.calls is None else self.numbers
+        numbers = range(len(self.kept)) if self.chosen is None else self.numbers
         return list(zip(numbers, self.kept, strict=False))
 
 
@@ -200,7 +200,7 @@ def _tap(entry: Any, tensors: dict[str, Tensor]) -> CaptureTap:
             continue
         absent = value is None and port.startswith("grad")
         tap.kept.append(cast(Any, None) if absent else (_read(value, tensors), None))
-        if tap.calls is not None:
+        if tap.chosen is not None:
             tap.numbers.append(n)
     return tap
 

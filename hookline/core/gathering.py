@@ -48,7 +48,7 @@ class Gathered:
     parameter, too, is there at the first call only.
     """
 
-    calls = None
+    chosen = None
 
     def __init__(self, tap: Tap) -> None:
         self.tap = tap

@@ -45,7 +45,7 @@ class Untold(NamedTuple):
     """Why a call cannot be told to be of the prompt or of generated tokens."""
 
     found: str
-    remedy: str = "Give numbers in calls=, which count from the entering on."
+    remedy: str = "Give numbers in calls=, which count all calls."
 
 
 Step: TypeAlias = Literal["prompt", "generated"] | Untold
@@ -231,7 +231,7 @@ def takers_above(model: nn.Module, modules: Iterable[nn.Module]) -> list[nn.Modu
     return [
         module
         for module in model.modules()
-        if not wanted.isdisjoint(id(inner) for inner in module.modules()) and _takes_cache(module)
+        if _takes_cache(module) and not wanted.isdisjoint(id(m) for m in module.modules())
     ]
 
 

@@ -50,7 +50,7 @@ class Context(Entering, Generic[T]):
     """What the verbs that act at places have in common. Nothing acts before it is entered."""
 
     _owned = False  # whether it sees only the calls of the thread or task that entered it
-    _calls: Calls | None = None  # those that were asked for
+    _chosen: Calls | None = None  # those that were asked for
     # All below is made anew on entering.
     _serial = 0
     _names: dict[int, str] | None = None
@@ -90,8 +90,8 @@ class Context(Entering, Generic[T]):
         for request in self._requests:
             self._place_all(request, ref, owner)
         self._prepared()
-        if self._calls is not None and self._calls.step is not None:
-            self._follow(self._calls.step, ref, owner)
+        if self._chosen is not None and self._chosen.step is not None:
+            self._follow(self._chosen.step, ref, owner)
         for module, site in self._sites.values():
             if attached:
                 site.keeper = self
@@ -106,12 +106,12 @@ class Context(Entering, Generic[T]):
 
     def _follow(self, step: str, ref: weakref.ref[Any], owner: int | None) -> None:
         """Tell the steps of a generation apart, by the modules that take its cache."""
-        targets = [tap.target for tap in self._taps.values() if tap.calls is not None]
+        targets = [tap.target for tap in self._taps.values() if tap.chosen is not None]
         takers = takers_above(self._model, [target.module for target in targets])
         covered = {id(inner) for taker in takers for inner in taker.modules()}
         for request in self._requests:
             asked = f"calls={step!r} was asked for at {request.asked}:"
-            found = [t for t in request.targets if self._taps[t.key].calls is not None]
+            found = [t for t in request.targets if self._taps[t.key].chosen is not None]
             if any(target.port == "grad" for target in found):
                 problem = "a parameter has one gradient for all calls of a backward."
                 raise NotHookable(asked, problem, "Name a module's :grad_output or :grad_input.")
@@ -177,7 +177,7 @@ class Context(Entering, Generic[T]):
             site.unregister(module)
             if site.frames or site.abandoned:
                 site.drain()
-            site.keeper = None
+            site.keeper = site.generation = None
         self._handles.remove_all()
         active = ACTIVE.get()
         if self._serial in active:
@@ -247,8 +247,8 @@ class Context(Entering, Generic[T]):
         tap, count = self._taps[target.key], len(request.targets)
         place = str(self.place_of(target))
         asked = f"Nothing happened at {place!r}"
-        if tap.calls is not None and (tap.lacking or tap.untold):
-            asked = f"The calls {tap.calls.shown} at {place!r} were asked for"
+        if tap.chosen is not None and (tap.lacking or tap.untold):
+            asked = f"The calls {tap.chosen.shown} at {place!r} were asked for"
         if count > 1 and not request.literal:
             asked += f", nor any other of the {count} places that match {request.asked}"
         remedy = "A capture of '**' shows what is called, in record.places() and record.unfired()."
@@ -315,8 +315,8 @@ def _meant(tap: Tap) -> str:
     if "grad" in tap.target.port and not tap.lacking:
         return f"but {_NO_GRADIENT}"
     done = "changed" if tap.replaces else "kept"
-    if tap.calls is not None and tap.calls.step is not None:
-        return f"and no call was {done}: none was of the step {tap.calls.shown}."
+    if tap.chosen is not None and tap.chosen.step is not None:
+        return f"and no call was {done}: none was of the step {tap.chosen.shown}."
     return f"and no call was {done}: calls= names others, counted from 0."
 
 

@@ -70,7 +70,7 @@ class Site:
     regions: Regions | None = None  # where more is done than to look at values
     generation: Generation | None = None  # where calls are chosen by the step of a generation
     takes_cache = False  # whether the step is told by the calls of this module
-    steps: Steps | None = None  # of complete calls, where a backward may run them again
+    told: Steps | None = None  # of complete calls, where a backward may run them again
     inputs: Sequence[Tap] = ()
     values: Sequence[Tap] = ()
     outputs: Sequence[Tap] = ()
@@ -103,7 +103,7 @@ class Site:
         taps = *self.inputs, *self.outputs
         if self.counted or gradient or any(tap.replaces for tap in taps):
             self.regions = Regions()
-            self.steps = Steps() if self.generation is not None else None
+            self.told = Steps() if self.generation is not None else None
 
     def register(self, module: nn.Module) -> None:
         """Put the hooks on a module.
@@ -220,7 +220,7 @@ class Site:
         if self.generation is not None:
             frame.step = self._step(self.generation, frame, args, kwargs, caller)
         for tap in self.values:
-            if tap.calls is None or tap.wants(index, frame.step):
+            if tap.chosen is None or tap.wants(index, frame.step):
                 tap.receive(tap.target.tensor(), index, frame.recomputed, None)
         changed = False
         for tap in self.inputs:
@@ -243,21 +243,21 @@ class Site:
         return (args, kwargs) if changed else None
 
     def _step(
-        self, told: Generation, frame: Frame, args: Any, kwargs: Any, caller: types.FrameType
+        self, generation: Generation, frame: Frame, args: Any, kwargs: Any, caller: types.FrameType
     ) -> Step:
         """The step of a generation that a call is of."""
         module = cast(nn.Module, self.module)
         if frame.recomputed:
-            return FORGOTTEN if self.steps is None else self.steps.of(frame.index)
+            return FORGOTTEN if self.told is None else self.told.of(frame.index)
         if self.takes_cache:
-            return told.enter(module, args, kwargs, caller)
-        return told.current(module, caller)
+            return generation.enter(module, args, kwargs, caller)
+        return generation.current(module, caller)
 
     def _watches(self, tap: Tap, index: int, frame: Frame | None) -> bool:
         """Whether the gradients of a call are asked for."""
         if frame is not None and frame.recomputed:
             return tap.refused(index)
-        return tap.calls is None or tap.wants(index, frame and frame.step)
+        return tap.chosen is None or tap.wants(index, frame and frame.step)
 
     def _offer_values(self) -> None:
         """Give the parameters and buffers of the module to their taps, at a call of it."""
@@ -265,7 +265,7 @@ class Site:
         call = self.recomputes() if alone else None
         recomputed = call is not None or (not alone and self.outside and in_backward() != -1)
         for tap in self.values:
-            if tap.calls is None or tap.wants(self.count, None):
+            if tap.chosen is None or tap.wants(self.count, None):
                 tap.receive(tap.target.tensor(), self.count, recomputed, None)
         if alone and call is None:
             self.count += 1
@@ -304,7 +304,7 @@ class Site:
                 self.abandoned = old if old and keep == "first" else [*old, frame]
 
     def _offer_input(self, tap: Tap, module: Any, args: Any, kwargs: Any, frame: Frame) -> Any:
-        if tap.calls is not None and not tap.wants(frame.index, frame.step):
+        if tap.chosen is not None and not tap.wants(frame.index, frame.step):
             return KEEP
         try:
             value = arguments.read(module, args, kwargs, tap.target)
@@ -357,8 +357,8 @@ class Site:
         index = self.count if call is None else call
         if call is None:
             self.count += 1
-            if self.steps is not None and frame is not None:
-                self.steps.note(index, cast(Step, frame.step))
+            if self.told is not None and frame is not None:
+                self.told.note(index, cast(Step, frame.step))
         if self.regions is not None:
             self.regions.note(index, changing=bool(self.inputs or self.outputs))
         if frame is not None:
@@ -370,7 +370,7 @@ class Site:
 
     def _offer_outputs(self, output: Any, index: int, recomputed: bool, frame: Frame | None) -> Any:
         for tap in self.outputs:
-            if tap.calls is not None and not tap.wants(index, frame and frame.step):
+            if tap.chosen is not None and not tap.wants(index, frame and frame.step):
                 continue
             output = _at_part(tap, output, index, tap.receive, index, recomputed, None)
         return output

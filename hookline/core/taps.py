@@ -82,7 +82,7 @@ class Tap:
     reasons: Mapping[tuple[int, Path], tuple[str, str]] = MappingProxyType({})
     guards: Sequence[Any] = ()
     silent = ""  # what to say if nothing happened, where more is known than usual
-    calls: Calls | None = None  # those that were asked for; None: all
+    chosen: Calls | None = None  # those that were asked for; None: all
     lacking: Set[int] = frozenset()  # the calls that were named one by one and have not come
     # The calls of which it cannot be told whether they were asked for.
     untold: Mapping[int, Untold] = MappingProxyType({})
@@ -112,7 +112,7 @@ class Tap:
 
     def wants(self, index: int, step: Step | None) -> bool:
         """Whether a call was asked for, by its number or by the step of a generation."""
-        calls = self.calls
+        calls = self.chosen
         if calls is None:
             return True
         if calls.step is not None:
@@ -125,7 +125,7 @@ class Tap:
 
     def leave_out(self, index: int, why: Untold) -> None:
         """It cannot be told whether a call was asked for: an edit refuses it."""
-        calls = cast("Calls", self.calls)
+        calls = cast("Calls", self.chosen)
         asked = f"The calls {calls.shown} at {str(self.place)!r} were to be changed."
         raise ChangeError(asked, f"Call {index} cannot be told: {why.found}", why.remedy)
 

@@ -53,7 +53,7 @@ class EditTap(Tap):
 
     def __init__(self, target: Target, ref: Any, changes: Any, at: Any, calls: Any) -> None:
         super().__init__(target, ref)
-        self.changes, self.at, self.calls = changes, at, calls
+        self.changes, self.at, self.chosen = changes, at, calls
 
     def receive(self, value: Any, index: int, recomputed: bool, frame: Frame | None) -> Any:
         self.seen += 1
@@ -89,7 +89,7 @@ class EditTap(Tap):
 class _Used:
     """Looks whether calls use a swapped parameter; `torch.func.functional_call` brings others."""
 
-    calls = None
+    chosen = None
 
     def __init__(self, tap: Tap) -> None:
         self.tap, self.target, self.tensor = tap, tap.target, tap.target.tensor()
@@ -160,7 +160,7 @@ class edit(Context[EditTap]):
         if isinstance(where, Mapping) and change is not None:
             raise TypeError("edit was given a mapping of changes and a change. Give either.")
         self._changes = [as_change(given) for _, given in pairs]
-        self._at, self._calls = at, None if calls is None else as_calls(calls)
+        self._at, self._chosen = at, None if calls is None else as_calls(calls)
         self._undo = parameters.Undo()
         super().__init__(model, [place for place, _ in pairs])
 
@@ -179,18 +179,18 @@ class edit(Context[EditTap]):
 
     def _tap(self, target: Target, ref: Any) -> EditTap:
         check_at(self._at, target)
-        calls = None if target.port == "value" else self._calls
+        calls = None if target.port == "value" else self._chosen
         return EditTap(target, ref, self._changes_at[target.key], self._at, calls)
 
     def _prepared(self) -> None:
         values = [tap for tap in self._taps.values() if tap.target.port == "value"]
-        if self._calls is not None and len(values) == len(self._taps):
+        if self._chosen is not None and len(values) == len(self._taps):
             asked = "Some calls of a parameter or buffer were to be changed."
             raise ChangeError(asked, "It has none.", "Leave out calls=, or name its module.")
         for _, site in self._sites.values():
             # Parameters are swapped now, and at each call only looked at.
             site.changed = any(tap.target.port == "value" for tap in site.values)
-            site.counted = self._calls is not None or bool(site.outputs) or site.changed
+            site.counted = self._chosen is not None or bool(site.outputs) or site.changed
             site.values = [cast(Tap, _Used(t)) if t in values else t for t in site.values]
         self._saving = parameters.swap(values, self._undo, attached=self._attached)
         self._forget()

@@ -107,7 +107,7 @@ class capture(Context[CaptureTap]):
             raise ValueError(f"keep={keep!r} was asked for. It is 'all', 'first' or 'last'.")
         if threads not in ("own", "all"):
             raise ValueError(f"threads={threads!r} was asked for. It is 'own' or 'all'.")
-        self._calls = None if calls is None else as_calls(calls)
+        self._chosen = None if calls is None else as_calls(calls)
         super().__init__(model, where)
         self._owned = threads == "own"
         if at is transform is device is dtype is None and keep == "all" and not (detach or stop):
@@ -127,8 +127,8 @@ class capture(Context[CaptureTap]):
     def _tap(self, target: Target, ref: weakref.ref[Context[Any]]) -> CaptureTap:
         check_at(self._options.at, target)
         tap = CaptureTap(target, ref, self._options)
-        if self._calls is not None:
-            tap.choose(self._calls)
+        if self._chosen is not None:
+            tap.choose(self._chosen)
         # Others may hold the address of parameters, buffers and the model's own arguments.
         if target.port == "value" or (target.module is self._model and "input" in target.port):
             tap.freeze = duplicate
@@ -150,7 +150,7 @@ class capture(Context[CaptureTap]):
     def _find_mixed(self, requests: list[Request]) -> set[int] | None:
         """The modules of which more than whole values is asked for; None if options are."""
         options = self._options
-        if options.derives or options.stop or options.keep == "first" or self._calls:
+        if options.derives or options.stop or options.keep == "first" or self._chosen:
             return None
         gradients = options.keep == "all" and self._owned and not self._attached
         ports = _LOGS if gradients else ("output",)

@@ -167,16 +167,16 @@ class CaptureTap(Tap):
         self.fired += 1
         if self.options.keep == "all" or not self.kept:
             self.kept.append(kept)
-            if self.calls is not None:
+            if self.chosen is not None:
                 self.numbers.append(index)
         elif self.options.keep == "last" and not late:
             self.kept[0] = kept
-            if self.calls is not None:
+            if self.chosen is not None:
                 self.numbers[0] = index
 
     def choose(self, calls: Calls) -> None:
         """Keep some calls only, with their numbers."""
-        self.calls, self.lacking, self.numbers = calls, calls.named, []
+        self.chosen, self.lacking, self.numbers = calls, calls.named, []
 
     def wants(self, index: int, step: Step | None) -> bool:
         wanted = super().wants(index, step)
@@ -192,9 +192,9 @@ class CaptureTap(Tap):
     def numbered(self) -> list[tuple[int, Kept | None]]:
         """The values with their calls; None for a call that had not the part asked for."""
         without = {call for call, _ in self.reasons}
-        if self.calls is not None:
-            found = sorted(zip(self.numbers, self.kept, strict=True), key=itemgetter(0))
-            return found if self.options.keep != "all" else _filled_up(without, found)
+        if self.chosen is not None:
+            without = without if self.options.keep == "all" else ()
+            return _filled_up(without, zip(self.numbers, self.kept, strict=True))
         if self.options.keep != "all":
             return [(self.fired - 1 if self.options.keep == "last" else 0, k) for k in self.kept]
         calls = (call for call in itertools.count() if call not in without)
@@ -246,7 +246,7 @@ class CaptureTap(Tap):
 
     def gradient(self, grad: Tensor, index: int, path: Path) -> Tensor | None:
         key = (index, in_backward())
-        if index < 0 and self.calls is not None:  # of a parameter: numbered by backward pass
+        if index < 0 and self.chosen is not None:  # of a parameter: numbered by backward pass
             if key[1] != self.task:
                 self.task, self.passes = key[1], self.passes + 1
             if not self.wants(self.passes - 1, None):

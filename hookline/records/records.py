@@ -152,9 +152,9 @@ class Record:
     def _pick(self, tap: CaptureTap, call: int | None) -> tuple[int, Kept | None]:
         """What is kept of one call, or of the only one."""
         kept = self._kept(tap)
-        if tap.calls is not None and call is not None and call >= 0:
+        if tap.chosen is not None and call is not None and call >= 0:
             return self._numbered(tap, kept, call)
-        if call is None or tap.calls is not None:
+        if call is None or tap.chosen is not None:
             self._check_told(tap)
         if call is None:
             if len(kept) > 1:
@@ -177,7 +177,7 @@ class Record:
         found = [(number, one) for number, one in kept if number == call]
         if len(found) == 1:
             return found[0]
-        place, calls = str(self._place(tap)), cast("Calls", tap.calls)
+        place, calls = str(self._place(tap)), cast("Calls", tap.chosen)
         asked = f"Call {call} at {place!r} was asked for."
         if found:
             several = f"There are {len(found)} gradients of it, one a backward."
@@ -186,15 +186,15 @@ class Record:
             raise NotCaptured(
                 asked, f"It cannot be told: {tap.untold[call].found}", tap.untold[call].remedy
             )
-        held = f"Those that were kept: {ranges([number for number, _ in kept])}."
-        if calls.step is None and calls.cover(call):
-            raise NotCaptured(asked, "It never came.", held)
-        raise NotCaptured(asked, f"It was not asked for: calls={calls.shown}.", held)
+        never = calls.step is None and calls.cover(call)
+        why = "It never came." if never else f"It was not asked for: calls={calls.shown}."
+        held = ranges([number for number, _ in kept])
+        raise NotCaptured(asked, why, f"Read one of those that were kept: {held}.")
 
     def _check_told(self, tap: CaptureTap) -> None:
         """Refuse to read all calls, if some may be missing."""
         for call, why in tap.untold.items():
-            asked = f"The calls {cast('Calls', tap.calls).shown} at {str(self._place(tap))!r} "
+            asked = f"The calls {cast('Calls', tap.chosen).shown} at {str(self._place(tap))!r} "
             found = f"Call {call} cannot be told: {why.found}"
             raise NotCaptured(asked + "were asked for.", found, why.remedy)
 
@@ -211,7 +211,7 @@ class Record:
         kept = self._kept(tap)
         self._check_told(tap)
         values = [None if one is None else self._read(tap, one, parts, call) for call, one in kept]
-        numbers = range(len(kept)) if tap.calls is None else [call for call, _ in kept]
+        numbers = range(len(kept)) if tap.chosen is None else [call for call, _ in kept]
         return list(zip(numbers, values, strict=True))
 
     def of_call(self, where: Any, call: int) -> Any:
@@ -298,7 +298,7 @@ class Record:
                 get_part(None if one is None else one[0], parts)
         except (HooklineError, LookupError):
             return False
-        if call is not None and call >= 0 and tap.calls is not None:
+        if call is not None and call >= 0 and tap.chosen is not None:
             return call in [number for number, _ in kept]
         return call is None or -len(kept) <= call < len(kept)
 
@@ -370,7 +370,7 @@ class Record:
 
     def _which(self, tap: CaptureTap) -> str:
         """The numbers of the calls that are kept, if others were not asked for."""
-        if tap.calls is None:
+        if tap.chosen is None:
             return ""
         kept = tap.gathered() if tap.grads else tap.numbered()
         return f" ({ranges([number for number, one in kept if one is not None])})"
