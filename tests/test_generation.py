@@ -1135,3 +1135,77 @@ def test_a_module_that_is_called_outside_of_the_forward_is_refused(decoder):
     with pytest.raises(hl.ChangeError, match="outside of every forward"):
         with hl.edit(decoder.model, "lm_head", change, calls="prompt"):
             decoder.model.lm_head(torch.zeros(1, WIDTH))
+
+
+class Taker(nn.Module):
+    """A model with a cache of its own kind, and a loop of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x, past_key_values=None):
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("cache", [None, (), ((torch.zeros(0), torch.zeros(2, 0)),)], ids=str)
+def test_a_forward_with_an_empty_cache_is_a_prompt_in_any_model(cache):
+    model, x = Taker(), torch.ones(1, 3)
+    with hl.capture(model, "layer", calls="prompt") as record:
+        model(x, cache), model(x, past_key_values=cache)
+    assert len(record.calls("layer")) == 2
+
+
+@pytest.mark.parametrize("cache", [((torch.zeros(1), torch.zeros(1)),), object()], ids=str)
+@pytest.mark.parametrize("step", STEPS_OF)
+def test_a_forward_with_another_cache_is_refused_in_any_model(cache, step):
+    model, x = Taker(), torch.ones(1, 3)
+    with pytest.raises(hl.ChangeError, match=r"holds tokens already|does not say"):
+        with hl.edit(model, "layer", hl.zero(), calls=step):
+            model(x, cache)
+
+
+def test_a_paged_cache_is_refused():
+    """Continuous batching of transformers has prompts and generated tokens in one forward."""
+    model = make("Llama")
+    with pytest.raises(hl.ChangeError, match="does not say"):
+        with hl.edit(model, "model.layers.0.mlp", hl.zero(), calls="prompt"):
+            model(prompt(), cache=object(), use_cache=False)
+
+
+def test_a_compiled_model_runs_eagerly_while_calls_are_chosen():
+    model, x = Taker(), torch.ones(1, 3)
+    compiled = torch.compile(model, backend="eager")
+    compiled(x)
+    with hl.edit(compiled, "layer", hl.zero(), calls="prompt"):
+        assert not compiled(x).any()
+        with pytest.raises(hl.ChangeError, match="holds tokens already"):
+            compiled(x, (x,))
+    assert compiled(x).any()
+
+
+@pytest.mark.parametrize("step", STEPS_OF)
+def test_the_images_of_a_prompt_are_of_the_prompt(step):
+    sizes = {"intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision = transformers.CLIPVisionConfig(hidden_size=16, image_size=8, patch_size=4, **sizes)
+    text = transformers.LlamaConfig(
+        hidden_size=WIDTH, vocab_size=WORDS, max_position_embeddings=64, **sizes
+    )
+    config = transformers.LlavaConfig(
+        vision_config=vision, text_config=text, image_token_index=WORDS - 1
+    )
+    model = transformers.LlavaForConditionalGeneration(config).eval()
+    ids = torch.tensor([[3, *[WORDS - 1] * 4, 5, 6]])
+
+    def run():
+        generate(model, ids, pixel_values=torch.ones(1, 3, 8, 8), pad_token_id=0)
+
+    words, images = "model.language_model.layers.0.mlp", "model.vision_tower.encoder.layers.0.mlp"
+    with hl.capture(model, "**.layers.0.mlp", calls=step) as record:
+        run(), run()
+    numbers = [0, NEW] if step == "prompt" else [n for n in range(2 * NEW) if n % NEW]
+    assert [number for number, _ in record.numbered(words)] == numbers
+    if step == "prompt":
+        assert [number for number, _ in record.numbered(images)] == [0, 1]
+    else:
+        assert list(record.unfired()) == [images]
