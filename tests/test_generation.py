@@ -1209,3 +1209,33 @@ def test_the_images_of_a_prompt_are_of_the_prompt(step):
         assert [number for number, _ in record.numbered(images)] == [0, 1]
     else:
         assert list(record.unfired()) == [images]
+
+
+@pytest.mark.parametrize("step", STEPS_OF)
+def test_the_other_options_of_a_capture_hold_for_one_step(decoder, step):
+    model, place = decoder.model, decoder.mlp
+    numbers = [0, NEW] if step == "prompt" else [n for n in range(2 * NEW) if n % NEW]
+    with hl.capture(model, place, f"{place}:input") as whole:
+        generate(model), generate(model)
+    for options, kept in (
+        ({"keep": "first"}, numbers[:1]),
+        ({"keep": "last"}, numbers[-1:]),
+        ({"threads": "all"}, numbers),
+        ({"at": np.s_[:, -1:], "transform": torch.neg, "detach": True}, numbers),
+    ):
+        with hl.capture(model, place, f"{place}:input", calls=step, **options) as record:
+            generate(model), generate(model)
+        for at in (place, f"{place}:input"):
+            assert [number for number, _ in record.numbered(at)] == kept
+            for n in kept:
+                value = -whole[at, n][:, -1:] if "at" in options else whole[at, n]
+                assert torch.equal(record[at, n], value)
+    handle = hl.capture(model, place, calls=step).attach()
+    generate(model), generate(model)
+    handle.remove()
+    assert equal(handle.record.calls(place), [whole[place, n] for n in numbers])
+    with hl.capture(model, place, calls=step, stop=True) as record:
+        generate(model)
+        raise AssertionError("the rest of the block must not run")
+    assert [number for number, _ in record.numbered(place)] == numbers[:1]
+    assert_clean(model)
