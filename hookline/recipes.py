@@ -16,10 +16,11 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from hookline import folders
+from hookline.core.calls import Which, as_calls
 from hookline.core.contexts import Entering
 from hookline.core.taps import Frame
 from hookline.edits.changes import Chain, Change, replace
-from hookline.edits.edits import EditTap, as_calls, as_change, edit
+from hookline.edits.edits import EditTap, as_change, edit
 from hookline.errors import HooklineError, RecipeError
 from hookline.places.resolution import Target, Where
 from hookline.spellings import Reader, Writer
@@ -85,10 +86,12 @@ class Recipe:
         entries: Iterable[tuple[Where, _Changing]] | Mapping[Any, _Changing] = (),
         *,
         at: Any = None,
-        calls: int | slice | Iterable[int] | None = None,
+        calls: Which | None = None,
     ) -> None:
         self._entries: tuple[_Entry, ...] = ()
-        if isinstance(calls, Iterable):  # it may be an iterator, or a tensor of one number
+        if isinstance(calls, Iterable) and not isinstance(
+            calls, str
+        ):  # it may be an iterator, or a tensor of one number
             single = getattr(calls, "shape", None) == ()
             calls = index(cast("Any", calls)) if single else list(calls)
         if isinstance(entries, Mapping):
@@ -261,7 +264,7 @@ class _EntryEdit(edit):
 
     def _tap(self, target: Target, ref: Any) -> EditTap:
         made = super()._tap(target, ref)
-        tap = _EntryTap(made.target, ref, made.changes, made.at, made.calls)
+        tap = _EntryTap(made.target, ref, made.changes, made.at, made.chosen)
         tap.note = self.note
         return tap
 

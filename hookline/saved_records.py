@@ -14,10 +14,11 @@ from typing import Any, NoReturn, cast
 from torch import Tensor, nn
 
 from hookline import folders
+from hookline.core.calls import as_calls
 from hookline.errors import NotCaptured, RecordError
 from hookline.places.resolution import Place, Target
 from hookline.records.keeping import PLAIN, CaptureTap
-from hookline.records.positions import Calls, Values
+from hookline.records.positions import Entries, Numbered, Values
 from hookline.records.records import Record
 from hookline.storage.files import kind_of
 from hookline.training.run_files import segments_in
@@ -74,7 +75,9 @@ def save_record(record: Record, folder: str | Path) -> Path:
                 "It is nested too deeply.",
                 "Capture a part of it, or what transform= makes of it.",
             ) from None
-        places.append({**_address(place), **_slicing(record, place), "calls": calls})
+        numbers = [n for n, _ in record.numbered(place)]
+        some = {} if numbers == list(range(len(numbers))) else {"numbers": numbers}
+        places.append({**_address(place), **_slicing(record, place), "calls": calls, **some})
     missing = [{**_address(place), "why": why} for place, why in record.unfired().items()]
     return folders.write(folder, _KIND, {"places": places, "unfired": missing}, tensors)
 
@@ -111,8 +114,8 @@ class _SavedTap(CaptureTap):
     def slicing(self) -> tuple[str | None, bool]:
         return self.saved_slicing
 
-    def gathered(self) -> Calls:
-        return Values(self.kept)
+    def gathered(self) -> Entries:
+        return Values(self.kept) if self.chosen is None else Numbered(self.kept, self.numbers)
 
 
 # -- writing --------------------------------------------------------------------------------------
@@ -134,7 +137,7 @@ def _slicing(record: Record, place: Place) -> dict[str, Any]:
 
 def _spelled(record: Record, place: Place, tensors: dict[str, Tensor]) -> Iterator[Any]:
     """The values at a place, call by call; the reason where a call had not the part asked for."""
-    for n, value in enumerate(record.calls(place)):
+    for n, value in record.numbered(place):
         if value is None and not place.port.startswith("grad"):
             try:
                 record[place, n]
@@ -205,14 +208,28 @@ def _tap(entry: Any, tensors: dict[str, Tensor]) -> CaptureTap:
     tap.saved_slicing = (at, bool(entry.get("transformed")))
     if "why" in entry:
         tap.explain(0, str(entry["why"]))
-    for n, value in enumerate(_list(entry.get("calls", []))):
+    calls = _list(entry.get("calls", []))
+    numbers = _numbers(entry.get("numbers", list(range(len(calls)))), len(calls))
+    if "numbers" in entry:
+        tap.choose(as_calls(numbers))
+    for n, value in zip(numbers, calls, strict=True):
         why = cast("dict[str, Any]", value).get("missing") if isinstance(value, dict) else None
         if isinstance(why, str):
             tap.explain(n, why)
             continue
         absent = value is None and port.startswith("grad")
         tap.kept.append(cast(Any, None) if absent else (_read(value, tensors), None))
+        if tap.chosen is not None:
+            tap.numbers.append(n)
     return tap
+
+
+def _numbers(found: Any, count: int) -> list[int]:
+    numbers = _list(found)
+    plain = all(type(number) is int and number >= 0 for number in numbers)
+    if not plain or len(numbers) != count or numbers != sorted(numbers):
+        _refuse("the numbers of the calls are none")
+    return numbers
 
 
 def _read(found: Any, tensors: dict[str, Tensor]) -> Any:

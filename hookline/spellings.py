@@ -187,7 +187,9 @@ class Writer:
         )
 
     def calls(self, calls: Any) -> Any:
-        """What `calls=` takes: a number, a slice, or several numbers."""
+        """What `calls=` takes: a number, a slice, several numbers, or the name of a step."""
+        if isinstance(calls, str):
+            return calls
         if calls is None or isinstance(calls, (slice, SupportsIndex)):
             return self.index(calls)
         return sorted(map(index, cast("Iterable[Any]", calls)))
@@ -396,10 +398,8 @@ class Reader:
 
     def calls(self, value: Any) -> Any:
         """What `calls=` takes."""
-        if value is None or type(value) is int:
-            return value
-        if isinstance(value, list):
-            return cast("list[Any]", value)  # looked at by Recipe itself
+        if value is None or type(value) is int or isinstance(value, (str, list)):
+            return cast("Any", value)  # looked at by Recipe itself
         return self._tagged(value, {"slice": self._slice})
 
 

@@ -454,3 +454,20 @@ def test_a_dict_is_taken_as_edit_takes_it():
     with hl.Recipe(changes).on(model):
         assert torch.equal(model(x), expected)
     assert [where for where, _ in hl.Recipe(changes)] == ["0", nn.ReLU]
+
+
+@pytest.mark.parametrize("calls", ["prompt", "generated"])
+def test_the_step_of_a_generation_is_saved(calls, tmp_path):
+    recipe = hl.Recipe([("0", hl.zero())], calls=calls)
+    assert repr(calls) in repr(recipe)
+    recipe.save(tmp_path)
+    loaded = hl.Recipe.load(tmp_path)
+    assert repr(loaded) == repr(recipe)
+    with pytest.raises(hl.errors.RecipeError, match="takes a cache"):
+        with loaded.on(nn.Sequential(nn.Identity())):
+            raise AssertionError("must not be entered")
+
+
+def test_a_step_that_there_is_not_is_refused(tmp_path):
+    with pytest.raises(hl.ChangeError, match="'prompts'"):
+        hl.Recipe([("0", hl.zero())], calls="prompts")

@@ -180,7 +180,7 @@ def _described(record: hl.Record) -> tuple[list[tuple[str, ...]], list[dict[str,
     rows: list[tuple[str, ...]] = [names]
     data: list[dict[str, Any]] = []
     for place in record.places():
-        for call, value in enumerate(record.calls(place)):
+        for call, value in record.numbered(place):
             for path, tensor in leaves(value):
                 part = hl.Place(place.path, place.port, (*place.parts, *path), place.operation)
                 figures = _figures(tensor)

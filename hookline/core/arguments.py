@@ -4,6 +4,7 @@
 - `write(module, args, kwargs, target, new)`: the arguments with something else there
 - `bind(module, args, kwargs)`: all arguments by name
 - `locate(module, args, kwargs, target)`: where among them an input port is
+- `names(module)`: the names that a module's forward has for its arguments
 """
 
 # Values of any structure have no types.
@@ -22,7 +23,7 @@ from hookline.errors import ChangeError
 from hookline.places.resolution import Target
 from hookline.values.nested import Path, exact_path, get_part, set_part
 
-__all__ = ["bind", "locate", "read", "write"]
+__all__ = ["bind", "locate", "names", "read", "write"]
 
 _signatures: dict[Any, tuple[list[str], list[str]]] = {}  # by a type's forward
 
@@ -58,6 +59,15 @@ def _names(module: Any) -> tuple[list[str], list[str]]:
             found = told, told
     _signatures[key] = found
     return found
+
+
+def names(module: nn.Module) -> list[str]:
+    """The names that the forward of a module has for its arguments.
+
+    >>> names(nn.Linear(1, 1))
+    ['input']
+    """
+    return _names(module)[1]
 
 
 def bind(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int | str, Any]:

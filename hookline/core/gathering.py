@@ -48,6 +48,8 @@ class Gathered:
     parameter, too, is there at the first call only.
     """
 
+    chosen = None
+
     def __init__(self, tap: Tap) -> None:
         self.tap = tap
         self.target = tap.target

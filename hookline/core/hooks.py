@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar, cast
 
@@ -19,7 +19,9 @@ from torch.utils import hooks as torch_hooks
 
 from hookline.core import gathering, gradients, offloading
 from hookline.core.arms import Handles
+from hookline.core.calls import Calls, ranges
 from hookline.core.contexts import Entering
+from hookline.core.generation import Generation, takers_above
 from hookline.core.operations import Operation, not_called, refuse
 from hookline.core.recomputation import awaited
 from hookline.core.sites import ACTIVE, Site
@@ -44,6 +46,7 @@ class Context(Entering, Generic[T]):
     """What the verbs that act at places have in common. Nothing acts before it is entered."""
 
     _owned = False  # whether it sees only the calls of the thread or task that entered it
+    _chosen: Calls | None = None  # those that were asked for
     # All below is made anew on entering.
     _serial = 0
     _names: dict[int, str] | None = None
@@ -83,6 +86,8 @@ class Context(Entering, Generic[T]):
         for request in self._requests:
             self._place_all(request, ref, owner)
         self._prepared()
+        if self._chosen is not None and self._chosen.step is not None:
+            self._follow(self._chosen.step, ref, owner)
         for module, site in self._sites.values():
             if attached:
                 site.keeper = self
@@ -94,6 +99,29 @@ class Context(Entering, Generic[T]):
         for target in request.targets:
             if target.key not in self._taps:
                 self._place(target, ref, owner)
+
+    def _follow(self, step: str, ref: weakref.ref[Any], owner: int | None) -> None:
+        """Tell the steps of a generation apart, by the modules that take its cache."""
+        targets = [tap.target for tap in self._taps.values() if tap.chosen is not None]
+        takers = takers_above(self._model, [target.module for target in targets])
+        covered = {id(inner) for taker in takers for inner in taker.modules()}
+        for request in self._requests:
+            asked = f"calls={step!r} was asked for at {request.asked}:"
+            found = [t for t in request.targets if self._taps[t.key].chosen is not None]
+            if any(target.port == "grad" for target in found):
+                problem = "a parameter has one gradient for all calls of a backward."
+                raise NotHookable(asked, problem, "Name a module's :grad_output or :grad_input.")
+            if found and not any(target.ident in covered for target in found):
+                problem = "no module there, or above it in the model that was given, takes a cache "
+                problem += "(past_key_values, cache_params), which tells the prompt from the rest."
+                remedy = "Give the whole model, or numbers in calls=."
+                raise NotHookable(asked, problem, remedy)
+        generation = Generation(takers)
+        for module in takers:
+            _, site = self._sites.setdefault(id(module), (module, Site(module, ref, owner)))
+            site.takes_cache = True
+        for _, site in self._sites.values():
+            site.generation = generation
 
     def _site_of(self, tap: Tap) -> Site:
         return tap if isinstance(tap, Site) else self._sites[_home(tap.target)][1]
@@ -152,7 +180,7 @@ class Context(Entering, Generic[T]):
             site.unregister(module)
             if site.frames or site.abandoned:
                 site.drain()
-            site.keeper = None
+            site.keeper = site.generation = None
         self._handles.remove_all()
         active = ACTIVE.get()
         if self._serial in active:
@@ -221,8 +249,11 @@ class Context(Entering, Generic[T]):
         tap, count = self._taps[target.key], len(request.targets)
         if tap.fired:
             return self._in_part(tap)
-        asked = f"Nothing happened at {str(self.place_of(target))!r}"
-        if count > 1 and not request.literal and not tap.losses:
+        place = str(self.place_of(target))
+        asked = f"Nothing happened at {place!r}"
+        if tap.chosen is not None and (tap.lacking or tap.untold):
+            asked = f"The calls {tap.chosen.shown} at {place!r} were asked for"
+        elif count > 1 and not request.literal and not tap.losses:
             asked += f", nor any other of the {count} places that match {request.asked}"
         if tap.losses:
             return NeverFired(f"{asked}:", *gradients.VIEW_CHANGED)
@@ -265,19 +296,20 @@ def _home(target: Target) -> Any:
     return target.ident if target.operation is None else (target.ident, target.operation)
 
 
-def _calls(numbers: Iterable[int]) -> str:
+def _calls(numbers: Sequence[int]) -> str:
     """Calls by their numbers, as words."""
-    found = sorted(numbers)
-    if not found:
+    if not numbers:
         return "no other call"
-    more = f", … ({len(found)} in all)" * (len(found) > 8)
-    return f"call{'s' * (len(found) > 1)} {', '.join(map(str, found[:8]))}{more}"
+    return f"call{'s' * (len(numbers) > 1)} {ranges(numbers)}"
 
 
 def silence(tap: Tap, site: Site, model: Any, names: dict[int, str], others: bool) -> str:
     """Why nothing happened at a tap; `others` is whether something did elsewhere."""
     target = tap.target
     tap.lost()
+    if tap.untold:
+        call, unknown = next(iter(tap.untold.items()))
+        return f"call {call} cannot be told: {unknown.found} {unknown.remedy}"
     why = tap.why()
     if why is not None:
         return " ".join(why).strip()
@@ -291,9 +323,7 @@ def silence(tap: Tap, site: Site, model: Any, names: dict[int, str], others: boo
     if target.port == "grad":
         return tap.silent or _NO_GRADIENT
     if site.count:
-        kept = "and no call was changed: calls= names others, counted from 0."
-        none = f"but {_NO_GRADIENT}" if "grad" in target.port else kept
-        return f"its module was called {site.count}×, {none}"
+        return f"its module was called {site.count}×, {_meant(tap)}"
     path = names.get(target.ident)
     if path is None and isinstance(model, nn.Module):
         return "its module was taken out of the model while this was open."
@@ -315,6 +345,18 @@ def silence(tap: Tap, site: Site, model: Any, names: dict[int, str], others: boo
         "module.forward(x), which runs no hooks, or its weights used without it, or the code that "
         "calls it was not reached."
     )
+
+
+def _meant(tap: Tap) -> str:
+    """Why nothing happened at a tap whose module was called."""
+    if tap.lacking and tap.fired:
+        return f"and of the calls that were named {ranges([*tap.lacking])} never came."
+    if "grad" in tap.target.port and not tap.lacking:
+        return f"but {_NO_GRADIENT}"
+    done = "changed" if tap.replaces else "kept"
+    if tap.chosen is not None and tap.chosen.step is not None:
+        return f"and no call was {done}: none was of the step {tap.chosen.shown}."
+    return f"and no call was {done}: calls= names others, counted from 0."
 
 
 def first_names(model: nn.Module | Tensor | None) -> dict[int, str]:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode
 
 from hookline.core import arguments
-from hookline.core.recomputation import in_backward
+from hookline.core.recomputation import CALL, in_backward
 from hookline.core.sites import ACTIVE, Site
 from hookline.errors import NotHookable
 from hookline.places.resolution import Target
@@ -30,8 +30,7 @@ from hookline.values.nested import leaves, map_leaves, set_part
 
 __all__ = ["Mode", "Operation", "innermost", "name_of", "not_called", "refuse"]
 
-_CALL = nn.Module._call_impl.__code__
-_INNER = next(code for code in _CALL.co_consts if isinstance(code, CodeType))
+_INNER = next(code for code in CALL.co_consts if isinstance(code, CodeType))
 # torch's names for what Python writes as operators, where they differ.
 _OPERATORS = {
     "rdiv": "div", "rtruediv": "div", "rpow": "pow", "floordiv": "floor_divide",
@@ -62,7 +61,7 @@ def innermost(frame: FrameType | None) -> tuple[nn.Module, FrameType] | None:
     below: CodeType | None = None
     while frame is not None:
         code = frame.f_code
-        if code is _CALL:
+        if code is CALL:
             module: nn.Module = frame.f_locals["self"]
             forward: Any = module.forward
             own = getattr(getattr(forward, "__func__", forward), "__code__", below)

@@ -6,6 +6,7 @@
 - `awaited(what)`: the error if such a region will run again when that is too late
 - `in_backward()`: the number of the backward that runs in this thread, or -1
 - `saving(True)`: the saved-tensor hooks that are in force, if any
+- `CALL`: the code of the frame in which torch calls a module, with its hooks
 
 A region is known by an object of torch's that lives as long as its graph: the frame of a
 non-reentrant checkpoint, or the `ctx` of a reentrant one (or of any other autograd function that
@@ -26,10 +27,10 @@ from torch.utils import checkpoint
 
 from hookline.errors import ChangeError
 
-__all__ = ["Regions", "around_region", "awaited", "in_backward", "running", "saving"]
+__all__ = ["CALL", "Regions", "around_region", "awaited", "in_backward", "running", "saving"]
 
 in_backward: Callable[[], int] = torch._C._current_graph_task_id
-_CALL = nn.Module._call_impl.__code__
+CALL = nn.Module._call_impl.__code__
 _autograd = cast(Any, torch._C)._autograd
 saving: Callable[[bool], Any] = getattr(
     _autograd, "_top_saved_tensors_default_hooks", lambda ignored: None
@@ -85,7 +86,7 @@ def _running(within: bool = False) -> list[tuple[Any, bool]]:
     """
     found: list[tuple[Any, bool]] = []
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and not (within and frame.f_code is _CALL):
+    while frame is not None and not (within and frame.f_code is CALL):
         code = frame.f_code
         if code.co_varnames[:1] == ("ctx",):
             ctx = frame.f_locals.get("ctx")
@@ -124,7 +125,7 @@ def running(frame: FrameType | None) -> set[int]:
     """The modules that run, seen from this frame, by id."""
     found: set[int] = set()
     while frame is not None:
-        if frame.f_code is _CALL:
+        if frame.f_code is CALL:
             found.add(id(frame.f_locals["self"]))
         frame = frame.f_back
     return found

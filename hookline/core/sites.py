@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from hookline.core import arguments, gradients, input_gradients
+from hookline.core.generation import FORGOTTEN, Generation, Step, Steps
 from hookline.core.offloading import value_of
 from hookline.core.recomputation import Regions, in_backward
 from hookline.core.taps import KEEP, Completed, Frame, Tap, is_over, now
@@ -68,6 +69,9 @@ class Site:
     changed = False  # whether a value was replaced
     again = (-1, 0)  # the last backward that recomputed calls, and how many
     regions: Regions | None = None  # where more is done than to look at values
+    generation: Generation | None = None  # where calls are chosen by the step of a generation
+    takes_cache = False  # whether the step is told by the calls of this module
+    told: Steps | None = None  # of complete calls, where a backward may run them again
     inputs: Sequence[Tap] = ()
     values: Sequence[Tap] = ()
     outputs: Sequence[Tap] = ()
@@ -96,10 +100,11 @@ class Site:
         if self.owner is None:
             self.lock = threading.RLock()  # its own: an interrupt may leave it locked for ever
         gradient = self.grad_outputs or self.grad_inputs
-        self.paired = bool(self.inputs or gradient or self.counted)
+        self.paired = bool(self.inputs or gradient or self.counted or self.generation)
         taps = *self.inputs, *self.outputs
         if self.counted or gradient or any(tap.replaces for tap in taps):
             self.regions = Regions()
+            self.told = Steps() if self.generation is not None else None
 
     def register(self, module: nn.Module) -> None:
         """Put the hooks on a module.
@@ -214,8 +219,11 @@ class Site:
         frame = Frame(index, call is not None, caller)
         frame.positional = len(args)
         running.append(frame)
+        if self.generation is not None:
+            frame.step = self._step(self.generation, frame, args, kwargs, caller)
         for tap in self.values:
-            tap.receive(value_of(tap.target, module), index, frame.recomputed, None)
+            if tap.chosen is None or tap.wants(index, frame.step):
+                tap.receive(value_of(tap.target, module), index, frame.recomputed, None)
         changed = False
         for tap in self.inputs:
             new = self._offer_input(tap, module, args, kwargs, frame)
@@ -227,7 +235,10 @@ class Site:
             if torch.is_grad_enabled():
                 frame.given = gradients.note_given(args, kwargs)
         for tap in self.grad_inputs:
-            asked = tap.acts_from(first)
+            if self.generation is None:
+                asked = tap.may_want(first)
+            else:
+                asked = self._watches(tap, index, frame)
             new = input_gradients.note_inputs(tap, module, args, kwargs, frame) if asked else None
             if new is not None:
                 args, kwargs = new
@@ -235,13 +246,33 @@ class Site:
         self.changed |= changed
         return (args, kwargs) if changed else None
 
+    def _step(
+        self, generation: Generation, frame: Frame, args: Any, kwargs: Any, caller: types.FrameType
+    ) -> Step:
+        """The step of a generation that a call is of."""
+        module = cast(nn.Module, self.module)
+        if frame.recomputed:
+            return FORGOTTEN if self.told is None else self.told.of(frame.index)
+        if self.takes_cache:
+            return generation.enter(module, args, kwargs, caller)
+        return generation.current(module, caller)
+
+    def _watches(self, tap: Tap, index: int, frame: Frame | None) -> bool:
+        """Whether the gradients of a call are to be watched: one that is recomputed only if it
+        gave nothing.
+        """
+        if frame is not None and frame.recomputed:
+            return index in tap.reasons
+        return tap.chosen is None or tap.wants(index, frame and frame.step)
+
     def _offer_values(self, module: nn.Module) -> None:
         """Give the parameters and buffers of the module to their taps, at a call of it."""
         alone = not self.outputs
         call = self.recomputes() if alone else None
         recomputed = call is not None or (not alone and self.outside and in_backward() != -1)
         for tap in self.values:
-            tap.receive(value_of(tap.target, module), self.count, recomputed, None)
+            if tap.chosen is None or tap.wants(self.count, None):
+                tap.receive(value_of(tap.target, module), self.count, recomputed, None)
         if alone and call is None:
             self.count += 1
 
@@ -279,6 +310,8 @@ class Site:
                 self.abandoned = old if old and keep == "first" else [*old, frame]
 
     def _offer_input(self, tap: Tap, module: Any, args: Any, kwargs: Any, frame: Frame) -> Any:
+        if tap.chosen is not None and not tap.wants(frame.index, frame.step):
+            return KEEP
         try:
             value = arguments.read(module, args, kwargs, tap.target)
         except LookupError as error:
@@ -301,6 +334,8 @@ class Site:
             frame = self._completed(caller)
             if frame is None:  # the context was entered while the module was running
                 return None
+            if self.takes_cache and self.generation is not None:
+                self.generation.leave(caller)
         # Where every thread is seen, the numbers stay distinct, and the inputs and outputs of one
         # call together. A user's function is never called under the lock.
         original = output
@@ -310,12 +345,13 @@ class Site:
             with self.lock:
                 index, recomputed = self._number(frame, output)
         if self.outputs and self.outputs[0].replaces:
-            output = self._offer_outputs(output, index, recomputed, Completed(args, kwargs or {}))
+            call = Completed(args, kwargs or {})
+            output = self._offer_outputs(output, index, recomputed, frame, call)
         for tap in self.grad_outputs:
-            if tap.watches(index, recomputed):
+            if self._watches(tap, index, frame):
                 output = _at_part(tap, output, index, tap.watch_outputs, output, index, frame)
         for tap in self.grad_inputs:
-            if tap.watches(index, recomputed):
+            if self._watches(tap, index, frame):
                 input_gradients.watch_inputs(tap, output, index, cast(Frame, frame))
         if output is original:
             return None
@@ -328,20 +364,23 @@ class Site:
         index = self.count if call is None else call
         if call is None:
             self.count += 1
+            if self.told is not None and frame is not None:
+                self.told.note(index, cast(Step, frame.step))
         if self.regions is not None:
             self.regions.note(index, changing=bool(self.inputs or self.outputs))
         if frame is not None:
             for tap, stored in frame.pending:
-                tap.commit(stored)
+                tap.commit(stored, frame.index)
         if self.outputs and not self.outputs[0].replaces:
-            self._offer_outputs(output, index, call is not None, None)
+            self._offer_outputs(output, index, call is not None, frame, None)
         return index, call is not None
 
     def _offer_outputs(
-        self, output: Any, index: int, recomputed: bool, call: Completed | None
+        self, output: Any, index: int, recomputed: bool, frame: Frame | None, call: Completed | None
     ) -> Any:
         for tap in self.outputs:
-            output = _at_part(tap, output, index, tap.receive, index, recomputed, call)
+            if tap.chosen is None or tap.wants(index, frame and frame.step):
+                output = _at_part(tap, output, index, tap.receive, index, recomputed, call)
         return output
 
     def drain(self) -> None:
@@ -351,7 +390,7 @@ class Site:
         last = bool(late) and late[0].pending[0][0].options.keep == "last"
         for frame in reversed(late) if last else late:
             for tap, stored in frame.pending:
-                tap.commit(stored, late=True)
+                tap.commit(stored, frame.index, late=True)
         self.frames, self.abandoned = None, ()
 
     def __deepcopy__(self, memo: Any) -> Site:

@@ -12,7 +12,7 @@ import itertools
 import threading
 import types
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
@@ -20,12 +20,14 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import Tensor
 
 from hookline.core import gradients
-from hookline.errors import PlaceError
+from hookline.errors import ChangeError, PlaceError
 from hookline.places.resolution import Place, Target
 from hookline.values.nested import Path
 from hookline.values.shards import copied
 
 if TYPE_CHECKING:
+    from hookline.core.calls import Calls
+    from hookline.core.generation import Step, Untold
     from hookline.core.hooks import Context
 
 __all__ = ["KEEP", "SERIALS", "Call", "Completed", "Frame", "Tap", "add_place", "is_over", "now"]
@@ -87,6 +89,10 @@ class Tap:
     # Of gradients, the calls for which some came, and those of which some was lost.
     reached: Mapping[int, None] = MappingProxyType({})
     losses: Sequence[int] = ()
+    chosen: Calls | None = None  # those that were asked for; None: all
+    lacking: Set[int] = frozenset()  # the calls that were named one by one and have not come
+    # The calls of which it cannot be told whether they were asked for.
+    untold: Mapping[int, Untold] = MappingProxyType({})
 
     def __init__(self, target: Target, context: weakref.ref[Context[Any]]) -> None:
         self.target = target
@@ -115,6 +121,25 @@ class Tap:
     def receive(self, value: Any, index: int, recomputed: bool, frame: Frame | None) -> Any:
         """Take a value; return KEEP or what shall stand in its place."""
         raise AssertionError("a tap receives")
+
+    def wants(self, index: int, step: Step | None) -> bool:
+        """Whether a call was asked for, by its number or by the step of a generation."""
+        calls = self.chosen
+        if calls is None:
+            return True
+        if calls.step is not None:
+            if step == calls.step:
+                return True
+            if not isinstance(step, str):
+                self.leave_out(index, cast("Untold", step))
+            return False
+        return index in calls.numbers
+
+    def leave_out(self, index: int, why: Untold) -> None:
+        """It cannot be told whether a call was asked for: an edit refuses it."""
+        calls = cast("Calls", self.chosen)
+        asked = f"The calls {calls.shown} at {str(self.place)!r} were to be changed."
+        raise ChangeError(asked, f"Call {index} cannot be told: {why.found}", why.remedy)
 
     def gradient(self, grad: Tensor, index: int, path: tuple[Any, ...]) -> Tensor | None:
         """Take a gradient, or one tensor of it; return what shall stand in its place, or None."""
@@ -161,23 +186,16 @@ class Tap:
 
     watch_outputs = gradients.watch_outputs
 
-    def acts_on(self, index: int) -> bool:
-        """Whether a call is one of those that are asked for."""
-        return True
+    def may_want(self, index: int) -> bool:
+        """Whether a call is asked for whose number will be this one or a later one."""
+        calls = self.chosen
+        return calls is None or calls.step is not None or calls.numbers[-1] >= index
 
-    def acts_from(self, index: int) -> bool:
-        """Whether a call with this number, or a later one, is."""
-        return True
-
-    def tally(self) -> tuple[Sequence[int], Sequence[int]]:
+    def tally(self) -> tuple[list[int], list[int]]:
         """The calls at which this did what was asked of it, and those at which it did not."""
-        return [n for n in self.reached if n not in self.losses], self.losses
-
-    def watches(self, index: int, recomputed: bool) -> bool:
-        """Whether the gradients of a call are to be watched: when it is recomputed, only if the
-        call gave nothing.
-        """
-        return (not recomputed or index in self.reasons) and self.acts_on(index)
+        named = () if self.chosen is None else self.chosen.named
+        missed = {*self.lacking, *(self.losses if self.replaces else ())}
+        return sorted({*(named or self.reached)} - missed), sorted(missed)
 
     def several(self, index: int, path: Path) -> None:
         """The gradient at a path will come in several shares."""
@@ -230,6 +248,7 @@ class Frame:
     sequence = 0
     given: Sequence[Any] = ()
     edges: Sequence[Any] = ()
+    step: Step | None = None  # of a generation, where calls are chosen by it
 
     def __init__(self, index: int, recomputed: bool, running: types.FrameType) -> None:
         self.index = index

@@ -2,34 +2,30 @@
 
 - `edit`: change the values at places while a `with` block runs
 - `EditTap`: what it does at one target; `EditFunction`: a user's function as a change
-- `as_change(given)`, `as_calls(calls)`: what a user gives, as changes and numbers of calls
+- `as_change(given)`: what a user gives, as a change
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from operator import index
 from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from hookline.core.calls import Calls, Which, as_calls
 from hookline.core.hooks import Context, takes_call
 from hookline.core.recomputation import awaited
 from hookline.core.slices import Misfit, check_at, put
-from hookline.core.taps import KEEP, Call, Frame, Tap, add_place
+from hookline.core.taps import Call, Frame, Tap, add_place
 from hookline.edits import parameters
 from hookline.edits.changes import Change, replace
 from hookline.errors import ChangeError
 from hookline.places.resolution import Request, Target, Where, resolve
 from hookline.values.nested import Path, leaves, only_tensor
 
-__all__ = ["EditFunction", "EditTap", "as_calls", "as_change", "edit"]
-
-_EVERY = range(sys.maxsize)
+__all__ = ["EditFunction", "EditTap", "as_change", "edit"]
 
 
 class EditFunction(Change):
@@ -55,28 +51,15 @@ class EditTap(Tap):
 
     empty = False  # whether there was nothing to change in the last value
 
-    def __init__(self, target: Target, ref: Any, changes: Any, at: Any, calls: Any) -> None:
+    def __init__(
+        self, target: Target, ref: Any, changes: Any, at: Any, calls: Calls | None
+    ) -> None:
         super().__init__(target, ref)
-        self.changes, self.at, self.calls = changes, at, calls
-        # The calls that are named one by one, and those of them that have not come so far.
-        self.named: list[int] = cast("list[int]", calls) if isinstance(calls, list) else []
-        self.awaited = set(self.named)
-
-    def acts_on(self, index: int) -> bool:
-        return index in self.calls
-
-    def acts_from(self, index: int) -> bool:
-        return self.calls[-1] >= index
-
-    def tally(self) -> tuple[Sequence[int], Sequence[int]]:
-        missed = sorted({*self.losses, *self.awaited})
-        came = self.named or [n for n in self.reached if self.acts_on(n)]
-        return [n for n in came if n not in missed], missed
+        self.changes, self.at, self.chosen = changes, at, calls
+        self.lacking = frozenset() if calls is None else calls.named
 
     def receive(self, value: Any, index: int, recomputed: bool, frame: Frame | None) -> Any:
         self.seen += 1
-        if index not in self.calls:
-            return KEEP
         change = partial(self._changed, Call(self, index, recomputed, frame))
         try:
             new = change(value) if self.at is None else put(value, self.at, change)
@@ -87,7 +70,7 @@ class EditTap(Tap):
             raise
         if not self.empty:
             self.fired += 1
-            self.awaited.discard(index)
+            self.lacking -= {index}
         return new
 
     def _changed(self, call: Call, value: Any) -> Any:
@@ -98,18 +81,22 @@ class EditTap(Tap):
             value = change.meet(value, call)
         return value
 
-    def missing(self, index: int, problem: str) -> None:
-        if index in self.calls:
-            super().missing(index, problem)
+    def gradient(self, grad: Tensor, index: int, path: Path) -> Tensor | None:
+        if index < 0 and not self.wants(self.seen, None):  # of a parameter: one a backward
+            self.seen += 1
+            return None
+        return super().gradient(grad, index, path)
 
     def expect(self, value: Any, index: int, tensors: Sequence[tuple[Tensor, list[Path]]]) -> None:
         ready = self.at is not None or not all(isinstance(c, EditFunction) for c in self.changes)
-        if ready and index in self.calls:
+        if ready:
             only_tensor(value, self.shown)
 
 
 class _Used:
     """Looks whether calls use a swapped parameter; `torch.func.functional_call` brings others."""
+
+    chosen = None
 
     def __init__(self, tap: Tap) -> None:
         self.tap, self.target, self.tensor = tap, tap.target, tap.target.tensor()
@@ -146,10 +133,15 @@ class edit(Context[EditTap]):
             vector with another one, such as 1 for the channels of images.
         at: change only this slice: an index, `heads(...)` or `last_token(...)`. One that does not
             fit a value raises ChangeError there.
-        calls: change only these calls: an int, a slice, a set. Inputs are numbered by the start
-            of the call, all else by its completion. Each call that is named must come, of a slice
-            at least one; else leaving the `with` raises `NeverFired`, which says at which calls
-            the edit acted and at which it did not.
+        calls: change only these calls: an int, a slice or a set of numbers, "prompt" or
+            "generated". Numbers count the calls of the module from 0 on, from entering or
+            attaching until the end, across all runs of the model; inputs are numbered by the
+            start of the call, all else by its completion. Each call that is named must come, of a
+            slice at least one; else leaving the `with` raises `NeverFired`, which says at which
+            calls the edit acted and at which it did not. "prompt" and "generated" are decided
+            anew at each forward of the model that starts with an empty cache, so at each
+            `generate()` of transformers; a call of which that cannot be told raises `ChangeError`
+            in the forward, with the reason.
 
     At a parameter or buffer (`edit(model, "fc.weight", ...)`) its data is swapped in and back,
     bit for bit; the Parameter object stays. Optimiser steps taken inside are discarded with it.
@@ -174,13 +166,13 @@ class edit(Context[EditTap]):
         change: Callable[[Any], Any] | Callable[[Any, Call], Any] | Change | Tensor | None = None,
         *,
         at: Any = None,
-        calls: int | slice | Iterable[int] | None = None,
+        calls: Which | None = None,
     ) -> None:
         pairs = list(cast(Any, where).items()) if isinstance(where, Mapping) else [(where, change)]
         if isinstance(where, Mapping) and change is not None:
             raise TypeError("edit was given a mapping of changes and a change. Give either.")
         self._changes = [as_change(given) for _, given in pairs]
-        self._at, self._calls = at, None if calls is None else as_calls(calls)
+        self._at, self._chosen = at, None if calls is None else as_calls(calls)
         self._undo = parameters.Undo()
         super().__init__(model, [place for place, _ in pairs])
 
@@ -198,20 +190,20 @@ class edit(Context[EditTap]):
 
     def _tap(self, target: Target, ref: Any) -> EditTap:
         check_at(self._at, target)
-        calls = _EVERY if target.port == "value" or self._calls is None else self._calls
+        calls = None if target.port == "value" else self._chosen
         tap = EditTap(target, ref, self._changes_at[target.key], self._at, calls)
         tap.changes = [change.bound_to(tap) for change in tap.changes]
         return tap
 
     def _prepared(self) -> None:
         values = [tap for tap in self._taps.values() if tap.target.port == "value"]
-        if self._calls is not None and len(values) == len(self._taps):
+        if self._chosen is not None and len(values) == len(self._taps):
             asked = "Some calls of a parameter or buffer were to be changed."
             raise ChangeError(asked, "It has none.", "Leave out calls=, or name its module.")
         for _, site in self._sites.values():
             # Parameters are swapped now, and at each call only looked at.
             site.changed = any(tap.target.port == "value" for tap in site.values)
-            site.counted = self._calls is not None or bool(site.outputs) or site.changed
+            site.counted = self._chosen is not None or bool(site.outputs) or site.changed
             site.values = [cast(Tap, _Used(t)) if t in values else t for t in site.values]
         self._saving = parameters.swap(values, self._undo, attached=self._attached)
         self._forget()
@@ -258,19 +250,3 @@ def as_change(given: Any) -> Change:
     if isinstance(given, type):
         found, remedy = "It is a class.", f"Give one of its kind: {given.__name__}(...)."
     raise ChangeError(f"{given!r} was given as a change.", found, remedy)
-
-
-def as_calls(calls: int | slice | Iterable[int]) -> Sequence[int]:
-    """The calls that an edit is for, in order; an error if they make no sense."""
-    found: Sequence[int] = ()
-    with suppress(TypeError, ValueError):
-        if isinstance(calls, slice):
-            stop = sys.maxsize if calls.stop is None else calls.stop
-            found = range(calls.start or 0, stop, 1 if calls.step is None else calls.step)
-        elif not isinstance(calls, bool):
-            several = isinstance(calls, Iterable) and getattr(calls, "shape", None) != ()
-            found = sorted(map(index, cast(Any, calls if several else [calls])))
-    if not found or found[0] < 0 or found[0] > found[-1]:
-        asked, remedy = f"The calls {calls!r} were asked for.", "Give an int, a slice, or a set."
-        raise ChangeError(asked, "Calls are whole numbers from 0 on.", remedy)
-    return found

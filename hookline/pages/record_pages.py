@@ -79,12 +79,13 @@ def add_record(
     """Add the entries of all places of a record; where nothing is, it is said why."""
     for place in record.places():
         try:
-            calls = record.calls(place)
+            numbered = record.numbered(place)
         except HooklineError as error:
             outline.entry(place, note=str(error), count=0, chunk="")
             continue
         weight = place.port in ("value", "grad")
-        gather(outline, chunks, place, calls, most, notes, weight=weight)
+        numbers, calls = [n for n, _ in numbered], [value for _, value in numbered]
+        gather(outline, chunks, place, calls, most, notes, weight=weight, numbers=numbers)
     for place, reason in record.unfired().items():
         _never_called(outline, place, reason)
     for place in record.places():
@@ -102,8 +103,13 @@ def gather(
     notes: list[str],
     *,
     weight: bool = False,
+    numbers: Sequence[int] | None = None,
 ) -> None:
-    """Add the entries of a place: one for each tensor in its values."""
+    """Add the entries of a place: one for each tensor in its values, the calls with these numbers.
+
+    The slider of the page goes over all numbers up to the last.
+    """
+    numbers = numbers or range(len(calls))
     shown = spread(len(calls), _CALLS)
     if len(shown) < len(calls):
         note = f"Of places with more than {_CALLS} calls, {_CALLS} calls are shown."
@@ -127,12 +133,12 @@ def gather(
         first = next(portrait for portrait in row if portrait is not None)
         entry = outline.entry(
             full,
-            count=len(calls),
+            count=numbers[-1] + 1,
             shape=first.meta["shape"],
             dtype=first.meta["dtype"],
             summary={**first.meta.get("statistics", {}), "dead": first.meta.get("dead")},
         )
-        labels = [str(index) for index in shown]
+        labels = [str(numbers[index]) for index in shown]
         chunks[entry.chunk] = partial(items_chunk, row, labels)
     if not portraits:
         kind = type(calls[0]).__name__ if calls else "nothing"

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hookline.core import compiling
+from hookline.core.calls import Which, as_calls
 from hookline.core.gathering import recover, recovers
 from hookline.core.hooks import Context
 from hookline.core.offloading import unload
@@ -70,6 +71,12 @@ class capture(Context[CaptureTap]):
         dtype: how to keep floating-point tensors.
         stop: end the forward, and the rest of the `with` block, once every place has fired.
         keep: "all" calls, the "first" or the "last".
+        calls: keep only these calls, as in `edit`: an int, a slice or a set of numbers, "prompt" or
+            "generated"; `keep` chooses among them. Of the others nothing is kept, and the record
+            has the calls under their own numbers: `record[place, 3]` after `calls={3}`. Each
+            number of an int or a set must come. A call of which it cannot be told whether it is
+            of the prompt or of generated tokens is told when the `with` ends, and on reading. A
+            parameter's `:grad` is numbered by backward pass.
         threads: "own" sees the calls of the thread or task that entered; "all" sees every call.
 
     A value that requires grad is kept attached, the very tensor: it can be used in a loss and in
@@ -96,6 +103,7 @@ class capture(Context[CaptureTap]):
         dtype: torch.dtype | None = None,
         stop: bool = False,
         keep: Keep = "all",
+        calls: Which | None = None,
         threads: Literal["own", "all"] = "own",
     ) -> None:
         if not where:
@@ -108,6 +116,7 @@ class capture(Context[CaptureTap]):
         if threads not in ("own", "all"):
             raise ValueError(f"threads={threads!r} was asked for. It is 'own' or 'all'.")
         device, dtype = as_device(device, "capture"), as_dtype(dtype, "capture")
+        self._chosen = None if calls is None else as_calls(calls)
         super().__init__(model, where)
         self._owned = threads == "own"
         if at is transform is device is dtype is None and keep == "all" and not (detach or stop):
@@ -134,6 +143,8 @@ class capture(Context[CaptureTap]):
     def _tap(self, target: Target, ref: weakref.ref[Context[Any]]) -> CaptureTap:
         check_at(self._options.at, target)
         tap = CaptureTap(target, ref, self._options)
+        if self._chosen is not None:
+            tap.choose(self._chosen)
         # Others may hold the address of parameters, buffers and the model's own arguments.
         if target.port == "value" or (target.module is self._model and "input" in target.port):
             tap.freeze = duplicate
@@ -155,7 +166,7 @@ class capture(Context[CaptureTap]):
     def _find_mixed(self, requests: list[Request]) -> set[int] | None:
         """The modules of which more than whole values is asked for; None if options are."""
         options = self._options
-        if options.derives or options.stop or options.keep == "first":
+        if options.derives or options.stop or options.keep == "first" or self._chosen:
             return None
         gradients = options.keep == "all" and self._owned and not self._attached
         ports = _LOGS if gradients else ("output",)
@@ -231,6 +242,8 @@ class capture(Context[CaptureTap]):
 
     def _fired(self, tap: CaptureTap) -> bool:
         port = tap.target.port  # what has no gradient tells it on read
+        if tap.lacking or tap.untold:
+            return False
         return tap.holds or port == "grad" or ("grad" in port and self._site_of(tap).count > 0)
 
     def _failed(self, error: BaseException, trace: Any) -> bool | None:

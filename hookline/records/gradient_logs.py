@@ -29,7 +29,7 @@ from hookline.places.tree import Step
 from hookline.records.arrivals import Arrival
 from hookline.records.keeping import WHOLE, Options
 from hookline.records.logs import Log, LoggedTap, noted
-from hookline.records.positions import Calls, Kept
+from hookline.records.positions import Entries, Kept
 from hookline.values.nested import Path
 
 __all__ = ["GradInputLog", "GradOutputLog"]
@@ -80,7 +80,7 @@ class _GradientTap(LoggedTap):
             self.general.add(index)
         return index, recomputed
 
-    def gathered(self) -> Calls:
+    def gathered(self) -> Entries:
         first, self.shaped = self.shaped, self.count
         for call in range(first, self.shaped):
             if call not in self.general:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -17,12 +17,14 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
+from hookline.core.calls import Calls
+from hookline.core.generation import FORGOTTEN, Step, Untold
 from hookline.core.recomputation import in_backward
 from hookline.core.slices import Misfit, spelled, take
 from hookline.core.taps import KEEP, Frame, Tap, add_place
 from hookline.errors import SeveralTensors
 from hookline.places.resolution import Target
-from hookline.records.positions import Calls, Gradients, Kept, Order, Values
+from hookline.records.positions import Entries, Gradients, Kept, Numbered, Order, Values
 from hookline.values.nested import Path, map_leaves, set_part
 from hookline.values.shards import layouts, local
 from hookline.values.snapshots import duplicate, gradient_snapshot, settle, snapshot, unreadable
@@ -135,6 +137,8 @@ class CaptureTap(Tap):
     shared: set[tuple[int, Path]] = cast(Any, frozenset())
     waiting = True  # for stop=True: until it has fired
     layouts: Sequence[Any] = ()  # how a tensor-parallel plan spreads the value
+    numbers: Sequence[int] = ()  # of the calls that are kept, in order, if some were asked for
+    task = -1  # of a parameter: the last backward pass that came; `seen` counts them
     # Of gradients: the structure of the value by call, and what arrived by call and backward pass.
     shapes: dict[int, tuple[Any, list[list[Path]]]] = _NONE
     grads: dict[tuple[int, int], dict[Path, Kept]] = _NONE
@@ -172,32 +176,57 @@ class CaptureTap(Tap):
         if frame is not None:  # an input: numbered when the call is complete
             frame.pending = (*frame.pending, (self, kept))
         else:
-            self.commit(kept)
-        if options.stop and self.waiting:
+            self.commit(kept, index)
+        if options.stop and self.waiting and not self.lacking:
             self.waiting = False
             context: Any = self.context()
             if context is not None:
                 context.arrived()
         return KEEP
 
-    def commit(self, kept: Kept, late: bool = False) -> None:
+    def commit(self, kept: Kept, index: int, late: bool = False) -> None:
         """Keep a value. Late ones are inputs of calls that never completed."""
+        if late and index in self.numbers:
+            return  # a later call has that number
         self.fired += 1
+        numbers = cast("list[int]", self.numbers)
         if self.options.keep == "all" or not self.kept:
-            self.kept.append(kept)
+            at = len(self.kept) if self.chosen is None else bisect_left(numbers, index)
+            self.kept.insert(at, kept)
+            if self.chosen is not None:
+                numbers.insert(at, index)
         elif self.options.keep == "last" and not late:
             self.kept[0] = kept
+            if self.chosen is not None:
+                numbers[0] = index
 
-    def numbered(self) -> Calls:
+    def choose(self, calls: Calls) -> None:
+        """Keep some calls only, with their numbers."""
+        self.chosen, self.lacking, self.numbers = calls, calls.named, []
+
+    def wants(self, index: int, step: Step | None) -> bool:
+        wanted = super().wants(index, step)
+        if wanted and index in self.lacking:
+            self.lacking -= {index}
+        return wanted
+
+    def leave_out(self, index: int, why: Untold) -> None:
+        if why is not FORGOTTEN and (self.options.keep == "all" or not self.untold):
+            self.untold = self.untold or {}
+            cast("dict[int, Untold]", self.untold)[index] = why
+
+    def numbered(self) -> Entries:
         """The values with their calls; None for a call that had not the part asked for."""
+        if self.chosen is not None:
+            return Numbered(self.kept, self.numbers, self.missed)
         if self.options.keep == "all":
             return Values(self.kept, self.missed)
         last = self.fired + len(self.reasons) - 1
         return Values(self.kept, start=last if self.options.keep == "last" else 0)
 
     def explain(self, index: int, reason: str, remedy: str = "", path: Path = ()) -> None:
-        if self.options.keep == "last":
-            self.kept = []  # else the value of an earlier call would be read as the last one
+        if self.options.keep == "last":  # else an earlier value would be read as the last one
+            self.kept, self.numbers = [], []
         elif self.options.keep == "all" and index not in self.reasons:
             self.missed = self.missed or []
             insort(cast("list[int]", self.missed), index)
@@ -260,6 +289,12 @@ class CaptureTap(Tap):
 
     def gradient(self, grad: Tensor, index: int, path: Path) -> Tensor | None:
         key = (index, in_backward())
+        if index < 0 and self.chosen is not None:  # of a parameter: numbered by backward pass
+            if key[1] != self.task:
+                self.task, self.seen = key[1], self.seen + 1
+            if not self.wants(self.seen - 1, None):
+                return None
+            key = (self.seen - 1, key[1])
         parts = self.grads.get(key)
         if parts is None:
             keep = self.options.keep
@@ -289,7 +324,7 @@ class CaptureTap(Tap):
             raise
         return None
 
-    def gathered(self) -> Calls:
+    def gathered(self) -> Entries:
         """The gradients with their calls, in order of calls, then of backward passes; None for a
         call without any.
         """

@@ -1,6 +1,6 @@
 """The calls of one place in order: one of many is found without going through the others.
 
-- `Values`: what was kept of values, which come one a call
+- `Values`: what was kept of values, which come one a call; `Numbered`: of some calls only
 - `Gradients`: what was kept of gradients, which come by call and backward pass
 - `Order`: the calls and backward passes of gradients, in order
 - `Kept`: what is kept of a value
@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import threading
 from abc import abstractmethod
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Iterator, Mapping, Reversible, Sequence
 from itertools import islice
+from operator import itemgetter
 from typing import Any, TypeAlias, cast
 
 from torch import Tensor
 
-__all__ = ["Calls", "Gradients", "Kept", "Order", "Values"]
+__all__ = ["Entries", "Gradients", "Kept", "Numbered", "Order", "Values"]
 
 # What is kept of a value: the value and what to check on reading. None: nothing (a snapshot). An
 # int: the version of the tensor that it is. A dict: versions, and twins of parameters, by id.
@@ -29,7 +30,7 @@ _NONE = -2  # in the stead of a backward pass, whose numbers are -1 or more: non
 _lock = threading.RLock()  # two threads may read
 
 
-class Calls(Sequence[tuple[int, "Kept | None"]]):
+class Entries(Sequence[tuple[int, "Kept | None"]]):
     """Calls by position, each with what was kept of it; None for one that gave nothing."""
 
     @abstractmethod
@@ -37,7 +38,7 @@ class Calls(Sequence[tuple[int, "Kept | None"]]):
         """What was kept of one call, in order of backward passes."""
 
 
-class Values(Calls):
+class Values(Entries):
     """What was kept of values, from call `start` on; `missed` are the calls that gave none."""
 
     def __init__(
@@ -64,7 +65,36 @@ class Values(Calls):
         return [self.kept[position]] if 0 <= position < len(self.kept) else []
 
 
-class Gradients(Calls):
+class Numbered(Entries):
+    """What was kept of some calls, in order of their numbers; `missed` are those that gave none."""
+
+    def __init__(
+        self, kept: Sequence[Kept | None], numbers: Sequence[int], missed: Sequence[int] = ()
+    ) -> None:
+        self.kept, self.numbers, self.missed = kept, numbers, missed
+
+    def __len__(self) -> int:
+        return len(self.kept) + len(self.missed)
+
+    def __getitem__(self, position: Any) -> Any:
+        if self.missed:
+            return self._all()[position]
+        return self.numbers[position], self.kept[position]
+
+    def __iter__(self) -> Iterator[tuple[int, Kept | None]]:
+        return iter(self._all())
+
+    def _all(self) -> list[tuple[int, Kept | None]]:
+        found = [*zip(self.numbers, self.kept, strict=True), *((n, None) for n in self.missed)]
+        return sorted(found, key=itemgetter(0))
+
+    def of_call(self, call: int) -> list[Kept | None]:
+        first, last = bisect_left(self.numbers, call), bisect_right(self.numbers, call)
+        none = bisect_left(self.missed, call) < bisect_right(self.missed, call)
+        return [None] if none else list(self.kept[first:last])
+
+
+class Gradients(Entries):
     """What was kept of gradients, put together by `gather` when it is read."""
 
     def __init__(

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, cast
 import torch
 from torch import Tensor, nn
 
+from hookline.core.calls import Calls, ranges
 from hookline.core.hooks import first_names, named_place, silence
 from hookline.core.sites import Site
 from hookline.errors import (
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from hookline.records.captures import capture
     from hookline.records.keeping import CaptureTap
     from hookline.records.logs import Log
-    from hookline.records.positions import Calls, Kept
+    from hookline.records.positions import Entries, Kept
 
 __all__ = ["Record"]
 
@@ -127,13 +128,17 @@ class Record:
     # -- reading --------------------------------------------------------------------------------
 
     def __getitem__(self, key: Any) -> Any:
-        """The value at a place, or with `record[place, n]` that of its n-th call."""
+        """The value at a place, or with `record[place, n]` that of its n-th call.
+
+        Of a capture with `calls=`, n is the number that the call has among all.
+        """
         # The commonest case, in less time: a whole value that is the only one at its place.
         if self._ready is None and self._source is None:
             if self._made is None and self._log is not None:
                 self._ready = self._log.ready()
             else:
-                alone = [tap for tap in self._taps if len(tap.kept) == 1 and not tap.reasons]
+                alone = [tap for tap in self._taps if len(tap.kept) == 1]
+                alone = [tap for tap in alone if not (tap.reasons or tap.untold)]
                 self._ready = {tap.spelled: tap.kept[0] for tap in alone}
         found = self._ready.get(key) if self._ready and isinstance(key, str) else None
         if found is not None:
@@ -150,6 +155,10 @@ class Record:
     def _pick(self, tap: CaptureTap, call: int | None) -> tuple[int, Kept | None]:
         """What is kept of one call, or of the only one."""
         kept = self._kept(tap)
+        if tap.chosen is not None and call is not None and call >= 0:
+            return self._numbered(tap, kept, call)
+        if call is None or tap.chosen is not None:
+            self._check_told(tap)
         if call is None:
             if len(kept) > 1:
                 place, more = str(self._place(tap)), " and backward" * ("grad" in tap.target.port)
@@ -164,13 +173,47 @@ class Record:
             raise NotCaptured(asked, found, "record.calls(place) gives all of them.")
         return kept[call + len(kept) if call < 0 else call]
 
+    def _numbered(self, tap: CaptureTap, kept: Entries, call: int) -> tuple[int, Kept | None]:
+        """What is kept of a call, where only some were asked for."""
+        found = kept.of_call(call)
+        if len(found) == 1:
+            return call, found[0]
+        place, calls = str(self._place(tap)), cast("Calls", tap.chosen)
+        asked = f"Call {call} at {place!r} was asked for."
+        if found:
+            several = f"There are {len(found)} gradients of it, one a backward."
+            raise SeveralCalls(asked, several, f"Read record.numbered({place!r}).")
+        if call in tap.untold:
+            raise NotCaptured(
+                asked, f"It cannot be told: {tap.untold[call].found}", tap.untold[call].remedy
+            )
+        never = calls.step is None and calls.cover(call)
+        why = "It never came." if never else f"It was not asked for: calls={calls.shown}."
+        held = ranges([number for number, _ in kept])
+        raise NotCaptured(asked, why, f"Read one of those that were kept: {held}.")
+
+    def _check_told(self, tap: CaptureTap) -> None:
+        """Refuse to read all calls, if some may be missing."""
+        for call, why in tap.untold.items():
+            asked = f"The calls {cast('Calls', tap.chosen).shown} at {str(self._place(tap))!r} "
+            found = f"Call {call} cannot be told: {why.found}"
+            raise NotCaptured(asked + "were asked for.", found, why.remedy)
+
     def calls(self, where: Any) -> list[Any]:
-        """The values at a place, always a list: one a call; for gradients one a call and pass."""
+        """The values at a place, always a list: one a call; for gradients one a call and pass.
+
+        Of a capture with `calls=`, one for each call that was asked for; see `numbered`.
+        """
+        return [value for _, value in self.numbered(where)]
+
+    def numbered(self, where: Any) -> list[tuple[int, Any]]:
+        """The same values with the numbers by which `record[place, n]` reads them."""
         tap, parts = self._find(where)
-        return [
-            None if kept is None else self._read(tap, kept, parts, call)
-            for call, kept in self._kept(tap)
-        ]
+        kept = self._kept(tap)
+        self._check_told(tap)
+        values = [None if one is None else self._read(tap, one, parts, call) for call, one in kept]
+        numbers = range(len(kept)) if tap.chosen is None else [call for call, _ in kept]
+        return list(zip(numbers, values, strict=True))
 
     def of_call(self, where: Any, call: int) -> Any:
         """The value of one call of the module; an error if several backward passes gave one."""
@@ -219,7 +262,7 @@ class Record:
 
     def _tensors(self, where: Any) -> list[Tensor]:
         # A call that has no value is read, for the error that says why.
-        found = [self[where, n] if v is None else v for n, v in enumerate(self.calls(where))]
+        found = [self[where, n] if v is None else v for n, v in self.numbered(where)]
         return [only_tensor(value, lambda: f"The value at {where!r}")[1] for value in found]
 
     def places(self) -> list[Place]:
@@ -254,6 +297,8 @@ class Record:
                 get_part(None if one is None else one[0], parts)
         except (HooklineError, LookupError):
             return False
+        if call is not None and call >= 0 and tap.chosen is not None:
+            return bool(kept.of_call(call))
         return call is None or -len(kept) <= call < len(kept)
 
     def __iter__(self) -> Iterator[Place]:
@@ -283,7 +328,7 @@ class Record:
             other = object.__new__(type(tap))  # a copy would be inert: see Site
             vars(other).update(vars(tap))
             other.kept, other.grads, other.order = [], {}, None
-            for n, kept in enumerate(tap.kept):
+            for n, kept in zip(tap.numbers or range(len(tap.kept)), tap.kept, strict=True):
                 other.kept.append((map_leaves(move, self._read(tap, kept, (), n)), _checks(kept)))
             for key, parts in tap.grads.items():
                 cast("dict[Any, Any]", other.grads)[key] = {
@@ -316,10 +361,19 @@ class Record:
                 rows.append((str(place) or "''", "0", "-", "-", "never fired"))
             else:
                 values = [entry[0] for entry in entries]
-                rows += tables.rows_of(place, values, entries[0][1], partial(self._spread, tap))
+                calls = str(len(entries)) + self._which(tap)
+                spread = partial(self._spread, tap)
+                rows += tables.rows_of(place, values, entries[0][1], spread, calls)
         n, size = len(self.places()), tables.show_bytes(self.nbytes)
         title = f"Record of {n} place{'s' * (n != 1)}, {count} value{'s' * (count != 1)}, {size}"
         return title, rows
+
+    def _which(self, tap: CaptureTap) -> str:
+        """The numbers of the calls that are kept, if others were not asked for."""
+        if tap.chosen is None:
+            return ""
+        kept = tap.gathered() if tap.grads else tap.numbered()
+        return f" ({ranges([number for number, one in kept if one is not None])})"
 
     # -- finding --------------------------------------------------------------------------------
 
@@ -409,7 +463,7 @@ class Record:
         site = tap if isinstance(tap, Site) else self._sites.get(tap.target.key, _NO_SITE)
         return silence(tap, site, model, first_names(model), others)
 
-    def _kept(self, tap: CaptureTap) -> Calls:
+    def _kept(self, tap: CaptureTap) -> Entries:
         gradient = "grad" in tap.target.port
         kept = tap.gathered() if gradient else tap.numbered()
         if tap.holds:

@@ -71,10 +71,14 @@ def rows_of(
     values: Sequence[Any],
     checks: Any,
     spread: Callable[[Path, Tensor], tuple[Any, ...] | None],
+    calls: str = "",
 ) -> list[tuple[str, ...]]:
-    """One row for each tensor in the values of a place; shapes that vary are marked."""
+    """One row for each tensor in the values of a place; shapes that vary are marked.
+
+    `calls` says which they are, if it is more than how many.
+    """
     first, others = values[0], [dict(leaves(value)) for value in values[1:]]
-    count = str(len(values))
+    count = calls or str(len(values))
     rows: list[tuple[str, ...]] = []
     for path, tensor in leaves(first):
         shape = _shape(tensor)

@@ -1,0 +1,298 @@
+"""Which step of a generation runs: the prompt, or generated tokens.
+
+- `Generation`: tells it, for the calls of a context's modules
+- `Untold`: why it cannot be told
+- `Steps`: what was told of the calls of one module, for those that a backward runs again
+- `takers_above(model, modules)`: the modules by whose calls it is told
+
+Only facts decide, and what they leave open is not guessed:
+
+- A forward that is given no cache of keys and values, or an empty one, is the prompt.
+- A forward inside transformers' `generate()`, which that calls itself after the prompt, is of
+  generated tokens. `generate` is found on the Python stack by its public name, and asked for its
+  public parameters; what is known of one of its runs is kept in its frame, and ends with it.
+- Any other forward that is given a filled cache may be either.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_right
+from collections.abc import Iterable
+from types import FrameType
+from typing import Any, Literal, NamedTuple, TypeAlias, cast
+
+from torch import Tensor, nn
+
+from hookline.core import arguments
+from hookline.core.recomputation import CALL
+from hookline.core.taps import SERIALS, is_over
+from hookline.values.nested import leaves
+
+__all__ = ["FORGOTTEN", "Generation", "Step", "Steps", "Untold", "takers_above"]
+
+# The names that transformers gives to the argument; a module that has none of them takes no cache.
+_NAMES = ("past_key_values", "cache_params", "past_key_value", "layer_past")
+_PAGED = "cache"  # the name in its continuous batching, which mixes prompts and generated tokens
+_HOME = "transformers.generation.utils"
+_OWN = (_HOME, "torch.")  # whose frames stand between generate() and the forwards that it calls
+_PLAIN = ("greedy_search", "sample", "beam_search", "beam_sample")  # a prompt, then tokens
+_ASSISTED = "assisted_generation"
+_RECENT = 64  # runs of calls of one kind that are remembered
+
+
+class Untold(NamedTuple):
+    """Why a call cannot be told to be of the prompt or of generated tokens."""
+
+    found: str
+    remedy: str = "Give numbers in calls=, which count all calls."
+
+
+Step: TypeAlias = Literal["prompt", "generated"] | Untold
+
+_WHOLE = "Give the whole model, the one whose generate() or forward is called."
+OUTSIDE = Untold("its module was called outside of every forward that takes a cache.", _WHOLE)
+UNKNOWN = Untold("the forward was given a cache that does not say whether it is empty.")
+CONTINUED = Untold(
+    "the forward was given a cache that holds tokens already, and this is not the generate() that "
+    "has filled it: what comes may be more of a prompt, or generated tokens."
+)
+CACHELESS = Untold(
+    "without a cache (use_cache=False), a later forward of generate() holds the prompt and the "
+    "generated tokens.",
+    "Generate with a cache, or give numbers in calls=.",
+)
+CHUNK = Untold(
+    "generate() runs the prompt in chunks (prefill_chunk_size), and this may be one of them.",
+    "Generate without prefill_chunk_size, or give numbers in calls=.",
+)
+ASSISTED = Untold(
+    "the first forward of assisted decoding holds the prompt and candidates for the next tokens.",
+    "Generate without an assistant, or give numbers in calls=.",
+)
+FORGOTTEN = Untold("a backward runs it again, and what it was of is forgotten.")
+
+
+class Generation:
+    """Tells which step of a generation runs, for the calls of a context's modules.
+
+    The takers are the modules that take a cache, above the others or among them.
+    """
+
+    def __init__(self, takers: Iterable[nn.Module]) -> None:
+        self.takers = {id(module) for module in takers}
+        self.encoders = {ident for module in takers for ident in _encoder_of(module)}
+        self.key = f"hookline generation {next(SERIALS)}"  # of what is kept in torch's frames
+        self.local = threading.local()
+
+    def running(self) -> list[tuple[FrameType, Step]]:
+        """The forwards that take a cache and run now, in this thread; of nested ones the first."""
+        found: list[tuple[FrameType, Step]] | None = getattr(self.local, "running", None)
+        if found is None:
+            found = self.local.running = []
+        while found and is_over(found[-1][0]):  # it raised
+            found.pop()
+        return found
+
+    def enter(self, module: nn.Module, args: Any, kwargs: Any, caller: FrameType) -> Step:
+        """A module that takes a cache is called: the step that its forward is of."""
+        running = self.running()
+        found = _find(module, caller, running[-1][0] if running else None)
+        if found is None and running:
+            return running[-1][1]
+        given = arguments.bind(module, args, kwargs)
+        step = _plain(given) if found is None else self._within(found, given)
+        running.append((caller, step))
+        return step
+
+    def leave(self, caller: FrameType) -> None:
+        """The call of such a module has ended."""
+        running = self.running()
+        if running and running[-1][0] is caller:
+            running.pop()
+
+    def current(self, module: nn.Module, caller: FrameType) -> Step:
+        """The step that a call of any other module is of."""
+        running = self.running()
+        if running:
+            return running[-1][1]
+        frame: FrameType | None = caller
+        while frame is not None:
+            if frame.f_code is CALL and id(frame.f_locals["self"]) in self.encoders:
+                return "prompt"
+            frame = frame.f_back
+        found = _find(module, caller, None)
+        if found is None or found.own or id(found.model) not in self.takers:
+            return OUTSIDE
+        # What generate() runs before the first forward, to encode an image, say.
+        return OUTSIDE if self.key in found.generate.f_locals else "prompt"
+
+    def _within(self, found: _Found, given: dict[Any, Any]) -> Step:
+        """The step that a forward inside generate() is of."""
+        known, forward = found.generate.f_locals, found.call.f_locals
+        run: _Run | None = known.get(self.key)
+        if not found.own:  # an encoder
+            return _plain(given) if run is None and found.direct else _aside(found)
+        if self.key not in forward:  # else a part of this forward was called before
+            if run is None:
+                run = known[self.key] = _Run(known)
+            forward[self.key] = run.next(given) if found.direct else _aside(found)
+        return forward[self.key]
+
+
+class _Run:
+    """What is known of one run of generate()."""
+
+    begun = False
+    whole = False  # whether the first forward had the whole prompt
+
+    def __init__(self, known: dict[str, Any]) -> None:
+        config, self.mode = known.get("generation_config"), "unknown"
+        if config is not None:
+            self.mode = str(config.get_generation_mode(known.get("assistant_model")).value)
+        self.chunk: int | None = getattr(config, "prefill_chunk_size", None)
+
+    def next(self, given: dict[Any, Any]) -> Step:
+        """The step that the next forward is of."""
+        begun, self.begun = self.begun, True
+        if self.mode not in (*_PLAIN, _ASSISTED):
+            found = f"what the forwards of generate() hold in the mode {self.mode!r} is not known."
+            return Untold(found)
+        if not begun:
+            return ASSISTED if self.mode == _ASSISTED else _plain(given)
+        cache = _cache_in(given)
+        if _is_filled(cache) is not True:
+            return CACHELESS
+        if self.chunk is not None and not self.whole:
+            length = _length(cache)
+            self.whole = length is not None and length < self.chunk
+            self.chunk = self.chunk if self.whole else 0  # the others are later ones
+            return "generated" if self.whole else CHUNK
+        return "generated"
+
+
+class _Found(NamedTuple):
+    """The generate() in which a module is called."""
+
+    generate: FrameType
+    model: nn.Module  # whose generate() it is
+    call: FrameType  # the outermost call of a module that it makes
+    between: str | None  # the function through which it does so, if not by itself
+
+    @property
+    def own(self) -> bool:
+        """Whether it is a forward of the model."""
+        return self.call.f_locals["self"] is self.model
+
+    @property
+    def direct(self) -> bool:
+        return self.between is None
+
+
+def _find(module: nn.Module, caller: FrameType, until: FrameType | None) -> _Found | None:
+    """The innermost generate() above a call whose model holds the module."""
+    call: FrameType | None = None
+    between: str | None = None
+    frame: FrameType | None = caller
+    while frame is not None and frame is not until:
+        code, home = frame.f_code, str(frame.f_globals.get("__name__"))
+        if code is CALL:
+            call, between = frame, None
+        elif code.co_name == "generate" and home == _HOME:
+            model: nn.Module = frame.f_locals["self"]
+            if call is not None and any(inner is module for inner in model.modules()):
+                return _Found(frame, model, call, between)
+            between = code.co_qualname
+        elif not home.startswith(_OWN):
+            between = code.co_qualname
+        frame = frame.f_back
+    return None
+
+
+def _aside(found: _Found) -> Untold:
+    function = found.between or "another module"
+    return Untold(f"it was called in generate() by {function}, not as a step of the generation.")
+
+
+def _plain(given: dict[Any, Any]) -> Step:
+    """The step that a forward is of, as far as its cache tells."""
+    filled = _is_filled(_cache_in(given))
+    if filled is None:
+        return UNKNOWN
+    return CONTINUED if filled else "prompt"
+
+
+# -- caches ---------------------------------------------------------------------------------------
+
+
+def takers_above(model: nn.Module, modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """The modules of a model whose forward takes a cache, above these modules or among them."""
+    wanted = {id(module) for module in modules}
+    return [
+        module
+        for module in model.modules()
+        if _takes_cache(module) and not wanted.isdisjoint(id(m) for m in module.modules())
+    ]
+
+
+def _takes_cache(module: nn.Module) -> bool:
+    names = arguments.names(module)
+    return any(name in names for name in _NAMES)
+
+
+def _encoder_of(module: Any) -> set[int]:
+    if getattr(getattr(module, "config", None), "is_encoder_decoder", False) is True:
+        encoder = module.get_encoder() if hasattr(module, "get_encoder") else None
+        if isinstance(encoder, nn.Module) and encoder is not module:
+            return {id(encoder)}
+    return set()
+
+
+def _cache_in(given: dict[Any, Any]) -> Any:
+    """The cache among the arguments of a call."""
+    if given.get(_PAGED) is not None:
+        return _PAGED
+    return next((given[name] for name in _NAMES if given.get(name) is not None), None)
+
+
+def _is_filled(cache: Any) -> bool | None:
+    """Whether a cache holds tokens; None if it does not say."""
+    if cache is None:
+        return False
+    if isinstance(cache, (tuple, list, Tensor)):
+        return any(tensor.numel() for _, tensor in leaves(cast(Any, cache)))
+    length = _length(cache)
+    if length is not None:
+        return length > 0
+    try:  # a recurrent state has no length
+        previous = cache.has_previous_state
+        return bool(previous() if callable(previous) else previous)
+    except (AttributeError, TypeError, ValueError):
+        return None
+
+
+def _length(cache: Any) -> int | None:
+    try:
+        return int(cache.get_seq_length())
+    except (AttributeError, TypeError, ValueError):
+        return None
+
+
+class Steps:
+    """What was told of the calls of one module, for those that a backward runs again."""
+
+    def __init__(self) -> None:
+        self.starts: list[int] = []  # calls from which on something else was told
+        self.told: list[Step] = []
+
+    def note(self, number: int, step: Step) -> None:
+        """A call was numbered."""
+        if not self.told or self.told[-1] != step:
+            self.starts.append(number)
+            self.told.append(step)
+            del self.starts[:-_RECENT], self.told[:-_RECENT]
+
+    def of(self, number: int) -> Step:
+        """What was told of a call."""
+        position = bisect_right(self.starts, number) - 1
+        return self.told[position] if position >= 0 else FORGOTTEN

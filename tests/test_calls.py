@@ -1,0 +1,353 @@
+"""Captures of some calls: `capture(..., calls=)`."""
+
+import gc
+import json
+import re
+import threading
+import weakref
+
+import pytest
+import torch
+from helpers import assert_clean
+from torch import nn
+
+import hookline as hl
+
+X = torch.linspace(-1, 1, 6).reshape(2, 3)
+
+
+class Net(nn.Module):
+    """A layer that is called five times, in ways that tell the calls apart."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(3, 3)
+        self.act = nn.Tanh()
+
+    def forward(self, x):
+        for n in range(5):
+            x = self.act(self.layer(x + n))
+        return x.sigmoid()
+
+
+PORTS = ("", ":input", ":inputs", ":inputs[input]", ":grad_output", ":grad_input")
+CHOICES = [
+    (3, [3]),
+    ({1, 3}, [1, 3]),
+    ([4, 0], [0, 4]),
+    (slice(1, None), [1, 2, 3, 4]),
+    (slice(None, None, 2), [0, 2, 4]),
+    (slice(3, 99), [3, 4]),
+]
+
+
+def run(model, x=X):
+    model(x.clone().requires_grad_()).sum().backward()
+
+
+def alike(one, other):
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(alike(one[k], other[k]) for k in one)
+    return torch.equal(one, other)
+
+
+@pytest.mark.parametrize("port", PORTS)
+@pytest.mark.parametrize(("calls", "numbers"), CHOICES)
+@pytest.mark.parametrize("threads", ["own", "all"])
+def test_the_calls_that_were_asked_for_are_kept_under_their_numbers(port, calls, numbers, threads):
+    model, place = Net(), "layer" + port
+    with hl.capture(model, place) as whole:
+        run(model)
+    with hl.capture(model, place, calls=calls, threads=threads) as record:
+        run(model)
+    assert [n for n, _ in record.numbered(place)] == numbers
+    assert len(record.calls(place)) == len(numbers)
+    for n in range(5):
+        assert ((place, n) in record) is (n in numbers)
+        if n in numbers:
+            assert alike(record[place, n], whole[place, n])
+        else:
+            with pytest.raises(
+                hl.NotCaptured, match=rf"Call {n} at .*{re.escape(port)}.*was not asked for"
+            ):
+                _ = record[place, n]
+    assert alike(record[place, -1], whole[place, numbers[-1]])
+    assert_clean(model)
+
+
+@pytest.mark.parametrize("keep", ["first", "last"])
+@pytest.mark.parametrize("port", PORTS)
+def test_keep_chooses_among_the_calls_that_were_asked_for(keep, port):
+    model, place = Net(), "layer" + port
+    with hl.capture(model, place) as whole:
+        run(model)
+    with hl.capture(model, place, calls={1, 2, 3}, keep=keep) as record:
+        run(model)
+    number = 1 if keep == "first" else 3
+    assert alike(record[place], whole[place, number])
+    assert alike(record[place, number], whole[place, number])
+    with pytest.raises(hl.NotCaptured):
+        _ = record[place, 0]
+
+
+def test_other_options_meet_only_the_calls_that_were_asked_for():
+    model, met = Net(), []
+
+    def first_row(value):
+        met.append(None)
+        return value[0]
+
+    options = {"transform": first_row, "at": slice(1, None), "dtype": torch.float64, "detach": True}
+    with hl.capture(model, "layer", "act:input", calls={2, 4}, **options) as record:
+        run(model)
+    assert len(met) == 4
+    with hl.capture(model, "layer", detach=True) as whole:
+        run(model)
+    assert torch.equal(record["layer", 4], whole["layer", 4][1].double())
+    assert record.stack("layer").shape == record.stack("act:input").shape == (2, 3)
+    assert record.cat("layer").shape == (6,)
+
+
+def test_one_call_reads_without_its_number():
+    model = Net()
+    with hl.capture(model, "layer", calls=3) as record:
+        run(model)
+    assert torch.equal(record["layer"], record["layer", 3])
+    assert torch.equal(record.tensor("layer"), record["layer", 3])
+    assert [place for place, _ in record.items()] == ["layer"]
+
+
+def test_the_table_says_which_calls_there_are():
+    model = Net()
+    with hl.capture(model, "layer", "act:grad_output", calls={0, 1, 3}) as record:
+        run(model)
+    assert "3 (0-1, 3)" in repr(record)
+    assert repr(record).count("(0-1, 3)") == 2
+
+
+@pytest.mark.parametrize("place", ["/sigmoid", "act/tanh", "layer/linear:input"])
+def test_operations_are_captured_at_some_calls(place):
+    model = Net()
+    with hl.capture(model, place) as whole:
+        run(model), run(model)
+    with hl.capture(model, place, calls=1) as record:
+        run(model), run(model)
+    assert torch.equal(record[place, 1], whole[place, 1])
+    with pytest.raises(hl.NotCaptured, match=r"Call 0 .* not asked for"):
+        _ = record[place, 0]
+
+
+def test_parameters_are_captured_at_some_calls_and_their_gradients_at_some_backwards():
+    model = Net()
+    with hl.capture(model, "layer.weight:grad") as whole:
+        for n in range(3):
+            run(model, X * n)
+    places = ("layer.weight:grad", "layer.weight")
+    with hl.capture(model, *places, calls={1, 2}) as record:
+        for n in range(3):
+            run(model, X * n)
+    for n in (1, 2):
+        assert torch.equal(record["layer.weight:grad", n], whole["layer.weight:grad", n])
+    assert [n for n, _ in record.numbered("layer.weight")] == [1, 2]
+    with pytest.raises(hl.NotCaptured, match="not asked for"):
+        _ = record["layer.weight:grad", 0]
+
+
+def test_a_tensor_has_some_of_its_gradients_captured():
+    x = X.clone().requires_grad_()
+    with hl.capture(x, ":grad", calls=1) as record:
+        for n in range(3):
+            (x * n).sum().backward()
+    assert torch.equal(record[":grad"], torch.ones_like(x))
+    assert torch.equal(record[":grad", 1], torch.ones_like(x))
+
+
+def test_several_backwards_of_one_call_are_read_together():
+    model = Net()
+    with hl.capture(model, "layer:grad_output", calls=2) as record:
+        loss = model(X).sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+    assert [n for n, _ in record.numbered("layer:grad_output")] == [2, 2]
+    with pytest.raises(hl.SeveralCalls, match="2 gradients"):
+        _ = record["layer:grad_output", 2]
+
+
+@pytest.mark.parametrize("port", PORTS)
+def test_a_call_that_never_came_is_told_at_exit_and_on_reading(port):
+    model, place = Net(), "layer" + port
+    with pytest.raises(hl.NeverFired, match=r"calls 7 at .*called 5×"):
+        with hl.capture(model, place, calls=7):
+            run(model)
+    with pytest.raises(hl.NeverFired, match=r"calls 1, 7 at .*called 5×.* 7 never came") as caught:
+        with hl.capture(model, place, calls={1, 7}) as record:
+            run(model)
+    assert caught.value.record is record
+    assert alike(record[place], record[place, 1])
+    with pytest.raises(hl.NotCaptured, match=r"Call 7 .*never came"):
+        _ = record[place, 7]
+
+
+def test_of_a_glob_one_place_must_have_the_calls():
+    model = nn.Sequential(Net(), nn.Tanh())
+    with hl.capture(model, "0.*", "{0.act,1}", calls=4) as record:
+        run(model)
+    assert list(record.unfired()) == ["1"]
+    assert "calls= names others" in record.unfired()["1"]
+    with pytest.raises(hl.NeverFired, match="called 1×"):
+        _ = record["1"]
+
+
+def test_nothing_is_kept_of_calls_that_were_not_asked_for():
+    class Watched(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.made = nn.Identity(), []
+
+        def forward(self, x):
+            value = torch.full((64, 64), float(x), requires_grad=True).mul(1)
+            self.made.append(weakref.ref(value))
+            return self.inner(value).sum()
+
+    model = Watched()
+    for place in ("inner", "inner:input", "inner:inputs"):
+        model.made.clear()
+        with hl.capture(model, place, calls={2}) as record:
+            for n in range(5):
+                model(n)
+        gc.collect()
+        assert [ref() is not None for ref in model.made] == [n == 2 for n in range(5)]
+        assert record.nbytes == 64 * 64 * 4
+
+
+def test_stop_ends_the_forward_at_the_last_call_that_was_named():
+    for place in ("layer", "layer:input"):
+        model, seen = Net(), []
+        model.act.register_forward_hook(lambda *_, seen=seen: seen.append(None))
+        with hl.capture(model, place, calls={1, 3}, stop=True) as record:
+            model(X)
+            raise AssertionError("the rest of the block must not run")
+        assert len(seen) == 3
+        assert [n for n, _ in record.numbered(place)] == [1, 3]
+
+
+def test_inputs_are_numbered_by_the_start_of_the_call_as_in_edits():
+    class Recursive(nn.Module):
+        def forward(self, x, depth):
+            return self(x + 1, depth - 1) * 2 if depth else x
+
+    model = Recursive()
+    with hl.capture(model, "") as whole:
+        model(X, 3)
+    for n in range(4):
+        with hl.capture(model, "", ":inputs[x]", calls=n) as record:
+            model(X, 3)
+        assert torch.equal(record["", n], whole["", n])
+        assert torch.equal(record[":inputs[x]", n], X + n)
+
+
+def test_the_input_of_a_call_that_raised_is_kept_if_it_was_asked_for():
+    class Raising(nn.Module):
+        def forward(self, x):
+            raise KeyError("no")
+
+    model = Raising()
+    with hl.capture(model, ":input", calls=0) as record, pytest.raises(KeyError):
+        model(X)
+    assert torch.equal(record[":input", 0], X)
+
+
+def test_an_attached_capture_of_some_calls_goes_on_until_it_is_removed():
+    model = Net()
+    handle = hl.capture(model, "layer", calls=slice(3, 7)).attach()
+    run(model), run(model)
+    handle.remove()
+    assert [n for n, _ in handle.record.numbered("layer")] == [3, 4, 5, 6]
+    assert_clean(model)
+
+
+def test_calls_of_other_threads_are_not_counted():
+    model = Net()
+    with hl.capture(model, "layer", calls={5}) as record:
+        run(model)
+        thread = threading.Thread(target=run, args=(model, X * 3))
+        thread.start()
+        thread.join()
+        run(model, X * 2)
+    with hl.capture(model, "layer") as whole:
+        run(model, X * 2)
+    assert torch.equal(record["layer", 5], whole["layer", 0])
+
+
+def test_a_patch_takes_the_call_of_the_same_number():
+    model = Net()
+    with hl.capture(model, "layer", calls=3) as clean:
+        model(X)
+    with hl.edit(model, "layer", hl.patch(clean), calls=3):
+        with hl.capture(model, "layer", calls=3) as record:
+            model(X * 2)
+    assert torch.equal(record["layer"], clean["layer"])
+    with pytest.raises(hl.NotCaptured, match="0 values of that call"):
+        with hl.edit(model, "layer", hl.patch(clean)):
+            model(X)
+
+
+def test_a_saved_record_has_the_numbers_of_the_calls(tmp_path):
+    model = Net()
+    with hl.capture(model, "layer", "layer:grad_output", "/sigmoid", calls={0, 3}) as record:
+        for _ in range(4):
+            run(model)
+    found = hl.load_record(hl.save_record(record, tmp_path))
+    assert (
+        repr(found).replace("attached", "").split() == repr(record).replace("attached", "").split()
+    )
+    for place in ("layer", "layer:grad_output", "/sigmoid"):
+        assert [n for n, _ in found.numbered(place)] == [0, 3]
+        assert torch.equal(found[place, 3], record[place, 3])
+        with pytest.raises(hl.NotCaptured, match=r"Call 1 .*not asked for"):
+            _ = found[place, 1]
+
+
+@pytest.mark.parametrize("numbers", [[0], [0, "1"], [1, 0], [-1, 3], 3, None])
+def test_a_record_whose_numbers_are_none_is_refused(tmp_path, numbers):
+    model = Net()
+    with hl.capture(model, "layer", calls={0, 3}) as record:
+        run(model)
+    folder = hl.save_record(record, tmp_path)
+    content = json.loads((folder / "record.json").read_text())
+    assert content["places"][0]["numbers"] == [0, 3]
+    content["places"][0]["numbers"] = numbers
+    (folder / "record.json").write_text(json.dumps(content))
+    with pytest.raises(hl.errors.RecordError):
+        hl.load_record(folder)
+
+
+def test_a_page_labels_the_calls_with_their_numbers():
+    from hookline.pages.outlines import Outline
+    from hookline.pages.record_pages import add_record
+
+    model = Net()
+    with hl.capture(model, "layer", calls={1, 3}) as record:
+        run(model)
+    outline, chunks = Outline(), {}
+    add_record(outline, chunks, record, 1000, [])
+    (chunk,) = [make() for make in chunks.values()]
+    assert [item["label"] for item in chunk.meta["items"]] == ["1", "3"]
+    assert outline.entries[0].count == 4
+
+
+@pytest.mark.parametrize("calls", [-1, slice(-1, None), {-1}, "0", "prompts", 1.5, [], True])
+def test_calls_that_make_no_sense_are_refused(calls):
+    with pytest.raises((hl.ChangeError, TypeError), match="calls"):
+        hl.capture(Net(), "layer", calls=calls)
+
+
+def test_a_record_moved_to_another_device_keeps_the_numbers():
+    model = Net()
+    with hl.capture(model, "layer", "layer:grad_output", calls={1, 3}) as record:
+        run(model)
+    moved = record.to("cpu")
+    for place in ("layer", "layer:grad_output"):
+        assert [n for n, _ in moved.numbered(place)] == [1, 3]
+        assert torch.equal(moved[place, 3], record[place, 3])
