@@ -247,7 +247,7 @@ class Context(Entering, Generic[T]):
 
     def _never_fired(self, request: Request, target: Target) -> NeverFired:
         tap, count = self._taps[target.key], len(request.targets)
-        if tap.fired:
+        if tap.fired and tap.tally()[1]:
             return self._in_part(tap)
         place = str(self.place_of(target))
         asked = f"Nothing happened at {place!r}"
