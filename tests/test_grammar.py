@@ -187,9 +187,10 @@ def test_an_operation_is_understood():
         ("**a", "must stand alone"),
         ("{0..100000}", "at most 10,000"),
         ("{a.b,c.d}" * 12, "stand for more than 1,000 paths"),
-        ("{a}" * 3000, "too many braces"),
-        ("{" * 3000 + "a" + "}" * 3000, "too many braces"),
-        ("a" + "[" * 20_000, "more than 100 ports and parts"),
+        ("{a}" * 3000, "more than 100 ports, parts and braces"),
+        ("{" * 3000 + "a" + "}" * 3000, "more than 100 ports, parts and braces"),
+        ("a" + "[" * 20_000, "more than 100 ports, parts and braces"),
+        ("{0.." + "9" * 5000 + "}", "no empty segments"),
     ],
 )
 def test_a_malformed_place_is_repeated_with_the_reason_and_the_form(text, reason):
@@ -383,10 +384,16 @@ def test_stars_and_braces_mean_what_they_mean_in_a_regular_expression(glob, name
 
 @pytest.mark.parametrize(
     "glob",
-    ["*{}" * 200 + "z", "{,}" * 200 + "z", "{s,s}{e,e}{l,l}{f,f}" * 40, "{*,{*,{*,*}}}" * 60 + "z"],
+    [
+        "*{}" * 90 + "z",
+        "{,}" * 90 + "z",
+        "{s,s}{e,e}{l,l}{f,f}" * 20,
+        "{*,{*,{*,*}}}" * 30 + "z",
+        "{*," * 100 + "z" + "}" * 100 + "z",
+    ],
 )
 def test_no_glob_takes_long(glob):
     """A regular expression would go on for ever, and a place may come from a file."""
     model = named("self_attention" * 10)
-    with pytest.raises(hl.PlaceNotFound):
+    with pytest.raises(hl.PlaceNotFound, match="self_attention"):
         hl.select(model, glob)
