@@ -271,6 +271,11 @@ def silence(tap: Tap, site: Site, model: Any, names: dict[int, str], others: boo
                 "nn.MultiheadAttention uses the weights of its out_proj without ever calling it; "
                 "ask for the attention module's own output."
             )
+    return _uncalled(others)
+
+
+def _uncalled(others: bool) -> str:
+    """Why a module was not called; the likeliest cause first."""
     if not others:
         return (
             "its module was not called, nor any other that was asked for. Most likely the model "
