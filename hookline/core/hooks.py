@@ -279,8 +279,9 @@ def _uncalled(others: bool) -> str:
     if not others:
         return (
             "its module was not called, nor any other that was asked for. Most likely the model "
-            "was called before or after the `with`, and not inside it. Or a forward was called "
-            "directly, as in module.forward(x), which runs no hooks."
+            "was called before or after the `with`, and not inside it. Or its forward was called "
+            "directly, as in module.forward(x), which runs no hooks, its weights were used without "
+            "it, or the code that calls it was not reached."
         )
     return (
         "its module was not called. Its forward may have been called directly, as in "
