@@ -34,7 +34,8 @@ def _names(module: Any) -> tuple[list[str], list[str]]:
     """
     key = function = module
     if isinstance(module, jit.ScriptModule):  # of one type, and each with a forward of its own
-        found = [argument.name for argument in module.forward.schema.arguments[1:]]
+        method: Any = module.forward
+        found = [argument.name for argument in method.schema.arguments[1:]]
         return found, found
     if isinstance(module, nn.Module):
         key = None if "forward" in module.__dict__ else type(module).forward

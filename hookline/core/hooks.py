@@ -334,11 +334,17 @@ def silence(tap: Tap, site: Site, model: Any, names: dict[int, str], others: boo
                 "nn.MultiheadAttention uses the weights of its out_proj without ever calling it; "
                 "ask for the attention module's own output."
             )
+    return _uncalled(others)
+
+
+def _uncalled(others: bool) -> str:
+    """Why a module was not called; the likeliest cause first."""
     if not others:
         return (
             "its module was not called, nor any other that was asked for. Most likely the model "
-            "was called before or after the `with`, and not inside it. Or a forward was called "
-            "directly, as in module.forward(x), which runs no hooks."
+            "was called before or after the `with`, and not inside it. Or its forward was called "
+            "directly, as in module.forward(x), which runs no hooks, its weights were used without "
+            "it, or the code that calls it was not reached."
         )
     return (
         "its module was not called. Its forward may have been called directly, as in "
