@@ -35,7 +35,7 @@ def dequantised(tensor: Tensor) -> Tensor:
     """The numbers that a quantised tensor stands for; any other tensor as it is.
 
     >>> import torch
-    >>> dequantised(torch.quantize_per_tensor(torch.ones(2), 0.5, 0, torch.qint8))
+    >>> dequantised(torch.ones(2))
     tensor([1., 1.])
     """
     if not is_quantised(tensor):
@@ -55,8 +55,8 @@ def held_in(tensor: Tensor) -> list[Tensor]:
 
 def copy_of(tensor: Tensor) -> Tensor:
     """A wrapper of copies of what it holds: a clone of torchao's NF4 is quantised anew."""
-    given = cast(Any, tensor)
-    names, context = given.__tensor_flatten__()
+    kind = cast(Any, type(tensor))
+    names, context = kind.__tensor_flatten__(tensor)
     held = {name: getattr(tensor, name) for name in names}
     copies = {n: copy_of(one) if is_wrapper(one) else one.clone() for n, one in held.items()}
-    return type(given).__tensor_unflatten__(copies, context, tensor.size(), tensor.stride())
+    return kind.__tensor_unflatten__(copies, context, tensor.size(), tensor.stride())
