@@ -89,9 +89,8 @@ class Recipe:
         calls: Which | None = None,
     ) -> None:
         self._entries: tuple[_Entry, ...] = ()
-        if isinstance(calls, Iterable) and not isinstance(
-            calls, str
-        ):  # it may be an iterator, or a tensor of one number
+        # It may be an iterator, or a tensor of one number.
+        if isinstance(calls, Iterable) and not isinstance(calls, str):
             single = getattr(calls, "shape", None) == ()
             calls = index(cast("Any", calls)) if single else list(calls)
         if isinstance(entries, Mapping):

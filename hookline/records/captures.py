@@ -75,8 +75,9 @@ class capture(Context[CaptureTap]):
             "generated"; `keep` chooses among them. Of the others nothing is kept, and the record
             has the calls under their own numbers: `record[place, 3]` after `calls={3}`. Each
             number of an int or a set must come. A call of which it cannot be told whether it is
-            of the prompt or of generated tokens is told when the `with` ends, and on reading. A
-            parameter's `:grad` is numbered by backward pass.
+            of the prompt or of generated tokens is named when the `with` ends, and on reading.
+            Inputs are numbered by the start of the call, all else by its completion, a parameter's
+            `:grad` by backward pass.
         threads: "own" sees the calls of the thread or task that entered; "all" sees every call.
 
     A value that requires grad is kept attached, the very tensor: it can be used in a loss and in
