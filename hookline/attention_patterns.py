@@ -64,6 +64,7 @@ class Patterns:
         self._record = record
         self._model = weakref.ref(model)
         self._taps = {tap.spelled: tap for tap in taps}
+        self._by_key = {tap.target.key: tap for tap in self._taps.values()}
         self._dtype = dtype
 
     def __getitem__(self, key: Any) -> Tensor:
@@ -145,9 +146,9 @@ class Patterns:
                 found.setdefault(Place(place.path, operation=spelled), (_kind(place), kept))
         return found
 
-    def _kept(self, place: Place, tap: _Tap | None) -> list[Any]:
+    def _kept(self, place: Place, tap: _Tap) -> list[Any]:
         """What was kept of the calls of an operation, if patterns follow from it."""
-        if tap is None or not tap.holds or place.port not in _PORTS[_kind(place)][:1]:
+        if not tap.holds or place.port not in _PORTS[_kind(place)][:1]:
             return []
         kept = self._record.calls(place)
         if _kind(place) == SOFTMAX:
@@ -158,7 +159,8 @@ class Patterns:
 
     def has(self, target: Target) -> bool:
         """Whether there are patterns of an operation that was asked for."""
-        return bool(self._kept(target.place, self._taps.get(target.place)))
+        tap = self._by_key[target.key]  # which may have been asked for under another name, too
+        return bool(self._kept(tap.target.place, tap))
 
     def _find(self, where: Any) -> tuple[Place, str, list[Any]]:
         for operation in _PORTS if isinstance(where, str) else ():  # as it was asked for

@@ -269,3 +269,15 @@ def test_errors_name_the_place_under_the_first_name_of_the_module():
         model(x)
     with pytest.raises(hl.NotCaptured, match=r"a record has at 'h\.3\.mlp'"):
         hl.edit(model, "last.mlp", hl.patch(record)).attach()
+
+
+def test_attention_patterns_are_found_under_either_name_of_a_module():
+    model, x = Model(2), torch.ones(2, 3, 4)
+    with hl.attention(model, ["h.3.attn", "last.attn"]) as patterns:
+        model(x)
+    assert patterns.places() == ["h.3.attn"]
+    assert torch.equal(patterns["last.attn"], patterns["h.3.attn"])
+    with hl.attention(model, "last.attn") as patterns:
+        model(x)
+    assert patterns.places() == ["h.3.attn"]
+    assert torch.equal(patterns["last.attn"], patterns["h.3.attn"])

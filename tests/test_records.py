@@ -4,6 +4,7 @@ import copy
 import gc
 import pickle
 import re
+import tempfile
 import weakref
 from collections import namedtuple
 from dataclasses import dataclass
@@ -1502,6 +1503,10 @@ def _often(where, options, count):
     found["from the end"] = work_of(lambda: record[place, -2])
     found["of a call"] = work_of(lambda: record.of_call(place, 0)) if "weight" not in place else 0
     found["whether it is there"] = work_of(lambda: (place, 0) in record)
+    with tempfile.TemporaryDirectory() as folder:
+        loaded = hl.load_record(hl.save_record(record, folder))
+    loaded[place, 0]
+    found["when it was loaded"] = work_of(lambda: loaded[place, -2])
     return found, work_of(lambda: record.calls(place))
 
 

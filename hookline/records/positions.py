@@ -106,7 +106,7 @@ class Gradients(Entries):
         return len(self.keys)
 
     def __getitem__(self, position: Any) -> Any:
-        return self._of(self.keys[position])
+        return self._of(cast("tuple[int, int]", self.keys[position]))
 
     def __iter__(self) -> Iterator[tuple[int, Kept | None]]:
         return map(self._of, list(self.keys))  # more may come meanwhile
