@@ -210,8 +210,7 @@ def _tap(entry: Any, tensors: dict[str, Tensor]) -> CaptureTap:
         tap.explain(0, str(entry["why"]))
     calls = _list(entry.get("calls", []))
     numbers = _numbers(entry.get("numbers", list(range(len(calls)))), len(calls))
-    if "numbers" in entry:
-        tap.choose(as_calls(numbers))
+    held: list[int] = []
     for n, value in zip(numbers, calls, strict=True):
         why = cast("dict[str, Any]", value).get("missing") if isinstance(value, dict) else None
         if isinstance(why, str):
@@ -219,8 +218,10 @@ def _tap(entry: Any, tensors: dict[str, Tensor]) -> CaptureTap:
             continue
         absent = value is None and port.startswith("grad")
         tap.kept.append(cast(Any, None) if absent else (_read(value, tensors), None))
-        if tap.chosen is not None:
-            tap.numbers.append(n)
+        held.append(n)
+    if "numbers" in entry:
+        tap.choose(as_calls(numbers))
+        tap.numbers = held
     return tap
 
 

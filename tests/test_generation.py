@@ -1162,7 +1162,9 @@ def test_a_forward_with_an_empty_cache_is_a_prompt_in_any_model(cache):
     assert len(record.calls("layer")) == 2
 
 
-@pytest.mark.parametrize("cache", [((torch.zeros(1), torch.zeros(1)),), object()], ids=str)
+@pytest.mark.parametrize(
+    "cache", [((torch.zeros(1), torch.zeros(1)),), object()], ids=["tensors", "opaque"]
+)
 @pytest.mark.parametrize("step", STEPS_OF)
 def test_a_forward_with_another_cache_is_refused_in_any_model(cache, step):
     model, x = Taker(), torch.ones(1, 3)

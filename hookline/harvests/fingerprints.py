@@ -144,7 +144,7 @@ def live_edits(model: nn.Module) -> list[str]:
     found: list[str] = []
     for one in (one for one in attached(model) if isinstance(one, edit)):
         for tap in one._taps.values():
-            how = digest((spell(tap.at), str(tap.calls)))
+            how = digest((spell(tap.at), tap.chosen.shown if tap.chosen else ""))
             for change in tap.changes:
                 what = type(change).__name__
                 if isinstance(change, EditFunction):

@@ -25,6 +25,7 @@ __all__ = ["Entries", "Gradients", "Kept", "Numbered", "Order", "Values"]
 Kept = tuple[Any, "int | dict[int, tuple[int, Tensor | None]] | None"]
 
 Arrived: TypeAlias = Mapping[tuple[int, int], Any]  # gradients by call and backward pass
+Gather: TypeAlias = Callable[[int, Any], "Kept | None"]
 
 _NONE = -2  # in the stead of a backward pass, whose numbers are -1 or more: none came so far
 _lock = threading.RLock()  # two threads may read
@@ -77,15 +78,15 @@ class Numbered(Entries):
         return len(self.kept) + len(self.missed)
 
     def __getitem__(self, position: Any) -> Any:
-        if self.missed:
-            return self._all()[position]
-        return self.numbers[position], self.kept[position]
+        at: int = position
+        return self._all()[at] if self.missed else (self.numbers[at], self.kept[at])
 
     def __iter__(self) -> Iterator[tuple[int, Kept | None]]:
         return iter(self._all())
 
     def _all(self) -> list[tuple[int, Kept | None]]:
-        found = [*zip(self.numbers, self.kept, strict=True), *((n, None) for n in self.missed)]
+        found: list[tuple[int, Kept | None]] = list(zip(self.numbers, self.kept, strict=True))
+        found += [(number, None) for number in self.missed]
         return sorted(found, key=itemgetter(0))
 
     def of_call(self, call: int) -> list[Kept | None]:
@@ -97,9 +98,7 @@ class Numbered(Entries):
 class Gradients(Entries):
     """What was kept of gradients, put together by `gather` when it is read."""
 
-    def __init__(
-        self, keys: list[tuple[int, int]], grads: Arrived, gather: Callable[[int, Any], Kept]
-    ) -> None:
+    def __init__(self, keys: list[tuple[int, int]], grads: Arrived, gather: Gather) -> None:
         self.keys, self.grads, self.gather = keys, grads, gather
 
     def __len__(self) -> int:
