@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import threading
 from abc import abstractmethod
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Iterator, Mapping, Reversible, Sequence
@@ -28,7 +27,6 @@ Arrived: TypeAlias = Mapping[tuple[int, int], Any]  # gradients by call and back
 Gather: TypeAlias = Callable[[int, Any], "Kept | None"]
 
 _NONE = -2  # in the stead of a backward pass, whose numbers are -1 or more: none came so far
-_lock = threading.RLock()  # two threads may read
 
 
 class Entries(Sequence[tuple[int, "Kept | None"]]):
@@ -128,37 +126,45 @@ class Gradients(Entries):
 
 
 class Order:
-    """The calls and backward passes of gradients, in order. What comes is put in on reading."""
+    """The calls and backward passes of gradients, in order. What comes is put in on reading.
+
+    Threads that read at the same time find the same; there is no lock that an interrupt could leave
+    locked.
+    """
 
     def __init__(self) -> None:
-        self.keys: list[tuple[int, int]] = []
-        self._known = [0, 0, 0]  # how many calls and gradients of each kind are in it
+        # The keys, and how many calls and gradients of each kind are in them.
+        self._state: tuple[list[tuple[int, int]], tuple[int, ...]] = ([], (0, 0, 0))
 
-    def update(self, grads: Arrived, *calls: Mapping[int, Any]) -> list[tuple[int, int]]:
+    def update(
+        self, grads: Arrived, shapes: Mapping[int, Any], reasons: Mapping[int, Any]
+    ) -> list[tuple[int, int]]:
         """Put in what has come since; nothing is ever taken out of the dicts."""
-        keys = self.keys
-        with _lock:
-            for kind, known in enumerate(calls):
-                for call in sorted(self._new(kind, known)):
-                    at = bisect_left(keys, (call, _NONE))
-                    if at == len(keys) or keys[at][0] != call:
-                        keys.insert(at, (call, _NONE))
-            for key in sorted(self._new(2, grads)):
-                empty = (key[0], _NONE)
-                at = bisect_left(keys, empty)
-                if at < len(keys) and keys[at] == empty:
-                    keys[at] = key
-                else:
-                    insort(keys, key)
+        keys, known = self._state
+        kinds: tuple[Mapping[Any, Any], ...] = (shapes, reasons, grads)
+        new = [_since(count, kind) for count, kind in zip(known, kinds, strict=True)]
+        if not any(new):
+            return keys
+        keys = list(keys)
+        for call in sorted([*new[0], *new[1]]):
+            at = bisect_left(keys, (call, _NONE))
+            if at == len(keys) or keys[at][0] != call:
+                keys.insert(at, (call, _NONE))
+        for key in sorted(new[2]):
+            at = bisect_left(keys, (key[0], _NONE))
+            if at < len(keys) and keys[at] == (key[0], _NONE):
+                keys[at] = key
+            else:
+                insort(keys, key)
+        self._state = keys, tuple(n + len(found) for n, found in zip(known, new, strict=True))
         return keys
 
-    def _new(self, kind: int, entries: Mapping[Any, Any]) -> list[Any]:
-        """The keys that a dict has got since."""
-        count = -1
-        found: list[Any] = []
-        while count != len(entries):  # else more have come from another thread
-            count = len(entries)
-            last = reversed(cast("Reversible[Any]", entries))
-            found = list(islice(last, count - self._known[kind]))
-        self._known[kind] = count
-        return found
+
+def _since(known: int, entries: Mapping[Any, Any]) -> list[Any]:
+    """The keys that a dict has got after so many."""
+    count = -1
+    found: list[Any] = []
+    while count != len(entries):  # else more have come from another thread
+        count = len(entries)
+        found = list(islice(reversed(cast("Reversible[Any]", entries)), count - known))
+    return found
