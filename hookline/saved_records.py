@@ -219,7 +219,7 @@ def _tap(entry: Any, tensors: dict[str, Tensor]) -> CaptureTap:
         absent = value is None and port.startswith("grad")
         tap.kept.append(cast(Any, None) if absent else (_read(value, tensors), None))
         held.append(n)
-    if "numbers" in entry:
+    if numbers and "numbers" in entry:
         tap.choose(as_calls(numbers))
         tap.numbers = held
     return tap

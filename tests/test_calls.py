@@ -69,7 +69,7 @@ def test_the_calls_that_were_asked_for_are_kept_under_their_numbers(port, calls,
             assert alike(record[place, n], whole[place, n])
         else:
             with pytest.raises(
-                hl.NotCaptured, match=rf"Call {n} at .*{re.escape(port)}.*was not asked for"
+                hl.NotCaptured, match=rf"Call {n} at .*{re.escape(port)}.*capture was for others"
             ):
                 _ = record[place, n]
     assert alike(record[place, -1], whole[place, numbers[-1]])
@@ -134,7 +134,7 @@ def test_operations_are_captured_at_some_calls(place):
     with hl.capture(model, place, calls=1) as record:
         run(model), run(model)
     assert torch.equal(record[place, 1], whole[place, 1])
-    with pytest.raises(hl.NotCaptured, match=r"Call 0 .* not asked for"):
+    with pytest.raises(hl.NotCaptured, match=r"Call 0 .* capture was for others"):
         _ = record[place, 0]
 
 
@@ -150,7 +150,7 @@ def test_parameters_are_captured_at_some_calls_and_their_gradients_at_some_backw
     for n in (1, 2):
         assert torch.equal(record["layer.weight:grad", n], whole["layer.weight:grad", n])
     assert [n for n, _ in record.numbered("layer.weight")] == [1, 2]
-    with pytest.raises(hl.NotCaptured, match="not asked for"):
+    with pytest.raises(hl.NotCaptured, match="capture was for others"):
         _ = record["layer.weight:grad", 0]
 
 
@@ -177,16 +177,54 @@ def test_several_backwards_of_one_call_are_read_together():
 @pytest.mark.parametrize("port", PORTS)
 def test_a_call_that_never_came_is_told_at_exit_and_on_reading(port):
     model, place = Net(), "layer" + port
-    with pytest.raises(hl.NeverFired, match=r"calls 7 at .*called 5×"):
+    with pytest.raises(hl.NeverFired, match=r"it did not at call 7: .*called 5×"):
         with hl.capture(model, place, calls=7):
             run(model)
-    with pytest.raises(hl.NeverFired, match=r"calls 1, 7 at .*called 5×.* 7 never came") as caught:
+    with pytest.raises(
+        hl.NeverFired, match=r"did at call 1, .*not at call 7: .*called 5×"
+    ) as caught:
         with hl.capture(model, place, calls={1, 7}) as record:
             run(model)
     assert caught.value.record is record
     assert alike(record[place], record[place, 1])
     with pytest.raises(hl.NotCaptured, match=r"Call 7 .*never came"):
         _ = record[place, 7]
+
+
+def test_calls_that_came_without_a_gradient_are_not_said_to_be_missing():
+    model = Net()
+    with pytest.raises(
+        hl.NeverFired, match=r"did not at calls 0, 2: no gradient .*Run the forward"
+    ):
+        with hl.edit(model, "layer:grad_output", hl.scale(2.0), calls={0, 2}):
+            model(X)
+
+
+@pytest.mark.parametrize("place", ["layer:grad_output", "layer.weight:grad"])
+def test_gradients_that_came_at_other_calls_are_not_said_to_be_missing(place):
+    model = Net()
+    with hl.capture(model, place, calls=slice(9, None)) as record:
+        run(model)
+    with pytest.raises(hl.GradientNotAvailable, match=r"came 1×|called 5×") as caught:
+        _ = record[place]
+    assert "calls= names others" in str(caught.value)
+    assert "No backward" not in str(caught.value)
+    with pytest.raises(hl.NeverFired, match="calls= names others"):
+        with hl.edit(model, place, hl.scale(2.0), calls=slice(9, None)):
+            run(model)
+
+
+def test_a_call_without_the_part_is_not_named_among_those_that_were_kept():
+    class Pairs(nn.Module):
+        def forward(self, x, n):
+            return (x,) if n == 1 else (x, x * n)
+
+    model = Pairs()
+    with hl.capture(model, "[1]", calls={0, 1, 3}) as record:
+        for n in range(4):
+            model(X, n)
+    with pytest.raises(hl.NotCaptured, match=r"Read one of those that were kept: 0, 3\."):
+        _ = record["[1]", 2]
 
 
 def test_of_a_glob_one_place_must_have_the_calls():
@@ -221,6 +259,15 @@ def test_nothing_is_kept_of_calls_that_were_not_asked_for():
         assert record.nbytes == 64 * 64 * 4
 
 
+def test_stop_ends_the_forward_also_where_only_the_first_call_is_kept():
+    model, ran = Net(), []
+    model.layer.register_forward_hook(lambda *call: ran.append(call))
+    with hl.capture(model, "layer", calls={0, 2}, keep="first", stop=True) as record:
+        model(X)
+    assert len(ran) == 3
+    assert [n for n, _ in record.numbered("layer")] == [0]
+
+
 def test_stop_ends_the_forward_at_the_last_call_that_was_named():
     for place in ("layer", "layer:input"):
         model, seen = Net(), []
@@ -230,6 +277,21 @@ def test_stop_ends_the_forward_at_the_last_call_that_was_named():
             raise AssertionError("the rest of the block must not run")
         assert len(seen) == 3
         assert [n for n, _ in record.numbered(place)] == [1, 3]
+
+
+@pytest.mark.parametrize("threads", ["own", "all"])
+@pytest.mark.parametrize(("keep", "calls", "number"), [("first", {1, 2}, 1), ("last", {0, 1}, 1)])
+def test_the_first_and_the_last_of_nested_calls_go_by_their_numbers(keep, calls, number, threads):
+    class Nested(nn.Module):
+        def forward(self, x, depth=0):
+            return x + self(x + 1, depth + 1) if depth < 2 else x
+
+    model = Nested()
+    with hl.capture(model, ":input", calls=calls, keep=keep, threads=threads) as record:
+        model(X)
+    ((kept, value),) = record.numbered(":input")
+    assert kept == number
+    assert torch.equal(value, X + number)
 
 
 def test_inputs_are_numbered_by_the_start_of_the_call_as_in_edits():
@@ -305,7 +367,7 @@ def test_a_saved_record_has_the_numbers_of_the_calls(tmp_path):
     for place in ("layer", "layer:grad_output", "/sigmoid"):
         assert [n for n, _ in found.numbered(place)] == [0, 3]
         assert torch.equal(found[place, 3], record[place, 3])
-        with pytest.raises(hl.NotCaptured, match=r"Call 1 .*not asked for"):
+        with pytest.raises(hl.NotCaptured, match=r"Call 1 .*capture was for others"):
             _ = found[place, 1]
 
 
@@ -321,6 +383,17 @@ def test_a_record_whose_numbers_are_none_is_refused(tmp_path, numbers):
     (folder / "record.json").write_text(json.dumps(content))
     with pytest.raises(hl.errors.RecordError):
         hl.load_record(folder)
+
+
+def test_a_record_of_no_calls_at_a_place_is_read(tmp_path):
+    model = Net()
+    with hl.capture(model, "layer", calls={0, 3}) as record:
+        run(model)
+    folder = hl.save_record(record, tmp_path)
+    content = json.loads((folder / "record.json").read_text())
+    content["places"][0] |= {"numbers": [], "calls": []}
+    (folder / "record.json").write_text(json.dumps(content))
+    assert hl.load_record(folder).places() == []
 
 
 def test_a_page_labels_the_calls_with_their_numbers():

@@ -1,7 +1,9 @@
 """Modules that run again and again: generation with a cache, loops, shared layers."""
 
+import gc
 import os
 import threading
+import weakref
 from collections import defaultdict
 from types import SimpleNamespace
 
@@ -917,6 +919,30 @@ def test_a_generation_after_one_that_raised_begins_with_its_prompt(decoder):
     assert_clean(model)
 
 
+@pytest.mark.parametrize("step", ["prompt", "generated"])
+def test_an_attached_context_keeps_nothing_of_a_generation_alive(decoder, step):
+    given = []
+
+    def note(module, args, kwargs):
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, torch.Tensor) or hasattr(value, "get_seq_length"):
+                given.append(weakref.ref(value))
+
+    decoder.model.register_forward_pre_hook(note, with_kwargs=True)
+    edit = hl.edit(decoder.model, decoder.mlp, hl.scale(2.0), calls=step).attach()
+    gc.collect()
+    gc.disable()
+    try:
+        for inside in (decoder.model, decoder.model.base_model):
+            with hl.capture(inside, "**", calls=step, transform=lambda value: None):
+                given.append(weakref.ref(generate(decoder.model)))
+        assert len(given) > 3 * NEW
+        assert [one() for one in given if one() is not None] == []
+    finally:
+        gc.enable()
+        edit.remove()
+
+
 def test_two_threads_have_prompts_of_their_own(decoder):
     model, results = decoder.model, {}
     together = threading.Barrier(2)
@@ -962,7 +988,7 @@ def test_a_capture_of_one_step_keeps_the_numbers_of_the_calls(stepping, step):
             assert torch.equal(record[place, number], whole[place, number])
         assert equal(record.calls(place), [whole[place, n] for n in numbers])
         other = next(n for n in twice if n not in numbers)
-        with pytest.raises(hl.NotCaptured, match=f"Call {other} .*was not asked for"):
+        with pytest.raises(hl.NotCaptured, match=f"Call {other} .*capture was for others"):
             _ = record[place, other]
 
 

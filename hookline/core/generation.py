@@ -10,15 +10,20 @@ Only facts decide, and what they leave open is not guessed:
 - A forward that is given no cache of keys and values, or an empty one, is the prompt.
 - A forward inside transformers' `generate()`, which that calls itself after the prompt, is of
   generated tokens. `generate` is found on the Python stack by its public name, and asked for its
-  public parameters; what is known of one of its runs is kept in its frame, and ends with it.
+  public parameters.
 - Any other forward that is given a filled cache may be either.
+
+Nothing here keeps alive what a generation has made. Python has no weak references to frames: a run
+of `generate()` is known by its own copy of the generation config, a forward by its tensors.
 """
 
 from __future__ import annotations
 
 import threading
+import weakref
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import is_
 from types import FrameType
 from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
@@ -26,7 +31,7 @@ from torch import Tensor, nn
 
 from hookline.core import arguments
 from hookline.core.recomputation import CALL
-from hookline.core.taps import SERIALS, is_over
+from hookline.core.taps import is_over
 from hookline.values.nested import leaves
 
 __all__ = ["FORGOTTEN", "Generation", "Step", "Steps", "Untold", "takers_above"]
@@ -73,6 +78,14 @@ ASSISTED = Untold(
 FORGOTTEN = Untold("a backward runs it again, and what it was of is forgotten.")
 
 
+class _Seen(threading.local):
+    """What runs in each thread."""
+
+    def __init__(self) -> None:
+        self.forwards: list[tuple[FrameType, Step]] = []  # those that take a cache
+        self.runs: list[_Run] = []
+
+
 class Generation:
     """Tells which step of a generation runs, for the calls of a context's modules.
 
@@ -82,14 +95,11 @@ class Generation:
     def __init__(self, takers: Iterable[nn.Module]) -> None:
         self.takers = {id(module) for module in takers}
         self.encoders = {ident for module in takers for ident in _encoder_of(module)}
-        self.key = f"hookline generation {next(SERIALS)}"  # of what is kept in torch's frames
-        self.local = threading.local()
+        self.seen = _Seen()
 
     def running(self) -> list[tuple[FrameType, Step]]:
         """The forwards that take a cache and run now, in this thread; of nested ones the first."""
-        found: list[tuple[FrameType, Step]] | None = getattr(self.local, "running", None)
-        if found is None:
-            found = self.local.running = []
+        found = self.seen.forwards
         while found and is_over(found[-1][0]):  # it raised
             found.pop()
         return found
@@ -125,19 +135,26 @@ class Generation:
         if found is None or found.own or id(found.model) not in self.takers:
             return OUTSIDE
         # What generate() runs before the first forward, to encode an image, say.
-        return OUTSIDE if self.key in found.generate.f_locals else "prompt"
+        return "prompt" if self._run_of(found.generate) is None else OUTSIDE
+
+    def _run_of(self, generate: FrameType) -> _Run | None:
+        """What is known of a run, if it has begun to call the model."""
+        config, runs = generate.f_locals.get("generation_config"), self.seen.runs
+        runs[:] = [run for run in runs if run.config() is not None]
+        return next((run for run in runs if run.config() is config), None)
 
     def _within(self, found: _Found, given: dict[Any, Any]) -> Step:
         """The step that a forward inside generate() is of."""
-        known, forward = found.generate.f_locals, found.call.f_locals
-        run: _Run | None = known.get(self.key)
+        run = self._run_of(found.generate)
         if not found.own:  # an encoder
             return _plain(given) if run is None and found.direct else _aside(found)
-        if self.key not in forward:  # else a part of this forward was called before
-            if run is None:
-                run = known[self.key] = _Run(known)
-            forward[self.key] = run.next(given) if found.direct else _aside(found)
-        return forward[self.key]
+        if run is None:
+            run = _Run(found.generate.f_locals)
+            self.seen.runs.append(run)
+        if not run.is_in(found):  # else a part of this forward was called before
+            run.begin(found)
+            run.step = run.next(given) if found.direct else _aside(found)
+        return run.step
 
 
 class _Run:
@@ -145,12 +162,27 @@ class _Run:
 
     begun = False
     whole = False  # whether the first forward had the whole prompt
+    # Of the last forward: the tensors that it was given, and the step that it is of.
+    tensors: Sequence[weakref.ref[Tensor]] = ()
+    step: Step = OUTSIDE
 
-    def __init__(self, known: dict[str, Any]) -> None:
+    def __init__(self, known: Mapping[str, Any]) -> None:
         config, self.mode = known.get("generation_config"), "unknown"
+        self.config: Callable[[], Any] = lambda: None
         if config is not None:
+            self.config = weakref.ref(config)  # that of the user is copied for each run
             self.mode = str(config.get_generation_mode(known.get("assistant_model")).value)
         self.chunk: int | None = getattr(config, "prefill_chunk_size", None)
+
+    def begin(self, found: _Found) -> None:
+        """A forward begins: each is given tensors of its own."""
+        self.tensors = [weakref.ref(tensor) for tensor in found.tensors()]
+
+    def is_in(self, found: _Found) -> bool:
+        """Whether a call belongs to the last forward."""
+        known = [ref() for ref in self.tensors]
+        tensors = found.tensors()
+        return len(known) == len(tensors) > 0 and all(map(is_, known, tensors))
 
     def next(self, given: dict[Any, Any]) -> Step:
         """The step that the next forward is of."""
@@ -163,12 +195,12 @@ class _Run:
         cache = _cache_in(given)
         if _is_filled(cache) is not True:
             return CACHELESS
-        if self.chunk is not None and not self.whole:
-            length = _length(cache)
-            self.whole = length is not None and length < self.chunk
-            self.chunk = self.chunk if self.whole else 0  # the others are later ones
-            return "generated" if self.whole else CHUNK
-        return "generated"
+        if self.chunk is None or self.whole:
+            return "generated"
+        length = _length(cache)
+        self.whole = length is not None and length < self.chunk
+        self.chunk = self.chunk if self.whole else 0  # the others are later ones
+        return "generated" if self.whole else CHUNK
 
 
 class _Found(NamedTuple):
@@ -187,6 +219,11 @@ class _Found(NamedTuple):
     @property
     def direct(self) -> bool:
         return self.between is None
+
+    def tensors(self) -> list[Tensor]:
+        """The tensors that the forward was given."""
+        given = self.call.f_locals
+        return [tensor for _, tensor in leaves((given["args"], given["kwargs"]))]
 
 
 def _find(module: nn.Module, caller: FrameType, until: FrameType | None) -> _Found | None:

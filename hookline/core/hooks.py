@@ -35,6 +35,7 @@ __all__ = ["Context", "first_names", "hook", "named_place", "settled", "silence"
 T = TypeVar("T", bound="Tap")
 _NOTHING = cast(Any, MappingProxyType({}))
 _NO_GRADIENT = gradients.NONE_CAME[0]
+_NAME_OTHERS = "Name calls that come, or a slice of calls: one of those is enough."
 
 
 def settled(where: Any) -> Any:
@@ -247,40 +248,43 @@ class Context(Entering, Generic[T]):
 
     def _never_fired(self, request: Request, target: Target) -> NeverFired:
         tap, count = self._taps[target.key], len(request.targets)
-        if tap.fired and tap.tally()[1]:
-            return self._in_part(tap)
+        if tap.tally()[1] and (tap.fired or (tap.lacking and _came(tap, self._site_of(tap))[0])):
+            return self._missed(tap)
         place = str(self.place_of(target))
         asked = f"Nothing happened at {place!r}"
-        if tap.chosen is not None and (tap.lacking or tap.untold):
-            asked = f"The calls {tap.chosen.shown} at {place!r} were asked for"
-        elif count > 1 and not request.literal and not tap.losses:
+        if tap.chosen is not None and tap.untold:
+            call, unknown = next(iter(tap.untold.items()))
+            asked = f"The calls {tap.chosen.shown} at {place!r} were asked for:"
+            return NeverFired(asked, f"call {call} cannot be told: {unknown.found}", unknown.remedy)
+        if count > 1 and not request.literal and not tap.losses:
             asked += f", nor any other of the {count} places that match {request.asked}"
         if tap.losses:
             return NeverFired(f"{asked}:", *gradients.VIEW_CHANGED)
         remedy = "A capture of '**' shows what is called, in record.places() and record.unfired()."
         if target.operation is not None and not self._site_of(tap).count:
             remedy = f"List them with hookline.select(model, '{target.path}/*', inputs=batch)."
+        elif _is_beyond(tap, self._site_of(tap)):
+            remedy = _NAME_OTHERS
         elif "grad" in target.port:
-            remedy = "Run the forward and the backward inside the `with`."
+            remedy = gradients.NONE_CAME[1]
         found, why = self.reason(tap), tap.why()
         if why is not None:  # which says itself what to do
             found, remedy = why[0], why[1] or remedy
         return NeverFired(f"{asked}:", found, remedy)
 
-    def _in_part(self, tap: T) -> NeverFired:
-        """The error if a tap did what was asked of it at some of the calls only."""
+    def _missed(self, tap: T) -> NeverFired:
+        """The error if a tap did not what was asked of it at some of the calls."""
         reached, missed = tap.tally()
         asked = f"{self._verb} was to act at {str(tap.place)!r}:"
         found = f"it did at {_calls(reached)}, but not at {_calls(missed)}"
+        found = found if reached else f"it did not at {_calls(missed)}"
+        count, came = _came(tap, self._site_of(tap))
         why = gradients.VIEW_CHANGED if missed[0] in tap.losses else tap.why(missed[0])
-        if why is not None:
-            return NeverFired(asked, f"{found}: {why[0]}", why[1])
-        count = tap.seen if tap.target.port == "grad" else self._site_of(tap).count
-        reason = tap.silent or _NO_GRADIENT
-        if count <= missed[0]:
-            reason = f"there was no such call. There were {count}, counted from 0."
-        remedy = "Name calls that come, or a slice of calls: one of those is enough."
-        return NeverFired(asked, f"{found}: {reason}", remedy)
+        if why is None and count <= missed[0]:
+            why = f"{came}, counted from 0.", _NAME_OTHERS
+        elif why is None:
+            why = (tap.silent, _NAME_OTHERS) if tap.silent else gradients.NONE_CAME
+        return NeverFired(asked, f"{found}: {why[0]}", why[1])
 
     def reason(self, tap: Tap, others: bool | None = None) -> str:
         """Why nothing happened at a tap; `others` is whether something did elsewhere."""
@@ -298,9 +302,21 @@ def _home(target: Target) -> Any:
 
 def _calls(numbers: Sequence[int]) -> str:
     """Calls by their numbers, as words."""
-    if not numbers:
-        return "no other call"
     return f"call{'s' * (len(numbers) > 1)} {ranges(numbers)}"
+
+
+def _came(tap: Tap, site: Site) -> tuple[int, str]:
+    """How often what a tap is for came, and that as words."""
+    if tap.target.port == "grad":
+        return tap.seen, f"its gradient came {tap.seen}×"
+    what = "its module" if tap.target.operation is None else "the operation"
+    return site.count, f"{what} was called {site.count}×"
+
+
+def _is_beyond(tap: Tap, site: Site) -> bool:
+    """Whether something came for a tap, but only before the first call that was asked for."""
+    count, calls = _came(tap, site)[0], tap.chosen
+    return count > 0 and calls is not None and calls.step is None and calls.numbers[0] >= count
 
 
 def silence(tap: Tap, site: Site, model: Any, names: dict[int, str], others: bool) -> str:
@@ -320,25 +336,25 @@ def silence(tap: Tap, site: Site, model: Any, names: dict[int, str], others: boo
         return f"{other} {site.elsewhere}"
     if isinstance(site, Operation) and not site.count:
         return not_called(target.operation or "", site.names)
+    if _came(tap, site)[0]:
+        return _meant(tap, site)
     if target.port == "grad":
         return tap.silent or _NO_GRADIENT
-    if site.count:
-        return f"its module was called {site.count}×, {_meant(tap)}"
     path = names.get(target.ident)
     if path is None and isinstance(model, nn.Module):
         return "its module was taken out of the model while this was open."
-    if path is not None and path.endswith("out_proj"):
+    return _uncalled(model, path or "", others)
+
+
+def _uncalled(model: Any, path: str, others: bool) -> str:
+    """Why a module was not called; the likeliest cause first."""
+    if path.endswith("out_proj"):
         parent = model.get_submodule(path.rpartition(".")[0])
         if isinstance(parent, nn.MultiheadAttention):
             return (
                 "nn.MultiheadAttention uses the weights of its out_proj without ever calling it; "
                 "ask for the attention module's own output."
             )
-    return _uncalled(others)
-
-
-def _uncalled(others: bool) -> str:
-    """Why a module was not called; the likeliest cause first."""
     if not others:
         return (
             "its module was not called, nor any other that was asked for. Most likely the model "
@@ -353,16 +369,17 @@ def _uncalled(others: bool) -> str:
     )
 
 
-def _meant(tap: Tap) -> str:
-    """Why nothing happened at a tap whose module was called."""
-    if tap.lacking and tap.fired:
-        return f"and of the calls that were named {ranges([*tap.lacking])} never came."
-    if "grad" in tap.target.port and not tap.lacking:
-        return f"but {_NO_GRADIENT}"
+def _meant(tap: Tap, site: Site) -> str:
+    """Why nothing happened at a tap for which something came."""
+    calls, (_, came) = tap.chosen, _came(tap, site)
     done = "changed" if tap.replaces else "kept"
-    if tap.chosen is not None and tap.chosen.step is not None:
-        return f"and no call was {done}: none was of the step {tap.chosen.shown}."
-    return f"and no call was {done}: calls= names others, counted from 0."
+    if _is_beyond(tap, site):
+        return f"{came}, and no call was {done}: calls= names others, counted from 0."
+    if "grad" in tap.target.port:
+        return tap.silent or f"{came}, but {_NO_GRADIENT}"
+    if calls is not None and calls.step is not None:
+        return f"{came}, and no call was {done}: none was of the step {calls.shown}."
+    return f"{came}, and no call was {done}: calls= names others, counted from 0."
 
 
 def first_names(model: nn.Module | Tensor | None) -> dict[int, str]:

@@ -235,16 +235,22 @@ class Site:
             if torch.is_grad_enabled():
                 frame.given = gradients.note_given(args, kwargs)
         for tap in self.grad_inputs:
-            if self.generation is None:
-                asked = tap.may_want(first)
-            else:
-                asked = self._watches(tap, index, frame)
-            new = input_gradients.note_inputs(tap, module, args, kwargs, frame) if asked else None
+            new = self._note_inputs(tap, module, args, kwargs, frame, first)
             if new is not None:
                 args, kwargs = new
                 changed = True
         self.changed |= changed
         return (args, kwargs) if changed else None
+
+    def _note_inputs(
+        self, tap: Tap, module: Any, args: Any, kwargs: Any, frame: Frame, first: int
+    ) -> Any:
+        """Note what the gradients of a call's inputs will come by; the arguments, if changed."""
+        if self.generation is None:
+            asked = tap.may_want(first)
+        else:
+            asked = self._watches(tap, frame.index, frame)
+        return input_gradients.note_inputs(tap, module, args, kwargs, frame) if asked else None
 
     def _step(
         self, generation: Generation, frame: Frame, args: Any, kwargs: Any, caller: types.FrameType
@@ -347,15 +353,21 @@ class Site:
         if self.outputs and self.outputs[0].replaces:
             call = Completed(args, kwargs or {})
             output = self._offer_outputs(output, index, recomputed, frame, call)
+        if self.grad_outputs or self.grad_inputs:
+            output = self._watch_gradients(output, index, cast(Frame, frame))
+        if output is original:
+            return None
+        self.changed = True
+        return output
+
+    def _watch_gradients(self, output: Any, index: int, frame: Frame) -> Any:
+        """Watch the gradients of a call that has ended; its output, with gates if need be."""
         for tap in self.grad_outputs:
             if self._watches(tap, index, frame):
                 output = _at_part(tap, output, index, tap.watch_outputs, output, index, frame)
         for tap in self.grad_inputs:
             if self._watches(tap, index, frame):
-                input_gradients.watch_inputs(tap, output, index, cast(Frame, frame))
-        if output is original:
-            return None
-        self.changed = True
+                input_gradients.watch_inputs(tap, output, index, frame)
         return output
 
     def _number(self, frame: Frame | None, output: Any) -> tuple[int, bool]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from itertools import islice
@@ -78,30 +78,64 @@ class Glob:
     >>> glob.fullmatch("block_11"), glob.fullmatch("block_12")
     (True, False)
 
-    It keeps all ends that are possible so far, and never goes back. A regular expression would, and
-    of a text such as `*{}*{}*{}*{}x`, which may come from a file, it would not come to an end.
+    Where one regular expression does it without going back, that is used. For others it keeps all
+    ends that are possible so far: a regular expression would try each, and of a text such as
+    `*{}*{}*{}*{}x`, which may come from a file, it would not come to an end.
     """
 
     def __init__(self, text: str) -> None:
         (items,) = _choices(iter(text))
-        self._before = items.pop(0) if items and isinstance(items[0], str) else ""
-        self._after = items.pop() if items and isinstance(items[-1], str) else ""
         self._items = items
-        # The commonest globs, in less time: one star, or one pair of braces as in `h.{0..11}`.
-        only: Any = items[0] if len(items) == 1 else ""
-        self._star, self._names = only is None, set[str]()
-        if isinstance(only, _Group) and not only.others:
-            self._names = {text for texts in only.plain.values() for text in texts}
+        self._names = _names_of(items)
+        expression = _expression(items)
+        self._fits: Callable[[str], Any] = self._ends_there
+        if expression is not None:
+            self._fits = re.compile(expression, re.DOTALL).fullmatch
+
+    def among(self, names: Mapping[str, Any]) -> Iterable[str]:
+        """Those of the names that match, in their order."""
+        if not self._names:
+            return filter(self._fits, names)
+        held = self._names & names.keys()
+        return islice(filter(held.__contains__, names), len(held))  # the rest is not looked at
 
     def fullmatch(self, name: str) -> bool:
         """Whether a whole name matches."""
-        start, end = len(self._before), len(name) - len(self._after)
-        if start > end or not (name.startswith(self._before) and name.endswith(self._after)):
-            return False
-        inner = name[start:end]
-        if self._star or self._names:
-            return self._star or inner in self._names
-        return len(inner) in _ends(self._items, inner, {0})
+        return any(True for _ in self.among({name: None}))
+
+    def _ends_there(self, name: str) -> bool:
+        return len(name) in _ends(self._items, name, {0})
+
+
+def _names_of(items: Sequence[Any]) -> frozenset[str]:
+    """The names for which a glob stands, if it is one group of names, as `{0..11}`."""
+    groups = [item for item in items if isinstance(item, _Group)]
+    if None in items or len(groups) != 1 or groups[0].others:
+        return frozenset()
+    at = items.index(groups[0])
+    before, after = "".join(items[:at]), "".join(items[at + 1 :])
+    return frozenset(before + text + after for texts in groups[0].plain.values() for text in texts)
+
+
+def _expression(items: Sequence[Any]) -> str | None:
+    """The same as a regular expression; None if one had to go back.
+
+    Where what follows a star has one length, the first place where it stands is as good as others.
+    """
+    pieces = [""]
+    for item in items:
+        if item is None:
+            pieces.append("")
+        elif isinstance(item, str):
+            pieces[-1] += re.escape(item)
+        elif item.others or len(item.plain) > 1:
+            return None
+        else:
+            (texts,) = item.plain.values()
+            pieces[-1] += f"(?:{'|'.join(map(re.escape, texts))})"
+    first, *middle = pieces
+    last = f".*{middle.pop()}" if middle else ""
+    return first + "".join(f"(?>.*?{piece})" for piece in middle) + last
 
 
 def _choices(text: Iterator[str]) -> list[list[Any]]:

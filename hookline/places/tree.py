@@ -79,8 +79,9 @@ def _add_children(path: str, module: Any, segment: Segment, found: dict[Any, Ste
     if inner is not None:
         _add_children(*inner, segment, found)
     elif not isinstance(segment, str):
-        for name, child in modules.items():
-            if child is not None and (segment is ANY or segment.fullmatch(name)):
+        for name in modules if segment is ANY else segment.among(modules):
+            child = modules[name]
+            if child is not None:
                 found.setdefault(child, (prefix + name, child))
     elif segment in modules and modules[segment] is not None:
         found.setdefault(modules[segment], (prefix + segment, modules[segment]))

@@ -164,19 +164,8 @@ class CaptureTap(Tap):
         options = self.options
         if options.keep == "first" and (self.fired or self.reasons):
             self.fired += 1
+        elif not self._take(value, index, frame):
             return KEEP
-        try:
-            kept = options.keeps(value, self.freeze)
-        except Unsliced as error:
-            self.explain(index, error.reason, error.remedy)
-            return KEEP
-        except Exception as error:
-            add_place(error, self)
-            raise
-        if frame is not None:  # an input: numbered when the call is complete
-            frame.pending = (*frame.pending, (self, kept))
-        else:
-            self.commit(kept, index)
         if options.stop and self.waiting and not self.lacking:
             self.waiting = False
             context: Any = self.context()
@@ -184,21 +173,45 @@ class CaptureTap(Tap):
                 context.arrived()
         return KEEP
 
+    def _take(self, value: Any, index: int, frame: Frame | None) -> bool:
+        """Make of a value what is kept of it; false if there is nothing to keep."""
+        try:
+            kept = self.options.keeps(value, self.freeze)
+        except Unsliced as error:
+            self.explain(index, error.reason, error.remedy)
+            return False
+        except Exception as error:
+            add_place(error, self)
+            raise
+        if frame is not None:  # an input: numbered when the call is complete
+            frame.pending = (*frame.pending, (self, kept))
+        else:
+            self.commit(kept, index)
+        return True
+
     def commit(self, kept: Kept, index: int, late: bool = False) -> None:
         """Keep a value. Late ones are inputs of calls that never completed."""
-        if late and index in self.numbers:
-            return  # a later call has that number
+        if late and (index in self.numbers or not self.wants_late()):
+            return  # a later call has that number, or one that was completed is kept
         self.fired += 1
-        numbers = cast("list[int]", self.numbers)
-        if self.options.keep == "all" or not self.kept:
-            at = len(self.kept) if self.chosen is None else bisect_left(numbers, index)
-            self.kept.insert(at, kept)
-            if self.chosen is not None:
-                numbers.insert(at, index)
+        if self.chosen is not None:
+            self._commit_numbered(kept, index)
+        elif self.options.keep == "all" or not self.kept:
+            self.kept.append(kept)
         elif self.options.keep == "last" and not late:
             self.kept[0] = kept
-            if self.chosen is not None:
-                numbers[0] = index
+
+    def _commit_numbered(self, kept: Kept, index: int) -> None:
+        """Keep a value in the order of numbers: the input of a recursive call comes after others
+        that began later.
+        """
+        numbers = cast("list[int]", self.numbers)
+        at = bisect_left(numbers, index)
+        self.kept.insert(at, kept)
+        numbers.insert(at, index)
+        if len(numbers) > 1 and self.options.keep != "all":
+            gone = -1 if self.options.keep == "first" else 0
+            del self.kept[gone], numbers[gone]
 
     def choose(self, calls: Calls) -> None:
         """Keep some calls only, with their numbers."""
@@ -288,13 +301,13 @@ class CaptureTap(Tap):
             del entries[next(old for old in entries if old not in held)]
 
     def gradient(self, grad: Tensor, index: int, path: Path) -> Tensor | None:
-        key = (index, in_backward())
+        task = in_backward()
         if index < 0 and self.chosen is not None:  # of a parameter: numbered by backward pass
-            if key[1] != self.task:
-                self.task, self.seen = key[1], self.seen + 1
-            if not self.wants(self.seen - 1, None):
+            self.seen += task != self.task
+            self.task, index = task, self.seen - 1
+            if not self.wants(index, None):
                 return None
-            key = (self.seen - 1, key[1])
+        key = (index, task)
         parts = self.grads.get(key)
         if parts is None:
             keep = self.options.keep

@@ -188,8 +188,8 @@ class Record:
                 asked, f"It cannot be told: {tap.untold[call].found}", tap.untold[call].remedy
             )
         never = calls.step is None and calls.cover(call)
-        why = "It never came." if never else f"It was not asked for: calls={calls.shown}."
-        held = ranges([number for number, _ in kept])
+        why = "It never came." if never else f"The capture was for others: calls={calls.shown}."
+        held = ranges([number for number, one in kept if one is not None])
         raise NotCaptured(asked, why, f"Read one of those that were kept: {held}.")
 
     def _check_told(self, tap: CaptureTap) -> None:
