@@ -372,7 +372,9 @@ def measure(
         mask: where values count, nonzero for tokens and zero for padding: the name of an argument
             of the model such as `"attention_mask"`, a tensor, or a function of the batch.
         at: measure only this slice of each value, or what a function makes of it.
-        ids: a function of the batch that gives a whole number for each sample, for `TopK`.
+        ids: a function of the batch that gives a whole number for each sample, for `TopK`. Without,
+            samples are numbered as they come in the data, if the tensors of a batch agree in their
+            first size; values must then have them in their first dimension, or are refused.
 
     A value of one dimension, as `at=np.s_[:, 3]` gives it, has a number for each sample: one
     channel. With `dim=0` these are channels, as in a model that runs without a batch; those of
