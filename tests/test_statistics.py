@@ -1396,3 +1396,84 @@ def test_images_that_are_measured_by_column_are_warned_of(tmp_path):
     for dim, expected in ((1, images.mean((0, 2, 3))), (3, images.mean((0, 1, 2)))):
         found = hl.measure(model, "0", statistics=[hl.Mean(dim=dim)], data=[x])
         assert_close(found["0"]["mean"], expected)
+
+
+class Distinct(nn.Module):
+    """Gives another result if its arguments are not one object."""
+
+    def forward(self, a, b):
+        return a * a + a * 2 if a is b else a * b * 5
+
+
+def _backward(model, x):
+    x = x.clone().requires_grad_()
+    out = model(x)
+    out.square().sum().backward()
+    return out, x.grad
+
+
+class Passing(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        h = x * 2
+        out = self.inner(*[h] * (3 if isinstance(self.inner, nn.MultiheadAttention) else 2))
+        return out[0] if isinstance(out, tuple) else out
+
+
+@pytest.mark.parametrize(
+    ("inner", "port"),
+    [
+        (Distinct, "grad_inputs[a]"),
+        (Distinct, "grad_input"),
+        (lambda: nn.MultiheadAttention(4, 2), "grad_inputs[query]"),
+        (lambda: nn.MultiheadAttention(4, 2), "grad_input"),
+    ],
+)
+def test_measuring_gradients_leaves_the_model_to_compute_what_it_computes(inner, port):
+    model, x = Passing(inner()), torch.randn(3, 5, 4)
+    bare = _backward(model, x)
+    with pytest.warns(hl.HooklineWarning, match="one tensor was passed as .*edit") as warned:
+        with hl.measure(model, f"inner:{port}", statistics=[hl.Mean()]) as found:
+            measured = [_backward(model, x) for _ in range(2)]
+    for one in measured:
+        assert all(torch.equal(*pair) for pair in zip(bare, one, strict=True))
+    assert not found
+    assert sum("one tensor was passed" in str(one.message) for one in warned) == 1
+    assert_clean(model)
+
+
+def test_the_gradient_of_an_input_that_is_used_several_times_is_measured_as_the_sum():
+    class Uses(nn.Module):
+        def forward(self, x):
+            return x * 3 + x.sin() + x.square()
+
+    model, x = nn.Sequential(nn.Linear(4, 4), Uses(), Uses()), torch.randn(5, 4)
+    places = ["1:grad_input", "2:grad_inputs[x]"]
+    with hl.capture(model, places) as record:
+        for _ in range(2):
+            model(x).square().sum().backward()
+    with hl.measure(model, places, statistics=[hl.Mean(dim=None)]) as found:
+        for number in range(2):
+            model(x).square().sum().backward()
+            assert found.calls["1:grad_input"] == number + 1
+    for place in places:
+        wanted = hl.Mean(dim=None)
+        for gradient in record.calls(place):
+            wanted.update(gradient)
+        assert found.calls[place] == 2
+        assert torch.equal(found[place]["mean"], wanted.result)
+    assert_clean(model)
+
+
+def test_a_gradient_that_cannot_be_told_apart_is_not_measured_and_told_once():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Dropout(), nn.Linear(3, 3)).eval()
+    x = torch.randn(2, 3)
+    measuring = hl.measure(model, "1:grad_output", statistics=[hl.Mean()])
+    with pytest.warns(hl.HooklineWarning, match=r"'1:grad_output'.*returned a tensor") as warned:
+        with measuring:
+            model(x).sum().backward(), model(x).sum().backward()
+    assert not measuring.found
+    assert sum("returned a tensor" in str(one.message) for one in warned) == 1

@@ -1,6 +1,7 @@
 """The primitive on which the other verbs stand: call a function with every value at a place.
 
 - `hook(model, where, function)`: call a function with every value at a place
+- `HookTap`: what it does at one target
 - `Context`: what `hook`, `capture` and `edit` have in common: places, sites, firing
 """
 
@@ -30,7 +31,16 @@ from hookline.errors import ChangeError, NeverFired, NotHookable, PlaceError, wa
 from hookline.places.resolution import Place, Request, Target, Where, resolve
 from hookline.places.tree import around, walk
 
-__all__ = ["Context", "first_names", "hook", "named_place", "settled", "silence", "takes_call"]
+__all__ = [
+    "Context",
+    "HookTap",
+    "first_names",
+    "hook",
+    "named_place",
+    "settled",
+    "silence",
+    "takes_call",
+]
 
 T = TypeVar("T", bound="Tap")
 _NOTHING = cast(Any, MappingProxyType({}))
@@ -402,7 +412,9 @@ def takes_call(function: Callable[..., Any]) -> bool:
     return len(required) == 2
 
 
-class _HookTap(Tap):
+class HookTap(Tap):
+    """Calls a function with the values at a target."""
+
     def __init__(self, target: Target, ref: Any, function: Any, wants_call: bool) -> None:
         super().__init__(target, ref)
         self.function, self.wants_call = function, wants_call
@@ -425,7 +437,7 @@ class _HookTap(Tap):
         return KEEP if new is None else new
 
 
-class hook(Context[_HookTap]):
+class hook(Context[HookTap]):
     """Call a function with every value at a place; what it returns stands in the value's stead.
 
     >>> import torch
@@ -455,8 +467,8 @@ class hook(Context[_HookTap]):
         self._function, self._wants_call = function, takes_call(function)
         super().__init__(model, (where,))
 
-    def _tap(self, target: Target, ref: weakref.ref[Context[Any]]) -> _HookTap:
-        return _HookTap(target, ref, self._function, self._wants_call)
+    def _tap(self, target: Target, ref: weakref.ref[Context[Any]]) -> HookTap:
+        return HookTap(target, ref, self._function, self._wants_call)
 
 
 @torch_hooks.unserializable_hook

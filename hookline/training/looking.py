@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from hookline.core import recomputation
 from hookline.core.hooks import Context, first_names
 from hookline.core.recomputation import in_backward
 from hookline.core.taps import KEEP, Frame, Tap
@@ -36,7 +37,6 @@ __all__ = ["Looking", "Plan", "at_end"]
 
 _UPDATES = 4096  # elements of a parameter that are compared before and after a step
 _OVERFLOWS = 20  # more than a scaler needs to come down from where it begins
-_engine: Any = cast(Any, torch.autograd.Variable)._execution_engine
 
 
 class Plan:
@@ -409,4 +409,4 @@ def _tell(looking: weakref.ref[Looking], method: Callable[..., None], *given: An
 def at_end(function: Callable[[], None]) -> None:
     """Call a function when the backward that is running has ended."""
     # DDP and FSDP, too, do their last work in such a callback: theirs come first.
-    _engine.queue_callback(partial(_engine.queue_callback, function))
+    recomputation.at_end(partial(recomputation.at_end, function))
