@@ -174,10 +174,13 @@ class _LookTap(Tap):
         looking = cast("Looking | None", self.context())
         tensor = None if recomputed else _first(value)
         if looking is not None and tensor is not None:
-            looking.take_output(self.target, tensor)
+            looking.take_output(self.target, index, tensor)
         return KEEP
 
     def expect(self, value: Any, index: int, tensors: Any) -> None:
+        looking, tensor = cast("Looking | None", self.context()), _first(value)
+        if looking is not None and tensor is not None:
+            looking.find_units(self.target, index, tensor)
         if not isinstance(value, Tensor):
             found = (path for path, tensor in leaves(value) if tensor.is_floating_point())
             self.wanted = next(found, None)
@@ -185,7 +188,7 @@ class _LookTap(Tap):
     def gradient(self, grad: Tensor, index: int, path: Any) -> Tensor | None:
         looking = cast("Looking | None", self.context())
         if looking is not None and path == self.wanted:
-            looking.take_gradient(self.target, grad)
+            looking.take_gradient(self.target, index, grad)
         return None
 
 
@@ -221,8 +224,7 @@ class Looking(Context[_LookTap]):
         self._shares: dict[int, Moments] = {}  # of gradients that may be gone when it ends
         self._tasks: set[int] = set()  # backwards whose end is waited for
         self._last: dict[str, tuple[Any, int, Moments, int]] = {}
-        self._units: dict[nn.Module, tuple[Any, int]] = {}  # of outputs: shape, and unit dimension
-        self._output: tuple[Any, int] = None, -1  # the same of the last one
+        self._units: dict[tuple[Any, int], int] = {}  # of outputs, by call: the unit dimension
         self._before: dict[int, Tensor] = {}
         self._hooks: list[Any] = []
 
@@ -260,7 +262,11 @@ class Looking(Context[_LookTap]):
 
     # -- what comes while the step runs ---------------------------------------------------------
 
-    def take_output(self, target: Target, tensor: Tensor) -> None:
+    def find_units(self, target: Target, index: int, tensor: Tensor) -> None:
+        """An output was made, whose gradient will come: find out which dimension counts units."""
+        self._units[target.key, index] = unit_of(target.module, tensor)
+
+    def take_output(self, target: Target, index: int, tensor: Tensor) -> None:
         """An output was made."""
         if self._counts():
             number = self.plan.numbers[target.key]
@@ -268,16 +274,18 @@ class Looking(Context[_LookTap]):
                 self.fixed.add(number)
             if has_zeros(tensor, target.module):
                 self.zeroed.add(number)
-            found = self._measure("output", tensor, target.module, number)
+            unit = unit_of(target.module, tensor)
+            found = self._measure("output", tensor, unit, target.module, number)
             if found is not None:
                 self._outputs.append((number, found))
                 if found.waiting is None:
                     self._fold()
 
-    def take_gradient(self, target: Target, grad: Tensor) -> None:
+    def take_gradient(self, target: Target, index: int, grad: Tensor) -> None:
         """The gradient of an output has come; whether it counts is known when the backward ends."""
         number = self.plan.numbers[target.key]
-        found = self._measure("grad", grad, target.module, number)
+        unit = self._units.get((target.key, index), -1)
+        found = self._measure("grad", grad, unit, target.module, number)
         if found is not None:
             self._grads.append((number, found))
             self._await_end()
@@ -294,7 +302,9 @@ class Looking(Context[_LookTap]):
         self._arrived[number] = None
         self._await_end()
 
-    def _measure(self, kind: str, tensor: Tensor, module: nn.Module, number: int) -> Moments | None:
+    def _measure(
+        self, kind: str, tensor: Tensor, unit: int, module: nn.Module, number: int
+    ) -> Moments | None:
         # A block often returns what its last layer returned: the same tensor, just measured.
         ref, version, found, other = self._last.get(kind, (None, 0, None, 0))
         if ref is not None and ref() is tensor and version == tensor._version:
@@ -304,18 +314,10 @@ class Looking(Context[_LookTap]):
             if not is_measurable(local(tensor)):
                 return None
             flat = ends_of(module) if kind == "output" else None
-            found = moments(tensor, self._unit(kind, tensor, module), flat)
+            found = moments(tensor, unit, flat)
         if not tensor.is_inference():
             self._last[kind] = weakref.ref(tensor), tensor._version, found, number
         return found
-
-    def _unit(self, kind: str, tensor: Tensor, module: nn.Module) -> int:
-        if kind == "grad":  # of an output that was measured, the same
-            shape, unit = self._units.get(module, (None, -1))
-            return unit if shape == tensor.shape else unit_of(module, tensor, (None, -1))
-        unit = unit_of(module, tensor, self._output)
-        self._units[module] = self._output = tensor.shape, unit
-        return unit
 
     # -- the end of a backward ------------------------------------------------------------------
 
