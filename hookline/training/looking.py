@@ -174,7 +174,7 @@ class _LookTap(Tap):
         looking = cast("Looking | None", self.context())
         tensor = None if recomputed else _first(value)
         if looking is not None and tensor is not None:
-            looking.take_output(self.target, index, tensor)
+            looking.take_output(self.target, tensor)
         return KEEP
 
     def expect(self, value: Any, index: int, tensors: Any) -> None:
@@ -266,7 +266,7 @@ class Looking(Context[_LookTap]):
         """An output was made, whose gradient will come: find out which dimension counts units."""
         self._units[target.key, index] = unit_of(target.module, tensor)
 
-    def take_output(self, target: Target, index: int, tensor: Tensor) -> None:
+    def take_output(self, target: Target, tensor: Tensor) -> None:
         """An output was made."""
         if self._counts():
             number = self.plan.numbers[target.key]
