@@ -45,6 +45,7 @@ __all__ = [
 T = TypeVar("T", bound="Tap")
 _NOTHING = cast(Any, MappingProxyType({}))
 _NO_GRADIENT = gradients.NONE_CAME[0]
+_UNCALLED = "its module was not called"
 
 
 def settled(where: Any) -> Any:
@@ -270,9 +271,9 @@ class Context(Entering, Generic[T]):
         remedy = "A capture of '**' shows what is called, in record.places() and record.unfired()."
         if target.operation is not None and not self._site_of(tap).count:
             remedy = f"List them with hookline.select(model, '{target.path}/*', inputs=batch)."
-        elif "grad" in target.port:
-            remedy = "Run the forward and the backward inside the `with`."
         found, why = self.reason(tap), tap.why()
+        if "grad" in target.port and needs_backward(found):
+            remedy = gradients.NONE_CAME[1]
         if why is not None:  # which says itself what to do
             found, remedy = why[0], why[1] or remedy
         return NeverFired(f"{asked}:", found, remedy)
@@ -351,16 +352,21 @@ def _uncalled(others: bool) -> str:
     """Why a module was not called; the likeliest cause first."""
     if not others:
         return (
-            "its module was not called, nor any other that was asked for. Most likely the model "
+            f"{_UNCALLED}, nor any other that was asked for. Most likely the model "
             "was called before or after the `with`, and not inside it. Or its forward was called "
             "directly, as in module.forward(x), which runs no hooks, its weights were used without "
             "it, or the code that calls it was not reached."
         )
     return (
-        "its module was not called. Its forward may have been called directly, as in "
+        f"{_UNCALLED}. Its forward may have been called directly, as in "
         "module.forward(x), which runs no hooks, or its weights used without it, or the code that "
         "calls it was not reached."
     )
+
+
+def needs_backward(found: str) -> bool:
+    """Whether a gradient is missing, for this reason, where a forward or a backward may be."""
+    return _NO_GRADIENT in found or found.startswith(_UNCALLED)
 
 
 def _meant(tap: Tap) -> str:

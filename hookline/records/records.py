@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from hookline.core.calls import Calls, ranges
-from hookline.core.hooks import first_names, named_place, silence
+from hookline.core.gradients import NONE_CAME
+from hookline.core.hooks import first_names, named_place, needs_backward, silence
 from hookline.core.sites import Site
 from hookline.errors import (
     GradientNotAvailable,
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
 __all__ = ["Record"]
 
 _NO_SITE = Site(None, None, None)
+_UNFIRED = "record.unfired() lists all places without values."
 
 
 class Record:
@@ -472,7 +474,7 @@ class Record:
             raise _never_fired(self._place(tap), self._why(tap))
         asked = f"The gradient at {str(self._place(tap))!r} was asked for:"
         found = self._why(tap)  # which also looks for what was lost
-        remedy = "Run the forward and the backward inside the `with`."
+        remedy = NONE_CAME[1] if needs_backward(found) else _UNFIRED
         raise GradientNotAvailable(asked, *(tap.why() or (found, remedy)))
 
     def _read(self, tap: CaptureTap, kept: Kept | None, parts: Path, call: int) -> Any:
@@ -511,8 +513,7 @@ def _checks(kept: Kept) -> dict[int, tuple[int, Tensor | None]] | None:
 
 
 def _never_fired(place: str, why: str) -> NeverFired:
-    remedy = "record.unfired() lists all places without values."
-    return NeverFired(f"The value at {str(place)!r} was asked for:", why, remedy)
+    return NeverFired(f"The value at {str(place)!r} was asked for:", why, _UNFIRED)
 
 
 def _split(key: Any) -> tuple[Any, int | None]:
