@@ -330,8 +330,10 @@ class Record:
             other = object.__new__(type(tap))  # a copy would be inert: see Site
             vars(other).update(vars(tap))
             other.kept, other.grads, other.order = [], {}, None
-            for n, kept in zip(tap.numbers or range(len(tap.kept)), tap.kept, strict=True):
-                other.kept.append((map_leaves(move, self._read(tap, kept, (), n)), _checks(kept)))
+            held = cast("list[Kept | None]", tap.kept)  # None: loaded, of a call without a gradient
+            for n, kept in zip(tap.numbers or range(len(held)), held, strict=True):
+                new = kept and (map_leaves(move, self._read(tap, kept, (), n)), _checks(kept))
+                other.kept.append(cast("Kept", new))
             for key, parts in tap.grads.items():
                 cast("dict[Any, Any]", other.grads)[key] = {
                     path: (move(kept[0]), kept[1]) for path, kept in parts.items()
