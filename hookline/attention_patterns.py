@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, SupportsIndex, cast
 
 import torch
@@ -51,6 +51,19 @@ _UNNEEDED = {SDPA: {"value"}, MHA: {"out_proj_weight", "out_proj_bias"}}
 # -- reading --------------------------------------------------------------------------------------
 
 
+class _Calls(Sequence[Any]):
+    """What was kept of calls of an operation, each read from the record when it is asked for."""
+
+    def __init__(self, record: Record, place: str, numbers: Sequence[int]) -> None:
+        self.record, self.place, self.numbers = record, place, numbers
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, at: Any) -> Any:
+        return self.record[self.place, self.numbers[at]]
+
+
 class Patterns:
     """Attention patterns by place and call. They are computed when they are read.
 
@@ -65,6 +78,8 @@ class Patterns:
         self._model = weakref.ref(model)
         self._taps = {tap.spelled: tap for tap in taps}
         self._by_key = {tap.target.key: tap for tap in self._taps.values()}
+        # Of softmaxes: which calls are of attention, and how many were looked at.
+        self._fits: dict[str, tuple[list[int], int]] = {}
         self._dtype = dtype
 
     def __getitem__(self, key: Any) -> Tensor:
@@ -136,9 +151,9 @@ class Patterns:
         places = f"{len(rows) - 1} place{'s' * (len(rows) != 2)}"
         return f"Attention patterns of {places}, {count} call{'s' * (count != 1)}", rows
 
-    def _found(self) -> dict[Place, tuple[str, list[Any]]]:
+    def _found(self) -> dict[Place, tuple[str, Sequence[Any]]]:
         """The operation that gives the patterns of a place, and what was kept of its calls."""
-        found: dict[Place, tuple[str, list[Any]]] = {}
+        found: dict[Place, tuple[str, Sequence[Any]]] = {}
         for place, tap in self._record._named().items():
             kept = self._kept(place, cast(_Tap, tap))
             if kept:
@@ -146,23 +161,34 @@ class Patterns:
                 found.setdefault(Place(place.path, operation=spelled), (_kind(place), kept))
         return found
 
-    def _kept(self, place: Place, tap: _Tap) -> list[Any]:
+    def _kept(self, place: Place, tap: _Tap) -> Sequence[Any]:
         """What was kept of the calls of an operation, if patterns follow from it."""
         if not tap.holds or place.port not in _PORTS[_kind(place)][:1]:
-            return []
-        kept = self._record.calls(place)
+            return ()
         if _kind(place) == SOFTMAX:
-            inputs = Place(place.path, "inputs", (), place.operation)
-            fits = zip(kept, self._record.calls(inputs), strict=False)
-            kept = [value for value, last in fits if last and value is not None]
-        return kept
+            return _Calls(self._record, tap.spelled, self._fitting(tap))
+        return _Calls(self._record, tap.spelled, range(len(tap.numbered())))
+
+    def _fitting(self, tap: _Tap) -> list[int]:
+        """The calls of a softmax that are of attention: each is looked at once."""
+        ident, operation, _, parts = tap.target.key
+        outputs = tap.numbered()
+        given = self._by_key[ident, operation, "inputs", parts].numbered()
+        found, seen = self._fits.get(tap.spelled, ([], 0))
+        count = min(len(outputs), len(given))
+        for n in range(seen, count):
+            ends = outputs[n][1], given[n][1]
+            if all(one is not None and one[0] is not None for one in ends) and ends[1][0]:
+                found.append(n)
+        self._fits[tap.spelled] = found, max(seen, count)
+        return found
 
     def has(self, target: Target) -> bool:
         """Whether there are patterns of an operation that was asked for."""
         tap = self._by_key[target.key]  # which may have been asked for under another name, too
         return bool(self._kept(tap.target.place, tap))
 
-    def _find(self, where: Any) -> tuple[Place, str, list[Any]]:
+    def _find(self, where: Any) -> tuple[Place, str, Sequence[Any]]:
         for operation in _PORTS if isinstance(where, str) else ():  # as it was asked for
             for spelled in (f"{where}/{operation}", where):
                 place = f"{spelled}:{_PORTS[operation][0]}".removesuffix(":output")
@@ -176,7 +202,7 @@ class Patterns:
                     return Place(found.path, operation=own), _kind(found), kept
         return self._search(where)
 
-    def _search(self, where: Any) -> tuple[Place, str, list[Any]]:
+    def _search(self, where: Any) -> tuple[Place, str, Sequence[Any]]:
         """The patterns of a place that is spelled in another way than it was asked for."""
         found, model = self._found(), self._model()
         fitting = [place for place in found if place == where]

@@ -13,7 +13,7 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_clean, hooks_left
+from helpers import assert_clean, hooks_left, steps
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
@@ -836,3 +836,41 @@ def test_a_wrapped_module_has_its_pattern_under_its_own_name(wrap, asked):
     assert len(patterns) == 1
     for place in ("0", model[0]):
         assert torch.allclose(patterns[place], by_kernel(x, x, is_causal=True), atol=1e-6)
+
+
+class Written(nn.Module):
+    """Attention written out, beside a softmax that is none at every call."""
+
+    def forward(self, query, key, value):
+        weights = torch.softmax(query @ key.mT, -1)
+        torch.softmax(query, 1)
+        return weights @ value
+
+
+@pytest.mark.parametrize("model", [Kernel(), Written()], ids=["kernel", "softmax"])
+def test_a_pattern_is_read_without_going_through_the_other_calls(model):
+    work = {}
+    for count in (20, 400):
+        queries = [torch.randn(1, 1, 2, 3) for _ in range(count)]
+        with hl.attention(model) as patterns:
+            for query in queries:
+                model(query, query, query)
+        assert torch.equal(patterns["", 3], patterns.calls("")[3])
+        assert torch.equal(patterns["", -1], patterns.calls("")[-1])
+        work[count] = steps(lambda found=patterns: found["", 7])
+        assert len(patterns.calls("")) == count
+        torch.testing.assert_close(patterns["", 7].sum(-1), torch.ones(1, 1, 2))
+        with pytest.raises(hl.NotCaptured, match=f"There are {count} calls"):
+            patterns["", count]
+    assert work[400] < work[20] * 1.5
+
+
+def test_patterns_are_read_while_more_come():
+    model, query = Written(), torch.randn(1, 1, 2, 3)
+    with hl.attention(model) as patterns:
+        for count in range(1, 4):
+            model(query * count, query, query)
+            assert len(patterns.calls("")) == count
+            expected = (query * count @ query.mT).softmax(-1)
+            assert torch.equal(patterns["", count - 1], expected)
+            assert torch.equal(patterns["", -1], expected)

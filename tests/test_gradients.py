@@ -1727,3 +1727,41 @@ def test_the_shares_of_a_gradient_inside_a_transform_are_refused_on_reading(opti
     assert "1:grad_input" in repr(record)
     with pytest.raises(hl.ValueChanged, match=r"inside a transform of torch\.func"):
         record["1:grad_input"]
+
+
+def test_a_gradient_that_is_missing_for_another_reason_than_a_backward_says_no_word_of_one():
+    model, x = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), torch.randn(2, 3)
+    backward = "Run the forward and the backward inside the `with`."
+
+    def elsewhere():
+        thread = threading.Thread(target=lambda: model(x).sum().backward())
+        thread.start(), thread.join()
+
+    with hl.capture(model, "*:grad_output") as record:
+        model[0](x).sum().backward()
+        elsewhere()
+    with pytest.raises(hl.GradientNotAvailable, match="threads='all' takes those") as caught:
+        record["1:grad_output"]
+    assert backward not in str(caught.value)
+    with pytest.raises(hl.NeverFired, match="threads='all' takes those") as never:
+        with hl.capture(model, "1:grad_output"):
+            elsewhere()
+    assert backward not in str(never.value)
+
+    attention = nn.MultiheadAttention(4, 2)
+    with pytest.raises(hl.NeverFired, match="ask for the attention module's own output") as never:
+        with hl.capture(attention, "out_proj:grad_output") as record:
+            attention(*[torch.randn(3, 4)] * 3)[0].sum().backward()
+    assert backward not in str(never.value)
+    with pytest.raises(hl.GradientNotAvailable, match="attention module's own output") as caught:
+        record["out_proj:grad_output"]
+    assert backward not in str(caught.value)
+
+    with hl.capture(model, "*:grad_output") as record:
+        model(x), model[0](x)
+    with pytest.raises(hl.GradientNotAvailable) as caught:
+        record["1:grad_output"]
+    assert caught.value.remedy == backward
+    with pytest.raises(hl.NeverFired) as never, hl.capture(model, "1:grad_output"):
+        pass
+    assert never.value.remedy == backward

@@ -315,3 +315,43 @@ def test_what_is_no_record_is_refused_by_name(tmp_path):
     with pytest.raises(TypeError, match=r"given a dict.*Give a Record.*Store"):
         hl.save_record({"fc": torch.ones(2)}, tmp_path / "values")
     assert not (tmp_path / "values").exists()
+
+
+@pytest.mark.parametrize("calls", [None, slice(0, 3)])
+def test_a_record_that_lacks_the_gradient_of_a_call_moves_after_it_was_loaded(tmp_path, calls):
+    model, x = nn.Linear(2, 2), torch.randn(3, 2)
+    with hl.capture(model, ":grad_output", calls=calls) as record:
+        with torch.no_grad():
+            model(x)
+        model(x).sum().backward()
+    hl.save_record(record, tmp_path / "record")
+    loaded = hl.load_record(tmp_path / "record")
+    for one in (record, loaded, record.to("cpu"), loaded.to("cpu"), loaded.to("cpu").to("cpu")):
+        nothing, ones = one.calls(":grad_output")
+        assert nothing is None
+        assert torch.equal(ones, torch.ones(3, 2))
+        assert torch.equal(one[":grad_output", 1], ones)
+        with pytest.raises(hl.GradientNotAvailable, match="was asked for"):
+            one[":grad_output", 0]
+        assert one.nbytes == ones.nbytes
+    assert loaded.to("meta")[":grad_output", 1].is_meta
+
+
+def test_a_record_that_lacks_a_part_of_a_call_moves_after_it_was_loaded(tmp_path):
+    class Parts(nn.Module):
+        def forward(self, x):
+            return (x, x + 1) if len(x) == 3 else (x,)
+
+    model, x = Parts(), torch.randn(3, 2)
+    with hl.capture(model, "[1]", ":grad_output[1]") as record:
+        model(x[:2].requires_grad_())
+        model(x.clone().requires_grad_())[1].sum().backward()
+    hl.save_record(record, tmp_path / "record")
+    loaded = hl.load_record(tmp_path / "record")
+    for one in (record, record.to("cpu"), loaded, loaded.to("cpu")):
+        assert [value is None for value in one.calls("[1]")] == [True, False]
+        assert torch.equal(one["[1]", 1], x + 1)
+        assert torch.equal(one[":grad_output[1]", 1], torch.ones(3, 2))
+        for place in ("[1]", ":grad_output[1]"):
+            with pytest.raises(hl.HooklineError, match=r"has \[0\]|call 0"):
+                one[place, 0]

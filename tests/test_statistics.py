@@ -735,21 +735,83 @@ def test_top_samples_have_their_numbers_where_a_module_is_called_twice_or_not_at
     assert torch.equal(found.ids, wanted[:, 0] if dim is None else wanted)
 
 
-def test_top_samples_are_not_numbered_in_two_ways_unsaid():
-    class Tokens(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.act = nn.Identity()
+class Tokens(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.act = nn.Identity()
 
-        def forward(self, x):
-            return self.act(x.flatten(0, 1))
+    def forward(self, x):
+        return self.act(x.flatten(0, 1))
 
-    lengths = torch.randn(4, 1, 2), torch.randn(4, 3, 2), torch.randn(4, 1, 2)
-    with pytest.warns(hl.HooklineWarning, match=r"'act' .* shape \(12, 2\).*Give ids="):
-        hl.measure(Tokens(), "act", statistics=[hl.TopK(k=3), hl.Mean()], data=lengths)
-    found = hl.measure(Tokens(), "act", statistics=[hl.TopK(k=3)], data=lengths[1:])
-    rows = torch.cat([length.flatten(0, 1) for length in lengths[1:]])
+
+class SequenceFirst(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.act = nn.Identity()
+
+    def forward(self, x):
+        return self.act(x.transpose(0, 1))
+
+
+@pytest.mark.parametrize("kind", [Tokens, SequenceFirst])
+def test_whose_values_are_numbered_does_not_depend_on_the_first_size_of_a_batch(kind):
+    same, other = (4, 1, 2) if kind is Tokens else (4, 4, 2), (4, 3, 2)
+    for shapes in ([same, other], [other, same], [other]):
+        data = [torch.randn(shape) for shape in shapes]
+        with pytest.raises(hl.StatisticsError, match=r"'act'.* 4 samples.*ids=") as raised:
+            hl.measure(kind(), "act", statistics=[hl.TopK(k=3), hl.Mean()], data=data)
+        assert raised.value.measured.calls == ({"act": 1} if shapes[0] == same else {"act": 0})
+        found = hl.measure(kind(), "act", statistics=[hl.Mean()], data=data)
+        assert found.calls["act"] == len(data)
+
+
+def test_samples_are_brought_to_the_front_for_their_numbers():
+    data = [torch.randn(4, 4, 2), torch.randn(3, 4, 2), torch.randn(5, 2, 2)]
+    front = hl.measure(
+        SequenceFirst(),
+        "act",
+        statistics=[hl.TopK(k=3)],
+        at=lambda v: v.transpose(0, 1),
+        data=data,
+    )["act"]["topk"]
+    whole = hl.TopK(k=3)
+    for batch in data:
+        whole.update(batch)
+    assert all(torch.equal(*pair) for pair in zip(front, whole.result, strict=True))
+
+
+def test_rows_are_counted_inside_a_with():
+    data = torch.randn(4, 1, 2), torch.randn(4, 3, 2)
+    model = Tokens()
+    with hl.measure(model, "act", statistics=[hl.TopK(k=3)]) as found:
+        for batch in data:
+            model(batch)
+    rows = torch.cat([length.flatten(0, 1) for length in data])
     assert torch.equal(found["act"]["topk"].ids, rows.argsort(0, descending=True)[:3])
+
+
+def test_rows_of_a_parameter_are_no_samples_whatever_the_batch_has():
+    for size in (4, 3):
+        model, data = nn.Linear(2, 4, bias=False), torch.randn(3, size, 2)
+        found = hl.measure(model, "weight", statistics=[hl.TopK(k=2)], data=[*data])
+        assert found.calls["weight"] == 3
+        wanted = hl.TopK(k=2)
+        for _ in data:
+            wanted.update(model.weight)
+        assert torch.equal(found["weight"]["topk"].ids, wanted.result.ids)
+
+
+def test_a_batch_that_does_not_say_how_many_samples_it_has_after_others_that_did_is_refused():
+    class Weighted(nn.Module):
+        def forward(self, x, weights):
+            return x * weights
+
+    data = [(torch.randn(n, 2), torch.ones(2)) for n in (2, 6)]
+    with pytest.raises(hl.StatisticsError, match=r"first size, 6 and 2, .*ids="):
+        hl.measure(Weighted(), "", statistics=[hl.TopK(k=3)], data=data)
+    found = hl.measure(Weighted(), "", statistics=[hl.TopK(k=3)], data=data[::-1])
+    rows = torch.cat([data[1][0], data[0][0]])
+    assert torch.equal(found[""]["topk"].ids, rows.argsort(0, descending=True)[:3])
 
 
 def test_samples_are_counted_where_a_batch_does_not_say_how_many_it_has():
@@ -763,9 +825,11 @@ def test_samples_are_counted_where_a_batch_does_not_say_how_many_it_has():
 
     x = torch.randn(12, 2)
     data = [(part, torch.ones(2)) for part in x.split(6)]
-    for batches in (data, [{"x": part, "weights": 1.0} for part in x.split(6)]):
-        found = hl.measure(Halves(), "act", statistics=[hl.TopK(k=3)], data=batches)
-        assert torch.equal(found["act"]["topk"].ids, x.argsort(0, descending=True)[:3])
+    found = hl.measure(Halves(), "act", statistics=[hl.TopK(k=3)], data=data)
+    assert torch.equal(found["act"]["topk"].ids, x.argsort(0, descending=True)[:3])
+    known = [{"x": part, "weights": 1.0} for part in x.split(6)]
+    with pytest.raises(hl.StatisticsError, match=r"shape \(3, 2\).* 6 samples"):
+        hl.measure(Halves(), "act", statistics=[hl.TopK(k=3)], data=known)
 
 
 def test_a_slice_of_each_value_is_measured(model):
@@ -1332,3 +1396,84 @@ def test_images_that_are_measured_by_column_are_warned_of(tmp_path):
     for dim, expected in ((1, images.mean((0, 2, 3))), (3, images.mean((0, 1, 2)))):
         found = hl.measure(model, "0", statistics=[hl.Mean(dim=dim)], data=[x])
         assert_close(found["0"]["mean"], expected)
+
+
+class Distinct(nn.Module):
+    """Gives another result if its arguments are not one object."""
+
+    def forward(self, a, b):
+        return a * a + a * 2 if a is b else a * b * 5
+
+
+def _backward(model, x):
+    x = x.clone().requires_grad_()
+    out = model(x)
+    out.square().sum().backward()
+    return out, x.grad
+
+
+class Passing(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        h = x * 2
+        out = self.inner(*[h] * (3 if isinstance(self.inner, nn.MultiheadAttention) else 2))
+        return out[0] if isinstance(out, tuple) else out
+
+
+@pytest.mark.parametrize(
+    ("inner", "port"),
+    [
+        (Distinct, "grad_inputs[a]"),
+        (Distinct, "grad_input"),
+        (lambda: nn.MultiheadAttention(4, 2), "grad_inputs[query]"),
+        (lambda: nn.MultiheadAttention(4, 2), "grad_input"),
+    ],
+)
+def test_measuring_gradients_leaves_the_model_to_compute_what_it_computes(inner, port):
+    model, x = Passing(inner()), torch.randn(3, 5, 4)
+    bare = _backward(model, x)
+    with pytest.warns(hl.HooklineWarning, match="one tensor was passed as .*edit") as warned:
+        with hl.measure(model, f"inner:{port}", statistics=[hl.Mean()]) as found:
+            measured = [_backward(model, x) for _ in range(2)]
+    for one in measured:
+        assert all(torch.equal(*pair) for pair in zip(bare, one, strict=True))
+    assert not found
+    assert sum("one tensor was passed" in str(one.message) for one in warned) == 1
+    assert_clean(model)
+
+
+def test_the_gradient_of_an_input_that_is_used_several_times_is_measured_as_the_sum():
+    class Uses(nn.Module):
+        def forward(self, x):
+            return x * 3 + x.sin() + x.square()
+
+    model, x = nn.Sequential(nn.Linear(4, 4), Uses(), Uses()), torch.randn(5, 4)
+    places = ["1:grad_input", "2:grad_inputs[x]"]
+    with hl.capture(model, places) as record:
+        for _ in range(2):
+            model(x).square().sum().backward()
+    with hl.measure(model, places, statistics=[hl.Mean(dim=None)]) as found:
+        for number in range(2):
+            model(x).square().sum().backward()
+            assert found.calls["1:grad_input"] == number + 1
+    for place in places:
+        wanted = hl.Mean(dim=None)
+        for gradient in record.calls(place):
+            wanted.update(gradient)
+        assert found.calls[place] == 2
+        assert torch.equal(found[place]["mean"], wanted.result)
+    assert_clean(model)
+
+
+def test_a_gradient_that_cannot_be_told_apart_is_not_measured_and_told_once():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Dropout(), nn.Linear(3, 3)).eval()
+    x = torch.randn(2, 3)
+    measuring = hl.measure(model, "1:grad_output", statistics=[hl.Mean()])
+    with pytest.warns(hl.HooklineWarning, match=r"'1:grad_output'.*returned a tensor") as warned:
+        with measuring:
+            model(x).sum().backward(), model(x).sum().backward()
+    assert not measuring.found
+    assert sum("returned a tensor" in str(one.message) for one in warned) == 1

@@ -287,6 +287,29 @@ def test_places_without_a_gradient_are_left_out_of_a_glob_and_told():
             hl.sweep(model, clean, corrupt, where, measure, approximate=True)
 
 
+@pytest.mark.parametrize("where", ["layer", "lay*", ["*", "layer"]])
+def test_a_call_whose_gradient_is_refused_is_not_estimated_as_nothing(where):
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.head = nn.Linear(3, 3), nn.Linear(3, 1)
+
+        def forward(self, x):
+            with torch.no_grad():
+                first = self.layer(x)
+            return self.head(first + self.layer(x))
+
+    model, batches = Twice(), (torch.randn(2, 3), torch.randn(2, 3))
+    assert hl.sweep(model, *batches, "layer", torch.sum, progress=False)["layer"].change
+    with pytest.raises(hl.GradientNotAvailable, match=r"'layer:grad_output'.*require grad"):
+        hl.sweep(model, *batches, where, torch.sum, approximate=True)
+    guess = hl.sweep(model, *batches, "*", torch.sum, approximate=True)
+    assert guess.places == ["head"]
+    (note,) = guess.notes[:1]
+    assert note.startswith("no estimate at 'layer': no gradient of the metric is known there (the ")
+    assert "value did not require grad" in note
+
+
 def test_no_change_is_a_share_of_nothing_whichever_way_the_metric_goes():
     model, clean = nn.Sequential(nn.Identity(), nn.ReLU()), torch.tensor([[1.0, 2.0]])
     for corrupt in (clean - torch.tensor([1.0, 0.0]), clean + torch.tensor([1.0, 0.0])):

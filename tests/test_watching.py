@@ -170,6 +170,75 @@ def test_channels_are_the_units_of_activations_behind_a_convolution_over_time(ac
     assert watching.last["0", "grad"]["dead"] == (0 if isinstance(act, nn.Dropout) else 0.75)
 
 
+class Turned(nn.Module):
+    """Puts the channels of what a convolution gives last."""
+
+    def forward(self, x):
+        return x.transpose(1, 2)
+
+
+class Calling(nn.Module):
+    """A function between a convolution and an activation."""
+
+    def __init__(self, function, act):
+        super().__init__()
+        self.conv, self.act, self.function = nn.Conv1d(1, 8, 3), act, function
+
+    def forward(self, x):
+        return self.act(self.function(self.conv(x))) + 0
+
+
+@pytest.mark.parametrize("length", [10, 12])
+@pytest.mark.parametrize("kinds", [("output", "grad"), ("grad",), ("output",)])
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda: nn.Sequential(nn.Conv1d(1, 8, 3), Turned(), nn.ReLU(), nn.Identity()), "2"),
+        (lambda: Calling(lambda x: x.transpose(1, 2), nn.ReLU()), "act"),
+        (lambda: Calling(lambda x: x * 2 + x, nn.ReLU()), "act"),
+        (
+            lambda: Calling(lambda x: x, nn.Sequential(nn.Dropout(0.0), nn.ReLU(inplace=True))),
+            "act.1",
+        ),
+    ],
+)
+def test_the_units_of_an_activation_do_not_depend_on_the_length(make, name, kinds, length):
+    model = make()
+    conv = next(one for one in model.modules() if isinstance(one, nn.Conv1d))
+    with torch.no_grad():
+        conv.weight.fill_(1), conv.bias.zero_()
+        conv.weight[:6], conv.bias[:6] = 0, -1.0
+    with hl.watch(model, every=1, kinds=kinds) as watching:
+        model(torch.rand(4, 1, length)).sum().backward()
+        watching.step()
+    conv = next(path for path, one in model.named_modules() if isinstance(one, nn.Conv1d))
+    if "output" in kinds:
+        assert watching.last[name, "output"]["dead"] == 0.75
+    if "grad" in kinds:
+        assert watching.last[conv, "grad"]["dead"] == 0.75
+
+
+def test_the_gradients_of_an_activation_that_is_shared_have_the_units_of_each_call():
+    class Shared(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.act = nn.Conv1d(1, 8, 3), nn.ReLU()
+
+        def forward(self, x):
+            first = self.act(self.conv(x))
+            return first, self.act(first.transpose(1, 2))
+
+    model = Shared()
+    kept = torch.zeros(8)
+    kept[:2] = 1
+    with hl.watch(model, "act", every=1) as watching:
+        first, second = model(torch.rand(4, 1, 10))
+        (first * kept[:, None]).sum().backward()
+        watching.step()
+    assert watching.last["act", "grad"]["dead"] == 0.75
+    assert second.shape == first.shape
+
+
 def test_features_are_the_units_of_activations_behind_a_layer_of_them():
     model = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 1))
     with torch.no_grad():

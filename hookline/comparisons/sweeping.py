@@ -23,6 +23,7 @@ from hookline.comparisons.sweep_runs import (
     shape_of,
 )
 from hookline.comparisons.sweeps import Sweep
+from hookline.core.gradients import NONE_CAME
 from hookline.core.hooks import settled
 from hookline.edits.changes import Change
 from hookline.edits.ready_changes import patch
@@ -42,7 +43,7 @@ from hookline.trials.runs import (
     same_random_numbers,
     trial,
 )
-from hookline.values.nested import leaves, map_leaves, only_tensor
+from hookline.values.nested import map_leaves, only_tensor
 
 __all__ = ["sweep"]
 
@@ -88,8 +89,8 @@ def sweep(
             one behind the other, where that is safe: the samples of a batch must not mix. It is
             tried out first, in two forwards; otherwise one forward is run for each.
         approximate: estimate all changes with one backward, as (clean - corrupt) · gradient, summed
-            over the calls of a place. Of a glob, places to which no gradient comes are left out,
-            and a note names them.
+            over the calls of a place. A place is left out if no gradient comes to one of its
+            calls: a note names it, or an error if it was named itself.
         progress: whether to show a bar, if tqdm is installed; or a function of (done, total).
         mode: "eval" or "train", to run the model so.
 
@@ -241,17 +242,17 @@ def _estimated(
         raise not_called(place for place in places if place not in held) from error
     found = Sweep(reference, value, approximate=True)
     literal = {t.place for r in resolve(model, (where,)) if r.literal for t in r.targets}
-    missing: list[str] = []
+    missing: dict[str, list[str]] = {}  # by reason
     for place in places:
         try:
             _add_estimates(found, place, slopes[place], record, corrupt, jobs, dim)
-        except GradientNotAvailable:
-            missing.append(str(place))
-            if place in literal or len(missing) == len(places):
+        except GradientNotAvailable as error:
+            if place in literal or (place == places[-1] and not found.rows):
                 raise
-    if missing:
-        shown = ", ".join(map(repr, missing[:6])) + ", …" * (len(missing) > 6)
-        found.notes.append(f"no estimate at {shown}: no gradient of the metric is known there")
+            missing.setdefault(_reason(error), []).append(str(place))
+    for reason, of_it in missing.items():
+        shown = ", ".join(map(repr, of_it[:6])) + ", …" * (len(of_it) > 6)
+        found.notes.append(f"no estimate at {shown}: {reason}")
     often = [place for place in places if len(corrupt.calls(place)) > 1]
     if often:
         found.notes.append(
@@ -259,6 +260,13 @@ def _estimated(
             "sum over the calls, and what flows from one into another counts again"
         )
     return found
+
+
+def _reason(error: GradientNotAvailable) -> str:
+    """Why there is no estimate at a place."""
+    found = error.found.rstrip(".")
+    why = "" if NONE_CAME[0] in error.found else f" ({found})"  # which speaks of a `with`
+    return f"no gradient of the metric is known there{why}"
 
 
 def _pulled_back(model: nn.Module, batch: Any, metric: Metric) -> float:
@@ -303,18 +311,19 @@ def _add_estimates(
 ) -> None:  # fmt: skip
     """The estimates at one place, summed over its calls and all but the positions."""
     steps: list[Tensor] = []  # of each call
-    values, grads = corrupt.calls(place), corrupt.calls(slope)
+    values = corrupt.calls(place)
+    # One by one: a call without a gradient raises the reason, where `calls` has None.
+    grads = [corrupt[slope, n] for n in range(len(corrupt.calls(slope)))]
     _check_calls(place, len(record.calls(place)), len(values))
     for clean, value, gradient in zip(record.calls(place), values, grads, strict=True):
         goal, now = only_tensor(clean)[1], only_tensor(value)[1]
-        given = leaves(gradient)
         if goal.shape != now.shape:
             raise BatchError(
                 f"The clean value at {str(place)!r} was to be put in.",
                 f"Its shape is {tuple(goal.shape)}, that of the corrupt one {tuple(now.shape)}.",
                 "Give batches of the same shape.",
             )
-        factor = _wide(given[0][1]).conj() if given else 0.0
+        factor = _wide(only_tensor(gradient)[1]).conj()
         steps.append(((_wide(goal) - _wide(now)) * factor).real)
     for job in jobs:
         if job.place == place:

@@ -1,6 +1,7 @@
 """The primitive on which the other verbs stand: call a function with every value at a place.
 
 - `hook(model, where, function)`: call a function with every value at a place
+- `HookTap`: what it does at one target
 - `Context`: what `hook`, `capture` and `edit` have in common: places, sites, firing
 """
 
@@ -30,12 +31,22 @@ from hookline.errors import ChangeError, NeverFired, NotHookable, PlaceError, wa
 from hookline.places.resolution import Place, Request, Target, Where, resolve
 from hookline.places.tree import around, walk
 
-__all__ = ["Context", "first_names", "hook", "named_place", "settled", "silence", "takes_call"]
+__all__ = [
+    "Context",
+    "HookTap",
+    "first_names",
+    "hook",
+    "named_place",
+    "settled",
+    "silence",
+    "takes_call",
+]
 
 T = TypeVar("T", bound="Tap")
 _NOTHING = cast(Any, MappingProxyType({}))
 _NO_GRADIENT = gradients.NONE_CAME[0]
 _NAME_OTHERS = "Name calls that come, or a slice of calls: one of those is enough."
+_UNCALLED = "its module was not called"
 
 
 def settled(where: Any) -> Any:
@@ -265,9 +276,9 @@ class Context(Entering, Generic[T]):
             remedy = f"List them with hookline.select(model, '{target.path}/*', inputs=batch)."
         elif _is_beyond(tap, self._site_of(tap)):
             remedy = _NAME_OTHERS
-        elif "grad" in target.port:
-            remedy = gradients.NONE_CAME[1]
         found, why = self.reason(tap), tap.why()
+        if "grad" in target.port and needs_backward(found):
+            remedy = gradients.NONE_CAME[1]
         if why is not None:  # which says itself what to do
             found, remedy = why[0], why[1] or remedy
         return NeverFired(f"{asked}:", found, remedy)
@@ -357,16 +368,21 @@ def _uncalled(model: Any, path: str, others: bool) -> str:
             )
     if not others:
         return (
-            "its module was not called, nor any other that was asked for. Most likely the model "
+            f"{_UNCALLED}, nor any other that was asked for. Most likely the model "
             "was called before or after the `with`, and not inside it. Or its forward was called "
             "directly, as in module.forward(x), which runs no hooks, its weights were used without "
             "it, or the code that calls it was not reached."
         )
     return (
-        "its module was not called. Its forward may have been called directly, as in "
+        f"{_UNCALLED}. Its forward may have been called directly, as in "
         "module.forward(x), which runs no hooks, or its weights used without it, or the code that "
         "calls it was not reached."
     )
+
+
+def needs_backward(found: str) -> bool:
+    """Whether a gradient is missing, for this reason, where a forward or a backward may be."""
+    return _NO_GRADIENT in found or found.startswith(_UNCALLED)
 
 
 def _meant(tap: Tap, site: Site) -> str:
@@ -419,7 +435,9 @@ def takes_call(function: Callable[..., Any]) -> bool:
     return len(required) == 2
 
 
-class _HookTap(Tap):
+class HookTap(Tap):
+    """Calls a function with the values at a target."""
+
     def __init__(self, target: Target, ref: Any, function: Any, wants_call: bool) -> None:
         super().__init__(target, ref)
         self.function, self.wants_call = function, wants_call
@@ -442,7 +460,7 @@ class _HookTap(Tap):
         return KEEP if new is None else new
 
 
-class hook(Context[_HookTap]):
+class hook(Context[HookTap]):
     """Call a function with every value at a place; what it returns stands in the value's stead.
 
     >>> import torch
@@ -472,8 +490,8 @@ class hook(Context[_HookTap]):
         self._function, self._wants_call = function, takes_call(function)
         super().__init__(model, (where,))
 
-    def _tap(self, target: Target, ref: weakref.ref[Context[Any]]) -> _HookTap:
-        return _HookTap(target, ref, self._function, self._wants_call)
+    def _tap(self, target: Target, ref: weakref.ref[Context[Any]]) -> HookTap:
+        return HookTap(target, ref, self._function, self._wants_call)
 
 
 @torch_hooks.unserializable_hook

@@ -5,6 +5,7 @@
 - `running(frame)`: the modules that run
 - `awaited(what)`: the error if such a region will run again when that is too late
 - `in_backward()`: the number of the backward that runs in this thread, or -1
+- `at_end(function)`: call a function at the end of the backward that is running
 - `saving(True)`: the saved-tensor hooks that are in force, if any
 - `CALL`: the code of the frame in which torch calls a module, with its hooks
 
@@ -27,7 +28,9 @@ from torch.utils import checkpoint
 
 from hookline.errors import ChangeError
 
-__all__ = ["CALL", "Regions", "around_region", "awaited", "in_backward", "running", "saving"]
+__all__ = [
+    "CALL", "Regions", "around_region", "at_end", "awaited", "in_backward", "running", "saving",
+]  # fmt: skip
 
 in_backward: Callable[[], int] = torch._C._current_graph_task_id
 CALL = nn.Module._call_impl.__code__
@@ -35,6 +38,12 @@ _autograd = cast(Any, torch._C)._autograd
 saving: Callable[[bool], Any] = getattr(
     _autograd, "_top_saved_tensors_default_hooks", lambda ignored: None
 )
+
+
+def at_end(function: Callable[[], None]) -> None:
+    """Call a function at the end of the backward that is running."""
+    engine: Any = cast(Any, torch.autograd.Variable)._execution_engine
+    engine.queue_callback(function)
 
 
 class Regions:

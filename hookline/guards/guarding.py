@@ -23,14 +23,14 @@ from torch.nn.parameter import is_lazy
 from hookline.core import arms, gradients
 from hookline.core.gathering import is_gathered
 from hookline.core.hooks import Context, first_names
-from hookline.core.recomputation import in_backward
+from hookline.core.recomputation import at_end, in_backward
 from hookline.core.taps import KEEP, Frame, Tap, is_over
 from hookline.errors import NonFiniteError, NotHookable, PlaceNotFound
 from hookline.guards.finite_checks import Numbers, all_finite, is_bad, numbers, probe
 from hookline.guards.gradients import Backward
 from hookline.guards.origins import ADDING, Ignored, Labelled, Origin, line_of
 from hookline.guards.reports import fault_of
-from hookline.guards.runs import Holder, Kept, Parts, at_end, is_spread, unwrapped
+from hookline.guards.runs import Holder, Kept, Parts, is_spread, unwrapped
 from hookline.guards.search import find_forward, of_outputs, parameter_names
 from hookline.guards.telling import Teller, bad_gradients, label_of
 from hookline.guards.tracing import Modules, Trace

@@ -5,7 +5,6 @@
 - `Buffers`: the buffers of a model, copied before a call if calls change them
 - `Randomness`: the states of the random number generators
 - `Holder`: a hook that keeps a call as long as its graph lives
-- `at_end(function)`: call a function at the end of the backward that is running
 - `version_of(tensor)`: how often it was changed in place
 - `unwrapped(model)`, `is_spread(model)`: what of a model can be run again in one process
 """
@@ -14,7 +13,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import chain
 from typing import Any, NamedTuple
@@ -34,8 +33,7 @@ from hookline.values.shards import placements
 from hookline.values.snapshots import same_bits
 
 __all__ = [
-    "Buffers", "Holder", "Kept", "Parts", "Randomness", "at_end", "is_spread", "unwrapped",
-    "version_of",
+    "Buffers", "Holder", "Kept", "Parts", "Randomness", "is_spread", "unwrapped", "version_of",
 ]  # fmt: skip
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device)
@@ -342,9 +340,3 @@ def is_spread(model: nn.Module) -> bool:
         or (isinstance(module, nn.SyncBatchNorm) and torch.distributed.is_initialized())
         for module in model.modules()
     ) or any(placements(p) is not None for p in model.parameters())
-
-
-def at_end(function: Callable[[], None]) -> None:
-    """Call a function at the end of the backward that is running."""
-    engine: Any = torch.autograd.Variable._execution_engine
-    engine.queue_callback(function)

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from hookline.core.calls import Calls, ranges
-from hookline.core.hooks import first_names, named_place, silence
+from hookline.core.gradients import NONE_CAME
+from hookline.core.hooks import first_names, named_place, needs_backward, silence
 from hookline.core.sites import Site
 from hookline.errors import (
     GradientNotAvailable,
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
 __all__ = ["Record"]
 
 _NO_SITE = Site(None, None, None)
+_UNFIRED = "record.unfired() lists all places without values."
 
 
 class Record:
@@ -328,8 +330,10 @@ class Record:
             other = object.__new__(type(tap))  # a copy would be inert: see Site
             vars(other).update(vars(tap))
             other.kept, other.grads, other.order = [], {}, None
-            for n, kept in zip(tap.numbers or range(len(tap.kept)), tap.kept, strict=True):
-                other.kept.append((map_leaves(move, self._read(tap, kept, (), n)), _checks(kept)))
+            held = cast("list[Kept | None]", tap.kept)  # None: loaded, of a call without a gradient
+            for n, kept in zip(tap.numbers or range(len(held)), held, strict=True):
+                new = kept and (map_leaves(move, self._read(tap, kept, (), n)), _checks(kept))
+                other.kept.append(cast("Kept", new))
             for key, parts in tap.grads.items():
                 cast("dict[Any, Any]", other.grads)[key] = {
                     path: (move(kept[0]), kept[1]) for path, kept in parts.items()
@@ -472,7 +476,7 @@ class Record:
             raise _never_fired(self._place(tap), self._why(tap))
         asked = f"The gradient at {str(self._place(tap))!r} was asked for:"
         found = self._why(tap)  # which also looks for what was lost
-        remedy = "Run the forward and the backward inside the `with`."
+        remedy = NONE_CAME[1] if needs_backward(found) else _UNFIRED
         raise GradientNotAvailable(asked, *(tap.why() or (found, remedy)))
 
     def _read(self, tap: CaptureTap, kept: Kept | None, parts: Path, call: int) -> Any:
@@ -511,8 +515,7 @@ def _checks(kept: Kept) -> dict[int, tuple[int, Tensor | None]] | None:
 
 
 def _never_fired(place: str, why: str) -> NeverFired:
-    remedy = "record.unfired() lists all places without values."
-    return NeverFired(f"The value at {str(place)!r} was asked for:", why, remedy)
+    return NeverFired(f"The value at {str(place)!r} was asked for:", why, _UNFIRED)
 
 
 def _split(key: Any) -> tuple[Any, int | None]:

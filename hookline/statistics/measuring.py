@@ -23,6 +23,7 @@ from hookline.errors import NeverFired, NotCaptured, NotHookable, StatisticsErro
 from hookline.listings import held_as
 from hookline.places.resolution import Target, Where, resolve
 from hookline.records.captures import capture
+from hookline.statistics.gradient_taps import Looking
 from hookline.statistics.kinds import Statistic, by_name, statistic_from, warn_of_images
 from hookline.statistics.masks import NamedMask
 from hookline.statistics.numbering import Numbers
@@ -199,6 +200,7 @@ class _Measuring(Entering):
         self.batch_mask: Any = None
         self._named: NamedMask | None = None
         self._hooks: list[hook] = []
+        self._looking: Looking
         self._silent: dict[Any, Target] = {}
         self._asked = 0  # how many places there are
         self._stopping, self._stops = Stopping(model), False
@@ -207,7 +209,8 @@ class _Measuring(Entering):
     def _start(self, attached: bool) -> None:
         self.found, self._hooks, self.batch_mask, self._named = Measurements(), [], None, None
         self._silent = {}
-        parts = [measured := hook(self._model, self._wheres[0], self._take)]
+        self._looking = Looking(self._model, self._wheres[0], self._take)
+        parts: list[hook] = [self._looking]
         if isinstance(self._mask, str):  # first: the model's own input may be measured
             self._named = NamedMask(self._mask)
             parts.insert(0, hook(self._model, ":inputs", self._named.begin))
@@ -220,7 +223,7 @@ class _Measuring(Entering):
         for part in parts:
             part._enter(attached)
             self._hooks.append(part)
-        targets = [target for request in measured._requests for target in request.targets]
+        targets = [target for request in self._looking._requests for target in request.targets]
         self._silent = {target.key: target for target in targets}
         self._asked = len(self._silent)
 
@@ -308,6 +311,7 @@ class _Measuring(Entering):
         silent = [t for t in self._silent.values() if gradients or "grad" not in t.port]
         for target in silent:
             del self._silent[target.key]
+        silent = [target for target in silent if target.key not in self._looking.told]
         if silent:
             names = first_names(self._model)
             places = [named_place(target, names) for target in silent[:6]]
@@ -372,7 +376,9 @@ def measure(
         mask: where values count, nonzero for tokens and zero for padding: the name of an argument
             of the model such as `"attention_mask"`, a tensor, or a function of the batch.
         at: measure only this slice of each value, or what a function makes of it.
-        ids: a function of the batch that gives a whole number for each sample, for `TopK`.
+        ids: a function of the batch that gives a whole number for each sample, for `TopK`. Without,
+            samples are numbered as they come in the data, if the tensors of a batch agree in their
+            first size; values must then have them in their first dimension, or are refused.
 
     A value of one dimension, as `at=np.s_[:, 3]` gives it, has a number for each sample: one
     channel. With `dim=0` these are channels, as in a model that runs without a batch; those of
@@ -382,6 +388,9 @@ def measure(
     the others end after the last of these calls; a place that a later batch calls again after that
     is not measured again. They run to their end if that draws random numbers or changes a buffer,
     as dropout and batch norm do in training mode. Inside a `with`, all forwards run to their end.
+
+    Inside a `with`, gradients are looked at as `capture` does: nothing is put into the model. One
+    that cannot be told apart from others is not measured, which a warning says.
 
     A place at which nothing happened in the first batch is warned of then; there is no error at
     the end. If a later batch fails, the exception has what was measured until then as `measured`.

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from hookline.core import recomputation
 from hookline.core.hooks import Context, first_names
 from hookline.core.recomputation import in_backward
 from hookline.core.taps import KEEP, Frame, Tap
@@ -36,7 +37,6 @@ __all__ = ["Looking", "Plan", "at_end"]
 
 _UPDATES = 4096  # elements of a parameter that are compared before and after a step
 _OVERFLOWS = 20  # more than a scaler needs to come down from where it begins
-_engine: Any = cast(Any, torch.autograd.Variable)._execution_engine
 
 
 class Plan:
@@ -178,6 +178,9 @@ class _LookTap(Tap):
         return KEEP
 
     def expect(self, value: Any, index: int, tensors: Any) -> None:
+        looking, tensor = cast("Looking | None", self.context()), _first(value)
+        if looking is not None and tensor is not None:
+            looking.find_units(self.target, index, tensor)
         if not isinstance(value, Tensor):
             found = (path for path, tensor in leaves(value) if tensor.is_floating_point())
             self.wanted = next(found, None)
@@ -185,7 +188,7 @@ class _LookTap(Tap):
     def gradient(self, grad: Tensor, index: int, path: Any) -> Tensor | None:
         looking = cast("Looking | None", self.context())
         if looking is not None and path == self.wanted:
-            looking.take_gradient(self.target, grad)
+            looking.take_gradient(self.target, index, grad)
         return None
 
 
@@ -221,8 +224,7 @@ class Looking(Context[_LookTap]):
         self._shares: dict[int, Moments] = {}  # of gradients that may be gone when it ends
         self._tasks: set[int] = set()  # backwards whose end is waited for
         self._last: dict[str, tuple[Any, int, Moments, int]] = {}
-        self._units: dict[nn.Module, tuple[Any, int]] = {}  # of outputs: shape, and unit dimension
-        self._output: tuple[Any, int] = None, -1  # the same of the last one
+        self._units: dict[tuple[Any, int], int] = {}  # of outputs, by call: the unit dimension
         self._before: dict[int, Tensor] = {}
         self._hooks: list[Any] = []
 
@@ -260,6 +262,10 @@ class Looking(Context[_LookTap]):
 
     # -- what comes while the step runs ---------------------------------------------------------
 
+    def find_units(self, target: Target, index: int, tensor: Tensor) -> None:
+        """An output was made, whose gradient will come: find out which dimension counts units."""
+        self._units[target.key, index] = unit_of(target.module, tensor)
+
     def take_output(self, target: Target, tensor: Tensor) -> None:
         """An output was made."""
         if self._counts():
@@ -268,16 +274,18 @@ class Looking(Context[_LookTap]):
                 self.fixed.add(number)
             if has_zeros(tensor, target.module):
                 self.zeroed.add(number)
-            found = self._measure("output", tensor, target.module, number)
+            unit = unit_of(target.module, tensor)
+            found = self._measure("output", tensor, unit, target.module, number)
             if found is not None:
                 self._outputs.append((number, found))
                 if found.waiting is None:
                     self._fold()
 
-    def take_gradient(self, target: Target, grad: Tensor) -> None:
+    def take_gradient(self, target: Target, index: int, grad: Tensor) -> None:
         """The gradient of an output has come; whether it counts is known when the backward ends."""
         number = self.plan.numbers[target.key]
-        found = self._measure("grad", grad, target.module, number)
+        unit = self._units.get((target.key, index), -1)
+        found = self._measure("grad", grad, unit, target.module, number)
         if found is not None:
             self._grads.append((number, found))
             self._await_end()
@@ -294,7 +302,9 @@ class Looking(Context[_LookTap]):
         self._arrived[number] = None
         self._await_end()
 
-    def _measure(self, kind: str, tensor: Tensor, module: nn.Module, number: int) -> Moments | None:
+    def _measure(
+        self, kind: str, tensor: Tensor, unit: int, module: nn.Module, number: int
+    ) -> Moments | None:
         # A block often returns what its last layer returned: the same tensor, just measured.
         ref, version, found, other = self._last.get(kind, (None, 0, None, 0))
         if ref is not None and ref() is tensor and version == tensor._version:
@@ -304,18 +314,10 @@ class Looking(Context[_LookTap]):
             if not is_measurable(local(tensor)):
                 return None
             flat = ends_of(module) if kind == "output" else None
-            found = moments(tensor, self._unit(kind, tensor, module), flat)
+            found = moments(tensor, unit, flat)
         if not tensor.is_inference():
             self._last[kind] = weakref.ref(tensor), tensor._version, found, number
         return found
-
-    def _unit(self, kind: str, tensor: Tensor, module: nn.Module) -> int:
-        if kind == "grad":  # of an output that was measured, the same
-            shape, unit = self._units.get(module, (None, -1))
-            return unit if shape == tensor.shape else unit_of(module, tensor, (None, -1))
-        unit = unit_of(module, tensor, self._output)
-        self._units[module] = self._output = tensor.shape, unit
-        return unit
 
     # -- the end of a backward ------------------------------------------------------------------
 
@@ -409,4 +411,4 @@ def _tell(looking: weakref.ref[Looking], method: Callable[..., None], *given: An
 def at_end(function: Callable[[], None]) -> None:
     """Call a function when the backward that is running has ended."""
     # DDP and FSDP, too, do their last work in such a callback: theirs come first.
-    _engine.queue_callback(partial(_engine.queue_callback, function))
+    recomputation.at_end(partial(recomputation.at_end, function))

@@ -1,6 +1,6 @@
 """What is known of an output before it is measured.
 
-- `unit_of(module, tensor, before)`: which dimension counts units
+- `unit_of(module, tensor)`: which dimension counts units
 - `ends_of(module)`: where an activation function is flat
 - `is_fixed(tensor, module)`: whether it may be constant by design
 - `has_zeros(tensor, module)`: whether units of it may be zero by design
@@ -24,15 +24,46 @@ _FLAT: dict[str, Flat] = {
 }  # fmt: skip
 _CHANNELS = ("Conv", "BatchNorm", "InstanceNorm", "GroupNorm", "Pool", "Dropout1d", "Dropout2d")
 
+_MARK = "hookline units"  # in the metadata of a node whose result has channels before times
+_MOST = 64  # nodes that are gone through to find one
+# Operations that leave each element where it is, by the names of their nodes.
+_ELEMENTWISE = frozenset({
+    "Abs", "Add", "Celu", "Clamp", "ClampMax", "ClampMin", "Clone", "Div", "Elu", "Erf", "Exp",
+    "FusedDropout", "Gelu", "Hardshrink", "Hardsigmoid", "Hardswish", "Hardtanh", "LeakyRelu",
+    "Log", "LogSigmoid", "Mish", "Mul", "NativeDropout", "Neg", "Pow", "PreluKernel", "Relu",
+    "RreluWithNoise", "Rsub", "Sigmoid", "Silu", "Softplus", "Softshrink", "Sqrt", "Sub",
+    "Tanh", "Threshold", "ToCopy", "Where",
+})  # fmt: skip
 
-def unit_of(module: nn.Module, tensor: Tensor, before: tuple[Any, int]) -> int:
-    """Which dimension of an output counts units; with the shape and that of the output before."""
+
+def unit_of(module: nn.Module, tensor: Tensor) -> int:
+    """Which dimension of an output counts units, by the layer or by the graph; never by sizes."""
     name = type(module).__name__
-    if tensor.ndim >= 4 or (tensor.ndim == 3 and name.startswith(_CHANNELS)):
+    if tensor.ndim >= 4:
+        return 1
+    node: Any = tensor.grad_fn if tensor.ndim == 3 and is_usable(tensor) else None
+    if tensor.ndim == 3 and name.startswith(_CHANNELS):
+        if node is not None:
+            node.metadata[_MARK] = True
         return 1
     # An activation behind a convolution over time: its channels, not its times.
     plain = isinstance(module, nn.PReLU) or not module._parameters
-    return 1 if plain and tensor.ndim == 3 and before == (tensor.shape, 1) else -1
+    return 1 if plain and node is not None and _keeps_channels(node) else -1
+
+
+def _keeps_channels(node: Any) -> bool:
+    """Whether a node's result was made by operations on single elements, of what has channels."""
+    nodes = [node]
+    for _ in range(_MOST):
+        node = nodes.pop(0)
+        name = node.name()
+        if name.startswith("Convolution") or node.metadata.get(_MARK):
+            return True
+        if name.rstrip("0123456789").removesuffix("Backward") in _ELEMENTWISE:
+            nodes += [inner for inner, _ in node.next_functions if inner is not None]
+        if not nodes:
+            break
+    return False
 
 
 def is_fixed(tensor: Tensor, module: nn.Module) -> bool:

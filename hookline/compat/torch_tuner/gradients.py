@@ -10,12 +10,11 @@ from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 from torch import Tensor, nn
-from torch.autograd import Variable
 
 from hookline.compat.torch_tuner.values import Value, first_argument, settled, suffix
 from hookline.core.gradients import NO_GRAD, NO_TENSOR, NONE_CAME
 from hookline.core.hooks import Context
-from hookline.core.recomputation import in_backward
+from hookline.core.recomputation import at_end, in_backward
 from hookline.core.taps import Tap
 from hookline.errors import warn_outside
 from hookline.places.resolution import Target, Where
@@ -70,8 +69,7 @@ class Gradients(Context[_GradientTap]):
         backward = in_backward()
         if backward not in self._arrived:
             self._arrived[backward] = {}
-            engine: Any = Variable._execution_engine
-            engine.queue_callback(lambda: self._finish(backward))
+            at_end(lambda: self._finish(backward))
         if target.port == "grad_output":
             word, first = "grad_output", not any(path)
         else:
