@@ -59,6 +59,9 @@ def as_dtype(given: Any, verb: str) -> torch.dtype | None:
         return given
     name = str(getattr(given, "__name__", given)).removeprefix("torch.")
     meant = getattr(torch, name, None)
+    if isinstance(given, type) and given in (bool, int, float, complex):
+        # Python's float is torch.float64 to torch, and torch.float is torch.float32.
+        meant = torch.empty(0, dtype=given).dtype
     meant = meant if isinstance(meant, torch.dtype) else "one of torch's, such as torch.float16"
     raise UsageError(
         f"{verb} was given dtype={given!r:.60}.",
