@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from itertools import islice
@@ -89,19 +89,36 @@ class Glob:
         self._items = items
         # The commonest globs, in less time: one star, or one pair of braces as in `h.{0..11}`.
         only: Any = items[0] if len(items) == 1 else ""
-        self._star, self._names = only is None, set[str]()
+        self._star, self._whole = only is None, set[str]()
         if isinstance(only, _Group) and not only.others:
-            self._names = {text for texts in only.plain.values() for text in texts}
+            inner = {text for texts in only.plain.values() for text in texts}
+            self._whole = {self._before + text + self._after for text in inner}
+
+    def among(self, names: Collection[str]) -> Iterator[str]:
+        """Those of some names that match, in their order.
+
+        Of names that braces list, none behind the last of them is looked at.
+        """
+        if not self._whole:
+            yield from filter(self.fullmatch, names)
+            return
+        missing = {name for name in self._whole if name in names}
+        for name in names if missing else ():
+            if name in missing:
+                yield name
+                missing.remove(name)
+                if not missing:
+                    return
 
     def fullmatch(self, name: str) -> bool:
         """Whether a whole name matches."""
+        if self._whole:
+            return name in self._whole
         start, end = len(self._before), len(name) - len(self._after)
         if start > end or not (name.startswith(self._before) and name.endswith(self._after)):
             return False
         inner = name[start:end]
-        if self._star or self._names:
-            return self._star or inner in self._names
-        return len(inner) in _ends(self._items, inner, {0})
+        return self._star or len(inner) in _ends(self._items, inner, {0})
 
 
 def _choices(text: Iterator[str]) -> list[list[Any]]:

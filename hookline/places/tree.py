@@ -79,9 +79,10 @@ def _add_children(path: str, module: Any, segment: Segment, found: dict[Any, Ste
     if inner is not None:
         _add_children(*inner, segment, found)
     elif not isinstance(segment, str):
-        for name, child in modules.items():
-            if child is not None and (segment is ANY or segment.fullmatch(name)):
-                found.setdefault(child, (prefix + name, child))
+        names = modules.keys()
+        for name in names if segment is ANY else segment.among(names):
+            if modules[name] is not None:
+                found.setdefault(modules[name], (prefix + name, modules[name]))
     elif segment in modules and modules[segment] is not None:
         found.setdefault(modules[segment], (prefix + segment, modules[segment]))
 
