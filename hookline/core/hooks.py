@@ -343,8 +343,8 @@ def _uncalled(others: bool) -> str:
         return (
             "its module was not called, nor any other that was asked for. Most likely the model "
             "was called before or after the `with`, and not inside it. Or its forward was called "
-            "directly, as in module.forward(x), which runs no hooks, or its weights used without it, "
-            "or the code that calls it was not reached."
+            "directly, as in module.forward(x), which runs no hooks, or its weights used without "
+            "it, or the code that calls it was not reached."
         )
     return (
         "its module was not called. Its forward may have been called directly, as in "
