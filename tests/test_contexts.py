@@ -1243,6 +1243,13 @@ def test_a_dtype_that_is_none_of_torchs_is_refused_with_the_one_that_is_meant(ve
     assert verb in caught.value.asked
 
 
+@pytest.mark.parametrize("dtype", [float, int, complex, bool])
+def test_a_type_of_python_given_as_a_dtype_means_what_it_means_to_torch(dtype):
+    with pytest.raises(hl.UsageError) as caught:
+        TAKING_DTYPES["capture"](dtype)
+    assert caught.value.remedy == f"Give {torch.empty(0, dtype=dtype).dtype}."
+
+
 # -- nothing was called inside --------------------------------------------------------------------
 
 

@@ -180,6 +180,20 @@ def test_the_size_of_the_model_makes_no_difference(use, where):
     assert work(at_place, MANY) == work(at_place, FEW)
 
 
+@pytest.mark.parametrize("where", ["{0,2}", "{0..3}:input", "{1..2}.weight"])
+def test_modules_beside_those_that_braces_name_make_no_difference(where):
+    def entering(count):
+        model = nn.ModuleList(nn.Linear(1, 1) for _ in range(count))
+
+        def use():
+            hl.capture(model, where).attach().remove()
+
+        use()
+        return work_of(use)
+
+    assert entering(MANY) == entering(FEW)
+
+
 def attending(where, read):
     def use(model, x):
         with hl.attention(model, where) as patterns:

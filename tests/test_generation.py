@@ -858,9 +858,11 @@ def test_a_part_of_the_model_that_takes_the_cache_may_be_given(inside, step):
 def test_a_part_that_others_have_filled_the_cache_for_is_refused():
     """The second layer is given a cache with the keys of the first one, also at the prompt."""
     model = make("Llama")
-    with pytest.raises(hl.ChangeError, match="holds tokens already"):
+    with pytest.raises(hl.ChangeError, match="holds tokens already") as caught:
         with hl.edit(model.model.layers[1], "mlp", change, calls="prompt"):
             generate(model)
+    assert "layers before" in caught.value.found
+    assert "whole model" in caught.value.remedy
 
 
 @pytest.mark.parametrize("step", STEPS_OF)

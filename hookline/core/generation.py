@@ -59,8 +59,9 @@ _WHOLE = "Give the whole model, the one whose generate() or forward is called."
 OUTSIDE = Untold("its module was called outside of every forward that takes a cache.", _WHOLE)
 UNKNOWN = Untold("the forward was given a cache that does not say whether it is empty.")
 CONTINUED = Untold(
-    "the forward was given a cache that holds tokens already, and this is not the generate() that "
-    "has filled it: what comes may be more of a prompt, or generated tokens."
+    "the forward was given a cache that holds tokens already, of layers before it or of a forward "
+    "that was no step of this generate(): what comes may be more of a prompt, or generated tokens.",
+    "If this is a part of a model, give the whole model; else numbers in calls=.",
 )
 CACHELESS = Untold(
     "without a cache (use_cache=False), a later forward of generate() holds the prompt and the "

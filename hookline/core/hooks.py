@@ -370,7 +370,7 @@ def _uncalled(model: Any, path: str, others: bool) -> str:
         return (
             f"{_UNCALLED}, nor any other that was asked for. Most likely the model "
             "was called before or after the `with`, and not inside it. Or its forward was called "
-            "directly, as in module.forward(x), which runs no hooks, its weights were used without "
+            "directly, as in module.forward(x), which runs no hooks, or its weights used without "
             "it, or the code that calls it was not reached."
         )
     return (

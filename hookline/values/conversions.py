@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -58,7 +58,10 @@ def as_dtype(given: Any, verb: str) -> torch.dtype | None:
     if given is None or isinstance(given, torch.dtype):
         return given
     name = str(getattr(given, "__name__", given)).removeprefix("torch.")
-    meant = getattr(torch, name, None)
+    meant: Any = getattr(torch, name, None)
+    if isinstance(given, type) and given in (bool, int, float, complex):
+        # Python's float is torch.float64 to torch, and torch.float is torch.float32.
+        meant = torch.empty(0, dtype=cast(Any, given)).dtype
     meant = meant if isinstance(meant, torch.dtype) else "one of torch's, such as torch.float16"
     raise UsageError(
         f"{verb} was given dtype={given!r:.60}.",
