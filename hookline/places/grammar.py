@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from itertools import islice
@@ -92,16 +92,16 @@ class Glob:
         if expression is not None:
             self._fits = re.compile(expression, re.DOTALL).fullmatch
 
-    def among(self, names: Mapping[str, Any]) -> Iterable[str]:
+    def among(self, names: Collection[str]) -> Iterable[str]:
         """Those of the names that match, in their order."""
         if not self._names:
             return filter(self._fits, names)
-        held = self._names & names.keys()
+        held = {name for name in self._names if name in names}
         return islice(filter(held.__contains__, names), len(held))  # the rest is not looked at
 
     def fullmatch(self, name: str) -> bool:
         """Whether a whole name matches."""
-        return any(True for _ in self.among({name: None}))
+        return any(True for _ in self.among((name,)))
 
     def _ends_there(self, name: str) -> bool:
         return len(name) in _ends(self._items, name, {0})

@@ -79,7 +79,8 @@ def _add_children(path: str, module: Any, segment: Segment, found: dict[Any, Ste
     if inner is not None:
         _add_children(*inner, segment, found)
     elif not isinstance(segment, str):
-        for name in modules if segment is ANY else segment.among(modules):
+        names = modules.keys()  # the table of a ScriptModule cannot be iterated
+        for name in names if segment is ANY else segment.among(names):
             child = modules[name]
             if child is not None:
                 found.setdefault(child, (prefix + name, child))
