@@ -177,8 +177,8 @@ class Patterns:
         found, seen = self._fits.get(tap.spelled, ([], 0))
         count = min(len(outputs), len(given))
         for n in range(seen, count):
-            ends = outputs[n][1], given[n][1]
-            if all(one is not None and one[0] is not None for one in ends) and ends[1][0]:
+            value, last = outputs[n][1], given[n][1]
+            if value is not None and value[0] is not None and last is not None and last[0]:
                 found.append(n)
         self._fits[tap.spelled] = found, max(seen, count)
         return found

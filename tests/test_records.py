@@ -1,5 +1,6 @@
 """capture() and Record: what is kept, how it is read, and what it costs."""
 
+import contextlib
 import copy
 import gc
 import pickle
@@ -1592,3 +1593,50 @@ def test_calls_that_lack_a_part_keep_their_numbers_while_others_come():
         else:
             assert torch.equal(record[":inputs[mask]", n], value)
             assert torch.equal(record.of_call(":inputs[mask]", n), value)
+
+
+@pytest.mark.parametrize("option", ["transform", "at"])
+@pytest.mark.parametrize("calls", [None, slice(0, 9)])
+@pytest.mark.parametrize("place", ["0", ":output", "0/linear", "0:input", "0:inputs[input]"])
+def test_calls_keep_their_numbers_where_the_users_function_raised(place, calls, option):
+    model = nn.Sequential(nn.Linear(2, 2))
+    inputs = [torch.full((1, 2), float(n)) for n in range(4)]
+
+    def choosy(value):
+        if refused:
+            raise ValueError("not this one")
+        return value * 2
+
+    with hl.capture(model, place, calls=calls, **{option: choosy}) as record:
+        for n, x in enumerate(inputs):
+            refused = n == 1
+            with contextlib.suppress(ValueError):
+                model(x)
+    if "input" in place:  # the call that raised before it began has no number
+        wanted = [2 * x for n, x in enumerate(inputs) if n != 1]
+        assert all(torch.equal(*both) for both in zip(record.calls(place), wanted, strict=True))
+        return
+    assert [value is None for value in record.calls(place)] == [False, True, False, False]
+    for n in (0, 2, 3):
+        assert torch.equal(record[place, n], 2 * model(inputs[n]))
+    with pytest.raises(hl.NotCaptured, match=rf"{option}=.*raised ValueError.*not this one"):
+        record[place, 1]
+
+
+def test_a_gradient_says_that_the_users_function_raised():
+    model = nn.Linear(2, 1)
+
+    def choosy(value):
+        if refused:
+            raise ValueError("not this one")
+        return value * 2
+
+    with hl.capture(model, ":grad_output", transform=choosy) as record:
+        for n in range(3):
+            refused = n == 1
+            with contextlib.suppress(ValueError):
+                model(torch.ones(1, 2)).sum().backward()
+    assert [value is None for value in record.calls(":grad_output")] == [False, True, False]
+    assert torch.equal(record[":grad_output", 2], torch.full((1, 1), 2.0))
+    with pytest.raises(hl.GradientNotAvailable, match=r"raised ValueError.*not this one"):
+        record[":grad_output", 1]

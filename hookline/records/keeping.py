@@ -182,6 +182,7 @@ class CaptureTap(Tap):
             return False
         except Exception as error:
             add_place(error, self)
+            self.explain(index, *self._raised(error))  # the user may catch it, and call again
             raise
         if frame is not None:  # an input: numbered when the call is complete
             frame.pending = (*frame.pending, (self, kept))
@@ -334,8 +335,15 @@ class CaptureTap(Tap):
             self.explain(index, error.reason, error.remedy, path)
         except Exception as error:
             add_place(error, self)
+            self.explain(index, *self._raised(error), path=path)
             raise
         return None
+
+    def _raised(self, error: Exception) -> tuple[str, str]:
+        """What to say of a call for which a function of the user's raised."""
+        option = "at" if self.options.transform is None else "transform"
+        found = f"the function in {option}= raised {type(error).__name__}: {error!s:.200}."
+        return found, "Let it give something for every value, such as None."
 
     def gathered(self) -> Entries:
         """The gradients with their calls, in order of calls, then of backward passes; None for a
