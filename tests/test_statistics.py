@@ -915,6 +915,23 @@ def test_measure_over_data_ends_each_forward_after_the_last_place():
     assert_close(found["0.weight"]["mean"], model[0].weight.detach().double().mean(0))
 
 
+def test_measure_sees_every_call_of_every_batch_if_it_may_not_stop():
+    class Sometimes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+
+        def forward(self, x):
+            found = self.layer(x)
+            return self.layer(found) if len(x) > 2 else found
+
+    model, batches = Sometimes(), [torch.randn(2, 3), torch.randn(4, 3), torch.randn(5, 3)]
+    found = hl.measure(model, "layer", statistics=[hl.Mean()], data=batches, stop=False)
+    assert found.calls == {"layer": 5}
+    with pytest.raises(ValueError, match="stop='yes' was asked for"):
+        hl.measure(model, "layer", statistics=[hl.Mean()], data=batches, stop="yes")
+
+
 def test_measure_with_a_mask_that_is_named_ends_forwards_early_too():
     class Masked(nn.Module):
         def __init__(self):

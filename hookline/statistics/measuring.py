@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -332,6 +332,7 @@ def measure(
     mask: Tensor | str | FromBatch | None = None,
     at: Any = None,
     ids: FromBatch | None = None,
+    stop: Literal["auto", False] = "auto",
 ) -> Measurements: ...
 
 
@@ -356,6 +357,7 @@ def measure(
     mask: Tensor | str | FromBatch | None = None,
     at: Any = None,
     ids: FromBatch | None = None,
+    stop: Literal["auto", False] = "auto",
 ) -> Measurements | _Measuring:
     """Measure the values at places, in constant memory: over `data` at once, or inside a `with`.
 
@@ -379,15 +381,18 @@ def measure(
         ids: a function of the batch that gives a whole number for each sample, for `TopK`. Without,
             samples are numbered as they come in the data, if the tensors of a batch agree in their
             first size; values must then have them in their first dimension, or are refused.
+        stop: "auto" ends each forward after the last place, where that is safe; False never does,
+            as is right for a model whose number of calls depends on the batch.
 
     A value of one dimension, as `at=np.s_[:, 3]` gives it, has a number for each sample: one
     channel. With `dim=0` these are channels, as in a model that runs without a batch; those of
     parameters and their gradients always are.
 
-    The first batch runs through the whole model. If each place has one call in it, the forwards of
-    the others end after the last of these calls; a place that a later batch calls again after that
-    is not measured again. They run to their end if that draws random numbers or changes a buffer,
-    as dropout and batch norm do in training mode. Inside a `with`, all forwards run to their end.
+    With `stop="auto"` the first batch runs through the whole model. If each place has one call in
+    it, the forwards of the others end after the last of these calls; a place that a later batch
+    calls again after that is not measured again. They run to their end if that draws random numbers
+    or changes a buffer, as dropout and batch norm do in training mode. Inside a `with`, all forwards
+    run to their end.
 
     Inside a `with`, gradients are looked at as `capture` does: nothing is put into the model. One
     that cannot be told apart from others is not measured, which a warning says.
@@ -395,6 +400,8 @@ def measure(
     A place at which nothing happened in the first batch is warned of then; there is no error at
     the end. If a later batch fails, the exception has what was measured until then as `measured`.
     """
+    if stop not in ("auto", False):
+        raise ValueError(f"stop={stop!r} was asked for. It is 'auto' or False.")
     of_batch = mask if callable(mask) and not isinstance(mask, Tensor) else None
     if data is None:
         if ids is not None or of_batch is not None:
@@ -425,7 +432,10 @@ def measure(
                 measuring.ids = None if ids is None else _given("ids", ids, batch)
                 measuring.batch_mask = None if of_batch is None else _given("mask", of_batch, batch)
                 with torch.no_grad():
-                    measuring.run(batch)
+                    if stop:
+                        measuring.run(batch)
+                    else:
+                        run(model, batch)
                 measuring.warn_of_silent()
             if empty:
                 why = "It has no batches; a generator that was gone through before has none left."
