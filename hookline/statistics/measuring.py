@@ -391,8 +391,8 @@ def measure(
     With `stop="auto"` the first batch runs through the whole model. If each place has one call in
     it, the forwards of the others end after the last of these calls; a place that a later batch
     calls again after that is not measured again. They run to their end if that draws random numbers
-    or changes a buffer, as dropout and batch norm do in training mode. Inside a `with`, all forwards
-    run to their end.
+    or changes a buffer, as dropout and batch norm do in training mode. Inside a `with`, all
+    forwards run to their end.
 
     Inside a `with`, gradients are looked at as `capture` does: nothing is put into the model. One
     that cannot be told apart from others is not measured, which a warning says.
