@@ -37,6 +37,7 @@ __all__ = [
     "first_names",
     "hook",
     "named_place",
+    "needs_backward",
     "settled",
     "silence",
     "takes_call",
