@@ -284,9 +284,10 @@ class Site:
 
     def _running(self) -> list[Frame]:
         """The running calls of this thread; what raised since is set aside."""
-        if self.frames is None:
-            self.frames = {}
-        running = self.frames.setdefault(threading.get_ident(), [])
+        frames = self.frames
+        if frames is None:
+            frames = self.frames = {}
+        running = frames.setdefault(threading.get_ident(), [])
         if running:
             over = [f for f in running if f.running is None or is_over(f.running)]
             self._abandon(over)
@@ -397,7 +398,9 @@ class Site:
 
     def drain(self) -> None:
         """Keep the inputs of calls that began and never completed, after all others."""
-        waiting = [frame for running in (self.frames or {}).values() for frame in running]
+        # Other threads may still begin calls: what is gone through here is a copy.
+        frames = list((self.frames or {}).values())
+        waiting = [frame for running in frames for frame in list(running)]
         late = [frame for frame in (*self.abandoned, *waiting) if frame.pending]
         last = bool(late) and late[0].pending[0][0].options.keep == "last"
         for frame in reversed(late) if last else late:
