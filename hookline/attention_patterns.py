@@ -35,6 +35,7 @@ from hookline.places.tree import unwrapped, walk
 from hookline.records.captures import capture
 from hookline.records.keeping import CaptureTap
 from hookline.records.records import Record
+from hookline.torch_private import mask_of
 from hookline.values import tables
 from hookline.values.conversions import as_dtype
 from hookline.values.snapshots import duplicate, settle
@@ -267,9 +268,8 @@ class _Tap(CaptureTap):
         else:
             value = {_NAMES.get(name, name): one for name, one in value.items()}
             value = {name: value[name] for name in value if name not in _UNNEEDED[operation]}
-            mask = value.get("attn_mask")
-            if hasattr(mask, "_materialize"):  # torch.nn.attention.bias, which holds no numbers
-                value["attn_mask"] = mask._materialize(value["query"].device)
+            if "attn_mask" in value:  # one of torch.nn.attention.bias holds no numbers
+                value["attn_mask"] = mask_of(value["attn_mask"], value["query"].device)
         return super().receive(value, index, recomputed, frame)
 
     def _of_softmax(self, value: Any) -> Any:

@@ -23,6 +23,7 @@
     ├── ReplayError (ValueError)           what a guard has written cannot be run again
     ├── ReportError (ValueError)           a page cannot be made or served as asked
     ├── FigureError (ValueError)           a figure cannot be drawn of what was given
+    ├── UnsupportedTorch (RuntimeError)    this torch lacks something that a feature is built on
     └── UsageError (TypeError)             an option has no such value, or a context is read
 
     HooklineWarning (UserWarning)
@@ -70,6 +71,7 @@ __all__ = [
     "SeveralTensors",
     "StatisticsError",
     "StoreError",
+    "UnsupportedTorch",
     "UsageError",
     "ValueChanged",
     "warn_outside",
@@ -198,6 +200,10 @@ class ReportError(HooklineError, ValueError):
 
 class FigureError(HooklineError, ValueError):
     """A figure cannot be drawn of what was given."""
+
+
+class UnsupportedTorch(HooklineError, RuntimeError):
+    """The installed torch lacks a private part that the feature is built on."""
 
 
 class UsageError(HooklineError, TypeError, ValueError):

@@ -69,7 +69,7 @@ def assert_counts_as_torch_does(model, *batch, zero=False, whole=False):
     for row in () if whole else summary:
         assert row.flops == expected.get(row.place, 0), row.place
     with pytest.MonkeyPatch.context() as patch:  # and the same without shortcuts, of all that it is
-        patch.setattr("hookline.costs.flops.no_dispatch", None)
+        patch.setattr("hookline.costs.flops.without_dispatch_modes", None)
         counted = hl.summarize(model, lambda m: m(*batch)).to_dict()
     assert summary.to_dict() == counted
     return summary

@@ -23,13 +23,13 @@ from hookline.comparisons.differences import (
     tolerance_of,
 )
 from hookline.comparisons.pairing import Renaming, check_mapping, pair_places, shorten
-from hookline.core import compiling
 from hookline.core.hooks import hook
 from hookline.core.taps import Call
 from hookline.errors import BatchError, NeverFired
 from hookline.places.resolution import Place, Where
 from hookline.places.tree import walk
 from hookline.records.captures import capture
+from hookline.torch_private import compiled_call, compiler_is_loaded, compiler_is_used
 from hookline.trials.runs import (
     Mode,
     check_model,
@@ -218,8 +218,8 @@ def _is_compiled(model: nn.Module) -> bool:
     """Whether the model, or a part of it, runs as a graph of torch.compile."""
     modules = [module for _, module in walk(model)]
     kinds = {type(module).__name__ for module in modules}
-    called = any(getattr(module, "_compiled_call_impl", None) is not None for module in modules)
-    return compiling.loaded() and ("OptimizedModule" in kinds or called)
+    called = any(compiled_call(module) is not None for module in modules)
+    return compiler_is_loaded() and ("OptimizedModule" in kinds or called)
 
 
 def _follow_compiled(
@@ -227,7 +227,7 @@ def _follow_compiled(
 ) -> None:
     """The same for a compiled model: its values are those of the graph, not of the eager model."""
     inside = all(p.port == "output" and not p.parts and not p.operation for p in places)
-    if not (compiling.untouched() and inside):
+    if not (not compiler_is_used() and inside):
         take(_root(places, inside), 0, run(model, batch))
         comparison.notes.append(f"{name} {_COMPILED if inside else _WHOLE}")
         return

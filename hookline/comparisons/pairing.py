@@ -18,11 +18,11 @@ from hookline.errors import NotHookable, PlaceError, PlaceNotFound
 from hookline.listings import select
 from hookline.places.resolution import Place, Where
 from hookline.places.tree import exists, unwrapped
+from hookline.torch_private import WRAPPER_NAMES, submodules_of
 
 __all__ = ["Renaming", "check_mapping", "pair_places", "shorten"]
 
 Renaming = Mapping[str, str] | Callable[[str], str | None]
-_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 
 def check_mapping(model_a: nn.Module, model_b: nn.Module, mapping: Renaming | None) -> None:
@@ -78,7 +78,7 @@ def pair_places(
 
 def _select(model: nn.Module, where: Where) -> list[Place]:
     """The places; of a wrapper and what it wraps, only the wrapper's."""
-    if where == ("**", "") and not model._modules:
+    if where == ("**", "") and not submodules_of(model):
         where = ""
     found: dict[Place, Place] = {}
     for place in select(model, where):
@@ -93,7 +93,7 @@ def _moved(place: Place, path: str) -> Place:
 
 def shorten(path: str) -> str:
     """A path without the names that wrappers of torch put into it."""
-    return ".".join(name for name in path.split(".") if name not in _WRAPPERS)
+    return ".".join(name for name in path.split(".") if name not in WRAPPER_NAMES)
 
 
 def _bare(model: nn.Module, path: str) -> str:

@@ -4,16 +4,13 @@
 - `pass_on(arms)`: a hook on a node inside a module: what it passes on to the module's inputs
 - `Handles`: the hooks that are to be taken off at the end; `put` is what `Tensor.register_hook`
   does, in a quarter of the time
-- `hang(tensor, node, function)`: the same for a tensor that a node has made
 - `cut_out(grad, view, stride, offset)`: the gradient of a view, from that of its base
 - `handles(tap)`: where the hooks for a tap are kept
 """
 
 from __future__ import annotations
 
-import itertools
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -21,14 +18,13 @@ import torch
 from torch import Tensor
 from torch.utils import hooks as torch_hooks
 
+from hookline.torch_private import hook_tensor, version_of
 from hookline.values.nested import Path
 
 if TYPE_CHECKING:
     from hookline.core.taps import Tap
 
-__all__ = ["Arm", "Handles", "cut_out", "handles", "hang", "pass_on"]
-
-_keys = itertools.count(-1, -1)  # of hooks on tensors; torch's own count up from 0
+__all__ = ["Arm", "Handles", "cut_out", "handles", "pass_on"]
 
 
 class Handles(list[tuple["weakref.ref[Any]", int]]):
@@ -51,10 +47,11 @@ class Handles(list[tuple["weakref.ref[Any]", int]]):
         # register_hook may crash the process on a view that was changed in place, unless grad_fn
         # was read before: https://github.com/pytorch/pytorch/issues/196459
         node: Any = tensor.grad_fn
-        if type(tensor) is not Tensor or not hasattr(node, "_register_hook_dict"):
+        handle = hook_tensor(tensor, node, function)
+        if handle is None:
             self.add(tensor, function)
         else:
-            self.append(hang(tensor, node, function))
+            self.append(handle)
 
     def remove_all(self) -> None:
         """Take the hooks off; fine if they are off already."""
@@ -67,19 +64,6 @@ def handles(tap: Tap) -> Handles:
     """Where to keep a hook, in one step with its making."""
     context = tap.context()
     return Handles() if context is None else context.handles()
-
-
-def hang(
-    tensor: Tensor, node: Any, function: Callable[[Tensor], Any]
-) -> tuple[weakref.ref[Any], int]:
-    """Put a hook on a tensor that a node has made; the dict that it is in, and its key there."""
-    hooks = tensor._backward_hooks
-    if hooks is None:
-        hooks = tensor._backward_hooks = OrderedDict()
-        node._register_hook_dict(tensor)
-    key = next(_keys)
-    hooks[key] = function
-    return weakref.ref(hooks), key
 
 
 def cut_out(grad: Tensor, view: Tensor, stride: Any, offset: int) -> Tensor:
@@ -117,12 +101,12 @@ class Arm:
         handles(tap).add(node, self.at_gate)
 
     def guard(self, *tensors: Tensor) -> None:
-        self.aliases = [(tensor.detach(), tensor._version) for tensor in tensors]
+        self.aliases = [(tensor.detach(), version_of(tensor)) for tensor in tensors]
 
     @property
     def changed(self) -> bool:
         for alias, version in self.aliases:  # noqa: SIM110 - a hot path
-            if alias._version != version:
+            if version_of(alias) != version:
                 return True
         return False
 

@@ -15,6 +15,7 @@ from hookline.core.contexts import Entering
 from hookline.core.sites import Site
 from hookline.core.taps import SERIALS
 from hookline.places.tree import walk
+from hookline.torch_private import forward_hooks_of, forward_pre_hooks_of
 
 __all__ = ["Anchored", "Attached", "attached"]
 
@@ -67,8 +68,8 @@ def attached(model: nn.Module) -> Attached:
             f"modules of a model. Give a torch.nn.Module."
         )
     modules: list[Any] = [module for _, module in walk(model)]
-    before = [hook for module in modules for hook in module._forward_pre_hooks.values()]
-    hooks = [*before, *(hook for module in modules for hook in module._forward_hooks.values())]
+    before = [hook for module in modules for hook in forward_pre_hooks_of(module).values()]
+    hooks = [*before, *(hook for module in modules for hook in forward_hooks_of(module).values())]
     sites = [getattr(function, "__self__", None) for function in hooks]
     contexts = [site.context() for site in sites if isinstance(site, Site) and site.context]
     found = {context._serial: context for context in contexts if context is not None}

@@ -6,20 +6,19 @@ models of the process run as if they were not compiled. Where nothing was compil
 enough that graphs ask for a module's hooks from now on.
 
 - `suspend(user, in_graph)`, `resume(user)`: see to it that hooks are called; as before
-- `loaded()`: whether there can be compiled models: importing the compiler is slow
-- `untouched()`: whether nothing was compiled so far
 """
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 
-__all__ = ["loaded", "resume", "suspend", "untouched"]
+from hookline.torch_private import compiler_is_loaded, hook_guards
+
+__all__ = ["resume", "suspend"]
 
 
 class _Setting:
@@ -69,15 +68,11 @@ class _Setting:
 class _Asking:
     """Graphs ask for a module's hooks. Unlike torch's own patch it may be undone again."""
 
-    def __init__(self) -> None:
-        self.config: Any = cast(Any, torch)._dynamo.config
-        self.before: bool = self.config.skip_nnmodule_hook_guards
-
     def __enter__(self) -> None:
-        self.config.skip_nnmodule_hook_guards = False
+        self.before = hook_guards(True)
 
     def __exit__(self, *error: object) -> None:
-        self.config.skip_nnmodule_hook_guards = self.before
+        hook_guards(self.before)
 
 
 _eager = _Setting(lambda: torch.compiler.set_stance("force_eager"))
@@ -86,7 +81,7 @@ _asking = _Setting(_Asking)
 
 def suspend(user: object, in_graph: bool) -> None:
     """See to it that hooks are called: all runs eagerly, or new graphs ask for hooks."""
-    if loaded() and not torch.compiler.is_compiling():
+    if compiler_is_loaded() and not torch.compiler.is_compiling():
         (_asking if in_graph else _eager).begin(user)
 
 
@@ -94,17 +89,3 @@ def resume(user: object) -> None:
     """One user less; after the last, compiled models run as before. May be called again."""
     _eager.end(user)
     _asking.end(user)
-
-
-def loaded() -> bool:
-    """Whether there can be compiled models."""
-    return "torch._dynamo" in sys.modules
-
-
-def untouched() -> bool:
-    """Whether nothing was compiled so far in this process, or since the compiler was reset."""
-    dynamo: Any = sys.modules.get("torch._dynamo.convert_frame")
-    if dynamo is None or getattr(dynamo.__spec__, "_initializing", False):  # being imported
-        return True
-    codes = getattr(getattr(dynamo, "input_codes", None), "seen", None)
-    return codes is not None and not codes

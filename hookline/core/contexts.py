@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from hookline.core import compiling
 from hookline.errors import UsageError, warn_outside
+from hookline.torch_private import compiler_is_loaded, compiler_is_used, is_compiler_error
 
 __all__ = ["Entering"]
 
@@ -71,7 +72,7 @@ class Entering:
         self._attached = attached
         try:
             self._start(attached)
-            self._unseen = not compiling.loaded()
+            self._unseen = not compiler_is_loaded()
             if not self._unseen:
                 compiling.suspend(self, self._runs_compiled())
         except BaseException:
@@ -84,7 +85,7 @@ class Entering:
             if not self._unseen:
                 compiling.resume(self)
             self._open = self._attached = False
-            if self._unseen and compiling.loaded() and not compiling.untouched():
+            if self._unseen and compiler_is_loaded() and compiler_is_used():
                 warn_outside(
                     f"{self!r} was open when torch.compile was first used: calls of compiled "
                     f"models may be missing. Compile before, so that they run eagerly meanwhile."
@@ -113,7 +114,7 @@ class Entering:
 
     def _failed(self, error: BaseException, trace: types.TracebackType | None) -> bool | None:
         """Called after the block if something was raised in it; true if that is over now."""
-        if type(error).__module__ == "torch._dynamo.exc":
+        if is_compiler_error(error):
             error.add_note(
                 "hookline: the model was compiled inside the `with`. Compile it before, and it "
                 "runs eagerly in here; or leave out fullgraph=True."

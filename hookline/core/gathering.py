@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from hookline.core import gradients
 from hookline.places.tree import Step, around, walk
+from hookline.torch_private import is_fsdp_managed, recover_fsdp, recovers_fsdp
 from hookline.values.shards import loaded
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ NOT_GATHERED = (
 
 def is_gathered(module: nn.Module) -> bool:
     """Whether FSDP keeps the parameters of a module in shards, and gathers them for a forward."""
-    return getattr(module, "_is_fsdp_managed_module", False)
+    return is_fsdp_managed(module)
 
 
 def gatherer(model: nn.Module, path: str) -> nn.Module | None:
@@ -77,7 +78,7 @@ def reshard(model: nn.Module, walked: list[Step] | None = None) -> None:
 def recovers(model: nn.Module) -> bool:
     """Whether a forward of this model can be ended early without harm."""
     kind = loaded("fsdp", "FSDPModule")
-    known = not kind or hasattr(kind, "reset_iter_state")
+    known = not kind or recovers_fsdp(kind)
     return known or not any(is_gathered(module) for _, module in walk(model))
 
 
@@ -90,13 +91,5 @@ def recover(trace: TracebackType | None) -> None:
     while kind and trace is not None:
         module = trace.tb_frame.f_locals.get("self")
         trace = trace.tb_next
-        if not isinstance(module, kind):
-            continue
-        root = cast(Any, module)._get_fsdp_state()._state_ctx.iter_forward_root
-        if root is not None:  # else it is done already
-            groups = [g for s in root._state_ctx.all_states for g in s._fsdp_param_groups]
-            # What was accumulated and not reduced yet stays, though a reset drops it.
-            kept = [(group, group._partial_reduce_output) for group in groups]
-            root._modules[0].reset_iter_state()
-            for group, output in kept:
-                group._partial_reduce_output = output
+        if isinstance(module, kind):
+            recover_fsdp(module)

@@ -30,8 +30,8 @@ from typing import Any, Literal, NamedTuple, TypeAlias, cast
 from torch import Tensor, nn
 
 from hookline.core import arguments
-from hookline.core.recomputation import CALL
 from hookline.core.taps import is_over
+from hookline.torch_private import CALL_CODE
 from hookline.values.nested import leaves
 
 __all__ = ["FORGOTTEN", "Generation", "Step", "Steps", "Untold", "takers_above"]
@@ -129,7 +129,7 @@ class Generation:
             return running[-1][1]
         frame: FrameType | None = caller
         while frame is not None:
-            if frame.f_code is CALL and id(frame.f_locals["self"]) in self.encoders:
+            if frame.f_code is CALL_CODE and id(frame.f_locals["self"]) in self.encoders:
                 return "prompt"
             frame = frame.f_back
         found = _find(module, caller, None)
@@ -234,7 +234,7 @@ def _find(module: nn.Module, caller: FrameType, until: FrameType | None) -> _Fou
     frame: FrameType | None = caller
     while frame is not None and frame is not until:
         code, home = frame.f_code, str(frame.f_globals.get("__name__"))
-        if code is CALL:
+        if code is CALL_CODE:
             call, between = frame, None
         elif code.co_name == "generate" and home == _HOME:
             model: nn.Module = frame.f_locals["self"]

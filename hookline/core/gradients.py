@@ -17,7 +17,7 @@ from other gradients is explained, never guessed.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,14 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from hookline.core.arms import Arm
+from hookline.torch_private import (
+    backward_hooks_of,
+    base_of,
+    is_view,
+    sequence_number,
+    use_count,
+    version_of,
+)
 from hookline.values.nested import Path, leaves, set_part
 
 if TYPE_CHECKING:
@@ -34,7 +42,7 @@ if TYPE_CHECKING:
 __all__ = [
     "DIVIDED", "LEAF", "NONE_CAME", "NO_GRAD", "NO_TENSOR", "PASSED_ON", "VIEW_CHANGED", "Edge",
     "alias", "alike", "alone", "gate_of", "grouped", "is_gate", "is_usable", "leading",
-    "made_since", "mark_gate", "note_given", "note_recomputed", "sequence", "tensors_in", "uses",
+    "made_since", "mark_gate", "note_given", "note_recomputed", "tensors_in",
     "watch_outputs", "watch_tensor", "without",
 ]  # fmt: skip
 
@@ -76,21 +84,7 @@ DIVIDED = (
 NOT_ASKED = ("it does not require grad.", "Call requires_grad_() on it before.")
 
 
-def _sequence() -> int:
-    with torch.enable_grad():
-        node: Any = torch.empty(0, requires_grad=True).view(0).grad_fn
-    return node._sequence_nr()
-
-
-# The number that the next autograd node of this thread will get.
-sequence: Callable[[], int] = getattr(torch.autograd, "_get_sequence_nr", _sequence)
 alias: Any = torch.ops.aten.alias
-# How many hold a tensor in C++: a base is held by its views, and by what Python has of it.
-uses: Callable[[Tensor], int] = getattr(Tensor, "_use_count", lambda tensor: 2)
-# Whether there are views of a tensor that is none itself, or it was saved for the backward.
-has_views: Callable[[Tensor], bool] = (
-    (lambda tensor: uses(tensor) > 1) if hasattr(Tensor, "_use_count") else lambda tensor: False
-)
 # In the metadata of a gate's node: the serial of the call that it is for, negative at an output,
 # and where in the arguments it stands.
 _MARK = "hookline"
@@ -98,7 +92,7 @@ _MARK = "hookline"
 
 def made_since(node: Any, start: int) -> bool:
     """Whether a node is there and was made when the sequence had come to `start`, or later."""
-    return node is not None and node._sequence_nr() >= start
+    return node is not None and sequence_number(node) >= start
 
 
 # -- parameters, buffers, plain tensors -----------------------------------------------------------
@@ -110,7 +104,7 @@ def watch_tensor(tap: Tap, tensor: Tensor | None) -> None:
         tap.explain(0, *NOT_ASKED)
         return
     arm = Arm(tap, -1, ())
-    if tensor._is_view():
+    if is_view(tensor):
         tap.guard(arm, tensor)
     arm.watch(tap, tensor)
 
@@ -158,12 +152,12 @@ def note_given(args: Any, kwargs: Any) -> list[tuple[Tensor, Any, int, int]]:
         (tensor,) = args
         try:
             if tensor.requires_grad:
-                return [(tensor, tensor.grad_fn, tensor.output_nr, tensor._version)]
+                return [(tensor, tensor.grad_fn, tensor.output_nr, version_of(tensor))]
         except RuntimeError:  # see is_usable
             pass
         return []
     return [
-        (tensor, tensor.grad_fn, tensor.output_nr, tensor._version)
+        (tensor, tensor.grad_fn, tensor.output_nr, version_of(tensor))
         for value in ((*args, *kwargs.values()) if kwargs else args)
         for tensor in tensors_in(value)
     ]
@@ -208,7 +202,7 @@ def _watch_output(
     """
     arm = Arm(tap, index, path)
     if is_gate(tensor.grad_fn, -frame.serial):  # of an edit that was entered before
-        if tensor._is_view():
+        if is_view(tensor):
             tap.guard(arm, tensor)
         arm.watch_gate(tap, tensor.grad_fn)
         return tensor
@@ -221,10 +215,10 @@ def _watch_output(
     if not distinct:
         tap.explain(index, *(REUSED if fresh else PASSED_ON), path=path)
         return tensor
-    if tensor._base is not None:
+    if base_of(tensor) is not None:
         own = base_fresh and not tap.replaces and _owns_base(tensor, output)
-        if own and alike(tensor._base, tensor):
-            arm.watch_base(tap, tensor._base, tensor)
+        if own and alike(base_of(tensor), tensor):
+            arm.watch_base(tap, base_of(tensor), tensor)
         else:
             tap.guard(arm, tensor)
     arm.watch(tap, tensor)
@@ -236,23 +230,23 @@ def _origin(tensor: Tensor, frame: Frame) -> tuple[bool, bool, bool, bool]:
     call was given, whether it has its memory in common with one, and whether its base was made in
     the call.
     """
-    node, base = tensor.grad_fn, tensor._base
+    node, base = tensor.grad_fn, base_of(tensor)
     fresh, given, shared = made_since(node, frame.sequence), False, False
     base_fresh = base is not None and made_since(base.grad_fn, frame.sequence)
     for other, other_node, _, version in frame.given:
         if other is tensor:
             given = True
             fresh = fresh and other_node is not node
-        if base is not None and (other._base is base or other is base):
+        if base is not None and (base_of(other) is base or other is base):
             shared = True
-            base_fresh = base_fresh and other._version != version
+            base_fresh = base_fresh and version_of(other) != version
     return fresh, given, shared, base_fresh
 
 
 def _owns_memory(tensor: Tensor, base_fresh: bool, output: Any) -> bool:
     """Whether nothing else, as far as can be seen, shows what is written to a tensor's memory."""
-    if tensor._base is None:
-        return not has_views(tensor)
+    if base_of(tensor) is None:
+        return use_count(tensor) == 1  # else it has views, or is saved for the backward
     return base_fresh and _owns_base(tensor, output)
 
 
@@ -261,13 +255,13 @@ def _owns_base(tensor: Tensor, output: Any) -> bool:
 
     Of a base that others hold or have views of, not all that flows is this view's.
     """
-    base: Any = tensor._base
+    base: Any = base_of(tensor)
     if sys.getrefcount(base) > alone():
         return False
-    if uses(base) <= 2:
+    if use_count(base) <= 2:
         return True
-    views = [other for other in tensors_in(output) if other._base is base]
-    return uses(base) == 1 + len(views) and sum(v.numel() for v in views) <= base.numel()
+    views = [other for other in tensors_in(output) if base_of(other) is base]
+    return use_count(base) == 1 + len(views) and sum(v.numel() for v in views) <= base.numel()
 
 
 def alike(base: Tensor, view: Tensor) -> bool:
@@ -279,7 +273,7 @@ def alike(base: Tensor, view: Tensor) -> bool:
 def alone() -> int:
     """The reference count of a base that only its view holds, seen from a local variable."""
     view = torch.zeros(1, requires_grad=True).add(1).view(1, 1)
-    base = view._base
+    base = base_of(view)
     return sys.getrefcount(base)
 
 
@@ -295,7 +289,7 @@ def _gate_output(
     node = mark_gate(gate, -frame.serial)
     if not own:
         tap.guard(arm, gate)
-    for hook in tuple((tensor._backward_hooks or {}).values()):
+    for hook in tuple((backward_hooks_of(tensor) or {}).values()):
         earlier = getattr(hook, "__self__", None)  # captures that were entered before
         if isinstance(earlier, Arm) and not earlier.muted:
             owner = earlier.tap()
@@ -365,10 +359,10 @@ def leading(
                 beyond = follows.next_functions[0]
                 if beyond in wanted:
                     found.append((node, position, wanted[beyond]))
-                elif edge not in stops and follows._sequence_nr() >= start:
+                elif edge not in stops and sequence_number(follows) >= start:
                     stack.append(follows)
             elif follows is None or follows in seen or edge in stops:
                 continue
-            elif start <= follows._sequence_nr() < LEAF:
+            elif start <= sequence_number(follows) < LEAF:
                 stack.append(follows)
     return found

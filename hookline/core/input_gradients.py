@@ -22,6 +22,7 @@ from hookline.core import arguments, gradients
 from hookline.core.arms import Arm, handles, pass_on
 from hookline.core.gradients import Edge, gate_of, is_gate, made_since
 from hookline.errors import GradientNotAvailable
+from hookline.torch_private import base_of, is_view, version_of
 from hookline.values.nested import Path, children, leaves, set_part, show_path
 
 if TYPE_CHECKING:
@@ -148,7 +149,7 @@ def _put_gates(
             gate: Tensor = gradients.alias(tensor)
             edge = gradients.mark_gate(gate, frame.serial, here), 0
             value = set_part(value, path, gate)
-            noted.gates.append((path, gate, gate._version))
+            noted.gates.append((path, gate, version_of(gate)))
         wanted[edge] = Argument(tensor, [here])
     noted.wanted = wanted
     return arguments.write(module, args, kwargs, tap.target, value) if noted.gates else None
@@ -166,7 +167,7 @@ def watch_inputs(tap: Tap, output: Any, index: int, frame: Frame) -> None:
     if not noted.tensors:
         tap.explain(index, *gradients.without(noted.value))
         return
-    changed = [path for path, gate, version in noted.gates if gate._version != version]
+    changed = [path for path, gate, version in noted.gates if version_of(gate) != version]
     if changed and tap.replaces:
         asked = f"The gradient at {str(tap.place)!r} cannot be changed:"
         remedy = "Change grad_output of the module that made the input, or of this module."
@@ -231,7 +232,7 @@ def _refuse_moved(noted: Noted, tensors: list[Tensor], index: int) -> None:
     returned = {_edge(tensor) for tensor in tensors}
     for edge, argument in list(noted.wanted.items()):
         # Of a view that was changed in place, only what came before it leads to the old node.
-        moved = argument.tensor._is_view() and argument.tensor.grad_fn is not edge[0]
+        moved = is_view(argument.tensor) and argument.tensor.grad_fn is not edge[0]
         if moved or edge in returned:
             del noted.wanted[edge]
             for path in noted.own(argument.paths):
@@ -276,4 +277,6 @@ def _told_apart(
 def _views_of_older(tensors: list[Tensor], frame: Frame) -> list[Tensor]:
     """Outputs that are views of something older: in-place changes take their nodes away."""
     start = frame.sequence
-    return [t for t in tensors if t._base is not None and not made_since(t._base.grad_fn, start)]
+    return [
+        t for t in tensors if base_of(t) is not None and not made_since(base_of(t).grad_fn, start)
+    ]

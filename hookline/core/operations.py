@@ -13,24 +13,29 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from types import CodeType, FrameType
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode
+from torch.overrides import TorchFunctionMode
 
 from hookline.core import arguments
-from hookline.core.recomputation import CALL, in_backward
 from hookline.core.sites import ACTIVE, Site
 from hookline.errors import NotHookable
 from hookline.places.resolution import Target
+from hookline.torch_private import (
+    CALL_CODE,
+    INNER_CALL_CODE,
+    backward_id,
+    current_function_modes,
+    pop_function_mode,
+    push_function_mode,
+)
 from hookline.values.nested import leaves, map_leaves, set_part
 
 __all__ = ["Mode", "Operation", "innermost", "name_of", "not_called", "refuse"]
 
-_INNER = next(code for code in CALL.co_consts if isinstance(code, CodeType))
 # torch's names for what Python writes as operators, where they differ.
 _OPERATORS = {
     "rdiv": "div", "rtruediv": "div", "rpow": "pow", "floordiv": "floor_divide",
@@ -39,8 +44,6 @@ _OPERATORS = {
     "ior": "bitwise_or_", "ixor": "bitwise_xor_", "ilshift": "lshift_", "irshift": "rshift_",
 }  # fmt: skip
 _names: dict[Any, str] = {}
-_push_mode: Callable[[Any], None] = cast(Any, torch.overrides)._push_mode
-_stack: Callable[[], list[Any]] = _get_current_function_mode_stack
 
 
 def name_of(function: Any) -> str:
@@ -61,12 +64,12 @@ def innermost(frame: FrameType | None) -> tuple[nn.Module, FrameType] | None:
     below: CodeType | None = None
     while frame is not None:
         code = frame.f_code
-        if code is CALL:
+        if code is CALL_CODE:
             module: nn.Module = frame.f_locals["self"]
             forward: Any = module.forward
             own = getattr(getattr(forward, "__func__", forward), "__code__", below)
             return (module, frame) if own is below else None  # else it is a hook of the module
-        if code is not _INNER:
+        if code is not INNER_CALL_CODE:
             below = code
         frame = frame.f_back
     return None
@@ -92,8 +95,8 @@ class Mode(TorchFunctionMode):
 
     def resume(self) -> None:
         """Begin; in a backward, for which torch puts it aside, the engine forgets it afterwards."""
-        if self not in _stack():
-            _push_mode(self)
+        if self not in current_function_modes():
+            push_function_mode(self)
 
     def drop(self, operation: Operation, ident: int) -> None:
         """Serve one operation less; with the last the mode ends."""
@@ -115,12 +118,12 @@ class Mode(TorchFunctionMode):
 
         While it sees a call, torch has put it aside, and puts it back after that: see `left`.
         """
-        while self in _stack():
+        while self in current_function_modes():
             others: list[Any] = []
-            while (top := _pop_mode()) is not self:
+            while (top := pop_function_mode()) is not self:
                 others.append(top)
             for other in reversed(others):
-                _push_mode(other)
+                push_function_mode(other)
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -218,7 +221,7 @@ class Operation(Site):
         super().rest(module, args)
         if self.closed:
             return
-        if in_backward() == -1:
+        if backward_id() == -1:
             self.foreign += _thread.mode is not self.mode
         else:
             self.mode.resume()

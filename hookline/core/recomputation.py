@@ -4,10 +4,6 @@
 - `around_region(frame)`: if what is saved for the backward is for such a region, what it is in
 - `running(frame)`: the modules that run
 - `awaited(what)`: the error if such a region will run again when that is too late
-- `in_backward()`: the number of the backward that runs in this thread, or -1
-- `at_end(function)`: call a function at the end of the backward that is running
-- `saving(True)`: the saved-tensor hooks that are in force, if any
-- `CALL`: the code of the frame in which torch calls a module, with its hooks
 
 A region is known by an object of torch's that lives as long as its graph: the frame of a
 non-reentrant checkpoint, or the `ctx` of a reentrant one (or of any other autograd function that
@@ -17,33 +13,26 @@ calls modules in its forward and again in its backward). It is found on the Pyth
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from types import FrameType
-from typing import Any, cast
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
 from torch.utils import checkpoint
 
 from hookline.errors import ChangeError
-
-__all__ = [
-    "CALL", "Regions", "around_region", "at_end", "awaited", "in_backward", "running", "saving",
-]  # fmt: skip
-
-in_backward: Callable[[], int] = torch._C._current_graph_task_id
-CALL = nn.Module._call_impl.__code__
-_autograd = cast(Any, torch._C)._autograd
-saving: Callable[[bool], Any] = getattr(
-    _autograd, "_top_saved_tensors_default_hooks", lambda ignored: None
+from hookline.torch_private import (
+    CALL_CODE,
+    autograd_function,
+    backward_id,
+    checkpoint_code,
+    region_of,
+    regions_on_stack,
+    saved_tensor_hooks,
+    saved_tensor_hooks_set_aside,
 )
 
-
-def at_end(function: Callable[[], None]) -> None:
-    """Call a function at the end of the backward that is running."""
-    engine: Any = cast(Any, torch.autograd.Variable)._execution_engine
-    engine.queue_callback(function)
+__all__ = ["Regions", "around_region", "awaited", "running"]
 
 
 class Regions:
@@ -61,18 +50,18 @@ class Regions:
 
         One that is to be changed may be of an operation, inside the module's own call.
         """
-        if torch.is_grad_enabled() and saving(True) is None:
+        if torch.is_grad_enabled() and saved_tensor_hooks(True) is None:
             return  # neither kind of checkpointing
         for region in [region for region, recomputing in _running() if not recomputing]:
             self._calls.setdefault(region, []).append(index)
         for region, _ in _running(within=True) if changing else ():
             # Without gradients nothing is saved, there are no next nodes, and nothing comes again.
-            own = getattr(region, "_forward_cls", None) is checkpoint.CheckpointFunction
+            own = autograd_function(region) is checkpoint.CheckpointFunction
             self.hidden |= region in _saved() or (own and bool(region.next_functions))
 
     def again(self) -> int | None:
         """In a backward: the number of the call that runs again; None if no region is known."""
-        task = in_backward()
+        task = backward_id()
         for region, recomputing in reversed(_running()):
             if recomputing and region in self._calls:
                 last, count = self._again.get(region, (-1, 0))
@@ -93,24 +82,9 @@ def _running(within: bool = False) -> list[tuple[Any, bool]]:
     """The regions that run now, the outermost first, and whether they are being recomputed; or
     only those that began within the innermost call of a module.
     """
-    found: list[tuple[Any, bool]] = []
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and not (within and frame.f_code is CALL):
-        code = frame.f_code
-        if code.co_varnames[:1] == ("ctx",):
-            ctx = frame.f_locals.get("ctx")
-            if isinstance(ctx, torch._C._FunctionBase):
-                found.append((ctx, code.co_name == "backward"))
-        elif code.co_filename == checkpoint.__file__:
-            if code.co_name == "unpack_hook":
-                found.append((frame.f_locals["frame"], True))
-            elif "gen" in frame.f_locals:  # suspended while the region runs
-                inside = frame.f_locals["gen"].gi_frame.f_locals
-                if "new_frame" in inside:  # else gradients are off: nothing will run again
-                    found.append((inside["new_frame"], False))
-        frame = frame.f_back
-    found.reverse()
-    if saving(True) is not None and not within:  # those made of hooks on modules are on no stack
+    found = regions_on_stack(sys._getframe(1), within)
+    if saved_tensor_hooks(True) is not None and not within:
+        # Those made of hooks on modules are on no stack.
         known = [region for region, _ in found]
         found += [(region, False) for region in _saved() if region not in known]
     return found
@@ -126,7 +100,7 @@ def awaited(what: str) -> ChangeError:
 def around_region(frame: FrameType) -> set[int] | None:
     """If what is saved now, seen from this frame, is for a region: the modules that run, by id."""
     near = [frame, frame.f_back, frame.f_back and frame.f_back.f_back]  # torch's stand between
-    inside = any(one and one.f_code.co_filename == checkpoint.__file__ for one in near)
+    inside = any(one and checkpoint_code(one.f_code) for one in near)
     return running(frame) if inside else None
 
 
@@ -134,7 +108,7 @@ def running(frame: FrameType | None) -> set[int]:
     """The modules that run, seen from this frame, by id."""
     found: set[int] = set()
     while frame is not None:
-        if frame.f_code is CALL:
+        if frame.f_code is CALL_CODE:
             found.add(id(frame.f_locals["self"]))
         frame = frame.f_back
     return found
@@ -142,16 +116,10 @@ def running(frame: FrameType | None) -> set[int]:
 
 def _saved() -> list[Any]:
     """The regions whose saved-tensor hooks are in force, the outermost first."""
-    top = saving(True)
+    top = saved_tensor_hooks(True)
     if top is None:
         return []
-    _autograd._pop_saved_tensors_default_hooks()  # only the top can be seen
-    try:
+    with saved_tensor_hooks_set_aside(top):  # only the innermost can be seen
         found = _saved()
-    finally:
-        _autograd._push_saved_tensors_default_hooks(*top)
-    pack = top[0]
-    names = getattr(getattr(pack, "__code__", None), "co_freevars", ())
-    if names == ("frame",) and pack.__module__ == checkpoint.__name__:
-        found.append(pack.__closure__[0].cell_contents)
-    return found
+    region = region_of(top[0])
+    return found if region is None else [*found, region]

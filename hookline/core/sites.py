@@ -25,8 +25,16 @@ from torch import nn
 from hookline.core import arguments, gradients, input_gradients
 from hookline.core.generation import FORGOTTEN, Generation, Step, Steps
 from hookline.core.offloading import value_of
-from hookline.core.recomputation import Regions, in_backward
+from hookline.core.recomputation import Regions
 from hookline.core.taps import KEEP, Completed, Frame, Tap, is_over, now
+from hookline.torch_private import (
+    backward_id,
+    forward_hooks_of,
+    forward_hooks_with_kwargs_of,
+    forward_pre_hooks_of,
+    forward_pre_hooks_with_kwargs_of,
+    next_sequence_number,
+)
 from hookline.values.nested import get_part, set_part
 
 if TYPE_CHECKING:
@@ -116,43 +124,43 @@ class Site:
         before = self.paired or self.values
         after = self.paired or self.outputs
         if before:
-            module._forward_pre_hooks_with_kwargs[self.key] = True
-            module._forward_pre_hooks[self.key] = self.before
+            forward_pre_hooks_with_kwargs_of(module)[self.key] = True
+            forward_pre_hooks_of(module)[self.key] = self.before
         if after:
-            module._forward_hooks_with_kwargs[self.key] = True
-            module._forward_hooks[self.key] = self.after
+            forward_hooks_with_kwargs_of(module)[self.key] = True
+            forward_hooks_of(module)[self.key] = self.after
         if not (before or after):
             self.anchor(module)
 
     def anchor(self, module: nn.Module) -> None:
         """Put a hook on a module that does nothing: by it the model keeps a context alive."""
-        module._forward_pre_hooks[self.key] = self.rest
+        forward_pre_hooks_of(module)[self.key] = self.rest
 
     def unregister(self, module: nn.Module) -> None:
         """Take the hooks off a module; fine if they are off already."""
         self.closed = True
-        module._forward_hooks.pop(self.key, None)
-        module._forward_hooks_with_kwargs.pop(self.key, None)
-        module._forward_pre_hooks.pop(self.key, None)
-        module._forward_pre_hooks_with_kwargs.pop(self.key, None)
+        forward_hooks_of(module).pop(self.key, None)
+        forward_hooks_with_kwargs_of(module).pop(self.key, None)
+        forward_pre_hooks_of(module).pop(self.key, None)
+        forward_pre_hooks_with_kwargs_of(module).pop(self.key, None)
 
     def spread(self, modules: Iterable[nn.Module], before: Any, after: Any, named: bool) -> None:
         """Put the same two hooks on many modules, the first with named arguments if asked."""
         key = self.key
         for module in modules:
-            module._forward_pre_hooks[key] = before
-            module._forward_hooks[key] = after
+            forward_pre_hooks_of(module)[key] = before
+            forward_hooks_of(module)[key] = after
             if named:
-                module._forward_pre_hooks_with_kwargs[key] = True
+                forward_pre_hooks_with_kwargs_of(module)[key] = True
 
     def lift(self, modules: Iterable[nn.Module], named: bool) -> None:
         """Take such hooks off; fine if they are off already."""
         key, self.closed = self.key, True
         for module in modules:
-            module._forward_pre_hooks.pop(key, None)
-            module._forward_hooks.pop(key, None)
+            forward_pre_hooks_of(module).pop(key, None)
+            forward_hooks_of(module).pop(key, None)
             if named:
-                module._forward_pre_hooks_with_kwargs.pop(key, None)
+                forward_pre_hooks_with_kwargs_of(module).pop(key, None)
 
     def left(self) -> None:
         """The block has ended in which this was taken off."""
@@ -176,7 +184,7 @@ class Site:
         backward (in a custom one, say) is not being recomputed. Where the region is not known, the
         last call is taken to come first.
         """
-        task = in_backward()
+        task = backward_id()
         if task == -1:
             self.outside = True
             return None
@@ -231,7 +239,7 @@ class Site:
                 args, kwargs = arguments.write(module, args, kwargs, tap.target, new)
                 changed = True
         if self.grad_inputs or self.grad_outputs:
-            frame.sequence = gradients.sequence() if start is None else start
+            frame.sequence = next_sequence_number() if start is None else start
             if torch.is_grad_enabled():
                 frame.given = gradients.note_given(args, kwargs)
         for tap in self.grad_inputs:
@@ -275,7 +283,7 @@ class Site:
         """Give the parameters and buffers of the module to their taps, at a call of it."""
         alone = not self.outputs
         call = self.recomputes() if alone else None
-        recomputed = call is not None or (not alone and self.outside and in_backward() != -1)
+        recomputed = call is not None or (not alone and self.outside and backward_id() != -1)
         for tap in self.values:
             if tap.chosen is None or tap.wants(self.count, None):
                 tap.receive(value_of(tap.target, module), self.count, recomputed, None)

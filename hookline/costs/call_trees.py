@@ -21,23 +21,27 @@ from torch import Tensor, nn
 
 from hookline.core.arguments import bind
 from hookline.core.contexts import Entering
-from hookline.core.gradients import sequence
 from hookline.core.sites import ACTIVE, Site
 from hookline.core.taps import SERIALS, is_over
-from hookline.costs.flops import no_dispatch
 from hookline.costs.footprints import Footprint, Noted, footprint_of, is_plain, note
-from hookline.costs.shortcuts import flops_of_linear, sort_leaves, vmap_level
+from hookline.costs.shortcuts import flops_of_linear, sort_leaves
 from hookline.costs.summaries import shapes_of
 from hookline.places.resolution import resolve
 from hookline.places.tree import Step as Named
 from hookline.places.tree import walk
+from hookline.torch_private import (
+    current_node,
+    next_sequence_number,
+    sequence_number,
+    transform_stack,
+    without_dispatch_modes,
+    without_function_modes,
+)
 
 __all__ = ["CallTree", "Step"]
 
 # Under a mode, to read the shape of a tensor is a torch call that the mode sees.
-_no_modes: Any = torch._C.DisableTorchFunction
 _NOTHING: dict[str, Any] = {}
-_node: Any = getattr(torch._C, "_current_autograd_node", lambda: None)
 _strided, _getframe = torch.strided, sys._getframe
 _hookable: dict[type[nn.Module], bool] = {}  # types of modules, as far as seen
 _arguments: dict[Any, str] = {}  # the names of the first arguments of forwards
@@ -142,9 +146,9 @@ class _LeafSite(_Site):
             if value.layout is _strided and not value.is_nested:
                 tree.given = given = value.shape
                 if len(given) >= self.rank:
-                    tree.leaf, tree.guard = module, no_dispatch()
+                    tree.leaf, tree.guard = module, without_dispatch_modes()
                     if tree.graded:
-                        tree.start = sequence()
+                        tree.start = next_sequence_number()
                     return None
             tree.on(None, None, None)
         if not args:  # it was given by name, and torch knows it
@@ -165,7 +169,7 @@ class _LeafSite(_Site):
         step.made = (output.shape, output.dtype) if type(output) is Tensor else note(output)
         if tree.graded:
             step.parent = tree.stack[-1] if tree.stack else None
-            step.start, step.stop = tree.start, sequence()
+            step.start, step.stop = tree.start, next_sequence_number()
         tree.steps.append(step)
         tree.on(None, None, None)
         return None
@@ -214,7 +218,7 @@ class CallTree(Entering):
         self.inside: Any = None  # the frame of the innermost call, if it is a usual one
         # While the call of a leaf runs, torch's modes are off: the one for functions, and the
         # other as long as its guard exists.
-        modes: Any = _no_modes()
+        modes: Any = without_function_modes()
         self.off, self.on, self.guard = modes.__enter__, modes.__exit__, None
         self.leaf: nn.Module | None = None
         self.given: Any = None  # the shape of the leaf's argument
@@ -259,7 +263,7 @@ class CallTree(Entering):
     def is_usual(self) -> bool:
         """Whether this is outside of backwards and of vmap; calls that raised are forgotten."""
         self.now()
-        return _node() is None and vmap_level() is None
+        return current_node() is None and transform_stack() is None
 
     def begin(self, module: nn.Module, args: Any, kwargs: Any, running: Any, usual: bool) -> None:
         """A module is called; usually by the forward of the innermost call."""
@@ -272,7 +276,7 @@ class CallTree(Entering):
         step.parent = stack[-1] if stack else None
         self.inside = running if step.usual else None
         if self.graded:
-            step.start = sequence()
+            step.start = next_sequence_number()
         stack.append(step)
         self.steps.append(step)
         if self.clock is not None:
@@ -331,7 +335,7 @@ class CallTree(Entering):
         step.running, step.after, parent = None, len(self.steps), step.parent
         self.inside = parent.running if parent is not None and parent.usual else None
         if self.graded:
-            step.stop = sequence()
+            step.stop = next_sequence_number()
         if self.clock is not None:
             step.seconds = now - step.begun
             return
@@ -353,7 +357,7 @@ class CallTree(Entering):
 
     def count(self, flops: int) -> None:
         """FLOPs happen now."""
-        step, node = self.stack[-1] if self.stack else None, _node() if self.graded else None
+        step, node = self.stack[-1] if self.stack else None, current_node() if self.graded else None
         if step is not None and step.running is not _frame(3):
             step = self.now()  # else a forward has called a torch function, and is running
         # A backward that a forward makes itself, as for forces, is a part of the forward.
@@ -364,7 +368,7 @@ class CallTree(Entering):
                 step.flops += flops
             return
         # In a backward: of a call that is being recomputed, or of the one that made the node.
-        step = step or self.maker(node._sequence_nr())
+        step = step or self.maker(sequence_number(node))
         if step is None:
             self.outside_backward += flops
         else:

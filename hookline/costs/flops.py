@@ -1,7 +1,6 @@
 """Floating-point operations, counted at torch's dispatcher by torch's own formulas.
 
 - `FlopCounter(add)`: a context in which every operation's FLOPs are given to a function
-- `no_dispatch()`: what lets operations past all dispatch modes, as long as it exists
 
 torch's counter (`torch.utils.flop_counter`) brings the formulas, and is what the sums are compared
 with. Some kernels have none there: attention and recurrent layers on the CPU, recurrent layers of
@@ -18,10 +17,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nested._internal.nested_tensor import NestedTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hookline.costs.shortcuts import (
     FREE,
@@ -31,15 +27,26 @@ from hookline.costs.shortcuts import (
     is_own,
     key_of_call,
 )
+from hookline.torch_private import (
+    DispatchMode,
+    has_other_modes,
+    internal_operator,
+    is_higher_order,
+    nested_tensor_class,
+    operator_can_decompose,
+    operator_packet,
+    operator_schema,
+    without_dispatch_modes,
+)
 
-__all__ = ["FlopCounter", "no_dispatch"]
+__all__ = ["FlopCounter"]
 
 Formula = Callable[..., int]
 _PLAIN = frozenset({
     Tensor, nn.Parameter, type(None), bool, int, float, str, torch.dtype,
 })  # fmt: skip
 _aten: Any = torch.ops.aten
-no_dispatch: Any = getattr(torch._C, "_DisableTorchDispatch", None)  # private, so detected
+_NestedTensor = nested_tensor_class()
 _own: dict[Any, Formula] = {}
 
 
@@ -113,8 +120,8 @@ def _formula_of(operation: Any) -> Formula | None:
 
     known = cast("dict[Any, Formula]", flop_counter.flop_registry)
     if not _own:
-        attention = known[_aten._scaled_dot_product_flash_attention]
-        backward = known[_aten._scaled_dot_product_flash_attention_backward]
+        attention = known[internal_operator("_scaled_dot_product_flash_attention")]
+        backward = known[internal_operator("_scaled_dot_product_flash_attention_backward")]
         formulas: dict[str, Formula] = {
             "_scaled_dot_product_flash_attention_for_cpu": attention,
             "_scaled_dot_product_flash_attention_for_cpu_backward": backward,
@@ -130,8 +137,9 @@ def _formula_of(operation: Any) -> Formula | None:
             "_trilinear": _product_of_three,
         }
         for name, formula in formulas.items():
-            if hasattr(_aten, name):  # not every build of torch has all of them
-                _own[getattr(_aten, name)] = formula
+            own = internal_operator(name)
+            if own is not None:
+                _own[own] = formula
     return known.get(operation) or _own.get(operation)
 
 
@@ -166,7 +174,7 @@ _GEOMETRY = {
 _OURS = ("aten", "prim", "prims", "profiler")
 
 
-class _Counting(TorchDispatchMode):
+class _Counting(DispatchMode):
     """Sees every operation of a thread, and of the backwards that it starts."""
 
     supports_higher_order_operators = True
@@ -191,7 +199,7 @@ class _Counting(TorchDispatchMode):
         kind = self.kinds.get(func)
         if kind is None:
             kind = self.kinds[func] = self._kind_of(func)
-        if kind is _DECLINE or (types and NestedTensor in types):
+        if kind is _DECLINE or (types and _NestedTensor in types):
             return NotImplemented
         if kind is _PASS:
             return func(*args, **kwargs)
@@ -206,14 +214,14 @@ class _Counting(TorchDispatchMode):
 
     def _kind_of(self, func: Any) -> Any:
         kind = _nature(func)
-        return (_formula_of(func._overloadpacket) or kind) if kind is not _DECLINE else kind
+        return (_formula_of(operator_packet(func)) or kind) if kind is not _DECLINE else kind
 
     def _count(self, func: Any, formula: Formula, args: Any, kwargs: Any, out: Any) -> None:
         try:
             flops = _flops_of(formula, args, kwargs, out)
         except (TypeError, RuntimeError, AttributeError, ValueError, IndexError):
             # No formula, or none that takes such tensors: it is told, not passed over.
-            name = str(func._overloadpacket)
+            name = str(operator_packet(func))
             self.uncounted[name] = self.uncounted.get(name, 0) + 1
             return
         self.total += flops
@@ -223,11 +231,11 @@ class _Counting(TorchDispatchMode):
 @cache
 def _nature(func: Any) -> Any:
     """What is done with an operation that has no formula."""
-    if isinstance(func, torch._ops.HigherOrderOperator):
+    if is_higher_order(func):
         return _DECLINE  # torch then runs what is in it, which comes here
-    if func._schema.name in _GEOMETRY:
+    if operator_schema(func) in _GEOMETRY:
         return _DECLINE
-    if func._can_decompose():
+    if operator_can_decompose(func):
         return _DECOMPOSE
     return _PASS if func.namespace in _OURS else _unknown
 
@@ -259,7 +267,7 @@ class _Shortcuts(TorchFunctionMode):
             flops = None if key is None else self.known.get(key)
         if flops is None:
             return self._counted(key, func, args, kwargs or {})
-        guard = no_dispatch()
+        guard = without_dispatch_modes()
         try:
             result = func(*args, **kwargs) if kwargs else func(*args)
         finally:
@@ -299,7 +307,7 @@ class FlopCounter:
     def __init__(self, add: Callable[[int], None], shortcuts: bool = True) -> None:
         self._mode = _Counting(add)
         self._memory: _Shortcuts | None = None
-        if shortcuts and no_dispatch is not None and _is_alone():
+        if shortcuts and without_dispatch_modes is not None and not has_other_modes():
             self._memory = _Shortcuts(self._mode, has_torchs_formulas())
 
     @property
@@ -325,11 +333,3 @@ class FlopCounter:
         if self._memory is not None:
             self._memory.__exit__(*error)
         self._mode.__exit__(*error)
-
-
-def _is_alone() -> bool:
-    """Whether there are no modes of others: they would be passed by, too."""
-    count = torch._C._len_torch_function_stack()
-    kinds: set[Any] = {type(torch._C._get_function_stack_at(n)) for n in range(count)}
-    # A default device concerns new tensors only, and no shortcut makes some.
-    return not torch._C._len_torch_dispatch_stack() and kinds <= {DeviceContext}

@@ -7,7 +7,7 @@
 - `key_of_call(function, args, kwargs)`: what they depend on if it is one of `PURE`
 - `is_ordinary(tensors)`: whether the tensors of a model are such that all this holds for it
 - `is_dense(tensors)`: whether tensors are of torch's own types, and hold what their shapes say
-- `vmap_level()`: inside of `torch.vmap` something, else None
+- `transform_stack()`: inside of `torch.vmap` something, else None
 - `has_torchs_formulas()`: whether the formulas are as torch brings them
 
 To see an operation costs some 5 µs, a linear layer is several of them and attention two dozen.
@@ -18,12 +18,19 @@ operation that is taken to have none, nothing of it is used.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from hookline.torch_private import (
+    forward_hooks_of,
+    operator_library,
+    parameters_of,
+    transform_stack,
+)
 
 __all__ = [
     "FREE",
@@ -36,7 +43,6 @@ __all__ = [
     "is_own",
     "key_of_call",
     "sort_leaves",
-    "vmap_level",
 ]
 
 # Functions that are nothing but operations, the same ones whenever the arguments are alike.
@@ -82,8 +88,6 @@ _PLAIN = _TENSORS | {*_SIMPLE}
 _DEVICES = frozenset({"cpu", "cuda", "meta"})  # others have kernels of their own
 _strided = torch.strided
 _seen: list[Any] = []  # operations and formulas that were found to be torch's
-_functorch: Any = getattr(torch._C, "_functorch", None)  # private, so detected
-vmap_level: Callable[[], Any] = getattr(_functorch, "peek_interpreter_stack", lambda: None)
 
 
 def has_torchs_formulas() -> bool:
@@ -111,8 +115,7 @@ def has_torchs_formulas() -> bool:
 
 def _is_torchs(operation: Any) -> bool:
     """Whether an operation is one of torch's: no function of its own calls those of others."""
-    library = str(getattr(operation, "_qualified_op_name", "")).partition("::")[0]
-    return library in ("aten", "prim", "prims")
+    return operator_library(operation) in ("aten", "prim", "prims")
 
 
 def is_ordinary(tensors: Iterable[Tensor]) -> bool:
@@ -159,13 +162,12 @@ def sort_leaves(
         kind: Any = type(module)
         found = rest
         if kind in kinds:
-            content = module.__dict__
             # Others' hooks may compute, too; those that come later run after ours.
-            if not content["_forward_hooks"] and "forward" not in content:
-                if kind is not nn.Linear:
-                    found = free
-                elif content["_parameters"].get("weight") is not None:  # else it is computed
-                    found = linear
+            plain = not forward_hooks_of(module) and "forward" not in vars(module)
+            if plain and kind is not nn.Linear:
+                found = free
+            elif plain and parameters_of(module).get("weight") is not None:  # else it is computed
+                found = linear
         found.append(module)
     return free, linear, rest
 
@@ -230,12 +232,12 @@ def _are_dense(*tensors: Any) -> bool:
             return False
     first = tensors[0]
     # Inside vmap, a tensor has more than it shows.
-    return (first.is_cpu or first.device.type in _DEVICES) and vmap_level() is None
+    return (first.is_cpu or first.device.type in _DEVICES) and transform_stack() is None
 
 
 def key_of_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What the FLOPs of a call of a pure function depend on; None if that is not known."""
-    if vmap_level() is not None:
+    if transform_stack() is not None:
         return None
     found: list[Any] = [func, torch.is_grad_enabled()]
     items: tuple[Any, ...] = (*args, *kwargs, *kwargs.values())

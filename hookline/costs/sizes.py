@@ -20,6 +20,7 @@ from hookline.costs.footprints import size_of
 from hookline.costs.shortcuts import is_dense
 from hookline.costs.summaries import ModuleCosts, Summary
 from hookline.places.tree import join, tensors_of
+from hookline.torch_private import submodules_of
 from hookline.trials.contents import Contents
 
 __all__ = ["Sizes", "copy_unmade", "has_unmade", "sizes"]
@@ -190,7 +191,7 @@ def _insides(contents: Contents) -> list[list[int]]:
             one = waiting.pop()
             if one not in inside:
                 inside[one] = numbers[one]
-                waiting += [child for child in one._modules.values() if child is not None]
+                waiting += [child for child in submodules_of(one).values() if child is not None]
         found.append([*inside.values()])
     return found
 
@@ -214,6 +215,6 @@ def _aliases(contents: Contents) -> dict[int, list[str]]:
     while waiting:
         path, module = waiting.pop()
         names.setdefault(numbers[module], []).append(path)
-        children = [(join(path, n), m) for n, m in module._modules.items() if m is not None]
+        children = [(join(path, n), m) for n, m in submodules_of(module).items() if m is not None]
         waiting += children[::-1]
     return {number: found[1:] for number, found in names.items() if len(found) > 1}

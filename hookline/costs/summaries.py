@@ -24,6 +24,7 @@ from hookline.errors import PlaceNotFound
 from hookline.listings import select
 from hookline.places.grammar import escape
 from hookline.places.resolution import Where, resolve
+from hookline.torch_private import submodules_of
 from hookline.values.nested import children
 from hookline.values.tables import show_bytes
 
@@ -304,7 +305,7 @@ def _skeleton(paths: Sequence[str]) -> nn.Module:
     for path in paths:
         module: Any = root
         for name in path.split(".") if path else ():
-            module = module._modules.setdefault(name, _Node())
+            module = submodules_of(module).setdefault(name, _Node())
     return root
 
 

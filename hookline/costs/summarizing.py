@@ -21,6 +21,7 @@ from hookline.costs.shortcuts import is_ordinary
 from hookline.costs.sizes import Sizes, copy_unmade, has_unmade, sizes
 from hookline.costs.summaries import Summary
 from hookline.errors import BatchError
+from hookline.torch_private import any_global_hook, sequence_number
 from hookline.trials.batches import make_batch, needs_whole_numbers, refused_shapes
 from hookline.trials.contents import Contents
 from hookline.trials.runs import (
@@ -42,8 +43,6 @@ from hookline.values.nested import leaves
 __all__ = ["summarize"]
 
 Loss = Callable[[Any], Tensor]
-# Hooks on all modules of the process: they may compute, too. Private, so detected.
-_hooks_everywhere: Any = getattr(nn.modules.module, "_has_any_global_hook", lambda: True)
 _RUNS = 3  # that are timed
 
 
@@ -99,7 +98,7 @@ def summarize(
     if lazy:
         model = copy_unmade(model, tensors)
         contents, tensors = Contents(model), []
-    shortcuts = not _hooks_everywhere() and is_ordinary(tensors)
+    shortcuts = not any_global_hook() and is_ordinary(tensors)
     held = None if lazy else Sizes(contents, dense=shortcuts)
     made, shapes = make_batch(model, batch, dtype)
     with trial(model, mode=mode, contents=[contents]), gradients(backward is not False):
@@ -240,7 +239,7 @@ def _timed(
 
 def _watch(node: Any, tree: CallTree, clock: Callable[[], float]) -> list[Any]:
     """Time one node, for the call that made it."""
-    step = None if hasattr(node, "variable") else tree.maker(node._sequence_nr())
+    step = None if hasattr(node, "variable") else tree.maker(sequence_number(node))
     if step is None:
         return []
     begun = [0.0]

@@ -12,13 +12,14 @@ them as torch does, and never changes the shape. The others are in `ready_change
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hookline.core.taps import Call, Tap
 from hookline.errors import ChangeError
+from hookline.torch_private import nested_sizes
 from hookline.values.nested import Path, leaves, only_tensor, set_part, show_path
 from hookline.values.shards import alike, beside, placements
 from hookline.values.tables import describe
@@ -137,7 +138,7 @@ def _is_ragged(tensor: Tensor) -> bool:
 
 
 def _size(tensor: Tensor) -> Any:
-    return cast(Any, tensor)._nested_tensor_size().tolist() if _is_ragged(tensor) else tensor.shape
+    return nested_sizes(tensor) if _is_ragged(tensor) else tensor.shape
 
 
 def _shown(value: Any, path: Path) -> str:

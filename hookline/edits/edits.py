@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any, cast
 
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
 from hookline.core.calls import Calls, Which, as_calls
 from hookline.core.hooks import Context, takes_call
@@ -23,6 +22,7 @@ from hookline.edits import parameters
 from hookline.edits.changes import Change, replace
 from hookline.errors import ChangeError
 from hookline.places.resolution import Request, Target, Where, resolve
+from hookline.torch_private import clear_parametrization_cache, version_of
 from hookline.values.nested import Path, leaves, only_tensor
 
 __all__ = ["EditFunction", "EditTap", "as_change", "edit"]
@@ -43,7 +43,7 @@ class EditFunction(Change):
 
 
 def _versions(value: Any) -> list[int]:
-    return [tensor._version for _, tensor in leaves(value) if not tensor.is_inference()]
+    return [version_of(tensor) for _, tensor in leaves(value) if not tensor.is_inference()]
 
 
 class EditTap(Tap):
@@ -211,7 +211,7 @@ class edit(Context[EditTap]):
     def _forget(self) -> None:
         """Of weights that torch has computed and keeps (`parametrize.cached`), make new ones."""
         if any("parametrizations" in tap.target.path.split(".") for tap in self._taps.values()):
-            getattr(parametrize, "_cache", {}).clear()
+            clear_parametrization_cache()
 
     def _awaited(self) -> ChangeError | None:
         if self._undo.covered():

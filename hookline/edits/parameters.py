@@ -22,9 +22,16 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version, saved_tensors_hooks
 
 from hookline.core.gathering import is_gathered
-from hookline.core.recomputation import around_region, saving
+from hookline.core.recomputation import around_region
 from hookline.core.taps import Tap
 from hookline.errors import NotHookable
+from hookline.torch_private import (
+    saved_tensor_hooks,
+    saved_tensor_hooks_set_aside,
+    set_version,
+    storage_id,
+    version_of,
+)
 from hookline.values.shards import placements
 
 __all__ = ["Saving", "Swap", "Undo", "mark", "swap"]
@@ -89,20 +96,17 @@ class Swap:
 # -- swapping a parameter's data ------------------------------------------------------------------
 
 
-_autograd: Any = cast(Any, torch._C)._autograd
 _plain: Any = cast(Any, Tensor).__torch_dispatch__
-# Private, so detected: without it a graph that was made before an edit raises after it.
-_set_versions: Any = getattr(_autograd, "_unsafe_set_version_counter", None)
 
 
 def mark(tensor: Tensor, version: int | None = None) -> None:
     """Tell autograd and autocast, which know a parameter by its identity, that it is another."""
     torch.clear_autocast_cache()
     if not tensor.is_inference():
-        if version is None or _set_versions is None:
+        if version is None:
             increment_version(tensor)
         else:
-            _set_versions((tensor,), (version,))
+            set_version(tensor, version)
 
 
 _serials = itertools.count()
@@ -118,22 +122,21 @@ class _DataSwap(Swap):
     """
 
     def get(self) -> tuple[Tensor, int]:
-        return self.holder.data, 0 if self.holder.is_inference() else self.holder._version
+        return self.holder.data, 0 if self.holder.is_inference() else version_of(self.holder)
 
     def set(self, value: tuple[Tensor, int]) -> None:
         self.last = self.get()[1]
         self.holder.data, version = value
         mark(self.holder, version)
 
-    @property
-    def _version(self) -> int:
-        """Of the new data: the parameter's while it is in it, then the last one."""
-        return self.holder._version if self in self.chain else self.last
+    def count(self) -> int:
+        """How often the new data was changed: the parameter's count while it is in it."""
+        return version_of(self.holder) if self in self.chain else self.last
 
 
 def _storage(tensor: Tensor) -> int:
     try:
-        return tensor.untyped_storage()._cdata
+        return storage_id(tensor)
     except (NotImplementedError, RuntimeError):  # a sparse one, say
         return -id(tensor)
 
@@ -181,12 +184,16 @@ def _problem(module: nn.Module, tensor: Tensor | None) -> tuple[str, str] | None
 class _Saved:
     """A tensor that was saved for the backward."""
 
-    __slots__ = ("__weakref__", "counted", "read", "tensor", "version")
+    __slots__ = ("__weakref__", "read", "swap", "tensor", "version")
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor, self.read = tensor.detach(), False
-        self.counted: Any = _swapped.get(_storage(tensor), self.tensor)
-        self.version: int = self.counted._version
+        self.swap = _swapped.get(_storage(tensor))
+        self.version = self.count()
+
+    def count(self) -> int:
+        """How often it was changed in place."""
+        return version_of(self.tensor) if self.swap is None else self.swap.count()
 
 
 class Saving:
@@ -208,14 +215,13 @@ class Saving:
     def leave(self) -> None:
         """Take the hooks off, also from under others; left in another thread, at their next use."""
         self.over = True
-        top = saving(True)
+        top = saved_tensor_hooks(True)
         if top is not None:
-            self.hooks.__exit__()
-            if top[0] != self.hooks.pack_hook:
-                try:
+            if top[0] == self.hooks.pack_hook:
+                self.hooks.__exit__()
+            else:
+                with saved_tensor_hooks_set_aside(top):
                     self.leave()
-                finally:
-                    _autograd._push_saved_tensors_default_hooks(*top)
 
     def _pack(self, tensor: Tensor) -> _Saved:
         if self.over:
@@ -228,7 +234,7 @@ class Saving:
 
     def _unpack(self, saved: _Saved) -> Tensor:
         saved.read = True
-        if saved.counted._version != saved.version:
+        if saved.count() != saved.version:
             # The words are torch's own.
             raise RuntimeError("a tensor saved for backward was modified by an inplace operation")
         return saved.tensor

@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 import weakref
 from collections.abc import Callable
@@ -27,6 +26,7 @@ from hookline.edits.parameters import Swap, Undo, mark
 from hookline.errors import ChangeError, NotHookable, PlaceError, PlaceNotFound, warn_outside
 from hookline.places.resolution import Target, Where, resolve
 from hookline.places.tree import Step, around, join, tensors_of, walk
+from hookline.torch_private import buffers_of, parameters_of, submodules_of, use_count, version_of
 from hookline.values.quantised import held_in, is_wrapper
 from hookline.values.snapshots import same_bits
 
@@ -118,7 +118,7 @@ class preserve(_PutsBack):
                 raise NotHookable(asked, found, "Give the whole model, and name the places in it.")
             only = target.attribute
             for owner in [target.module] if only else [module for _, module in walk(target.module)]:
-                for table in (owner._parameters, owner._buffers):
+                for table in (parameters_of(owner), buffers_of(owner)):
                     before = dict(table)
                     for name in before if only is None else {only} & before.keys():
                         tensors[id(before[name])] = before[name]
@@ -137,7 +137,7 @@ def _near(model: nn.Module, target: Target) -> list[Step]:
 
 def put_back(owner: nn.Module, table: dict[str, Any], before: dict[str, Any], name: str) -> None:
     """Put a tensor back where it was registered, in the old order: optimisers go by it."""
-    for other in (owner.__dict__, owner._parameters, owner._buffers):
+    for other in (owner.__dict__, parameters_of(owner), buffers_of(owner)):
         if other is not table and name in other:
             del other[name]  # it would shadow what is put back
     table[name] = before[name]
@@ -150,14 +150,13 @@ def put_back(owner: nn.Module, table: dict[str, Any], before: dict[str, Any], na
 
 
 # How many hold a tensor, as graphs that saved it do. Private, so detected; NaN is never less.
-_holders: Callable[[Tensor], float] = getattr(Tensor, "_use_count", lambda _: math.nan)
 
 
 def restorer(tensor: Tensor) -> Callable[[], None]:
     """What makes a tensor again what it is now: the same memory, bits and `requires_grad`."""
     if is_wrapper(tensor):
         return _held_restorer(tensor)
-    counts = None if tensor.is_inference() else (tensor._version, _holders(tensor))
+    counts = None if tensor.is_inference() else (version_of(tensor), use_count(tensor))
     # Of others, bits cannot be compared.
     plain = tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_nested)
     size = tensor.untyped_storage().nbytes() if plain else None
@@ -178,7 +177,7 @@ def restorer(tensor: Tensor) -> Callable[[], None]:
             tensor.data = data
             # torch does not count what batch norm does to its statistics: graphs that saved them
             # before stay valid, and so they do when that is undone. One that has come since not.
-            same = counts and tensor._version == counts[0] and _holders(tensor) <= counts[1]
+            same = counts and version_of(tensor) == counts[0] and use_count(tensor) <= counts[1]
             if isinstance(tensor, nn.Parameter) or not same:
                 mark(tensor)
         if tensor.is_leaf and tensor.requires_grad != requires_grad:
@@ -275,12 +274,12 @@ class replace_module(_PutsBack):
 
     def _put(self, owners: list[nn.Module], old: nn.Module, new: nn.Module, asked: str) -> None:
         for owner in owners:
-            for name in [name for name, child in owner._modules.items() if child is old]:
+            for name in [name for name, child in submodules_of(owner).items() if child is old]:
                 if isinstance(owner, torch.jit.ScriptModule):
                     found = "It is in a ScriptModule, which runs what it was made of."
                     remedy = "Replace the whole ScriptModule, or use the model before torch.jit."
                     raise NotHookable(asked, found, remedy)
-                Swap(owner._modules, name).put(new, self._undo)
+                Swap(submodules_of(owner), name).put(new, self._undo)
 
     def _verify(self) -> None:
         for site in self._sites:

@@ -23,6 +23,7 @@ from hookline.guards.reports import Fault
 from hookline.guards.runs import Kept
 from hookline.guards.samples import Sample, Settings
 from hookline.places.tree import join, tensors_of, walk
+from hookline.torch_private import buffers_of
 from hookline.values.nested import leaves
 
 __all__ = ["KIND", "Speller", "function_named", "name_of", "read_value", "write_dump"]
@@ -194,7 +195,7 @@ def _state_of(module: nn.Module, kept: Kept) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for path, inner in walk(module):
         for name, tensor in tensors_of(inner):
-            found[join(path, name)] = before.get((id(inner._buffers), name), tensor)
+            found[join(path, name)] = before.get((id(buffers_of(inner)), name), tensor)
     return found
 
 

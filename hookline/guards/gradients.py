@@ -16,14 +16,19 @@ from itertools import chain
 from pathlib import Path as File
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-from hookline.core.gradients import sequence
 from hookline.guards.finite_checks import Numbers, is_bad
 from hookline.guards.origins import OURS, Labelled, Origin
 from hookline.guards.tracing import Modules, Operations, Running, Span, Trace
 from hookline.places.tree import around, tensors_of
+from hookline.torch_private import (
+    autograd_function,
+    next_sequence_number,
+    saved_for_backward,
+    sequence_number,
+    without_function_modes,
+)
 from hookline.values.nested import leaves
 
 __all__ = ["Backward"]
@@ -100,9 +105,9 @@ class Backward:
         trace, made = self.trace, self._span(node)
         path = "" if made is None else made.path
         came = [o for n in range(len(given)) for o in self._of.get((node, n), ())]
-        with torch._C.DisableTorchFunction():  # what is computed here is not the model's
+        with without_function_modes():  # what is computed here is not the model's
             trace.clock += 1
-            around = Span(sequence(), sys.maxsize, trace.clock, path)
+            around = Span(next_sequence_number(), sys.maxsize, trace.clock, path)
             module = trace.model.get_submodule(path)
             running = Running(module, path, trace.clock, around.start, None, 0)
         trace.spans.append(around)
@@ -118,9 +123,9 @@ class Backward:
         if _is_python(node):
             inner = self._inner.pop()
             self._modules.trace, self.trace.running = inner.trace, inner.running
-            inner.around.end = sequence()
+            inner.around.end = next_sequence_number()
             found = self.origins[inner.first :]
-        with torch._C.DisableTorchFunction():
+        with without_function_modes():
             self._look(node, passed, given, found)
 
     def _look(
@@ -218,7 +223,7 @@ class Backward:
 
     def _span(self, node: Any) -> Span | None:
         """The operation or call that made a node: the narrowest of those whose numbers fit."""
-        number = node._sequence_nr()
+        number = sequence_number(node)
         fitting = [span for span in self.trace.spans if span.start <= number < span.end]
         return min(fitting, key=lambda s: (s.end - s.start, not s.operation), default=None)
 
@@ -251,7 +256,7 @@ def _bad(gradients: tuple[Any, ...]) -> list[int]:
 
 def _is_python(node: Any) -> bool:
     """Whether the backward of a node is that of an autograd function written in Python."""
-    return hasattr(node, "_forward_cls")
+    return autograd_function(node) is not None
 
 
 def _saved(node: Any) -> list[Tensor] | None:
@@ -260,7 +265,7 @@ def _saved(node: Any) -> list[Tensor] | None:
         if _is_python(node):
             found: list[Any] = [node.saved_tensors, vars(node)]
         else:
-            found = [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
+            found = saved_for_backward(node)
     except RuntimeError:  # of hooks on saved tensors, as a checkpoint's
         return None
     return [tensor for _, tensor in leaves(found)]
@@ -273,7 +278,7 @@ def _described(gradients: tuple[Any, ...], label: str) -> Labelled:
 
 def _defined(node: Any) -> str:
     """Where the backward of a custom autograd function is written."""
-    function: Any = getattr(getattr(node, "_forward_cls", None), "backward", None)
+    function: Any = getattr(autograd_function(node), "backward", None)
     if function is None:
         return ""
     try:

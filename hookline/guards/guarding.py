@@ -23,7 +23,6 @@ from torch.nn.parameter import is_lazy
 from hookline.core import arms, gradients
 from hookline.core.gathering import is_gathered
 from hookline.core.hooks import Context, first_names
-from hookline.core.recomputation import at_end, in_backward
 from hookline.core.taps import KEEP, Frame, Tap, is_over
 from hookline.errors import NonFiniteError, NotHookable, PlaceNotFound
 from hookline.guards.finite_checks import Numbers, all_finite, is_bad, numbers, probe
@@ -36,6 +35,7 @@ from hookline.guards.telling import Teller, bad_gradients, label_of
 from hookline.guards.tracing import Modules, Trace
 from hookline.places.resolution import Request, Target, Where, resolve
 from hookline.scalers import Scaler, check_scaler, scale_of
+from hookline.torch_private import at_backward_end, backward_hooks_of, backward_id, version_of
 from hookline.values.nested import leaves
 
 __all__ = ["guard"]
@@ -87,7 +87,7 @@ class _Pass:
         found: dict[str, Tensor] = {}
         for name, (tap, ident, version) in self.before.items():
             gradient = _gradient(tap)
-            if gradient is not None and (id(gradient), gradient._version) != (ident, version):
+            if gradient is not None and (id(gradient), version_of(gradient)) != (ident, version):
                 found[name] = gradient
         return found
 
@@ -252,7 +252,7 @@ class guard(Context[_Tap]):
         if running and running[-1][1].called is not module:  # a part of that call
             return
         self._check_pending()  # of a call without a backward
-        if in_backward() == -1:
+        if backward_id() == -1:
             self._passes.clear()  # of backwards that raised
         if self._parts[id(module)].are_exchanged():
             self._find_more()
@@ -344,7 +344,7 @@ class guard(Context[_Tap]):
 
     def _left(self, module: nn.Module, output: Any) -> None:
         """Where every module is checked: a call of one has ended."""
-        if in_backward() != -1:  # it may be recomputed
+        if backward_id() != -1:  # it may be recomputed
             for looked in self._looked:
                 if looked.trace is cast(Modules, self._modules).trace:
                     looked.backward.recomputed(output)
@@ -370,22 +370,22 @@ class guard(Context[_Tap]):
 
     def arrived(self, tap: _Tap, gradient: Tensor, index: int, path: Part) -> None:
         """A gradient arrives, of a parameter, of an input, or of an output of the model."""
-        task = in_backward()
+        task = backward_id()
         if task not in self._passes:
             self._passes[task] = _Pass()
             # Again from there, so that it comes after those of others: DDP has work to end.
-            at_end(lambda: at_end(lambda: self._backward_ended(task)))
+            at_backward_end(lambda: at_backward_end(lambda: self._backward_ended(task)))
         found = self._passes[task]
         if tap.target.port == "grad_output":
             key = tap.target.ident, index
             kept = self._calls.get(key)
             if kept is not None:
                 found.calls[key] = kept
-                kept.gradients[path] = (gradient, gradient._version)
+                kept.gradients[path] = (gradient, version_of(gradient))
         else:
             there = _gradient(tap) if tap.name else None
             if there is not None:
-                found.before[tap.name] = tap, id(there), there._version
+                found.before[tap.name] = tap, id(there), version_of(there)
             # The gradient itself is not kept, or torch would have to copy it.
             one = probe(gradient, exact=there is not None)
             if one is not None:
@@ -482,7 +482,8 @@ def _gradient(tap: Tap) -> Tensor | None:
 
 def _is_hooked(tap: Tap) -> bool:
     """Whether a parameter has a hook that is none of ours."""
-    hooks: dict[int, Any] = getattr(tap.target.tensor(), "_backward_hooks", None) or {}
+    tensor = tap.target.tensor()
+    hooks: dict[int, Any] = {} if tensor is None else backward_hooks_of(tensor) or {}
     return any(not isinstance(getattr(h, "__self__", None), arms.Arm) for h in hooks.values())
 
 

@@ -5,7 +5,7 @@
 - `Buffers`: the buffers of a model, copied before a call if calls change them
 - `Randomness`: the states of the random number generators
 - `Holder`: a hook that keeps a call as long as its graph lives
-- `version_of(tensor)`: how often it was changed in place
+- `count_of_writes(tensor)`: how often it was changed in place
 - `unwrapped(model)`, `is_spread(model)`: what of a model can be run again in one process
 """
 
@@ -27,13 +27,20 @@ from torch.utils import hooks as torch_hooks
 from hookline.core.gathering import is_gathered
 from hookline.guards.finite_checks import probe
 from hookline.places.tree import join, walk
+from hookline.torch_private import (
+    BatchNormBase,
+    buffers_of,
+    parameters_of,
+    submodules_of,
+    version_of,
+)
 from hookline.trials.modes import modes_of, set_modes
 from hookline.values.nested import Path, children, leaves, map_leaves, show_path
 from hookline.values.shards import placements
 from hookline.values.snapshots import same_bits
 
 __all__ = [
-    "Buffers", "Holder", "Kept", "Parts", "Randomness", "is_spread", "unwrapped", "version_of",
+    "Buffers", "Holder", "Kept", "Parts", "Randomness", "count_of_writes", "is_spread", "unwrapped",
 ]  # fmt: skip
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device)
@@ -41,9 +48,9 @@ _WRAPPERS = {"DistributedDataParallel": "module", "OptimizedModule": "_orig_mod"
 _MOST = 2**28  # bytes of buffers that are copied before it is known which of them change
 
 
-def version_of(tensor: Tensor) -> int:
-    """How often a tensor was changed in place; -1 if that is not counted."""
-    return -1 if tensor.is_inference() else tensor._version
+def count_of_writes(tensor: Tensor) -> int:
+    """Return how often a tensor was changed in place; -1 for an inference tensor."""
+    return -1 if tensor.is_inference() else version_of(tensor)
 
 
 class Randomness:
@@ -102,15 +109,15 @@ class Buffers:
 
     def __init__(self, model: nn.Module, names: dict[int, str]) -> None:
         self.places = [
-            (module._buffers, name, join(names[id(module)], name))
+            (buffers_of(module), name, join(names[id(module)], name))
             for _, module in walk(model)
-            for name in module._buffers.keys()  # noqa: SIM118 - a ScriptModule's has no iterator
+            for name in buffers_of(module).keys()  # noqa: SIM118 - a ScriptModule's has no iterator
         ]
         found = [t for held, name, _ in self.places if (t := _there(held, name)) is not None]
         small = sum(t.nbytes for t in found if not t.is_sparse) <= _MOST
         # torch does not count what batch norm does to its statistics.
-        norms = [m for _, m in walk(model) if isinstance(m, nn.modules.batchnorm._NormBase)]
-        self._uncounted = {join(names[id(m)], name) for m in norms for name in m._buffers}
+        norms = [m for _, m in walk(model) if isinstance(m, BatchNormBase)]
+        self._uncounted = {join(names[id(m)], name) for m in norms for name in buffers_of(m)}
         self.changing = {path for _, _, path in self.places} if small else set(self._uncounted)
         self.learnt = not small
 
@@ -121,14 +128,14 @@ class Buffers:
             tensor = _there(held, name)
             if tensor is not None:
                 copy = tensor.detach().clone() if every or path in self.changing else None
-                kept.append(Buffer(held, name, path, tensor, version_of(tensor), copy))
+                kept.append(Buffer(held, name, path, tensor, count_of_writes(tensor), copy))
         return kept
 
     def learn(self, before: list[Buffer]) -> list[str]:
         """After a call: which buffers it has changed; those that were not copied before it."""
         changed = [
             b for b in before
-            if _there(b.held, b.name) is not b.tensor or version_of(b.tensor) != b.version
+            if _there(b.held, b.name) is not b.tensor or count_of_writes(b.tensor) != b.version
         ]  # fmt: skip
         if not self.learnt:
             self.changing, self.learnt = set(self._uncounted), True
@@ -158,7 +165,7 @@ class Parts:
         self.draws: dict[
             bool | None, bool
         ] = {}  # by mode, whether a call was seen to draw from numpy
-        self._held = [held for m in self.modules for held in (m._modules, m._parameters)]
+        self._held = [held for m in self.modules for held in (submodules_of(m), parameters_of(m))]
         self._known = self._identities()
 
     def are_exchanged(self) -> bool:
@@ -182,7 +189,7 @@ class Kept:
         self.args = tuple(held[name] for name in names[:positional])
         self.kwargs = {name: held[name] for name in names[positional:]}
         self.inputs, self.positional = held, positional
-        self.versions = [(path, t, version_of(t)) for path, t in leaves(held)]
+        self.versions = [(path, t, count_of_writes(t)) for path, t in leaves(held)]
         # Changes of tensors that were made in inference mode are not counted.
         self.sums = [(path, t, probe(t)) for path, t, _ in self.versions if t.is_inference()]
         own = {t.device.index or 0 for _, t, _ in self.versions if t.is_cuda}
@@ -192,7 +199,7 @@ class Kept:
         self.parts, self.called, self.path = parts, parts.called, parts.path
         self.buffers = parts.buffers.now()
         # accelerate exchanges at each call what it has offloaded, and gives the same data again.
-        self.parameters = [(p, p._version) for p in parts.parameters if not p.is_meta]
+        self.parameters = [(p, version_of(p)) for p in parts.parameters if not p.is_meta]
         kinds = {"cpu", *(t.device.type for _, t, _ in self.versions)} - {"meta"}
         self.autocast = [
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
@@ -211,7 +218,7 @@ class Kept:
     def learn(self) -> None:
         """After the call: note what it has changed."""
         self.lost = self.parts.buffers.learn(self.buffers)
-        if any(version_of(tensor) != version for _, tensor, version in self.versions):
+        if any(count_of_writes(tensor) != version for _, tensor, version in self.versions):
             self.parts.changes_inputs = True
         if self.randomness.numpy is not None and self.modes[0] not in self.parts.draws:
             self.parts.draws[self.modes[0]] = self.randomness.draws_from_numpy()
@@ -225,7 +232,7 @@ class Kept:
     def doubts(self) -> list[str]:
         """Why running it again may give something else, as far as can be seen."""
         found: list[str] = []
-        changed = [path for path, tensor, version in self.versions if version_of(tensor) != version]
+        changed = [path for path, t, version in self.versions if count_of_writes(t) != version]
         sums = [(path, before, probe(t)) for path, t, before in self.sums if before is not None]
         changed += [p for p, one, other in sums if other is None or not same_bits(one, other)]
         if changed:
@@ -234,14 +241,14 @@ class Kept:
         opaque = _opaque(self.inputs)
         if opaque:
             found.append(f"it was given a {opaque}, which the first run may have changed")
-        if any(parameter._version != version for parameter, version in self.parameters):
+        if any(version_of(parameter) != version for parameter, version in self.parameters):
             found.append("parameters were changed since, as by an optimiser's step")
         there = set(map(id, self.called.parameters()))
         if any(id(parameter) not in there for parameter, _ in self.parameters):
             found.append("parameters were exchanged since, as after torch.func.functional_call")
         if self.lost:
             found.append(f"the buffer {self.lost[0]} was changed, and not copied before")
-        if any(tensor._version != version for tensor, version in self.gradients.values()):
+        if any(version_of(tensor) != version for tensor, version in self.gradients.values()):
             found.append("the gradient of its output was changed in place since")
         return found
 

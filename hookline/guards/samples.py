@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from hookline.torch_private import without_function_modes
 from hookline.values.nested import Path, leaves, map_leaves
 from hookline.values.snapshots import snapshot
 
@@ -82,7 +83,7 @@ class Sample:
 
                 def keep(gradient: Tensor | None, path: Path = path) -> None:
                     if gradient is not None:  # of several results not all need have been used
-                        with torch._C.DisableTorchFunction():
+                        with without_function_modes():
                             kept[path] = gradient.detach().clone()
 
                 tensor.register_hook(keep)

@@ -20,21 +20,25 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from hookline.core.gradients import sequence
 from hookline.core.hooks import Context
 from hookline.core.operations import Mode, innermost, name_of
 from hookline.core.taps import KEEP, Frame, Tap
 from hookline.errors import PlaceNotFound
 from hookline.guards.finite_checks import Numbers, bad_leaves, is_bad, is_mask, signs
 from hookline.guards.origins import Ignored, Origin, infinite, is_meant, labelled, line_of, shown
-from hookline.guards.runs import Parts, version_of
+from hookline.guards.runs import Parts, count_of_writes
 from hookline.guards.samples import Sample, Settings, kept_value
 from hookline.places.resolution import Request, Target, resolve
 from hookline.places.tree import join, tensors_of, walk
+from hookline.torch_private import (
+    next_sequence_number,
+    parameters_of,
+    storage_id,
+    without_function_modes,
+)
 from hookline.values.nested import leaves
 
 __all__ = ["Modules", "Operations", "Running", "Span", "Trace"]
@@ -96,7 +100,7 @@ class Trace:
             for name, tensor in tensors_of(module):
                 if is_lazy(tensor):  # of a module that was not called so far
                     continue
-                kind = "parameter" if name in module._parameters else "buffer"
+                kind = "parameter" if name in parameters_of(module) else "buffer"
                 self._states.setdefault(_memory(tensor), (kind, join(path, name), tensor))
                 if kind == "buffer" and not operations and not is_bad(tensor):
                     self._sound.add(_memory(tensor))
@@ -197,7 +201,7 @@ class Trace:
         """A call of a module begins."""
         self.clock += 1
         path, given = self.names.get(id(module), ""), kept_value(inputs)
-        running = Running(module, path, self.clock, sequence(), given, positional)
+        running = Running(module, path, self.clock, next_sequence_number(), given, positional)
         if module is self.called and not self.running:
             self.give(running, inputs)
         if not self.sees_operations:
@@ -256,7 +260,7 @@ class Trace:
             running = last if last.module is module else None
         if running is None:
             return
-        span = Span(running.start, sequence(), running.number, running.path)
+        span = Span(running.start, next_sequence_number(), running.number, running.path)
         # What calls in it have returned may be hidden by the next operation, which is not seen.
         span.origins = (*running.origins, *running.inner)
         self.spans.append(span)
@@ -281,7 +285,7 @@ class Trace:
 def _memory(tensor: Tensor) -> int:
     """What tells the memory of a tensor from others."""
     try:
-        return tensor.untyped_storage()._cdata  # its address would end copy-on-write
+        return storage_id(tensor)  # its address would end copy-on-write
     except (NotImplementedError, RuntimeError):  # no storage of its own: sparse, nested
         return id(tensor)
 
@@ -310,9 +314,9 @@ class Operations(Mode):
     ) -> Any:
         kwargs, trace, name = kwargs or {}, self.trace, name_of(func)
         trace.clock += 1
-        number, start, frame = trace.clock, sequence(), sys._getframe(1)
+        number, start, frame = trace.clock, next_sequence_number(), sys._getframe(1)
         given = [tensor for _, tensor in leaves((args, kwargs))]
-        versions = [version_of(tensor) for tensor in given]
+        versions = [count_of_writes(tensor) for tensor in given]
         bad = [(t, signs(t), infinite(t)) for t in given if is_bad(t)]
         found = innermost(frame)
         if found and self.recomputed and all(one.module is not found[0] for one in trace.running):
@@ -323,7 +327,7 @@ class Operations(Mode):
         if sample is not None:
             self._before(sample, func, args, kwargs, module)
         output = func(*args, **kwargs)
-        changed = [t for t, v in zip(given, versions, strict=True) if version_of(t) != v]
+        changed = [t for t, v in zip(given, versions, strict=True) if count_of_writes(t) != v]
         made = [t for _, t in leaves(output)] + changed
         if sample is not None:
             sample.take(output if leaves(output) else changed[:1])
@@ -331,13 +335,15 @@ class Operations(Mode):
             self.recomputed(made)
         if use:
             trace.often.add((trace.names.get(id(module), ""), name))
-        if sequence() > start:
+        if next_sequence_number() > start:
             path = trace.names.get(id(module), "")
             if module is None and trace.running:
                 path = trace.running[-1].path
             source = shown(line_of(frame))
             held = tuple(o for tensor, _, _ in bad for o in trace.origins_of(tensor))
-            trace.spans.append(Span(start, sequence(), number, path, name, use, source, held))
+            trace.spans.append(
+                Span(start, next_sequence_number(), number, path, name, use, source, held)
+            )
         wrong = [tensor for tensor in made if is_bad(tensor)]
         if wrong:
             trace.note_operation(name, use, module, (args, kwargs), bad, wrong, frame)
@@ -362,7 +368,7 @@ class _ModuleTap(Tap):
         if context is None or context.trace is None:
             return KEEP
         self.fired += 1
-        with torch._C.DisableTorchFunction():  # what is computed here is not the model's
+        with without_function_modes():  # what is computed here is not the model's
             if frame is None:
                 context.trace.leave(self.target.module, value)
             else:

@@ -17,6 +17,7 @@ from hookline.core.offloading import is_offloaded
 from hookline.errors import HarvestError, warn_outside
 from hookline.listings import select
 from hookline.places.resolution import Place, Where
+from hookline.torch_private import BatchNormBase, DropoutBase
 
 __all__ = ["places_in", "refuse_unfit", "warn_of_order", "warn_of_training"]
 
@@ -59,8 +60,8 @@ def warn_of_training(model: nn.Module) -> None:
     """Warn of a model that drops values, or norms them by the batch."""
 
     def random(module: nn.Module) -> bool:
-        drops = isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
-        return (drops or isinstance(module, nn.modules.batchnorm._NormBase)) and module.training
+        drops = isinstance(module, DropoutBase) and getattr(module, "p", 0.0) > 0
+        return module.training and (drops or isinstance(module, BatchNormBase))
 
     modules = cast("Iterable[tuple[str, nn.Module]]", model.named_modules())
     found = [name for name, module in modules if random(module)]

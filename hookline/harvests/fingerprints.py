@@ -27,6 +27,7 @@ from hookline.core.offloading import data_of
 from hookline.edits.edits import EditFunction, edit
 from hookline.edits.ready_slices import heads
 from hookline.spellings import Writer
+from hookline.torch_private import packed_parameters_of
 from hookline.values.nested import children
 from hookline.values.quantised import held_in, is_wrapper
 
@@ -54,9 +55,9 @@ def fingerprint(model: nn.Module) -> str:
     modules = cast("Iterable[tuple[str, nn.Module]]", model.named_modules())
     for name, module in modules:
         seen.update(f"{name}\0{type(module).__qualname__}\0".encode())
-        packed = getattr(module, "_packed_params", None)  # the weights of torch's quantized layers
+        packed = packed_parameters_of(module)  # the weights of torch's quantized layers
         if hasattr(packed, "unpack"):
-            seen.update(f"{digest(cast('Any', packed).unpack())}".encode())
+            seen.update(f"{digest(packed.unpack())}".encode())
         seen.update(_adapters(module).encode())
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if nn.parameter.is_lazy(tensor):  # it has no shape yet

@@ -30,6 +30,7 @@ from hookline.places.grammar import (
 )
 from hookline.places.targets import Place, Request, Target
 from hookline.places.tree import Step, exists, find, find_tensors, join, tensors_of, unwrapped, walk
+from hookline.torch_private import buffers_of, is_export_guard, parameters_of, submodules_of
 from hookline.values.nested import Path
 
 __all__ = ["Place", "Request", "Target", "Where", "resolve"]
@@ -68,15 +69,19 @@ def _quickly(model: Any, text: str) -> Request | None:
         return None
     owner: Any = model
     for name in form.above:
-        if name not in owner._modules or owner._modules[name] is None:
+        if name not in submodules_of(owner) or submodules_of(owner)[name] is None:
             return None
-        owner = owner._modules[name]
+        owner = submodules_of(owner)[name]
     if isinstance(owner, jit.ScriptModule):
         return None
     for name in form.taken:
-        if name in owner._modules or name in owner._parameters or name in owner._buffers:
+        if (
+            name in submodules_of(owner)
+            or name in parameters_of(owner)
+            or name in buffers_of(owner)
+        ):
             return None
-        if len(owner._modules) == 1 and exists(model, (*form.above, name)):
+        if len(submodules_of(owner)) == 1 and exists(model, (*form.above, name)):
             return None  # in what it wraps, whose name may be left out
     request = Request(form.asked, form.literal, form.port, ())
     modules, fine = request.modules, _fine
@@ -89,7 +94,7 @@ def _quickly(model: Any, text: str) -> Request | None:
             if kind not in fine and (kind not in _CONTAINERS or "forward" in module.__dict__):
                 return None
     elif last is ANY:
-        found = owner._modules
+        found = submodules_of(owner)
         if len(found) < 2 or len(set(found.values())) < len(found):
             return None  # a wrapper, whose name may be left out, or one module with two names
         prefix = form.prefix
@@ -98,8 +103,8 @@ def _quickly(model: Any, text: str) -> Request | None:
                 return None
             modules.append((prefix + name, module))
     else:
-        module = owner if last is None else owner._modules.get(last)
-        wrapper = last is None and len(owner._modules) == 1
+        module: Any = owner if last is None else submodules_of(owner).get(last)
+        wrapper = last is None and len(submodules_of(owner)) == 1
         if type(module) not in fine or wrapper:
             return None
         modules.append(("" if last is None else form.prefix + last, module))
@@ -240,7 +245,7 @@ class _Query:
             held = any([*tensors_of(inner)] for _, inner in walk(module))
             found = f"{path!r} is a module; {within if held else 'it holds none.'}"
             return _nothing(request, found, "A module itself has :grad_output and :grad_input.")
-        remedy = _LIST if self.model._modules else _ITSELF
+        remedy = _LIST if submodules_of(self.model) else _ITSELF
         return _nothing(request, found or _closest(self.model, text, names), remedy)
 
     # -- modules --------------------------------------------------------------------------------
@@ -287,7 +292,7 @@ def _problem(path: str, module: nn.Module) -> tuple[str, str] | None:
     if isinstance(module, jit.ScriptModule):
         reason = "it is a ScriptModule, which runs outside Python and takes no hooks."
         return reason, "Use the model before torch.jit.script or torch.jit.trace."
-    guards = f"{kind.__module__}.{kind.__name__}" == "torch.export._unlift.GuardsFn"
+    guards = is_export_guard(kind)
     if kind.forward is not nn.Module.forward and not guards:
         _fine.add(kind)
     if kind in _fine or ("forward" in module.__dict__ and not guards):
@@ -296,7 +301,7 @@ def _problem(path: str, module: nn.Module) -> tuple[str, str] | None:
         reason = "it is a bare Module, as an exported program has: its graph calls operations only."
         return reason, _EXPORTED
     reason = f"it is a {kind.__name__}, which has no forward of its own: nothing passes through."
-    children = join(escape(path), "*" if module._modules else "*:value")
+    children = join(escape(path), "*" if submodules_of(module) else "*:value")
     return reason, f"Name its children, as in {children!r}, or give one of them as the model."
 
 
@@ -304,7 +309,7 @@ def _of_tensor(tensor: Tensor, where: Any) -> Request:
     if where != ":grad":
         raise PlaceError(f"{where!r} was asked for:", "a tensor has one place.", "Write ':grad'.")
     request, owner = Request("':grad'", True, "grad", ()), nn.Module()
-    owner._buffers[""] = tensor
+    buffers_of(owner)[""] = tensor
     request.tensors.append(Target(owner, "", "grad", (), ""))
     return request
 
@@ -332,7 +337,7 @@ def _closest(model: nn.Module, text: str, names: tuple[Any, ...]) -> str:
     below = [] if close or not names else find(model, (DEEP, *names))
     close += [f"**.{text}"] if any(_problem(*step) is None for step in below) else []
     close += difflib.get_close_matches(sought, paths, n=3, cutoff=0.5)
-    own = map(escape, model._modules.keys())  # that of a ScriptModule cannot be gone through
+    own = map(escape, submodules_of(model).keys())  # that of a ScriptModule cannot be gone through
     shown = [repr(path) for path in [*dict.fromkeys(close)][:3] or own]
     return f"{'Closest' if close else 'Its own children'}: {', '.join(shown[:8] or [_ALONE])}."
 

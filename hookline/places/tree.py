@@ -18,6 +18,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from hookline.places.grammar import ANY, DEEP, Segment
+from hookline.torch_private import WRAPPER_NAMES, buffers_of, parameters_of, submodules_of
 
 __all__ = [
     "WRAPPERS", "Step", "around", "exists", "find", "find_tensors", "join", "tensors_of",
@@ -28,7 +29,7 @@ Step = tuple[str, nn.Module]  # a module under a path
 Owned = tuple[str, nn.Module, str]  # and a parameter or buffer in it
 
 # Wrappers of torch whose name in a path may be left out: DDP, compile, FSDP1, checkpointing.
-WRAPPERS = {"", "module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+WRAPPERS = {"", "module", *WRAPPER_NAMES}
 
 
 def walk(model: nn.Module) -> list[Step]:
@@ -47,7 +48,7 @@ def find(model: nn.Module, segments: Sequence[Segment]) -> list[Step]:
     module: Any = model
     depth = 0
     for segment in segments:  # as far as it is a plain path, and most often it is one
-        modules = module._modules
+        modules: dict[Any, Any] = submodules_of(module)
         if segment not in modules or modules[segment] is None:
             break
         module, depth = modules[segment], depth + 1
@@ -67,12 +68,12 @@ def find(model: nn.Module, segments: Sequence[Segment]) -> list[Step]:
 
 def _add_children(path: str, module: Any, segment: Segment, found: dict[Any, Step]) -> None:
     """Add the children whose name matches, and for `**` all modules below."""
-    prefix, modules = path and f"{path}.", module._modules
+    prefix, modules = path and f"{path}.", submodules_of(module)
     if segment is DEEP:
         for name, child in modules.items():
             if child is not None and child not in found:
                 found[child] = (prefix + name, child)
-                if child._modules:
+                if submodules_of(child):
                     _add_children(prefix + name, child, DEEP, found)
         return
     inner = _wrapped(path, module, segment)
@@ -93,8 +94,8 @@ def _wrapped(path: str, module: nn.Module, segment: Segment) -> Step | None:
 
     For wildcards an ordinary module that calls a child `module` is no wrapper.
     """
-    if len(module._modules) == 1:
-        ((name, inner),) = module._modules.items()
+    if len(submodules_of(module)) == 1:
+        ((name, inner),) = submodules_of(module).items()
         known = name != "module" or "DataParallel" in type(module).__name__
         known = known or isinstance(segment, str) or WRAPPERS.issuperset(path.split("."))
         if name in WRAPPERS and inner is not None and name != segment and known:
@@ -104,8 +105,8 @@ def _wrapped(path: str, module: nn.Module, segment: Segment) -> Step | None:
 
 def unwrapped(path: str, module: nn.Module) -> Step:
     """A module, or what torch's wrappers around it hold: their forwards take any arguments."""
-    while len(module._modules) == 1:
-        ((name, inner),) = module._modules.items()
+    while len(submodules_of(module)) == 1:
+        ((name, inner),) = submodules_of(module).items()
         known = name != "module" or "DataParallel" in type(module).__name__
         if inner is None or name not in WRAPPERS or not known:
             break
@@ -139,7 +140,11 @@ def exists(model: nn.Module, names: Sequence[str]) -> bool:
     """Whether a plain path is that of a module, parameter or buffer."""
     name, owners = names[-1], find(model, names[:-1])
     for path, owner in owners:
-        if name in owner._modules or name in owner._parameters or name in owner._buffers:
+        if (
+            name in submodules_of(owner)
+            or name in parameters_of(owner)
+            or name in buffers_of(owner)
+        ):
             return True
         inner = _wrapped(path, owner, name)
         owners += [inner] if inner else []  # to be looked at as well, in this loop
@@ -156,7 +161,7 @@ def around(model: nn.Module, path: str) -> Iterator[nn.Module]:
 
 def tensors_of(module: nn.Module) -> list[tuple[str, Tensor]]:
     """The parameters and buffers of a module itself."""
-    named = (*module._parameters.items(), *module._buffers.items())
+    named = (*parameters_of(module).items(), *buffers_of(module).items())
     return [(name, tensor) for name, tensor in named if tensor is not None]
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils import hooks as torch_hooks
 
 from hookline.core.arms import cut_out
-from hookline.core.recomputation import in_backward
+from hookline.torch_private import backward_id, lazy_clone, version_of
 from hookline.values.snapshots import LAZY
 
 __all__ = ["Arrival"]
@@ -31,14 +31,14 @@ class Arrival:
     def arrive(self, grad: Tensor | None, changed: bool = False) -> None:
         """The hook on a tensor: keep its gradient. Of a view that was changed, not all comes so."""
         alias, log = self.alias, self.log()
-        if alias is not None and (alias._version != self.version) is not changed:
+        if alias is not None and (version_of(alias) != self.version) is not changed:
             return
         if grad is None or log is None:
             return
         if LAZY and type(grad) is Tensor and grad.is_cpu and not grad.requires_grad:
             try:  # the commonest snapshot, without a call: see snapshots.py
                 if grad.untyped_storage().resizable():
-                    entry = (self.ident, self.index, in_backward(), grad._lazy_clone())
+                    entry = (self.ident, self.index, backward_id(), lazy_clone(grad))
                     log.entries.append(entry)
                     return
             except RuntimeError:  # no storage
@@ -53,12 +53,12 @@ class Arrival:
 
     def view(self, tensor: Tensor, base: Tensor) -> None:
         """The call has returned a view of what it has made, by which its gradient may come, too."""
-        self.alias, self.version = tensor.detach(), tensor._version
+        self.alias, self.version = tensor.detach(), version_of(tensor)
         self.base: tuple[Any, Any] = base.stride(), base.storage_offset()
 
     @torch_hooks.unserializable_hook
     def at_base(self, grad: Tensor | None) -> None:
         """The hook on the base of a view; see `Arm.at_base`."""
         alias = self.alias
-        if alias is not None and alias._version != self.version and grad is not None:
+        if alias is not None and version_of(alias) != self.version and grad is not None:
             self.arrive(cut_out(grad, alias, *self.base), True)

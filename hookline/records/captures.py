@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from hookline.core import compiling
 from hookline.core.calls import Which, as_calls
 from hookline.core.gathering import recover, recovers
 from hookline.core.hooks import Context
@@ -26,6 +25,7 @@ from hookline.records.gradient_logs import GradInputLog, GradOutputLog
 from hookline.records.keeping import PLAIN, CaptureTap, Keep, Options
 from hookline.records.logs import LastLog, Log, OutputLog
 from hookline.records.records import Record
+from hookline.torch_private import compiler_is_loaded, compiler_is_used
 from hookline.values.conversions import as_device, as_dtype
 from hookline.values.snapshots import duplicate
 
@@ -159,7 +159,7 @@ class capture(Context[CaptureTap]):
 
     def _runs_compiled(self) -> bool:
         plain = self._options.keep == "last" and self._mixed is _NOTHING
-        in_graph = plain and compiling.loaded() and compiling.untouched()
+        in_graph = plain and compiler_is_loaded() and not compiler_is_used()
         for log in self._logs.values():
             log.in_graph = in_graph
         return in_graph

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from hookline.core import gradients, input_gradients
-from hookline.core.arms import Handles, hang
-from hookline.core.recomputation import Regions, in_backward, saving
+from hookline.core.arms import Handles
+from hookline.core.recomputation import Regions
 from hookline.core.sites import ACTIVE
 from hookline.core.taps import Frame, is_over, now
 from hookline.places.tree import Step
@@ -30,6 +30,19 @@ from hookline.records.arrivals import Arrival
 from hookline.records.keeping import WHOLE, Options
 from hookline.records.logs import Log, LoggedTap, noted
 from hookline.records.positions import Entries, Kept
+from hookline.torch_private import (
+    backward_id,
+    base_of,
+    forward_hooks_of,
+    forward_pre_hooks_of,
+    global_forward_hooks,
+    is_view,
+    next_sequence_number,
+    saved_tensor_hooks,
+    sequence_number,
+    use_count,
+    version_of,
+)
 from hookline.values.nested import Path
 
 __all__ = ["GradInputLog", "GradOutputLog"]
@@ -128,10 +141,10 @@ class _GradientLog(Log):
         kwargs: Any = None,
         # Found more quickly here than as names of this file.
         active: Callable[[], frozenset[int | None]] = ACTIVE.get,
-        sequence: Callable[[], int] = gradients.sequence,
+        sequence: Callable[[], int] = next_sequence_number,
         enabled: Callable[[], bool] = torch.is_grad_enabled,
-        in_backward: Callable[[], int] = in_backward,
-        saving: Callable[[bool], Any] = saving,
+        backward_id: Callable[[], int] = backward_id,
+        saved_tensor_hooks: Callable[[bool], Any] = saved_tensor_hooks,
         /,
     ) -> Any:
         """The pre-forward hook."""
@@ -141,10 +154,10 @@ class _GradientLog(Log):
         own = 1 if self.beside is None else self.beside.get(id(module), 1)
         # Other contexts may change this call; a checkpoint may run it again.
         if (
-            len(module._forward_hooks) == own
-            and in_backward() == -1
+            len(forward_hooks_of(module)) == own
+            and backward_id() == -1
             and enabled()
-            and saving(True) is None
+            and saved_tensor_hooks(True) is None
         ):
             given = self.note(args, kwargs)
             if given is not None:
@@ -229,8 +242,6 @@ _MAKERS: set[type[nn.Module]] = {
     nn.GroupNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.ReLU, nn.GELU, nn.SiLU,
     nn.Tanh, nn.Sigmoid, nn.Softmax,
 }  # fmt: skip
-# Hooks on all modules of the process may replace what a module returns. Private, so detected.
-_everywhere: Any = getattr(nn.modules.module, "_global_forward_hooks", {None: None})
 
 
 class GradOutputLog(_GradientLog):
@@ -244,15 +255,16 @@ class GradOutputLog(_GradientLog):
         for step in steps:
             found = rest
             if type(step[1]) in _MAKERS:  # and nobody else has to do with what it returns
-                own = step[1].__dict__
-                others = own["_forward_hooks"] or own["_forward_pre_hooks"] or _everywhere
+                own = vars(step[1])
+                others = forward_hooks_of(step[1]) or forward_pre_hooks_of(step[1])
+                others = others or global_forward_hooks  # any may replace what a module returns
                 if not (others or "forward" in own or own.get("inplace")):
                     found = makers
             found.append(step)
         self.steps += makers
         key, after_made = self.key, self.after_made
         for _, module in makers:
-            module._forward_hooks[key] = after_made
+            forward_hooks_of(module)[key] = after_made
         super().hook(rest)
 
     def after_made(
@@ -261,8 +273,8 @@ class GradOutputLog(_GradientLog):
         args: Any,
         output: Any,
         active: Callable[[], frozenset[int | None]] = ACTIVE.get,
-        in_backward: Callable[[], int] = in_backward,
-        saving: Callable[[bool], Any] = saving,
+        backward_id: Callable[[], int] = backward_id,
+        saved_tensor_hooks: Callable[[bool], Any] = saved_tensor_hooks,
         held_by: Callable[[object], int] = sys.getrefcount,
         /,
     ) -> Any:
@@ -272,17 +284,17 @@ class GradOutputLog(_GradientLog):
         ident = id(module)
         own = 1 if self.beside is None else self.beside.get(ident, 1)
         if (
-            len(module._forward_hooks) == own
+            len(forward_hooks_of(module)) == own
             and type(output) is Tensor
             and output.requires_grad
-            and in_backward() == -1
-            and saving(True) is None
+            and backward_id() == -1
+            and saved_tensor_hooks(True) is None
         ):
             index = self.counts[ident]
             self.counts[ident] = index + 1
             if len(self.hung) >= self.hung.many:
                 self.hung.prune()
-            base = output._base
+            base = base_of(output)
             if base is None:
                 self.hang(output, ident, index)
             elif base.grad_fn and held_by(base) <= gradients.alone():
@@ -298,19 +310,19 @@ class GradOutputLog(_GradientLog):
 
     def watch(self, output: Tensor, ident: int, index: int, start: int, given: Given, /) -> bool:
         node: Any = output.grad_fn
-        base = output._base
-        if node is None or node._sequence_nr() < start:
+        base = base_of(output)
+        if node is None or sequence_number(node) < start:
             return False
         for other, *_ in given:
-            if other is output or (base is not None and (other._base is base or other is base)):
+            if other is output or (base is not None and (base_of(other) is base or other is base)):
                 return False
         if base is None:
             self.hang(output, ident, index)
             return True
         root: Any = base.grad_fn
-        if root is None or root._sequence_nr() < start or not gradients.alike(base, output):
+        if root is None or sequence_number(root) < start or not gradients.alike(base, output):
             return False
-        if sys.getrefcount(base) > gradients.alone() or gradients.uses(base) > 2:
+        if sys.getrefcount(base) > gradients.alone() or use_count(base) > 2:
             return False
         self.hang_both(output, base, ident, index)
         return True
@@ -318,14 +330,14 @@ class GradOutputLog(_GradientLog):
     def hang(self, output: Tensor, ident: int, index: int) -> None:
         """Hook an output."""
         arrive = Arrival(self.ref, ident, index).arrive
-        self.hung.append(hang(output, output.grad_fn, arrive))
+        self.hung.put(output, arrive)
 
     def hang_both(self, output: Tensor, base: Tensor, ident: int, index: int) -> None:
         """Hook an output, and what it is a view of."""
         arrival = Arrival(self.ref, ident, index)
         arrival.view(output, base)
-        self.hung.append(hang(base, base.grad_fn, arrival.at_base))
-        self.hung.append(hang(output, output.grad_fn, arrival.arrive))
+        self.hung.put(base, arrival.at_base)
+        self.hung.put(output, arrival.arrive)
 
     def watch_thoroughly(self, tap: Any, output: Any, index: int, frame: Frame) -> None:
         gradients.watch_outputs(tap, output, output, index, frame)
@@ -344,13 +356,13 @@ class GradInputLog(_GradientLog):
 
     def watch(self, output: Tensor, ident: int, index: int, start: int, given: Given, /) -> bool:
         last: Any = output.grad_fn
-        base = output._base
-        if last is None or last._sequence_nr() < start:
+        base = base_of(output)
+        if last is None or sequence_number(last) < start:
             return False
         if base is not None and not gradients.made_since(base.grad_fn, start):
             return False
         tensor, wanted, number, version = given[0]
-        if tensor._version != version and tensor._is_view():
+        if version_of(tensor) != version and is_view(tensor):
             return False
         found: list[tuple[Any, int]] = []
         seen, stack = {last}, [last]  # as in `gradients.leading`, in less time
@@ -361,7 +373,7 @@ class GradInputLog(_GradientLog):
                         found.append((node, position))
                 elif follows is None or follows in seen:
                     continue
-                elif start <= follows._sequence_nr() < gradients.LEAF:
+                elif start <= sequence_number(follows) < gradients.LEAF:
                     seen.add(follows)
                     stack.append(follows)
         for node, position in found:

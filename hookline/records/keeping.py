@@ -19,12 +19,12 @@ from torch import Tensor, nn
 
 from hookline.core.calls import Calls
 from hookline.core.generation import FORGOTTEN, Step, Untold
-from hookline.core.recomputation import in_backward
 from hookline.core.slices import Misfit, spelled, take
 from hookline.core.taps import KEEP, Frame, Tap, add_place
 from hookline.errors import SeveralTensors
 from hookline.places.resolution import Target
 from hookline.records.positions import Entries, Gradients, Kept, Numbered, Order, Values
+from hookline.torch_private import backward_id, is_view, version_of
 from hookline.values.nested import Path, map_leaves, set_part
 from hookline.values.shards import layouts, local
 from hookline.values.snapshots import duplicate, gradient_snapshot, settle, snapshot, unreadable
@@ -88,7 +88,7 @@ class Options:
             # Fused optimisers change parameters without a new version: a twin shows it.
             dense = leaf.layout is torch.strided
             twin = duplicate(leaf) if dense and isinstance(leaf, nn.Parameter) else None
-            checks[id(leaf)] = (leaf._version, twin)
+            checks[id(leaf)] = (version_of(leaf), twin)
             return leaf
 
         return map_leaves(keep_leaf, value), checks or None
@@ -107,7 +107,7 @@ class Options:
             dtype = self.dtype  # not where it would cut off an imaginary part
             fits = leaf.is_floating_point() or (leaf.is_complex() and dtype and dtype.is_complex)
             moved = leaf.to(device=self.device, dtype=dtype if fits else None)
-            return moved.clone() if moved.requires_grad and moved._is_view() else moved
+            return moved.clone() if moved.requires_grad and is_view(moved) else moved
 
         value = map_leaves(start, value)
         if self.at is not None:
@@ -302,7 +302,7 @@ class CaptureTap(Tap):
             del entries[next(old for old in entries if old not in held)]
 
     def gradient(self, grad: Tensor, index: int, path: Path) -> Tensor | None:
-        task = in_backward()
+        task = backward_id()
         if index < 0 and self.chosen is not None:  # of a parameter: numbered by backward pass
             self.seen += task != self.task
             self.task, index = task, self.seen - 1

@@ -19,13 +19,21 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from hookline.core.recomputation import in_backward
 from hookline.core.sites import ACTIVE, CLOSED, KEYS, Site
 from hookline.places.grammar import escape
 from hookline.places.targets import Target
 from hookline.places.tree import Step
 from hookline.records.keeping import CaptureTap, Options
 from hookline.records.positions import Kept
+from hookline.torch_private import (
+    backward_id,
+    base_of,
+    forward_hooks_of,
+    forward_pre_hooks_of,
+    lazy_clone,
+    use_count,
+    version_of,
+)
 from hookline.values.snapshots import BASES, LAZY, SMALL, snapshot
 
 __all__ = ["LastLog", "Log", "LoggedTap", "OutputLog", "noted"]
@@ -102,7 +110,7 @@ class Log(Site):
         self.steps += steps  # first, so that an interrupt leaves no hook behind
         key, after_call = self.key, self.after_call
         for _, module in steps:
-            module._forward_hooks[key] = after_call
+            forward_hooks_of(module)[key] = after_call
 
     def after_call(self, module: nn.Module, args: Any, output: Any, /) -> Any:
         """The forward hook."""
@@ -113,7 +121,7 @@ class Log(Site):
         self.owner = CLOSED  # torch may still be about to call a hook
         key, names = self.key, self.names
         for path, module in self.steps:
-            module._forward_hooks.pop(key, None)
+            forward_hooks_of(module).pop(key, None)
             names.setdefault(id(module), path)
 
     def stranger(self, module: nn.Module) -> None:
@@ -149,7 +157,7 @@ class Log(Site):
     def beset(self) -> bool:
         """Whether others, too, have hooks on the modules: a tensor-parallel plan, say."""
         modules: list[Any] = [module for _, module in self.steps]
-        return any(module._forward_pre_hooks or module._forward_hooks for module in modules)
+        return any(forward_pre_hooks_of(module) or forward_hooks_of(module) for module in modules)
 
     def sort(self) -> None:
         """Give what was noted since to the taps."""
@@ -203,7 +211,7 @@ class OutputLog(Log):
         output: Any,
         # Found more quickly here than as names of this file.
         active: Callable[[], frozenset[int | None]] = ACTIVE.get,
-        in_backward: Callable[[], int] = in_backward,
+        backward_id: Callable[[], int] = backward_id,
         plain: type[Tensor] = Tensor,
         lazy: bool = LAZY,
         small: int = SMALL,
@@ -214,7 +222,7 @@ class OutputLog(Log):
         """The forward hook."""
         if self.owner not in active():
             return self.stranger(module)
-        if in_backward() != -1:
+        if backward_id() != -1:
             return self.within(id(module), output)
         if type(output) is not plain:
             self.entries.append((id(module), *self.options.keeps(output)))
@@ -222,7 +230,7 @@ class OutputLog(Log):
         kept = version = None
         try:
             if (grad := output.requires_grad) and not self.options.detach:
-                kept, version = output, output._version
+                kept, version = output, version_of(output)
             elif (size := output.nbytes) < small and not grad and output.is_contiguous():
                 kept = output.clone()
             elif lazy and output.is_cpu and not output.is_quantized:
@@ -230,10 +238,10 @@ class OutputLog(Log):
                 storage = output.untyped_storage()
                 if storage.nbytes() == size and storage.resizable():
                     if not grad:
-                        if output._use_count() == 1:  # pyright: ignore[reportAttributeAccessIssue] - private
-                            kept = output._lazy_clone()
-                    elif type(output._base) in bases:
-                        kept = output.detach()._lazy_clone()
+                        if use_count(output) == 1:
+                            kept = lazy_clone(output)
+                    elif type(base_of(output)) in bases:
+                        kept = lazy_clone(output.detach())
         except RuntimeError:  # no version (inference mode) or no storage (sparse, nested, vmap)
             pass
         self.entries.append((id(module), snapshot(output) if kept is None else kept, version))
@@ -306,7 +314,7 @@ class LastLog(Log):
             path, module = step
             if id(module) not in self.taps:
                 tap = _LastTap(self, path, module, id(module))
-                hooks = cast("dict[int, Any]", module._forward_hooks)
+                hooks = forward_hooks_of(module)
                 # A shallow copy, which is another module, has its hooks in common with it.
                 tap.key = next(KEYS) if self.key in hooks else self.key
                 self.taps[id(module)] = tap
@@ -315,5 +323,5 @@ class LastLog(Log):
 
     def unhook(self) -> None:
         for _, module in self.steps:
-            module._forward_hooks.pop(self.taps[id(module)].key, None)
+            forward_hooks_of(module).pop(self.taps[id(module)].key, None)
         super().unhook()

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from hookline.core.gradients import NO_GRAD, NO_TENSOR, NONE_CAME
 from hookline.core.hooks import Context, HookTap, hook
-from hookline.core.recomputation import at_end, in_backward
 from hookline.errors import warn_outside
 from hookline.places.resolution import Target
+from hookline.torch_private import at_backward_end, backward_id
 from hookline.values.nested import Path
 from hookline.values.snapshots import gradient_snapshot
 
@@ -41,9 +41,9 @@ class _GradientTap(HookTap):
             super().gradient(grad, index, path)
             return
         # The shares of an input come one by one, as the module has used it.
-        task = in_backward()
+        task = backward_id()
         if not any(key[0] == task for key in self.shares):
-            at_end(partial(_end, weakref.ref(self), task))
+            at_backward_end(partial(_end, weakref.ref(self), task))
         key = task, index, path
         held = self.shares.get(key)
         self.shares[key] = gradient_snapshot(grad) if held is None else held + grad

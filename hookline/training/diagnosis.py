@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from hookline.torch_private import parameters_of
 from hookline.training.depths import advise_on, judge_depths
 from hookline.training.findings import Finding, Severity
 from hookline.training.looking import Looking, Plan
@@ -66,7 +67,7 @@ class Diagnosis:
         self._blank: Counter[int] = Counter()  # at how many steps in a row they were
         self._sums: dict[str, tuple[float, float]] = {}  # of parameters with few rows in use
         modules = list(plan.model.modules())
-        self._layers = [module for module in modules if module._parameters]
+        self._layers = [module for module in modules if parameters_of(module)]
         self._early = set(modules[: modules.index(self._layers[-1])] if self._layers else [])
 
     def update(self, measured: Measured, looking: Looking) -> list[Finding]:
@@ -285,7 +286,7 @@ class Diagnosis:
             return own in self._early  # as not all is measured, the order of calls is not known
         called = [n for n in self._looking.found if self.rows[n].kind == "output"]
         behind = [modules[n] for n in called[called.index(number) + 1 :]]
-        return any(m._parameters and own not in set(m.modules()) for m in behind)
+        return any(parameters_of(m) and own not in set(m.modules()) for m in behind)
 
     def _constant(self) -> list[Finding]:
         kind = "constant output"

@@ -20,13 +20,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from hookline.core import recomputation
 from hookline.core.hooks import Context, first_names
-from hookline.core.recomputation import in_backward
 from hookline.core.taps import KEEP, Frame, Tap
 from hookline.errors import PlaceError
 from hookline.places.resolution import Place, Request, Target, Where, resolve
 from hookline.places.tree import join
+from hookline.torch_private import (
+    at_backward_end,
+    backward_id,
+    parameters_of,
+    post_accumulate_hooks_of,
+    version_of,
+)
 from hookline.training.moments import Moments, is_measurable, moments, sampled, settle
 from hookline.training.outputs import ends_of, has_zeros, is_fixed, unit_of
 from hookline.training.run_files import ROW_KINDS, Row
@@ -69,14 +74,14 @@ class Plan:
         whole = [t for t in targets.values() if t.port == "output" and not t.parts]
         for module in [*own, *(t.module for t in whole if t.operation is None)]:
             own += _lists_in(module)
-        held = [Target(module, "", "value", (), n) for module in own for n in module._parameters]
+        held = [Target(module, "", "value", (), n) for module in own for n in parameters_of(module)]
         targets = {t.key: t for t in held} | targets
         seen: set[int] = set()
         for target in sorted(targets.values(), key=lambda target: order[target.ident]):
             path = names[target.ident]
             if target.port == "output" and target.operation is None:
                 self._add_module(target, path)
-                held = target.module._parameters if not target.parts else {}
+                held = parameters_of(target.module) if not target.parts else {}
                 self._add_parameters(target.module, path, list(held), seen)
             elif target.port == "value":
                 self._add_parameters(target.module, path, [cast(str, target.attribute)], seen)
@@ -143,7 +148,7 @@ class Plan:
 
 def _parameter(module: nn.Module, name: str) -> Tensor | None:
     """A parameter of a module; None if there is none of that name, or a buffer has it."""
-    held = module._parameters
+    held = parameters_of(module)
     return held[name] if name in held else None  # noqa: SIM401 - a ScriptModule's has no get
 
 
@@ -246,7 +251,7 @@ class Looking(Context[_LookTap]):
         for number in self.plan.of_kind("weight_grad"):
             tensor = self.plan.parameter(number)
             if tensor is not None and tensor.requires_grad:
-                if tensor._post_accumulate_grad_hooks:  # they may step, and let the gradient go
+                if post_accumulate_hooks_of(tensor):  # they may step, and let the gradient go
                     share = partial(_tell, own, Looking.take_share, number)
                     self._hooks.append(tensor.register_hook(share))
                 hook = partial(_tell, own, Looking.take_arrival, number)
@@ -307,7 +312,7 @@ class Looking(Context[_LookTap]):
     ) -> Moments | None:
         # A block often returns what its last layer returned: the same tensor, just measured.
         ref, version, found, other = self._last.get(kind, (None, 0, None, 0))
-        if ref is not None and ref() is tensor and version == tensor._version:
+        if ref is not None and ref() is tensor and version == version_of(tensor):
             self.aliases.setdefault(number, other)
             return found
         with torch.no_grad():
@@ -316,13 +321,13 @@ class Looking(Context[_LookTap]):
             flat = ends_of(module) if kind == "output" else None
             found = moments(tensor, unit, flat)
         if not tensor.is_inference():
-            self._last[kind] = weakref.ref(tensor), tensor._version, found, number
+            self._last[kind] = weakref.ref(tensor), version_of(tensor), found, number
         return found
 
     # -- the end of a backward ------------------------------------------------------------------
 
     def _await_end(self) -> None:
-        task = in_backward()
+        task = backward_id()
         if task != -1 and task not in self._tasks:
             self._tasks.add(task)
             at_end(partial(_tell, weakref.ref(self), Looking.take_end))
@@ -330,7 +335,7 @@ class Looking(Context[_LookTap]):
     @torch.no_grad()
     def take_end(self) -> None:
         """A backward has ended: gradients are summed over its paths, and over ranks."""
-        self._tasks.discard(in_backward())
+        self._tasks.discard(backward_id())
         scale = self._scale()
         for number in self._arrived:
             parameter = self.plan.parameter(number)
@@ -411,4 +416,4 @@ def _tell(looking: weakref.ref[Looking], method: Callable[..., None], *given: An
 def at_end(function: Callable[[], None]) -> None:
     """Call a function when the backward that is running has ended."""
     # DDP and FSDP, too, do their last work in such a callback: theirs come first.
-    recomputation.at_end(partial(recomputation.at_end, function))
+    at_backward_end(partial(at_backward_end, function))

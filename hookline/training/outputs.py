@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hookline.core.gradients import is_usable
+from hookline.torch_private import padding_of, parameters_of
 from hookline.training.moments import Flat
 
 __all__ = ["ends_of", "has_zeros", "is_fixed", "unit_of"]
@@ -47,7 +48,7 @@ def unit_of(module: nn.Module, tensor: Tensor) -> int:
             node.metadata[_MARK] = True
         return 1
     # An activation behind a convolution over time: its channels, not its times.
-    plain = isinstance(module, nn.PReLU) or not module._parameters
+    plain = isinstance(module, nn.PReLU) or not parameters_of(module)
     return 1 if plain and node is not None and _keeps_channels(node) else -1
 
 
@@ -70,7 +71,7 @@ def is_fixed(tensor: Tensor, module: nn.Module) -> bool:
     """Whether an output may be the same for every input, because it was made so."""
     if not tensor.requires_grad:
         return torch.is_grad_enabled()
-    return bool(module._parameters) and is_usable(tensor) and _is_learned(tensor)
+    return bool(parameters_of(module)) and is_usable(tensor) and _is_learned(tensor)
 
 
 def has_zeros(tensor: Tensor, module: nn.Module) -> bool:
@@ -84,7 +85,7 @@ def has_zeros(tensor: Tensor, module: nn.Module) -> bool:
     if next(module.parameters(), None) is not None:
         return False
     if made.startswith("ConstantPad"):  # as by a shortcut of a ResNet: channels, and not edges
-        return tensor.ndim < 4 or any(getattr(node, "_saved_pad", ())[2 * tensor.ndim - 4 :][:2])
+        return tensor.ndim < 4 or any(padding_of(node)[2 * tensor.ndim - 4 :][:2])
     beside = node.next_functions if made.startswith("Cat") else ()
     return any(one is None or one.name().startswith("Mul") for one, _ in beside)
 

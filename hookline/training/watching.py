@@ -20,11 +20,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hookline.core.attaching import Anchored
 from hookline.core.hooks import settled
-from hookline.core.recomputation import in_backward
 from hookline.errors import PlaceError, RunError, warn_outside
 from hookline.places.resolution import Where
 from hookline.places.tree import unwrapped
 from hookline.scalers import Scaler, check_scaler, is_scaler, scale_of
+from hookline.torch_private import backward_id
 from hookline.training.diagnosis import Diagnosis
 from hookline.training.findings import Finding, Findings, overflowed
 from hookline.training.looking import Looking, Plan, at_end
@@ -223,7 +223,7 @@ class watch(Anchored):
                 self._counted = weakref.ref(optimizer)
             elif known is not optimizer:
                 return
-        if in_backward() == -1:
+        if backward_id() == -1:
             self._end_step()
         else:  # the other parameters are yet to come, as with an optimizer for each of them
             at_end(self._end_step)

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hookline.places.tree import walk
+from hookline.torch_private import buffers_of, parameters_of, submodules_of
 
 __all__ = ["Contents"]
 
@@ -35,9 +36,9 @@ class Contents:
         self.named = walk(model)
         self.modules = modules = [module for _, module in self.named]
         # Of every module, empty ones too.
-        self.children: list[_Table] = [module._modules for module in modules]
-        self.parameters: list[_Table] = [module._parameters for module in modules]
-        self.buffers: list[_Table] = [module._buffers for module in modules]
+        self.children: list[_Table] = [submodules_of(module) for module in modules]
+        self.parameters: list[_Table] = [parameters_of(module) for module in modules]
+        self.buffers: list[_Table] = [buffers_of(module) for module in modules]
         tables = self.children, self.parameters, self.buffers
         # To look into each takes time, and many are empty.
         self._filled = [[table for table in kind if table] for kind in tables]

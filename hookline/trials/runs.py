@@ -36,6 +36,12 @@ from hookline.edits.parameters import Undo
 from hookline.edits.restoring import put_back, restorer
 from hookline.errors import BatchError, HooklineError
 from hookline.places.tree import walk
+from hookline.torch_private import (
+    buffers_of,
+    parameters_of,
+    post_accumulate_hooks_of,
+    submodules_of,
+)
 from hookline.trials.batches import call, is_shape
 from hookline.trials.contents import Contents
 from hookline.trials.modes import modes_of, set_mode, set_modes
@@ -112,7 +118,9 @@ def _note_place(model: nn.Module, error: Exception) -> None:
         return
     module, frame = raised
     given = [value for value in frame.f_locals.values() if isinstance(value, Tensor)]
-    shape = f", which was given {tuple(given[0].shape)}" if given and not module._modules else ""
+    shape = (
+        f", which was given {tuple(given[0].shape)}" if given and not submodules_of(module) else ""
+    )
     error.add_note(f"hookline: raised in {names[module]!r} ({type(module).__name__}){shape}.")
 
 
@@ -193,7 +201,7 @@ def trial(
         undo.append(partial(reshard, content.model, content.named))
     with same_random_numbers(*models, loaded=True):
         try:
-            for hooks in filter(None, [p._post_accumulate_grad_hooks for p in parameters]):
+            for hooks in filter(None, [post_accumulate_hooks_of(p) for p in parameters]):
                 # They may step an optimiser. Torch keeps the dict, so its content is taken out.
                 undo.append(partial(hooks.update, dict(hooks)))
                 hooks.clear()
@@ -233,16 +241,16 @@ def _buffers_back(modules: list[nn.Module]) -> Undo:
     And the weights to which a forward of torch's own writes.
     """
     undo = Undo()
-    before = {module: dict(module._buffers) for module in modules if module._buffers}
+    before = {module: dict(buffers_of(module)) for module in modules if buffers_of(module)}
     for module, own in before.items():
         for name, buffer in own.items():
             if buffer is not None and not buffer.is_meta:
-                undo.append(partial(put_back, module, module._buffers, own, name))
+                undo.append(partial(put_back, module, buffers_of(module), own, name))
                 if type(buffer) is Tensor or not (is_lazy(buffer) or is_fake(buffer)):
                     undo.append(restorer(buffer))
     for module in [m for m in modules if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]:
         if module.max_norm is not None:  # it shortens its weights
-            weight = module._parameters.get("weight")
+            weight = parameters_of(module).get("weight")
             if weight is not None and not (weight.is_meta or is_fake(weight)):
                 undo.append(restorer(weight))
     undo.append(partial(_drop_new, modules, before))  # the last comes first
@@ -257,8 +265,8 @@ def _require(content: Contents) -> None:
 
 def _drop_new(modules: list[nn.Module], before: dict[nn.Module, dict[str, Any]]) -> None:
     """Take out the buffers that a run has registered, and all that was in the place of none."""
-    for module in [module for module in modules if module._buffers]:
-        table, own = module._buffers, before.get(module, {})
+    for module in [module for module in modules if buffers_of(module)]:
+        table, own = buffers_of(module), before.get(module, {})
         for name in list(table.keys()):  # that of a ScriptModule cannot be gone through
             if name not in own:
                 del table[name]

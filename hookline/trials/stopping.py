@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hookline.core.gathering import recovers
+from hookline.torch_private import BatchNormBase, buffers_of, version_of
 from hookline.trials.runs import cuda_devices
 from hookline.values.shards import placements
 
@@ -74,15 +75,15 @@ class _Buffers:
         self._before = self._now()
 
     def _now(self) -> list[tuple[Tensor, int]]:
-        held = [buffer for module in self._modules for buffer in module._buffers.values()]
+        held = [buffer for module in self._modules for buffer in buffers_of(module).values()]
         # accelerate exchanges those that it has offloaded.
         held = [buffer for buffer in held if buffer is not None and not buffer.is_meta]
-        return [(buffer, 0 if buffer.is_inference() else buffer._version) for buffer in held]
+        return [(buffer, 0 if buffer.is_inference() else version_of(buffer)) for buffer in held]
 
     def changed(self) -> bool:
         """Whether a buffer was written to, put in or taken out since."""
         # torch does not count what a norm does to its running statistics.
-        norms = [m for m in self._modules if isinstance(m, nn.modules.batchnorm._NormBase)]
+        norms = [m for m in self._modules if isinstance(m, BatchNormBase)]
         before, now = self._before, self._now()
         return any(norm.training and norm.track_running_stats for norm in norms) or [
             (id(buffer), version) for buffer, version in now

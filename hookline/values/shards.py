@@ -21,6 +21,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor
 
+from hookline.torch_private import (
+    forward_hooks_of,
+    forward_pre_hooks_of,
+    local_tensor,
+    tensor_parallel_styles,
+)
+
 if TYPE_CHECKING:
     from hookline.places.targets import Target
 
@@ -46,7 +53,7 @@ def local(tensor: Tensor) -> Tensor:
     if type(tensor) is Tensor:
         return tensor
     if placements(tensor) is not None:
-        tensor = cast(Any, tensor)._local_tensor
+        tensor = local_tensor(tensor)
     wait = getattr(tensor, "trigger_wait", None)
     return tensor if wait is None else wait()
 
@@ -105,7 +112,8 @@ def layouts(target: Target) -> Sequence[tuple[Any, ...] | None]:
     if not has_plans() or target.operation is not None:
         return ()
     module, port = target.module, target.port
-    before, after = _held(module._forward_pre_hooks), _held(module._forward_hooks)
+    before = tensor_parallel_styles(forward_pre_hooks_of(module))
+    after = tensor_parallel_styles(forward_hooks_of(module))
     if port in ("input", "grad_input"):
         styles = [held for held in before if getattr(held, "use_local_output", False)]
         return [_one(p) for held in styles[:1] for p in getattr(held, "desired_input_layouts", ())]
@@ -116,16 +124,6 @@ def layouts(target: Target) -> Sequence[tuple[Any, ...] | None]:
             given = [*held.args, *(arg for other in before for arg in getattr(other, "args", ()))]
             return [cast("tuple[Any, ...]", arg) for arg in given if isinstance(arg, tuple)][:1]
     return ()
-
-
-def _held(hooks: Any) -> list[Any]:
-    """What torch's own hooks for tensor parallelism hold in their closures."""
-    return [
-        cell.cell_contents
-        for hook in list(hooks.values())  # others may come and go meanwhile
-        if getattr(hook, "__module__", "").startswith("torch.distributed.tensor")
-        for cell in getattr(hook, "__closure__", None) or ()
-    ]
 
 
 def _one(placement: Any) -> tuple[Any, ...] | None:

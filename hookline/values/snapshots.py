@@ -16,26 +16,31 @@ does that in under a microsecond whatever the size: whoever writes first gets a 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from hookline.torch_private import (
+    LAZY,
+    base_of,
+    is_functorch_tensor,
+    is_legacy_batched,
+    lazy_clone,
+    transform_level,
+    use_count,
+    version_of,
+)
 from hookline.values.quantised import copy_of, held_in, is_wrapper
 from hookline.values.shards import copied, local
 
 __all__ = [
-    "BASES", "LAZY", "SMALL", "WIDE", "duplicate", "gradient_snapshot", "is_fake", "is_wrapped",
+    "BASES", "SMALL", "WIDE", "duplicate", "gradient_snapshot", "is_fake", "is_wrapped",
     "same_bits", "settle", "snapshot", "unreadable",
 ]  # fmt: skip
 
-_functorch = cast(Any, torch._C)._functorch
-
-# Private, so detected; checked on torch 2.13. Without them every snapshot is a clone.
 SMALL = 4096  # bytes below which a copy takes no longer than to see whether an alias will do
 WIDE = 8  # times a view's size: whoever writes to memory beyond that would have to copy all of it
 BASES = (type(None), Tensor)  # of which an aliased tensor may be a view: not of a parameter
-LAZY = hasattr(Tensor, "_lazy_clone") and hasattr(Tensor, "_use_count")
 
 
 def snapshot(tensor: Tensor, exported: bool = True) -> Tensor:
@@ -53,14 +58,12 @@ def snapshot(tensor: Tensor, exported: bool = True) -> Tensor:
     # a parameter, of which this may be a view, FSDP frees and resizes, which torch then refuses.
     if LAZY and type(tensor) is Tensor and tensor.is_cpu and not tensor.is_quantized:
         try:
-            storage, fits = tensor.untyped_storage(), type(tensor._base) in BASES
+            storage, fits = tensor.untyped_storage(), type(base_of(tensor)) in BASES
             if fits and storage.resizable() and storage.nbytes() <= WIDE * tensor.nbytes:
                 if tensor.requires_grad:
-                    return tensor.detach()._lazy_clone()
-                if not exported or (
-                    tensor._use_count() == 1  # pyright: ignore[reportAttributeAccessIssue] - private
-                ):
-                    return tensor._lazy_clone()
+                    return lazy_clone(tensor.detach())
+                if not exported or use_count(tensor) == 1:
+                    return lazy_clone(tensor)
         except (NotImplementedError, RuntimeError):  # no storage: sparse, nested, vmap
             pass
     return duplicate(tensor)
@@ -118,9 +121,7 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 def is_wrapped(tensor: Tensor) -> bool:
     """Whether it stands for many, as in vmap, or batched gradients: no number of it can be told."""
-    return _functorch.is_functorch_wrapped_tensor(tensor) or _functorch.is_legacy_batchedtensor(
-        tensor
-    )
+    return is_functorch_tensor(tensor) or is_legacy_batched(tensor)
 
 
 def is_fake(tensor: Tensor) -> bool:
@@ -130,15 +131,15 @@ def is_fake(tensor: Tensor) -> bool:
 
 def unreadable(tensor: Tensor, version: int | None, twin: Tensor | None) -> tuple[str, str] | None:
     """Why a tensor is not what it was when it was captured, and what to do; None if it is."""
-    if _functorch.is_functorch_wrapped_tensor(tensor):
-        level, current = _functorch.maybe_get_level(tensor), _functorch.maybe_current_level()
+    if is_functorch_tensor(tensor):
+        level, current = transform_level(tensor)
         if current is not None and 0 < level <= current:
             return None
         return (
             "It was captured inside a transform of torch.func, which is over: it lives no longer.",
             "Return it from the transformed function, or capture outside.",
         )
-    if _functorch.is_legacy_batchedtensor(tensor):
+    if is_legacy_batched(tensor):
         return (
             "It came in torch.autograd.grad(..., is_grads_batched=True), and lives no longer.",
             "Give the rows of grad_outputs one by one, each in a backward of its own.",
@@ -150,7 +151,7 @@ def unreadable(tensor: Tensor, version: int | None, twin: Tensor | None) -> tupl
                 "It was kept attached, and its memory was freed since.",
                 "Capture with detach=True to keep a copy.",
             )
-        changed = tensor._version != version  # how often, a parameter's edit hides
+        changed = version_of(tensor) != version  # how often, a parameter's edit hides
         if changed or (twin is not None and not same_bits(tensor.detach(), twin)):
             return (
                 "It was kept attached, and was changed in place since.",

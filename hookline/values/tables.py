@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
+from hookline.torch_private import sparse_parts
 from hookline.values.nested import Path, children, leaves, show_path
 from hookline.values.quantised import held_in
 from hookline.values.shards import local, placements
@@ -41,7 +42,7 @@ def bytes_of(tensor: Tensor) -> int:
     """The bytes of a tensor, as it is in memory: of a DTensor those held here."""
     try:
         tensor = local(tensor)
-        pieces = (tensor._values(), tensor._indices()) if tensor.is_sparse else held_in(tensor)
+        pieces = sparse_parts(tensor) if tensor.is_sparse else held_in(tensor)
         return sum(piece.nbytes for piece in pieces)
     except RuntimeError:
         return 0

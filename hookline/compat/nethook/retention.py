@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from hookline.errors import ValueChanged, warn_outside
+from hookline.torch_private import version_of
 from hookline.values.nested import map_leaves
 from hookline.values.snapshots import snapshot
 
@@ -156,7 +157,7 @@ class Kept:
                 return freeze(leaf)
             if clone:
                 return leaf.clone()
-            versions.append((leaf, leaf._version))
+            versions.append((leaf, version_of(leaf)))
             return leaf
 
         kept = keep_leaf(value) if type(value) is Tensor else map_leaves(keep_leaf, value)
@@ -179,7 +180,7 @@ class Kept:
     def read(self, what: str) -> Any:
         """The value, if it is what it was."""
         for tensor, version in self._versions:
-            if tensor._version != version:
+            if version_of(tensor) != version:
                 raise ValueChanged(
                     f"The {what} was asked for.",
                     "It was changed in place since.",

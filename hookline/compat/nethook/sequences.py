@@ -13,6 +13,7 @@ from typing import NamedTuple
 from torch import nn
 
 from hookline.errors import PlaceError
+from hookline.torch_private import submodules_of
 
 __all__ = ["subsequence"]
 
@@ -102,7 +103,7 @@ def _end(one: str, inclusive: str | None, other: str, exclusive: str | None) -> 
 
 
 def _cut(module: nn.Sequential, begin: _End | None, end: _End | None) -> nn.Sequential:
-    names = list(module._modules)
+    names = list(submodules_of(module))
     low = 0 if begin is None else _position(names, begin)
     high = len(names) - 1 if end is None else _position(names, end)
     if low > high and begin is not None and end is not None:
@@ -117,7 +118,7 @@ def _cut(module: nn.Sequential, begin: _End | None, end: _End | None) -> nn.Sequ
     for name in names[low : high + 1]:
         inner_begin = begin.inner if begin is not None and begin.step == name else None
         inner_end = end.inner if end is not None and end.step == name else None
-        child = module._modules[name]
+        child = submodules_of(module)[name]
         if inner_begin is not None or inner_end is not None:
             if not isinstance(child, nn.Sequential):
                 raise _not_sequential(name, child)

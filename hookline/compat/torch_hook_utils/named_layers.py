@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar, cast
 from torch import nn
 
 import hookline as hl
+from hookline.torch_private import submodules_of
 
 if TYPE_CHECKING:
     from _collections_abc import dict_items, dict_keys, dict_values
@@ -182,7 +183,7 @@ class _Umbrella(nn.Module):
 
     def get_submodule(self, target: str) -> nn.Module:
         """The layer of that name; of others there is as little to say as of this."""
-        return self._modules.get(target) or self
+        return submodules_of(self).get(target) or self
 
 
 class NamedLayers:
@@ -202,7 +203,7 @@ class NamedLayers:
         self._model = _Umbrella()
         # The smallest first: a layer inside another one is then found under its own name.
         for layer in sorted(self.names, key=_size):
-            self._model._modules[self.names[layer][0]] = layer
+            submodules_of(self._model)[self.names[layer][0]] = layer
         self._given = _Given(self.names)
 
     def hook(
@@ -228,7 +229,7 @@ class NamedLayers:
 
 
 def _size(layer: nn.Module) -> int:
-    return sum(1 for _ in layer.modules()) if layer._modules else 1
+    return sum(1 for _ in layer.modules()) if submodules_of(layer) else 1
 
 
 def _checked(layers: Any) -> dict[str, nn.Module]:

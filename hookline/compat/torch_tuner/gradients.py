@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from hookline.compat.torch_tuner.values import Value, first_argument, settled, suffix
 from hookline.core.gradients import NO_GRAD, NO_TENSOR, NONE_CAME
 from hookline.core.hooks import Context
-from hookline.core.recomputation import at_end, in_backward
 from hookline.core.taps import Tap
 from hookline.errors import warn_outside
 from hookline.places.resolution import Target, Where
+from hookline.torch_private import at_backward_end, backward_id
 from hookline.values.nested import Path
 
 __all__ = ["Gradients"]
@@ -66,10 +66,10 @@ class Gradients(Context[_GradientTap]):
 
     def take(self, target: Target, grad: Tensor, index: int, path: Path) -> None:
         """A gradient, or one share of an input's, has arrived for a call of the layer."""
-        backward = in_backward()
+        backward = backward_id()
         if backward not in self._arrived:
             self._arrived[backward] = {}
-            at_end(lambda: self._finish(backward))
+            at_backward_end(lambda: self._finish(backward))
         if target.port == "grad_output":
             word, first = "grad_output", not any(path)
         else:
