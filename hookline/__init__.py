@@ -75,6 +75,7 @@ from hookline.errors import (
     SeveralTensors,
     StatisticsError,
     StoreError,
+    UnsupportedTorch,
     UsageError,
     ValueChanged,
 )
@@ -162,6 +163,7 @@ __all__ = [
     "Summary",
     "Sweep",
     "TopK",
+    "UnsupportedTorch",
     "UsageError",
     "ValueChanged",
     "Variance",
