@@ -28,7 +28,7 @@ PYTEST  := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS)
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1@\2/p' Makefile | awk -F@ '{ printf "%-20s %s\n", $$1, $$2 }'
 
-demo: $(VENV)/.has-demo ## train a small CNN, find what is wrong with it, look inside, write a page
+demo: $(VENV)/.has-cli ## train a small CNN, find what is wrong with it, look inside, write a page
 	@echo "==> running hookline/demo.py"
 	@$(BIN)/python -m hookline.demo
 
@@ -54,11 +54,11 @@ bench: bench-setup ## hookline beside other libraries, about eight minutes
 
 bench-setup: $(PEERS)/.ready ## install those libraries, into an environment of their own
 
-bench-overhead: $(VENV)/.has-demo ## measure the cost of hookline against hooks written by hand
+bench-overhead: $(VENV)/.has-cli ## measure the cost of hookline against hooks written by hand
 	@echo "==> running benchmarks/overhead.py"
 	@$(BIN)/python benchmarks/overhead.py
 
-tables: $(VENV)/.has-demo ## take over what the benchmarks measured, into benchmarks/results/ and the documents
+tables: $(VENV)/.has-cli ## take over what the benchmarks measured, into benchmarks/results/ and the documents
 	@$(BIN)/python benchmarks/tables.py
 
 docs: $(VENV)/.has-docs ## build the documentation into site/
