@@ -12,6 +12,10 @@ PIP    := $(BIN)/$(PIP.line)
 # whichever Python they were made for.
 ORIGINALS.test := torch-tuner
 
+# `make test-install` installs into an environment of this Python. One of pyenv's comes first, since
+# the python3.12 that pyenv puts on PATH works only where it is switched on.
+INSTALL_PYTHON ?= $(firstword $(wildcard $(HOME)/.pyenv/versions/3.12.*/bin/python) python3.12)
+
 # Where the libraries live that hookline is compared with; `make bench BENCH=--quick` is shorter.
 PEERS := .bench-venv
 
@@ -21,8 +25,8 @@ NPM_CI  := npm ci --silent --no-audit --no-fund --fetch-retries 0 --fetch-timeou
 PYTEST  := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all check bench bench-setup bench-overhead tables docs frontend
-.PHONY: frontend-check clean
+.PHONY: help demo test test-all test-install check bench bench-setup bench-overhead tables docs
+.PHONY: frontend frontend-check clean
 .NOTPARALLEL:
 
 help: ## list the targets
@@ -39,6 +43,9 @@ test: $(VENV)/.has-test $(VENV)/.has-chromium frontend-check ## run the tests, d
 test-all: $(VENV)/.has-test $(VENV)/.has-chromium $(VENV)/.has-weights frontend-check ## the same with the slow tests and every optional library
 	@echo "==> running all tests"
 	@$(PYTEST)
+
+test-install: ## install the wheel and the newest torch as a user does, try it, delete it (10 GB of disk)
+	@$(INSTALL_PYTHON) tests/plain_install.py
 
 check: $(VENV)/.has-check ## ruff and pyright
 	@echo "==> ruff check"
