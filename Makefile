@@ -25,8 +25,8 @@ NPM_CI  := npm ci --silent --no-audit --no-fund --fetch-retries 0 --fetch-timeou
 PYTEST  := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-install check bench bench-setup bench-overhead tables docs
-.PHONY: frontend frontend-check clean
+.PHONY: help demo test test-all check bench bench-setup bench-overhead tables docs frontend
+.PHONY: frontend-check clean
 .NOTPARALLEL:
 
 help: ## list the targets
@@ -43,9 +43,6 @@ test: $(VENV)/.has-test $(VENV)/.has-chromium frontend-check ## run the tests, d
 test-all: $(VENV)/.has-test $(VENV)/.has-chromium $(VENV)/.has-weights frontend-check ## the same with the slow tests and every optional library
 	@echo "==> running all tests"
 	@$(PYTEST)
-
-test-install: ## install the wheel and the newest torch as a user does, try it, delete it (10 GB of disk)
-	@$(INSTALL_PYTHON) tests/plain_install.py
 
 check: $(VENV)/.has-check ## ruff and pyright
 	@echo "==> ruff check"
@@ -72,6 +69,10 @@ docs: $(VENV)/.has-docs ## build the documentation into site/
 	@echo "==> building site/"
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "site/index.html"
+
+.PHONY: test-install
+test-install: ## install the wheel and the newest torch as a user does, try it, delete it (10 GB of disk)
+	@$(INSTALL_PYTHON) tests/plain_install.py
 
 frontend: ## build the page's script and style from frontend/src, and test them
 	@echo "==> building hookline/pages/page.js and page.css"
