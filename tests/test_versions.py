@@ -3,6 +3,7 @@
 A script stands in for Python, pip and pytest, so that nothing is installed.
 """
 
+import ast
 import importlib.util
 import json
 import os
@@ -275,6 +276,18 @@ def test_the_oldest_python_is_that_of_the_package(versions):
     (oldest,) = re.findall(r'requires-python = ">=(.*)"', (ROOT / "pyproject.toml").read_text())
     assert versions.numbers(oldest) == versions.OLDEST_PYTHON
     assert min(versions.numbers(python) for python, _ in versions.ROWS) == versions.OLDEST_PYTHON
+
+
+@pytest.mark.parametrize("name", ["versions.py", "latest.py"])
+def test_the_script_starts_with_the_standard_library_of_an_older_python(name):
+    tree = ast.parse((ROOT / "benchmarks" / name).read_text(), feature_version=(3, 9))
+    imported = {
+        name.partition(".")[0]
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+        for name in ([node.module] if isinstance(node, ast.ImportFrom) else [node.names[0].name])
+    }
+    assert imported <= {*sys.stdlib_module_names, "latest"}
 
 
 # Interpreters
