@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import secrets
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from hookline.errors import HooklineError
+from hookline.operating_system import replace
 from hookline.storage.locks import held
 from hookline.storage.small_files import strict_json
 from hookline.values.quantised import is_quantised
@@ -53,7 +55,8 @@ def write(
     Whatever fails, and whenever the process ends: what was saved there before can be read, or what
     is saved now. The tensors lie there under their digest until the JSON that speaks of them has
     replaced the one before. Of several processes that save into one folder, each waits for the
-    others, and the last one counts.
+    others, and the last one counts. Where they cannot wait, on a file system without locks, they
+    share no file: the tensors stay under their digest, and nothing of another one is removed.
     """
     folder = Path(folder)
     asked = f"A {kind} was to be written to {str(folder)!r}."
@@ -70,31 +73,40 @@ def write(
         found = f"That cannot be made a folder: {error.strerror}."
         raise HooklineError(asked, found, "Name a folder, or a new one.") from error
     with held(folder, alone=True) as free:
-        if not free:
+        if free is False:
             raise HooklineError(
                 asked,
                 "Others have been saving into it for a minute.",
                 "Wait for them, or name another folder.",
             )
-        _write(folder, kind, content, tensors, asked)
+        _write(folder, kind, content, tensors, asked, shared=free is None)
     return folder
 
 
 def _write(
-    folder: Path, kind: str, content: dict[str, Any], tensors: Mapping[str, Tensor], asked: str
+    folder: Path,
+    kind: str,
+    content: dict[str, Any],
+    tensors: Mapping[str, Tensor],
+    asked: str,
+    *,
+    shared: bool,
 ) -> None:
-    path, part = folder / f"{kind}.safetensors", folder / f"{kind}.part"
+    path = folder / f"{kind}.safetensors"
+    own = f"{kind}.{secrets.token_hex(8)}" if shared else kind
+    part = folder / f"{own}.part"
     left = [part]  # what an error would leave behind: it takes space, of which there may be none
     try:
         digest = _save(tensors, part) if tensors else None
         if digest is not None:
             waiting = _waiting(path, digest)
-            left += [] if waiting.exists() else [waiting]  # else what was saved before may need it
-            part.replace(waiting)
+            if not (shared or waiting.exists()):  # else what another saved may need it
+                left.append(waiting)
+            replace(part, waiting)
         head = {"format": f"hookline {kind}", "version": _VERSION, "tensors": digest}
-        left.append(folder / f"{kind}.json.part")
-        left[-1].write_text(_spell(head | content), encoding="utf-8")
-        left[-1].replace(folder / f"{kind}.json")
+        left.append(folder / f"{own}.json.part")
+        left[-1].write_text(_spell(head | content), encoding="utf-8", newline="\n")
+        replace(left[-1], folder / f"{kind}.json")
     except OSError as error:
         for one in left:
             with suppress(OSError):
@@ -105,11 +117,13 @@ def _write(
             "What was saved there before is still there. See to the disk, its space and "
             "permissions, or name another folder.",
         ) from error
+    if shared:
+        return
     with suppress(OSError):  # all is there now: `read` finds tensors that wait, too
         if digest is None:
             path.unlink(missing_ok=True)
         else:
-            _waiting(path, digest).replace(path)
+            replace(_waiting(path, digest), path)
         for old in folder.glob(_waiting(path, _DIGEST).name):  # of one that was killed
             old.unlink(missing_ok=True)
 

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from hookline.errors import StoreError
+from hookline.operating_system import replace
 from hookline.storage.files import Series, ranks_of, read_index
-from hookline.storage.locks import locked
+from hookline.storage.locks import held, locked
 from hookline.storage.small_files import as_json, corrupt, read_json, write_json
 
 __all__ = ["describe", "read_description", "settle"]
@@ -34,7 +35,9 @@ def describe(folder: Path, metadata: Mapping[str, Any] | None, rank: int) -> Non
         except FileExistsError:
             pass
         except OSError:  # a file system without links
-            first.replace(path)
+            with held(folder, alone=True):
+                if not path.exists():
+                    replace(first, path)
         first.unlink(missing_ok=True)
     found = read_description(folder)
     if metadata is not None and found != wanted:

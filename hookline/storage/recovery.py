@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import os
 import shutil
-import stat
 import struct
 import time
 from contextlib import suppress
 from pathlib import Path
 
 from hookline.errors import StoreError, warn_outside
+from hookline.operating_system import is_link, replace, sync_folder
 from hookline.storage.files import (
     HEADER,
     PAGE,
@@ -26,7 +26,7 @@ from hookline.storage.files import (
     shard_path,
 )
 from hookline.storage.locks import locked
-from hookline.storage.small_files import corrupt, sync_file, sync_folder
+from hookline.storage.small_files import corrupt, sync_file
 from hookline.values.tables import show_bytes
 
 __all__ = ["recover"]
@@ -95,8 +95,7 @@ def _check_end(path: Path, index: Index, ends: Series, committed: int) -> None:
 
 def _shared(path: Path) -> bool:
     """Whether another folder may have the same file, and in it what no index here speaks of."""
-    found = path.lstat()
-    return stat.S_ISLNK(found.st_mode) or found.st_nlink > 1
+    return is_link(path) or path.lstat().st_nlink > 1
 
 
 def _own(path: Path) -> None:
@@ -104,7 +103,7 @@ def _own(path: Path) -> None:
     partial = path.with_name(f"{path.name}.partial")
     shutil.copyfile(path, partial)
     sync_file(partial)
-    partial.replace(path)
+    replace(partial, path)
     sync_folder(path.parent)
 
 
@@ -132,7 +131,7 @@ def _cut(folder: Path, index: Index, *, held: bool = False) -> Index:
             with path.open("r+b", buffering=0) as file:
                 file.write(header_of(series, rows).ljust(PAGE))
                 os.ftruncate(file.fileno(), HEADER + rows * series.row_bytes)
-    except OSError:  # read-only: readers stop at the index anyway
+    except OSError:  # read-only, or mapped on Windows: readers stop at the index anyway
         return index
     warn_outside(
         f"A writer of rank {index.rank} stopped in the middle of an append to {str(folder)!r}: "

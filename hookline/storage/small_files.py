@@ -7,7 +7,7 @@
 - `replace_file(path, text, sync)`: a reader, or a crash, finds the old file or the new one
 - `open_regular(path)`: open a file, and nothing that would wait for ever
 - `most_files()`: how many files a writer may keep open, and half of what a reader may
-- `sync_file(path)`, `sync_folder(folder)`: make what is in a file last, and the names in a folder
+- `sync_file(path)`: force what is in a file onto the disk
 - `corrupt(path, found)`: the error for a file that is not what a writer of ours left there
 """
 
@@ -20,12 +20,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, cast
 
+from hookline import operating_system
 from hookline.errors import StoreError
-
-try:
-    import resource
-except ImportError:  # Windows
-    resource = None
 
 __all__ = [
     "as_json",
@@ -37,7 +33,6 @@ __all__ = [
     "replace_file",
     "strict_json",
     "sync_file",
-    "sync_folder",
     "write_json",
 ]
 
@@ -111,7 +106,7 @@ def open_regular(path: Path) -> BinaryIO:
     """Open a file, and nothing that would wait for ever, as a pipe does."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise OSError("it is no regular file")
-    return path.open("rb")
+    return operating_system.when_free(lambda: path.open("rb"))
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -146,32 +141,22 @@ def replace_file(path: Path, text: bytes, sync: bool) -> None:
             file.write(text)
             if sync:
                 file.flush()
-                os.fsync(file.fileno())
-        partial.replace(path)
+                operating_system.sync(file.fileno())
+        operating_system.replace(partial, path)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
     if sync:
-        sync_folder(path.parent)
+        operating_system.sync_folder(path.parent)
 
 
 def most_files() -> int:
     """How many files a writer may keep open, and half of what a reader may: a quarter of all."""
-    limit = 512 if resource is None else resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return max(limit // 4, 1) if limit > 0 else 1 << 16  # no limit is a negative one
+    limit = operating_system.most_open_files()
+    return 1 << 16 if limit is None else max(limit // 4, 1)
 
 
 def sync_file(path: Path) -> None:
-    """Make what is in a file last."""
+    """Force what is in a file onto the disk."""
     with path.open("r+b") as file:
-        os.fsync(file.fileno())
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the names in a folder last, where the system can."""
-    if os.name == "posix":
-        number = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(number)
-        finally:
-            os.close(number)
+        operating_system.sync(file.fileno())
