@@ -69,6 +69,7 @@ def _module(name: str) -> Any:
 _fcntl = _module("fcntl")  # Linux and macOS
 _resource = _module("resource")  # Linux and macOS
 _msvcrt = _module("msvcrt")  # Windows
+_LINUX = sys.platform == "linux" and _fcntl is not None
 _BINARY: int = getattr(os, "O_BINARY", 0)  # Windows: else each b"\n" is written as b"\r\n"
 _NO_LINK: int = getattr(os, "O_NOFOLLOW", 0)  # Linux and macOS
 _FULL_SYNC: int | None = getattr(_fcntl, "F_FULLFSYNC", None)  # macOS
@@ -257,7 +258,12 @@ def most_open_files() -> int | None:
 
 
 def file_system(folder: Path) -> str:
-    """Return the kind of the file system that a folder is on; "" where only Linux would tell."""
+    """Return the kind of the file system that a folder is on; "" where it is not known.
+
+    Only Linux tells, and only there does space that is reserved save time.
+    """
+    if not _LINUX:
+        return ""
     try:
         mounts = [line.split() for line in _MOUNTS.read_text("utf-8").splitlines()]
         device = folder.stat().st_dev
@@ -269,12 +275,7 @@ def file_system(folder: Path) -> str:
 
 
 def free_space(file: int) -> int:
-    """Return how many bytes are free on the disk of an open file; 0 on Windows, which has no call.
-
-    It is asked only where `space_reserver` gives something.
-    """
-    if not hasattr(os, "fstatvfs"):
-        return 0
+    """Return how many bytes are free on the disk of an open file, on Linux and macOS."""
     found = os.fstatvfs(file)
     return found.f_bavail * found.f_frsize
 
@@ -286,7 +287,7 @@ def space_reserver() -> Callable[[int, int, int], bool] | None:
     That is fallocate, on Linux of 64 bits. Python's `posix_fallocate` would make the file longer.
     Elsewhere files grow as they are written: this only saves time.
     """
-    if sys.platform != "linux" or sys.maxsize <= 1 << 32:  # with 32 bits, places have fewer bits
+    if not _LINUX or sys.maxsize <= 1 << 32:  # with 32 bits, places have fewer bits
         return None
     call = getattr(ctypes.CDLL(None), "fallocate", None)
     if call is None:
