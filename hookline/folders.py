@@ -102,7 +102,10 @@ def _write(
             waiting = _waiting(path, digest)
             if not (shared or waiting.exists()):  # else what another saved may need it
                 left.append(waiting)
-            replace(part, waiting)
+            if waiting.is_file() and _digest(waiting) == digest:  # which somebody may be reading
+                part.unlink()
+            else:
+                replace(part, waiting)
         head = {"format": f"hookline {kind}", "version": _VERSION, "tensors": digest}
         left.append(folder / f"{own}.json.part")
         left[-1].write_text(_spell(head | content), encoding="utf-8", newline="\n")

@@ -56,33 +56,32 @@ class Msvcrt(types.ModuleType):
 def is_mapped(path):
     """Whether this process maps a file."""
     lines = Path("/proc/self/maps").read_text("utf-8", "surrogateescape").splitlines()
-    return any(line.endswith(f" {path}") for line in lines)
+    return any(line.endswith(f" {Path(path).resolve()}") for line in lines)
 
 
 def is_open(path):
     """Whether a process has a file open, or this one maps it."""
-    path = os.path.realpath(path)
-    for process in os.listdir("/proc"):
-        if process.isdecimal():
-            with suppress(OSError):
-                for number in os.listdir(f"/proc/{process}/fd"):
-                    with suppress(OSError):
-                        if os.readlink(f"/proc/{process}/fd/{number}") == path:
-                            return True
+    path = Path(path).resolve()
+    for process in Path("/proc").glob("[0-9]*/fd"):
+        with suppress(OSError):
+            for number in process.iterdir():
+                with suppress(OSError):
+                    if number.readlink() == path:
+                        return True
     return is_mapped(path)
 
 
 def simulate():
-    """Make this process one of Windows, as far as hookline can see."""
+    """Make this process one of Windows, as far as hookline can see; gives what `os` was before."""
     assert "hookline" not in sys.modules
     real = types.SimpleNamespace(**vars(os), text=io.open)
     text = set()  # numbers of files that were opened without O_BINARY
     msvcrt = Msvcrt()
 
     def opened(path, flags, mode=0o777, **more):
-        if os.path.isdir(path):
+        if Path(path).is_dir():
             raise PermissionError(errno.EACCES, "a folder cannot be opened", str(path))
-        if flags & os.O_TRUNC and is_mapped(os.path.realpath(path)):
+        if flags & os.O_TRUNC and is_mapped(path):
             raise OSError(errno.EINVAL, "the file is mapped", str(path))
         file = real.open(path, (flags & ~BINARY) | real.O_CLOEXEC, mode, **more)
         (text.discard if flags & BINARY else text.add)(file)
@@ -107,12 +106,12 @@ def simulate():
         real.fsync(file)
 
     def ftruncate(file, size):
-        if size < os.fstat(file).st_size and is_mapped(os.readlink(f"/proc/self/fd/{file}")):
+        if size < os.fstat(file).st_size and is_mapped(f"/proc/self/fd/{file}"):
             raise OSError(errno.EINVAL, "the file is mapped")
         real.ftruncate(file, size)
 
     def refuse_open(path):
-        if os.path.isfile(path) and is_open(path):
+        if Path(path).is_file() and is_open(path):
             raise PermissionError(errno.EACCES, "another program uses the file", str(path))
 
     def replace(source, target, **more):
@@ -146,3 +145,4 @@ def simulate():
     os.open, os.write, os.close, os.fsync, os.ftruncate = opened, write, close, fsync, ftruncate
     os.replace, os.rename, os.unlink, os.remove = replace, rename, unlink, unlink
     io.open = builtins.open = open_text
+    return real
