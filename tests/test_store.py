@@ -638,7 +638,9 @@ def test_where_there_are_no_locks_a_store_is_read_and_not_written(counted, monke
     with shard.open("ab") as file:
         file.write(b"an append that may be under way")
     monkeypatch.setattr("fcntl.flock", flock)
-    with pytest.raises(StoreError, match=r"no lock there \(.*not supported\).*local disk") as caught:
+    with pytest.raises(
+        StoreError, match=r"no lock there \(.*not supported\).*local disk"
+    ) as caught:
         Store.create(counted, resume=True)
     assert isinstance(caught.value.__cause__, OSError)  # so that nobody waits for another writer
     assert len(Store.open(counted)) == 21

@@ -21,7 +21,7 @@ from pathlib import Path
 MISSING = (
     "O_CLOEXEC", "O_DIRECTORY", "O_NOFOLLOW", "O_NONBLOCK", "chown", "fchmod", "fork", "fstatvfs",
     "killpg", "major", "minor", "mkfifo", "posix_fadvise", "posix_fallocate", "pread",
-    "preadv", "pwrite", "pwritev", "sched_getaffinity", "statvfs", "sync",
+    "preadv", "pwrite", "pwritev", "sched_getaffinity", "sync",
 )  # fmt: skip
 BINARY = 1 << 30
 
