@@ -1,7 +1,7 @@
-"""A folder with a JSON file and, beside it, the tensors that it speaks of.
+"""Folders with a JSON file and a safetensors file of the tensors that it names.
 
-- `write(folder, kind, content, tensors)`: both files, written as a whole or not at all
-- `read(folder, kind, error)`: what was written, or an error that says what is wrong with it
+- `write(folder, kind, content, tensors)`: write both files as a whole, or neither
+- `read(folder, kind, error)`: read them, or raise an error that says what is wrong
 - `is_plain(tensor)`: whether a tensor can be written as it is
 """
 
@@ -37,7 +37,7 @@ _WRITERS = {  # of all others `.save(folder)`
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor can be written: dense, with numbers of its own.
+    """Return True if a tensor can be written: it is dense and has data of its own.
 
     >>> is_plain(torch.zeros(2)), is_plain(torch.zeros(2, device="meta"))
     (True, False)
@@ -51,12 +51,12 @@ def write(
 ) -> Path:
     """Write `kind.json` and `kind.safetensors` into a folder, which is made if need be.
 
-    The JSON holds a digest of the tensors' file, so that two that do not belong together are seen.
-    Whatever fails, and whenever the process ends: what was saved there before can be read, or what
-    is saved now. The tensors lie there under their digest until the JSON that speaks of them has
-    replaced the one before. Of several processes that save into one folder, each waits for the
-    others, and the last one counts. Where they cannot wait, on a file system without locks, they
-    share no file: the tensors stay under their digest, and nothing of another one is removed.
+    The JSON holds a digest of the tensors' file, so that `read` notices files that do not belong
+    together. Whatever fails and whenever the process ends, either the earlier save or this one can
+    be read: the tensors have their digest as their name until the JSON that names them has replaced
+    the earlier one. Processes that save into one folder wait for each other, and the last one
+    counts. On a file system without locks they cannot wait. Then they share no file: the tensors
+    keep their digest as their name, and nothing that another process wrote is removed.
     """
     folder = Path(folder)
     asked = f"A {kind} was to be written to {str(folder)!r}."
@@ -132,7 +132,7 @@ def _write(
 
 
 def _save(tensors: Mapping[str, Tensor], to: Path) -> str:
-    """Write tensors to a file; gives its digest."""
+    """Write tensors to a file; return its digest."""
     from safetensors import SafetensorError
 
     # Their annotations say PathLike, without of what.
@@ -148,7 +148,7 @@ def _save(tensors: Mapping[str, Tensor], to: Path) -> str:
 
 
 def _waiting(path: Path, digest: str) -> Path:
-    """Where tensors lie until their JSON is there."""
+    """Return the name of tensors until their JSON is there."""
     return path.with_suffix(f".{digest}.safetensors")
 
 
@@ -159,7 +159,7 @@ def _spell(content: dict[str, Any]) -> str:
 def read(
     folder: str | Path, kind: str, error: type[HooklineError]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """What `write` wrote, as it stands there: nothing in it was looked at. Never unpickles."""
+    """Return what `write` wrote, without checking the content. Never unpickles."""
     with held(Path(folder), alone=False):  # else the JSON of one save, and the tensors of another
         try:
             return _read(folder, kind, error)

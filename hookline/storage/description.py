@@ -1,7 +1,7 @@
 """store.json: what a store is, once for all ranks.
 
-- `describe(folder, metadata, rank)`: write it, or see that the one there says the same
-- `settle(folder, rank, series, sync)`: add places and ids, or see that all ranks write the same
+- `describe(folder, metadata, rank)`: write it, or check that the one there says the same
+- `settle(folder, rank, series, sync)`: add places and ids, or check that all ranks agree
 - `read_description(folder)`: the metadata
 """
 
@@ -24,7 +24,7 @@ _FORMAT = {"format": "hookline.store", "version": 1}
 
 
 def describe(folder: Path, metadata: Mapping[str, Any] | None, rank: int) -> None:
-    """Write store.json, or see that the one there says the same."""
+    """Write store.json, or check that the one there says the same."""
     path = folder / "store.json"
     wanted = as_json(metadata or {}, "the metadata")
     if not path.exists():

@@ -1,6 +1,6 @@
-"""What a killed writer left is cut off: a store is what its indexes say.
+"""Recovery: what a killed writer left uncommitted is cut off.
 
-- `recover(folder, rank, held)`: the index of a rank, its shards checked and cut to it
+- `recover(folder, rank, held)`: check the shards of a rank and cut them to its index
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ __all__ = ["recover"]
 
 
 def recover(folder: Path, rank: int, *, held: bool = False) -> Index:
-    """The index of a rank. What lies behind it in the shards is dropped, with a warning.
+    """Return the index of a rank. Rows behind what it says are dropped, with a warning.
 
-    If a living writer holds the lock, or the folder may not be written to, nothing is touched:
-    readers stop at what the index says in any case. Nor is a file that other folders have too.
-    `held` says that the caller has the lock, and is going to write.
+    Nothing is changed if a living writer holds the lock or the folder cannot be written: readers
+    stop at what the index says in any case. A file that other folders have too is left alone.
+    `held` says that the caller has the lock and is going to write.
     """
     if held:
         return _cut(folder, read_index(folder, rank), held=True)
@@ -59,7 +59,7 @@ def recover(folder: Path, rank: int, *, held: bool = False) -> Index:
 
 
 def _tails(folder: Path, index: Index) -> dict[Path, int]:
-    """The shards with bytes that no index speaks of, and how many; errors for those that lack."""
+    """Return the shards with more bytes than committed, and how many; raise if one has fewer."""
     tails: dict[Path, int] = {}
     for series in index.series:
         for position, number in enumerate(series.shards):
@@ -83,7 +83,7 @@ def _tails(folder: Path, index: Index) -> dict[Path, int]:
 
 
 def _check_end(path: Path, index: Index, ends: Series, committed: int) -> None:
-    """The last sample must end where the rows end, before anything is cut by these numbers."""
+    """Raise unless the last sample ends where the rows end; nothing is cut before that."""
     part = "ids" if ends.part == "id offsets" else "rows"
     rows = sum(s.rows for s in index.series if (s.place, s.part) == (ends.place, part))
     with path.open("rb") as file:
@@ -94,12 +94,12 @@ def _check_end(path: Path, index: Index, ends: Series, committed: int) -> None:
 
 
 def _shared(path: Path) -> bool:
-    """Whether another folder may have the same file, and in it what no index here speaks of."""
+    """Return True if another folder may have the same file, with rows of its own in it."""
     return is_link(path) or path.lstat().st_nlink > 1
 
 
 def _own(path: Path) -> None:
-    """Put a copy in the place of a link, so that what is written reaches no other folder."""
+    """Replace a link by a copy, so that nothing is written into another folder."""
     partial = path.with_name(f"{path.name}.partial")
     shutil.copyfile(path, partial)
     sync_file(partial)

@@ -1,6 +1,6 @@
 """A shard that is being written.
 
-- `OpenShard(path, series, ahead, fresh=)`: the file, open; `put` adds rows, `cut` takes them back
+- `OpenShard(path, series, ahead, fresh=)`: an open shard; `put` adds rows, `cut` removes them
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class OpenShard:
             raise
 
     def put(self, series: Series, rows: Any, inside: int, count: int) -> None:
-        """Write rows, as a buffer, behind those inside, then the header that speaks of them."""
+        """Write rows, as a buffer, behind those inside, then the header that counts them."""
         start = HEADER + inside * series.row_bytes
         end = start + count * series.row_bytes
         if end > self._reserved and self._ahead:
@@ -50,7 +50,7 @@ class OpenShard:
         _write(self._file, header_of(series, inside + count).ljust(PAGE), 0)
 
     def send(self) -> None:
-        """Let the system begin to write a shard out, so that little is left for the sync."""
+        """Let the system begin to write the shard to the disk, so that the sync takes less time."""
         start, length = self._sent, self._end - self._sent
         if length >= _EARLY:
             self._sent = self._end
@@ -75,7 +75,7 @@ class OpenShard:
         self._reserved = 0
 
     def finish(self, *, sync: bool) -> None:
-        """Keep no more space than is needed, and force everything onto the disk if asked."""
+        """Give back space that is not needed, and force everything onto the disk if asked."""
         if self._reserved > self._end:
             self._let_go()
         if sync:

@@ -1,14 +1,14 @@
-"""The small files of a store: JSON that is bounded and distrusted, and replaced whole.
+"""The small files of a store: JSON of bounded size, checked when read, replaced as a whole.
 
-- `as_json(content, what)`: the content as it is read back, checked before it is written
+- `as_json(content, what)`: check content before it is written
 - `read_json(path)`, `write_json(path, content, sync)`: the object in a JSON file
 - `parse_json(text, path)`: the object in a text that was read from a file
-- `strict_json(text)`: what a text holds that every reader of JSON reads alike
-- `replace_file(path, text, sync)`: a reader, or a crash, finds the old file or the new one
-- `open_regular(path)`: open a file, and nothing that would wait for ever
-- `most_files()`: how many files a writer may keep open, and half of what a reader may
+- `strict_json(text)`: read JSON, and refuse what readers of JSON read differently
+- `replace_file(path, text, sync)`: replace a file as a whole
+- `open_regular(path)`: open a regular file for reading
+- `most_files()`: how many files a writer keeps open; a reader keeps twice as many
 - `sync_file(path)`: force what is in a file onto the disk
-- `corrupt(path, found)`: the error for a file that is not what a writer of ours left there
+- `corrupt(path, found)`: the error for a file that no writer of ours wrote like this
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _LARGEST_JSON = 16 << 20
 
 
 def corrupt(path: Path, found: str) -> StoreError:
-    """The error for a file that is not what a writer of ours left there."""
+    """Return the error for a file that no writer of ours wrote like this."""
     return StoreError(
         f"Cannot read {str(path)!r} as a part of a store.",
         f"{found[:300]}.",
@@ -60,13 +60,13 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def strict_json(text: str | bytes) -> Any:
-    """Read JSON; ValueError where readers differ: NaN, infinities, keys that stand there twice.
+    """Read JSON, without what readers of JSON read differently: NaN, infinities, repeated keys.
 
     >>> strict_json('{"a": [1, null]}')
     {'a': [1, None]}
 
     Raises:
-        ValueError: If the text is no such JSON, is no UTF-8, or is nested too deeply.
+        ValueError: If the text is no such JSON, is not UTF-8, or is nested too deeply.
     """
     try:
         return json.loads(text, parse_constant=_not_json, object_pairs_hook=_once)
@@ -75,7 +75,7 @@ def strict_json(text: str | bytes) -> Any:
 
 
 def as_json(content: Mapping[str, Any], what: str) -> dict[str, Any]:
-    """The content as it is read back; an error if it is no JSON, which none could read."""
+    """Return the content as it will be read back; raise StoreError if it is not JSON."""
     try:
         text = json.dumps(dict(content), allow_nan=False)
         return strict_json(text)
@@ -88,8 +88,8 @@ def as_json(content: Mapping[str, Any], what: str) -> dict[str, Any]:
 
 
 def parse_json(text: bytes, path: Path) -> dict[str, Any]:
-    """The object in a text that was read from a file."""
-    # The blanks that fill a header take json, and `strip`, longer than all the rest.
+    """Return the object in a text that was read from a file."""
+    # json and `strip` spend more time on the blanks that fill a header than on the rest.
     end = text.rfind(b"}") + 1
     if text[end:] == b" " * (len(text) - end):
         text = text[:end]
@@ -103,14 +103,14 @@ def parse_json(text: bytes, path: Path) -> dict[str, Any]:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a file, and nothing that would wait for ever, as a pipe does."""
+    """Open a regular file for reading; a pipe, which would wait for ever, raises OSError."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise OSError("it is no regular file")
     return operating_system.when_free(lambda: path.open("rb"))
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file of bounded size."""
+    """Return the object in a JSON file of bounded size."""
     try:
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
@@ -128,7 +128,7 @@ def write_json(path: Path, content: object, sync: bool) -> None:
 
 
 def replace_file(path: Path, text: bytes, sync: bool) -> None:
-    """Replace a file as a whole: a reader, or a crash, finds the old one or the new one."""
+    """Replace a file as a whole: readers, also after a crash, find the old file or the new one."""
     if len(text) > _LARGEST_JSON:
         raise StoreError(
             f"Cannot write {str(path)!r}.",
@@ -151,7 +151,7 @@ def replace_file(path: Path, text: bytes, sync: bool) -> None:
 
 
 def most_files() -> int:
-    """How many files a writer may keep open, and half of what a reader may: a quarter of all."""
+    """Return how many files a writer keeps open: a quarter of the limit. A reader keeps twice that."""
     limit = operating_system.most_open_files()
     return 1 << 16 if limit is None else max(limit // 4, 1)
 

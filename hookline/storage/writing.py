@@ -2,9 +2,9 @@
 
 - `StoreWriter`: what `Store.create` gives
 
-An append writes its rows behind what is committed, then the headers of the shards, then the index,
-as a whole: only then do the rows exist. What fails before that is
-taken back; what a killed process left is cut off by whoever opens the store next.
+An append writes its rows behind what is committed, then the headers of the shards, then the whole
+index: only then do the rows exist. An append that fails before that is taken back. What a killed
+process left is cut off when the store is opened next.
 """
 
 from __future__ import annotations
@@ -295,7 +295,7 @@ class StoreWriter:
             shard.close()
 
     def close(self) -> None:
-        """Finish: sync what the policy asks for, and let go of the files. Twice is once."""
+        """Finish: sync what the policy asks for and close the files. May be called twice."""
         with self._lock:
             self._close()
 
