@@ -7,7 +7,8 @@ The rest of the package calls these functions and never asks on which system it 
 - `write_at(file, data, place)`: write at a place in a file
 - `sync(file)`, `sync_folder(folder)`: force a file, and the names in a folder, onto the disk
 - `start_writing(file, start, length)`: let the system begin to write a part of a file out
-- `replace(source, target)`, `when_free(function)`: wait for readers where the system asks for it
+- `replace(source, target)`, `open_to_read(path)`, `when_free(function)`: on Windows, wait for others
+  that have the file open
 - `try_lock(file)`, `unlock(file)`: lock a file; the lock ends with the process
 - `is_link(path)`: whether a path leads elsewhere
 - `most_open_files()`: how many files the process may have open
@@ -33,7 +34,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 __all__ = [
     "EXCLUSIVE_PORTS",
@@ -43,6 +44,7 @@ __all__ = [
     "most_open_files",
     "open_file",
     "open_folder",
+    "open_to_read",
     "print_anything",
     "replace",
     "space_reserver",
@@ -188,6 +190,13 @@ def when_free(function: Callable[..., T], *arguments: Any) -> T:
             if time.monotonic() > until:
                 raise
         time.sleep(_LOOK)
+
+
+def open_to_read(path: Path) -> BinaryIO:
+    """Open a file that another process may be replacing; see `when_free`."""
+    if _msvcrt is None:  # readers of stores open many files
+        return path.open("rb")
+    return when_free(lambda: path.open("rb"))
 
 
 def replace(source: Path, target: Path) -> None:

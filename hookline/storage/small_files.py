@@ -106,7 +106,7 @@ def open_regular(path: Path) -> BinaryIO:
     """Open a regular file for reading; a pipe, which would wait for ever, raises OSError."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise OSError("it is no regular file")
-    return operating_system.when_free(lambda: path.open("rb"))
+    return operating_system.open_to_read(path)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -151,7 +151,7 @@ def replace_file(path: Path, text: bytes, sync: bool) -> None:
 
 
 def most_files() -> int:
-    """Return how many files a writer keeps open: a quarter of the limit. A reader keeps twice that."""
+    """Return how many files a writer keeps open: a quarter of the limit. Readers keep twice as many."""
     limit = operating_system.most_open_files()
     return 1 << 16 if limit is None else max(limit // 4, 1)
 
