@@ -7,8 +7,8 @@ The rest of the package calls these functions and never asks on which system it 
 - `write_at(file, data, place)`: write at a place in a file
 - `sync(file)`, `sync_folder(folder)`: force a file, and the names in a folder, onto the disk
 - `start_writing(file, start, length)`: let the system begin to write a part of a file out
-- `replace(source, target)`, `open_to_read(path)`, `when_free(function)`: on Windows, wait for others
-  that have the file open
+- `replace(source, target)`, `open_to_read(path)`, `when_free(function)`: on Windows, wait for
+  others that have the file open
 - `try_lock(file)`, `unlock(file)`: lock a file; the lock ends with the process
 - `is_link(path)`: whether a path leads elsewhere
 - `most_open_files()`: how many files the process may have open

@@ -146,3 +146,20 @@ def simulate():
     os.replace, os.rename, os.unlink, os.remove = replace, rename, unlink, unlink
     io.open = builtins.open = open_text
     return real
+
+
+if __name__ == "__main__":  # python tests/windows.py tests/test_store.py -k …
+    import fnmatch
+    import multiprocessing
+    import shutil
+    import subprocess
+    import tempfile
+
+    import pytest
+    import safetensors.torch
+    import torch.utils.data
+
+    simulate()
+    options = ["-q", "-n0", "-p", "no:cacheprovider", "--capture=sys", "--tb=short"]
+    options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
+    sys.exit(pytest.main([*options, *sys.argv[1:]]))

@@ -151,7 +151,7 @@ def replace_file(path: Path, text: bytes, sync: bool) -> None:
 
 
 def most_files() -> int:
-    """Return how many files a writer keeps open: a quarter of the limit. Readers keep twice as many."""
+    """Return how many files a writer keeps open: a quarter of the limit, readers half of it."""
     limit = operating_system.most_open_files()
     return 1 << 16 if limit is None else max(limit // 4, 1)
 
