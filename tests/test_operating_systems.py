@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 import hookline as hl
 from hookline import operating_system
 from hookline.pages.files import why_not
-from hookline.storage.small_files import most_files
+from hookline.storage.small_files import most_files, replace_file
 
 ROOT = Path(__file__).parents[1]
 ON_WINDOWS = """
@@ -439,6 +439,15 @@ def test_threads_that_write_at_places_of_one_file_do_not_mix(tmp_path):
         done = pool.map(lambda place: write_at(file.fileno(), pieces[place], place), pieces)
         assert list(done) == [100] * 200
     assert (tmp_path / "file").read_bytes() == b"".join(pieces.values())
+
+
+def test_threads_that_replace_one_file_do_not_take_each_others(tmp_path):
+    texts = [str(n).encode() * 1000 for n in range(100, 300)]
+    with ThreadPoolExecutor(8) as pool:
+        for done in [pool.submit(replace_file, tmp_path / "file", text, False) for text in texts]:
+            done.result()
+    assert (tmp_path / "file").read_bytes() in texts
+    assert len([*tmp_path.iterdir()]) == 1
 
 
 @pytest.mark.parametrize("can", [True, False])

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import stat
 from collections.abc import Mapping
 from pathlib import Path
@@ -135,7 +136,8 @@ def replace_file(path: Path, text: bytes, sync: bool) -> None:
             f"It would be larger than {_LARGEST_JSON >> 20} MB, which no reader takes.",
             "Keep metadata and marks small, places few and shards large.",
         )
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    # A name of its own: other threads, and processes of other machines, write the same file.
+    partial = path.with_name(f"{path.name}.{secrets.token_hex(8)}.partial")
     try:
         with partial.open("wb") as file:
             file.write(text)
