@@ -2,6 +2,8 @@
 
 import sys
 
+from hookline.operating_system import print_anything
+
 __all__ = ["main"]
 
 
@@ -17,6 +19,7 @@ def main() -> None:
             f"installed.\n  Install it with: pip install 'hookline[cli]'\n"
         )
         sys.exit(2)
+    print_anything()
     hookline(prog_name="hookline")
 
 

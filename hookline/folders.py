@@ -1,7 +1,7 @@
-"""A folder with a JSON file and, beside it, the tensors that it speaks of.
+"""Folders with a JSON file and a safetensors file of the tensors that it names.
 
-- `write(folder, kind, content, tensors)`: both files, written as a whole or not at all
-- `read(folder, kind, error)`: what was written, or an error that says what is wrong with it
+- `write(folder, kind, content, tensors)`: write both files as a whole, or neither
+- `read(folder, kind, error)`: read them, or raise an error that says what is wrong
 - `is_plain(tensor)`: whether a tensor can be written as it is
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import secrets
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from hookline.errors import HooklineError
+from hookline.operating_system import replace
 from hookline.storage.locks import held
 from hookline.storage.small_files import DEEPEST, is_deep, strict_json
 from hookline.values.quantised import is_quantised
@@ -34,7 +36,7 @@ _WRITERS = {  # of all others `.save(folder)`
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor can be written: dense, with numbers of its own.
+    """Return True if a tensor can be written: it is dense and has data of its own.
 
     >>> is_plain(torch.zeros(2)), is_plain(torch.zeros(2, device="meta"))
     (True, False)
@@ -48,11 +50,12 @@ def write(
 ) -> Path:
     """Write `kind.json` and `kind.safetensors` into a folder, which is made if need be.
 
-    The JSON holds a digest of the tensors' file, so that two that do not belong together are seen.
-    Whatever fails, and whenever the process ends: what was saved there before can be read, or what
-    is saved now. The tensors lie there under their digest until the JSON that speaks of them has
-    replaced the one before. Of several processes that save into one folder, each waits for the
-    others, and the last one counts.
+    The JSON holds a digest of the tensors' file, so that `read` notices files that do not belong
+    together. Whatever fails and whenever the process ends, either the earlier save or this one can
+    be read: the tensors have their digest as their name until the JSON that names them has replaced
+    the earlier one. Processes that save into one folder wait for each other, and the last one
+    counts. On a file system without locks they cannot wait. Then they share no file: the tensors
+    keep their digest as their name, and nothing that another process wrote is removed.
     """
     folder = Path(folder)
     asked = f"A {kind} was to be written to {str(folder)!r}."
@@ -69,31 +72,43 @@ def write(
         found = f"That cannot be made a folder: {error.strerror}."
         raise HooklineError(asked, found, "Name a folder, or a new one.") from error
     with held(folder, alone=True) as free:
-        if not free:
+        if free is False:
             raise HooklineError(
                 asked,
                 "Others have been saving into it for a minute.",
                 "Wait for them, or name another folder.",
             )
-        _write(folder, kind, content, tensors, asked)
+        _write(folder, kind, content, tensors, asked, shared=free is None)
     return folder
 
 
 def _write(
-    folder: Path, kind: str, content: dict[str, Any], tensors: Mapping[str, Tensor], asked: str
+    folder: Path,
+    kind: str,
+    content: dict[str, Any],
+    tensors: Mapping[str, Tensor],
+    asked: str,
+    *,
+    shared: bool,
 ) -> None:
-    path, part = folder / f"{kind}.safetensors", folder / f"{kind}.part"
+    path = folder / f"{kind}.safetensors"
+    own = f"{kind}.{secrets.token_hex(8)}" if shared else kind
+    part = folder / f"{own}.part"
     left = [part]  # what an error would leave behind: it takes space, of which there may be none
     try:
         digest = _save(tensors, part) if tensors else None
         if digest is not None:
             waiting = _waiting(path, digest)
-            left += [] if waiting.exists() else [waiting]  # else what was saved before may need it
-            part.replace(waiting)
+            if not (shared or waiting.exists()):  # else what another saved may need it
+                left.append(waiting)
+            if waiting.is_file() and _digest(waiting) == digest:  # which somebody may be reading
+                part.unlink()
+            else:
+                replace(part, waiting)
         head = {"format": f"hookline {kind}", "version": _VERSION, "tensors": digest}
-        left.append(folder / f"{kind}.json.part")
-        left[-1].write_text(_spell(head | content), encoding="utf-8")
-        left[-1].replace(folder / f"{kind}.json")
+        left.append(folder / f"{own}.json.part")
+        left[-1].write_text(_spell(head | content), encoding="utf-8", newline="\n")
+        replace(left[-1], folder / f"{kind}.json")
     except OSError as error:
         for one in left:
             with suppress(OSError):
@@ -104,17 +119,19 @@ def _write(
             "What was saved there before is still there. See to the disk, its space and "
             "permissions, or name another folder.",
         ) from error
+    if shared:
+        return
     with suppress(OSError):  # all is there now: `read` finds tensors that wait, too
         if digest is None:
             path.unlink(missing_ok=True)
         else:
-            _waiting(path, digest).replace(path)
+            replace(_waiting(path, digest), path)
         for old in folder.glob(_waiting(path, _DIGEST).name):  # of one that was killed
             old.unlink(missing_ok=True)
 
 
 def _save(tensors: Mapping[str, Tensor], to: Path) -> str:
-    """Write tensors to a file; gives its digest."""
+    """Write tensors to a file; return its digest."""
     from safetensors import SafetensorError
 
     # Their annotations say PathLike, without of what.
@@ -130,7 +147,7 @@ def _save(tensors: Mapping[str, Tensor], to: Path) -> str:
 
 
 def _waiting(path: Path, digest: str) -> Path:
-    """Where tensors lie until their JSON is there."""
+    """Return the name of tensors until their JSON is there."""
     return path.with_suffix(f".{digest}.safetensors")
 
 
@@ -141,7 +158,7 @@ def _spell(content: dict[str, Any]) -> str:
 def read(
     folder: str | Path, kind: str, error: type[HooklineError]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """What `write` wrote, as it stands there: nothing in it was looked at. Never unpickles."""
+    """Return what `write` wrote, without checking the content. Never unpickles."""
     with held(Path(folder), alone=False):  # else the JSON of one save, and the tensors of another
         try:
             return _read(folder, kind, error)

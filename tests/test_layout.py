@@ -146,6 +146,104 @@ sys.modules["torch._inductor.config"]
     }  # fmt: skip
 
 
+# What some systems lack, or do otherwise. `operating_system.py` has it for all other files.
+OF_SOME_SYSTEMS = {
+    "os": {
+        "fchmod", "fdatasync", "fork", "forkpty", "fstatvfs", "fsync", "getgid", "getuid", "kill",
+        "killpg", "major", "minor", "mkfifo", "name", "open", "posix_fadvise", "posix_fallocate",
+        "pread", "preadv", "pwrite", "pwritev", "register_at_fork", "rename", "replace",
+        "sched_getaffinity", "statvfs", "sync", "uname",
+        "O_BINARY", "O_CLOEXEC", "O_DIRECTORY", "O_NOFOLLOW", "O_NONBLOCK", "O_SYNC",
+    },
+    "sys": {"getwindowsversion", "platform"},
+}  # fmt: skip
+MODULES_OF_SOME_SYSTEMS = {
+    "ctypes", "fcntl", "grp", "msvcrt", "nt", "posix", "pwd", "resource", "termios", "winreg",
+}  # fmt: skip
+
+
+def uses_of_some_systems(source):
+    """What a file uses that only some systems have, or that they do otherwise."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute):
+            if node.attr in OF_SOME_SYSTEMS.get(ast.unparse(node.value), ()):
+                yield ast.unparse(node)
+        elif isinstance(node, ast.Import):
+            yield from (a.name for a in node.names if a.name in MODULES_OF_SOME_SYSTEMS)
+        elif isinstance(node, ast.ImportFrom):
+            if node.module in MODULES_OF_SOME_SYSTEMS:
+                yield node.module
+            of_it = OF_SOME_SYSTEMS.get(node.module, ())
+            yield from (f"{node.module}.{a.name}" for a in node.names if a.name in of_it)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            if node.value in MODULES_OF_SOME_SYSTEMS or node.value.startswith(("/proc", "/dev/")):
+                yield node.value
+        elif isinstance(node, ast.Call):
+            yield from calls_of_some_systems(node)
+
+
+def calls_of_some_systems(node):
+    """A call that renames a file, or that opens text as each system spells it."""
+    name = ast.unparse(node.func).rpartition(".")[2]
+    given = {keyword.arg for keyword in node.keywords}
+    constants = [one.value for one in node.args if isinstance(one, ast.Constant)]
+    if name in ("getattr", "hasattr") and constants:
+        if constants[0] in OF_SOME_SYSTEMS.get(ast.unparse(node.args[0]), ()):
+            yield f"{ast.unparse(node.args[0])}.{constants[0]}"
+    elif name in ("replace", "rename") and len(node.args) == 1 and not given:
+        if isinstance(node.func, ast.Attribute):  # of a path: that of a string takes two
+            yield f"Path.{name}"
+    elif name == "read_text" and not (node.args or "encoding" in given):
+        yield "text without encoding="
+    elif name == "write_text" and not {"newline", "encoding"} <= given:
+        yield "text without encoding= and newline="
+    elif name == "open" and any(
+        isinstance(c, str) and re.fullmatch("[rwax+t]+", c) for c in constants
+    ):
+        if "encoding" not in given or (constants[-1][0] != "r" and "newline" not in given):
+            yield "text without encoding= and newline="
+
+
+def test_what_only_some_systems_have_is_in_one_file():
+    found = {
+        f"{name}: {used}"
+        for name, source in SOURCES.items()
+        if name != "operating_system.py"
+        for used in uses_of_some_systems(source)
+    }
+    assert not found
+
+
+def test_that_rule_finds_what_only_some_systems_have():
+    program = """
+import fcntl, os
+from os import pwrite
+from resource import getrlimit
+os.posix_fadvise(file, 0, 1, 2)
+flags = getattr(os, "O_DIRECTORY", 0)
+if sys.platform == "win32" or hasattr(os, "fork"):
+    import_module("msvcrt")
+text.replace("a", "b")
+path.replace(other)
+path.rename(other)
+Path("/proc/self/fd")
+path.read_text()
+path.write_text("a", encoding="utf-8")
+path.open("w", encoding="utf-8")
+open(path, "r")
+open(path, "rb")
+path.read_text("utf-8")
+path.write_text("a", encoding="utf-8", newline="\\n")
+"""
+    assert sorted(uses_of_some_systems(program)) == sorted(
+        [
+            "fcntl", "os.pwrite", "resource", "os.posix_fadvise", "os.O_DIRECTORY", "sys.platform",
+            "os.fork", "msvcrt", "Path.replace", "Path.rename", "/proc/self/fd",
+            "text without encoding=", *["text without encoding= and newline="] * 3,
+        ]
+    )  # fmt: skip
+
+
 def test_nothing_registers_hooks_on_modules_in_another_way():
     for name, source in SOURCES.items():
         used = names_used(source)

@@ -1,6 +1,8 @@
 """Records on disk, against the record that was saved."""
 
+import errno
 import json
+import os
 import sys
 from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
@@ -259,7 +261,6 @@ def test_a_call_without_the_part_that_was_asked_for_is_still_without_it(tmp_path
             read[place, 2]
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="Windows locks no folders")
 def test_of_several_that_save_into_one_folder_at_once_one_is_read(tmp_path):
     # Threads wait for each other as processes do.
     model = nn.Sequential(nn.Flatten())
@@ -284,7 +285,41 @@ def test_of_several_that_save_into_one_folder_at_once_one_is_read(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["record.json", "record.safetensors"]
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="Windows locks no folders")
+def test_without_locks_those_who_save_at_once_do_not_destroy_what_another_saved(
+    tmp_path, monkeypatch
+):
+    def refuse(file, *, shared=False):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    model = nn.Sequential(nn.Flatten())
+    records: list[hl.Record] = []
+    for number in range(4):
+        with hl.capture(model, "0") as record:
+            model(torch.full((2, 3), float(number)))
+        records.append(record)
+    hl.save_record(records[0], tmp_path)  # with locks: the tensors have their usual name
+    monkeypatch.setattr(locks, "try_lock", refuse)
+
+    def save_often(record):
+        for _ in range(15):
+            hl.save_record(record, tmp_path)
+
+    with ThreadPoolExecutor() as pool:
+        saving = [pool.submit(save_often, record) for record in records]
+        while not all(one.done() for one in saving):
+            value = hl.load_record(tmp_path)["0"]
+            assert any(torch.equal(value, record["0"]) for record in records)
+        for one in saving:
+            one.result()
+    names = [path.name for path in tmp_path.iterdir()]
+    assert not [name for name in names if name.endswith(".part")]
+    monkeypatch.undo()
+    hl.save_record(records[0], tmp_path)  # with locks again: what lies about is removed
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names[-2:] == ["record.json", "record.safetensors"]
+    assert names[:-2] in ([], ["hookline.lock"])
+
+
 def test_a_folder_that_another_saves_into_for_too_long_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(locks, "_PATIENCE", 0.05)
     model = nn.Sequential(nn.Flatten())

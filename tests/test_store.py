@@ -27,7 +27,7 @@ from safetensors import safe_open
 from torch.utils.data import DataLoader
 
 import hookline as hl
-from hookline import Store, StoreError
+from hookline import Store, StoreError, operating_system
 from hookline.storage import files as store_files
 from hookline.storage import recovery as store_recovery
 from hookline.storage import rows as store_rows
@@ -622,12 +622,29 @@ def test_opening_a_hostile_store_makes_no_file_where_a_link_points_to(counted, t
         file.write(b"more")  # what a lock is needed for
     Store.open(counted)
     assert not elsewhere.exists()
-    with pytest.raises(StoreError, match="Another writer"):
+    with pytest.raises(StoreError, match="There can be no lock there"):
         Store.create(counted, resume=True)
     lock.unlink()
     with pytest.warns(hl.HooklineWarning, match="dropped"):
         Store.open(counted)
     assert lock.is_file()
+
+
+def test_where_there_are_no_locks_a_store_is_read_and_not_written(counted, monkeypatch):
+    def flock(*_):
+        raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
+
+    shard = shard_of(counted, "h.3")
+    with shard.open("ab") as file:
+        file.write(b"an append that may be under way")
+    monkeypatch.setattr("fcntl.flock", flock)
+    with pytest.raises(
+        StoreError, match=r"no lock there \(.*not supported\).*local disk"
+    ) as caught:
+        Store.create(counted, resume=True)
+    assert isinstance(caught.value.__cause__, OSError)  # so that nobody waits for another writer
+    assert len(Store.open(counted)) == 21
+    assert shard.read_bytes().endswith(b"under way")
 
 
 @pytest.mark.parametrize("size", [0, 1e9, "1", None])
@@ -667,11 +684,17 @@ class Killed(BaseException):
     pass
 
 
+def patch_write_at(monkeypatch, function):
+    """Let stores write with another function; it is bound in the files that use it."""
+    for module in (store_files, store_shards):
+        monkeypatch.setattr(module, "write_at", function)
+
+
 def breaking(monkeypatch, after, error, half):
     """Let the n-th write to a shard fail, after half of its bytes if asked; gives a counter."""
     calls = [0]
 
-    def pwrite(file, data, place, real=os.pwrite):
+    def write_at(file, data, place, real=operating_system.write_at):
         calls[0] += 1
         if calls[0] == after and half:
             return real(file, data[: len(data) // 2 or 1], place)
@@ -679,7 +702,7 @@ def breaking(monkeypatch, after, error, half):
             raise error
         return real(file, data, place)
 
-    monkeypatch.setattr(os, "pwrite", pwrite)
+    patch_write_at(monkeypatch, write_at)
     return calls
 
 
@@ -1459,14 +1482,14 @@ def reserved(monkeypatch):
     """Space is asked for from 150,000 bytes on; gives what was asked for: file, start, end."""
     asked = []
 
-    def fallocate(file, mode, start, length):
+    def reserve(file, start, length):
         asked.append((Path(f"/proc/self/fd/{file}").readlink().name, start, start + length))
-        return 0
+        return True
 
     for name, size in {"_FROM": 150_000, "_LEAST": 100_000, "_MOST": 300_000}.items():
         monkeypatch.setattr(store_space, name, size)
-    monkeypatch.setattr(store_space, "_file_system", lambda folder: "ext4")
-    monkeypatch.setattr(store_space, "_fallocate", lambda: fallocate)
+    monkeypatch.setattr(store_space, "file_system", lambda folder: "ext4")
+    monkeypatch.setattr(store_space, "space_reserver", lambda: reserve)
     return asked
 
 
@@ -1502,12 +1525,16 @@ def test_space_is_reserved_ahead_of_a_file_that_grows(tmp_path, reserved):
 def test_where_no_space_can_be_reserved_rows_are_written_as_they_come(
     tmp_path, reserved, monkeypatch, why
 ):
+    def refuse(*told):
+        reserved.append(told)
+        return False
+
     if why == "refused":
-        monkeypatch.setattr(store_space, "_fallocate", lambda: lambda *told: reserved.append(told))
+        monkeypatch.setattr(store_space, "space_reserver", lambda: refuse)
     elif why == "little space":
         monkeypatch.setattr(store_space, "_PLENTY", 1 << 62)
     else:
-        monkeypatch.setattr(store_space, "_file_system", lambda folder: "tmpfs")
+        monkeypatch.setattr(store_space, "file_system", lambda folder: "tmpfs")
     with Store.create(tmp_path, sync="never") as writer:
         for n in range(10):
             writer.append({"x": torch.full((5000,), n)})
@@ -1517,7 +1544,7 @@ def test_where_no_space_can_be_reserved_rows_are_written_as_they_come(
 
 @pytest.mark.parametrize("end", ["close", "an error", "kill"])
 def test_space_that_was_reserved_is_given_back(tmp_path, monkeypatch, end):
-    if store_space._file_system(tmp_path) != "ext4" or not store_space.Ahead(tmp_path):
+    if operating_system.file_system(tmp_path) != "ext4" or not store_space.Ahead(tmp_path):
         pytest.skip("another file system")
     value = torch.ones(1 << 18)  # 1 MB, from where on there is some
     writer = Store.create(tmp_path, sync="never")
@@ -1697,11 +1724,11 @@ def test_a_number_that_torch_has_yet_to_negate_is_stored_negated(tmp_path):
 def test_rows_of_odd_strides_are_stored_also_where_the_system_writes_a_part(
     tmp_path, monkeypatch, dtype
 ):
-    def pwrite(file, data, place, real=os.pwrite):
+    def write_at(file, data, place, real=operating_system.write_at):
         data = memoryview(data)
         return real(file, data.cast("B")[:5] if data.nbytes < 1000 else data, place)
 
-    monkeypatch.setattr(os, "pwrite", pwrite)
+    patch_write_at(monkeypatch, write_at)
     bits = random_bits((40,), dtype)
     forms = [((6, 1, 2), (3, 7, 1)), ((6, 1, 1), (1, 9, 5)), ((5, 3), (1, 5)), ((4, 2), (0, 1))]
     for n, (shape, strides) in enumerate(forms):

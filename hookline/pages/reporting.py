@@ -73,7 +73,7 @@ def report(
         page.content["title"] = title
     path = Path(to)
     try:
-        path.write_text(as_html(page), "utf-8")
+        path.write_text(as_html(page), encoding="utf-8", newline="\n")  # as its digest has it
     except OSError as error:
         raise ReportError(
             f"A report was to be written to {str(path)!r}.",

@@ -18,6 +18,7 @@ from typing import Any, cast
 from urllib.parse import parse_qs, quote, urlsplit
 
 from hookline.errors import HooklineError, ReportError
+from hookline.operating_system import EXCLUSIVE_PORTS
 from hookline.pages.chunks import pack, plain_json
 from hookline.pages.files import policy, shell, why_not
 from hookline.pages.views import Gallery, View
@@ -100,6 +101,7 @@ class Server:
 
 
 class _HTTPServer(ThreadingHTTPServer):
+    allow_reuse_address = not EXCLUSIVE_PORTS
     daemon_threads = True
     block_on_close = False  # a stream may be waiting for its next look
     gallery: Gallery

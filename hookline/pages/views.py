@@ -14,6 +14,7 @@ from threading import RLock
 from typing import Any, NamedTuple
 
 from hookline.errors import HooklineError, ReportError
+from hookline.operating_system import is_link
 from hookline.pages.chunks import Chunk, Page
 from hookline.pages.files import is_page
 from hookline.pages.record_pages import page_of_record
@@ -245,7 +246,7 @@ class Gallery:
             inside = sorted(self.folder.iterdir())
         except OSError:
             return []
-        kinds = [(path, _kind_of(path)) for path in inside if not path.is_symlink()]
+        kinds = [(path, _kind_of(path)) for path in inside if not is_link(path)]
         return [Shown(_name(path), kind, path) for path, kind in kinds if kind is not None]
 
     def find(self, name: str) -> Shown | None:

@@ -1,7 +1,7 @@
 """store.json: what a store is, once for all ranks.
 
-- `describe(folder, metadata, rank)`: write it, or see that the one there says the same
-- `settle(folder, rank, series, sync)`: add places and ids, or see that all ranks write the same
+- `describe(folder, metadata, rank)`: write it, or check that the one there says the same
+- `settle(folder, rank, series, sync)`: add places and ids, or check that all ranks agree
 - `read_description(folder)`: the metadata
 """
 
@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from hookline.errors import StoreError
+from hookline.operating_system import replace
 from hookline.storage.files import Series, ranks_of, read_index
-from hookline.storage.locks import locked
+from hookline.storage.locks import held, locked
 from hookline.storage.small_files import as_json, corrupt, read_json, write_json
 
 __all__ = ["describe", "read_description", "settle"]
@@ -23,7 +24,7 @@ _FORMAT = {"format": "hookline.store", "version": 1}
 
 
 def describe(folder: Path, metadata: Mapping[str, Any] | None, rank: int) -> None:
-    """Write store.json, or see that the one there says the same."""
+    """Write store.json, or check that the one there says the same."""
     path = folder / "store.json"
     wanted = as_json(metadata or {}, "the metadata")
     if not path.exists():
@@ -34,7 +35,9 @@ def describe(folder: Path, metadata: Mapping[str, Any] | None, rank: int) -> Non
         except FileExistsError:
             pass
         except OSError:  # a file system without links
-            first.replace(path)
+            with held(folder, alone=True):
+                if not path.exists():
+                    replace(first, path)
         first.unlink(missing_ok=True)
     found = read_description(folder)
     if metadata is not None and found != wanted:

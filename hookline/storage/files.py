@@ -28,6 +28,8 @@ from typing import Any, cast
 import numpy as np
 import torch
 
+from hookline.operating_system import open_file, write_at
+from hookline.operating_system import sync as sync_to_disk
 from hookline.storage.small_files import corrupt, open_regular, parse_json, read_json, replace_file
 
 __all__ = [
@@ -213,24 +215,23 @@ class IndexFile:
             self.close()
             replace_file(self._path, text.ljust(PAGE - 1) + b"\n", sync)
             return
-        if os.pwrite(self._file, b"%-4095b\n" % text, 0) != PAGE:
+        if write_at(self._file, b"%-4095b\n" % text, 0) != PAGE:
             raise OSError("the system wrote a part of the index only")
         if sync:
-            os.fsync(self._file)
+            sync_to_disk(self._file)
 
     def _is_page(self) -> bool:
         """Whether the file is there, one page long, and in no other folder."""
         if self._file < 0:
-            flags = os.O_WRONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_NOFOLLOW", 0)
             try:
-                self._file = os.open(self._path, flags)
+                self._file = open_file(self._path, os.O_WRONLY, follow=False)
             except OSError:  # none yet, or a link: it is replaced
                 return False
         found = os.fstat(self._file)
         return found.st_size == PAGE and found.st_nlink == 1
 
     def close(self) -> None:
-        """Let go of the file. Twice is once."""
+        """Close the file. May be called twice."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1

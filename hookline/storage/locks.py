@@ -1,8 +1,9 @@
-"""Locks of the system's, which lets go of them when a process ends.
+"""Locks between processes, which the system drops when a process ends.
 
-- `locked(folder, rank)`: hold the lock of a rank, as a living writer does
-- `lock_path(folder, rank)`: its file
-- `held(folder, alone=)`: hold a folder itself, as whoever saves into it does
+- `claimed(folder, rank)`: the lock of a rank, for its writer
+- `locked(folder, rank)`: the same, for those who only need to know whether a writer is alive
+- `lock_path(folder, rank)`: the file that is locked
+- `held(folder, alone=)`: the lock of a folder that is saved into
 """
 
 from __future__ import annotations
@@ -10,93 +11,100 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Generator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-try:
-    import fcntl
-except ImportError:  # Windows: one writer for each rank is then the caller's business
-    fcntl = None
+from hookline.operating_system import open_file, open_folder, try_lock, unlock
 
-__all__ = ["held", "lock_path", "locked"]
+__all__ = ["claimed", "held", "lock_path", "locked"]
 
 _PATIENCE = 60.0  # seconds
-_LOOK = 0.01  # between two looks
+_LOOK = 0.01  # seconds between two attempts
+_FOLDER_LOCK = "hookline.lock"  # where a folder itself cannot be locked
 
 
 def lock_path(folder: Path, rank: int) -> Path:
-    """The empty file that a living writer keeps locked."""
+    """Return the empty file that a living writer keeps locked."""
     return folder / f"rank{rank:05d}.lock"
 
 
 @contextmanager
-def locked(folder: Path, rank: int) -> Generator[bool, None, None]:
-    """Hold the lock of a rank; gives False if a living process has it, or the folder is sealed."""
-    try:
-        number = _opened(lock_path(folder, rank))
-    except OSError:
-        yield False
-        return
+def claimed(folder: Path, rank: int) -> Generator[bool, None, None]:
+    """Hold the lock of a rank; gives False if another writer has it.
+
+    Raises:
+        OSError: If there can be no lock: the folder is sealed, or its file system has no locks.
+    """
+    number = _opened(lock_path(folder, rank))
     with _closing(number):
-        free = True
-        if fcntl is not None:
-            try:
-                fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                free = False
+        yield try_lock(number)
+
+
+@contextmanager
+def locked(folder: Path, rank: int) -> Generator[bool, None, None]:
+    """Hold the lock of a rank; gives False if a living process has it, or if there is no lock."""
+    with ExitStack() as stack:
+        free = False
+        with suppress(OSError):
+            free = stack.enter_context(claimed(folder, rank))
         yield free
 
 
 def _opened(path: Path) -> int:
     """Open a file, or make it: here, and not where a link in a hostile store points to."""
     try:
-        return os.open(path, os.O_RDWR)
+        return open_file(path, os.O_RDWR)
     except FileNotFoundError:
         with suppress(FileExistsError):  # a link to nothing, or another process was quicker
-            return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
-        return os.open(path, os.O_RDWR)
+            return open_file(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        return open_file(path, os.O_RDWR)
 
 
 @contextmanager
-def held(folder: Path, *, alone: bool) -> Generator[bool, None, None]:
-    """Hold a folder, alone or with others that do not hold it alone; waits for them.
+def held(folder: Path, *, alone: bool) -> Generator[bool | None, None, None]:
+    """Hold a folder: alone, or with others that do not hold it alone. Waits for its holders.
 
-    Gives False if that took too long. Where nobody can lock a folder (Windows, some network file
-    systems), it is as if one had it.
+    Gives True if the folder is held, False if others held it for too long, and None if there can be
+    no lock: then nothing may be done that is wrong beside another process. Where the folder itself
+    cannot be locked (Windows, some network file systems), a file in it is; who does not hold it
+    alone makes no such file.
     """
-    try:
-        number = os.open(folder, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))  # no pipe: it waits
-    except OSError:
-        yield True
-        return
-    with _closing(number):
-        yield fcntl is None or _wait(number, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+    with ExitStack() as stack:
+        free = None
+        for opened in (open_folder, _opened_alone if alone else _opened_with_others):
+            with suppress(OSError):
+                number = opened(folder)
+                stack.enter_context(_closing(number))
+                free = _wait(number, shared=not alone)
+                break
+        yield free
 
 
-def _wait(number: int, how: int) -> bool:
+def _opened_alone(folder: Path) -> int:
+    return _opened(folder / _FOLDER_LOCK)
+
+
+def _opened_with_others(folder: Path) -> int:
+    return open_file(folder / _FOLDER_LOCK, os.O_RDWR)
+
+
+def _wait(number: int, *, shared: bool) -> bool:
     until = time.monotonic() + _PATIENCE
-    while fcntl is not None:
-        try:
-            fcntl.flock(number, how | fcntl.LOCK_NB)
-            break
-        except BlockingIOError:
-            if time.monotonic() > until:
-                return False
-        except OSError:  # a file system without locks
-            break
+    while not try_lock(number, shared=shared):
+        if time.monotonic() > until:
+            return False
         time.sleep(_LOOK)
     return True
 
 
 @contextmanager
 def _closing(number: int) -> Generator[None, None, None]:
-    """Let go of a lock and of its file in the end."""
+    """Let go of a lock and close its file in the end."""
     owner = os.getpid()
     try:
         yield
     finally:
         # Closing is not enough: a process that was forked meanwhile has the same lock.
-        if fcntl is not None and os.getpid() == owner:
-            with suppress(OSError):
-                fcntl.flock(number, fcntl.LOCK_UN)
+        if os.getpid() == owner:
+            unlock(number)
         os.close(number)

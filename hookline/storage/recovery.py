@@ -1,19 +1,19 @@
-"""What a killed writer left is cut off: a store is what its indexes say.
+"""Recovery: what a killed writer left uncommitted is cut off.
 
-- `recover(folder, rank, held)`: the index of a rank, its shards checked and cut to it
+- `recover(folder, rank, held)`: check the shards of a rank and cut them to its index
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-import stat
 import struct
 import time
 from contextlib import suppress
 from pathlib import Path
 
 from hookline.errors import StoreError, warn_outside
+from hookline.operating_system import is_link, replace, sync_folder
 from hookline.storage.files import (
     HEADER,
     PAGE,
@@ -26,18 +26,18 @@ from hookline.storage.files import (
     shard_path,
 )
 from hookline.storage.locks import locked
-from hookline.storage.small_files import corrupt, sync_file, sync_folder
+from hookline.storage.small_files import corrupt, sync_file
 from hookline.values.tables import show_bytes
 
 __all__ = ["recover"]
 
 
 def recover(folder: Path, rank: int, *, held: bool = False) -> Index:
-    """The index of a rank. What lies behind it in the shards is dropped, with a warning.
+    """Return the index of a rank. Rows behind what it says are dropped, with a warning.
 
-    If a living writer holds the lock, or the folder may not be written to, nothing is touched:
-    readers stop at what the index says in any case. Nor is a file that other folders have too.
-    `held` says that the caller has the lock, and is going to write.
+    Nothing is changed if a living writer holds the lock or the folder cannot be written: readers
+    stop at what the index says in any case. A file that other folders have too is left alone.
+    `held` says that the caller has the lock and is going to write.
     """
     if held:
         return _cut(folder, read_index(folder, rank), held=True)
@@ -59,7 +59,7 @@ def recover(folder: Path, rank: int, *, held: bool = False) -> Index:
 
 
 def _tails(folder: Path, index: Index) -> dict[Path, int]:
-    """The shards with bytes that no index speaks of, and how many; errors for those that lack."""
+    """Return the shards with more bytes than committed, and how many; raise if one has fewer."""
     tails: dict[Path, int] = {}
     for series in index.series:
         for position, number in enumerate(series.shards):
@@ -83,7 +83,7 @@ def _tails(folder: Path, index: Index) -> dict[Path, int]:
 
 
 def _check_end(path: Path, index: Index, ends: Series, committed: int) -> None:
-    """The last sample must end where the rows end, before anything is cut by these numbers."""
+    """Raise unless the last sample ends where the rows end; nothing is cut before that."""
     part = "ids" if ends.part == "id offsets" else "rows"
     rows = sum(s.rows for s in index.series if (s.place, s.part) == (ends.place, part))
     with path.open("rb") as file:
@@ -94,17 +94,16 @@ def _check_end(path: Path, index: Index, ends: Series, committed: int) -> None:
 
 
 def _shared(path: Path) -> bool:
-    """Whether another folder may have the same file, and in it what no index here speaks of."""
-    found = path.lstat()
-    return stat.S_ISLNK(found.st_mode) or found.st_nlink > 1
+    """Return True if another folder may have the same file, with rows of its own in it."""
+    return is_link(path) or path.lstat().st_nlink > 1
 
 
 def _own(path: Path) -> None:
-    """Put a copy in the place of a link, so that what is written reaches no other folder."""
+    """Replace a link by a copy, so that nothing is written into another folder."""
     partial = path.with_name(f"{path.name}.partial")
     shutil.copyfile(path, partial)
     sync_file(partial)
-    partial.replace(path)
+    replace(partial, path)
     sync_folder(path.parent)
 
 
@@ -132,7 +131,7 @@ def _cut(folder: Path, index: Index, *, held: bool = False) -> Index:
             with path.open("r+b", buffering=0) as file:
                 file.write(header_of(series, rows).ljust(PAGE))
                 os.ftruncate(file.fileno(), HEADER + rows * series.row_bytes)
-    except OSError:  # read-only: readers stop at the index anyway
+    except OSError:  # read-only, or mapped on Windows: readers stop at the index anyway
         return index
     warn_outside(
         f"A writer of rank {index.rank} stopped in the middle of an append to {str(folder)!r}: "

@@ -1,6 +1,6 @@
 """A shard that is being written.
 
-- `OpenShard(path, series, ahead, fresh=)`: the file, open; `put` adds rows, `cut` takes them back
+- `OpenShard(path, series, ahead, fresh=)`: an open shard; `put` adds rows, `cut` removes them
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from hookline.operating_system import open_file, start_writing, sync, write_at
 from hookline.storage.files import HEADER, PAGE, Series, header_of, read_header
 from hookline.storage.space import Ahead
 
@@ -26,8 +27,7 @@ class OpenShard:
         self._file = -1
         self._sent = 0  # up to where it is on its way to the disk
         self._reserved = 0  # up to where it has space
-        flags = os.O_RDWR | (os.O_CREAT | os.O_TRUNC if fresh else 0) | getattr(os, "O_BINARY", 0)
-        self._file = os.open(path, flags, 0o666)
+        self._file = open_file(path, os.O_RDWR | (os.O_CREAT | os.O_TRUNC if fresh else 0))
         try:
             if fresh:
                 _write(self._file, header_of(series, 0).ljust(HEADER), 0)
@@ -39,7 +39,7 @@ class OpenShard:
             raise
 
     def put(self, series: Series, rows: Any, inside: int, count: int) -> None:
-        """Write rows, as a buffer, behind those inside, then the header that speaks of them."""
+        """Write rows, as a buffer, behind those inside, then the header that counts them."""
         start = HEADER + inside * series.row_bytes
         end = start + count * series.row_bytes
         if end > self._reserved and self._ahead:
@@ -50,18 +50,17 @@ class OpenShard:
         _write(self._file, header_of(series, inside + count).ljust(PAGE), 0)
 
     def send(self) -> None:
-        """Let the system begin to write a shard out, so that little is left for the sync."""
+        """Let the system begin to write the shard to the disk, so that the sync takes less time."""
         start, length = self._sent, self._end - self._sent
-        if length >= _EARLY and hasattr(os, "posix_fadvise"):
+        if length >= _EARLY:
             self._sent = self._end
-            # The advice is "not needed soon": Linux starts to write what is not on the disk yet.
-            with contextlib.suppress(OSError):  # some file systems take no advice
-                os.posix_fadvise(self._file, start, length, os.POSIX_FADV_DONTNEED)
+            start_writing(self._file, start, length)
 
     def cut(self, series: Series, rows: int) -> bool:
-        """Cut it to so many rows; whether that could be done.
+        """Cut the shard to so many rows; return whether that could be done.
 
-        A header that cannot be put back keeps its rows: the file stays sound by itself.
+        A header that cannot be put back keeps its rows: the file stays sound by itself. Windows
+        cuts no file that a reader has mapped; what is behind the rows is then cut off later.
         """
         with contextlib.suppress(OSError):
             if read_header(self._path, series)[0] != rows:
@@ -76,7 +75,7 @@ class OpenShard:
         self._reserved = 0
 
     def finish(self, *, sync: bool) -> None:
-        """Keep no more space than is needed, and force everything onto the disk if asked."""
+        """Give back space that is not needed, and force everything onto the disk if asked."""
         if self._reserved > self._end:
             self._let_go()
         if sync:
@@ -84,10 +83,10 @@ class OpenShard:
 
     def sync(self) -> None:
         """Force it onto the disk."""
-        os.fsync(self._file)
+        sync(self._file)
 
     def close(self) -> None:
-        """Let go of the file. Twice is once."""
+        """Close the file. May be called twice."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -98,7 +97,7 @@ class OpenShard:
 def _write(file: int, data: Any, place: int) -> None:
     """Write all of it: a nearly full disk, or more than 2 GB, takes only a part at first."""
     size = len(data) if type(data) is bytes else data.nbytes
-    while (written := os.pwrite(file, data, place)) < size:
+    while (written := write_at(file, data, place)) < size:
         if written <= 0:
             raise OSError("the system wrote nothing and gave no reason")
         data = memoryview(data).cast("B")[written:]

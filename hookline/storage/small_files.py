@@ -1,32 +1,29 @@
-"""The small files of a store: JSON that is bounded and distrusted, and replaced whole.
+"""The small files of a store: JSON of bounded size, checked when read, replaced as a whole.
 
-- `as_json(content, what)`: the content as it is read back, checked before it is written
+- `as_json(content, what)`: check content before it is written
 - `read_json(path)`, `write_json(path, content, sync)`: the object in a JSON file
 - `parse_json(text, path)`: the object in a text that was read from a file
-- `strict_json(text)`: what a text holds that every reader of JSON reads alike
-- `is_deep(content)`: whether JSON is nested more deeply than hookline writes or reads it
-- `replace_file(path, text, sync)`: a reader, or a crash, finds the old file or the new one
-- `open_regular(path)`: open a file, and nothing that would wait for ever
-- `most_files()`: how many files a writer may keep open, and half of what a reader may
-- `sync_file(path)`, `sync_folder(folder)`: make what is in a file last, and the names in a folder
-- `corrupt(path, found)`: the error for a file that is not what a writer of ours left there
+- `strict_json(text)`: read JSON, and refuse what readers of JSON read differently
+- `is_deep(content)`: whether JSON is nested more deeply than hookline writes or reads
+- `replace_file(path, text, sync)`: replace a file as a whole
+- `open_regular(path)`: open a regular file for reading
+- `most_files()`: how many files a writer keeps open; a reader keeps twice as many
+- `sync_file(path)`: force what is in a file onto the disk
+- `corrupt(path, found)`: the error for a file that no writer of ours wrote like this
 """
 
 from __future__ import annotations
 
 import json
 import os
+import secrets
 import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, cast
 
+from hookline import operating_system
 from hookline.errors import StoreError
-
-try:
-    import resource
-except ImportError:  # Windows
-    resource = None
 
 __all__ = [
     "DEEPEST",
@@ -40,7 +37,6 @@ __all__ = [
     "replace_file",
     "strict_json",
     "sync_file",
-    "sync_folder",
     "write_json",
 ]
 
@@ -49,7 +45,7 @@ _LARGEST_JSON = 16 << 20
 
 
 def corrupt(path: Path, found: str) -> StoreError:
-    """The error for a file that is not what a writer of ours left there."""
+    """Return the error for a file that no writer of ours wrote like this."""
     return StoreError(
         f"Cannot read {str(path)!r} as a part of a store.",
         f"{found[:300]}.",
@@ -69,13 +65,13 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def strict_json(text: str | bytes) -> Any:
-    """Read JSON; ValueError where readers differ: NaN, infinities, keys that stand there twice.
+    """Read JSON, without what readers of JSON read differently: NaN, infinities, repeated keys.
 
     >>> strict_json('{"a": [1, null]}')
     {'a': [1, None]}
 
     Raises:
-        ValueError: If the text is no such JSON, is no UTF-8, or is nested too deeply.
+        ValueError: If the text is no such JSON, is not UTF-8, or is nested too deeply.
     """
     try:
         content = json.loads(text, parse_constant=_not_json, object_pairs_hook=_once)
@@ -98,7 +94,7 @@ def is_deep(content: Any) -> bool:
 
 
 def as_json(content: Mapping[str, Any], what: str) -> dict[str, Any]:
-    """The content as it is read back; an error if it is no JSON, which none could read."""
+    """Return the content as it will be read back; raise StoreError if it is not JSON."""
     try:
         text = json.dumps(dict(content), allow_nan=False)
         return strict_json(text)
@@ -111,8 +107,8 @@ def as_json(content: Mapping[str, Any], what: str) -> dict[str, Any]:
 
 
 def parse_json(text: bytes, path: Path) -> dict[str, Any]:
-    """The object in a text that was read from a file."""
-    # The blanks that fill a header take json, and `strip`, longer than all the rest.
+    """Return the object in a text that was read from a file."""
+    # json and `strip` spend more time on the blanks that fill a header than on the rest.
     end = text.rfind(b"}") + 1
     if text[end:] == b" " * (len(text) - end):
         text = text[:end]
@@ -126,14 +122,14 @@ def parse_json(text: bytes, path: Path) -> dict[str, Any]:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a file, and nothing that would wait for ever, as a pipe does."""
+    """Open a regular file for reading; a pipe, which would wait for ever, raises OSError."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise OSError("it is no regular file")
-    return path.open("rb")
+    return operating_system.open_to_read(path)
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file of bounded size."""
+    """Return the object in a JSON file of bounded size."""
     try:
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
@@ -151,45 +147,36 @@ def write_json(path: Path, content: object, sync: bool) -> None:
 
 
 def replace_file(path: Path, text: bytes, sync: bool) -> None:
-    """Replace a file as a whole: a reader, or a crash, finds the old one or the new one."""
+    """Replace a file as a whole: readers, also after a crash, find the old file or the new one."""
     if len(text) > _LARGEST_JSON:
         raise StoreError(
             f"Cannot write {str(path)!r}.",
             f"It would be larger than {_LARGEST_JSON >> 20} MB, which no reader takes.",
             "Keep metadata and marks small, places few and shards large.",
         )
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    # A name of its own: other threads, and processes of other machines, write the same file.
+    partial = path.with_name(f"{path.name}.{secrets.token_hex(8)}.partial")
     try:
         with partial.open("wb") as file:
             file.write(text)
             if sync:
                 file.flush()
-                os.fsync(file.fileno())
-        partial.replace(path)
+                operating_system.sync(file.fileno())
+        operating_system.replace(partial, path)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
     if sync:
-        sync_folder(path.parent)
+        operating_system.sync_folder(path.parent)
 
 
 def most_files() -> int:
-    """How many files a writer may keep open, and half of what a reader may: a quarter of all."""
-    limit = 512 if resource is None else resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return max(limit // 4, 1) if limit > 0 else 1 << 16  # no limit is a negative one
+    """Return how many files a writer keeps open: a quarter of the limit, readers half of it."""
+    limit = operating_system.most_open_files()
+    return 1 << 16 if limit is None else max(limit // 4, 1)
 
 
 def sync_file(path: Path) -> None:
-    """Make what is in a file last."""
+    """Force what is in a file onto the disk."""
     with path.open("r+b") as file:
-        os.fsync(file.fileno())
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the names in a folder last, where the system can."""
-    if os.name == "posix":
-        number = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(number)
-        finally:
-            os.close(number)
+        operating_system.sync(file.fileno())

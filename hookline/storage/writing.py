@@ -2,9 +2,9 @@
 
 - `StoreWriter`: what `Store.create` gives
 
-An append writes its rows behind what is committed, then the headers of the shards, then the index,
-as a whole: only then do the rows exist. What fails before that is
-taken back; what a killed process left is cut off by whoever opens the store next.
+An append writes its rows behind what is committed, then the headers of the shards, then the whole
+index: only then do the rows exist. An append that fails before that is taken back. What a killed
+process left is cut off when the store is opened next.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any, Literal, SupportsIndex
 from torch import Tensor
 
 from hookline.errors import StoreError
+from hookline.operating_system import sync_folder
 from hookline.storage.description import describe, settle
 from hookline.storage.files import (
     Index,
@@ -30,10 +31,10 @@ from hookline.storage.files import (
     shard_numbers,
     shard_path,
 )
-from hookline.storage.locks import locked
+from hookline.storage.locks import claimed
 from hookline.storage.recovery import recover
 from hookline.storage.shards import OpenShard
-from hookline.storage.small_files import as_json, most_files, sync_file, sync_folder
+from hookline.storage.small_files import as_json, most_files, sync_file
 from hookline.storage.space import Ahead
 from hookline.storage.values import blocks_of
 
@@ -106,7 +107,16 @@ class StoreWriter:
         self._ahead = Ahead(self.folder)
         if not os.access(self.folder, os.W_OK):
             raise PermissionError(f"{self.folder} may not be written to")
-        if not self._held.enter_context(locked(self.folder, self.rank)):
+        try:
+            free = self._held.enter_context(claimed(self.folder, self.rank))
+        except OSError as error:
+            raise StoreError(
+                f"Cannot write to {str(self.folder)!r} as rank {self.rank}.",
+                f"There can be no lock there ({error.strerror or error}), so two writers of this "
+                "rank could damage the store.",
+                "Write to another file system, such as a local disk, and copy the store.",
+            ) from error
+        if not free:
             raise StoreError(
                 f"Cannot write to {str(self.folder)!r} as rank {self.rank}.",
                 "Another writer of this rank is at work there.",
@@ -285,7 +295,7 @@ class StoreWriter:
             shard.close()
 
     def close(self) -> None:
-        """Finish: sync what the policy asks for, and let go of the files. Twice is once."""
+        """Finish: sync what the policy asks for and close the files. May be called twice."""
         with self._lock:
             self._close()
 

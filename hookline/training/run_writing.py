@@ -5,11 +5,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hookline.errors import RunError
+from hookline.operating_system import open_file, replace
 from hookline.training.findings import Finding, to_json
 from hookline.training.run_files import Head, Row, histogram_dtype, segment_path, values_dtype
 
@@ -74,7 +75,7 @@ class RunWriter:
             path = segment_path(self.folder, number, "values")
             try:
                 if not segment_path(self.folder, number, "json").exists():
-                    self._files["values"] = os.open(path, flags, 0o666), 0
+                    self._files["values"] = open_file(path, flags), 0
                     return number
             except FileExistsError:
                 pass  # claimed by another, who has not written its head yet, or never did
@@ -85,15 +86,15 @@ class RunWriter:
         path = segment_path(self.folder, self.number, "json")
         part = path.with_suffix(".json.part")
         text = json.dumps(self.head.to_dict(), allow_nan=False)
-        part.write_text(text + "\n", encoding="utf-8")
-        part.replace(path)
+        part.write_text(text + "\n", encoding="utf-8", newline="\n")
+        replace(part, path)
 
     def shapes(self, shapes: Sequence[tuple[int, ...] | None]) -> None:
         """Write the head again, with the shapes of the rows, once they are known."""
         given = zip(self.head.rows, shapes, strict=True)
-        rows = tuple(replace(row, shape=shape or row.shape) for row, shape in given)
+        rows = tuple(dataclasses.replace(row, shape=shape or row.shape) for row, shape in given)
         if rows != self.head.rows:
-            self.head = replace(self.head, rows=rows)
+            self.head = dataclasses.replace(self.head, rows=rows)
             try:
                 self._write_head()
             except OSError as error:
@@ -153,7 +154,7 @@ class RunWriter:
                 )
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
             path = segment_path(self.folder, self.number, ending)
-            self._files[ending] = os.open(path, flags, 0o666), 0
+            self._files[ending] = open_file(path, flags), 0
         return self._files[ending]
 
     def _refuse(self, error: OSError) -> NoReturn:

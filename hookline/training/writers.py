@@ -179,7 +179,7 @@ class _Lines(Writer):
         text = "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("a", encoding="utf-8") as file:
+            with self.path.open("a", encoding="utf-8", newline="\n") as file:
                 file.write(text)
         except OSError as error:
             raise RunError(
