@@ -37,7 +37,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / ".matrix"
 
 # The pairs of Python and torch that hookline is tested with, from the oldest to the newest.
-ROWS = (("3.11", "2.8.0"), ("3.11", "2.13.0"), ("3.12", "2.14.1"), ("3.13", "2.15.0"))
+ROWS = (("3.11", "2.10.0"), ("3.11", "2.13.0"), ("3.12", "2.14.1"), ("3.13", "2.15.0"))
 
 OLDEST_PYTHON = (3, 11)  # as pyproject.toml says
 ENVIRONMENT_GB, DOWNLOADS_GB = 7, 4  # with torch's CUDA build; the downloads until all is installed

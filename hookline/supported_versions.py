@@ -13,11 +13,11 @@ import re
 
 __all__ = ["NEWEST_TORCH", "OLDEST_TORCH", "PYTHONS", "check_torch", "is_tested_torch"]
 
-OLDEST_TORCH = (2, 8)  # pyproject.toml says the same to pip
+OLDEST_TORCH = (2, 10)  # pyproject.toml says the same to pip
 NEWEST_TORCH = (2, 15)
 PYTHONS = ("3.11", "3.12", "3.13")
 
-# 2.13.0, 2.13.0+cpu, 2.8.0a0+git1234567, 2.8.0.dev20250601+cu128
+# 2.13.0, 2.13.0+cpu, 2.10.0a0+git1234567, 2.10.0.dev20250601+cu128
 _VERSION = re.compile(r"(\d+)\.(\d+)(?:\.\d+)*(?P<unfinished>\.?(?:a|b|rc|dev)\d*)?")
 
 
