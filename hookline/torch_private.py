@@ -38,7 +38,6 @@ __all__ = [
     "BatchNormBase",
     "DispatchMode",
     "DropoutBase",
-    "Region",
     "any_global_hook",
     "at_backward_end",
     "autograd_function",
@@ -532,7 +531,7 @@ A subclass sets `_should_skip_dynamo` to say whether the compiler may be importe
 
 
 def internal_operator(name: str) -> Any:
-    """Return the operator `aten.<name>`; None if this build of torch has no such operator."""
+    """Return the operator `aten.<name>`; None if this build has no such operator. Required."""
     return getattr(torch.ops.aten, name, None)
 
 
@@ -613,7 +612,7 @@ def is_fsdp_managed(module: nn.Module) -> bool:
 
 
 def recovers_fsdp(kind: Any) -> bool:
-    """Return True if FSDP2 can go on after a forward that ended early: since torch 2.10.
+    """Return True if FSDP2 can go on after a forward that ended early: since torch 2.13.
 
     Without it, a capture with `stop=True` is refused for such a model.
     """

@@ -2,11 +2,8 @@
 
 `torch_private.py` says what each name does; a probe tries it, because a name can stay while its
 meaning changes. `hookline doctor` runs all probes, on any torch. On a torch that hookline was not
-tested with, the probes of a group also run when a feature first needs that group, once per process;
-on a tested torch none of them runs.
+tested with, `torch_checks.py` runs the probes of a group when a feature first needs it.
 
-- `require(*groups)`: raise `UnsupportedTorch` if this torch is untested and a probe fails
-- `passes(group)`: the same question, answered by True or False
 - `run(group)`: run the probes of a group → a list of `Outcome`
 - `GROUPS`: the features that need each group
 - `PROBES`: every `Probe`, by name
@@ -24,11 +21,11 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Generator, Iterable
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FrameType, ModuleType, SimpleNamespace
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -39,9 +36,8 @@ from torch.utils import checkpoint
 
 from hookline import torch_private as private
 from hookline.errors import UnsupportedTorch
-from hookline.supported_versions import NEWEST_TORCH, OLDEST_TORCH, is_tested_torch
 
-__all__ = ["GROUPS", "PROBES", "Outcome", "Probe", "passes", "require", "run"]
+__all__ = ["GROUPS", "PROBES", "Outcome", "Probe", "run"]
 
 GROUPS = {
     "core": "capture, edit, hook, and every other context",
@@ -115,47 +111,6 @@ def _outcomes(probes: Iterable[Probe]) -> Generator[Outcome]:
                 yield Outcome(probe, "ok")
 
 
-# -- when a feature needs a group ------------------------------------------------------------------
-
-_pending: set[str] = set() if is_tested_torch() else set(GROUPS)  # groups that have yet to pass
-
-
-def require(*groups: str) -> None:
-    """Raise `UnsupportedTorch` if a probe of these groups fails; on a tested torch do nothing."""
-    if _pending and not _pending.isdisjoint(groups):
-        _check(groups)
-
-
-def passes(group: str) -> bool:
-    """Return False if this torch is untested and a probe of this group fails."""
-    try:
-        require(group)
-    except UnsupportedTorch:
-        return False
-    return True
-
-
-def _check(groups: Iterable[str]) -> None:
-    if torch.compiler.is_compiling():  # a graph must not contain probes; the next entering checks
-        return
-    for group in _pending.intersection(groups):
-        for outcome in run(group):
-            if outcome.state == "differs":
-                _refuse(outcome)
-        _pending.discard(group)
-
-
-def _refuse(outcome: Outcome) -> NoReturn:
-    oldest, newest = (".".join(map(str, version)) for version in (OLDEST_TORCH, NEWEST_TORCH))
-    probe = outcome.probe
-    raise UnsupportedTorch(
-        f"hookline needs torch_private.{probe.name} for: {GROUPS[probe.group]}.",
-        f"With torch {torch.__version__}, which hookline was not tested with, it does not behave "
-        f"as described: {outcome.reason.rstrip('.')}.",
-        f"Install torch {oldest} to {newest}; `hookline doctor` lists everything that differs.",
-    )
-
-
 # -- how probes are written ------------------------------------------------------------------------
 
 
@@ -176,7 +131,9 @@ def _expect(holds: Any, otherwise: str) -> None:
         raise _Differs(otherwise)
 
 
-def _raises(kinds: type[Exception] | tuple[type[Exception], ...], function: Any, *args: Any) -> bool:
+def _raises(
+    kinds: type[Exception] | tuple[type[Exception], ...], function: Any, *args: Any
+) -> bool:
     try:
         function(*args)
     except kinds:
@@ -373,7 +330,7 @@ def _set_version() -> None:
 def _backward_hooks_of() -> None:
     leaf = _vector(grad=True)
     _expect(private.backward_hooks_of(leaf) is None, "a tensor without hooks has a dict")
-    handle = leaf.register_hook(_keep)
+    handle = _hook(leaf, _keep)
     _expect(_values(private.backward_hooks_of(leaf)) == [_keep], "a hook is not in the dict")
     handle.remove()
     _expect(_values(private.backward_hooks_of(leaf)) == [], "a removed hook is in the dict")
@@ -383,10 +340,14 @@ def _backward_hooks_of() -> None:
 def _post_accumulate_hooks_of() -> None:
     leaf = _vector(grad=True)
     _expect(not private.post_accumulate_hooks_of(leaf), "a tensor without hooks has some")
-    handle = leaf.register_post_accumulate_grad_hook(_keep)
+    handle: Any = cast(Any, leaf).register_post_accumulate_grad_hook(_keep)
     _expect(_values(private.post_accumulate_hooks_of(leaf)) == [_keep], "a hook is not in the dict")
     handle.remove()
     _expect(_values(private.post_accumulate_hooks_of(leaf)) == [], "a removed hook is in the dict")
+
+
+def _hook(tensor: Any, function: Callable[[Any], Any]) -> Any:
+    return tensor.register_hook(function)
 
 
 def _keep(*args: Any) -> None:
@@ -435,9 +396,14 @@ def _nested_sizes() -> None:
 
 @_probe("flops")
 def _nested_tensor_class() -> None:
-    parts = [torch.ones(size, device="cpu") for size in ((2, 3), (1, 3))]
-    nested = torch.nested.nested_tensor(parts, layout=torch.jagged)
-    _expect(type(nested) is private.nested_tensor_class(), "nested tensors are of another class")
+    kind = private.nested_tensor_class()
+    _expect(issubclass(kind, Tensor) and kind is not Tensor, "it is no subclass of Tensor")
+    used = _names_in(torch.nested.nested_tensor)
+    _expect("jagged_from_list" in used, "nested tensors are made in another way")
+    if private.compiler_is_loaded():  # to make one would import it
+        parts = [torch.ones(size, device="cpu") for size in ((2, 3), (1, 3))]
+        nested = torch.nested.nested_tensor(parts, layout=torch.jagged)
+        _expect(type(nested) is kind, "nested tensors are of another class")
 
 
 # -- transforms of torch.func ----------------------------------------------------------------------
@@ -463,11 +429,16 @@ def _is_functorch_tensor() -> None:
 
 @_probe("core")
 def _is_legacy_batched() -> None:
-    leaf, seen = _vector(grad=True), cast("list[bool]", [])
-    tensor = leaf * 2
-    tensor.register_hook(lambda grad: seen.append(private.is_legacy_batched(grad)))
-    rows = torch.eye(2, device="cpu", dtype=torch.float32)
-    torch.autograd.grad(tensor * 2, leaf, rows, is_grads_batched=True)
+    internals: Any = importlib.import_module("torch._vmap_internals")
+    seen: list[bool] = []
+
+    def look(tensor: Tensor) -> Tensor:
+        seen.append(private.is_legacy_batched(tensor))
+        return tensor
+
+    # What torch.autograd.grad does for is_grads_batched=True, which itself would import sympy.
+    _expect("_vmap" in _names_in(torch.autograd.grad), "torch.autograd.grad batches in another way")
+    internals._vmap(look)(_vector())
     _expect(seen == [True], "a gradient of is_grads_batched=True is plain")
     _expect(private.is_legacy_batched(_vector()) is False, "a plain tensor is batched")
 
@@ -482,9 +453,12 @@ def _transform_stack() -> None:
 def _transform_level() -> None:
     def both(outer: Tensor) -> Any:
         levels: list[Any] = [private.transform_level(outer)]
-        torch.vmap(lambda inner: levels.extend(map(private.transform_level, (outer, inner))) or inner)(
-            _vector()
-        )
+
+        def inside(inner: Tensor) -> Tensor:
+            levels.extend(map(private.transform_level, (outer, inner)))
+            return inner
+
+        torch.vmap(inside)(_vector())
         return levels
 
     (own, running), (outer, deeper), (inner, innermost) = _in_vmap(both)
@@ -520,8 +494,11 @@ def _next_sequence_number() -> None:
 @_probe("flops")
 def _current_node() -> None:
     leaf, seen = _vector(grad=True), cast("list[Any]", [])
-    tensor = _Double.apply(leaf, lambda ctx: seen.append(private.current_node() is ctx))
-    cast(Tensor, tensor).sum().backward()
+
+    def look(ctx: Any) -> None:
+        seen.append(private.current_node() is ctx)
+
+    cast(Tensor, _Double.apply(leaf, look)).sum().backward()
     _expect(seen == [True], "it is another node than the one whose backward runs")
     _expect(private.current_node() is None, "there is one although no backward runs")
 
@@ -564,8 +541,7 @@ def _backward_id() -> None:
     leaf, seen = _vector(grad=True), cast("list[int]", [])
     for _ in range(2):
         tensor = leaf * 2
-        tensor.register_hook(lambda _: seen.append(private.backward_id()))
-        leaf.register_hook(lambda _: seen.append(private.backward_id())).remove()
+        _hook(tensor, lambda _: seen.append(private.backward_id()))
         tensor.sum().backward()
     _expect(len(seen) == 2 and min(seen) >= 0, f"inside of two backwards it is {seen}")
     _expect(seen[0] != seen[1], "two backwards have the same number")
@@ -576,8 +552,8 @@ def _backward_id() -> None:
 def _at_backward_end() -> None:
     leaf, seen = _vector(grad=True), cast("list[str]", [])
     tensor = leaf * 2
-    tensor.register_hook(lambda _: private.at_backward_end(lambda: seen.append("end")))
-    leaf.register_hook(lambda _: seen.append("last gradient"))
+    _hook(tensor, lambda _: private.at_backward_end(lambda: seen.append("end")))
+    _hook(leaf, lambda _: seen.append("last gradient"))
     tensor.sum().backward()
     _expect(seen == ["last gradient", "end"], f"the order is: {', '.join(seen)}")
 
@@ -618,18 +594,27 @@ def _pair() -> tuple[Any, ...]:
 # -- activation checkpointing ----------------------------------------------------------------------
 
 
+class _Seen(Exception):
+    """Ends a backward early: what follows in torch's would import sympy."""
+
+
 def _checkpointed(look: Callable[[], Any], reentrant: bool) -> list[Any]:
     """Return what a function finds in a checkpointed region, and when that runs again."""
     found: list[Any] = []
 
     def region(tensor: Tensor) -> Tensor:
         found.append(look())
+        if len(found) == 2:
+            raise _Seen
         return tensor * tensor
 
     # What torch puts around it would import the compiler.
-    run_region = inspect.unwrap(checkpoint.checkpoint)
-    leaf = _vector(grad=True)
-    run_region(region, leaf, use_reentrant=reentrant, preserve_rng_state=False).sum().backward()
+    run_region: Any = inspect.unwrap(cast(Any, checkpoint).checkpoint)
+    result = run_region(
+        region, _vector(grad=True), use_reentrant=reentrant, preserve_rng_state=False
+    )
+    with suppress(_Seen):
+        result.sum().backward()
     return found
 
 
@@ -666,7 +651,9 @@ def _regions_on_stack() -> None:
         _expect([len(regions) for regions in found] == [1, 1], f"a {kind} region is not found")
         (first, before), (second, again) = (regions[0] for regions in found)
         _expect(first is second, f"a {kind} region is another one when it runs again")
-        _expect((before, again) == (False, True), f"a {kind} region does not tell when it runs again")
+        _expect(
+            (before, again) == (False, True), f"a {kind} region does not tell when it runs again"
+        )
     _expect(here() == [], "there are regions where no checkpoint runs")
     # The non-reentrant kind, as far as it can be seen without running it.
     codes = list(_codes(checkpoint))
@@ -686,7 +673,9 @@ def _region_of() -> None:
     packs = [code for code in _codes(checkpoint) if code.co_name == "pack_hook"]
     _expect(any(code.co_freevars == ("frame",) for code in packs), "pack_hook holds something else")
     if private.compiler_is_loaded():
-        found = _checkpointed(lambda: (of_hooks(), private.regions_on_stack(sys._getframe())), False)
+        found = _checkpointed(
+            lambda: (of_hooks(), private.regions_on_stack(sys._getframe())), False
+        )
         hooked, on_stack = found[0]
         _expect(hooked is not None, "the region of a checkpoint's hook is not found")
         _expect(hooked is on_stack[0][0], "the region is not the one on the stack")
@@ -870,20 +859,23 @@ def _packed_parameters_of() -> None:
     packed = private.packed_parameters_of(quantized.Linear(2, 3))
     if packed is None:
         raise _Absent("a harvest cannot tell two quantised layers apart")
-    weight: Any = packed.unpack()[0] if hasattr(packed, "unpack") else quantized.Linear(2, 3).weight()
+    weight: Any = (
+        packed.unpack()[0] if hasattr(packed, "unpack") else quantized.Linear(2, 3).weight()
+    )
     _expect(tuple(weight.shape) == (3, 2), "the packed weights are others")
 
 
 @_probe("tools")
 def _mask_of() -> None:
-    from torch.nn.attention.bias import causal_lower_right
-
-    device = torch.device("cpu")
-    mask = private.mask_of(causal_lower_right(2, 3), device)
-    expected = torch.ones(2, 3, dtype=torch.bool, device="cpu").tril(1)
-    _expect(torch.equal(mask, expected), "the numbers of a causal bias are others")
-    plain = _vector()
+    device, plain = torch.device("cpu"), _vector()
     _expect(private.mask_of(plain, device) is plain, "a plain mask does not stay as it is")
+    named = "def _materialize(self, device" in _source("torch.nn.attention.bias")
+    _expect(named, "an attention bias gives its numbers in another way")
+    bias: Any = sys.modules.get("torch.nn.attention.bias")  # to import it imports the compiler
+    if bias is not None:
+        mask = private.mask_of(bias.causal_lower_right(2, 3), device)
+        expected = torch.ones(2, 3, dtype=torch.bool, device="cpu").tril(1)
+        _expect(torch.equal(mask, expected), "the numbers of a causal bias are others")
 
 
 @_probe("edits")
@@ -930,7 +922,7 @@ class _Own(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         cls.seen.append(func)
-        return super().__torch_function__(func, types, args, kwargs or {})
+        return cast(Any, super().__torch_function__(func, types, args, kwargs or {}))
 
 
 @_probe("flops")
@@ -938,7 +930,8 @@ def _without_dispatch_modes() -> None:
     if private.without_dispatch_modes is None:
         raise _Absent("FLOPs are counted operation by operation")
     one = _vector()
-    with _Dispatched() as mode:
+    mode = _Dispatched()
+    with mode:
         guard = private.without_dispatch_modes()
         one.add(1)
         seen = len(mode.seen)
@@ -979,7 +972,9 @@ def _pop_function_mode() -> None:
         while (left := torch.overrides._get_current_function_mode_stack()) and left[0] is outer:
             torch.overrides._pop_mode()
     _expect(popped is inner, "it returns another mode than the innermost")
-    _expect((inner.seen, outer.seen) == ([], [torch.add]), "another mode than the innermost is left")
+    _expect(
+        (inner.seen, outer.seen) == ([], [torch.add]), "another mode than the innermost is left"
+    )
 
 
 @_probe("flops")
@@ -1010,10 +1005,11 @@ def _has_other_modes() -> None:
 def _dispatch_mode() -> None:
     _expect(issubclass(_Dispatched, private.DispatchMode), "it is another class")
     leaf, loaded = _vector(grad=True), private.compiler_is_loaded()
-    with _Dispatched() as mode:
-        result = leaf * 2
+    mode = _Dispatched()
+    with mode:
+        result = (leaf * 2).sum()
         forward = list(mode.seen)
-        result.backward(_vector())
+        result.backward()
     aten: Any = torch.ops.aten
     _expect(aten.mul.Tensor in forward, f"a product is seen as {forward}")
     backward = mode.seen[len(forward) :]
@@ -1055,10 +1051,13 @@ def _operator_can_decompose() -> None:
     composite, single = _aten.matmul.default, _aten.mm.default
     _expect(private.operator_can_decompose(composite), "aten.matmul is made of no others")
     _expect(not private.operator_can_decompose(single), "aten.mm is made of others")
-    square = torch.eye(2, device="cpu", dtype=torch.float32)
-    with _Dispatched() as mode:
-        composite.decompose(square, square)
-    _expect(single in mode.seen, "decompose() does not run what aten.matmul is made of")
+    _expect(callable(composite.decompose), "what it is made of cannot be run")
+    if private.compiler_is_loaded():  # to run it would import sympy
+        square = torch.eye(2, device="cpu", dtype=torch.float32)
+        mode = _Dispatched()
+        with mode:
+            composite.decompose(square, square)
+        _expect(single in mode.seen, "decompose() does not run what aten.matmul is made of")
 
 
 @_probe("flops")
@@ -1104,7 +1103,9 @@ def _compiler_is_used() -> None:
         found.append(private.compiler_is_used())
     finally:
         frames.input_codes = kept
-    _expect(found == [False, True, False], f"before, with and after something compiled it is {found}")
+    _expect(
+        found == [False, True, False], f"before, with and after something compiled it is {found}"
+    )
     _expect(private.compiler_is_used() is before, "it does not go by input_codes")
 
 
@@ -1168,7 +1169,9 @@ def _mesh() -> Generator[Any]:
 
     ours = not distributed.is_initialized()
     if ours:  # older than that argument: it asks for the rank
-        distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+        distributed.init_process_group(
+            "gloo", store=cast(Any, distributed).HashStore(), rank=0, world_size=1
+        )
     try:
         yield kind("cpu", [distributed.get_rank()], _init_backend=False)
     finally:
@@ -1212,6 +1215,9 @@ def _tensor_parallel_styles() -> None:
     _expect(plain == [], "other hooks have a plan")
 
 
+_FSDP = "torch.distributed.fsdp._fully_shard"
+
+
 def _fsdp() -> Any:
     _need_distributed()
     return importlib.import_module("torch.distributed.fsdp")
@@ -1219,8 +1225,8 @@ def _fsdp() -> Any:
 
 @_probe("distributed")
 def _is_fsdp_managed() -> None:
-    sharding = inspect.unwrap(_fsdp().fully_shard)
-    marked = "_is_fsdp_managed_module" in _names_in(sys.modules[sharding.__module__])
+    _fsdp()
+    marked = "._is_fsdp_managed_module = True" in _source(f"{_FSDP}._fully_shard")
     _expect(marked, "fully_shard marks modules in another way")
     module: Any = nn.Module()
     _expect(private.is_fsdp_managed(module) is False, "a module counts that FSDP does not manage")
@@ -1240,24 +1246,21 @@ def _recovers_fsdp() -> None:
 
 # All that the reset of FSDP2 uses, writes or clears, from torch 2.13 to 2.15. `recover_fsdp` knows
 # which of them outlive an iteration; one that is not listed here may be another.
-_RESET = set(
-    """
-    FSDPState _get_fsdp_state _reset_iter_state
-
-    RuntimeError TrainingState IDLE _is_root _comm_ctx _state_ctx active_gradient_reduction owner
-    _device_handle current_stream all_gather_state event wait_event reduce_scatter_states
-    allocation_stream release_all_gather_state_on_current_stream clear _last_post_reduce_events
-    values post_forward_order all_states _modules_to_run_forward _training_state
-    _fsdp_param_groups iter_forward_root post_backward_final_callback_queued
-    manual_backward_finalization_active gradient_reduction_pending
-
-    device_handle _all_gather_result all_gather_event all_gather_work isinstance dist
-    distributed_c10d Work wait _post_reduce_event _all_reduce_state _reshard_after_forward_event
-    _wait_all_gather_streams_on_event comm_ctx wait_all_gather_streams_on_event fsdp_params
-    sharded_param grad getattr _set_unsharded_grad_dtypes _partial_reduce_output
-    _post_backward_pending _partial_reduce_output_layout _post_forward_indices _to_sharded
-    """.split()
-)
+_RESET = {
+    "IDLE", "RuntimeError", "TrainingState", "Work", "_all_gather_result", "_all_reduce_state",
+    "_comm_ctx", "_device_handle", "_fsdp_param_groups", "_get_fsdp_state", "_is_root",
+    "_last_post_reduce_events", "_modules_to_run_forward", "_partial_reduce_output",
+    "_partial_reduce_output_layout", "_post_backward_pending", "_post_forward_indices",
+    "_post_reduce_event", "_reset_iter_state", "_reshard_after_forward_event",
+    "_set_unsharded_grad_dtypes", "_state_ctx", "_to_sharded", "_training_state",
+    "_wait_all_gather_streams_on_event", "active_gradient_reduction", "all_gather_event",
+    "all_gather_state", "all_gather_work", "all_states", "allocation_stream", "clear", "comm_ctx",
+    "current_stream", "device_handle", "dist", "distributed_c10d", "event", "fsdp_params",
+    "getattr", "grad", "gradient_reduction_pending", "isinstance", "iter_forward_root",
+    "manual_backward_finalization_active", "owner", "post_backward_final_callback_queued",
+    "post_forward_order", "reduce_scatter_states", "release_all_gather_state_on_current_stream",
+    "sharded_param", "values", "wait", "wait_all_gather_streams_on_event", "wait_event",
+}  # fmt: skip
 
 
 @_probe("early stop")
@@ -1265,9 +1268,9 @@ def _recover_fsdp() -> None:
     kind = _fsdp().FSDPModule
     if not hasattr(kind, "reset_iter_state"):
         raise _Absent("a capture with stop=True is refused for models that FSDP2 shards")
-    home = kind.__module__.rpartition(".")[0]
-    of_state = importlib.import_module(f"{home}._fsdp_state").FSDPState._reset_iter_state
-    of_group = importlib.import_module(f"{home}._fsdp_param_group").FSDPParamGroup._reset_iter_state
+    of_state = importlib.import_module(f"{_FSDP}._fsdp_state").FSDPState._reset_iter_state
+    groups = importlib.import_module(f"{_FSDP}._fsdp_param_group")
+    of_group = groups.FSDPParamGroup._reset_iter_state
     used = set[str]().union(*map(_names_in, (kind.reset_iter_state, of_state, of_group)))
     unknown = ", ".join(sorted(used - _RESET))
     _expect(not unknown, f"FSDP's reset uses names that it did not use before: {unknown}")
@@ -1276,7 +1279,9 @@ def _recover_fsdp() -> None:
 
 def _try_reset(of_module: Any, of_state: Any, of_group: Any) -> None:
     """Run torch's reset on stand-ins: what earlier backwards have made must stay."""
-    parameter = SimpleNamespace(sharded_param=_vector(grad=True), _unsharded_param=_vector(grad=True))
+    parameter = SimpleNamespace(
+        sharded_param=_vector(grad=True), _unsharded_param=_vector(grad=True)
+    )
     for held in vars(parameter).values():
         held.grad = _vector()
     partial, layout = object(), {"a": 1}
@@ -1307,7 +1312,7 @@ def _try_reset(of_module: Any, of_state: Any, of_group: Any) -> None:
     kept = kept and group._partial_reduce_output_layout == layout
     _expect(kept, "gradients that were reduced in part are lost")
     _expect(context.manual_backward_finalization_active is module, "the end of backwards is lost")
-    _expect(context.iter_forward_root is None, "the iteration goes on")
+    _expect(vars(context)["iter_forward_root"] is None, "the iteration goes on")
 
 
 class _StandIn(SimpleNamespace):
