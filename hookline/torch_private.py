@@ -628,7 +628,7 @@ _OF_ITERATIONS = ("manual_backward_finalization_active",)
 def recover_fsdp(module: Any) -> None:
     """Reset FSDP2 after a forward of this module that ended early; keep accumulated gradients.
 
-    Does nothing if no iteration is unfinished. Required.
+    Does nothing if no iteration is unfinished. Required where `recovers_fsdp` is true.
     """
     root = module._get_fsdp_state()._state_ctx.iter_forward_root
     if root is None:

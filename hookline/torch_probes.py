@@ -801,7 +801,10 @@ def _global_forward_hooks() -> None:
 def _any_global_hook() -> None:
     if not hasattr(nn.modules.module, "_has_any_global_hook"):
         raise _Absent("hooks for all modules count as present")
+    kinds = ("forward", "forward_pre", "backward", "backward_pre")
+    registered = any(getattr(nn.modules.module, f"_global_{kind}_hooks") for kind in kinds)
     before = bool(private.any_global_hook())
+    _expect(before is registered, "there are none" if before else "they are not seen")
     handle = nn.modules.module.register_module_forward_pre_hook(_keep)
     there = bool(private.any_global_hook())
     handle.remove()
