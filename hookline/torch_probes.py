@@ -40,16 +40,16 @@ from hookline.errors import UnsupportedTorch
 __all__ = ["GROUPS", "PROBES", "Outcome", "Probe", "run"]
 
 GROUPS = {
-    "core": "capture, edit, hook, and every other context",
-    "checkpointing": "models that use activation checkpointing",
+    "core": "capture, edit, hook and every other context",
+    "checkpointing": "models with activation checkpointing",
     "edits": "edit and Recipe",
     "operations": "places of operations, guard, summarize",
     "guards": "guard",
-    "tools": "attention, harvest, sweep, watch, and tables of values",
+    "tools": "attention, harvest, sweep, watch, tables of values",
     "flops": "summarize",
     "compiler": "compiled and exported models",
-    "distributed": "models that FSDP2 or tensor parallelism spreads over ranks",
-    "early stop": "stop=True for models that FSDP2 shards",
+    "distributed": "models under FSDP2 or tensor parallelism",
+    "early stop": "stop=True for models under FSDP2",
 }
 
 
@@ -874,8 +874,8 @@ def _mask_of() -> None:
     _expect(private.mask_of(plain, device) is plain, "a plain mask does not stay as it is")
     named = "def _materialize(self, device" in _source("torch.nn.attention.bias")
     _expect(named, "an attention bias gives its numbers in another way")
-    bias: Any = sys.modules.get("torch.nn.attention.bias")  # to import it imports the compiler
-    if bias is not None:
+    if private.compiler_is_loaded():  # to import it would import that
+        bias: Any = importlib.import_module("torch.nn.attention.bias")
         mask = private.mask_of(bias.causal_lower_right(2, 3), device)
         expected = torch.ones(2, 3, dtype=torch.bool, device="cpu").tril(1)
         _expect(torch.equal(mask, expected), "the numbers of a causal bias are others")
@@ -1244,7 +1244,7 @@ def _recovers_fsdp() -> None:
     _expect(private.recovers_fsdp(kind) is has_reset, f"it is {not has_reset}")
     _expect(private.recovers_fsdp(nn.Module) is False, "every module can go on")
     if not has_reset:
-        raise _Absent("a capture with stop=True is refused for models that FSDP2 shards")
+        raise _Absent("a capture with stop=True is refused for models under FSDP2")
 
 
 # All that the reset of FSDP2 uses, writes or clears, from torch 2.13 to 2.15. `recover_fsdp` knows
@@ -1270,7 +1270,7 @@ _RESET = {
 def _recover_fsdp() -> None:
     kind = _fsdp().FSDPModule
     if not hasattr(kind, "reset_iter_state"):
-        raise _Absent("a capture with stop=True is refused for models that FSDP2 shards")
+        raise _Absent("a capture with stop=True is refused for models under FSDP2")
     of_state = importlib.import_module(f"{_FSDP}._fsdp_state").FSDPState._reset_iter_state
     groups = importlib.import_module(f"{_FSDP}._fsdp_param_group")
     of_group = groups.FSDPParamGroup._reset_iter_state
