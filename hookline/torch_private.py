@@ -264,9 +264,9 @@ def transform_level(tensor: Tensor) -> tuple[int, int | None]:
 # -- nodes of the autograd graph ------------------------------------------------------------------
 
 sequence_number: Callable[[Any], int] = operator.methodcaller("_sequence_nr")
-"""`sequence_number(node)`: nodes that a thread makes are numbered in order. Required.
+"""`sequence_number(node)`: nodes that a thread makes are numbered in order.
 
-AccumulateGrad nodes have the largest number there is.
+AccumulateGrad nodes have the largest number there is. Required.
 """
 
 next_sequence_number: Callable[[], int] = _find(torch.autograd, "_get_sequence_nr")
@@ -488,7 +488,7 @@ without_function_modes: Any = _find(torch._C, "DisableTorchFunction")
 without_dispatch_modes: Any = getattr(torch._C, "_DisableTorchDispatch", None)
 """`with without_dispatch_modes():` operations run past dispatch modes.
 
-Without it, None: FLOPs are counted the slow way, operation by operation.
+Without it, None, and FLOPs are counted the slow way, operation by operation.
 """
 
 current_function_modes: Callable[[], list[Any]] = _find(
@@ -521,9 +521,9 @@ def _dispatch_mode() -> Any:
 
 
 DispatchMode: Any = _dispatch_mode()
-"""The base class of modes that see every operation (`torch.utils._python_dispatch`). Required.
+"""The base class of modes that see every operation (`torch.utils._python_dispatch`).
 
-A subclass sets `_should_skip_dynamo` to say whether the compiler may be imported for it.
+A subclass sets `_should_skip_dynamo` to say whether the compiler may be imported for it. Required.
 """
 
 
