@@ -12,6 +12,10 @@ PIP    := $(BIN)/$(PIP.line)
 # whichever Python they were made for.
 ORIGINALS.test := torch-tuner
 
+# `make test-install` installs into an environment of this Python. One of pyenv's comes first, since
+# the python3.12 that pyenv puts on PATH works only where it is switched on.
+INSTALL_PYTHON ?= $(firstword $(wildcard $(HOME)/.pyenv/versions/3.12.*/bin/python) python3.12)
+
 # Where the libraries live that hookline is compared with; `make bench BENCH=--quick` is shorter.
 PEERS := .bench-venv
 
@@ -28,7 +32,7 @@ PYTEST  := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS)
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1@\2/p' Makefile | awk -F@ '{ printf "%-20s %s\n", $$1, $$2 }'
 
-demo: $(VENV)/.has-demo ## train a small CNN, find what is wrong with it, look inside, write a page
+demo: $(VENV)/.has-cli ## train a small CNN, find what is wrong with it, look inside, write a page
 	@echo "==> running hookline/demo.py"
 	@$(BIN)/python -m hookline.demo
 
@@ -54,17 +58,21 @@ bench: bench-setup ## hookline beside other libraries, about eight minutes
 
 bench-setup: $(PEERS)/.ready ## install those libraries, into an environment of their own
 
-bench-overhead: $(VENV)/.has-demo ## measure the cost of hookline against hooks written by hand
+bench-overhead: $(VENV)/.has-cli ## measure the cost of hookline against hooks written by hand
 	@echo "==> running benchmarks/overhead.py"
 	@$(BIN)/python benchmarks/overhead.py
 
-tables: $(VENV)/.has-demo ## take over what the benchmarks measured, into benchmarks/results/ and the documents
+tables: $(VENV)/.has-cli ## take over what the benchmarks measured, into benchmarks/results/ and the documents
 	@$(BIN)/python benchmarks/tables.py
 
 docs: $(VENV)/.has-docs ## build the documentation into site/
 	@echo "==> building site/"
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "site/index.html"
+
+.PHONY: test-install
+test-install: ## install the wheel and the newest torch as a user does, try it, delete it (10 GB of disk)
+	@$(INSTALL_PYTHON) tests/plain_install.py
 
 frontend: ## build the page's script and style from frontend/src, and test them
 	@echo "==> building hookline/pages/page.js and page.css"

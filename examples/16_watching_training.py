@@ -2,15 +2,15 @@
 
 import tempfile
 
+import digit_reader
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 import hookline as hl
-from hookline import demo
 
 torch.manual_seed(0)
-known, unseen = demo.load_digits()
+known, unseen = digit_reader.load_digits()
 
 
 def make_model():

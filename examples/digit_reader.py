@@ -1,12 +1,30 @@
 """Handwritten digits and a small CNN that reads them; several examples share it."""
 
+from typing import NamedTuple
+
+import sklearn.datasets
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hookline.demo import Digits, load_digits
-
 __all__ = ["Digits", "accuracy", "load_digits", "make_model", "predict", "read_by_digit", "train"]
+
+
+class Digits(NamedTuple):
+    """Grey images of 8 x 8 pixels, and the digit that each one shows."""
+
+    images: Tensor
+    labels: Tensor
+
+
+def load_digits() -> tuple[Digits, Digits]:
+    """Three quarters of scikit-learn's digits to learn from, and the rest to test on."""
+    data = sklearn.datasets.load_digits()
+    order = torch.randperm(len(data.target))
+    images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1)[order] / 16
+    labels = torch.tensor(data.target)[order]
+    split = len(labels) * 3 // 4
+    return Digits(images[:split], labels[:split]), Digits(images[split:], labels[split:])
 
 
 def make_model() -> nn.Module:

@@ -33,6 +33,10 @@ What stands on a model, such as `capture`, `edit`, `guard` and `watch`, acts ins
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from hookline.supported_versions import check_torch
+
+check_torch()  # before anything below imports torch
+
 from hookline.core.attaching import attached
 from hookline.core.hooks import hook
 from hookline.core.taps import Call
@@ -75,6 +79,7 @@ from hookline.errors import (
     SeveralTensors,
     StatisticsError,
     StoreError,
+    UnsupportedTorch,
     UsageError,
     ValueChanged,
 )
@@ -162,6 +167,7 @@ __all__ = [
     "Summary",
     "Sweep",
     "TopK",
+    "UnsupportedTorch",
     "UsageError",
     "ValueChanged",
     "Variance",

@@ -20,14 +20,13 @@ from torch import Tensor
 
 from hookline.errors import HooklineError
 from hookline.storage.locks import held
-from hookline.storage.small_files import strict_json
+from hookline.storage.small_files import DEEPEST, is_deep, strict_json
 from hookline.values.quantised import is_quantised
 
 __all__ = ["is_plain", "read", "write"]
 
 _VERSION = 1
 _MOST = 256 * 2**20  # bytes of JSON
-_DEEPEST = 1000  # levels of it, whatever Python's own limit is set to
 _DIGEST = "[0-9a-f]" * 64
 _WRITERS = {  # of all others `.save(folder)`
     "guard": "hookline.guard", "record": "hookline.save_record", "recipe": "hookline.Recipe.save",
@@ -57,10 +56,10 @@ def write(
     """
     folder = Path(folder)
     asked = f"A {kind} was to be written to {str(folder)!r}."
-    if _is_deep(content):  # `read` would refuse it
+    if is_deep(content):  # `read` would refuse it
         raise HooklineError(
             asked,
-            f"It is nested more than {_DEEPEST} levels deep.",
+            f"It is nested more than {DEEPEST} levels deep.",
             "Leave out what is nested so deeply.",
         )
     _spell(content)  # what cannot be spelled is an error before anything is written
@@ -174,12 +173,10 @@ def _read(
     try:
         content: Any = strict_json(path.read_text(encoding="utf-8"))
     except ValueError as problem:
-        refuse(f"{path.name} is no JSON: {problem}.")
+        refuse(f"{path.name} cannot be read as JSON: {problem}.")
     if not isinstance(content, dict) or content.get("format") != f"hookline {kind}":
         refuse(f"{path.name} does not say that it is a hookline {kind}.")
     content = cast("dict[str, Any]", content)
-    if _is_deep(content):
-        refuse(f"{path.name} is nested more than {_DEEPEST} levels deep.")
     if content.get("version") != _VERSION:
         version = f"It has the version {content.get('version')!r}; this hookline reads {_VERSION}."
         refuse(version, "Use the hookline that wrote it.")
@@ -199,15 +196,6 @@ def _read(
         return content, load_file(path)
     except (SafetensorError, KeyError, ValueError, RuntimeError) as problem:
         refuse(f"{path.name} is no safetensors file: {problem}.")
-
-
-def _is_deep(content: Any) -> bool:
-    """Whether JSON is nested more deeply than what is written."""
-    level: list[Any] = [content]
-    for _ in range(_DEEPEST):
-        inside: Any = [node.values() if isinstance(node, dict) else node for node in level]
-        level = [item for items in inside for item in items if isinstance(item, (dict, list))]
-    return bool(level)
 
 
 def _digest(path: Path) -> str:

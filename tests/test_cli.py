@@ -204,13 +204,6 @@ def test_a_model_that_ends_the_program_in_its_run_is_an_error(folder):
         assert (code, out, err) == (2, "", "Error: SystemExit was raised: 0.\n")
 
 
-def test_a_demo_that_cannot_run_is_an_error(monkeypatch):
-    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    code, _, err = run("demo")
-    assert code == 2
-    assert "pip install scikit-learn" in err
-
-
 def test_the_command_line_without_click_says_what_to_install(folder):
     (folder / "click.py").write_text("raise ModuleNotFoundError('no click', name='click')\n")
     root = str(Path(hl.__file__).parent.parent)

@@ -560,6 +560,7 @@ import torch, warnings
 from torch import nn
 import hookline as hl
 warnings.simplefilter("error")
+warnings.filterwarnings("ignore", "Guards may run slower on Python 3.13.0")
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Tanh(), nn.Linear(4, 2)))
 other = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Tanh(), nn.Linear(4, 2)))

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import hookline as hl
-from hookline import errors
+from hookline import errors, torch_private
 from hookline.pages import figures
 
 BUILTINS = {
@@ -38,6 +38,7 @@ BUILTINS = {
     "RecordError": ValueError,
     "ReportError": ValueError,
     "FigureError": ValueError,
+    "UnsupportedTorch": RuntimeError,
     "UsageError": TypeError,
 }
 
@@ -148,6 +149,7 @@ def raised():
         hl.RecordError: lambda: hl.load_record("no such folder"),
         hl.ReportError: lambda: hl.report(3),
         hl.FigureError: lambda: figures.histograms(hl.Mean()),
+        hl.UnsupportedTorch: lambda: torch_private._find(torch, "no_such_name")(),
         hl.UsageError: lambda: hl.capture(model, "0", dtype="float16"),
     }
 

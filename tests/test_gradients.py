@@ -467,11 +467,11 @@ def test_an_inplace_relu_after_a_view_is_exact_or_refused(place):
     at_lin, _ = cut(model[0], [x], lambda y: weigh(y.relu()))
     at_relu, _ = cut(model, [x], weigh)
     record = run(model, [x], weigh, place)
-    if place == "1:grad_input":
+    if place == "1:grad_input" and model[0](x)._is_view():  # until torch 2.15
         with pytest.raises(hl.GradientNotAvailable, match="in place"):
             record[place]
     else:
-        assert torch.equal(record[place], at_lin if place == "0:grad_output" else at_relu)
+        assert torch.equal(record[place], at_relu if place == "1:grad_output" else at_lin)
 
 
 @pytest.mark.parametrize("others", [[], ["1:grad_output"]], ids=["alone", "beside"])

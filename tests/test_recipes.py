@@ -386,10 +386,10 @@ def test_foreign_folders_are_errors(saved, tmp_path):
     with pytest.raises(hl.RecipeError, match=r"no file recipe.json.*by hookline.Recipe.save"):
         hl.Recipe.load(tmp_path)
     (saved / "recipe.json").write_bytes(b"\x80\x04]" * 9)
-    with pytest.raises(hl.RecipeError, match="no JSON"):
+    with pytest.raises(hl.RecipeError, match="cannot be read as JSON"):
         hl.Recipe.load(saved)
     (saved / "recipe.json").write_text("[" * 200_000)
-    with pytest.raises(hl.RecipeError, match="no JSON"):
+    with pytest.raises(hl.RecipeError, match="cannot be read as JSON"):
         hl.Recipe.load(saved)
     (saved / "recipe.json").write_text("[]")
     with pytest.raises(hl.RecipeError, match="does not say"):
@@ -407,13 +407,17 @@ def test_missing_and_torn_tensors_are_errors(saved):
         hl.Recipe.load(saved)
 
 
-def test_deep_nesting_is_an_error_and_no_crash(saved):
-    deep = "1"
-    for _ in range(900):
-        deep = f"[{deep}]"
-    rewritten(saved, lambda c: c["entries"][0].update(at=json.loads(deep)))
-    with pytest.raises(hl.RecipeError):
+@pytest.mark.parametrize("levels", [900, 1100])
+def test_deep_nesting_is_an_error_and_no_crash(saved, levels):
+    path = saved / "recipe.json"
+    content = json.loads(path.read_text())
+    content["entries"][0]["at"] = "HERE"
+    path.write_text(json.dumps(content).replace('"HERE"', "[" * levels + "1" + "]" * levels))
+    try:
         hl.Recipe.load(saved)
+    except hl.RecipeError:
+        return
+    assert levels == 900  # whether Python can read that many depends on its version
 
 
 @settings(

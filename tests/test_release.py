@@ -205,7 +205,8 @@ def test_the_sdist_holds_what_it_takes_to_build_the_wheel_again(source, wheel_fi
     assert again == contents(wheel_file)
     for needed in (
         "Makefile", "constraints.txt", "frontend/package.json", "tests/test_hooks.py", "LICENSE",
-        "mkdocs.yml", "README.md", "benchmarks/results/guard.json",
+        "mkdocs.yml", "README.md", "benchmarks/results/guard.json", "tests/plain_install.py",
+        "SECURITY.md", "CITATION.cff", ".github/workflows/tests.yml",
     ):  # fmt: skip
         assert (source / needed).exists(), needed
     names = {path.name for path in source.rglob("*")}

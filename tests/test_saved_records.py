@@ -213,7 +213,8 @@ def test_deep_nesting_is_refused_whatever_the_limit_of_recursion(tmp_path, limit
 
 
 @pytest.mark.parametrize(
-    ("limit", "found"), [(1000, "nested too deeply"), (20_000, "nested more than 1000 levels")]
+    ("limit", "found"),
+    [(1000, "nested too deeply|nested more than"), (20_000, "nested more than 1000 levels")],
 )
 def test_what_is_nested_too_deeply_to_be_read_is_not_written(tmp_path, limit, found):
     class Nesting(nn.Module):

@@ -42,7 +42,7 @@ class _Group(click.Group):
         except KeyboardInterrupt:
             click.echo("Stopped.", err=True)
             ctx.exit(130)
-        except SystemExit as error:  # of a model's forward, or of the demo
+        except SystemExit as error:  # of a model's forward
             said = error.code if isinstance(error.code, str) else f"SystemExit was raised: {error}."
             click.echo(f"Error: {said}", err=True)
             ctx.exit(2)

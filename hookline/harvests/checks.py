@@ -57,11 +57,11 @@ def _why_unfit(model: nn.Module, name: str, tensor: Tensor) -> tuple[str, str] |
 
 
 def warn_of_training(model: nn.Module) -> None:
-    """Warn of a model that drops values, or norms them by the batch."""
+    """Warn if a layer of the model drops values at random or normalizes by the batch."""
 
     def random(module: nn.Module) -> bool:
         drops = isinstance(module, DropoutBase) and getattr(module, "p", 0.0) > 0
-        return module.training and (drops or isinstance(module, BatchNormBase))
+        return (drops or isinstance(module, BatchNormBase)) and module.training
 
     modules = cast("Iterable[tuple[str, nn.Module]]", model.named_modules())
     found = [name for name, module in modules if random(module)]

@@ -4,6 +4,7 @@
 - `read_json(path)`, `write_json(path, content, sync)`: the object in a JSON file
 - `parse_json(text, path)`: the object in a text that was read from a file
 - `strict_json(text)`: what a text holds that every reader of JSON reads alike
+- `is_deep(content)`: whether JSON is nested more deeply than hookline writes or reads it
 - `replace_file(path, text, sync)`: a reader, or a crash, finds the old file or the new one
 - `open_regular(path)`: open a file, and nothing that would wait for ever
 - `most_files()`: how many files a writer may keep open, and half of what a reader may
@@ -28,8 +29,10 @@ except ImportError:  # Windows
     resource = None
 
 __all__ = [
+    "DEEPEST",
     "as_json",
     "corrupt",
+    "is_deep",
     "most_files",
     "open_regular",
     "parse_json",
@@ -41,6 +44,7 @@ __all__ = [
     "write_json",
 ]
 
+DEEPEST = 1000  # levels of JSON; Python's own limit differs between versions and can be set
 _LARGEST_JSON = 16 << 20
 
 
@@ -74,9 +78,23 @@ def strict_json(text: str | bytes) -> Any:
         ValueError: If the text is no such JSON, is no UTF-8, or is nested too deeply.
     """
     try:
-        return json.loads(text, parse_constant=_not_json, object_pairs_hook=_once)
+        content = json.loads(text, parse_constant=_not_json, object_pairs_hook=_once)
     except (RecursionError, MemoryError):
         raise ValueError("it is nested too deeply, or too large") from None
+    if is_deep(content):
+        raise ValueError(f"it is nested more than {DEEPEST} levels deep")
+    return content
+
+
+def is_deep(content: Any) -> bool:
+    """Return True if JSON is nested more than `DEEPEST` levels deep."""
+    inside: list[Any] = [[content]]
+    for _ in range(DEEPEST + 1):
+        level = [item for items in inside for item in items if isinstance(item, (dict, list))]
+        if not level:
+            return False
+        inside = [node.values() if isinstance(node, dict) else node for node in level]
+    return True
 
 
 def as_json(content: Mapping[str, Any], what: str) -> dict[str, Any]:
