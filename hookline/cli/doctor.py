@@ -35,10 +35,10 @@ Row = tuple[str, str, str]
 @click.command()
 @takes_screen
 def doctor(screen: Screen) -> None:
-    """Check whether hookline works here: versions, torch, devices, extras.
+    """Check whether hookline works on this machine.
 
-    hookline uses some private parts of torch. Each of them is tried, and what differs is listed
-    with the features that need it. The exit code is 1 if something is broken.
+    Lists versions, devices and extras. Each private part of torch that hookline uses is tried, and
+    what differs is listed with the features that need it. The exit code is 1 if there is a problem.
     """
     rows = [*_versions(), *_verbs(), *_private_parts(), *_devices(), *_extras()]
     broken = sum(state == "broken" for _, state, _ in rows)
