@@ -1151,7 +1151,7 @@ def _is_export_guard() -> None:
     unlift: Any = importlib.import_module("torch.export._unlift")
     _expect(not private.is_export_guard(nn.Linear), "an ordinary class is one")
     if not hasattr(unlift, "GuardsFn"):
-        raise _Absent("this torch has no such modules")
+        raise _Absent("guards of an exported program may be reported as never called")
     _expect(private.is_export_guard(unlift.GuardsFn), "the class of the guards is none")
     _expect(issubclass(unlift.GuardsFn, nn.Module), "the guards are no modules")
 
@@ -1161,7 +1161,7 @@ def _is_export_guard() -> None:
 
 @contextmanager
 def _mesh() -> Generator[Any]:
-    """Give a mesh of one rank that no process group stands behind."""
+    """Give a mesh of one rank, without communication."""
     from torch.distributed.device_mesh import DeviceMesh
 
     kind: Any = DeviceMesh
@@ -1171,10 +1171,9 @@ def _mesh() -> Generator[Any]:
     from torch import distributed
 
     ours = not distributed.is_initialized()
-    if ours:  # older than that argument: it asks for the rank
-        distributed.init_process_group(
-            "gloo", store=cast(Any, distributed).HashStore(), rank=0, world_size=1
-        )
+    if ours:  # torch is older than that argument, and asks for the rank
+        fake: Any = importlib.import_module("torch.testing._internal.distributed.fake_pg")
+        distributed.init_process_group("fake", store=fake.FakeStore(), rank=0, world_size=1)
     try:
         yield kind("cpu", [distributed.get_rank()], _init_backend=False)
     finally:
