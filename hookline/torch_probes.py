@@ -1327,7 +1327,7 @@ class _StandIn(SimpleNamespace):
         setattr(self, name, made)
         return made
 
-    def __call__(self, *args: Any) -> _StandIn:
+    def __call__(self, *args: Any, **kwargs: Any) -> _StandIn:
         return _StandIn()
 
     def __bool__(self) -> bool:
