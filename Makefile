@@ -1,5 +1,6 @@
 # Every target prepares its own part of .venv: nothing but Python, pip and make is needed first.
-# `make demo PYTHON=python3.12` chooses the interpreter; it counts when .venv is made.
+# `make demo PYTHON=python3.12` chooses the interpreter; it counts when .venv is made. test-with and
+# test-matrix never use .venv.
 
 PYTHON ?= python3
 VENV   := .venv
@@ -19,14 +20,29 @@ INSTALL_PYTHON ?= $(firstword $(wildcard $(HOME)/.pyenv/versions/3.12.*/bin/pyth
 # Where the libraries live that hookline is compared with; `make bench BENCH=--quick` is shorter.
 PEERS := .bench-venv
 
+# Environments with other versions of Python and torch; each is deleted after its tests.
+# `make test-with WITH_TORCH=2.15.0 PYTHON=python3.13`; KEEP=1 keeps it, TESTS=tests/test_grammar.py
+# runs only these. `make test-matrix ONLY=2.15.0` runs one row again.
+MATRIX   := .matrix
+VERSIONS = python3 benchmarks/versions.py --python "$(PYTHON)" --workers $(WORKERS) \
+  --originals $(ORIGINALS.test) --tests='$(subst ','\'',$(TESTS))'
+
 # Two test processes with one torch thread each are faster than one process with two.
 WORKERS ?= 2
 NPM_CI  := npm ci --silent --no-audit --no-fund --fetch-retries 0 --fetch-timeout 20000
 PYTEST  := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS)
 
+# The page is tested in Debian's Chromium. Where there is no apt, those tests are skipped.
+define INSTALL.chromium
+@command -v chromium > /dev/null || ! command -v apt-get > /dev/null || { \
+  echo "==> installing Debian's chromium for the tests of the page"; \
+  apt-get -qq update && apt-get -qq install -y chromium > /dev/null; } || \
+  echo "chromium could not be installed: the tests of the page will be skipped"
+endef
+
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all check bench bench-setup bench-overhead tables docs frontend
-.PHONY: frontend-check clean
+.PHONY: help demo test test-all test-with test-matrix check bench bench-setup bench-overhead
+.PHONY: tables docs frontend frontend-check clean
 .NOTPARALLEL:
 
 help: ## list the targets
@@ -43,6 +59,14 @@ test: $(VENV)/.has-test $(VENV)/.has-chromium frontend-check ## run the tests, d
 test-all: $(VENV)/.has-test $(VENV)/.has-chromium $(VENV)/.has-weights frontend-check ## the same with the slow tests and every optional library
 	@echo "==> running all tests"
 	@$(PYTEST)
+
+test-with: ## run the tests with WITH_TORCH=2.15.0 and PYTHON=python3.13, in a new environment
+	$(INSTALL.chromium)
+	@$(VERSIONS) --torch "$(WITH_TORCH)" $(if $(filter-out 0,$(KEEP)),--keep)
+
+test-matrix: ## do so for all supported versions, and write benchmarks/versions.md (an hour)
+	$(INSTALL.chromium)
+	@$(VERSIONS) --only "$(ONLY)"
 
 check: $(VENV)/.has-check ## ruff and pyright
 	@echo "==> ruff check"
@@ -90,9 +114,9 @@ frontend-check:
 	  said=$$(npm test --silent 2>&1) || { echo "$$said"; exit 1; }; \
 	fi
 
-clean: ## delete both environments, caches and everything that was built
-	@echo "==> deleting $(VENV), $(PEERS), site/, dist/ and caches"
-	@rm -rf $(VENV) $(PEERS) benchmarks/latest frontend/node_modules site dist .pytest_cache .ruff_cache .hypothesis
+clean: ## delete all environments, caches and everything that was built
+	@echo "==> deleting $(VENV), $(PEERS), $(MATRIX), site/, dist/ and caches"
+	@rm -rf $(VENV) $(PEERS) $(MATRIX) benchmarks/latest frontend/node_modules site dist .pytest_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
@@ -121,12 +145,8 @@ $(PEERS)/.ready: benchmarks/peers/requirements.txt constraints.txt pyproject.tom
 	@$(PEERS)/bin/$(PIP.line) --no-build-isolation --no-deps -e .
 	@touch $@
 
-# The page is tested in Debian's Chromium. Where there is no apt, those tests are skipped.
 $(VENV)/.has-chromium: | $(BIN)/python
-	@command -v chromium > /dev/null || ! command -v apt-get > /dev/null || { \
-	  echo "==> installing Debian's chromium for the tests of the page"; \
-	  apt-get -qq update && apt-get -qq install -y chromium > /dev/null; } || \
-	  echo "chromium could not be installed: the tests of the page will be skipped"
+	$(INSTALL.chromium)
 	@touch $@
 
 # Models with real weights. Without what else they ask for: torchaudio, llama-cpp and others.

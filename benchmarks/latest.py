@@ -3,10 +3,11 @@
 - `write(name, content, full)`: leave it there
 - `in_full(parser, options)`: whether the options of a run have made it no shorter
 - `held(name)`: what was measured last, to be completed by a run of a part
-- `finished()`: what was measured in full; `take_over()` puts that into results/
+- `finished()`: what was measured in full; `take_over()` puts that into results/, or only what is
+  named
 
 So a run changes no document. `make tables` takes over what was measured in full, and makes the
-documents of it.
+documents of it. Only `make test-matrix`, whose page is its result, takes over its own at its end.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 LATEST, RESULTS = HERE / "latest", HERE / "results"
-PAGES = ("zoo.md",)  # that a benchmark makes itself, beside its numbers
+PAGES = ("zoo.md", "versions.md")  # that a benchmark makes itself, beside its numbers
 
 
 def write(name: str, content: Any, full: bool) -> None:
@@ -56,10 +57,14 @@ def finished() -> dict[str, Path]:
     return {path.stem: path for path in found}
 
 
-def take_over() -> list[str]:
-    """Put what was measured in full into results/; the names of the files."""
-    found = list(finished().values())
-    pages = [LATEST / name for name in PAGES if (LATEST / name).exists()]
+def take_over(*names: str) -> list[str]:
+    """Put what was measured in full into results/; the names of the files.
+
+    `names` are those of benchmarks; all are meant if there is none.
+    """
+    found = [path for name, path in finished().items() if not names or name in names]
+    pages = [path for path in map(LATEST.joinpath, PAGES) if path.exists()]
+    pages = [path for path in pages if not names or path.stem in names]
     for path in found:
         path.replace(RESULTS / path.name)
     for path in pages:

@@ -21,8 +21,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import partial
-from types import CodeType, FrameType
-from typing import Any, NoReturn, cast
+from types import CodeType, FrameType, FunctionType
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -79,6 +79,7 @@ __all__ = [
     "operator_library",
     "operator_packet",
     "operator_schema",
+    "outside_graphs",
     "packed_parameters_of",
     "padding_of",
     "parameters_of",
@@ -105,6 +106,9 @@ __all__ = [
     "without_dispatch_modes",
     "without_function_modes",
 ]
+
+
+_F = TypeVar("_F", bound=FunctionType)
 
 
 def _find(owner: Any, name: str) -> Any:
@@ -593,6 +597,25 @@ def hook_guards(value: bool) -> bool:
 def is_compiler_error(error: BaseException) -> bool:
     """Return True for an error that the compiler raises about what it cannot compile. Required."""
     return type(error).__module__ == "torch._dynamo.exc"
+
+
+_eval_frame: Any = _find(torch._C, "_dynamo.eval_frame")
+
+
+def outside_graphs(function: _F) -> _F:
+    """Mark a function that torch.compile neither compiles nor enters: a graph ends before its call.
+
+    `torch.compiler.disable` does the same for all callers by a function around this one. It would
+    load the compiler, which takes seconds, and cost every call. Required.
+    """
+    skip = _eval_frame._FrameAction.SKIP
+    _eval_frame.set_code_exec_strategy(
+        function.__code__, _eval_frame._FrameExecStrategy(skip, skip)
+    )
+    marked: Any = function
+    marked._torchdynamo_disable = True
+    marked._torchdynamo_disable_msg = "hookline looks at values outside of graphs"
+    return function
 
 
 def compiled_call(module: nn.Module) -> Any:

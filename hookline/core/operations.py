@@ -30,6 +30,7 @@ from hookline.torch_private import (
     INNER_CALL_CODE,
     backward_id,
     current_function_modes,
+    outside_graphs,
     pop_function_mode,
     push_function_mode,
 )
@@ -218,6 +219,7 @@ class Operation(Site):
         self.mode.add(self)
         self.anchor(module)
 
+    @outside_graphs
     def rest(self, module: nn.Module, args: Any) -> None:
         """The pre-forward hook: a checkpointed forward that a backward runs again is seen again."""
         super().rest(module, args)

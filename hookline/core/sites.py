@@ -34,6 +34,7 @@ from hookline.torch_private import (
     forward_pre_hooks_of,
     forward_pre_hooks_with_kwargs_of,
     next_sequence_number,
+    outside_graphs,
 )
 from hookline.values.nested import get_part, set_part
 
@@ -165,6 +166,7 @@ class Site:
     def left(self) -> None:
         """The block has ended in which this was taken off."""
 
+    @outside_graphs
     def rest(self, module: nn.Module, args: Any) -> None:
         """A hook that does nothing, but that a copied module sheds it."""
         if self.module is None:
@@ -199,6 +201,7 @@ class Site:
     # torch.compile cuts a graph where a ContextVar is read, and after a cut the caller's frame is
     # another: what sees every call does not read it, here and in `after`.
 
+    @outside_graphs
     def before(self, module: nn.Module, args: Any, kwargs: dict[str, Any] | None = None) -> Any:
         """The pre-forward hook."""
         if self.closed or kwargs is None:  # removed while torch was about to call it
@@ -334,6 +337,7 @@ class Site:
             return KEEP
         return tap.receive(value, frame.index, frame.recomputed, frame)
 
+    @outside_graphs
     def after(self, module: nn.Module, args: Any, *rest: Any) -> Any:
         """The forward hook."""
         if self.closed:  # removed while torch was about to call it

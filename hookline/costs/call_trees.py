@@ -32,6 +32,7 @@ from hookline.places.tree import walk
 from hookline.torch_private import (
     current_node,
     next_sequence_number,
+    outside_graphs,
     sequence_number,
     transform_stack,
     without_dispatch_modes,
@@ -91,6 +92,7 @@ class _Site(Site):
 
     tree: Any = None  # none once the hooks are off
 
+    @outside_graphs
     def before(self, module: nn.Module, args: Any, kwargs: dict[str, Any] | None = None) -> None:
         """The pre-forward hook."""
         tree = self.tree
@@ -98,6 +100,7 @@ class _Site(Site):
             return self.stranger(module)
         return tree.begin(module, args, kwargs, _getframe(1), tree.inside is _frame(_UP))
 
+    @outside_graphs
     def ended(self, module: nn.Module, args: Any, output: Any) -> None:
         """The forward hook."""
         tree = self.tree
@@ -122,6 +125,7 @@ class _LeafSite(_Site):
     rank = 0  # the fewest dimensions of an argument for which that holds
     kind: type[Step] = Step
 
+    @outside_graphs
     def before(self, module: nn.Module, args: Any, kwargs: dict[str, Any] | None = None) -> None:
         """The pre-forward hook."""
         tree = self.tree
@@ -156,6 +160,7 @@ class _LeafSite(_Site):
             tree.doubtful |= kwargs is None
         return tree.begin(module, args, kwargs, _getframe(1), usual)
 
+    @outside_graphs
     def ended(self, module: nn.Module, args: Any, output: Any) -> None:
         """The forward hook."""
         tree = self.tree

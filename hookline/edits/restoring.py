@@ -26,7 +26,14 @@ from hookline.edits.parameters import Swap, Undo, mark
 from hookline.errors import ChangeError, NotHookable, PlaceError, PlaceNotFound, warn_outside
 from hookline.places.resolution import Target, Where, resolve
 from hookline.places.tree import Step, around, join, tensors_of, walk
-from hookline.torch_private import buffers_of, parameters_of, submodules_of, use_count, version_of
+from hookline.torch_private import (
+    buffers_of,
+    outside_graphs,
+    parameters_of,
+    submodules_of,
+    use_count,
+    version_of,
+)
 from hookline.values.quantised import held_in, is_wrapper
 from hookline.values.snapshots import same_bits
 
@@ -210,6 +217,7 @@ class _Replaced(Site):
         super().__init__(old, weakref.ref(context), None)
         self.model, self.new, self.asked = context._model, new, asked
 
+    @outside_graphs
     def rest(self, module: nn.Module, args: Any) -> None:
         super().rest(module, args)
         if module is self.module:

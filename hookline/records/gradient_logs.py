@@ -38,6 +38,7 @@ from hookline.torch_private import (
     global_forward_hooks,
     is_view,
     next_sequence_number,
+    outside_graphs,
     saved_tensor_hooks,
     sequence_number,
     use_count,
@@ -134,6 +135,7 @@ class _GradientLog(Log):
             tap.grad_inputs = tap.grad_outputs = ()
             tap.drain()
 
+    @outside_graphs
     def before_call(
         self,
         module: Any,
@@ -178,6 +180,7 @@ class _GradientLog(Log):
             tap.add(tap)
         return tap
 
+    @outside_graphs
     def after_call(
         self,
         module: nn.Module,
@@ -267,6 +270,7 @@ class GradOutputLog(_GradientLog):
             forward_hooks_of(module)[key] = after_made
         super().hook(rest)
 
+    @outside_graphs
     def after_made(
         self,
         module: Any,

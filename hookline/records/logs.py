@@ -31,14 +31,13 @@ from hookline.torch_private import (
     forward_hooks_of,
     forward_pre_hooks_of,
     lazy_clone,
+    outside_graphs,
     use_count,
     version_of,
 )
 from hookline.values.snapshots import BASES, LAZY, SMALL, snapshot
 
 __all__ = ["LastLog", "Log", "LoggedTap", "OutputLog", "noted"]
-
-_outside = cast(Any, torch.compiler).disable  # a function that runs outside of compiled graphs
 
 
 def noted(name: str) -> Any:
@@ -204,6 +203,7 @@ class OutputLog(Log):
     inside: set[int] | None = None  # the ids of entries that came in a backward
     outside: set[int]  # the modules that were called outside of one
 
+    @outside_graphs
     def after_call(
         self,
         module: nn.Module,
@@ -282,13 +282,13 @@ class _LastTap(LoggedTap):
     def after_call(self, module: nn.Module, args: Any, output: Any, /) -> None:
         """The forward hook."""
         # In a graph no version can be read and no copy-on-write made, but a copy costs little.
-        if not (torch.compiler.is_compiling() and self.log.in_graph):
+        inside = torch.compiler.is_compiling() and self.log.in_graph
+        if not inside or type(output) is not Tensor:  # it does not follow into nested values
             self.keep(module, output)
-        elif type(output) is not Tensor:  # the compiler does not follow into nested values
-            _outside(self.keep)(module, output)
         else:
             self.slot = output.detach().clone() if self.options.detach else output.clone()
 
+    @outside_graphs
     def keep(self, module: nn.Module, output: Any) -> None:
         """Keep what a call has returned, outside of graphs."""
         if module is not self.module or self.log.owner not in ACTIVE.get():

@@ -90,7 +90,7 @@ def is_deep(content: Any) -> bool:
     """Return True if JSON is nested more than `DEEPEST` levels deep."""
     inside: list[Any] = [[content]]
     for _ in range(DEEPEST + 1):
-        level = [item for items in inside for item in items if isinstance(item, (dict, list))]
+        level: list[Any] = [x for items in inside for x in items if isinstance(x, (dict, list))]
         if not level:
             return False
         inside = [node.values() if isinstance(node, dict) else node for node in level]
