@@ -1137,6 +1137,31 @@ def _is_compiler_error() -> None:
 
 
 @_probe("compiler")
+def _outside_graphs() -> None:
+    frames: Any = importlib.import_module("torch._dynamo.convert_frame")
+
+    def look(seen: list[bool]) -> None:
+        seen.append(torch.compiler.is_compiling())
+
+    def compute(tensor: Tensor, seen: list[bool]) -> Tensor:
+        marked(seen)
+        return tensor + 1
+
+    for function in (look, compute):  # marks and graphs belong to code, which outlives this probe
+        function.__code__ = function.__code__.replace()
+    marked = private.outside_graphs(look)
+    seen: list[bool] = []
+    kept, frames.input_codes = frames.input_codes, type(frames.input_codes)()
+    try:  # nothing counts as compiled afterwards
+        compiled: Any = torch.compile(compute, backend="eager")
+        results = [compiled(_vector(), seen).tolist() for _ in range(2)]
+    finally:
+        frames.input_codes = kept
+    _expect(seen == [False, False], "a graph goes through a marked function")
+    _expect(results == [[2, 2], [2, 2]], "a graph that ends before one computes something else")
+
+
+@_probe("compiler")
 def _compiled_call() -> None:
     module = _Called(lambda value: value)
     _expect(private.compiled_call(module) is None, "a module that is not compiled has one")

@@ -252,6 +252,7 @@ DIFFERENT = {
     "operator_library": [lambda packet: "", lambda packet: "aten"],
     "operator_packet": [lambda function: function],
     "operator_schema": [lambda function: "", lambda function: "add"],
+    "outside_graphs": [nothing, lambda function: function],
     "packed_parameters_of": [lambda module: (), lambda module: torch.ones(1)],
     "padding_of": [lambda node: (1, 2), lambda node: (2, 1)],
     "parameters_of": [lambda module: {}, new_dict(private.parameters_of), private.buffers_of],
