@@ -1138,27 +1138,33 @@ def _is_compiler_error() -> None:
 
 @_probe("compiler")
 def _outside_graphs() -> None:
-    frames: Any = importlib.import_module("torch._dynamo.convert_frame")
+    kinds: Any = importlib.import_module("torch._dynamo.types")
+    eval_frame: Any = importlib.import_module("torch._C._dynamo.eval_frame")
+    offered: list[CodeType] = []
 
-    def look(seen: list[bool]) -> None:
-        seen.append(torch.compiler.is_compiling())
+    def offer(frame: Any, *more: Any) -> Any:
+        offered.append(frame.f_code)
+        return kinds.ConvertFrameReturn()  # as if there were nothing to compile
 
-    def compute(tensor: Tensor, seen: list[bool]) -> Tensor:
-        marked(seen)
-        return tensor + 1
+    def plain() -> None: ...
 
-    for function in (look, compute):  # marks and graphs belong to code, which outlives this probe
+    def marked() -> None: ...
+
+    for function in (plain, marked):  # a mark belongs to code, which would outlive this probe
         function.__code__ = function.__code__.replace()
-    marked = private.outside_graphs(look)
-    seen: list[bool] = []
-    kept, frames.input_codes = frames.input_codes, type(frames.input_codes)()
-    try:  # nothing counts as compiled afterwards
-        compiled: Any = torch.compile(compute, backend="eager")
-        results = [compiled(_vector(), seen).tolist() for _ in range(2)]
+    private.outside_graphs(marked)
+    # Not by a graph: to compile in a thread crashes torch 2.11 the second time.
+    before = eval_frame.set_eval_frame(offer)
+    try:
+        plain()
+        marked()
     finally:
-        frames.input_codes = kept
-    _expect(seen == [False, False], "a graph goes through a marked function")
-    _expect(results == [[2, 2], [2, 2]], "a graph that ends before one computes something else")
+        eval_frame.set_eval_frame(before)
+    _expect(plain.__code__ in offered, "the compiler sees functions in another way")
+    _expect(marked.__code__ not in offered, "a marked function is compiled")
+    told = getattr(marked, "_torchdynamo_disable", False) is True
+    known = "_torchdynamo_disable" in _source("torch._dynamo.variables.functions")
+    _expect(told and known, "a graph goes on inside a marked function")
 
 
 @_probe("compiler")
