@@ -4,8 +4,9 @@
     python benchmarks/tables.py --check    say whether they are up to date; exit code 1 if not
 
 A document has `<!-- measured: NAME -->` and `<!-- end -->`; what stands between is made of
-results/*.json, as measured/ says. RESULTS.md is made as a whole. Before it writes, it takes over
-into results/ what the benchmarks have left in latest/.
+results/*.json, as measured/ says. RESULTS.md is made as a whole, and so is docs/torch-private.md,
+of a file of hookline's. Before it writes, it takes over into results/ what the benchmarks have left
+in latest/.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any
 from latest import RESULTS, finished, take_over
 from measured import PARTS
 from peers.page import page
+from private_names import page as page_of_private_names
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -105,6 +107,7 @@ def documents(results: Results, root: Path = ROOT) -> dict[Path, str]:
         path = root / name
         made[path] = filled(path.read_text(), results, name)
     made[root / "benchmarks" / "RESULTS.md"] = results.make("side_by_side", page)
+    made[root / "docs" / "torch-private.md"] = page_of_private_names()
     return made
 
 

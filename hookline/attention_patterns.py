@@ -316,6 +316,7 @@ class attention(capture):
     """
 
     _verb = "attention"
+    _needs = ("core", "tools")
     _gives, _kept_as = "patterns", ""
 
     def __init__(

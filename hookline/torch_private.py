@@ -38,7 +38,6 @@ __all__ = [
     "BatchNormBase",
     "DispatchMode",
     "DropoutBase",
-    "Region",
     "any_global_hook",
     "at_backward_end",
     "autograd_function",
@@ -269,9 +268,9 @@ def transform_level(tensor: Tensor) -> tuple[int, int | None]:
 # -- nodes of the autograd graph ------------------------------------------------------------------
 
 sequence_number: Callable[[Any], int] = operator.methodcaller("_sequence_nr")
-"""`sequence_number(node)`: nodes that a thread makes are numbered in order. Required.
+"""`sequence_number(node)`: nodes that a thread makes are numbered in order.
 
-AccumulateGrad nodes have the largest number there is.
+AccumulateGrad nodes have the largest number there is. Required.
 """
 
 next_sequence_number: Callable[[], int] = _find(torch.autograd, "_get_sequence_nr")
@@ -493,7 +492,7 @@ without_function_modes: Any = _find(torch._C, "DisableTorchFunction")
 without_dispatch_modes: Any = getattr(torch._C, "_DisableTorchDispatch", None)
 """`with without_dispatch_modes():` operations run past dispatch modes.
 
-Without it, None: FLOPs are counted the slow way, operation by operation.
+Without it, None, and FLOPs are counted the slow way, operation by operation.
 """
 
 current_function_modes: Callable[[], list[Any]] = _find(
@@ -526,9 +525,9 @@ def _dispatch_mode() -> Any:
 
 
 DispatchMode: Any = _dispatch_mode()
-"""The base class of modes that see every operation (`torch.utils._python_dispatch`). Required.
+"""The base class of modes that see every operation (`torch.utils._python_dispatch`).
 
-A subclass sets `_should_skip_dynamo` to say whether the compiler may be imported for it.
+A subclass sets `_should_skip_dynamo` to say whether the compiler may be imported for it. Required.
 """
 
 
@@ -536,7 +535,7 @@ A subclass sets `_should_skip_dynamo` to say whether the compiler may be importe
 
 
 def internal_operator(name: str) -> Any:
-    """Return the operator `aten.<name>`; None if this build of torch has no such operator."""
+    """Return the operator `aten.<name>`; None if this build has no such operator. Required."""
     return getattr(torch.ops.aten, name, None)
 
 
@@ -636,7 +635,7 @@ def is_fsdp_managed(module: nn.Module) -> bool:
 
 
 def recovers_fsdp(kind: Any) -> bool:
-    """Return True if FSDP2 can go on after a forward that ended early: since torch 2.10.
+    """Return True if FSDP2 can go on after a forward that ended early: since torch 2.13.
 
     Without it, a capture with `stop=True` is refused for such a model.
     """
@@ -652,7 +651,7 @@ _OF_ITERATIONS = ("manual_backward_finalization_active",)
 def recover_fsdp(module: Any) -> None:
     """Reset FSDP2 after a forward of this module that ended early; keep accumulated gradients.
 
-    Does nothing if no iteration is unfinished. Required.
+    Does nothing if no iteration is unfinished. Required where `recovers_fsdp` is true.
     """
     root = module._get_fsdp_state()._state_ctx.iter_forward_root
     if root is None:

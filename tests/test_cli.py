@@ -18,7 +18,9 @@ from click.testing import CliRunner
 from torch import nn
 
 import hookline as hl
+from hookline import torch_private
 from hookline.cli.commands import hookline
+from hookline.torch_probes import GROUPS, PROBES
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -750,12 +752,14 @@ def test_recipes_are_shown_checked_and_joined(folder):
 
 
 def test_the_doctor_tries_what_it_reports():
-    rows = data("doctor")
-    state = {row["what"]: row["state"] for row in rows}
-    assert state["capture"] == state["gradients"] == state["edits"] == "ok"
-    assert (
-        state["torch"] == torch.__version__.partition("+")[0] or state["torch"] in torch.__version__
-    )
+    rows = {row["what"]: row for row in data("doctor")}
+    for name in ("capture", "gradients", "edits", *(f"torch: {group}" for group in GROUPS)):
+        assert rows[name]["state"] in ("ok", "limited"), rows[name]
+    assert rows["torch: core"]["state"] == "ok"
+    count = sum(probe.group == "core" for probe in PROBES.values())
+    assert rows["torch: core"]["note"] == f"{GROUPS['core']} ({count} checks)"
+    installed = rows["torch"]["state"]
+    assert installed == torch.__version__.partition("+")[0] or installed in torch.__version__
 
 
 def test_the_doctor_s_exit_code_tells_of_a_problem(monkeypatch):
@@ -767,7 +771,47 @@ def test_the_doctor_s_exit_code_tells_of_a_problem(monkeypatch):
     monkeypatch.setattr(doctor, "_try_edit", fails)
     code, out, _ = run("doctor")
     assert code == 1
-    assert "edits will not work (RuntimeError: torn)" in out
+    assert out.startswith("1 problem found\n")
+    assert "values cannot be edited (RuntimeError: torn)" in out
+
+
+def test_the_doctor_names_what_differs_in_torch_and_what_needs_it(monkeypatch):
+    monkeypatch.setattr(torch_private, "set_version", lambda tensor, number: None)
+    monkeypatch.setattr(torch_private, "backward_id", lambda: -1)
+    code, out, _ = run("doctor", "--format", "json")
+    assert code == 1
+    broken = {row["what"]: row["note"] for row in json.loads(out) if row["state"] == "broken"}
+    assert set(broken) == {"torch: backward_id", "torch: set_version"}
+    assert broken["torch: set_version"].startswith("edit and Recipe will not work: the number is")
+    rows = {row["what"] for row in json.loads(out)}
+    assert "torch: operations" in rows  # a group that has passed
+    assert not {"torch: core", "torch: edits"} & rows
+
+
+def test_the_doctor_says_what_is_done_without(monkeypatch):
+    monkeypatch.setattr(torch_private, "without_dispatch_modes", None)
+    (row,) = (row for row in data("doctor") if row["state"] == "limited" and "flops" in row["what"])
+    assert row["note"] == "FLOPs are counted operation by operation"
+
+
+@pytest.mark.parametrize(
+    ("version", "tested", "note"),
+    [
+        ("2.13.0+cpu", True, "tested (as are all from 2.8 to 2.15)"),
+        ("2.99.0", False, "newer than 2.15, the newest tested version; the checks below tell"),
+        ("3.0.1", False, "newer than 2.15, the newest tested version; the checks below tell"),
+        ("2.15.0a0+git1234", False, "not a tested release; the checks below tell"),
+    ],
+)
+def test_the_doctor_says_whether_this_torch_is_tested(monkeypatch, version, tested, note):
+    from hookline.cli import doctor
+
+    monkeypatch.setattr(torch, "__version__", version)
+    monkeypatch.setattr(doctor, "is_tested_torch", lambda: tested)
+    monkeypatch.setattr(doctor, "OLDEST_TORCH", (2, 8))
+    monkeypatch.setattr(doctor, "NEWEST_TORCH", (2, 15))
+    rows = {row["what"]: row["note"] for row in data("doctor")}
+    assert rows["torch"].startswith(note)
 
 
 def test_the_doctor_takes_no_folder_for_a_library(folder, monkeypatch):

@@ -83,9 +83,13 @@ def own_names(tree):
             yield node.value
 
 
+# The two files that may name what is private of torch.
+TORCHS_OWN = ("torch_private.py", "torch_probes.py")
+
+
 @cache
 def all_own_names():
-    outside = [source for name, source in SOURCES.items() if name != "torch_private.py"]
+    outside = [source for name, source in SOURCES.items() if name not in TORCHS_OWN]
     return {name for source in outside for name in own_names(ast.parse(source))}
 
 
@@ -123,7 +127,7 @@ def test_private_names_of_torch_are_in_one_file():
     found = {
         f"{name}: {private}"
         for name, source in SOURCES.items()
-        if name not in ("torch_private.py", "torch_probes.py")
+        if name not in TORCHS_OWN
         for private in private_names_of_others(source)
         if private not in ALLOWED_PRIVATE
     }
@@ -246,6 +250,8 @@ path.write_text("a", encoding="utf-8", newline="\\n")
 
 def test_nothing_registers_hooks_on_modules_in_another_way():
     for name, source in SOURCES.items():
+        if name == "torch_probes.py":  # which tries what torch makes of them
+            continue
         used = names_used(source)
         assert not used & MODULE_HOOKS, name
         assert not any(word.startswith("register_module_") for word in used), name
@@ -266,7 +272,7 @@ def test_no_forward_is_replaced_and_torch_is_not_patched():
 @pytest.mark.parametrize("path", FOUNDATION, ids=lambda path: path.stem)
 def test_the_foundation_imports_torch_the_standard_library_and_what_is_below(path):
     package = path.relative_to(ROOT).parts[0]
-    below = ("errors", "torch_private", package, *BELOW[package])
+    below = ("errors", "torch_private", "torch_checks", package, *BELOW[package])
     ours = tuple(f"hookline.{name}" for name in below)
     source = path.read_text()
     for_types = [

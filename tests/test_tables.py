@@ -46,6 +46,24 @@ def test_every_part_is_in_a_document_and_every_file_is_used():
     assert {file for file, _ in PARTS.values()} == set(FILES)
 
 
+def test_the_page_of_private_names_has_each_of_them_once():
+    from private_names import page
+
+    from hookline import torch_private
+
+    listed = re.findall(r"^\| `(\w+)` \| \S.* \| \S.* \|$", page(), re.MULTILINE)
+    assert sorted(listed) == sorted(torch_private.__all__)
+
+
+def test_a_private_name_whose_text_does_not_say_what_happens_without_it_is_told():
+    from private_names import row
+
+    assert row("x", "`x(y)`: what y|z is. Required.") == "| `x` | What y\\|z is. | Required. |"
+    assert row("x", "Do y. Without it, do z.") == "| `x` | Do y. | Do z. |"
+    with pytest.raises(ValueError, match="The text of x does not end with"):
+        row("x", "Required. Do y.")
+
+
 def numbers_in(part):
     return [float(one.replace(",", "")) for one in re.findall(r"\d[\d,]*\.?\d*", part)]
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from hookline.torch_checks import require
 from hookline.torch_private import compiler_is_loaded, hook_guards
 
 __all__ = ["resume", "suspend"]
@@ -82,6 +83,7 @@ _asking = _Setting(_Asking)
 def suspend(user: object, in_graph: bool) -> None:
     """See to it that hooks are called: all runs eagerly, or new graphs ask for hooks."""
     if compiler_is_loaded() and not torch.compiler.is_compiling():
+        require("compiler")
         (_asking if in_graph else _eager).begin(user)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from hookline.core import compiling
 from hookline.errors import UsageError, warn_outside
+from hookline.torch_checks import require
 from hookline.torch_private import compiler_is_loaded, compiler_is_used, is_compiler_error
 
 __all__ = ["Entering"]
@@ -25,6 +26,7 @@ class Entering:
     # What `with ... as` gives that can be read: a name for it, and the attribute that has it.
     _gives = _kept_as = ""
     _wheres: tuple[Any, ...] = ()
+    _needs: tuple[str, ...] = ("core",)  # what an untested torch is checked for: see torch_probes
     _open = False
     _attached = False
     _unseen = False  # whether the compiler was not there when this was entered
@@ -67,8 +69,10 @@ class Entering:
             raise RuntimeError(
                 f"{self!r} was entered. It {state}. Leave it first, or make another."
             )
+        self._entered = True
+        require(*self._needs)
         # Open from the first step on: whatever interrupts it, leaving undoes what was done.
-        self._entered = self._open = True
+        self._open = True
         self._attached = attached
         try:
             self._start(attached)

@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from hookline.core import gradients
 from hookline.places.tree import Step, around, walk
+from hookline.torch_checks import passes, require
 from hookline.torch_private import is_fsdp_managed, recover_fsdp, recovers_fsdp
 from hookline.values.shards import loaded
 
@@ -33,7 +34,10 @@ NOT_GATHERED = (
 
 def is_gathered(module: nn.Module) -> bool:
     """Whether FSDP keeps the parameters of a module in shards, and gathers them for a forward."""
-    return is_fsdp_managed(module)
+    managed = is_fsdp_managed(module)
+    if managed:
+        require("distributed")
+    return managed
 
 
 def gatherer(model: nn.Module, path: str) -> nn.Module | None:
@@ -78,7 +82,7 @@ def reshard(model: nn.Module, walked: list[Step] | None = None) -> None:
 def recovers(model: nn.Module) -> bool:
     """Whether a forward of this model can be ended early without harm."""
     kind = loaded("fsdp", "FSDPModule")
-    known = not kind or recovers_fsdp(kind)
+    known = not kind or (recovers_fsdp(kind) and passes("early stop"))
     return known or not any(is_gathered(module) for _, module in walk(model))
 
 

@@ -24,6 +24,7 @@ from hookline.core import arguments
 from hookline.core.sites import ACTIVE, Site
 from hookline.errors import NotHookable
 from hookline.places.resolution import Target
+from hookline.torch_checks import require
 from hookline.torch_private import (
     CALL_CODE,
     INNER_CALL_CODE,
@@ -209,6 +210,7 @@ class Operation(Site):
 
     def register(self, module: nn.Module) -> None:
         """Begin to be called."""
+        require("operations")
         self.prepare()
         self.paired = True
         if _thread.mode is None:

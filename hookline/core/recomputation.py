@@ -21,6 +21,7 @@ import torch
 from torch.utils import checkpoint
 
 from hookline.errors import ChangeError
+from hookline.torch_checks import require
 from hookline.torch_private import (
     CALL_CODE,
     autograd_function,
@@ -119,6 +120,7 @@ def _saved() -> list[Any]:
     top = saved_tensor_hooks(True)
     if top is None:
         return []
+    require("checkpointing")
     with saved_tensor_hooks_set_aside(top):  # only the innermost can be seen
         found = _saved()
     region = region_of(top[0])

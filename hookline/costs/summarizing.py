@@ -21,6 +21,7 @@ from hookline.costs.shortcuts import is_ordinary
 from hookline.costs.sizes import Sizes, copy_unmade, has_unmade, sizes
 from hookline.costs.summaries import Summary
 from hookline.errors import BatchError
+from hookline.torch_checks import require
 from hookline.torch_private import any_global_hook, sequence_number
 from hookline.trials.batches import make_batch, needs_whole_numbers, refused_shapes
 from hookline.trials.contents import Contents
@@ -81,6 +82,7 @@ def summarize(
     batch; no hook is left. A model with lazy modules is copied, and stays lazy.
     """
     check_model("summarize", model)
+    require("operations", "flops")
     dtype = as_dtype(dtype, "summarize")
     if batch is None and (time or backward is not False):
         raise BatchError(

@@ -157,6 +157,7 @@ class edit(Context[EditTap]):
     """
 
     _verb = "edit"
+    _needs = ("core", "edits")
     _saving: parameters.Saving | None = None
 
     def __init__(

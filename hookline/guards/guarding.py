@@ -124,6 +124,7 @@ class guard(Context[_Tap]):
     """
 
     _verb = "guard"
+    _needs = ("core", "operations", "guards")
 
     def __init__(
         self,

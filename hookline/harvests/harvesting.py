@@ -30,6 +30,7 @@ from hookline.places.resolution import Where
 from hookline.statistics.measuring import Statistics
 from hookline.storage.store import Store
 from hookline.storage.writing import StoreWriter
+from hookline.torch_checks import require
 
 __all__ = ["harvest"]
 
@@ -95,6 +96,7 @@ def harvest(
     the batches. Rank 0 waits for the others and returns the whole store; what the others return may
     lack what is still being written.
     """
+    require("tools")
     taking = Taking(at, transform, dtype, stop, mask, ids, forward)
     rank, world = ranks()
     work = _Harvest(Taker(model, where, taking), Source(data), Path(to).absolute(), rank, world)

@@ -85,6 +85,7 @@ class watch(Anchored):
     """
 
     _verb = "watch"
+    _needs = ("core", "tools")
 
     def __init__(
         self,

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hookline.core.gathering import recovers
+from hookline.torch_checks import require
 from hookline.torch_private import BatchNormBase, buffers_of, version_of
 from hookline.trials.runs import cuda_devices
 from hookline.values.shards import placements
@@ -42,6 +43,7 @@ class Stopping:
     """
 
     def __init__(self, model: nn.Module) -> None:
+        require("tools")
         self._model = model
         self.safe = False  # until a forward was looked at
 

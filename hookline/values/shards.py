@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor
 
+from hookline.torch_checks import require
 from hookline.torch_private import (
     forward_hooks_of,
     forward_pre_hooks_of,
@@ -53,6 +54,7 @@ def local(tensor: Tensor) -> Tensor:
     if type(tensor) is Tensor:
         return tensor
     if placements(tensor) is not None:
+        require("distributed")
         tensor = local_tensor(tensor)
     wait = getattr(tensor, "trigger_wait", None)
     return tensor if wait is None else wait()
