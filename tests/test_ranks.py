@@ -516,14 +516,19 @@ def test_training_goes_on_under_fsdp_after_a_forward_that_was_ended_early(how, w
     assert_clean_of_ours(model)
 
 
-@pytest.mark.parametrize("hybrid", [False, True])
+@pytest.mark.parametrize("how", ["plain", "hybrid", "mixed precision"])
 @on_ranks
-def test_stopping_under_fsdp_keeps_what_was_accumulated(hybrid):
+def test_stopping_under_fsdp_keeps_what_was_accumulated(how):
     from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy
 
+    hybrid = how == "hybrid"
     options = {}
     if hybrid:
         options = {"mesh": init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))}
+    if how == "mixed precision":
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        options = {"mp_policy": policy}
     results = []
     for stop in (False, True):
         model = fsdp(**options)
