@@ -11,10 +11,12 @@ import inspect
 import re
 
 from hookline import torch_private
+from hookline.supported_versions import OLDEST_TORCH
 from hookline.torch_probes import GROUPS, PROBES
 
+OLDEST = ".".join(map(str, OLDEST_TORCH))
 LAST = re.compile(r"\s*(?P<without>(Required|Without)\b[^.]*(\.(?!\s)[^.]*)*\.)$")
-HEAD = """\
+HEAD = f"""\
 # What hookline uses of torch
 
 <!-- made by `make tables` of hookline/torch_private.py: change that file, not this one -->
@@ -30,6 +32,7 @@ as described here.
   `UnsupportedTorch`, which says what differs.
 - "Required" means that features are refused without it. For the others, the last column says what
   hookline does instead.
+- All of them exist in torch {OLDEST}, the oldest that is tested, unless the text says since when.
 """
 
 

@@ -170,7 +170,7 @@ _set_versions: Any = _find(torch._C, "_autograd._unsafe_set_version_counter")
 
 
 def set_version(tensor: Tensor, number: int) -> None:
-    """Set how often a tensor was changed in place. It takes tuples since torch 2.7.1. Required."""
+    """Set how often a tensor was changed in place. Required."""
     _set_versions((tensor,), (number,))
 
 
@@ -317,10 +317,7 @@ def at_backward_end(function: Callable[[], None]) -> None:
 saved_tensor_hooks: Callable[[bool], Any] = _find(
     torch._C, "_autograd._top_saved_tensors_default_hooks"
 )
-"""`saved_tensor_hooks(True)`: the innermost pair of saved-tensor hooks in force, or None.
-
-Since torch 2.8. Required.
-"""
+"""`saved_tensor_hooks(True)`: the innermost pair of saved-tensor hooks, or None. Required."""
 
 _push_saved: Any = _find(torch._C, "_autograd._push_saved_tensors_default_hooks")
 _pop_saved: Any = _find(torch._C, "_autograd._pop_saved_tensors_default_hooks")
