@@ -6,6 +6,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -24,6 +25,11 @@ HOOK_DICTS = (
     "_state_dict_pre_hooks",
     "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
+)
+
+TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
+since_the_reset = pytest.mark.skipif(
+    TORCH < (2, 13), reason="before torch 2.13, FSDP2 cannot be reset"
 )
 
 

@@ -138,11 +138,11 @@ with hl.Store.create(folder, sync="never") as writer:
     append(writer, 1)
     reader = threading.Thread(target=look)
     reader.start()
-    while len(read) < 20 or writer.samples < 20:
+    while len(read) < 20 or read[-1] == read[0]:
         append(writer, 1, {"note": "x" * int(sys.argv[2])})
     stop.set()
     reader.join()
-assert read == sorted(read) and read[-1] > read[0], read
+assert read == sorted(read), read
 print("fine")
 """
     )

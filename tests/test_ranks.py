@@ -10,7 +10,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from helpers import assert_clean, bits
+from helpers import TORCH, assert_clean, bits, since_the_reset
 from ranks import on_ranks
 from torch import Tensor, distributed, nn
 
@@ -481,6 +481,7 @@ def test_preserve_puts_back_what_an_optimizer_did_under_fsdp():
     assert same(train(model), train(fsdp()))
 
 
+@since_the_reset
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("when", ["first", "later", "before a step", "while a backward waits"])
 @on_ranks
@@ -516,6 +517,7 @@ def test_training_goes_on_under_fsdp_after_a_forward_that_was_ended_early(how, w
     assert_clean_of_ours(model)
 
 
+@since_the_reset
 @pytest.mark.parametrize("how", ["plain", "hybrid", "mixed precision"])
 @on_ranks
 def test_stopping_under_fsdp_keeps_what_was_accumulated(how):
@@ -543,6 +545,7 @@ def test_stopping_under_fsdp_keeps_what_was_accumulated(how):
     assert same(*results)
 
 
+@since_the_reset
 @pytest.mark.parametrize(("part", "place"), [(1, "up"), (3, "")])
 @on_ranks
 def test_stopping_in_a_part_of_an_fsdp_model_lets_training_go_on(part, place):
@@ -809,8 +812,13 @@ def test_a_slice_of_a_spread_value_is_a_slice_of_the_whole(at):
     torch.testing.assert_close(record["norm"].full_tensor(), expected["norm"])
     with hl.edit(whole_model, "norm", hl.scale(3.0), at=at):
         expected = whole_model(tokens())
-    with hl.edit(model, "norm", hl.scale(3.0), at=at):
-        torch.testing.assert_close(model(mine(tokens())) + 0, expected)
+    try:
+        with hl.edit(model, "norm", hl.scale(3.0), at=at):
+            found = model(mine(tokens())) + 0
+    except hl.ChangeError:  # torch cannot write to these indices
+        assert TORCH < (2, 13)
+    else:
+        torch.testing.assert_close(found, expected)
 
 
 @on_ranks

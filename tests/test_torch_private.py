@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed.fsdp
+from helpers import since_the_reset
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -350,12 +351,6 @@ def test_what_hookline_can_do_without_may_be_absent(monkeypatch, name, lacking):
 # -- the reset of FSDP2 ----------------------------------------------------------------------------
 
 
-since_the_reset = pytest.mark.skipif(
-    not torch_private.recovers_fsdp(torch.distributed.fsdp.FSDPModule),
-    reason="this torch cannot reset FSDP2",
-)
-
-
 def reset_as_in_torch_2_15(group):
     for parameter in group.fsdp_params:
         parameter.sharded_param.grad = None
@@ -390,8 +385,10 @@ def sharded():
     from torch.distributed.fsdp import fully_shard
 
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    yield fully_shard(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
-    distributed.destroy_process_group()
+    try:
+        yield fully_shard(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    finally:
+        distributed.destroy_process_group()
 
 
 @since_the_reset

@@ -20,12 +20,13 @@ from torch import Tensor
 from hookline.errors import ChangeError
 from hookline.places.resolution import Target
 from hookline.values.nested import only_tensor, set_part
-from hookline.values.shards import alike, beside, layouts, whole
+from hookline.values.shards import alike, beside, layouts, placements, whole
 from hookline.values.tables import describe
 
 __all__ = ["FUNCTION", "Misfit", "Slice", "check_at", "put", "spelled", "take"]
 
 _REMEDY = "Give an index such as np.s_[:, -1], hookline.heads() or hookline.last_token()."
+_OTHER_INDEX = "Use integers and slices, such as np.s_[:, -1], or torch 2.13 or newer."
 FUNCTION = "a function"  # how each function is spelled
 
 
@@ -125,7 +126,14 @@ def put(value: Any, at: Any, change: Callable[[Tensor], Tensor]) -> Any:
     path, tensor = only_tensor(value)
     changed = whole(tensor).clone()
     where, piece = _find(changed, at)
-    changed[where] = change(piece.clone())
+    new = change(piece.clone())
+    try:
+        changed[where] = new
+    except (RuntimeError, NotImplementedError) as error:
+        if placements(changed) is None:
+            raise
+        found = f"It is a DTensor, and torch {torch.__version__} cannot write to these indices."
+        raise ChangeError(f"An edit was asked for at={at!r}.", found, _OTHER_INDEX) from error
     return set_part(value, path, alike(changed, tensor))
 
 

@@ -144,7 +144,29 @@ def _formula_of(operation: Any) -> Formula | None:
 
 
 def _flops_of(formula: Any, args: Any, kwargs: Any, out: Any) -> int:
-    """Ask a formula, most of which want shapes: torch's way to them is slow."""
+    """Ask a formula; those of torch 2.10 refuse attention with fewer heads of keys than queries."""
+    try:
+        return _ask(formula, args, kwargs, out)
+    except AssertionError:
+        if formula.__module__ != "torch.utils.flop_counter":
+            raise
+        return _ask(formula, _with_all_heads(args), kwargs, out)
+
+
+def _with_all_heads(args: Sequence[Any]) -> list[Any]:
+    """Return arguments of attention with the shapes of keys and values that have all heads."""
+    four = [arg.shape for arg in args if isinstance(arg, Tensor) and arg.ndim == 4]
+    heads = max([shape[1] for shape in four], default=0)
+    return [
+        torch.Size((arg.shape[0], heads, *arg.shape[2:]))
+        if isinstance(arg, Tensor) and arg.ndim == 4
+        else arg
+        for arg in args
+    ]
+
+
+def _ask(formula: Any, args: Any, kwargs: Any, out: Any) -> int:
+    """Call a formula. Most want shapes: torch's way to them is slow."""
     inner = formula.__wrapped__ if getattr(formula, "__code__", None) is _wrapper() else None
     if inner is None or kwargs or type(out) is not Tensor or not _PLAIN.issuperset(map(type, args)):
         return formula(*args, **kwargs, out_val=out)

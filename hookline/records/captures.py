@@ -217,7 +217,7 @@ class capture(Context[CaptureTap]):
         if not recovers(self._model):
             raise ValueError(
                 "stop=True was asked for at a model that FSDP shards. This torch cannot go on "
-                "after a forward that ended early. Leave out stop."
+                "after a forward that ended early; torch 2.13 can. Leave out stop."
             )
 
     def _listed(self) -> list[CaptureTap]:
