@@ -37,11 +37,10 @@ from hookline.supported_versions import check_torch
 
 check_torch()  # before anything below imports torch
 
-from hookline.core.attaching import attached
-from hookline.core.hooks import hook
-from hookline.core.taps import Call
+from hookline.captures.capturing import capture
+from hookline.captures.record import Record
 from hookline.edits.changes import Chain, Change, replace
-from hookline.edits.edits import edit
+from hookline.edits.editing import edit
 from hookline.edits.ready_changes import (
     add,
     blend,
@@ -55,6 +54,9 @@ from hookline.edits.ready_changes import (
 )
 from hookline.edits.ready_slices import heads, last_token
 from hookline.edits.restoring import get_module, get_parameter, preserve, replace_module
+from hookline.engine.attaching import attached
+from hookline.engine.handlers import Call
+from hookline.engine.hooking import hook
 from hookline.errors import (
     BatchError,
     ChangeError,
@@ -85,8 +87,6 @@ from hookline.errors import (
 )
 from hookline.listings import select
 from hookline.places.resolution import Place
-from hookline.records.captures import capture
-from hookline.records.records import Record
 from hookline.values.tables import render_with as _render_with
 
 if TYPE_CHECKING:

@@ -18,8 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from hookline.attention_arithmetic import MHA, SDPA, SOFTMAX, compute, remarks_on, shape_of
-from hookline.core.operations import Operation
-from hookline.core.taps import Frame
+from hookline.captures.capturing import capture
+from hookline.captures.keeping import CaptureTap
+from hookline.captures.record import Record
+from hookline.engine.handlers import Frame
+from hookline.engine.operations import Operation
 from hookline.errors import (
     HooklineError,
     NeverFired,
@@ -32,9 +35,6 @@ from hookline.listings import select
 from hookline.places.grammar import escape
 from hookline.places.resolution import Place, Request, Target, Where
 from hookline.places.tree import unwrapped, walk
-from hookline.records.captures import capture
-from hookline.records.keeping import CaptureTap
-from hookline.records.records import Record
 from hookline.torch_private import mask_of
 from hookline.values import tables
 from hookline.values.conversions import as_dtype

@@ -45,7 +45,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from hookline.records.records import Record
+    from hookline.captures.record import Record
 
 __all__ = [
     "BatchError",

@@ -21,10 +21,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from hookline.core import compiling
-from hookline.core.hooks import hook
-from hookline.core.operations import Mode, innermost, name_of, not_called
-from hookline.core.taps import Call
+from hookline.engine import compiling
+from hookline.engine.handlers import Call
+from hookline.engine.hooking import hook
+from hookline.engine.operations import Mode, innermost, name_of, not_called
 from hookline.errors import NeverFired, PlaceNotFound
 from hookline.places.grammar import Place, parse
 from hookline.places.resolution import Where, resolve

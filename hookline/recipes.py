@@ -16,11 +16,11 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from hookline import folders
-from hookline.core.calls import Which, as_calls
-from hookline.core.contexts import Entering
-from hookline.core.taps import Frame
 from hookline.edits.changes import Chain, Change, replace
-from hookline.edits.edits import EditTap, as_change, edit
+from hookline.edits.editing import EditTap, as_change, edit
+from hookline.engine.call_choice import Which, as_calls
+from hookline.engine.handlers import Frame
+from hookline.engine.lifecycle import Entering
 from hookline.errors import HooklineError, RecipeError
 from hookline.places.resolution import Target, Where
 from hookline.spellings import Reader, Writer

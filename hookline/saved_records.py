@@ -14,12 +14,12 @@ from typing import Any, NoReturn, cast
 from torch import Tensor, nn
 
 from hookline import folders
-from hookline.core.calls import as_calls
+from hookline.captures.entries import Entries, Numbered, Values
+from hookline.captures.keeping import PLAIN, CaptureTap
+from hookline.captures.record import Record
+from hookline.engine.call_choice import as_calls
 from hookline.errors import NotCaptured, RecordError
 from hookline.places.resolution import Place, Target
-from hookline.records.keeping import PLAIN, CaptureTap
-from hookline.records.positions import Entries, Numbered, Values
-from hookline.records.records import Record
 from hookline.storage.files import kind_of
 from hookline.training.run_files import segments_in
 from hookline.values.nested import children

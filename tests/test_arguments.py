@@ -9,7 +9,7 @@ from models import Giving
 from torch import nn
 
 import hookline as hl
-from hookline.core.arguments import bind
+from hookline.engine.arguments import bind
 
 ONE, TWO, THREE = (torch.tensor([float(n)]) for n in (1, 2, 3))
 

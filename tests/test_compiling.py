@@ -17,8 +17,8 @@ from models import Giving
 from torch import nn
 
 import hookline as hl
-from hookline.core import compiling
-from hookline.records.logs import OutputLog
+from hookline.captures.logs import OutputLog
+from hookline.engine import compiling
 from hookline.torch_private import compiler_is_used
 from hookline.values.nested import leaves
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import hookline as hl
-from hookline.core import sites
+from hookline.engine import tracer as sites
 
 X = torch.arange(12.0).reshape(4, 3) / 10
 

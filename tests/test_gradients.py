@@ -21,8 +21,8 @@ from torch import nn
 from torch.autograd import Function
 
 import hookline as hl
-from hookline.core import arms
-from hookline.records import gradient_logs
+from hookline.captures import gradient_logs
+from hookline.engine import tensor_hooks as arms
 from hookline.values.nested import leaves
 
 

@@ -20,9 +20,9 @@ FILES = sorted(ROOT.rglob("*.py"))
 BELOW = {
     "values": (),
     "places": ("values",),
-    "core": ("values", "places"),
-    "records": ("values", "places", "core"),
-    "edits": ("values", "places", "core", "records"),
+    "engine": ("values", "places"),
+    "captures": ("values", "places", "engine"),
+    "edits": ("values", "places", "engine", "captures"),
 }
 FOUNDATION = [path for path in FILES if path.relative_to(ROOT).parts[0] in BELOW]
 SOURCES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in FILES}
@@ -290,7 +290,7 @@ def test_the_foundation_imports_torch_the_standard_library_and_what_is_below(pat
 def test_the_errors_import_nothing_of_ours_but_for_types():
     source = SOURCES["errors.py"]
     ours = {module for module in imports(source) if module.startswith("hookline")}
-    assert ours <= {"hookline.records.records"}
+    assert ours <= {"hookline.captures.record"}
     outside = [
         node
         for node in ast.parse(source).body
@@ -398,7 +398,7 @@ def test_importing_hookline_loads_nothing_optional():
         capture_output=True, text=True, check=True, cwd=ROOT.parent,
     )  # fmt: skip
     loaded = set(result.stdout.split())
-    assert "hookline.core.hooks" in loaded
+    assert "hookline.engine.hooking" in loaded
     for name in loaded:
         assert name.split(".")[0] not in OPTIONAL, name
         assert not name.startswith("torch._dynamo"), name

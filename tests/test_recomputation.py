@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hookline as hl
-from hookline.core import recomputation
+from hookline.engine import checkpointing as recomputation
 
 # torch's own words on a reentrant checkpoint without gradients
 pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")

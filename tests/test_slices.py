@@ -10,7 +10,7 @@ from models import Giving
 from torch import nn
 
 import hookline as hl
-from hookline.core.slices import take
+from hookline.engine.slices import take
 
 Y = torch.arange(24.0).reshape(2, 3, 4) + 1  # batch × position × channel
 

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from hookline.captures.capturing import capture
 from hookline.comparisons.differences import (
     COARSE,
     Comparison,
@@ -23,12 +24,11 @@ from hookline.comparisons.differences import (
     tolerance_of,
 )
 from hookline.comparisons.pairing import Renaming, check_mapping, pair_places, shorten
-from hookline.core.hooks import hook
-from hookline.core.taps import Call
+from hookline.engine.handlers import Call
+from hookline.engine.hooking import hook
 from hookline.errors import BatchError, NeverFired
 from hookline.places.resolution import Place, Where
 from hookline.places.tree import walk
-from hookline.records.captures import capture
 from hookline.torch_private import compiled_call, compiler_is_loaded, compiler_is_used
 from hookline.trials.runs import (
     Mode,

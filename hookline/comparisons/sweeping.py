@@ -13,6 +13,8 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
+from hookline.captures.capturing import capture
+from hookline.captures.record import Record
 from hookline.comparisons.sweep_runs import (
     Job,
     Metric,
@@ -23,15 +25,13 @@ from hookline.comparisons.sweep_runs import (
     shape_of,
 )
 from hookline.comparisons.sweeps import Sweep
-from hookline.core.gradients import NONE_CAME
-from hookline.core.hooks import settled
 from hookline.edits.changes import Change
 from hookline.edits.ready_changes import patch
+from hookline.engine.gradients import NONE_CAME
+from hookline.engine.hooking import settled
 from hookline.errors import BatchError, GradientNotAvailable, NeverFired, PlaceError
 from hookline.listings import select
 from hookline.places.resolution import Place, Where, resolve
-from hookline.records.captures import capture
-from hookline.records.records import Record
 from hookline.trials.runs import (
     Mode,
     check_model,

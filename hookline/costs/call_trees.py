@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hookline.core.arguments import bind
-from hookline.core.contexts import Entering
-from hookline.core.sites import ACTIVE, Site
-from hookline.core.taps import SERIALS, is_over
 from hookline.costs.footprints import Footprint, Noted, footprint_of, is_plain, note
 from hookline.costs.shortcuts import flops_of_linear, sort_leaves
 from hookline.costs.summaries import shapes_of
+from hookline.engine.arguments import bind
+from hookline.engine.handlers import SERIALS, is_over
+from hookline.engine.lifecycle import Entering
+from hookline.engine.tracer import ACTIVE, Site
 from hookline.places.resolution import resolve
 from hookline.places.tree import Step as Named
 from hookline.places.tree import walk

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hookline.core.taps import Call, Tap
+from hookline.engine.handlers import Call, Tap
 from hookline.errors import ChangeError
 from hookline.torch_private import nested_sizes
 from hookline.values.nested import Path, leaves, only_tensor, set_part, show_path

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hookline.core.slices import FUNCTION, Misfit, spelled, take
-from hookline.core.taps import Call, Tap
+from hookline.captures.record import Record
 from hookline.edits.changes import Change, check_dim
+from hookline.engine.handlers import Call, Tap
+from hookline.engine.slices import FUNCTION, Misfit, spelled, take
 from hookline.errors import ChangeError, NotCaptured
-from hookline.records.records import Record
 from hookline.values.nested import only_tensor
 from hookline.values.shards import beside
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hookline.core.slices import Slice
+from hookline.engine.slices import Slice
 from hookline.errors import ChangeError
 from hookline.values.tables import describe
 
@@ -22,7 +22,7 @@ __all__ = ["heads", "last_token"]
 class heads(Slice):
     """The columns of some attention heads, for `at=`.
 
-    >>> from hookline.core.slices import take
+    >>> from hookline.engine.slices import take
     >>> take(torch.arange(6), heads(1, of=3))
     tensor([2, 3])
 
@@ -60,7 +60,7 @@ class heads(Slice):
 class last_token(Slice):
     """The last position of each sequence that is not padding, for `at=`.
 
-    >>> from hookline.core.slices import take
+    >>> from hookline.engine.slices import take
     >>> take(torch.tensor([[1, 2, 3], [4, 5, 6]]), last_token(torch.tensor([[1, 1, 0], [1, 1, 1]])))
     tensor([2, 6])
 

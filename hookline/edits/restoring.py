@@ -17,12 +17,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from hookline.core.attaching import Anchored
-from hookline.core.gathering import gatherer, is_gathered, reshard
-from hookline.core.offloading import data_of
-from hookline.core.recomputation import awaited, running
-from hookline.core.sites import Site
-from hookline.edits.parameters import Swap, Undo, mark
+from hookline.edits.parameter_swap import Swap, Undo, mark
+from hookline.engine.attaching import Anchored
+from hookline.engine.checkpointing import awaited, running
+from hookline.engine.fsdp import gatherer, is_gathered, reshard
+from hookline.engine.offloading import data_of
+from hookline.engine.tracer import Site
 from hookline.errors import ChangeError, NotHookable, PlaceError, PlaceNotFound, warn_outside
 from hookline.places.resolution import Target, Where, resolve
 from hookline.places.tree import Step, around, join, tensors_of, walk

@@ -20,10 +20,11 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parameter import is_lazy
 
-from hookline.core import arms, gradients
-from hookline.core.gathering import is_gathered
-from hookline.core.hooks import Context, first_names
-from hookline.core.taps import KEEP, Frame, Tap, is_over
+from hookline.engine import gradients
+from hookline.engine import tensor_hooks as arms
+from hookline.engine.fsdp import is_gathered
+from hookline.engine.handlers import KEEP, Frame, Tap, is_over
+from hookline.engine.hooking import Context, first_names
 from hookline.errors import NonFiniteError, NotHookable, PlaceNotFound
 from hookline.guards.finite_checks import Numbers, all_finite, is_bad, numbers, probe
 from hookline.guards.gradients import Backward

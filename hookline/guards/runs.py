@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils import hooks as torch_hooks
 
-from hookline.core.gathering import is_gathered
+from hookline.engine.fsdp import is_gathered
 from hookline.guards.finite_checks import probe
 from hookline.places.tree import join, walk
 from hookline.torch_private import (

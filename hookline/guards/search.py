@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hookline.core.arguments import bind
+from hookline.engine.arguments import bind
 from hookline.guards.finite_checks import bad_leaves, numbers, signs
 from hookline.guards.gradients import Backward
 from hookline.guards.origins import RECOMPUTING, Ignored, Labelled, Origin, labelled

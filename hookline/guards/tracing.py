@@ -23,9 +23,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from hookline.core.hooks import Context
-from hookline.core.operations import Mode, innermost, name_of
-from hookline.core.taps import KEEP, Frame, Tap
+from hookline.engine.handlers import KEEP, Frame, Tap
+from hookline.engine.hooking import Context
+from hookline.engine.operations import Mode, innermost, name_of
 from hookline.errors import PlaceNotFound
 from hookline.guards.finite_checks import Numbers, bad_leaves, is_bad, is_mask, signs
 from hookline.guards.origins import Ignored, Origin, infinite, is_meant, labelled, line_of, shown

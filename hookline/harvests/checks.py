@@ -13,7 +13,7 @@ from typing import cast
 
 from torch import Tensor, nn
 
-from hookline.core.offloading import is_offloaded
+from hookline.engine.offloading import is_offloaded
 from hookline.errors import HarvestError, warn_outside
 from hookline.listings import select
 from hookline.places.resolution import Place, Where

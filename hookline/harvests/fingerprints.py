@@ -22,10 +22,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hookline.core.attaching import attached
-from hookline.core.offloading import data_of
-from hookline.edits.edits import EditFunction, edit
+from hookline.edits.editing import EditFunction, edit
 from hookline.edits.ready_slices import heads
+from hookline.engine.attaching import attached
+from hookline.engine.offloading import data_of
 from hookline.spellings import Writer
 from hookline.torch_private import packed_parameters_of
 from hookline.values.nested import children

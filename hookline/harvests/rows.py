@@ -17,13 +17,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hookline.core.hooks import settled
+from hookline.captures.capturing import capture
+from hookline.captures.record import Record
 from hookline.edits.ready_slices import last_token
+from hookline.engine.hooking import settled
 from hookline.errors import HarvestError, warn_outside
 from hookline.harvests.checks import places_in, refuse_unfit, warn_of_order, warn_of_training
 from hookline.places.resolution import Place, Where
-from hookline.records.captures import capture
-from hookline.records.records import Record
 from hookline.statistics.masks import is_added
 from hookline.storage.files import Series
 from hookline.trials.batches import call as run

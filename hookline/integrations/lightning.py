@@ -16,7 +16,7 @@ from typing import Any, cast
 
 from torch import nn
 
-from hookline.core.taps import Frame
+from hookline.engine.handlers import Frame
 from hookline.errors import NotHookable
 from hookline.guards.guarding import guard
 from hookline.integrations.missing import load

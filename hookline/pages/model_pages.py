@@ -11,6 +11,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from hookline.captures.capturing import capture
+from hookline.captures.record import Record
 from hookline.costs.sizes import copy_unmade, has_unmade
 from hookline.costs.summarizing import summarize
 from hookline.pages.chunks import Chunk, Page
@@ -20,8 +22,6 @@ from hookline.pages.record_pages import add_record, facts_of, gather, share
 from hookline.pages.remarks import remark
 from hookline.places.resolution import Place
 from hookline.places.tree import join, tensors_of, walk
-from hookline.records.captures import capture
-from hookline.records.records import Record
 from hookline.trials.contents import Contents
 from hookline.trials.runs import copied, gradients, pull_back, roots_of, run, trial
 

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from hookline.attention_patterns import Patterns
+from hookline.captures.record import Record
 from hookline.edits.changes import Chain
 from hookline.errors import HooklineError
 from hookline.pages.thumbnails import bars, extent, thumbnail
 from hookline.recipes import Recipe
-from hookline.records.records import Record
 from hookline.statistics.kinds import Bins
 from hookline.statistics.measuring import Measurements
 from hookline.storage.rows import StoredSamples

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from hookline.captures.record import Record
 from hookline.costs.summaries import Summary
 from hookline.costs.summarizing import summarize
 from hookline.display import show_count
@@ -24,7 +25,6 @@ from hookline.pages.outlines import Outline
 from hookline.pages.portraits import MOST, Portrait, portray, portray_value, spread
 from hookline.pages.remarks import remark
 from hookline.places.resolution import Place
-from hookline.records.records import Record
 from hookline.values.nested import Path, children
 from hookline.values.tables import show_bytes
 

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
+from hookline.captures.record import Record
 from hookline.errors import ReportError
 from hookline.pages.chunks import Page
 from hookline.pages.files import as_html
@@ -21,7 +22,6 @@ from hookline.pages.model_pages import page_of_model
 from hookline.pages.record_pages import BUDGET, page_of_record
 from hookline.pages.run_pages import page_of_run
 from hookline.pages.store_pages import page_of_store
-from hookline.records.records import Record
 from hookline.saved_records import load_record
 from hookline.storage.store import Store
 from hookline.training.run_files import segments_in

@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
-from hookline.core.gradients import NO_GRAD, NO_TENSOR, NONE_CAME
-from hookline.core.hooks import Context, HookTap, hook
+from hookline.engine.gradients import NO_GRAD, NO_TENSOR, NONE_CAME
+from hookline.engine.hooking import Context, HookTap, hook
 from hookline.errors import warn_outside
 from hookline.places.resolution import Target
 from hookline.torch_private import at_backward_end, backward_id

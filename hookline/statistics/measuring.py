@@ -15,14 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from hookline import folders
-from hookline.core.contexts import Entering
-from hookline.core.hooks import first_names, hook, named_place, settled
-from hookline.core.slices import Misfit, take
-from hookline.core.taps import Call
+from hookline.captures.capturing import capture
+from hookline.engine.handlers import Call
+from hookline.engine.hooking import first_names, hook, named_place, settled
+from hookline.engine.lifecycle import Entering
+from hookline.engine.slices import Misfit, take
 from hookline.errors import NeverFired, NotCaptured, NotHookable, StatisticsError, warn_outside
 from hookline.listings import held_as
 from hookline.places.resolution import Target, Where, resolve
-from hookline.records.captures import capture
 from hookline.statistics.gradient_taps import Looking
 from hookline.statistics.kinds import Statistic, by_name, statistic_from, warn_of_images
 from hookline.statistics.masks import NamedMask

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from hookline.core.hooks import Context, first_names
-from hookline.core.taps import KEEP, Frame, Tap
+from hookline.engine.handlers import KEEP, Frame, Tap
+from hookline.engine.hooking import Context, first_names
 from hookline.errors import PlaceError
 from hookline.places.resolution import Place, Request, Target, Where, resolve
 from hookline.places.tree import join

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hookline.core.gradients import is_usable
+from hookline.engine.gradients import is_usable
 from hookline.torch_private import padding_of, parameters_of
 from hookline.training.moments import Flat
 

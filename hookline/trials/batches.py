@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from hookline.core.offloading import offloads
+from hookline.engine.offloading import offloads
 from hookline.errors import BatchError, HooklineError
 from hookline.places.tree import tensors_of
 from hookline.values.nested import map_leaves

@@ -31,9 +31,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader
 
-from hookline.core.gathering import reshard
-from hookline.edits.parameters import Undo
+from hookline.edits.parameter_swap import Undo
 from hookline.edits.restoring import put_back, restorer
+from hookline.engine.fsdp import reshard
 from hookline.errors import BatchError, HooklineError
 from hookline.places.tree import walk
 from hookline.torch_private import (

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hookline.core.gathering import recovers
+from hookline.engine.fsdp import recovers
 from hookline.torch_checks import require
 from hookline.torch_private import BatchNormBase, buffers_of, version_of
 from hookline.trials.runs import cuda_devices

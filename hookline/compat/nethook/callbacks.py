@@ -14,8 +14,8 @@ from torch import nn
 
 from hookline.compat.nethook.invocations import Invocation
 from hookline.compat.nethook.names import get_module, place
-from hookline.core.hooks import hook
-from hookline.core.taps import Call
+from hookline.engine.handlers import Call
+from hookline.engine.hooking import hook
 
 __all__ = ["Callbacks"]
 

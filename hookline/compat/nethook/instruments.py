@@ -19,9 +19,9 @@ from hookline.compat.nethook.invocations import Invocation
 from hookline.compat.nethook.names import get_module, module_names
 from hookline.compat.nethook.retention import Kept, Losses, Retained
 from hookline.compat.nethook.sequences import subsequence
-from hookline.core.hooks import hook
-from hookline.core.taps import Call
 from hookline.edits.ready_changes import add, blend
+from hookline.engine.handlers import Call
+from hookline.engine.hooking import hook
 from hookline.errors import ChangeError, NotCaptured, PlaceError
 from hookline.places.resolution import Place
 from hookline.values.nested import only_tensor, set_part

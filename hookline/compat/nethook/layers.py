@@ -13,7 +13,7 @@ import torch
 
 from hookline.compat.nethook.invocations import Invocation
 from hookline.compat.nethook.retention import Kept, Losses, with_gradient
-from hookline.core.taps import Call
+from hookline.engine.handlers import Call
 from hookline.errors import NotCaptured
 from hookline.values.snapshots import duplicate, snapshot
 

@@ -18,8 +18,8 @@ from hookline.compat.nethook.invocations import Invocation
 from hookline.compat.nethook.layers import Options, Traced
 from hookline.compat.nethook.names import get_module, place
 from hookline.compat.nethook.retention import Losses
-from hookline.core.hooks import hook
-from hookline.core.taps import Call
+from hookline.engine.handlers import Call
+from hookline.engine.hooking import hook
 from hookline.errors import PlaceError, warn_outside
 
 __all__ = ["StopForward", "Trace", "TraceDict"]

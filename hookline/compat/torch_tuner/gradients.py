@@ -12,9 +12,9 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from hookline.compat.torch_tuner.values import Value, first_argument, settled, suffix
-from hookline.core.gradients import NO_GRAD, NO_TENSOR, NONE_CAME
-from hookline.core.hooks import Context
-from hookline.core.taps import Tap
+from hookline.engine.gradients import NO_GRAD, NO_TENSOR, NONE_CAME
+from hookline.engine.handlers import Tap
+from hookline.engine.hooking import Context
 from hookline.errors import warn_outside
 from hookline.places.resolution import Target, Where
 from hookline.torch_private import at_backward_end, backward_id

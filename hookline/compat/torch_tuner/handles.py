@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Self
 
-from hookline.core.hooks import Context
+from hookline.engine.hooking import Context
 
 __all__ = ["FBH", "FBPH", "FH", "FPH", "Handle", "Kind"]
 

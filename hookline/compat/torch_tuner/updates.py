@@ -13,9 +13,9 @@ from typing import Any, Protocol, TypeAlias
 from torch import Tensor
 
 from hookline.compat.torch_tuner.handles import Kind
-from hookline.core.taps import Call
 from hookline.edits.changes import Change, replace
 from hookline.edits.ready_changes import scale
+from hookline.engine.handlers import Call
 from hookline.errors import ChangeError
 from hookline.values.nested import Path, leaves, set_part, show_path
 

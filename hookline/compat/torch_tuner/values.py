@@ -16,7 +16,7 @@ from urllib.parse import quote
 
 from torch import Tensor, nn
 
-from hookline.core import arguments
+from hookline.engine import arguments
 from hookline.values.nested import Part, Path, children
 
 __all__ = ["Value", "after_first", "arguments_of", "first_argument", "plain", "settled", "suffix"]

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from torch import Tensor, nn
 
+from hookline.captures.record import Record
 from hookline.errors import FigureError
 from hookline.pages.figures.bins import Counts, distributions
 from hookline.pages.figures.canvas import (
@@ -27,7 +28,6 @@ from hookline.pages.figures.canvas import (
 )
 from hookline.pages.figures.samples import Sample, take
 from hookline.pages.figures.sources import gather, kept_places, matching
-from hookline.records.records import Record
 from hookline.statistics.kinds import Histogram, Variance
 from hookline.statistics.measuring import Measurements
 from hookline.training.runs import Run

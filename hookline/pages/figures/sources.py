@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from hookline.attention_patterns import Patterns
-from hookline.core.offloading import data_of
+from hookline.captures.record import Record
+from hookline.engine.offloading import data_of
 from hookline.errors import FigureError, HooklineError
 from hookline.listings import select
 from hookline.pages.figures.samples import MOST, spaced
 from hookline.places.grammar import DEEP, Segment, parse
-from hookline.records.records import Record
 from hookline.storage.rows import StoredSamples
 from hookline.storage.store import Store
 from hookline.training.runs import Run

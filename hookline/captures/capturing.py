@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from hookline.core.calls import Which, as_calls
-from hookline.core.gathering import recover, recovers
-from hookline.core.hooks import Context
-from hookline.core.offloading import unload
-from hookline.core.slices import check_at
+from hookline.captures.gradient_logs import GradInputLog, GradOutputLog
+from hookline.captures.keeping import PLAIN, CaptureTap, Keep, Options
+from hookline.captures.logs import LastLog, Log, OutputLog
+from hookline.captures.record import Record
+from hookline.engine.call_choice import Which, as_calls
+from hookline.engine.fsdp import recover, recovers
+from hookline.engine.hooking import Context
+from hookline.engine.offloading import unload
+from hookline.engine.slices import check_at
 from hookline.errors import NeverFired, NotCaptured, UsageError
 from hookline.places.resolution import Request, Target, Where, resolve
-from hookline.records.gradient_logs import GradInputLog, GradOutputLog
-from hookline.records.keeping import PLAIN, CaptureTap, Keep, Options
-from hookline.records.logs import LastLog, Log, OutputLog
-from hookline.records.records import Record
 from hookline.torch_private import compiler_is_loaded, compiler_is_used
 from hookline.values.conversions import as_device, as_dtype
 from hookline.values.snapshots import duplicate

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils import hooks as torch_hooks
 
-from hookline.core.arms import cut_out
+from hookline.engine.tensor_hooks import cut_out
 from hookline.torch_private import backward_id, lazy_clone, version_of
 from hookline.values.snapshots import LAZY
 

@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from hookline.core import arguments, gradients, input_gradients
-from hookline.core.generation import FORGOTTEN, Generation, Step, Steps
-from hookline.core.offloading import value_of
-from hookline.core.recomputation import Regions
-from hookline.core.taps import KEEP, Completed, Frame, Tap, is_over, now
+from hookline.engine import arguments, gradients, input_gradients
+from hookline.engine.checkpointing import Regions
+from hookline.engine.generation import FORGOTTEN, Generation, Step, Steps
+from hookline.engine.handlers import KEEP, Completed, Frame, Tap, is_over, now
+from hookline.engine.offloading import value_of
 from hookline.torch_private import (
     backward_id,
     forward_hooks_of,
@@ -39,7 +39,7 @@ from hookline.torch_private import (
 from hookline.values.nested import get_part, set_part
 
 if TYPE_CHECKING:
-    from hookline.core.contexts import Entering
+    from hookline.engine.lifecycle import Entering
 
 __all__ = ["ACTIVE", "CLOSED", "KEYS", "Site"]
 

@@ -13,13 +13,13 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from hookline.core.calls import Calls, Which, as_calls
-from hookline.core.hooks import Context, takes_call
-from hookline.core.recomputation import awaited
-from hookline.core.slices import Misfit, check_at, put
-from hookline.core.taps import Call, Frame, Tap, add_place
-from hookline.edits import parameters
+from hookline.edits import parameter_swap as parameters
 from hookline.edits.changes import Change, replace
+from hookline.engine.call_choice import Calls, Which, as_calls
+from hookline.engine.checkpointing import awaited
+from hookline.engine.handlers import Call, Frame, Tap, add_place
+from hookline.engine.hooking import Context, takes_call
+from hookline.engine.slices import Misfit, check_at, put
 from hookline.errors import ChangeError
 from hookline.places.resolution import Request, Target, Where, resolve
 from hookline.torch_private import clear_parametrization_cache, version_of

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from hookline.core import gradients
+from hookline.engine import gradients
 from hookline.places.tree import Step, around, walk
 from hookline.torch_checks import passes, require
 from hookline.torch_private import is_fsdp_managed, recover_fsdp, recovers_fsdp
 from hookline.values.shards import loaded
 
 if TYPE_CHECKING:
-    from hookline.core.taps import Frame, Tap
+    from hookline.engine.handlers import Frame, Tap
 
 __all__ = ["Gathered", "gatherer", "is_gathered", "recover", "recovers", "reshard"]
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from hookline.core.arms import Arm
+from hookline.engine.tensor_hooks import Arm
 from hookline.torch_private import (
     backward_hooks_of,
     base_of,
@@ -37,7 +37,7 @@ from hookline.torch_private import (
 from hookline.values.nested import Path, leaves, set_part
 
 if TYPE_CHECKING:
-    from hookline.core.taps import Frame, Tap
+    from hookline.engine.handlers import Frame, Tap
 
 __all__ = [
     "DIVIDED", "LEAF", "NONE_CAME", "NO_GRAD", "NO_TENSOR", "PASSED_ON", "VIEW_CHANGED", "Edge",

@@ -19,12 +19,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from hookline.core.sites import ACTIVE, CLOSED, KEYS, Site
+from hookline.captures.entries import Kept
+from hookline.captures.keeping import CaptureTap, Options
+from hookline.engine.tracer import ACTIVE, CLOSED, KEYS, Site
 from hookline.places.grammar import escape
 from hookline.places.targets import Target
 from hookline.places.tree import Step
-from hookline.records.keeping import CaptureTap, Options
-from hookline.records.positions import Kept
 from hookline.torch_private import (
     backward_id,
     base_of,

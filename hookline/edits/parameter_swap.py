@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version, saved_tensors_hooks
 
-from hookline.core.gathering import is_gathered
-from hookline.core.recomputation import around_region
-from hookline.core.taps import Tap
+from hookline.engine.checkpointing import around_region
+from hookline.engine.fsdp import is_gathered
+from hookline.engine.handlers import Tap
 from hookline.errors import NotHookable
 from hookline.torch_private import (
     saved_tensor_hooks,

@@ -18,15 +18,16 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils import hooks as torch_hooks
 
-from hookline.core import gathering, gradients, offloading
-from hookline.core.arms import Handles
-from hookline.core.calls import Calls, ranges
-from hookline.core.contexts import Entering
-from hookline.core.generation import Generation, takers_above
-from hookline.core.operations import Operation, not_called, refuse
-from hookline.core.recomputation import awaited
-from hookline.core.sites import ACTIVE, Site
-from hookline.core.taps import KEEP, SERIALS, Call, Frame, Tap, add_place
+from hookline.engine import fsdp as gathering
+from hookline.engine import gradients, offloading
+from hookline.engine.call_choice import Calls, ranges
+from hookline.engine.checkpointing import awaited
+from hookline.engine.generation import Generation, takers_above
+from hookline.engine.handlers import KEEP, SERIALS, Call, Frame, Tap, add_place
+from hookline.engine.lifecycle import Entering
+from hookline.engine.operations import Operation, not_called, refuse
+from hookline.engine.tensor_hooks import Handles
+from hookline.engine.tracer import ACTIVE, Site
 from hookline.errors import ChangeError, NeverFired, NotHookable, PlaceError, warn_outside
 from hookline.places.resolution import Place, Request, Target, Where, resolve
 from hookline.places.tree import around, walk

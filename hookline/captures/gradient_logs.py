@@ -20,16 +20,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hookline.core import gradients, input_gradients
-from hookline.core.arms import Handles
-from hookline.core.recomputation import Regions
-from hookline.core.sites import ACTIVE
-from hookline.core.taps import Frame, is_over, now
+from hookline.captures.arrivals import Arrival
+from hookline.captures.entries import Entries, Kept
+from hookline.captures.keeping import WHOLE, Options
+from hookline.captures.logs import Log, LoggedTap, noted
+from hookline.engine import gradients, input_gradients
+from hookline.engine.checkpointing import Regions
+from hookline.engine.handlers import Frame, is_over, now
+from hookline.engine.tensor_hooks import Handles
+from hookline.engine.tracer import ACTIVE
 from hookline.places.tree import Step
-from hookline.records.arrivals import Arrival
-from hookline.records.keeping import WHOLE, Options
-from hookline.records.logs import Log, LoggedTap, noted
-from hookline.records.positions import Entries, Kept
 from hookline.torch_private import (
     backward_id,
     base_of,

@@ -19,16 +19,16 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor
 
-from hookline.core import gradients
+from hookline.engine import gradients
 from hookline.errors import ChangeError, PlaceError
 from hookline.places.resolution import Place, Target
 from hookline.values.nested import Path
 from hookline.values.shards import copied
 
 if TYPE_CHECKING:
-    from hookline.core.calls import Calls
-    from hookline.core.generation import Step, Untold
-    from hookline.core.hooks import Context
+    from hookline.engine.call_choice import Calls
+    from hookline.engine.generation import Step, Untold
+    from hookline.engine.hooking import Context
 
 __all__ = ["KEEP", "SERIALS", "Call", "Completed", "Frame", "Tap", "add_place", "is_over", "now"]
 

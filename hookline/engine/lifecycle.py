@@ -11,7 +11,7 @@ from typing import Any, NoReturn, Self
 
 from torch import Tensor, nn
 
-from hookline.core import compiling
+from hookline.engine import compiling
 from hookline.errors import UsageError, warn_outside
 from hookline.torch_checks import require
 from hookline.torch_private import compiler_is_loaded, compiler_is_used, is_compiler_error

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, cast
 import torch
 from torch import Tensor, nn
 
-from hookline.core.calls import Calls, ranges
-from hookline.core.gradients import NONE_CAME
-from hookline.core.hooks import first_names, named_place, needs_backward, silence
-from hookline.core.sites import Site
+from hookline.engine.call_choice import Calls, ranges
+from hookline.engine.gradients import NONE_CAME
+from hookline.engine.hooking import first_names, named_place, needs_backward, silence
+from hookline.engine.tracer import Site
 from hookline.errors import (
     GradientNotAvailable,
     HooklineError,
@@ -41,10 +41,10 @@ from hookline.values.shards import has_plans, spread
 from hookline.values.snapshots import unreadable
 
 if TYPE_CHECKING:
-    from hookline.records.captures import capture
-    from hookline.records.keeping import CaptureTap
-    from hookline.records.logs import Log
-    from hookline.records.positions import Entries, Kept
+    from hookline.captures.capturing import capture
+    from hookline.captures.entries import Entries, Kept
+    from hookline.captures.keeping import CaptureTap
+    from hookline.captures.logs import Log
 
 __all__ = ["Record"]
 

@@ -18,15 +18,15 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from hookline.core import arguments, gradients
-from hookline.core.arms import Arm, handles, pass_on
-from hookline.core.gradients import Edge, gate_of, is_gate, made_since
+from hookline.engine import arguments, gradients
+from hookline.engine.gradients import Edge, gate_of, is_gate, made_since
+from hookline.engine.tensor_hooks import Arm, handles, pass_on
 from hookline.errors import GradientNotAvailable
 from hookline.torch_private import base_of, is_view, version_of
 from hookline.values.nested import Path, children, leaves, set_part, show_path
 
 if TYPE_CHECKING:
-    from hookline.core.taps import Frame, Tap
+    from hookline.engine.handlers import Frame, Tap
 
 __all__ = ["Argument", "Noted", "note_inputs", "watch_inputs"]
 

@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import nn
 
-from hookline.core.contexts import Entering
-from hookline.core.sites import Site
-from hookline.core.taps import SERIALS
+from hookline.engine.handlers import SERIALS
+from hookline.engine.lifecycle import Entering
+from hookline.engine.tracer import Site
 from hookline.places.tree import walk
 from hookline.torch_private import forward_hooks_of, forward_pre_hooks_of
 

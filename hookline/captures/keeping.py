@@ -17,13 +17,13 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from hookline.core.calls import Calls
-from hookline.core.generation import FORGOTTEN, Step, Untold
-from hookline.core.slices import Misfit, spelled, take
-from hookline.core.taps import KEEP, Frame, Tap, add_place
+from hookline.captures.entries import Entries, Gradients, Kept, Numbered, Order, Values
+from hookline.engine.call_choice import Calls
+from hookline.engine.generation import FORGOTTEN, Step, Untold
+from hookline.engine.handlers import KEEP, Frame, Tap, add_place
+from hookline.engine.slices import Misfit, spelled, take
 from hookline.errors import SeveralTensors
 from hookline.places.resolution import Target
-from hookline.records.positions import Entries, Gradients, Kept, Numbered, Order, Values
 from hookline.torch_private import backward_id, is_view, version_of
 from hookline.values.nested import Path, map_leaves, set_part
 from hookline.values.shards import layouts, local

@@ -20,8 +20,8 @@ from typing import Any, cast
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from hookline.core import arguments
-from hookline.core.sites import ACTIVE, Site
+from hookline.engine import arguments
+from hookline.engine.tracer import ACTIVE, Site
 from hookline.errors import NotHookable
 from hookline.places.resolution import Target
 from hookline.torch_checks import require

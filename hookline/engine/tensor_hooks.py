@@ -22,7 +22,7 @@ from hookline.torch_private import hook_tensor, version_of
 from hookline.values.nested import Path
 
 if TYPE_CHECKING:
-    from hookline.core.taps import Tap
+    from hookline.engine.handlers import Tap
 
 __all__ = ["Arm", "Handles", "cut_out", "handles", "pass_on"]
 
