@@ -5,49 +5,35 @@
 
 from __future__ import annotations
 
-import weakref
-from collections import Counter
 from collections.abc import Callable
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from hookline.captures.gradient_logs import GradInputLog, GradOutputLog
-from hookline.captures.keeping import PLAIN, CaptureTap, Keep, Options
-from hookline.captures.logs import LastLog, Log, OutputLog
+from hookline.captures.keeping import CaptureAsk, Options
 from hookline.captures.record import Record
+from hookline.engine.asks import Ask
 from hookline.engine.call_choice import Which, as_calls
+from hookline.engine.calls import Subject
+from hookline.engine.context import Context
+from hookline.engine.events import Keep, StopForward
 from hookline.engine.fsdp import recover, recovers
-from hookline.engine.hooking import Context
 from hookline.engine.offloading import unload
 from hookline.engine.slices import check_at
 from hookline.errors import NeverFired, NotCaptured, UsageError
-from hookline.places.resolution import Request, Target, Where, resolve
+from hookline.places.resolution import Where
 from hookline.torch_private import compiler_is_loaded, compiler_is_used
 from hookline.values.conversions import as_device, as_dtype
-from hookline.values.snapshots import duplicate
 
 __all__ = ["capture"]
-
-_NOTHING = cast(Any, MappingProxyType({}))
-_LOGS = {"output": OutputLog, "grad_output": GradOutputLog, "grad_input": GradInputLog}
 
 
 class _NoRecord(UsageError, AttributeError):
     """A capture was read as if it were its record."""
 
 
-class _Stop(BaseException):
-    """Ends a forward early. Not an Exception: a model's own `except Exception` lets it by."""
-
-    def __init__(self, serial: int) -> None:
-        super().__init__("hookline has what was asked for and ends the forward here")
-        self.serial = serial
-
-
-class capture(Context[CaptureTap]):
+class capture(Context):
     """Keep the values at places while a `with` block runs.
 
     >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
@@ -88,10 +74,9 @@ class capture(Context[CaptureTap]):
     """
 
     _verb = "capture"
+    _gives = _kept_as = "record"
     _record: Record | None = None
-    _logs: dict[str, Log] = _NOTHING  # by port
-    _waiting = 0  # for stop=True: the places that have not fired so far
-    _stopping = False
+    _in_graph = False  # whether compiled graphs keep values by themselves
 
     def __init__(
         self,
@@ -119,13 +104,8 @@ class capture(Context[CaptureTap]):
         device, dtype = as_device(device, "capture"), as_dtype(dtype, "capture")
         self._chosen = None if calls is None else as_calls(calls)
         super().__init__(model, where)
-        self._owned = threads == "own"
-        if at is transform is device is dtype is None and keep == "all" and not (detach or stop):
-            self._options = PLAIN
-        else:
-            self._options = Options(at, transform, detach, device, dtype, keep, stop)
-
-    _gives = _kept_as = "record"
+        self._owned, self._keep = threads == "own", keep
+        self._options = Options(at, transform, detach, device, dtype, keep, stop)
 
     def __getattr__(self, name: str) -> Any:
         if hasattr(Record, name) and not name.startswith("_"):
@@ -141,75 +121,37 @@ class capture(Context[CaptureTap]):
             raise NotCaptured(asked, "It was never entered.", remedy)
         return self._record
 
-    def _tap(self, target: Target, ref: weakref.ref[Context[Any]]) -> CaptureTap:
-        check_at(self._options.at, target)
-        tap = CaptureTap(target, ref, self._options)
-        if self._chosen is not None:
-            tap.choose(self._chosen)
-        # Others may hold the address of parameters, buffers and the model's own arguments.
-        if target.port == "value" or (target.module is self._model and "input" in target.port):
-            tap.freeze = duplicate
-        return tap
-
-    def _resolve(self) -> list[Request]:
-        requests = resolve(self._model, self._wheres)
-        self._logs = {}
-        self._mixed = self._find_mixed(requests)
-        return requests
-
-    def _runs_compiled(self) -> bool:
-        plain = self._options.keep == "last" and self._mixed is _NOTHING
-        in_graph = plain and compiler_is_loaded() and not compiler_is_used()
-        for log in self._logs.values():
-            log.in_graph = in_graph
-        return in_graph
-
-    def _find_mixed(self, requests: list[Request]) -> set[int] | None:
-        """The modules of which more than whole values is asked for; None if options are."""
-        options = self._options
-        if options.derives or options.stop or options.keep == "first" or self._chosen:
-            return None
-        gradients = options.keep == "all" and self._owned and not self._attached
-        ports = _LOGS if gradients else ("output",)
-        mixed = {t.ident for asked in requests if not asked.whole(ports) for t in asked.targets}
-        return mixed or _NOTHING
-
-    def _place_all(self, request: Request, ref: weakref.ref[Any], owner: int | None) -> None:
-        mixed, modules = self._mixed, request.modules
-        if mixed:
-            modules = [step for step in modules if id(step[1]) not in mixed]
-        if mixed is None or not modules:
-            super()._place_all(request, ref, owner)
-            return
-        for target in request.targets if mixed else ():
-            if target.ident in mixed and target.key not in self._taps:
-                self._place(target, ref, owner)
-        port = request.port or "output"
-        log = self._logs.get(port)
-        if log is None:
-            kind = LastLog if self._options.keep == "last" else _LOGS[port]
-            log = self._logs[port] = kind(ref, self._options, owner)
-        log.hook(modules)
+    def _ask(self, port: str, **place: Any) -> Ask:
+        return CaptureAsk(port, self._options, calls=self._chosen, **place)
 
     def _prepared(self) -> None:
-        self._stopping = False
-        if self._options.stop:
-            self._prepare_stop()
-        logs = [*self._logs.values()]
-        for log in logs:
-            log.keeper = self if self._attached else None
-            if len(logs) > 1:
-                log.beside = Counter(i for one in logs for i in {id(m) for _, m in one.steps})
-        self._record = Record(None, self, logs[0] if len(logs) == 1 and not self._taps else None)
+        tracer, options = self._tracer, self._options
+        if options.at is not None:
+            check_at(options.at, lambda: [tracer.target_of(*key) for key in tracer.asked_keys()])
+        if options.stop:
+            self._check_stop()
+            tracer.waiting = set(tracer.asked_keys())
+        plain = options.keep == "last" and tracer.looks_at_outputs and not options.derives
+        self._in_graph = plain and compiler_is_loaded() and not compiler_is_used()
+        if self._in_graph:
+            tracer.keep_in_graphs(options.detach)
+        self._record = self._new_record()
 
-    def _prepare_stop(self) -> None:
-        self._waiting = len(self._taps)
+    def _new_record(self) -> Record:
+        refused = [request.refused for request in self._requests]
+        return Record(self._tracer, self, refused={k: v for one in refused for k, v in one.items()})
+
+    def _runs_compiled(self) -> bool:
+        return self._in_graph
+
+    def _check_stop(self) -> None:
+        """Raise an error if the forward cannot be ended early."""
         if self._attached:
             raise ValueError(
                 "stop=True was asked for together with attach(). Every forward would end early. "
                 "Use it in a `with` statement."
             )
-        if any("grad" in tap.target.port for tap in self._taps.values()):
+        if any("grad" in ask.port for _, ask in self._tracer.asked_keys()):
             raise ValueError(
                 "stop=True was asked for at a gradient place. Gradients come after the forward. "
                 "Leave out stop, or the gradient places."
@@ -220,13 +162,6 @@ class capture(Context[CaptureTap]):
                 "after a forward that ended early; torch 2.13 can. Leave out stop."
             )
 
-    def _listed(self) -> list[CaptureTap]:
-        """All taps, in the order in which they were asked for; those of logs are made now."""
-        taps = [tap for log in self._logs.values() for tap in log.all_taps()]
-        found = {**self._taps, **{tap.target.key: tap for tap in taps}}
-        keys = [target.key for request in self._requests for target in request.targets]
-        return [found[key] for key in dict.fromkeys(keys)]
-
     if TYPE_CHECKING:
 
         def __enter__(self) -> Record: ...  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -234,48 +169,42 @@ class capture(Context[CaptureTap]):
     def _result(self) -> Record | None:
         return self._record
 
-    def arrived(self) -> None:
-        """One more place has fired for the first time; after the last one the forward ends."""
-        self._waiting -= 1
-        if self._waiting == 0:
-            self._stopping = True
-            raise _Stop(self._serial)
-
-    def _fired(self, tap: CaptureTap) -> bool:
-        port = tap.target.port  # what has no gradient tells it on read
-        if tap.lacking or tap.untold:
-            return False
-        return tap.holds or port == "grad" or ("grad" in port and self._site_of(tap).count > 0)
-
     def _failed(self, error: BaseException, trace: Any) -> bool | None:
-        if isinstance(error, _Stop) and error.serial == self._serial:
+        if isinstance(error, StopForward) and error.key == self._tracer.key:
             recover(trace)
             unload(trace)
             return True
         return super()._failed(error, trace)
 
+    def _has_fired(self, subject: Subject, ask: Ask) -> bool:
+        handler = self._tracer.handlers.get((subject, ask))
+        if handler is not None and (handler.lacking or handler.untold):
+            return False
+        if ask.port == "grad":  # one that is missing is explained when it is read
+            return True
+        return (subject, ask) in self._fired
+
+    def _any_fired(self) -> bool:
+        return bool(self._fired)
+
     def _verify(self) -> None:
-        one = len(self._requests) == 1 and not self._requests[0].literal
-        if not (self._taps or any(log.silent(one) for log in self._logs.values())):
-            return
+        tracer = self._tracer
         try:
-            if self._stopping:
+            if tracer.stopped:
                 raise NeverFired(
                     "The forward was to end early (stop=True).",
                     "Something in the model caught the stop and went on, probably a bare "
                     "`except:`.",
                     "Leave out stop=True; what was captured is in the record.",
                 )
-            self._taps = {tap.target.key: tap for tap in self.record._taps}
-            super()._verify()
+            if tracer.operations or tracer.changed or not tracer.all_fired():
+                self._fired = tracer.fired()
+                super()._verify()
         except NeverFired as missing:
             missing.record = self._record
             raise
 
     def _stop(self) -> None:
-        for log in self._logs.values():
-            log.unhook()
-            log.keeper = None
         super()._stop()
         if self._record is not None:
-            self._record._seal(self)
+            self._record.seal()

@@ -1,6 +1,7 @@
 """The calls of one place in order: one of many is found without going through the others.
 
-- `Values`: what was kept of values, which come one a call; `Numbered`: of some calls only
+- `Entries`: calls by position, each with what was kept of it
+- `Values`: what was kept of values, one for each call
 - `Gradients`: what was kept of gradients, which come by call and backward pass
 - `Order`: the calls and backward passes of gradients, in order
 - `Kept`: what is kept of a value
@@ -12,12 +13,11 @@ from abc import abstractmethod
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Iterator, Mapping, Reversible, Sequence
 from itertools import islice
-from operator import itemgetter
 from typing import Any, TypeAlias, cast
 
 from torch import Tensor
 
-__all__ = ["Entries", "Gradients", "Kept", "Numbered", "Order", "Values"]
+__all__ = ["Entries", "Gradients", "Kept", "Order", "Values"]
 
 # What is kept of a value: the value and what to check on reading. None: nothing (a snapshot). An
 # int: the version of the tensor that it is. A dict: versions, and twins of parameters, by id.
@@ -26,7 +26,7 @@ Kept = tuple[Any, "int | dict[int, tuple[int, Tensor | None]] | None"]
 Arrived: TypeAlias = Mapping[tuple[int, int], Any]  # gradients by call and backward pass
 Gather: TypeAlias = Callable[[int, Any], "Kept | None"]
 
-_NONE = -2  # in the stead of a backward pass, whose numbers are -1 or more: none came so far
+_NONE = -2  # instead of a backward pass, whose numbers are -1 or more: none came so far
 
 
 class Entries(Sequence[tuple[int, "Kept | None"]]):
@@ -34,63 +34,24 @@ class Entries(Sequence[tuple[int, "Kept | None"]]):
 
     @abstractmethod
     def of_call(self, call: int) -> list[Kept | None]:
-        """What was kept of one call, in order of backward passes."""
+        """Return what was kept of one call, in order of backward passes."""
 
 
 class Values(Entries):
-    """What was kept of values, from call `start` on; `missed` are the calls that gave none."""
+    """What was kept of values, in order of the numbers of their calls."""
 
-    def __init__(
-        self, kept: Sequence[Kept | None], missed: Sequence[int] = (), start: int = 0
-    ) -> None:
-        self.kept, self.missed, self.start = kept, missed, start
+    def __init__(self, numbers: Sequence[int], kept: Sequence[Kept | None]) -> None:
+        self.numbers, self.kept = numbers, kept
 
     def __len__(self) -> int:
-        return len(self.kept) + len(self.missed)
+        return len(self.kept)
 
     def __getitem__(self, position: Any) -> Any:
-        before = bisect_left(self.missed, position)
-        if position in self.missed[before : before + 1]:
-            return position, None
-        if position - before < len(self.kept):
-            return self.start + position, self.kept[position - before]
-        return self.missed[position - len(self.kept)], None  # a call that has not ended
-
-    def of_call(self, call: int) -> list[Kept | None]:
-        before = bisect_left(self.missed, call)
-        if call in self.missed[before : before + 1]:
-            return [None]
-        position = call - before - self.start
-        return [self.kept[position]] if 0 <= position < len(self.kept) else []
-
-
-class Numbered(Entries):
-    """What was kept of some calls, in order of their numbers; `missed` are those that gave none."""
-
-    def __init__(
-        self, kept: Sequence[Kept | None], numbers: Sequence[int], missed: Sequence[int] = ()
-    ) -> None:
-        self.kept, self.numbers, self.missed = kept, numbers, missed
-
-    def __len__(self) -> int:
-        return len(self.kept) + len(self.missed)
-
-    def __getitem__(self, position: Any) -> Any:
-        at: int = position
-        return self._all()[at] if self.missed else (self.numbers[at], self.kept[at])
-
-    def __iter__(self) -> Iterator[tuple[int, Kept | None]]:
-        return iter(self._all())
-
-    def _all(self) -> list[tuple[int, Kept | None]]:
-        found: list[tuple[int, Kept | None]] = list(zip(self.numbers, self.kept, strict=True))
-        found += [(number, None) for number in self.missed]
-        return sorted(found, key=itemgetter(0))
+        return self.numbers[position], self.kept[position]
 
     def of_call(self, call: int) -> list[Kept | None]:
         first, last = bisect_left(self.numbers, call), bisect_right(self.numbers, call)
-        none = bisect_left(self.missed, call) < bisect_right(self.missed, call)
-        return [None] if none else list(self.kept[first:last])
+        return list(self.kept[first:last])
 
 
 class Gradients(Entries):
@@ -116,7 +77,7 @@ class Gradients(Entries):
         return found
 
     def _ends(self, call: int) -> tuple[int, int]:
-        """Where the keys of a call begin and end."""
+        """Return where the keys of a call begin and end."""
         first, last = (call, _NONE), (call + 1, _NONE)
         return bisect_left(self.keys, first), bisect_left(self.keys, last)
 
@@ -126,7 +87,7 @@ class Gradients(Entries):
 
 
 class Order:
-    """The calls and backward passes of gradients, in order. What comes is put in on reading.
+    """The calls and backward passes of gradients, in order. What is new is put in on reading.
 
     Threads that read at the same time find the same; there is no lock that an interrupt could leave
     locked.
@@ -161,7 +122,7 @@ class Order:
 
 
 def _since(known: int, entries: Mapping[Any, Any]) -> list[Any]:
-    """The keys that a dict has got after so many."""
+    """Return the keys that a dict has got after so many."""
     count = -1
     found: list[Any] = []
     while count != len(entries):  # else more have come from another thread

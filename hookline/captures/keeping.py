@@ -1,80 +1,93 @@
-"""What is kept of a value that is captured.
+"""How captured values are stored.
 
-- `Options`: how values are kept
-- `CaptureTap`: what is kept at one target
+- `Options`: what is kept of a value
+- `CaptureAsk`: what a capture asks of modules
+- `CaptureHandler`: what was captured at one place
 """
 
 from __future__ import annotations
 
 import copy
-import weakref
-from bisect import bisect_left, insort
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from types import MappingProxyType
-from typing import Any, Literal, cast
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from hookline.captures.entries import Entries, Gradients, Kept, Numbered, Order, Values
-from hookline.engine.call_choice import Calls
+from hookline.captures.entries import Entries, Gradients, Kept, Order, Values
+from hookline.engine.asks import Ask, Missing
+from hookline.engine.events import Keep
 from hookline.engine.generation import FORGOTTEN, Step, Untold
-from hookline.engine.handlers import KEEP, Frame, Tap, add_place
-from hookline.engine.slices import Misfit, spelled, take
+from hookline.engine.handlers import Handler, add_place
+from hookline.engine.slices import Misfit, Slice, spelled, take
 from hookline.errors import SeveralTensors
-from hookline.places.resolution import Target
-from hookline.torch_private import backward_id, is_view, version_of
+from hookline.torch_private import (
+    backward_id,
+    base_of,
+    is_view,
+    lazy_clone,
+    use_count,
+    version_of,
+)
 from hookline.values.nested import Path, map_leaves, set_part
-from hookline.values.shards import layouts, local
-from hookline.values.snapshots import duplicate, gradient_snapshot, settle, snapshot, unreadable
+from hookline.values.sharding import layouts, local
+from hookline.values.snapshots import (
+    BASES,
+    LAZY,
+    SMALL,
+    duplicate,
+    gradient_snapshot,
+    settle,
+    snapshot,
+    unreadable,
+)
 
-__all__ = ["PLAIN", "WHOLE", "CaptureTap", "Keep", "Kept", "Options"]
-
-Keep = Literal["all", "first", "last"]
+__all__ = ["PLAIN", "WHOLE", "CaptureAsk", "CaptureHandler", "Kept", "Options"]
 
 WHOLE: tuple[Any, list[list[Path]]] = (None, [[()]])  # the structure of a plain tensor
-_NONE = cast(Any, MappingProxyType({}))
 _RECENT = 64  # calls whose gradients may still come, where not all are kept
 _FORGOTTEN = (
     f"it came when {_RECENT} other calls had none so far, and what the value was is forgotten.",
     "Capture with keep='all'.",
 )
 
-
-class Unsliced(Exception):
-    """A value has not the slice that `at=` asks for: told on read, so that the forward goes on."""
-
-    def __init__(self, reason: str, remedy: str) -> None:
-        super().__init__(reason, remedy)
-        self.reason, self.remedy = reason, remedy
+Freeze = Callable[[Tensor], Tensor]
 
 
-@dataclass(slots=True, eq=False)
 class Options:
-    """How values are kept."""
+    """What is kept of a value."""
 
-    at: Any
-    transform: Callable[[Any], Any] | None
-    detach: bool
-    device: torch.device | str | None
-    dtype: torch.dtype | None
-    keep: Keep
-    stop: bool
-    derives: bool = field(init=False)  # whether something else is kept than the value itself
+    def __init__(
+        self,
+        at: Any = None,
+        transform: Callable[[Any], Any] | None = None,
+        detach: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        keep: Keep = "all",
+        stop: bool = False,
+    ) -> None:
+        self.at, self.transform, self.detach = at, transform, detach
+        self.device, self.dtype = device, dtype
+        self.keep: Keep = keep
+        self.stop = stop
+        # Whether something else is kept than the value itself.
+        self.derives = not (at is transform is device is dtype is None)
 
-    def __post_init__(self) -> None:
-        self.derives = not (self.at is self.transform is self.device is self.dtype is None)
-
-    def keeps(self, value: Any, freeze: Callable[[Tensor], Tensor] = snapshot) -> Kept:
-        """What to keep of a value: attached if it requires grad, else a snapshot."""
+    def keeps(self, value: Any, freeze: Freeze = snapshot) -> Kept | Missing:
+        """Return what to keep of a value: itself if it requires grad, otherwise a snapshot."""
         if self.derives:
-            return self._nested(self._derived(value), settle)
+            try:
+                return self._nested(self._derived(value), settle)
+            except _Unsliced as error:
+                return error.missing
         if type(value) is Tensor and (self.detach or not value.requires_grad):
             return freeze(value), None
         return self._nested(value, freeze)
 
-    def _nested(self, value: Any, freeze: Callable[[Tensor], Tensor]) -> Kept:
+    def _nested(self, value: Any, freeze: Freeze) -> Kept:
         checks: dict[int, tuple[int, Tensor | None]] = {}
 
         def keep_leaf(leaf: Any) -> Any:
@@ -84,7 +97,7 @@ class Options:
                 return copy.copy(leaf) if hasattr(kind, "__array_interface__") else leaf
             if self.detach or not leaf.requires_grad or leaf.is_inference():
                 return freeze(leaf)
-            local(leaf)  # what a collective still brings is waited for
+            local(leaf)  # waits for what a collective still brings
             # Fused optimisers change parameters without a new version: a twin shows it.
             dense = leaf.layout is torch.strided
             twin = duplicate(leaf) if dense and isinstance(leaf, nn.Parameter) else None
@@ -94,7 +107,7 @@ class Options:
         return map_leaves(keep_leaf, value), checks or None
 
     def _derived(self, value: Any) -> Any:
-        """What is made of a value by at, transform, device and dtype; of its memory only that."""
+        """Return what at, transform, device and dtype make of a value; of its memory only that."""
 
         def start(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor) or (leaf.requires_grad and not self.detach):
@@ -122,253 +135,292 @@ class Options:
         except (Misfit, SeveralTensors) as error:
             if callable(self.at):  # the user's own error
                 raise
-            raise Unsliced(error.found, error.remedy) from error
+            raise _Unsliced(Missing(error.found, error.remedy)) from error
+
+    def keep_function(self) -> Callable[[Any], Any]:
+        """Return the function that hooks call with a value: the commonest cases of `keeps` first."""
+        if self.derives:
+            others = not (self.transform is self.device is self.dtype is None)
+            return self.keeps if others or _depends(self.at) else self._keep_slice
+        keeps, detach = self.keeps, self.detach
+
+        def keep(value: Any) -> Any:
+            if type(value) is not Tensor:
+                return keeps(value)
+            try:
+                if (grad := value.requires_grad) and not detach:
+                    return value, version_of(value)
+                if (size := value.nbytes) < SMALL and not grad and value.is_contiguous():
+                    return value.clone(), None
+                if LAZY and value.is_cpu and not value.is_quantized:
+                    # A snapshot of all of its memory; others as in snapshots.py.
+                    storage = value.untyped_storage()
+                    if storage.nbytes() == size and storage.resizable():
+                        if grad and type(base_of(value)) in BASES:
+                            return lazy_clone(value.detach()), None
+                        if not grad and use_count(value) == 1:
+                            return lazy_clone(value), None
+            except RuntimeError:  # no version (inference mode), no storage (sparse, nested, vmap)
+                pass
+            return snapshot(value), None
+
+        return keep
+
+    def _keep_slice(self, value: Any) -> Any:
+        """Do what `keeps` does for an index of a plain tensor."""
+        if type(value) is Tensor:
+            try:
+                if self.detach or not value.requires_grad:
+                    return settle(value.detach()[self.at]), None
+                piece = value[self.at]
+                piece = piece.clone() if is_view(piece) else piece
+                return piece, version_of(piece)
+            except (IndexError, TypeError, ValueError, RuntimeError):
+                pass  # it does not fit
+        return self.keeps(value)
+
+    def explain(self, error: Exception) -> Missing:
+        """Explain that a function of the user's raised."""
+        option = "at" if self.transform is None else "transform"
+        found = f"the function in {option}= raised {type(error).__name__}: {error!s:.200}."
+        return Missing(found, "Let it give something for every value, such as None.")
 
 
-class CaptureTap(Tap):
-    """Keeps the values at a target: one entry a call, or for gradients one a call and pass."""
+def _depends(at: Any) -> bool:
+    """Return True if a slice is a function of the value, or holds one."""
+    steps = cast("tuple[Any, ...]", at) if isinstance(at, tuple) else (at,)
+    return any(callable(step) or isinstance(step, (Slice, Tensor)) for step in steps)
 
-    replaces = False
-    module: nn.Module | None = None
-    freeze: Callable[[Tensor], Tensor] = staticmethod(snapshot)
-    missed: Sequence[int] = ()  # the calls that had not the part asked for, in order
-    order: Order | None = None  # of gradients, if all are kept, as far as they were read
-    # Gradients that come in shares, to be derived from.
-    shared: set[tuple[int, Path]] = cast(Any, frozenset())
-    waiting = True  # for stop=True: until it has fired
-    layouts: Sequence[Any] = ()  # how a tensor-parallel plan spreads the value
-    numbers: Sequence[int] = ()  # of the calls that are kept, in order, if some were asked for
-    task = -1  # of a parameter: the last backward pass that came; `seen` counts them
-    # Of gradients: the structure of the value by call, and what arrived by call and backward pass.
-    shapes: dict[int, tuple[Any, list[list[Path]]]] = _NONE
-    grads: dict[tuple[int, int], dict[Path, Kept]] = _NONE
 
-    def __init__(self, target: Target, context: weakref.ref[Any], options: Options) -> None:
-        self.target, self.context, self.options = target, context, options
-        self.kept: list[Kept] = []
+class _Unsliced(Exception):
+    """A value lacks the slice that `at=` asks for: told on reading, so that the forward goes on."""
+
+    def __init__(self, missing: Missing) -> None:
+        super().__init__(*missing)
+        self.missing = missing
+
+
+PLAIN = Options()
+
+
+class CaptureAsk(Ask):
+    """What a capture asks of modules: to log what is kept of their values."""
+
+    def __init__(self, port: str, options: Options, make: Any = None, **place: Any) -> None:
+        super().__init__(port, make or CaptureHandler, replaces=False, **place)
+        self.options = options
+        self.keep = options.keep_function()
+        # Others may hold the address of parameters, buffers and the model's own arguments.
+        self.keep_copy = partial(options.keeps, freeze=duplicate)
+        self.keeps_first = options.keep == "first"
+        if options.keep == "all" and not (options.derives or self.calls):
+            self.keep_gradient = partial(options.keeps, freeze=gradient_snapshot)
+
+    def explain(self, error: Exception) -> Missing:
+        return self.options.explain(error)
+
+
+class CaptureHandler(Handler):
+    """What was captured at one place: one entry a call, or for gradients one a call and pass."""
+
+    ask: CaptureAsk
+
+    def __init__(self, *place: Any) -> None:
+        super().__init__(*place)
+        self.options = self.ask.options
+        # What was kept of calls, in order of their numbers; None for a call that gave nothing.
+        self.numbers: list[int] = []
+        self.kept: list[Kept | None] = []
+        self.layouts: Sequence[Any] = ()  # how a tensor-parallel plan spreads the value
+        # Of gradients: the structure of the value by call, what arrived by call and backward pass,
+        # the order of both if all are kept, and those that come in shares, to be derived from.
+        self.shapes: dict[int, tuple[Any, list[list[Path]]]] = {}
+        self.grads: dict[tuple[int, int], dict[Path, Kept]] = {}
+        self.order = Order()
+        self.shared: set[tuple[int, Path]] = set()
+        self.shaped = 0  # how many calls are known to have a structure
+        self.task = -1  # of a parameter: the last backward pass that came; `seen` counts them
 
     @property
     def holds(self) -> bool:
-        """Whether something was kept."""
-        return bool(self.kept or any(self.grads.values()))
+        """Return True if something was kept."""
+        return any(kept is not None for kept in self.kept) or any(self.grads.values())
 
     @property
     def slicing(self) -> tuple[str | None, bool]:
-        """Which slice of each value is kept, as text, and whether that was transformed."""
+        """Return which slice of each value is kept, as text, and whether it was transformed."""
         at = self.options.at
         return None if at is None else spelled(at), self.options.transform is not None
 
-    def receive(self, value: Any, index: int, recomputed: bool, frame: Frame | None) -> Any:
-        if recomputed:
-            return KEEP
-        options = self.options
-        if options.keep == "first" and (self.fired or self.reasons):
-            self.fired += 1
-        elif not self._take(value, index, frame):
-            return KEEP
-        if options.stop and self.waiting and not self.lacking:
-            self.waiting = False
-            context: Any = self.context()
-            if context is not None:
-                context.arrived()
-        return KEEP
+    # -- what was logged ------------------------------------------------------------------------
 
-    def _take(self, value: Any, index: int, frame: Frame | None) -> bool:
-        """Make of a value what is kept of it; false if there is nothing to keep."""
-        try:
-            kept = self.options.keeps(value, self.freeze)
-        except Unsliced as error:
-            self.explain(index, error.reason, error.remedy)
-            return False
-        except Exception as error:
-            add_place(error, self)
-            self.explain(index, *self._raised(error))  # the user may catch it, and call again
-            raise
-        if frame is not None:  # an input: numbered when the call is complete
-            frame.pending = (*frame.pending, (self, kept))
+    def take(self, number: Any, kept: Any) -> None:
+        if isinstance(number, tuple):
+            self._take_gradient(*cast("tuple[int, int, Path]", number), kept)
+            return
+        if not isinstance(number, int):  # the next one
+            number = self.numbers[-1] + 1 if self.numbers else 0
+        if isinstance(kept, Missing):
+            self.explain(number, *kept)
+            kept = None
         else:
-            self.commit(kept, index)
-        return True
-
-    def commit(self, kept: Kept, index: int, late: bool = False) -> None:
-        """Keep a value. Late ones are inputs of calls that never completed."""
-        if late and (index in self.numbers or not self.wants_late()):
-            return  # a later call has that number, or one that was completed is kept
-        self.fired += 1
-        if self.chosen is not None:
-            self._commit_numbered(kept, index)
-        elif self.options.keep == "all" or not self.kept:
-            self.kept.append(kept)
-        elif self.options.keep == "last" and not late:
-            self.kept[0] = kept
-
-    def _commit_numbered(self, kept: Kept, index: int) -> None:
-        """Keep a value in the order of numbers: the input of a recursive call comes after others
-        that began later.
-        """
-        numbers = cast("list[int]", self.numbers)
-        at = bisect_left(numbers, index)
+            self.fired += 1
+        at = bisect_right(self.numbers, number)  # threads and recursion end calls in another order
+        self.numbers.insert(at, number)
         self.kept.insert(at, kept)
-        numbers.insert(at, index)
-        if len(numbers) > 1 and self.options.keep != "all":
-            gone = -1 if self.options.keep == "first" else 0
-            del self.kept[gone], numbers[gone]
 
-    def choose(self, calls: Calls) -> None:
-        """Keep some calls only, with their numbers."""
-        self.chosen, self.lacking, self.numbers = calls, calls.named, []
+    def take_only(self, number: Any, kept: Any, count: int) -> None:
+        self.numbers, self.kept, self.reasons = [], [], {}
+        if not isinstance(number, int):
+            number = 0 if self.options.keep == "first" else count - 1
+        self.take(number, kept)
 
-    def wants(self, index: int, step: Step | None) -> bool:
-        wanted = super().wants(index, step)
-        if wanted and index in self.lacking:
-            self.lacking -= {index}
-        return wanted
+    def _take_gradient(self, number: int, task: int, path: Path, kept: Kept) -> None:
+        parts = self.grads.setdefault((number, task), {})
+        self.fired += not parts
+        if path in parts and self.target.port.startswith("grad_input"):
+            kept = parts[path][0] + kept[0], None  # the shares of an input come one by one
+        parts[path] = kept
 
-    def leave_out(self, index: int, why: Untold) -> None:
-        if why is not FORGOTTEN and (self.options.keep == "all" or not self.untold):
-            self.untold = self.untold or {}
-            cast("dict[int, Untold]", self.untold)[index] = why
+    # -- reading --------------------------------------------------------------------------------
 
-    def numbered(self) -> Entries:
-        """The values with their calls; None for a call that had not the part asked for."""
-        if self.chosen is not None:
-            return Numbered(self.kept, self.numbers, self.missed)
-        if self.options.keep == "all":
-            return Values(self.kept, self.missed)
-        last = self.fired + len(self.reasons) - 1
-        return Values(self.kept, start=last if self.options.keep == "last" else 0)
+    def entries(self) -> Entries:
+        """Return what was kept, with the numbers of the calls."""
+        if "grad" in self.target.port:
+            return self._gathered()
+        return Values(self.numbers, self.kept)
 
-    def explain(self, index: int, reason: str, remedy: str = "", path: Path = ()) -> None:
-        if self.options.keep == "last":  # else an earlier value would be read as the last one
-            self.kept, self.numbers = [], []
-        elif self.options.keep == "all" and index not in self.reasons:
-            self.missed = self.missed or []
-            insort(cast("list[int]", self.missed), index)
-        super().explain(index, reason, remedy, path)
-
-    def withdraw(self, index: int) -> None:
-        if index in self.reasons:
-            self.missed = [call for call in self.missed if call != index]
-        super().withdraw(index)
-
-    def entries(self) -> list[Kept]:
-        """All that is kept, call by call."""
-        found = [kept for _, kept in self.gathered()] if self.grads else self.kept
-        return [kept for kept in found if kept is not None]
+    def all_kept(self) -> list[Kept]:
+        """Return everything that was kept, call by call."""
+        return [kept for _, kept in self.entries() if kept is not None]
 
     def release(self) -> None:
         """Let go of the module: a record does not keep it alive."""
         self.target.module = cast(nn.Module, None)
 
     def note_layouts(self) -> None:
-        """Before the module is let go of: how a tensor-parallel plan spreads its values."""
+        """Note how a tensor-parallel plan spreads the values, while the module is there."""
         if self.options.at is None and self.options.transform is None:
-            found = layouts(self.target)
-            if found:
-                self.layouts = found
+            self.layouts = layouts(self.target) or self.layouts
 
-    def wants_late(self) -> bool:
-        """Whether the input of a call that raised is of use."""
-        return self.options.keep == "all" or not self.kept
+    # -- which calls are meant ------------------------------------------------------------------
+
+    def wants(self, number: int, step: Step | None) -> bool:
+        wanted = super().wants(number, step)
+        if wanted:
+            self.lacking -= {number}
+        return wanted
+
+    def leave_out(self, number: int, why: Untold) -> None:
+        if why is not FORGOTTEN and (self.options.keep == "all" or not self.untold):
+            self.untold[number] = why
 
     # -- gradients ------------------------------------------------------------------------------
 
-    def several(self, index: int, path: Path) -> None:
+    def several(self, number: int, path: Path) -> None:
         if self.options.derives:
-            self.shared = self.shared or set()
-            self.shared.add((index, path))
+            self.shared.add((number, path))
 
-    def divided(self, index: int, path: Path) -> None:
-        for paths in self.shapes.get(index, WHOLE)[1]:
+    def divided(self, number: int, path: Path) -> None:
+        for paths in self.shapes.get(number, WHOLE)[1]:
             for one in paths if path in paths else ():
-                super().divided(index, one)
+                super().divided(number, one)
 
-    def expect(self, value: Any, index: int, tensors: Sequence[tuple[Tensor, list[Path]]]) -> None:
+    def expect(self, value: Any, number: int, tensors: Sequence[tuple[Tensor, list[Path]]]) -> None:
         whole = isinstance(value, Tensor)
         if self.options.keep != "all" and (whole or not tensors):
             return  # what is not known by then is whole
-        self.shapes = self.shapes or {}
         shape = None if whole else map_leaves(lambda leaf: None, value)
         paths = WHOLE[1] if whole else [paths for _, paths in tensors]
-        self.remember(self.shapes, index, (shape, paths))
+        self.remember(self.shapes, number, (shape, paths))
 
-    def remember(self, entries: Any, index: int, entry: Any) -> None:
+    def remember(self, entries: dict[int, Any], number: int, entry: Any) -> None:
         keep = self.options.keep
         if keep == "first" and len(entries) >= _RECENT:
             return
-        entries[index] = entry
+        entries[number] = entry
         if keep == "last" and len(entries) > _RECENT:
             held = [call for call, _ in self.grads]
             del entries[next(old for old in entries if old not in held)]
 
-    def gradient(self, grad: Tensor, index: int, path: Path) -> Tensor | None:
+    def gradient(self, grad: Tensor, number: int, path: Path) -> None:
+        """Keep a gradient that does not go to the log."""
         task = backward_id()
-        if index < 0 and self.chosen is not None:  # of a parameter: numbered by backward pass
+        if number < 0 and self.ask.calls is not None:  # of a parameter: numbered by backward pass
             self.seen += task != self.task
-            self.task, index = task, self.seen - 1
-            if not self.wants(index, None):
-                return None
-        key = (index, task)
-        parts = self.grads.get(key)
+            self.task, number = task, self.seen - 1
+            if not self.wants(number, None):
+                return
+        parts = self._parts_of(number, task, path)
         if parts is None:
-            keep = self.options.keep
-            # A backward has the last call first: which one is kept goes by the numbers.
-            if self.grads and keep != "all" and (key < next(iter(self.grads))) == (keep == "last"):
-                return None
-            if path and index not in self.shapes:
-                self.grads = {}  # what is there is not the one that was asked for
-                self.explain(index, *_FORGOTTEN)
-                return None
-            if not self.grads or keep != "all":
-                self.grads = {}
-            parts = self.grads[key] = {}
-            self.fired += 1
+            return
         if path in parts and self.target.port.startswith("grad_input"):
             grad = parts[path][0] + grad  # the shares of an input come one by one
         # Shares are summed as they are; what is derived of them is derived on gathering. Of what
         # cannot be read nothing is derived.
-        plain = (index, path) in self.shared or unreadable(grad, None, None)
+        plain = (number, path) in self.shared or unreadable(grad, None, None)
         options = PLAIN if plain else self.options
         try:
-            parts[path] = options.keeps(grad, gradient_snapshot)
-        except Unsliced as error:
-            self.explain(index, error.reason, error.remedy, path)
+            kept = options.keeps(grad, gradient_snapshot)
         except Exception as error:
             add_place(error, self)
-            self.explain(index, *self._raised(error), path=path)
+            self.explain(number, *self.options.explain(error), path=path)
             raise
-        return None
+        if isinstance(kept, Missing):
+            self.explain(number, *kept, path=path)
+        else:
+            parts[path] = kept
 
-    def _raised(self, error: Exception) -> tuple[str, str]:
-        """What to say of a call for which a function of the user's raised."""
-        option = "at" if self.options.transform is None else "transform"
-        found = f"the function in {option}= raised {type(error).__name__}: {error!s:.200}."
-        return found, "Let it give something for every value, such as None."
+    def _parts_of(self, number: int, task: int, path: Path) -> dict[Path, Kept] | None:
+        """Return where to keep what arrives for a call in a backward pass; None if not at all."""
+        key = (number, task)
+        if key not in self.grads:
+            keep = self.options.keep
+            # A backward has the last call first: which one is kept goes by the numbers.
+            if self.grads and keep != "all" and (key < next(iter(self.grads))) == (keep == "last"):
+                return None
+            if keep != "all":
+                self.grads = {}  # what is there is not the one that was asked for
+            if path and number not in self.shapes:
+                self.explain(number, *_FORGOTTEN)
+                return None
+            self.grads[key] = {}
+            self.fired += 1
+        return self.grads[key]
 
-    def gathered(self) -> Entries:
-        """The gradients with their calls, in order of calls, then of backward passes; None for a
-        call without any.
-        """
-        self.lost()
-        grads, everything = self.grads, self.options.keep == "all"
-        order = self.order or Order()
+    def _gathered(self) -> Entries:
+        """Return the gradients by call, then by backward pass; None for a call without any."""
+        self.explain_lost()
+        everything = self.options.keep == "all"
         if everything:
-            self.order = order
-        keys = order.update(grads, self.shapes, self.reasons)
+            self._note_logged()
+        order = self.order if everything else Order()
+        keys = order.update(self.grads, self.shapes, self.reasons)
         if not everything:
-            keys = [key for key in keys if key in grads] or keys[-1:]
-        return Gradients(keys, grads, self._gather)
+            keys = [key for key in keys if key in self.grads] or keys[-1:]
+        return Gradients(keys, self.grads, self._gather)
+
+    def _note_logged(self) -> None:
+        """Note the structure of calls that were only logged: all of them returned a tensor."""
+        tracer = self.tracer()
+        if self.ask.keep_gradient is not None and tracer is not None:
+            first, self.shaped = self.shaped, tracer.counts.get(self.subject, 0)
+            for call in range(first, self.shaped):
+                if call not in self.reasons:
+                    self.shapes.setdefault(call, WHOLE)
 
     def _gather(self, call: int, arrived: dict[Path, Kept]) -> Kept | None:
+        """Put the gradients of one call together."""
         shape, groups = self.shapes.get(call, WHOLE)
         parts = dict(arrived)
         for path in [path for path in arrived if (call, path) in self.shared]:
             if unreadable(arrived[path][0], None, None) is None:
-                try:
-                    parts[path] = self.options.keeps(arrived[path][0])
-                except Unsliced as error:
-                    self.explain(call, error.reason, error.remedy, path)
+                kept = self.options.keeps(arrived[path][0])
+                if isinstance(kept, Missing):
+                    self.explain(call, *kept, path=path)
                     del parts[path]
+                else:
+                    parts[path] = kept
         if () in parts or not parts:
             return parts.get(())
         checks: dict[int, Any] = {}
@@ -378,6 +430,3 @@ class CaptureTap(Tap):
                 shape = set_part(shape, path, value)
                 checks |= check if isinstance(check, dict) else {}
         return shape, checks or None
-
-
-PLAIN = Options(None, None, False, None, None, "all", False)

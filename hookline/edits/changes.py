@@ -17,11 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hookline.engine.handlers import Call, Tap
+from hookline.engine.calls import Call
+from hookline.engine.handlers import Handler
 from hookline.errors import ChangeError
 from hookline.torch_private import nested_sizes
 from hookline.values.nested import Path, leaves, only_tensor, set_part, show_path
-from hookline.values.shards import alike, beside, placements
+from hookline.values.sharding import alike, beside, placements
 from hookline.values.tables import describe
 
 __all__ = ["Chain", "Change", "check_dim", "replace"]
@@ -33,15 +34,14 @@ _LIKE = "Keep the value's structure, shape, dtype, device, placement; hookline.h
 class Change:
     """What an edit does to a tensor."""
 
+    binds = False  # whether it depends on the place: then `bound_to` is called on entering
+
     def apply(self, value: Tensor, call: Call) -> Tensor:
         """The changed value; `value` itself is left alone."""
         raise AssertionError("a change defines apply")
 
-    def bound_to(self, tap: Tap) -> Change:
-        """The change at one place, asked for when an edit is entered.
-
-        Raises if it cannot work there.
-        """
+    def bound_to(self, handler: Handler) -> Change:
+        """Return the change for one place; raise an error if it cannot work there."""
         return self
 
     def __or__(self, other: Change) -> Chain:
@@ -54,7 +54,7 @@ class Change:
         """The value with its only tensor changed; an error if the result does not fit."""
         path, old = (), value
         if not isinstance(value, Tensor):
-            path, old = only_tensor(value, call._tap.shown)
+            path, old = only_tensor(value, lambda: f"The value at {str(call.place)!r}")
         if old.is_quantized:
             remedy = "Give a function that dequantises it, changes it and quantises it again."
             raise self._unfit(call, "The value is quantised.", remedy)
@@ -188,8 +188,12 @@ class Chain(Change):
             value = change.meet(value, call)
         return value
 
-    def bound_to(self, tap: Tap) -> Change:
-        return Chain(tuple(change.bound_to(tap) for change in self.changes))
+    @property
+    def binds(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return any(change.binds for change in self.changes)
+
+    def bound_to(self, handler: Handler) -> Change:
+        return Chain(tuple(change.bound_to(handler) for change in self.changes))
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,7 +1,7 @@
 """Change values: `edit(model, where, change)`.
 
 - `edit`: change the values at places while a `with` block runs
-- `EditTap`: what it does at one target; `EditFunction`: a user's function as a change
+- `EditHandler`: what it does at one place; `EditFunction`: a user's function as a change
 - `as_change(given)`: what a user gives, as a change
 """
 
@@ -11,34 +11,37 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
-from hookline.edits import parameter_swap as parameters
+from hookline.edits import parameter_swap
 from hookline.edits.changes import Change, replace
-from hookline.engine.call_choice import Calls, Which, as_calls
+from hookline.engine.asks import Ask
+from hookline.engine.call_choice import Which, as_calls
+from hookline.engine.calls import Call, RunningCall
 from hookline.engine.checkpointing import awaited
-from hookline.engine.handlers import Call, Frame, Tap, add_place
-from hookline.engine.hooking import Context, takes_call
+from hookline.engine.context import Context
+from hookline.engine.handlers import KEEP, Handler, add_place
+from hookline.engine.hooking import takes_call
 from hookline.engine.slices import Misfit, check_at, put
 from hookline.errors import ChangeError
 from hookline.places.resolution import Request, Target, Where, resolve
+from hookline.places.tree import Step
 from hookline.torch_private import clear_parametrization_cache, version_of
 from hookline.values.nested import Path, leaves, only_tensor
 
-__all__ = ["EditFunction", "EditTap", "as_change", "edit"]
+__all__ = ["EditFunction", "EditHandler", "as_change", "edit"]
 
 
 class EditFunction(Change):
-    """A user's function as a change: it meets the whole value."""
+    """A user's function as a change: it gets the whole value."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function, self.wants_call = function, takes_call(function)
         self.name = getattr(function, "__name__", repr(function))
 
     def meet(self, value: Any, call: Call) -> Any:
-        before = _versions(value)
         new = self.function(value, call) if self.wants_call else self.function(value)
-        call._tap.wrote |= _versions(value) != before
         return self._fitting(value, new, call)
 
 
@@ -46,21 +49,18 @@ def _versions(value: Any) -> list[int]:
     return [version_of(tensor) for _, tensor in leaves(value) if not tensor.is_inference()]
 
 
-class EditTap(Tap):
-    """Applies changes, one after the other, to the values at a target."""
+class EditHandler(Handler):
+    """Apply changes, one after the other, to the values at a place."""
 
-    empty = False  # whether there was nothing to change in the last value
+    def __init__(self, changes: Sequence[Change], at: Any, *place: Any) -> None:
+        super().__init__(*place)
+        self.at = at
+        self.changes = [change.bound_to(self) for change in changes]
+        self.empty = False  # whether there was nothing to change in the last value
 
-    def __init__(
-        self, target: Target, ref: Any, changes: Any, at: Any, calls: Calls | None
-    ) -> None:
-        super().__init__(target, ref)
-        self.changes, self.at, self.chosen = changes, at, calls
-        self.lacking = frozenset() if calls is None else calls.named
-
-    def receive(self, value: Any, index: int, recomputed: bool, frame: Frame | None) -> Any:
+    def receive(self, value: Any, call: RunningCall) -> Any:
         self.seen += 1
-        change = partial(self._changed, Call(self, index, recomputed, frame))
+        change = partial(self._changed, Call(self, call))
         try:
             new = change(value) if self.at is None else put(value, self.at, change)
         except Misfit as error:
@@ -70,7 +70,7 @@ class EditTap(Tap):
             raise
         if not self.empty:
             self.fired += 1
-            self.lacking -= {index}
+            self.lacking -= {call.number}
         return new
 
     def _changed(self, call: Call, value: Any) -> Any:
@@ -78,40 +78,49 @@ class EditTap(Tap):
         if self.empty:
             self.silent = f"the slice at={self.at!r} of the value there is empty."
         for change in self.changes:
-            value = change.meet(value, call)
+            before = _versions(value) if isinstance(change, EditFunction) else None
+            old, value = value, change.meet(value, call)
+            self.wrote = self.wrote or (before is not None and _versions(old) != before)
         return value
 
-    def gradient(self, grad: Tensor, index: int, path: Path) -> Tensor | None:
-        if index < 0 and not self.wants(self.seen, None):  # of a parameter: one a backward
+    def gradient(self, grad: Tensor, number: int, path: Path) -> Tensor | None:
+        if number < 0 and not self.wants(self.seen, None):  # of a parameter: one a backward
             self.seen += 1
             return None
-        return super().gradient(grad, index, path)
+        return super().gradient(grad, number, path)
 
-    def expect(self, value: Any, index: int, tensors: Sequence[tuple[Tensor, list[Path]]]) -> None:
-        ready = self.at is not None or not all(isinstance(c, EditFunction) for c in self.changes)
-        if ready:
+    def expect(self, value: Any, number: int, tensors: Sequence[tuple[Tensor, list[Path]]]) -> None:
+        functions = all(isinstance(change, EditFunction) for change in self.changes)
+        if self.at is not None or not functions:
             only_tensor(value, self.shown)
 
 
-class _Used:
-    """Looks whether calls use a swapped parameter; `torch.func.functional_call` brings others."""
+class ParameterHandler(EditHandler):
+    """Change a parameter, whose data is swapped when the edit is entered.
 
-    chosen = None
+    Its calls are only looked at: `torch.func.functional_call` uses another tensor.
+    """
 
-    def __init__(self, tap: Tap) -> None:
-        self.tap, self.target, self.tensor = tap, tap.target, tap.target.tensor()
-        self.seen: set[bool] = set()
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.tensor = self.target.tensor()
+        self.used: set[bool] = set()
 
-    def receive(self, value: Any, index: int, recomputed: bool, frame: Frame | None) -> None:
-        self.seen.add(value is self.tensor)
+    def change(self, value: Tensor) -> Tensor:
+        """Return the new data."""
+        return super().receive(value, RunningCall(self.subject, None))
+
+    def receive(self, value: Any, call: RunningCall) -> Any:
+        self.used.add(value is self.tensor)
+        return KEEP
 
     @property
     def missed(self) -> bool:
-        """Whether all calls used others, put there for the time being."""
-        return self.seen == {False} and self.target.tensor() is self.tensor
+        """Return True if all calls used another tensor, put there for the time being."""
+        return self.used == {False} and self.target.tensor() is self.tensor
 
 
-class edit(Context[EditTap]):
+class edit(Context):
     """Change the values at places while a `with` block runs.
 
     >>> import torch
@@ -158,7 +167,7 @@ class edit(Context[EditTap]):
 
     _verb = "edit"
     _needs = ("core", "edits")
-    _saving: parameters.Saving | None = None
+    _saving: parameter_swap.Saving | None = None
 
     def __init__(
         self,
@@ -174,64 +183,97 @@ class edit(Context[EditTap]):
             raise TypeError("edit was given a mapping of changes and a change. Give either.")
         self._changes = [as_change(given) for _, given in pairs]
         self._at, self._chosen = at, None if calls is None else as_calls(calls)
-        self._undo = parameters.Undo()
+        self._undo = parameter_swap.Undo()
+        self._parameters: list[Any] = []
+        self._parametrized = False
         super().__init__(model, [place for place, _ in pairs])
 
     def _resolve(self) -> list[Request]:
         # A `where` may be a list and so give several requests; each keeps its change. Where two
         # meet at one place, both apply, in the order in which they were given.
-        found: list[Request] = []
-        self._changes_at: dict[Any, list[Change]] = {}
-        for where, change in zip(self._wheres, self._changes, strict=True):
-            requests = resolve(self._model, (where,))
-            found += requests
-            for key in dict.fromkeys(t.key for r in requests for t in r.targets):
-                self._changes_at.setdefault(key, []).append(change)
-        return found
+        found = [resolve(self._model, (where,)) for where in self._wheres]
+        self._changes_at: dict[Any, list[Change]] | None = None
+        if len(found) > 1:
+            self._changes_at = {}
+            for requests, change in zip(found, self._changes, strict=True):
+                for key in dict.fromkeys(t.key for r in requests for t in r.targets):
+                    self._changes_at.setdefault(key, []).append(change)
+        return [request for requests in found for request in requests]
 
-    def _tap(self, target: Target, ref: Any) -> EditTap:
-        check_at(self._at, target)
-        calls = None if target.port == "value" else self._chosen
-        tap = EditTap(target, ref, self._changes_at[target.key], self._at, calls)
-        tap.changes = [change.bound_to(tap) for change in tap.changes]
-        return tap
+    def _ask_at(self, request: Request) -> list[tuple[Ask, list[Step]]]:
+        if self._changes_at is None:
+            return super()._ask_at(request)
+        entries: list[tuple[Ask, list[Step]]] = []
+        for target in request.targets:
+            if target.attribute is not None:
+                ask = self._asks.get(target.key) or self._ask_tensor(target)
+            else:
+                changes = self._changes_at[target.key]
+                key = target.port, target.parts, target.operation, *map(id, changes)
+                if key not in self._asks:
+                    place = {"parts": target.parts, "operation": target.operation}
+                    self._asks[key] = self._ask(target.port, changes, **place)
+                ask = self._asks[key]
+            entries.append((ask, [(target.path, target.module)]))
+        return entries
+
+    def _ask(self, port: str, changes: Sequence[Change] | None = None, **place: Any) -> Ask:
+        target = place.get("target")
+        if changes is None:
+            at = self._changes_at
+            changes = self._changes if at is None or target is None else at[target.key]
+        calls = None if port == "value" else self._chosen
+        make = partial(ParameterHandler if port == "value" else EditHandler, changes, self._at)
+        return Ask(port, make, calls=calls, paired=True, **place)
+
+    def _caller_of(self, target: Target) -> nn.Module:
+        if isinstance(target.module, torch.jit.ScriptModule):  # swapped now, not at a call
+            return target.module
+        return super()._caller_of(target)
 
     def _prepared(self) -> None:
-        values = [tap for tap in self._taps.values() if tap.target.port == "value"]
-        if self._chosen is not None and len(values) == len(self._taps):
+        tracer = self._tracer
+        if self._at is not None:
+            check_at(self._at, lambda: [tracer.target_of(*key) for key in tracer.asked_keys()])
+        if any(change.binds for change in self._changes):
+            for key in tracer.asked_keys():
+                tracer.handler(*key)
+        asks = [ask for ask, _ in tracer.asked]
+        values = [ask for ask in dict.fromkeys(asks) if ask.port == "value"]
+        if self._chosen is not None and len(values) == len(set(asks)):
             asked = "Some calls of a parameter or buffer were to be changed."
             raise ChangeError(asked, "It has none.", "Leave out calls=, or name its module.")
-        for _, site in self._sites.values():
-            # Parameters are swapped now, and at each call only looked at.
-            site.changed = any(tap.target.port == "value" for tap in site.values)
-            site.counted = self._chosen is not None or bool(site.outputs) or site.changed
-            site.values = [cast(Tap, _Used(t)) if t in values else t for t in site.values]
-        self._saving = parameters.swap(values, self._undo, attached=self._attached)
+        self._parameters = [tracer.handler(ask.target.key, ask) for ask in values]
+        self._saving = parameter_swap.swap(self._parameters, self._undo, attached=self._attached)
+        paths = [path for _, modules in tracer.asked for path, _ in modules]
+        self._parametrized = any("parametrizations" in path for path in paths)
         self._forget()
 
     def _forget(self) -> None:
-        """Of weights that torch has computed and keeps (`parametrize.cached`), make new ones."""
-        if any("parametrizations" in tap.target.path.split(".") for tap in self._taps.values()):
+        """Drop the weights that torch has computed and keeps (`parametrize.cached`)."""
+        if self._parametrized:
             clear_parametrization_cache()
 
     def _awaited(self) -> ChangeError | None:
         if self._undo.covered():
             found = "A later edit was made of what this one had changed, and still holds that."
             return ChangeError(f"{self!r} was removed.", found, "Remove the later one first.")
-        for tap in self._taps.values():
-            site = self._site_of(tap)
-            site.changed |= tap.wrote
+        tracer = self._tracer
+        for handler in [*tracer.handlers.values()] if tracer is not None else ():
+            if handler.wrote:
+                tracer.changed.add(handler.subject)
+        for handler in self._parameters:
             # A parameter whose module is called is used there; else in any region, perhaps.
-            used = id(site.module) if site.count else None
-            if tap.target.port == "value" and self._saving and self._saving.awaiting(used):
-                return awaited(f"edit changed {str(tap.place)!r}, which may be used")
+            used = id(self._callers[handler.ask]) if tracer.calls_of(handler) else None
+            if self._saving is not None and self._saving.awaiting(used):
+                return awaited(f"edit changed {str(handler.place)!r}, which may be used")
         return super()._awaited()
 
     def _verify(self) -> None:
-        for used in [used for _, site in self._sites.values() for used in site.values]:
-            if isinstance(used, _Used) and used.missed:
-                used.tap.fired = 0
-                used.tap.explain(0, "its module was called with another tensor in its stead.")
+        for handler in self._parameters:
+            if handler.missed:
+                handler.fired = 0
+                handler.explain(0, "its module was called with another tensor in its stead.")
         super()._verify()
 
     def _stop(self) -> None:
@@ -241,7 +283,7 @@ class edit(Context[EditTap]):
 
 
 def as_change(given: Any) -> Change:
-    """What a user gives for a change: one, a tensor or a function."""
+    """Return a change: the one that a user gives, or one made of a tensor or a function."""
     if isinstance(given, (Change, Tensor)):
         return given if isinstance(given, Change) else replace(given)
     if callable(given) and not isinstance(given, type):

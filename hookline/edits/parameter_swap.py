@@ -1,8 +1,8 @@
 """Other data in parameters, and how to put back what was changed.
 
-- `swap(taps, undo)`: how `edit` changes the data of parameters
-- `Saving`: what is saved for backwards meanwhile
-- `Undo`: how to put back what was changed; `Swap` does so for one slot of a dict
+- `swap(handlers, undo, attached)`: how `edit` changes the data of parameters
+- `Saving`: watches what is saved for backwards meanwhile
+- `Undo`: puts back what was changed; `Swap` does so for one slot of a dict
 - `mark(tensor)`: tell autograd that a tensor holds other data
 
 The verbs `preserve` and `replace_module` are in `restoring.py`.
@@ -14,7 +14,7 @@ import itertools
 import sys
 import threading
 from collections.abc import Callable, Iterable
-from typing import Any, cast
+from typing import Any, Protocol, cast
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
@@ -23,8 +23,8 @@ from torch.autograd.graph import increment_version, saved_tensors_hooks
 
 from hookline.engine.checkpointing import around_region
 from hookline.engine.fsdp import is_gathered
-from hookline.engine.handlers import Tap
 from hookline.errors import NotHookable
+from hookline.places.resolution import Place, Target
 from hookline.torch_private import (
     saved_tensor_hooks,
     saved_tensor_hooks_set_aside,
@@ -32,13 +32,13 @@ from hookline.torch_private import (
     storage_id,
     version_of,
 )
-from hookline.values.shards import placements
+from hookline.values.sharding import placements
 
 __all__ = ["Saving", "Swap", "Undo", "mark", "swap"]
 
 
 class Undo(list[Callable[[], None]]):
-    """How to put back what was changed, the last first; may be interrupted and run again."""
+    """The steps that put back what was changed, the last first; may be interrupted and run again."""
 
     def run(self) -> None:
         while self:
@@ -46,7 +46,7 @@ class Undo(list[Callable[[], None]]):
             self.pop()
 
     def covered(self) -> bool:
-        """Whether something else was put over what this would undo."""
+        """Return True if something else was put over what this would undo."""
         swaps = [getattr(step, "__self__", None) for step in self]
         return any(isinstance(swap, Swap) and swap.chain[-1:] != [swap] for swap in swaps)
 
@@ -130,7 +130,7 @@ class _DataSwap(Swap):
         mark(self.holder, version)
 
     def count(self) -> int:
-        """How often the new data was changed: the parameter's count while it is in it."""
+        """Return how often the new data was changed: the parameter's count while it is in it."""
         return version_of(self.holder) if self in self.chain else self.last
 
 
@@ -141,16 +141,29 @@ def _storage(tensor: Tensor) -> int:
         return -id(tensor)
 
 
-def swap(taps: Iterable[Tap], undo: Undo, attached: bool) -> Saving | None:
-    """Change the data of the parameters at taps; what is then saved for backwards."""
-    for tap in taps:
-        tensor = tap.target.tensor()
-        problem = _problem(tap.target.module, tensor)
+class Swapping(Protocol):
+    """The handler of an edit at a parameter."""
+
+    target: Target
+
+    @property
+    def place(self) -> Place: ...
+
+    def change(self, value: Tensor) -> Tensor:
+        """Return the new data."""
+        ...
+
+
+def swap(handlers: Iterable[Swapping], undo: Undo, attached: bool) -> Saving | None:
+    """Change the data of parameters; return what watches what is saved for backwards meanwhile."""
+    for handler in handlers:
+        tensor = handler.target.tensor()
+        problem = _problem(handler.target.module, tensor)
         if tensor is None or problem is not None:
-            asked = f"The value of {str(tap.place)!r} was to be changed."
+            asked = f"The value of {str(handler.place)!r} was to be changed."
             raise NotHookable(asked, *cast("tuple[str, str]", problem))
         with torch.no_grad(), torch.inference_mode(tensor.is_inference()):
-            new = tap.receive(tensor.detach().clone(), 0, False, None)
+            new = handler.change(tensor.detach().clone())
             new = torch.empty_like(tensor).copy_(new)  # nobody else's memory
         made = _swapped[_storage(new)] = _DataSwap(tensor, "data")
         made.put((new, (next(_serials) % 2**20 + 2**20) << 10), undo)
@@ -163,7 +176,7 @@ def swap(taps: Iterable[Tap], undo: Undo, attached: bool) -> Saving | None:
 
 
 def _problem(module: nn.Module, tensor: Tensor | None) -> tuple[str, str] | None:
-    """Why the data of a parameter cannot be swapped, and what to do; None if it can."""
+    """Explain why the data of a parameter cannot be swapped, and what to do; None if it can."""
     if tensor is None or nn.parameter.is_lazy(tensor):
         return "It has none yet: it is lazy.", "Run the model once before."
     if tensor.is_meta:
@@ -192,12 +205,12 @@ class _Saved:
         self.version = self.count()
 
     def count(self) -> int:
-        """How often it was changed in place."""
+        """Return how often it was changed in place."""
         return version_of(self.tensor) if self.swap is None else self.swap.count()
 
 
 class Saving:
-    """What is saved for the backward while data is swapped.
+    """Watches what is saved for the backward while data is swapped.
 
     Autograd saves a leaf as it is, so that the data swapped back would be used by a graph that was
     made meanwhile; an alias of the new data is saved instead. Saving through hooks turns torch's
@@ -240,6 +253,6 @@ class Saving:
         return saved.tensor
 
     def awaiting(self, ident: int | None) -> bool:
-        """Whether a region has not run again so far; with an id, one in a call of that module."""
+        """Return True if a region has not run again; with an id, one in a call of that module."""
         regions = [held for saved, held in self._regions.items() if not saved.read]
         return any(ident is None or ident in held for held in regions)

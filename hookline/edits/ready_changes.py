@@ -17,11 +17,12 @@ from torch import Tensor
 
 from hookline.captures.record import Record
 from hookline.edits.changes import Change, check_dim
-from hookline.engine.handlers import Call, Tap
+from hookline.engine.calls import Call
+from hookline.engine.handlers import Handler
 from hookline.engine.slices import FUNCTION, Misfit, spelled, take
 from hookline.errors import ChangeError, NotCaptured
 from hookline.values.nested import only_tensor
-from hookline.values.shards import beside
+from hookline.values.sharding import beside
 
 __all__ = [
     "add", "blend", "clamp", "dropout", "noise", "patch", "remove_direction", "scale", "zero",
@@ -309,10 +310,13 @@ class patch(Change):
             found = f"It was given a {type(self.record).__name__}."
             raise ChangeError("patch takes a record.", found, "Use replace() for a tensor.")
 
-    def bound_to(self, tap: Tap) -> patch:
+    binds = True
+
+    def bound_to(self, handler: Handler) -> patch:
         if self.place is None:  # as it was asked for, or under the first name of the module
-            found = tap.spelled if tap.spelled in self.record else tap.place
-            return patch(self.record, found).bound_to(tap)
+            asked = handler.target.place
+            found = asked if asked in self.record else handler.place
+            return patch(self.record, found).bound_to(handler)
         if self.place not in self.record:
             held = ", ".join(repr(str(held)) for held in self.record.places()[:6])
             asked = f"patch was asked to put in what a record has at {str(self.place)!r}."
@@ -328,8 +332,8 @@ class patch(Change):
 
     def _slice(self, own: Tensor, source: Any, call: Call) -> Tensor:
         """Of what the record holds, the slice that the edit is for. Its shape does not matter."""
-        at: Any = getattr(call._tap, "at", None)
-        kept, transformed = self.record._slicing(source)
+        at = call.at
+        kept, transformed = self.record.slicing(source)
         if at is not None and kept is None and not transformed:
             try:
                 return take(own, at)

@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
@@ -19,14 +18,15 @@ from torch import Tensor, nn
 
 from hookline.edits.parameter_swap import Swap, Undo, mark
 from hookline.engine.attaching import Anchored
-from hookline.engine.checkpointing import awaited, running
+from hookline.engine.checkpointing import Regions, awaited, running
 from hookline.engine.fsdp import gatherer, is_gathered, reshard
+from hookline.engine.module_hooks import ModuleHooks
 from hookline.engine.offloading import data_of
-from hookline.engine.tracer import Site
 from hookline.errors import ChangeError, NotHookable, PlaceError, PlaceNotFound, warn_outside
 from hookline.places.resolution import Target, Where, resolve
 from hookline.places.tree import Step, around, join, tensors_of, walk
 from hookline.torch_private import (
+    backward_id,
     buffers_of,
     outside_graphs,
     parameters_of,
@@ -210,17 +210,40 @@ def _geometry(tensor: Tensor) -> Any:
     return tensor.dtype, tensor.size(), tensor.stride(), tensor.data_ptr()
 
 
-class _Replaced(Site):
-    """At a module that was replaced: counts its calls by the model, not those by the new one."""
+class _NewCalls(ModuleHooks):
+    """A hook on a module that stands in the place of another: remembers checkpointed calls."""
 
-    def __init__(self, context: replace_module, old: nn.Module, new: nn.Module, asked: str) -> None:
-        super().__init__(old, weakref.ref(context), None)
-        self.model, self.new, self.asked = context._model, new, asked
+    def __init__(self, context: replace_module, module: nn.Module) -> None:
+        super().__init__(context, None)
+        self.module, self.count, self.regions = module, 0, Regions()
+        self.put_before(module, self.before)
 
     @outside_graphs
-    def rest(self, module: nn.Module, args: Any) -> None:
-        super().rest(module, args)
-        if module is self.module:
+    def before(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
+        """The pre-forward hook."""
+        if self.context is None:
+            self.remove_from(module)
+        elif backward_id() != -1:
+            self.regions.again()
+        else:
+            self.regions.note(self.count, changing=False)
+            self.count += 1
+
+
+class _OldCalls(ModuleHooks):
+    """A hook on a module that was replaced: counts its calls by the model, not by the new one."""
+
+    def __init__(self, context: replace_module, model: Any, old: Any, new: Any, asked: str) -> None:
+        super().__init__(context, None)
+        self.model, self.new, self.asked, self.count = model, new, asked, 0
+        self.put_before(old, self.before)
+
+    @outside_graphs
+    def before(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
+        """The pre-forward hook."""
+        if self.context is None:
+            self.remove_from(module)
+        else:
             held = running(sys._getframe(1))
             self.count += id(self.model) in held and id(self.new) not in held
 
@@ -252,7 +275,8 @@ class replace_module(_PutsBack):
         self._new = new
 
     def _start(self, attached: bool) -> None:
-        self._sites: list[Site] = []
+        self._new_calls: list[_NewCalls] = []
+        self._old_calls: list[_OldCalls] = []
         owners = [module for _, module in walk(self._model)]
         targets, given = _find(self._model, self._wheres, "output"), cast(Any, self._new)
         stateful = isinstance(given, nn.Module) and [*given.parameters(), *given.buffers()]
@@ -272,13 +296,14 @@ class replace_module(_PutsBack):
                 found = f"What was given, or made by a function, is a {type(new).__name__}."
                 raise ChangeError(asked, found, "Give a module, or a function that returns one.")
             self._put(owners, old, new, asked)
-            site = Site(new, weakref.ref(self), None)
-            site.counted = True  # also where a checkpoint will call it again
-            for module, one in (new, site), (old, _Replaced(self, old, new, asked)):
-                if not isinstance(module, torch.jit.ScriptModule):
-                    self._sites.append(one)
-                    self._undo.append(partial(one.unregister, module))
-                    one.register(module)
+            if not isinstance(new, torch.jit.ScriptModule):
+                calls = _NewCalls(self, new)
+                self._undo.append(partial(calls.remove_from, new))
+                self._new_calls.append(calls)
+            if not isinstance(old, torch.jit.ScriptModule):
+                calls = _OldCalls(self, self._model, old, new, asked)
+                self._undo.append(partial(calls.remove_from, old))
+                self._old_calls.append(calls)
 
     def _put(self, owners: list[nn.Module], old: nn.Module, new: nn.Module, asked: str) -> None:
         for owner in owners:
@@ -290,10 +315,11 @@ class replace_module(_PutsBack):
                 Swap(submodules_of(owner), name).put(new, self._undo)
 
     def _verify(self) -> None:
-        for site in self._sites:
-            if isinstance(site, _Replaced) and site.count:
-                found = f"The model called the old one {site.count}×, which it has elsewhere, too."
+        for calls in self._old_calls:
+            if calls.count:
+                found = f"The model called the old one {calls.count}×, which it has elsewhere, too."
                 remedy = "Keep modules in nn.ModuleList or nn.ModuleDict, not in plain lists."
-                raise ChangeError(site.asked, found, remedy)
-            if site.regions is not None and site.regions.awaiting():
-                raise awaited(f"replace_module let {type(site.module).__name__} be called")
+                raise ChangeError(calls.asked, found, remedy)
+        for calls in self._new_calls:
+            if calls.regions.awaiting():
+                raise awaited(f"replace_module let {type(calls.module).__name__} be called")

@@ -1,10 +1,10 @@
-"""Hooks at places: how they are put on, called and taken off, and what they find there.
+"""The engine: hooks at places, and what they do there.
 
-To read it: `taps` (what is done with a value), `sites` (the hooks on one module), `contexts`
-(entering and leaving) and `hooks`, the first verb, on which the others stand. `arms`, `gradients`
-and `input_gradients` go on from there into the graph; `arguments`, `slices` and `attaching` are
-small.
+Read `tracer` first: what an open context does at the calls of its modules. `asks` is what can be
+asked of a module, `calls` a call that runs, `events` the log, and `handlers` the object for one
+place. `context` enters and leaves, on top of `lifecycle` and `module_hooks`; `hooking` is the first
+verb. `gradients`, `input_gradients` and `tensor_hooks` go on into the autograd graph.
 
-To be left for later, each about one thing that torch does: `operations` inside a forward,
-`recomputation` by checkpoints, `compiling`, and `gathering` by FSDP.
+To be left for later, each about one thing: `operations` inside a forward, `checkpointing`,
+`compiling`, `fsdp`, `offloading`, `generation`.
 """

@@ -1,10 +1,10 @@
 """The arguments of a call by name, however they were passed.
 
-- `read(module, args, kwargs, target)`: the value at an input port
-- `write(module, args, kwargs, target, new)`: the arguments with something else there
+- `read(module, args, kwargs, ask)`: the value at an input port
+- `write(module, args, kwargs, ask, new)`: the arguments with something else there
 - `bind(module, args, kwargs)`: all arguments by name
-- `locate(module, args, kwargs, target)`: where among them an input port is
-- `names(module)`: the names that a module's forward has for its arguments
+- `locate(module, args, kwargs, ask)`: where among them an input port is
+- `names(module)`: the names of the arguments of a module's forward
 """
 
 # Values of any structure have no types.
@@ -19,8 +19,8 @@ from typing import Any
 
 from torch import jit, nn, overrides
 
+from hookline.engine.asks import Ask
 from hookline.errors import ChangeError
-from hookline.places.resolution import Target
 from hookline.values.nested import Path, exact_path, get_part, set_part
 
 __all__ = ["bind", "locate", "names", "read", "write"]
@@ -29,8 +29,9 @@ _signatures: dict[Any, tuple[list[str], list[str]]] = {}  # by a type's forward
 
 
 def _names(module: Any) -> tuple[list[str], list[str]]:
-    """The parameters of a module's forward, or of a torch function: those taken by position, and
-    all that have names.
+    """Return the names of the parameters of a module's forward, or of a torch function.
+
+    First those that are taken by position, then all.
     """
     key = function = module
     if isinstance(module, jit.ScriptModule):  # of one type, and each with a forward of its own
@@ -63,7 +64,7 @@ def _names(module: Any) -> tuple[list[str], list[str]]:
 
 
 def names(module: nn.Module) -> list[str]:
-    """The names that the forward of a module has for its arguments.
+    """Return the names of the arguments of a module's forward.
 
     >>> names(nn.Linear(1, 1))
     ['input']
@@ -72,7 +73,7 @@ def names(module: nn.Module) -> list[str]:
 
 
 def bind(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int | str, Any]:
-    """All arguments by name, as they were passed; what `*args` takes is keyed by position.
+    """Return all arguments by name, as they were passed; what `*args` takes is keyed by position.
 
     >>> bind(nn.Linear(1, 1), (7,), {})
     {'input': 7}
@@ -86,7 +87,7 @@ def _keys(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[in
 
 
 def _first(module: Any, kwargs: dict[str, Any]) -> str:
-    """The name of the first argument of a call without positional ones."""
+    """Return the name of the first argument of a call without positional ones."""
     first = next(iter((*_names(module)[1], *kwargs)), None)
     if first in kwargs:
         return first
@@ -94,31 +95,31 @@ def _first(module: Any, kwargs: dict[str, Any]) -> str:
     raise LookupError(f"the module was called without {missing}")
 
 
-def read(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], target: Target) -> Any:
-    """The value at an input port; LookupError if the call has none."""
-    if target.port.endswith("inputs"):
+def read(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ask: Ask) -> Any:
+    """Return the value at an input port; LookupError if the call has none."""
+    if ask.port.endswith("inputs"):
         value: Any = bind(module, args, kwargs)
     else:
         value = args[0] if args else kwargs[_first(module, kwargs)]
-    return get_part(value, target.parts) if target.parts else value
+    return get_part(value, ask.parts) if ask.parts else value
 
 
-def locate(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], target: Target) -> Path:
-    """The path at which the value of an input port stands in `bind`; LookupError if nowhere."""
-    if target.port.endswith("inputs"):
-        return exact_path(bind(module, args, kwargs), target.parts)
+def locate(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ask: Ask) -> Path:
+    """Return the path of the value of an input port in `bind`; LookupError if there is none."""
+    if ask.port.endswith("inputs"):
+        return exact_path(bind(module, args, kwargs), ask.parts)
     if args:
-        return _keys(module, args, kwargs)[0], *exact_path(args[0], target.parts)
+        return _keys(module, args, kwargs)[0], *exact_path(args[0], ask.parts)
     name = _first(module, kwargs)
-    return name, *exact_path(kwargs[name], target.parts)
+    return name, *exact_path(kwargs[name], ask.parts)
 
 
 def write(
-    module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], target: Target, new: Any
+    module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ask: Ask, new: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call with something else at an input port, passed as they were."""
-    parts = target.parts
-    if not target.port.endswith("inputs"):
+    """Return the arguments of a call with something else at an input port, passed as they were."""
+    parts = ask.parts
+    if not ask.port.endswith("inputs"):
         if args:
             return (set_part(args[0], parts, new), *args[1:]), kwargs
         name = _first(module, kwargs)

@@ -1,19 +1,18 @@
-"""What is live on a model, and how it stays so.
+"""What is live on a model, and contexts that a model keeps alive.
 
 - `attached(model)`: all that is live on a model
-- `Anchored`: a context without places, that the model keeps alive by a hook that does nothing
+- `Anchored`: a context without places, which the model keeps alive by a hook that does nothing
 """
 
 from __future__ import annotations
 
-import weakref
+from operator import itemgetter
 from typing import Any
 
 from torch import nn
 
-from hookline.engine.handlers import SERIALS
 from hookline.engine.lifecycle import Entering
-from hookline.engine.tracer import Site
+from hookline.engine.module_hooks import Anchor, ModuleHooks
 from hookline.places.tree import walk
 from hookline.torch_private import forward_hooks_of, forward_pre_hooks_of
 
@@ -21,22 +20,17 @@ __all__ = ["Anchored", "Attached", "attached"]
 
 
 class Anchored(Entering):
-    """A context without taps: a hook that does nothing ties it to the model."""
+    """A context without places, tied to the model by a hook that does nothing."""
 
-    _anchor: Site | None = None
-    _serial = 0
+    _anchor: Anchor | None = None
 
     def _enter(self, attached: bool) -> None:
         super()._enter(attached)
-        self._serial = next(SERIALS)
-        self._anchor = Site(self._model, weakref.ref(self), None)
-        if attached:
-            self._anchor.keeper = self
-        self._anchor.register(self._model)
+        self._anchor = Anchor(self, self._model, attached)
 
     def _leave(self) -> None:
         if self._anchor is not None:
-            self._anchor.unregister(self._model)
+            self._anchor.remove_from(self._model)
             self._anchor = None
         super()._leave()
 
@@ -51,7 +45,7 @@ class Attached(list[Any]):
 
 
 def attached(model: nn.Module) -> Attached:
-    """All that is live on a model: open `with` blocks and attachments, in order of entering.
+    """Return all that is live on a model: open `with` blocks and attachments, in order of entering.
 
     >>> import hookline
     >>> model = nn.Sequential(nn.Linear(2, 3))
@@ -70,7 +64,10 @@ def attached(model: nn.Module) -> Attached:
     modules: list[Any] = [module for _, module in walk(model)]
     before = [hook for module in modules for hook in forward_pre_hooks_of(module).values()]
     hooks = [*before, *(hook for module in modules for hook in forward_hooks_of(module).values())]
-    sites = [getattr(function, "__self__", None) for function in hooks]
-    contexts = [site.context() for site in sites if isinstance(site, Site) and site.context]
-    found = {context._serial: context for context in contexts if context is not None}
-    return Attached(found[serial] for serial in sorted(found))
+    owners = [getattr(function, "__self__", None) for function in hooks]
+    found: dict[int, tuple[int, Any]] = {}
+    for owner in owners:
+        context = owner.context() if isinstance(owner, ModuleHooks) and owner.context else None
+        if context is not None:
+            found.setdefault(id(context), (-owner.key, context))  # keys count down
+    return Attached(context for _, context in sorted(found.values(), key=itemgetter(0)))

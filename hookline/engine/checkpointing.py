@@ -1,9 +1,9 @@
-"""Which call is being recomputed: activation checkpointing runs a module again in the backward.
+"""Activation checkpointing: find out which call a backward runs again.
 
-- `Regions`: the calls of one site inside checkpointed regions, and which of them comes again
-- `around_region(frame)`: if what is saved for the backward is for such a region, what it is in
+- `Regions`: the calls of one module inside checkpointed regions, and which of them runs again
+- `around_region(frame)`: the modules that run, if what is saved now is for such a region
 - `running(frame)`: the modules that run
-- `awaited(what)`: the error if such a region will run again when that is too late
+- `awaited(what)`: the error if a region will run again when a change in it is undone
 
 A region is known by an object of torch's that lives as long as its graph: the frame of a
 non-reentrant checkpoint, or the `ctx` of a reentrant one (or of any other autograd function that
@@ -17,7 +17,6 @@ from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
 from torch.utils import checkpoint
 
 from hookline.errors import ChangeError
@@ -37,22 +36,20 @@ __all__ = ["Regions", "around_region", "awaited", "running"]
 
 
 class Regions:
-    """The calls of one site inside checkpointed regions, and which of them comes again."""
-
-    hidden = False  # whether one began inside the module's own call: it comes again without that
+    """The calls of one module inside checkpointed regions, and which of them runs again."""
 
     def __init__(self) -> None:
+        # Whether a region began inside a call of the module: it runs again without the call.
+        self.hidden = False
         self._calls: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()
         # Of each region that was recomputed: in which backward, and how many calls of it.
         self._again: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()
 
     def note(self, index: int, changing: bool) -> None:
-        """A call was numbered: remember it for the regions in which it ran.
+        """Remember a call for the regions in which it runs.
 
-        One that is to be changed may be of an operation, inside the module's own call.
+        `changing` is true if the call may be changed, perhaps by an operation inside it.
         """
-        if torch.is_grad_enabled() and saved_tensor_hooks(True) is None:
-            return  # neither kind of checkpointing
         for region in [region for region, recomputing in _running() if not recomputing]:
             self._calls.setdefault(region, []).append(index)
         for region, _ in _running(within=True) if changing else ():
@@ -61,7 +58,7 @@ class Regions:
             self.hidden |= region in _saved() or (own and bool(region.next_functions))
 
     def again(self) -> int | None:
-        """In a backward: the number of the call that runs again; None if no region is known."""
+        """Return the number of the call that a backward runs again; None if no region is known."""
         task = backward_id()
         for region, recomputing in reversed(_running()):
             if recomputing and region in self._calls:
@@ -73,15 +70,16 @@ class Regions:
         return None
 
     def awaiting(self) -> bool:
-        """Whether a region that may still be recomputed has not been so far."""
-        # torch ends a recomputation early: the site's module may not have come again.
+        """Return True if a region that may run again has not done so."""
+        # torch ends a recomputation early: the module may not have been called again.
         done = {id(region) for region in self._calls if getattr(region, "is_recomputed", None)}
         return self.hidden or any(r not in self._again and id(r) not in done for r in self._calls)
 
 
 def _running(within: bool = False) -> list[tuple[Any, bool]]:
-    """The regions that run now, the outermost first, and whether they are being recomputed; or
-    only those that began within the innermost call of a module.
+    """Return the regions that run, the outermost first, and whether they run again.
+
+    With `within`, only those that began within the innermost call of a module.
     """
     found = regions_on_stack(sys._getframe(1), within)
     if saved_tensor_hooks(True) is not None and not within:
@@ -92,21 +90,21 @@ def _running(within: bool = False) -> list[tuple[Any, bool]]:
 
 
 def awaited(what: str) -> ChangeError:
-    """The error if what was done inside a region will be undone before that runs again."""
+    """Return the error if a change inside a region is undone before the region runs again."""
     found = "The backward will recompute that, and would do so without the change."
     remedy = "Run the backward before this ends, use torch.no_grad(), or checkpoint whole modules."
     return ChangeError(f"{what} inside a checkpointed region.", found, remedy)
 
 
 def around_region(frame: FrameType) -> set[int] | None:
-    """If what is saved now, seen from this frame, is for a region: the modules that run, by id."""
+    """Return the ids of the modules that run, if what is saved now is for a region."""
     near = [frame, frame.f_back, frame.f_back and frame.f_back.f_back]  # torch's stand between
     inside = any(one and checkpoint_code(one.f_code) for one in near)
     return running(frame) if inside else None
 
 
 def running(frame: FrameType | None) -> set[int]:
-    """The modules that run, seen from this frame, by id."""
+    """Return the ids of the modules that run, seen from a frame."""
     found: set[int] = set()
     while frame is not None:
         if frame.f_code is CALL_CODE:
@@ -116,7 +114,7 @@ def running(frame: FrameType | None) -> set[int]:
 
 
 def _saved() -> list[Any]:
-    """The regions whose saved-tensor hooks are in force, the outermost first."""
+    """Return the regions whose saved-tensor hooks are in force, the outermost first."""
     top = saved_tensor_hooks(True)
     if top is None:
         return []

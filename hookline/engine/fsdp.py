@@ -1,9 +1,9 @@
-"""Parameters that FSDP gathers for a forward, and frees again.
+"""FSDP: parameters that are gathered for a forward, and freed again.
 
-- `Gathered`: watches the gradient of a parameter on what is gathered for a forward
 - `is_gathered(module)`, `gatherer(model, path)`: whether parameters are gathered, and where
-- `reshard(model)`: put the shards in their places
-- `recover(trace)`, `recovers(model)`: after a forward that was ended early, if torch can
+- `watch_later(handler)`, `watch_gathered(handler, tensor)`: watch the gradient of such a parameter
+- `reshard(model)`: put the shards back
+- `recovers(model)`, `recover(trace)`: go on after a forward that was ended early
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ from hookline.engine import gradients
 from hookline.places.tree import Step, around, walk
 from hookline.torch_checks import passes, require
 from hookline.torch_private import is_fsdp_managed, recover_fsdp, recovers_fsdp
-from hookline.values.shards import loaded
+from hookline.values.sharding import loaded
 
 if TYPE_CHECKING:
-    from hookline.engine.handlers import Frame, Tap
+    from hookline.engine.handlers import Handler
 
-__all__ = ["Gathered", "gatherer", "is_gathered", "recover", "recovers", "reshard"]
+__all__ = [
+    "gatherer", "is_gathered", "recover", "recovers", "reshard", "watch_gathered", "watch_later",
+]  # fmt: skip
 
 NOT_GATHERED = (
     "no gradient arrived. FSDP gathers the parameter for a forward, and its gradient flows to what "
@@ -33,7 +35,7 @@ NOT_GATHERED = (
 
 
 def is_gathered(module: nn.Module) -> bool:
-    """Whether FSDP keeps the parameters of a module in shards, and gathers them for a forward."""
+    """Return True if FSDP keeps the parameters of a module in shards, gathered for a forward."""
     managed = is_fsdp_managed(module)
     if managed:
         require("distributed")
@@ -41,34 +43,28 @@ def is_gathered(module: nn.Module) -> bool:
 
 
 def gatherer(model: nn.Module, path: str) -> nn.Module | None:
-    """The module in a model at whose call FSDP gathers the parameters of the module at a path."""
+    """Return the module at whose call FSDP gathers the parameters of the module at a path."""
     kind = loaded("fsdp", "FSDPModule")
     return next((module for module in around(model, path) if isinstance(module, kind)), None)
 
 
-class Gathered:
-    """Stands at the module that gathers a parameter, and watches the gradient of what it gathers.
+def watch_later(handler: Handler) -> None:
+    """Prepare for the gradient of a parameter that is gathered, or made, at a call."""
+    tensor = cast(Tensor, handler.target.tensor())
+    if not is_lazy(tensor):
+        watch_gathered(handler, tensor)
+        handler.silent = NOT_GATHERED
+
+
+def watch_gathered(handler: Handler, tensor: Tensor | None) -> None:
+    """Watch the gradient of the parameter that a call uses, unless it is watched already.
 
     Autograd knows the gathered parameter only: a hook on the sharded one never fires. A lazy
-    parameter, too, is there at the first call only.
+    parameter, too, exists only at the first call.
     """
-
-    chosen = None
-
-    def __init__(self, tap: Tap) -> None:
-        self.tap = tap
-        self.target = tap.target
-        self.seen: list[weakref.ref[Tensor]] = []
-        tensor = cast(Tensor, tap.target.tensor())
-        if not is_lazy(tensor):
-            self.receive(tensor, 0, False, None)
-            tap.silent = NOT_GATHERED
-
-    def receive(self, value: Tensor, index: int, recomputed: bool, frame: Frame | None) -> None:
-        """Watch the parameter that a call uses, unless it is watched already."""
-        if not any(ref() is value for ref in self.seen):
-            self.seen.append(weakref.ref(value))
-            gradients.watch_tensor(self.tap, value)
+    if tensor is not None and not any(ref() is tensor for ref in handler.watched):
+        handler.watched.append(weakref.ref(tensor))
+        gradients.watch_tensor(handler, tensor)
 
 
 def reshard(model: nn.Module, walked: list[Step] | None = None) -> None:
@@ -80,14 +76,14 @@ def reshard(model: nn.Module, walked: list[Step] | None = None) -> None:
 
 
 def recovers(model: nn.Module) -> bool:
-    """Whether a forward of this model can be ended early without harm."""
+    """Return True if a forward of this model can be ended early without harm."""
     kind = loaded("fsdp", "FSDPModule")
     known = not kind or (recovers_fsdp(kind) and passes("early stop"))
     return known or not any(is_gathered(module) for _, module in walk(model))
 
 
 def recover(trace: TracebackType | None) -> None:
-    """After a forward that was ended early: FSDP would go on from there, with wrong gradients.
+    """Reset FSDP after a forward that was ended early: it would go on with wrong gradients.
 
     The modules that were running, also those around the model, are in the traceback.
     """

@@ -1,17 +1,17 @@
 """Gradients at places, by hooks on tensors and autograd nodes.
 
 Full backward hooks are not used: they break in-place models, rewrap inputs, and are silent for
-nested values. Instead, around a module's call:
+nested values. Instead, around the call of a module:
 
 - `watch_tensor`: the gradient of a parameter, a buffer or a plain tensor, before accumulation
-- `note_given` (before the call), `watch_outputs`: what flows into a module's outputs
-- `alike`, `alone`, `uses`: whether the gradient of a view can be had from its base
-- `grouped`, `tensors_in`, `without`, `made_since`, `leading`, `is_gate`, `mark_gate`: for
-  `input_gradients.py`
+- `note_given` (before the call) and `watch_outputs` (after it): what flows into a module's outputs
+- `watch_ordinary_output`: the same for an output with nothing unusual about it, in less time
+- `makes_its_output`: whether a module of torch's always returns a new tensor
+- all else: the pieces that `input_gradients.py` shares
 
-A capture replaces no value: it hooks the output tensors, and the nodes inside the module that
-lead to the inputs. An edit puts a *gate*, an identity, at its place. What cannot be told apart
-from other gradients is explained, never guessed.
+A capture replaces no value: it hooks the output tensors, and the nodes inside the module that lead
+to the inputs. An edit puts a *gate*, an identity, in the value's place. A gradient that cannot be
+told apart from others is explained, never guessed.
 """
 
 from __future__ import annotations
@@ -22,13 +22,16 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from hookline.engine.tensor_hooks import Arm
+from hookline.engine.tensor_hooks import GradientHook
 from hookline.torch_private import (
     backward_hooks_of,
     base_of,
+    forward_hooks_of,
+    forward_pre_hooks_of,
+    global_forward_hooks,
     is_view,
     sequence_number,
     use_count,
@@ -37,18 +40,20 @@ from hookline.torch_private import (
 from hookline.values.nested import Path, leaves, set_part
 
 if TYPE_CHECKING:
-    from hookline.engine.handlers import Frame, Tap
+    from hookline.engine.asks import Ask
+    from hookline.engine.calls import RunningCall
+    from hookline.engine.handlers import Handler
+    from hookline.engine.tracer import Tracer
 
 __all__ = [
     "DIVIDED", "LEAF", "NONE_CAME", "NO_GRAD", "NO_TENSOR", "PASSED_ON", "VIEW_CHANGED", "Edge",
-    "alias", "alike", "alone", "gate_of", "grouped", "is_gate", "is_usable", "leading",
-    "made_since", "mark_gate", "note_given", "note_recomputed", "tensors_in",
-    "watch_outputs", "watch_tensor", "without",
+    "alias", "gate_of", "grouped", "is_gate", "is_usable", "leading", "made_since",
+    "makes_its_output", "mark_gate", "note_given", "note_recomputed", "tensors_in",
+    "watch_ordinary_output", "watch_outputs", "watch_tensor", "without",
 ]  # fmt: skip
 
 Edge = tuple[Any, int]
 LEAF = 2**64 - 1  # the sequence number of nodes that accumulate, which lead nowhere
-_ONE: list[tuple[Tensor, list[Path]]] = []  # one tensor, the whole value
 
 NONE_CAME = (
     (
@@ -91,29 +96,29 @@ _MARK = "hookline"
 
 
 def made_since(node: Any, start: int) -> bool:
-    """Whether a node is there and was made when the sequence had come to `start`, or later."""
+    """Return True if a node is there and was made when the sequence had come to `start`, or later."""
     return node is not None and sequence_number(node) >= start
 
 
 # -- parameters, buffers, plain tensors -----------------------------------------------------------
 
 
-def watch_tensor(tap: Tap, tensor: Tensor | None) -> None:
+def watch_tensor(handler: Handler, tensor: Tensor | None) -> None:
     """Hook a tensor that exists already; its gradients are numbered by backward pass."""
     if tensor is None or not tensor.requires_grad:
-        tap.explain(0, *NOT_ASKED)
+        handler.explain(0, *NOT_ASKED)
         return
-    arm = Arm(tap, -1, ())
+    hook = GradientHook.of(handler, -1)
     if is_view(tensor):
-        tap.guard(arm, tensor)
-    arm.watch(tap, tensor)
+        handler.guard(hook, tensor)
+    hook.put_on(handler.tensor_hooks, tensor)
 
 
 # -- outputs --------------------------------------------------------------------------------------
 
 
 def grouped(value: Any) -> list[tuple[Tensor, list[Path]]]:
-    """The tensors of a value that require grad, each once, with the paths where they stand."""
+    """Return the tensors of a value that require grad, each once, with its paths."""
     if isinstance(value, Tensor):
         return [(value, [()])] if value.requires_grad and is_usable(value) else []
     found: dict[int, tuple[Tensor, list[Path]]] = {}
@@ -124,7 +129,7 @@ def grouped(value: Any) -> list[tuple[Tensor, list[Path]]]:
 
 
 def is_usable(tensor: Tensor) -> bool:
-    """Whether torch lets a tensor be used: not, say, a chunk of what was changed in place since."""
+    """Return False if torch refuses a tensor, such as a chunk of one that was changed in place."""
     try:
         _ = tensor.grad_fn
     except RuntimeError:
@@ -133,21 +138,21 @@ def is_usable(tensor: Tensor) -> bool:
 
 
 def without(value: Any) -> tuple[str, str]:
-    """Why no gradient comes for a value, none of whose tensors has one."""
+    """Explain why no gradient comes for a value, none of whose tensors has one."""
     return NO_GRAD if leaves(value) else NO_TENSOR
 
 
-def note_recomputed(tap: Tap, index: int) -> None:
-    """A call whose gradients come by its recomputation has no longer the reason of the first run.
+def note_recomputed(handler: Handler, number: int) -> None:
+    """Replace the reason of the first run of a call whose gradients come by its recomputation.
 
-    It keeps one, by which it is known to need watching whenever it is recomputed.
+    The call keeps a reason, by which it is known to need watching whenever it is recomputed.
     """
     if torch.is_grad_enabled():
-        tap.explain(index, *NONE_CAME)
+        handler.explain(number, *NONE_CAME)
 
 
 def note_given(args: Any, kwargs: Any) -> list[tuple[Tensor, Any, int, int]]:
-    """Before a call: the tensors that it is given, with node, number and version as they are."""
+    """Return the tensors that a call is given, with their node, output number and version."""
     if len(args) == 1 and not kwargs and type(args[0]) is Tensor:  # the commonest case
         (tensor,) = args
         try:
@@ -164,76 +169,77 @@ def note_given(args: Any, kwargs: Any) -> list[tuple[Tensor, Any, int, int]]:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors of a value that require grad."""
+    """Return the tensors of a value that require grad."""
     if isinstance(value, Tensor):
         return [value] if value.requires_grad and is_usable(value) else []
     return [tensor for tensor, _ in grouped(value)]
 
 
-def watch_outputs(tap: Tap, value: Any, output: Any, index: int, frame: Frame) -> Any:
-    """Hook the tensors of an output; returns the value, with gates in it if the tap replaces."""
-    alone = value is output and isinstance(value, Tensor) and value.requires_grad
-    if frame.recomputed:
-        note_recomputed(tap, index)
-    if alone and torch.is_grad_enabled():  # the commonest case, without the lists below
-        tap.expect(value, index, _ONE)
-        return _watch_output(tap, value, index, (), False, frame, output)
+def watch_outputs(handler: Handler, value: Any, output: Any, call: RunningCall) -> Any:
+    """Hook the tensors of a value in an output; return the value, with gates if it is edited."""
+    number = call.number
+    if call.recomputed:
+        note_recomputed(handler, number)
     found = grouped(value) if torch.is_grad_enabled() else []
-    tap.expect(value, index, found)
+    handler.expect(value, number, found)
     if not found:
-        tap.explain(index, *without(value))
+        handler.explain(number, *without(value))
     whole = found if value is output else grouped(output)
     several = {id(tensor) for tensor, paths in whole if len(paths) > 1}
-    reused = set[int]() if len(whole) < 2 else _reused(output, frame.sequence)
+    reused = set[int]() if len(whole) < 2 else _reused(output, call.sequence)
     for tensor, paths in found:
-        mixed = id(tensor) in reused or (tap.replaces and id(tensor) in several)
-        for path in paths if tap.replaces else paths[:1]:
-            new = _watch_output(tap, tensor, index, path, mixed, frame, output)
+        mixed = id(tensor) in reused or (handler.replaces and id(tensor) in several)
+        for path in paths if handler.replaces else paths[:1]:
+            new = _watch_output(handler, tensor, path, mixed, call, output)
             if new is not tensor:
                 value = set_part(value, path, new)
     return value
 
 
 def _watch_output(
-    tap: Tap, tensor: Tensor, index: int, path: Path, mixed: bool, frame: Frame, output: Any
+    handler: Handler, tensor: Tensor, path: Path, mixed: bool, call: RunningCall, output: Any
 ) -> Tensor:
-    """Hook one tensor of an output, or put a gate in its place; mixed, if what flows into it is
-    also for other parts of the output: it stands there as well, or they are computed from it.
+    """Hook one tensor of an output, or put a gate in its place.
+
+    `mixed` is true if what flows into the tensor is also for other parts of the output: because it
+    stands there as well, or because they are computed from it.
     """
-    arm = Arm(tap, index, path)
-    if is_gate(tensor.grad_fn, -frame.serial):  # of an edit that was entered before
+    hook = GradientHook.of(handler, call.number, path)
+    if is_gate(tensor.grad_fn, -call.serial):  # of an edit that was entered before
         if is_view(tensor):
-            tap.guard(arm, tensor)
-        arm.watch_gate(tap, tensor.grad_fn)
+            handler.guard(hook, tensor)
+        hook.put_on_gate(handler.tensor_hooks, tensor.grad_fn)
         return tensor
-    fresh, given, shared, base_fresh = _origin(tensor, frame)
+    fresh, given, shared, base_fresh = _origin(tensor, call)
     distinct = fresh and not mixed
-    if tap.replaces and not (given and distinct):
+    if handler.replaces and not (given and distinct):
         own = distinct and not shared and _owns_memory(tensor, base_fresh, output)
         twice = [other for _, other in leaves(output) if other is tensor]
-        return _gate_output(tap, arm, tensor, own, len(twice) > 1, frame)
+        return _gate_output(handler, hook, tensor, own, len(twice) > 1, call)
     if not distinct:
-        tap.explain(index, *(REUSED if fresh else PASSED_ON), path=path)
+        handler.explain(call.number, *(REUSED if fresh else PASSED_ON), path=path)
         return tensor
-    if base_of(tensor) is not None:
-        own = base_fresh and not tap.replaces and _owns_base(tensor, output)
-        if own and alike(base_of(tensor), tensor):
-            arm.watch_base(tap, base_of(tensor), tensor)
-        else:
-            tap.guard(arm, tensor)
-    arm.watch(tap, tensor)
+    base = base_of(tensor)
+    if base is not None:
+        own = base_fresh and not handler.replaces and _owns_base(tensor, output)
+        if own and alike(base, tensor):
+            hook.put_on_view(handler.tensor_hooks, tensor, base)
+            return tensor
+        handler.guard(hook, tensor)
+    hook.put_on(handler.tensor_hooks, tensor)
     return tensor
 
 
-def _origin(tensor: Tensor, frame: Frame) -> tuple[bool, bool, bool, bool]:
-    """Of a tensor that a call returns: whether it was made in the call, whether it is one that the
-    call was given, whether it has its memory in common with one, and whether its base was made in
-    the call.
+def _origin(tensor: Tensor, call: RunningCall) -> tuple[bool, bool, bool, bool]:
+    """Return where a tensor comes from that a call returns.
+
+    The answers are whether it was made in the call, whether it is one that the call was given,
+    whether it shares memory with one, and whether its base was made in the call.
     """
     node, base = tensor.grad_fn, base_of(tensor)
-    fresh, given, shared = made_since(node, frame.sequence), False, False
-    base_fresh = base is not None and made_since(base.grad_fn, frame.sequence)
-    for other, other_node, _, version in frame.given:
+    fresh, given, shared = made_since(node, call.sequence), False, False
+    base_fresh = base is not None and made_since(base.grad_fn, call.sequence)
+    for other, other_node, _, version in call.given:
         if other is tensor:
             given = True
             fresh = fresh and other_node is not node
@@ -244,14 +250,14 @@ def _origin(tensor: Tensor, frame: Frame) -> tuple[bool, bool, bool, bool]:
 
 
 def _owns_memory(tensor: Tensor, base_fresh: bool, output: Any) -> bool:
-    """Whether nothing else, as far as can be seen, shows what is written to a tensor's memory."""
+    """Return True if nothing else, as far as can be seen, shows what is written to a tensor."""
     if base_of(tensor) is None:
         return use_count(tensor) == 1  # else it has views, or is saved for the backward
     return base_fresh and _owns_base(tensor, output)
 
 
 def _owns_base(tensor: Tensor, output: Any) -> bool:
-    """Whether a tensor's base is held by it alone, or by outputs that show other parts of it.
+    """Return True if a tensor's base is held by it alone, or by outputs that show other parts of it.
 
     Of a base that others hold or have views of, not all that flows is this view's.
     """
@@ -265,68 +271,76 @@ def _owns_base(tensor: Tensor, output: Any) -> bool:
 
 
 def alike(base: Tensor, view: Tensor) -> bool:
-    """Whether a view's gradient can be cut out of its base's."""
+    """Return True if a view's gradient can be cut out of its base's."""
     return base.dtype == view.dtype and 0 not in view.stride()
 
 
 @cache
 def alone() -> int:
-    """The reference count of a base that only its view holds, seen from a local variable."""
+    """Return the reference count of a base that only its view holds, as a local variable sees it."""
     view = torch.zeros(1, requires_grad=True).add(1).view(1, 1)
     base = base_of(view)
     return sys.getrefcount(base)
 
 
 def _gate_output(
-    tap: Tap, arm: Arm, tensor: Tensor, own: bool, twice: bool, frame: Frame
+    handler: Handler, hook: GradientHook, tensor: Tensor, own: bool, twice: bool, call: RunningCall
 ) -> Tensor:
-    """An identity in an output's place; hooks on its node run in the order of entering.
+    """Put an identity in an output's place; hooks on its node run in the order of entering.
 
-    A copy if the module made the memory itself and nothing else shows it, since a view would be
-    lost with a later in-place operation; else a view, so that writing to it is seen there as well.
+    It is a copy if the module made the memory itself and nothing else shows it, since a view would
+    be lost with a later in-place operation. Otherwise it is a view, so that writing to it is seen
+    wherever the memory is shown.
     """
     gate = tensor.clone() if own else alias(tensor)
-    node = mark_gate(gate, -frame.serial)
+    node = mark_gate(gate, -call.serial)
     if not own:
-        tap.guard(arm, gate)
-    for hook in tuple((backward_hooks_of(tensor) or {}).values()):
-        earlier = getattr(hook, "__self__", None)  # captures that were entered before
-        if isinstance(earlier, Arm) and not earlier.muted:
-            owner = earlier.tap()
-            if owner is None or owner.replaces or not owner.target.meets(tap.target):
-                continue
-            earlier.muted = True
-            if twice:
-                owner.divided(earlier.index, earlier.path)
-                continue
-            moved = Arm(owner, earlier.index, earlier.path)
-            if not own:
-                owner.guard(moved, gate)
-            moved.watch_gate(owner, node)
-    arm.watch_gate(tap, node)
+        handler.guard(hook, gate)
+    for function in tuple((backward_hooks_of(tensor) or {}).values()):
+        earlier = getattr(function, "__self__", None)  # captures that were entered before
+        if isinstance(earlier, GradientHook) and not earlier.muted:
+            _move_to_gate(earlier, handler, None if own else gate, node, twice)
+    hook.put_on_gate(handler.tensor_hooks, node)
     return gate
 
 
+def _move_to_gate(
+    earlier: GradientHook, handler: Handler, view: Tensor | None, node: Any, twice: bool
+) -> None:
+    """Let an earlier capture of the same output see what passes the gate of an edit."""
+    owner = earlier.handler
+    if owner is None or owner.replaces or not owner.target.meets(handler.target):
+        return
+    earlier.muted = True
+    if twice:
+        owner.divided(earlier.number, earlier.path)
+        return
+    moved = GradientHook.of(owner, earlier.number, earlier.path)
+    if view is not None:
+        owner.guard(moved, view)
+    moved.put_on_gate(owner.tensor_hooks, node)
+
+
 def mark_gate(gate: Tensor, serial: int, path: Path = ()) -> Any:
-    """Remember that a tensor is a gate of this call, at this path of its arguments; its node."""
+    """Mark a tensor as a gate of this call, at this path of its arguments; return its node."""
     node: Any = gate.grad_fn
     node.metadata[_MARK] = serial, path
     return node
 
 
 def gate_of(node: Any, serial: int) -> Path | None:
-    """Where the gate stands whose node this is; None if no edit has made it for this very call."""
+    """Return where the gate of a node stands; None unless an edit has made it for this very call."""
     mark = None if node is None else node.metadata.get(_MARK)
     return mark[1] if mark is not None and mark[0] == serial else None
 
 
 def is_gate(node: Any, serial: int) -> bool:
-    """Whether a node is that of a gate which an edit has made for this very call."""
+    """Return True if a node belongs to a gate that an edit has made for this very call."""
     return gate_of(node, serial) is not None
 
 
 def _reused(output: Any, start: int) -> set[int]:
-    """The tensors of an output from which others of its tensors were computed."""
+    """Return the tensors of an output from which others of its tensors were computed."""
     tensors = tensors_in(output)
     if len(tensors) < 2:
         return set()
@@ -342,7 +356,7 @@ def leading(
     start: int,
     casts: bool = False,
 ) -> list[tuple[Any, int, Any]]:
-    """The nodes made since `start`, reached from `starts`, that have a next edge among `wanted`."""
+    """Return the nodes made since `start`, reached from `starts`, with a next edge in `wanted`."""
     found: list[tuple[Any, int, Any]] = []
     seen: set[Node] = set()
     stack = [node for node in starts if made_since(node, start)]
@@ -366,3 +380,47 @@ def leading(
             elif start <= sequence_number(follows) < LEAF:
                 stack.append(follows)
     return found
+
+
+# -- ordinary outputs -----------------------------------------------------------------------------
+
+# torch's own modules that return a new tensor: no input, and no view of one. Without this table a
+# capture of `grad_output` needs a hook before each call (1.84 instead of 1.65 times raw hooks).
+_MAKERS: set[type[nn.Module]] = {
+    nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding, nn.LayerNorm, nn.RMSNorm,
+    nn.GroupNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.ReLU, nn.GELU, nn.SiLU,
+    nn.Tanh, nn.Sigmoid, nn.Softmax,
+}  # fmt: skip
+
+
+def makes_its_output(module: nn.Module) -> bool:
+    """Return True for a module that always returns a new tensor, which nobody else replaces."""
+    own = vars(module)
+    if type(module) not in _MAKERS or "forward" in own or own.get("inplace"):
+        return False
+    return not (forward_hooks_of(module) or forward_pre_hooks_of(module) or global_forward_hooks)
+
+
+def watch_ordinary_output(tracer: Tracer, ask: Ask, call: RunningCall, output: Any) -> bool:
+    """Hook an output that the call has made, as far as can be seen; False if more must be looked at.
+
+    `watch_outputs` does the same for every output. This takes no handler.
+    """
+    node = output.grad_fn if type(output) is Tensor else None
+    if node is None or sequence_number(node) < call.sequence:
+        return False
+    base = base_of(output)
+    for other, *_ in call.given:
+        if other is output or (base is not None and (base_of(other) is base or other is base)):
+            return False
+    if base is None:
+        hook = GradientHook(tracer.ref, call.subject, ask, call.number)
+        hook.put_on(tracer.tensor_hooks, output)
+        return True
+    if not made_since(base.grad_fn, call.sequence) or not alike(base, output):
+        return False
+    if sys.getrefcount(base) > alone() or use_count(base) > 2:
+        return False
+    hook = GradientHook(tracer.ref, call.subject, ask, call.number)
+    hook.put_on_view(tracer.tensor_hooks, output, base)
+    return True

@@ -1,4 +1,4 @@
-"""What all verbs that change or watch a model have in common: entering and leaving.
+"""Entering and leaving: what all verbs that change or watch a model have in common.
 
 - `Entering`: acts inside `with`, or from `.attach()` to `.remove()`; never before
 """
@@ -23,10 +23,10 @@ class Entering:
     """Acts inside `with`, or from `.attach()` to `.remove()`; entering again starts afresh."""
 
     _verb = ""
-    # What `with ... as` gives that can be read: a name for it, and the attribute that has it.
+    # What `with ... as` gives, if it can be read: a name for it, and the attribute that holds it.
     _gives = _kept_as = ""
     _wheres: tuple[Any, ...] = ()
-    _needs: tuple[str, ...] = ("core",)  # what an untested torch is checked for: see torch_probes
+    _needs: tuple[str, ...] = ("core",)  # the probes for an untested torch: see torch_probes.py
     _open = False
     _attached = False
     _unseen = False  # whether the compiler was not there when this was entered
@@ -51,13 +51,13 @@ class Entering:
         raise AssertionError("a verb stops")
 
     def _settle(self) -> None:
-        """Called after the block if it was removed inside: undo what could not be undone there."""
+        """Called after the block, if it was removed inside: undo what could not be undone there."""
 
     def _verify(self) -> None:
         """Called after the block if nothing was raised in it."""
 
     def _runs_compiled(self) -> bool:
-        """Whether it works inside of compiled graphs."""
+        """Return True if it works inside of compiled graphs."""
         return False
 
     def _result(self) -> Any:
@@ -117,7 +117,7 @@ class Entering:
         return None
 
     def _failed(self, error: BaseException, trace: types.TracebackType | None) -> bool | None:
-        """Called after the block if something was raised in it; true if that is over now."""
+        """Called after the block if something was raised in it; return True to swallow the error."""
         if is_compiler_error(error):
             error.add_note(
                 "hookline: the model was compiled inside the `with`. Compile it before, and it "
@@ -137,7 +137,7 @@ class Entering:
     # -- read as if it were what it gives --------------------------------------------------------
 
     def _misused(self, how: str) -> tuple[str, str, str]:
-        """What to say where this is read like a record."""
+        """Return the three parts of an error: this was read as if it were a record."""
         ended = "It has ended." if self._entered else "It was never entered."
         state = "It is attached." if self._attached else "It is open." if self._open else ended
         name, remedy = self._gives, "Use it in a `with` statement, around the calls of the model."
@@ -192,5 +192,5 @@ class Entering:
 
 
 def _closed(kind: type[Entering]) -> Entering:
-    """What stands in a copied or loaded model for a handle of the original: it does nothing."""
+    """Return the handle of a copied or loaded model, which does nothing."""
     return kind.__new__(kind)

@@ -5,7 +5,7 @@ the hooks of torch run before it has loaded the data. It is read from accelerate
 instead; nothing of accelerate's is changed. accelerate's parts are found by what they offer, and
 never imported.
 
-- `data_of(module, tensor, path)`: a tensor, or a copy of its data if it is offloaded
+- `data_of(module, tensor, path)`: the tensor, or a copy of its data if it is offloaded
 - `value_of(target, caller)`: what a call of a module will use as a parameter or buffer
 - `unload(trace)`: after a forward that was ended early
 - `is_offloaded(module, tensor, path)`, `offloads(model)`: whether data is kept elsewhere
@@ -19,7 +19,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from hookline.places.targets import Target
+from hookline.places.resolution import Target
 from hookline.places.tree import walk
 
 __all__ = ["NO_GRADIENT", "data_of", "is_offloaded", "offloads", "unload", "value_of"]
@@ -31,7 +31,7 @@ NO_GRADIENT = (
 
 
 def data_of(module: nn.Module, tensor: Tensor, path: str) -> Tensor:
-    """The tensor at a path in a module, or a copy of its data if it is offloaded."""
+    """Return the tensor at a path in a module, or a copy of its data if it is offloaded."""
     if not tensor.is_meta:
         return tensor
     for weights, name in _maps(module, path):
@@ -45,7 +45,7 @@ def data_of(module: nn.Module, tensor: Tensor, path: str) -> Tensor:
 
 
 def value_of(target: Target, caller: nn.Module) -> Tensor | None:
-    """The parameter or buffer at a target as a call of a module will use it."""
+    """Return the parameter or buffer at a target as a call of a module will use it."""
     tensor = target.tensor()
     if tensor is None or not tensor.is_meta:
         return tensor
@@ -54,20 +54,20 @@ def value_of(target: Target, caller: nn.Module) -> Tensor | None:
 
 
 def is_offloaded(module: nn.Module, tensor: Tensor | None, path: str) -> bool:
-    """Whether accelerate keeps the data of the tensor at a path in a module elsewhere."""
+    """Return True if accelerate keeps the data of the tensor at a path in a module elsewhere."""
     return tensor is not None and tensor.is_meta and any(True for _ in _maps(module, path))
 
 
 def offloads(model: nn.Module) -> bool:
-    """Whether accelerate keeps parameters of a model elsewhere."""
+    """Return True if accelerate keeps parameters of a model elsewhere."""
     modules = cast("Iterable[nn.Module]", model.modules())
     return any(True for module in modules for _ in _own_maps(module))
 
 
 def unload(trace: TracebackType | None) -> None:
-    """After a forward that was ended early: let accelerate do what it does at the end of a call.
+    """Unload what accelerate has loaded, after a forward that was ended early.
 
-    Of the calls that were running, whose parameters it would leave loaded otherwise.
+    It is told the end of the calls that were running, as at the end of any call.
     """
     running: list[nn.Module] = []
     while trace is not None:
@@ -83,7 +83,7 @@ def unload(trace: TracebackType | None) -> None:
 
 
 def _maps(module: nn.Module, path: str) -> Iterator[tuple[Mapping[str, Tensor], str]]:
-    """The maps that may have a tensor, of the innermost module first, and its name in each."""
+    """Yield the maps that may have a tensor, the innermost module first, with its name in each."""
     steps, around = path.split("."), [module]
     for step in steps[:-1]:
         around.append(around[-1].get_submodule(step))
@@ -93,7 +93,7 @@ def _maps(module: nn.Module, path: str) -> Iterator[tuple[Mapping[str, Tensor], 
 
 
 def _own_maps(module: nn.Module) -> Iterator[Mapping[str, Tensor]]:
-    """The weights maps of accelerate's hooks on a module."""
+    """Yield the weights maps of accelerate's hooks on a module."""
     waiting: list[Any] = [vars(module).get("_hf_hook")]
     while waiting:
         hook = waiting.pop()

@@ -2,7 +2,7 @@
 
 - `take(value, at)`: the slice
 - `put(value, at, change)`: the same value with the slice changed
-- `check_at(at, target)`: whether a slice makes sense at a place
+- `check_at(at, targets)`: an error unless a slice makes sense at places
 - `spelled(at)`: a slice as text
 - `Slice`: a slice whose index depends on the value
 - `Misfit`: the error of a slice that does not fit a value, raised where the place is not known
@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from operator import index
 from typing import Any, SupportsIndex, cast
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from hookline.errors import ChangeError
 from hookline.places.resolution import Target
 from hookline.values.nested import only_tensor, set_part
-from hookline.values.shards import alike, beside, layouts, placements, whole
+from hookline.values.sharding import alike, beside, has_plans, layouts, placements, whole
 from hookline.values.tables import describe
 
 __all__ = ["FUNCTION", "Misfit", "Slice", "check_at", "put", "spelled", "take"]
@@ -54,19 +54,23 @@ class Misfit(ChangeError):
         )
 
 
-def check_at(at: Any, target: Target) -> None:
-    """Refuse what is no index, and a slice of a value that is only this rank's part.
+def check_at(at: Any, targets: Callable[[], Iterable[Target]]) -> None:
+    """Raise an error unless `at` can be an index, and is one at these places.
 
-    Slices are counted over the whole.
+    Slices are counted over the whole value. One of a value that is only this rank's part is refused.
     """
     if isinstance(at, (str, bytes, float, dict)):
         raise TypeError(f"at={at!r} was asked for. It is no index. {_REMEDY}")
     _refuse_class(at)
-    for planned in layouts(target) if isinstance(at, Slice) and at.whole else ():
-        if any(getattr(placement, "dim", 0) not in (0, 1) for placement in planned or ()):
-            asked = f"{at!r} was asked for at {str(target.place)!r}."
-            found = f"The value there is only this rank's part of it: {planned}."
-            raise ChangeError(asked, found, "Give an index into that part, as np.s_[..., :64].")
+    if not (isinstance(at, Slice) and at.whole and has_plans()):
+        return
+    for target in targets():
+        for planned in layouts(target):
+            if any(getattr(placement, "dim", 0) not in (0, 1) for placement in planned or ()):
+                asked = f"{at!r} was asked for at {str(target.place)!r}."
+                found = f"The value there is only this rank's part of it: {planned}."
+                remedy = "Give an index into that part, as np.s_[..., :64]."
+                raise ChangeError(asked, found, remedy)
 
 
 def _refuse_class(at: Any) -> None:

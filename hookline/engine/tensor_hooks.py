@@ -1,17 +1,15 @@
-"""Hooks on tensors and autograd nodes, by which gradients arrive.
+"""Hooks on tensors and autograd nodes, through which gradients arrive.
 
-- `Arm`: a hook on a tensor or node, for one tap, call and part of the value
-- `pass_on(arms)`: a hook on a node inside a module: what it passes on to the module's inputs
-- `Handles`: the hooks that are to be taken off at the end; `put` is what `Tensor.register_hook`
-  does, in a quarter of the time
+- `GradientHook`: one such hook, for one call and one part of the value
+- `TensorHooks`: the hooks of a context that are taken off at its end
+- `at_inner_nodes(hooks)`: a hook on a node inside a module, for what it passes on to the inputs
 - `cut_out(grad, view, stride, offset)`: the gradient of a view, from that of its base
-- `handles(tap)`: where the hooks for a tap are kept
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,20 +20,23 @@ from hookline.torch_private import hook_tensor, version_of
 from hookline.values.nested import Path
 
 if TYPE_CHECKING:
-    from hookline.engine.handlers import Tap
+    from hookline.engine.calls import Subject
+    from hookline.engine.handlers import Handler
+    from hookline.engine.tracer import Ask, Tracer
 
-__all__ = ["Arm", "Handles", "cut_out", "handles", "pass_on"]
+__all__ = ["GradientHook", "TensorHooks", "at_inner_nodes", "cut_out"]
 
 
-class Handles(list[tuple["weakref.ref[Any]", int]]):
-    """The hooks on tensors and nodes that are to be taken off at the end: their dicts and keys."""
+class TensorHooks(list[tuple["weakref.ref[Any]", int]]):
+    """The hooks on tensors and nodes that are taken off at the end: their dicts and keys."""
 
-    many = 64  # with more than that, those of graphs that are gone are looked for
+    many = 64  # above this number, hooks of graphs that are gone are dropped
 
     def prune(self) -> None:
-        """Forget the hooks of graphs that are gone."""
-        self[:] = [handle for handle in self if handle[0]() is not None]
-        self.many = max(64, 2 * len(self))
+        """Forget the hooks of graphs that are gone, if there are many hooks."""
+        if len(self) >= self.many:
+            self[:] = [handle for handle in self if handle[0]() is not None]
+            self.many = max(64, 2 * len(self))
 
     def add(self, holder: Any, function: Callable[..., Any]) -> None:
         """Put a hook on a tensor or node in torch's own way."""
@@ -43,7 +44,7 @@ class Handles(list[tuple["weakref.ref[Any]", int]]):
         self.append(((handle := holder.register_hook(function)).hooks_dict_ref, handle.id))
 
     def put(self, tensor: Tensor, function: Callable[[Tensor], Tensor | None]) -> None:
-        """What `Tensor.register_hook` does, with a lighter handle: a quarter of the time."""
+        """Put a hook on a tensor, in a quarter of the time of `Tensor.register_hook`."""
         # register_hook may crash the process on a view that was changed in place, unless grad_fn
         # was read before: https://github.com/pytorch/pytorch/issues/196459
         node: Any = tensor.grad_fn
@@ -60,91 +61,118 @@ class Handles(list[tuple["weakref.ref[Any]", int]]):
         self.clear()
 
 
-def handles(tap: Tap) -> Handles:
-    """Where to keep a hook, in one step with its making."""
-    context = tap.context()
-    return Handles() if context is None else context.handles()
+class GradientHook:
+    """A hook on a tensor or node, for one call and one part of the value.
+
+    It holds its tracer weakly: what was captured may hold the graph, which holds the hook.
+    """
+
+    __slots__ = (
+        "aliases", "ask", "base", "dtype", "fired", "muted", "number", "path", "subject", "tracer",
+    )  # fmt: skip
+
+    def __init__(
+        self, tracer: weakref.ref[Tracer], subject: Subject, ask: Ask, number: int, path: Path = ()
+    ) -> None:
+        self.tracer, self.subject, self.ask = tracer, subject, ask
+        self.number, self.path = number, path
+        self.muted = False  # whether another hook has taken its place
+        self.fired = False
+        self.dtype: torch.dtype | None = None  # to cast to, where autocast's casts are passed over
+        # Detached aliases with their versions: they show whether memory was changed in place.
+        self.aliases: tuple[tuple[Tensor, int], ...] = ()
+        self.base: tuple[Any, int] | None = None  # the stride and offset of a view's base
+
+    @classmethod
+    def of(cls, handler: Handler, number: int, path: Path = ()) -> GradientHook:
+        """Make a hook for a handler."""
+        return cls(handler.tracer, handler.subject, handler.ask, number, path)
+
+    @property
+    def handler(self) -> Handler | None:
+        """Return the handler that takes the gradient; None if the context is gone."""
+        tracer = self.tracer()
+        return None if tracer is None else tracer.handler(self.subject, self.ask)
+
+    # -- in-place changes -----------------------------------------------------------------------
+
+    def guard(self, *tensors: Tensor) -> None:
+        """Watch the memory of tensors: after an in-place change the hook is cut off."""
+        self.aliases = tuple([(tensor.detach(), version_of(tensor)) for tensor in tensors])
+
+    @property
+    def changed(self) -> bool:
+        """Return True if memory that is watched was changed in place."""
+        return any([version_of(alias) != version for alias, version in self.aliases])
+
+    @property
+    def lost(self) -> bool:
+        """Return True if the gradient will not come, since memory was changed in place."""
+        return not self.fired and self.changed
+
+    # -- putting it on --------------------------------------------------------------------------
+
+    def put_on(self, hooks: TensorHooks, tensor: Tensor) -> None:
+        """Hook a tensor."""
+        hooks.put(tensor, self.at_tensor)
+
+    def put_on_view(self, hooks: TensorHooks, tensor: Tensor, base: Tensor) -> None:
+        """Hook a view, and its base as it is after the call.
+
+        The view's own node is exact, but no longer in the graph once the view is changed in place.
+        The base's node stays in the graph: what flows into it is then the gradient, in the base's
+        shape.
+        """
+        self.guard(tensor)
+        self.base = base.stride(), base.storage_offset()
+        hooks.put(base, self.at_base)
+        hooks.put(tensor, self.at_tensor)
+
+    def put_on_gate(self, hooks: TensorHooks, node: Any) -> None:
+        """Hook the node of a gate, an identity in the value's place."""
+        hooks.add(node, self.at_gate)
+
+    # -- the hooks ------------------------------------------------------------------------------
+
+    @torch_hooks.unserializable_hook
+    def at_tensor(self, grad: Tensor | None) -> Tensor | None:
+        """Deliver the gradient of a tensor, unless its node was cut off."""
+        return None if self.aliases and self.changed else self.deliver(grad)
+
+    @torch_hooks.unserializable_hook
+    def at_base(self, grad: Tensor | None) -> None:
+        """Deliver the gradient of a view through its base, if the view's node was cut off."""
+        if grad is not None and self.changed and self.base is not None:
+            self.deliver(cut_out(grad, self.aliases[0][0], *self.base))
+
+    def at_gate(self, grad_inputs: tuple[Tensor | None, ...], _: Any) -> Any:
+        """Deliver what has passed a gate."""
+        new = self.at_tensor(grad_inputs[0])
+        return None if new is None else (new,)
+
+    def deliver(self, grad: Tensor | None) -> Tensor | None:
+        """Give a gradient to the tracer; return what replaces it, or None."""
+        tracer = self.tracer()
+        if grad is None or tracer is None or self.muted:
+            return None
+        self.fired = True
+        if self.dtype is not None:
+            grad = grad.to(self.dtype)
+        return tracer.take_gradient(self, grad)
+
+
+def at_inner_nodes(
+    hooks: list[tuple[int, GradientHook]], grad_inputs: tuple[Tensor | None, ...], _: Any
+) -> None:
+    """Deliver what a node inside a module passes on to the module's inputs."""
+    for position, hook in hooks:
+        hook.at_tensor(grad_inputs[position])
 
 
 def cut_out(grad: Tensor, view: Tensor, stride: Any, offset: int) -> Tensor:
-    """The gradient of a view, from that of its base, which has this stride and offset."""
+    """Return the gradient of a view, from that of its base, which has this stride and offset."""
     if grad.stride() != stride:
         held = torch.empty_strided(grad.size(), stride, dtype=grad.dtype, device=grad.device)
         grad = held.copy_(grad)
     first = view.storage_offset() - offset + grad.storage_offset()
     return grad.as_strided(view.size(), view.stride(), first)
-
-
-class Arm:
-    """A hook on a tensor or node. It holds its tap weakly: the tap's record may hold the graph."""
-
-    muted = False
-    fired = False
-    dtype: torch.dtype | None = None  # to cast to: autocast's casts are looked through
-    aliases: Sequence[tuple[Tensor, int]] = ()  # show whether memory was changed in place
-    base: tuple[Any, Any] = ((), 0)  # the stride and the offset of a view's base
-
-    def __init__(self, tap: Tap, index: int, path: Path = ()) -> None:
-        self.tap = tap.ref
-        self.index = index
-        self.path = path
-
-    def watch(self, tap: Tap, tensor: Tensor) -> None:
-        handles(tap).put(tensor, self.at_tensor)
-
-    def watch_base(self, tap: Tap, base: Tensor, view: Tensor) -> None:
-        self.guard(view)
-        self.base = base.stride(), base.storage_offset()
-        handles(tap).put(base, self.at_base)
-
-    def watch_gate(self, tap: Tap, node: Any) -> None:
-        handles(tap).add(node, self.at_gate)
-
-    def guard(self, *tensors: Tensor) -> None:
-        self.aliases = [(tensor.detach(), version_of(tensor)) for tensor in tensors]
-
-    @property
-    def changed(self) -> bool:
-        for alias, version in self.aliases:  # noqa: SIM110 - a hot path
-            if version_of(alias) != version:
-                return True
-        return False
-
-    @property
-    def lost(self) -> bool:
-        return not self.fired and self.changed
-
-    @torch_hooks.unserializable_hook
-    def at_tensor(self, grad: Tensor | None) -> Tensor | None:
-        """The hook on a tensor."""
-        return None if self.aliases and self.changed else self.deliver(grad)
-
-    def deliver(self, grad: Tensor | None) -> Tensor | None:
-        tap = self.tap()
-        if grad is None or tap is None or self.muted:
-            return None
-        if self.dtype is not None:
-            grad = grad.to(self.dtype)
-        self.fired = True
-        return tap.gradient(grad, self.index, self.path)
-
-    def at_gate(self, grad_inputs: tuple[Tensor | None, ...], _: Any) -> Any:
-        """The hook on a gate's node: what has passed the gate."""
-        new = self.at_tensor(grad_inputs[0])
-        return None if new is None else (new,)
-
-    @torch_hooks.unserializable_hook
-    def at_base(self, grad: Tensor | None) -> None:
-        """The hook on a view's base, as it is after the call.
-
-        The view's own node is exact, but out of the graph if the view was changed in place since.
-        The base's node stays: what flows into it is then the gradient, in the base's shape.
-        """
-        if grad is not None and self.changed:
-            self.deliver(cut_out(grad, self.aliases[0][0], *self.base))
-
-
-def pass_on(arms: list[tuple[int, Arm]], grad_inputs: tuple[Tensor | None, ...], _: Any) -> None:
-    """The hook on a node inside a module: what it passes on to the module's inputs."""
-    for position, arm in arms:
-        arm.at_tensor(grad_inputs[position])

@@ -1,449 +1,739 @@
-"""Where hooks are registered: what a context does at one module.
+"""The engine: what one open context does at the calls of its modules.
 
-- `Site`: a context's hooks on one module, at most one forward and one pre-forward hook
+- `Tracer`: two hooks, the same for all modules of a context, and the log of what they saw
 
-Only this file registers hooks on modules, and the logs do for one whole value a module.
-Hooks are local, appended, forward and pre-forward. Gradients are reached from there, through
-tensors and autograd nodes (`gradients.py`).
+To read it: `put_on` puts the hooks on, `before` and `after` are the hooks, `begin` and `end` are
+for a call of which more is asked than a look at its output, `take_gradient` is for gradients, and
+`sort` gives the log to handlers when it is read.
+
+A hook appends an event `(subject, ask, number, kept)` to the log. A handler, the object for one
+place, is made when somebody reads, or when a value is to be replaced.
+
+There are two shortcuts: `after` logs whole outputs at once, and `_end_ordinary` watches the
+gradients of an ordinary call. `benchmarks/overhead.py` measures what they are worth; `begin` and
+`end` remain the definition.
 """
 
 from __future__ import annotations
 
-import itertools
-import os
 import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, cast
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hookline.engine import arguments, gradients, input_gradients
+from hookline.engine.asks import Ask, Missing, Plan
+from hookline.engine.calls import RunningCall, Subject, is_over
 from hookline.engine.checkpointing import Regions
+from hookline.engine.compiling import Slot
+from hookline.engine.events import INSIDE, FirstEvents, Keep, LastEvents, StopForward, new_log
+from hookline.engine.fsdp import watch_gathered
 from hookline.engine.generation import FORGOTTEN, Generation, Step, Steps
-from hookline.engine.handlers import KEEP, Completed, Frame, Tap, is_over, now
+from hookline.engine.handlers import KEEP, PART_REMEDY, Handler, add_place
+from hookline.engine.module_hooks import ACTIVE, CLOSED, ModuleHooks
 from hookline.engine.offloading import value_of
+from hookline.engine.operations import Operation
+from hookline.engine.tensor_hooks import GradientHook, TensorHooks
+from hookline.places.resolution import Place, Target
+from hookline.places.tree import Step as Named
+from hookline.places.tree import walk
 from hookline.torch_private import (
     backward_id,
     forward_hooks_of,
-    forward_hooks_with_kwargs_of,
     forward_pre_hooks_of,
-    forward_pre_hooks_with_kwargs_of,
     next_sequence_number,
     outside_graphs,
+    saved_tensor_hooks,
 )
 from hookline.values.nested import get_part, set_part
 
-if TYPE_CHECKING:
-    from hookline.engine.lifecycle import Entering
+__all__ = ["Tracer"]
 
-__all__ = ["ACTIVE", "CLOSED", "KEYS", "Site"]
-
-# The contexts that are open in this thread or task; None stands for those that see every call.
-ACTIVE: ContextVar[frozenset[int | None]] = ContextVar("hookline_active", default=frozenset({None}))
-
-CLOSED = 0  # the owner of what has ended, or was copied: no context has this serial
-
-# Of our entries in hook dicts. torch's own count up from 0; a model that was saved while hooked
-# brings keys of another process along, hence the random start.
-KEYS = itertools.count(-1 - int.from_bytes(os.urandom(6)), -1)
+active = ACTIVE.get
 
 
-_KINDS = {
-    "output": "outputs", "input": "inputs", "inputs": "inputs", "value": "values",
-    "grad_output": "grad_outputs", "grad_input": "grad_inputs", "grad_inputs": "grad_inputs",
-}  # fmt: skip
+class Tracer(ModuleHooks):
+    """The hooks of one open context, the same two for all its modules, and what they saw."""
 
+    def __init__(self, context: Any, model: Any, owner: int | None, keep: Keep = "all") -> None:
+        super().__init__(context, owner)
+        self.ref = weakref.ref(self)
+        self.model = model  # None once the context has ended
+        self.events = new_log(keep)
+        self.sorted = 0  # how many events were given to handlers
+        self.handlers: dict[tuple[Subject, Ask], Handler] = {}
+        # What is asked of which modules; once the context has ended, their ids instead.
+        self.asked: list[tuple[Ask, list[Named]]] = []
+        self.idents: list[tuple[Ask, Iterable[int]]] = []
+        self.paths: dict[int, str] = {}  # of the modules of which something is asked, by id
+        self.modules: dict[int, nn.Module] = {}  # the same modules, while the context is open
+        self.names: dict[int, str] | None = None  # the first names of all modules of the model
+        self.whole: Ask | None = None  # if whole outputs are all that is asked for
+        self.plans: dict[int, Plan] = {}  # else all that is asked of each module
+        self.hooked: list[nn.Module] = []
+        self.slots: dict[int, tuple[Slot, Any]] = {}  # for compiled graphs
+        self.operations: dict[int, list[Operation]] = {}  # by the id of their module
+        self.callers: dict[Ask, int] = {}  # the modules at whose calls parameters are read
+        self.tensor_hooks = TensorHooks()
+        # For stop=True: the places that have not fired so far.
+        self.waiting: set[tuple[Subject, Ask]] = set()
+        self.stopped = False
+        # Calls that run, and calls that raised and have inputs that were to be kept.
+        self.running: dict[Any, RunningCall] = {}
+        self.deepest = 0  # how many ran at once
+        self.late: list[RunningCall] = []
+        # How many calls were completed; how many of them ran in a backward without repeating
+        # another; and how many belonged to other threads and tasks.
+        self.counts: dict[Subject, int] = defaultdict(int)
+        self.inside: dict[Subject, int] = defaultdict(int)
+        self.foreign: dict[Subject, int] = defaultdict(int)
+        # Of whole outputs: the modules that were called outside of a backward, and up to where the
+        # log was searched for them.
+        self.outside: set[Subject] = set()
+        self.searched = 0
+        # Recomputation: the checkpointed regions of calls; where a region is unknown, the last
+        # backward that ran calls again, and how many; the subjects of which a value was replaced.
+        self.regions: dict[Subject, Regions] = {}
+        self.again: dict[Subject, tuple[int, int]] = {}
+        self.changed: set[Subject] = set()
+        # Generation: who tells its steps, and what was told of complete calls.
+        self.generation: Generation | None = None
+        self.told: dict[Subject, Steps] = defaultdict(Steps)
+        # Two threads may read; and where every thread is seen, they may end calls, too.
+        self.lock = threading.RLock()
 
-class Site:
-    """A context's hooks on one module.
+    # -- putting on and taking off --------------------------------------------------------------
 
-    The model holds sites, sites hold their context weakly (unless attached), so that an abandoned
-    context can be collected. Copies of a module get an inert site that removes itself.
-    """
-
-    # What few sites need stands here, so that making one is cheap.
-    keeper: Entering | None = None
-    counted = False  # whether calls are numbered from their start, for edits of some of them
-    paired = False  # whether something must be known of a call before it begins
-    closed = False
-    count = 0  # completed calls
-    foreign = 0  # calls from other threads and tasks
-    elsewhere = "threads='all' takes those calls too."  # what to say of them
-    outside = False  # whether a call was seen outside a backward
-    changed = False  # whether a value was replaced
-    again = (-1, 0)  # the last backward that recomputed calls, and how many
-    regions: Regions | None = None  # where more is done than to look at values
-    generation: Generation | None = None  # where calls are chosen by the step of a generation
-    takes_cache = False  # whether the step is told by the calls of this module
-    told: Steps | None = None  # of complete calls, where a backward may run them again
-    inputs: Sequence[Tap] = ()
-    values: Sequence[Tap] = ()
-    outputs: Sequence[Tap] = ()
-    grad_inputs: Sequence[Tap] = ()
-    grad_outputs: Sequence[Tap] = ()
-    lock: Any = None  # where every thread is seen
-    frames: dict[int, list[Frame]] | None = None  # the running calls of each thread
-    abandoned: Sequence[Frame] = ()  # calls that began and raised
-
-    def __init__(
-        self, module: nn.Module | None, context: weakref.ref[Any] | None, owner: int | None
+    def put_on(
+        self, callers: dict[Ask, nn.Module], takers: Iterable[nn.Module] = (), anchors: bool = True
     ) -> None:
-        self.module = module  # None in a copied module
-        self.context = context
-        self.owner = owner  # the serial of the context, or None to act for every thread and task
-        self.key = next(KEYS)
+        """Put the hooks on.
 
-    def add(self, tap: Tap) -> None:
-        """Serve one more tap."""
-        kind = _KINDS.get(tap.target.port)
-        if kind is not None:
-            setattr(self, kind, [*getattr(self, kind), tap])
-
-    def prepare(self) -> None:
-        """All taps were added: find out what must be known of each call."""
-        if self.owner is None:
-            self.lock = threading.RLock()  # its own: an interrupt may leave it locked for ever
-        gradient = self.grad_outputs or self.grad_inputs
-        self.paired = bool(self.inputs or gradient or self.counted or self.generation)
-        taps = *self.inputs, *self.outputs
-        if self.counted or gradient or any(tap.replaces for tap in taps):
-            self.regions = Regions()
-            self.told = Steps() if self.generation is not None else None
-
-    def register(self, module: nn.Module) -> None:
-        """Put the hooks on a module.
-
-        Straight into the module's hook dicts, which is what `register_forward_hook` does after
-        making a handle, and a third of the cost of entering and leaving.
+        `callers` are the modules at whose calls parameters are read; `takers` are those whose calls
+        tell the steps of a generation. With `anchors`, modules whose parameters are watched keep
+        the context alive.
         """
-        self.prepare()
-        before = self.paired or self.values
-        after = self.paired or self.outputs
-        if before:
-            forward_pre_hooks_with_kwargs_of(module)[self.key] = True
-            forward_pre_hooks_of(module)[self.key] = self.before
-        if after:
-            forward_hooks_with_kwargs_of(module)[self.key] = True
-            forward_hooks_of(module)[self.key] = self.after
-        if not (before or after):
-            self.anchor(module)
+        self.callers = {ask: id(module) for ask, module in callers.items()}
+        if self.looks_at_outputs:
+            ((self.whole, modules),) = self.asked
+            if self.slots:
+                for slot, module in self.slots.values():
+                    slot.put_after(module, slot.after)
+            else:
+                self.put_after_all(modules, self.after)
+            return
+        self.operations = self._plan_operations()
+        planned = self._plan(callers, takers, anchors)
+        self.plans = {id(module): plan for module, plan in planned}  # before any hook is on
+        self.hooked = [module for module, _ in planned]
+        for module, plan in planned:
+            if plan.paired or not plan.outputs:  # operations and parameters keep it alive by one
+                self.put_before(module, self.before)
+            if plan.paired or plan.outputs:
+                after = self.after_with_kwargs if plan.takes_kwargs else self.after
+                self.put_after(module, after, plan.takes_kwargs)
+        for operations in self.operations.values():
+            for operation in operations:
+                operation.begin()
 
-    def anchor(self, module: nn.Module) -> None:
-        """Put a hook on a module that does nothing: by it the model keeps a context alive."""
-        forward_pre_hooks_of(module)[self.key] = self.rest
+    def _plan_operations(self) -> dict[int, list[Operation]]:
+        """Return the operations of which something is asked, by the id of their module."""
+        wanted: dict[tuple[nn.Module, str], dict[Ask, None]] = {}
+        for ask, modules in self.asked:
+            for _, module in modules if ask.operation is not None else ():
+                wanted.setdefault((module, ask.operation), {})[ask] = None
+        found: dict[int, list[Operation]] = {}
+        for (module, name), asks in wanted.items():
+            operation = Operation(self, module, name, Plan(tuple(asks)))
+            found.setdefault(id(module), []).append(operation)
+        return found
 
-    def unregister(self, module: nn.Module) -> None:
-        """Take the hooks off a module; fine if they are off already."""
-        self.closed = True
-        forward_hooks_of(module).pop(self.key, None)
-        forward_hooks_with_kwargs_of(module).pop(self.key, None)
-        forward_pre_hooks_of(module).pop(self.key, None)
-        forward_pre_hooks_with_kwargs_of(module).pop(self.key, None)
+    def _plan(
+        self, callers: dict[Ask, nn.Module], takers: Iterable[nn.Module], anchors: bool
+    ) -> list[tuple[nn.Module, Plan]]:
+        """Return the modules that get hooks, each with all that is asked of it."""
+        wanted: dict[nn.Module, dict[Ask, None]] = {module: {} for module in takers}
+        for ask, modules in self.asked:
+            for _, module in modules:
+                if ask in callers:
+                    wanted.setdefault(callers[ask], {})[ask] = None
+                elif ask.target is None and ask.operation is None:
+                    wanted.setdefault(module, {})[ask] = None
+                elif anchors or ask.target is None:
+                    wanted.setdefault(module, {})
+        plans: dict[Any, Plan] = {}
+        found: list[tuple[nn.Module, Plan]] = []
+        for module, asks in wanted.items():
+            kind = *asks, module in takers
+            plan = plans.get(kind)
+            if plan is None:
+                plan = plans[kind] = Plan(tuple(asks), module in takers)
+                plan.light = plan.light and self.owner is not None  # else numbers need the lock
+            if plan.light and not plan.grad_inputs and gradients.makes_its_output(module):
+                plan = plan.unpaired
+            found.append((module, plan))
+        return found
 
-    def spread(self, modules: Iterable[nn.Module], before: Any, after: Any, named: bool) -> None:
-        """Put the same two hooks on many modules, the first with named arguments if asked."""
-        key = self.key
-        for module in modules:
-            forward_pre_hooks_of(module)[key] = before
-            forward_hooks_of(module)[key] = after
-            if named:
-                forward_pre_hooks_with_kwargs_of(module)[key] = True
+    def take_off(self) -> None:
+        """Take the hooks off; fine if they are off already."""
+        self.owner = CLOSED  # torch may still be about to call a hook
+        if self.whole is not None:
+            self.paths = self.remove_after_all(self.asked[0][1])
+        for module in self.hooked:
+            self.remove_from(module)
+        for operations in self.operations.values():
+            for operation in operations:
+                operation.end()
+        self.tensor_hooks.remove_all()
+        self._keep_late()
+        self.keeper = self.generation = None
 
-    def lift(self, modules: Iterable[nn.Module], named: bool) -> None:
-        """Take such hooks off; fine if they are off already."""
-        key, self.closed = self.key, True
-        for module in modules:
-            forward_pre_hooks_of(module).pop(key, None)
-            forward_hooks_of(module).pop(key, None)
-            if named:
-                forward_pre_hooks_with_kwargs_of(module).pop(key, None)
+    @property
+    def looks_at_outputs(self) -> bool:
+        """Return True if whole outputs of modules are all that is asked for."""
+        return len(self.asked) == 1 and self.asked[0][0].is_whole_output
 
-    def left(self) -> None:
-        """The block has ended in which this was taken off."""
+    def keep_in_graphs(self, detach: bool) -> None:
+        """Keep the last outputs in a way that torch.compile takes into its graphs."""
+        for _, module in self.asked[0][1]:
+            self.slots[id(module)] = Slot(self, detach), module
 
-    @outside_graphs
-    def rest(self, module: nn.Module, args: Any) -> None:
-        """A hook that does nothing, but that a copied module sheds it."""
-        if self.module is None:
-            self.unregister(module)
+    def leave_modes(self) -> None:
+        """Leave torch's modes that could not be left when the hooks were taken off."""
+        for operations in self.operations.values():
+            for operation in operations:
+                operation.leave()
 
     def stranger(self, module: nn.Module) -> None:
-        """A call that is not this context's: of another thread or task, or of a copied module."""
-        if self.module is None:
-            self.unregister(module)
-        elif module is self.module:
-            self.foreign += 1
+        """Count a call of another thread or task; take the hooks off a copied module."""
+        if self.context is None:
+            self.remove_from(module)
+        elif self.owner != CLOSED:
+            self.foreign[id(module)] += 1
 
-    def recomputes(self) -> int | None:
-        """The number of the call that is being recomputed in a backward; None if this is a new one.
-
-        Checkpointing runs a module again inside the backward. A module that never ran outside the
-        backward (in a custom one, say) is not being recomputed. Where the region is not known, the
-        last call is taken to come first.
-        """
-        task = backward_id()
-        if task == -1:
-            self.outside = True
-            return None
-        if not self.outside:
-            return None
-        known = None if self.regions is None else self.regions.again()
-        if known is not None:
-            return known
-        self.again = (task, self.again[1] + 1 if self.again[0] == task else 0)
-        return max(self.count - 1 - self.again[1], 0)
-
-    # torch.compile cuts a graph where a ContextVar is read, and after a cut the caller's frame is
-    # another: what sees every call does not read it, here and in `after`.
+    # -- the hooks ------------------------------------------------------------------------------
 
     @outside_graphs
-    def before(self, module: nn.Module, args: Any, kwargs: dict[str, Any] | None = None) -> Any:
-        """The pre-forward hook."""
-        if self.closed or kwargs is None:  # removed while torch was about to call it
+    def before(self, module: nn.Module, args: Any, kwargs: Any = None) -> Any:
+        """The pre-forward hook, on modules of which something must be known before a call."""
+        if kwargs is None or self.owner not in active():  # taken off meanwhile, it gets no kwargs
+            if self.context is None:
+                self.remove_from(module)
+            return None  # the forward hook counts the call
+        for operation in self.operations.get(id(module), ()):
+            operation.module_called(self)
+        plan = self.plans.get(id(module))
+        if plan is None or not plan.paired:  # a shallow copy shares its hooks with the module
             return None
-        paired = self.paired
-        if module is not self.module or (self.owner is not None and self.owner not in ACTIVE.get()):
-            if not (paired or self.outputs):
-                self.stranger(module)  # else the forward hook counts it
+        call = RunningCall(id(module), sys._getframe(1))
+        if len(self.running) > self.deepest:
+            self._drop_raised()
+        self.running[call.frame] = call
+        if plan.light and _is_ordinary(module):
+            call.given = gradients.note_given(args, kwargs)
+            if not plan.grad_inputs or input_gradients.is_ordinary(args, kwargs, call.given):
+                call.sequence = next_sequence_number()
+                call.ordinary = True
+                return None
+        return self.begin(plan, call, module, args, kwargs)
+
+    @outside_graphs
+    def after(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """The forward hook."""
+        if self.owner not in active():
+            return self.stranger(module)
+        whole = self.whole
+        if whole is None:
+            return self._after_planned(module, args, {}, output, sys._getframe(1))
+        number = None
+        if backward_id() != -1:
+            if self._is_repeated(id(module)):
+                return None
+            number = INSIDE
+        kept = self._kept(whole, id(module), number, output)
+        self.events.append((id(module), whole, number, kept))
+        return None
+
+    @outside_graphs
+    def after_with_kwargs(
+        self, module: nn.Module, args: Any, kwargs: Any, output: Any = None
+    ) -> Any:
+        """The forward hook, on modules whose output may be replaced."""
+        if self.owner not in active():  # taken off meanwhile, it gets no kwargs
+            return self.stranger(module)
+        return self._after_planned(module, args, kwargs, output, sys._getframe(1))
+
+    def _after_planned(
+        self, module: nn.Module, args: Any, kwargs: Any, output: Any, frame: types.FrameType
+    ) -> Any:
+        """End a call of a module that has a plan; return the new output, if it was changed."""
+        plan = self.plans.get(id(module))
+        if plan is None:
             return None
-        if not paired:
-            self._offer_values(module)
+        call = self.running.pop(frame, None)
+        if call is None:
+            if plan.paired:  # the context was entered while the module was running
+                return None
+            call = RunningCall(id(module), frame)
+            call.ordinary = plan.light and _is_ordinary(module)
+            if not call.ordinary:
+                self.begin(plan, call, module, args, kwargs, 0)
+        if call.ordinary:
+            self._end_ordinary(plan, call, output)
             return None
-        return self.begin(module, args, kwargs, sys._getframe(1))
+        call.args, call.kwargs = args, kwargs
+        return self.end(plan, call, output)
+
+    # -- calls ----------------------------------------------------------------------------------
 
     def begin(
-        self, module: Any, args: Any, kwargs: Any, caller: types.FrameType, start: int | None = None
-    ) -> Any:
-        """A call begins; the new arguments, if they were changed.
+        self,
+        plan: Plan,
+        call: RunningCall,
+        owner: Any,
+        args: Any,
+        kwargs: Any,
+        sequence: int | None = None,
+    ) -> tuple[Any, Any] | None:
+        """Begin a call of a module or a torch function; return its arguments, if they changed.
 
-        With a start, the autograd sequence had come to that number when it began.
+        With `sequence`, the number of the next autograd node was that when the call began.
         """
-        call = self.recomputes()
-        running = self._running()
-        first = self.count if call is None else call  # the lowest number that it may get at its end
-        index = first + len(running) if call is None else call
-        frame = Frame(index, call is not None, caller)
-        frame.positional = len(args)
-        running.append(frame)
+        subject = call.subject
+        repeated = self._repeated(subject)
+        call.recomputed = repeated is not None
+        call.number = self.counts[subject] + self._depth(call) if repeated is None else repeated
+        call.positional = len(args)
         if self.generation is not None:
-            frame.step = self._step(self.generation, frame, args, kwargs, caller)
-        for tap in self.values:
-            if tap.chosen is None or tap.wants(index, frame.step):
-                tap.receive(value_of(tap.target, module), index, frame.recomputed, None)
-        changed = False
-        for tap in self.inputs:
-            new = self._offer_input(tap, module, args, kwargs, frame)
-            if new is not KEEP:
-                args, kwargs = arguments.write(module, args, kwargs, tap.target, new)
-                changed = True
-        if self.grad_inputs or self.grad_outputs:
-            frame.sequence = next_sequence_number() if start is None else start
+            call.step = self._step(self.generation, plan, call, args, kwargs)
+        for ask in plan.values:
+            self._offer_value(ask, call, owner)
+        given = args, kwargs
+        for ask in plan.inputs:
+            args, kwargs = self._offer_input(ask, call, owner, args, kwargs)
+        if plan.gradients:
+            call.sequence = next_sequence_number() if sequence is None else sequence
             if torch.is_grad_enabled():
-                frame.given = gradients.note_given(args, kwargs)
-        for tap in self.grad_inputs:
-            new = self._note_inputs(tap, module, args, kwargs, frame, first)
-            if new is not None:
-                args, kwargs = new
-                changed = True
-        self.changed |= changed
-        return (args, kwargs) if changed else None
+                call.given = gradients.note_given(args, kwargs)
+            for ask in plan.grad_inputs:
+                if self._may_be_watched(ask, call):
+                    handler = self.handler(subject, ask)
+                    args, kwargs = input_gradients.note_inputs(handler, owner, args, kwargs, call)
+        if args is given[0] and kwargs is given[1]:
+            return None
+        self.changed.add(subject)
+        return args, kwargs
 
-    def _note_inputs(
-        self, tap: Tap, module: Any, args: Any, kwargs: Any, frame: Frame, first: int
-    ) -> Any:
-        """Note what the gradients of a call's inputs will come by; the arguments, if changed."""
-        if self.generation is None:
-            asked = tap.may_want(first)
+    def end(self, plan: Plan, call: RunningCall, output: Any) -> Any:
+        """End a call; return the new output, if it was changed."""
+        if plan.takes_cache and self.generation is not None:
+            self.generation.leave(call.frame)
+        if self.owner is None:
+            with self.lock:
+                self._number(plan, call)
         else:
-            asked = self._watches(tap, frame.index, frame)
-        return input_gradients.note_inputs(tap, module, args, kwargs, frame) if asked else None
+            self._number(plan, call)
+        for ask, number, kept in call.pending:
+            self._log(call.subject, ask, call.number if number is None else number, kept)
+        new = output
+        for ask in plan.outputs:
+            if self._is_meant(ask, call):
+                new = self._offer_output(ask, call, new)
+        for ask in plan.grad_outputs:
+            if self._is_watched(ask, call):
+                new = self._watch_output(ask, call, new)
+        for ask in plan.grad_inputs:
+            if self._is_watched(ask, call):
+                input_gradients.watch_inputs(self.handler(call.subject, ask), new, call)
+        if new is output:
+            return None
+        self.changed.add(call.subject)
+        return new
+
+    def _end_ordinary(self, plan: Plan, call: RunningCall, output: Any) -> None:
+        """End an ordinary call of which whole gradients are captured: what is usual needs no handler."""
+        subject = call.subject
+        call.number = number = self.counts[subject]
+        self.counts[subject] = number + 1
+        self.tensor_hooks.prune()
+        for ask in plan.outputs:
+            self.events.append((subject, ask, number, self._kept(ask, subject, number, output)))
+        for ask in plan.grad_outputs:
+            if not gradients.watch_ordinary_output(self, ask, call, output):
+                gradients.watch_outputs(self.handler(subject, ask), output, output, call)
+        for ask in plan.grad_inputs:
+            if not input_gradients.watch_ordinary_input(self, ask, call, output):
+                handler = self.handler(subject, ask)
+                input_gradients.note_ordinary(handler, call)
+                input_gradients.watch_inputs(handler, output, call)
+
+    def _number(self, plan: Plan, call: RunningCall) -> None:
+        """Number a complete call."""
+        subject = call.subject
+        if not call.recomputed:
+            call.number = self.counts[subject]
+            self.counts[subject] += 1
+            if backward_id() != -1:
+                self.inside[subject] += 1
+            if plan.remembers and call.step is not None:
+                self.told[subject].note(call.number, call.step)
+        if plan.remembers and not (torch.is_grad_enabled() and saved_tensor_hooks(True) is None):
+            if subject not in self.regions:
+                self.regions[subject] = Regions()
+            self.regions[subject].note(call.number, bool(plan.inputs or plan.outputs))
+
+    def _repeated(self, subject: Subject) -> int | None:
+        """Return the number of the call that a backward runs again; None for a new call.
+
+        Checkpointing runs a module again inside the backward. A module that never ran outside of a
+        backward (in a custom one, say) does not run again. Where the region is not known, the last
+        call is taken to come first.
+        """
+        task = backward_id()
+        if task == -1 or self.counts[subject] == self.inside[subject]:
+            return None
+        known = self.regions[subject].again() if subject in self.regions else None
+        if known is not None:
+            return known
+        last, count = self.again.get(subject, (-1, 0))
+        count = count + 1 if last == task else 1
+        self.again[subject] = task, count
+        return max(self.counts[subject] - count, 0)
+
+    def _is_repeated(self, subject: Subject) -> bool:
+        """Return True if a backward runs a call again, of a module whose calls are only logged."""
+        events = [*self.events]
+        self.outside |= {event[0] for event in events[self.searched :] if event[2] is not INSIDE}
+        self.searched = len(events) if isinstance(self.events, list) else 0
+        return subject in self.outside
+
+    def _depth(self, call: RunningCall) -> int:
+        """Return how many other calls of the same subject run."""
+        calls = [*self.running.values()]
+        if any([one.subject == call.subject and one is not call for one in calls]):
+            self._drop_raised()
+            calls = [*self.running.values()]
+        return sum([one.subject == call.subject and one is not call for one in calls])
+
+    def _drop_raised(self) -> None:
+        """Set calls aside that raised."""
+        for key, call in [*self.running.items()]:
+            if call.frame is None or is_over(call.frame):
+                self.running.pop(key, None)
+                if call.pending:
+                    call.frame, call.given, call.edges = None, [], []
+                    self.late.append(call)
+        self.deepest = max(self.deepest, len(self.running))
 
     def _step(
-        self, generation: Generation, frame: Frame, args: Any, kwargs: Any, caller: types.FrameType
+        self, generation: Generation, plan: Plan, call: RunningCall, args: Any, kwargs: Any
     ) -> Step:
-        """The step of a generation that a call is of."""
-        module = cast(nn.Module, self.module)
-        if frame.recomputed:
-            return FORGOTTEN if self.told is None else self.told.of(frame.index)
-        if self.takes_cache:
-            return generation.enter(module, args, kwargs, caller)
-        return generation.current(module, caller)
+        """Return the step of a generation that a call is of."""
+        if call.recomputed:
+            told = self.told.get(call.subject)
+            return FORGOTTEN if told is None else told.of(call.number)
+        module = self.module_of(call.subject)
+        if plan.takes_cache:
+            return generation.enter(module, args, kwargs, call.frame)
+        return generation.current(module, call.frame)
 
-    def _watches(self, tap: Tap, index: int, frame: Frame | None) -> bool:
-        """Whether the gradients of a call are to be watched: one that is recomputed only if it
-        gave nothing.
-        """
-        if frame is not None and frame.recomputed:
-            return index in tap.reasons
-        return tap.chosen is None or tap.wants(index, frame and frame.step)
+    # -- values ---------------------------------------------------------------------------------
 
-    def _offer_values(self, module: nn.Module) -> None:
-        """Give the parameters and buffers of the module to their taps, at a call of it."""
-        alone = not self.outputs
-        call = self.recomputes() if alone else None
-        recomputed = call is not None or (not alone and self.outside and backward_id() != -1)
-        for tap in self.values:
-            if tap.chosen is None or tap.wants(self.count, None):
-                tap.receive(value_of(tap.target, module), self.count, recomputed, None)
-        if alone and call is None:
-            self.count += 1
+    def _is_meant(self, ask: Ask, call: RunningCall) -> bool:
+        """Return True if a call is one of those that were asked for."""
+        return ask.calls is None or self.handler(call.subject, ask).wants(call.number, call.step)
 
-    def _running(self) -> list[Frame]:
-        """The running calls of this thread; what raised since is set aside."""
-        frames = self.frames
-        if frames is None:
-            frames = self.frames = {}
-        running = frames.setdefault(threading.get_ident(), [])
-        if running:
-            over = [f for f in running if f.running is None or is_over(f.running)]
-            self._abandon(over)
-            running[:] = [frame for frame in running if frame not in over]
-        return running
+    def _offer_value(self, ask: Ask, call: RunningCall, module: nn.Module) -> None:
+        """Read a parameter or buffer as a call begins."""
+        assert ask.target is not None
+        subject = ask.target.key
+        handler, value = self.handler(subject, ask), value_of(ask.target, module)
+        if ask.port == "grad":
+            watch_gathered(handler, value)
+        elif handler.wants(call.number, call.step):
+            if ask.keep is None:
+                handler.receive(value, call)
+            elif not (call.recomputed or self._is_settled(ask, subject)):
+                number = None if ask.calls is None else call.number
+                self._log(subject, ask, number, self._kept(ask, subject, number, value, True))
 
-    def _completed(self, caller: types.FrameType) -> Frame | None:
-        now.frame = 0
-        running = (self.frames or {}).get(threading.get_ident(), [])
-        while running:
-            frame = running.pop()
-            if frame.running is caller:
-                return frame
-            self._abandon([frame])
-        return None  # the context was entered while the module was running
-
-    def _abandon(self, frames: list[Frame]) -> None:
-        """Set the inputs aside of calls that raised; all that else was known of them goes."""
-        for frame in frames:
-            frame.running, frame.edges, frame.given = None, (), ()
-            frame.pending = [(tap, kept) for tap, kept in frame.pending if tap.wants_late()]
-            for tap in self.inputs:  # the next call has the same number
-                tap.withdraw(frame.index)
-            if frame.pending:
-                keep = frame.pending[0][0].options.keep
-                old = () if keep == "last" else self.abandoned
-                self.abandoned = old if old and keep == "first" else [*old, frame]
-
-    def _offer_input(self, tap: Tap, module: Any, args: Any, kwargs: Any, frame: Frame) -> Any:
-        if tap.chosen is not None and not tap.wants(frame.index, frame.step):
-            return KEEP
+    def _offer_input(
+        self, ask: Ask, call: RunningCall, owner: Any, args: Any, kwargs: Any
+    ) -> tuple[Any, Any]:
+        """Read an input; return the arguments, with another input there if it was replaced."""
+        if not self._is_meant(ask, call):
+            return args, kwargs
         try:
-            value = arguments.read(module, args, kwargs, tap.target)
+            value = arguments.read(owner, args, kwargs, ask)
         except LookupError as error:
-            tap.missing(frame.index, f"{error}.")
-            return KEEP
-        return tap.receive(value, frame.index, frame.recomputed, frame)
+            self._miss(ask, call, f"{error}.", as_input=True)
+            return args, kwargs
+        if ask.keep is None:
+            new = self.handler(call.subject, ask).receive(value, call)
+            return (args, kwargs) if new is KEEP else arguments.write(owner, args, kwargs, ask, new)
+        if not (call.recomputed or self._is_settled(ask, call.subject)):
+            number = None if ask.calls is None else call.number
+            # Others may hold the address of the model's own arguments.
+            shared = self._ident(call.subject) == id(self.model)
+            kept = self._kept(ask, call.subject, number, value, shared)
+            call.pending.append((ask, number, kept))
+            if type(kept) is not Missing:
+                self._arrived(call.subject, ask)
+        return args, kwargs
 
-    @outside_graphs
-    def after(self, module: nn.Module, args: Any, *rest: Any) -> Any:
-        """The forward hook."""
-        if self.closed:  # removed while torch was about to call it
-            return None
-        if module is not self.module or (self.owner is not None and self.owner not in ACTIVE.get()):
-            return self.stranger(module)
-        return self.end(rest[-1], sys._getframe(1), args, rest[0])
+    def _offer_output(self, ask: Ask, call: RunningCall, output: Any) -> Any:
+        """Give an output, or a part of it, to who asked for it; return the new output."""
+        try:
+            value = get_part(output, ask.parts) if ask.parts else output
+        except LookupError as error:
+            self._miss(ask, call, f"{error}.")
+            return output
+        subject = call.subject
+        if ask.keep is None:
+            new = self.handler(subject, ask).receive(value, call)
+            return output if new is KEEP or new is value else set_part(output, ask.parts, new)
+        if not (call.recomputed or self._is_settled(ask, subject)):
+            self._log(subject, ask, call.number, self._kept(ask, subject, call.number, value))
+        return output
 
-    def end(self, output: Any, caller: types.FrameType, args: Any = (), kwargs: Any = None) -> Any:
-        """A call ends; the new output, if it was changed."""
-        frame = None
-        if self.paired:
-            frame = self._completed(caller)
-            if frame is None:  # the context was entered while the module was running
-                return None
-            if self.takes_cache and self.generation is not None:
-                self.generation.leave(caller)
-        # Where every thread is seen, the numbers stay distinct, and the inputs and outputs of one
-        # call together. A user's function is never called under the lock.
-        original = output
-        if self.owner is not None:
-            index, recomputed = self._number(frame, output)
+    def _watch_output(self, ask: Ask, call: RunningCall, output: Any) -> Any:
+        """Watch the gradient of an output, or of a part of it; return the output with its gates."""
+        try:
+            value = get_part(output, ask.parts) if ask.parts else output
+        except LookupError as error:
+            self._miss(ask, call, f"{error}.")
+            return output
+        new = gradients.watch_outputs(self.handler(call.subject, ask), value, output, call)
+        return output if new is value else set_part(output, ask.parts, new)
+
+    def _may_be_watched(self, ask: Ask, call: RunningCall) -> bool:
+        """Return True if, as a call begins, its gradients may be those that are asked for."""
+        if ask.calls is None or self.generation is not None:
+            return self._is_watched(ask, call)
+        # The call gets its number when it ends: it may be this one or a later one.
+        return self.handler(call.subject, ask).may_want(self.counts[call.subject])
+
+    def _is_watched(self, ask: Ask, call: RunningCall) -> bool:
+        """Return True if the gradients of a call are asked for.
+
+        Those of a recomputed call are watched only if the first run of the call gave none.
+        """
+        if call.recomputed:
+            return call.number in self.handler(call.subject, ask).reasons
+        return self._is_meant(ask, call)
+
+    def take_gradient(self, hook: GradientHook, grad: Tensor) -> Tensor | None:
+        """Take a gradient that has arrived; return what replaces it, or None."""
+        keep = hook.ask.keep_gradient
+        if keep is None:
+            handler = self.handler(hook.subject, hook.ask)
+            return handler.gradient(grad, hook.number, hook.path)
+        number = hook.number, backward_id(), hook.path
+        self.events.append((hook.subject, hook.ask, number, keep(grad)))
+        return None
+
+    # -- logging --------------------------------------------------------------------------------
+
+    def _kept(self, ask: Ask, subject: Subject, number: Any, value: Any, shared: bool = False) -> Any:
+        """Return what is kept of a value. If a function of the user's raises, it is explained."""
+        keep = ask.keep_copy if shared else ask.keep
+        assert keep is not None
+        try:
+            return keep(value)
+        except Exception as error:
+            add_place(error, self.handler(subject, ask))
+            self.events.append((subject, ask, number, ask.explain(error)))
+            raise
+
+    def _log(self, subject: Subject, ask: Ask, number: int | None, kept: Any) -> None:
+        self.events.append((subject, ask, number, kept))
+        if type(kept) is not Missing:
+            self._arrived(subject, ask)
+
+    def _miss(self, ask: Ask, call: RunningCall, problem: str, as_input: bool = False) -> None:
+        """A value lacks the part that is asked for."""
+        handler = self.handler(call.subject, ask)
+        if ask.keep is None or "grad" in ask.port:
+            handler.missing(call.number, problem)
+        elif as_input:
+            number = None if ask.calls is None else call.number
+            call.pending.append((ask, number, Missing(problem, PART_REMEDY)))
+        elif not call.recomputed:
+            self._log(call.subject, ask, call.number, Missing(problem, PART_REMEDY))
+
+    def _is_settled(self, ask: Ask, subject: Subject) -> bool:
+        """Return True if only the first value is kept, and it is there."""
+        return ask.keeps_first and (subject, ask) in self.events
+
+    def _arrived(self, subject: Subject, ask: Ask) -> None:
+        """For stop=True: end the forward after the last place that is waited for."""
+        if (subject, ask) in self.waiting:
+            if ask.calls is not None and self.handler(subject, ask).lacking:
+                return
+            self.waiting.discard((subject, ask))
+            if not self.waiting:
+                self.stopped = True
+                raise StopForward(self.key)
+
+    def _keep_late(self) -> None:
+        """Log the inputs of calls that never completed, after all others."""
+        calls, self.late, self.running = [*self.late, *self.running.values()], [], {}
+        pending = [(call.subject, *one) for call in calls for one in call.pending]
+        logged = {(event[0], event[1]) for event in self.events} if pending else set()
+        numbered = {(event[0], event[1], event[2]) for event in self.events} if pending else set()
+        single = isinstance(self.events, LastEvents)
+        if single and not isinstance(self.events, FirstEvents):
+            pending.reverse()
+        for subject, ask, number, kept in pending:
+            held = (subject, ask) in logged
+            if held and (single or type(kept) is Missing):
+                continue
+            if number is None or (subject, ask, number) not in numbered:
+                self.events.append((subject, ask, number, kept))
+                logged.add((subject, ask))
+                numbered.add((subject, ask, number))
+
+    # -- reading --------------------------------------------------------------------------------
+
+    def sort(self) -> None:
+        """Give what was logged since to the handlers."""
+        with self.lock:
+            if isinstance(self.events, LastEvents):
+                self._sort_single()
+                return
+            for subject, ask, number, kept in self.events[self.sorted :]:
+                self.sorted += 1
+                if ask.target is not None or self._ident(subject) in self._located():
+                    self.handler(subject, ask).take(number, kept)
+
+    def _sort_single(self) -> None:
+        """Give the only event that is kept of each place to its handler."""
+        for (subject, ask), (event, count) in [*self.events.items()]:
+            if ask.target is not None or self._ident(subject) in self._located():
+                self.handler(subject, ask).take_only(event[2], event[3], count)
+        for ident, (slot, _) in self.slots.items():
+            if slot.value is not None and self.whole is not None:
+                self.handler(ident, self.whole).take_only(None, (slot.value, None), 1)
+
+    def handler(self, subject: Subject, ask: Ask) -> Handler:
+        """Return the handler for one place, which is made when it is first needed."""
+        handler = self.handlers.get((subject, ask))
+        if handler is None:
+            made = ask.make(self.target_of(subject, ask), self.ref, ask)
+            handler = self.handlers.setdefault((subject, ask), made)
+        return handler
+
+    def asked_keys(self) -> list[tuple[Subject, Ask]]:
+        """Return the keys of the handlers of all places, in the order in which they were asked for."""
+        idents = self.idents or [(ask, [id(m) for _, m in modules]) for ask, modules in self.asked]
+        found = [(ask.subject_at(ident), ask) for ask, held in idents for ident in held]
+        return list(dict.fromkeys(found))
+
+    def all_handlers(self) -> list[Handler]:
+        """Return a handler for each place, with all that was logged."""
+        found = [self.handler(subject, ask) for subject, ask in self.asked_keys()]
+        self.sort()
+        return found
+
+    def fired(self) -> set[tuple[Subject, Ask]]:
+        """Return the places that gave something, as far as that is known without their handlers.
+
+        For a gradient it is enough that a call was made: one that is missing is explained when it
+        is read.
+        """
+        found = {(event[0], event[1]) for event in self.events if type(event[3]) is not Missing}
+        found |= {(i, self.whole) for i, (slot, _) in self.slots.items() if slot.value is not None}
+        found |= {key for key, handler in self.handlers.items() if handler.fired}
+        for ask in [ask for ask, _ in self.asked if ask.port.startswith("grad_")]:
+            found |= {(subject, ask) for subject in self.counts}
+        return found
+
+    def all_fired(self) -> bool:
+        """Return True if every place gave something."""
+        if self.whole is None:
+            return self.fired().issuperset(self.asked_keys())
+        found = {event[0] for event in self.events if type(event[3]) is not Missing}
+        found |= {ident for ident, (slot, _) in self.slots.items() if slot.value is not None}
+        return found >= self._located().keys()
+
+    def calls_of(self, handler: Handler) -> int:
+        """Return how many calls of the module or operation at a place were completed."""
+        subject = self._called(handler)
+        return self.counts.get(subject, 0) or sum([event[0] == subject for event in self.events])
+
+    def foreign_calls(self, handler: Handler) -> int:
+        """Return how many calls at a place belonged to other threads and tasks."""
+        return self.foreign.get(self._called(handler), 0)
+
+    def called_in(self, ident: int) -> list[str]:
+        """Return the operations that were called in a module, in order."""
+        return [name for operation in self.operations.get(ident, ()) for name in operation.names]
+
+    def _called(self, handler: Handler) -> Subject:
+        """Return whose calls show the values at a place."""
+        if handler.ask.target is None:
+            return handler.subject
+        return self.callers.get(handler.ask, handler.target.ident)
+
+    def is_beset(self) -> bool:
+        """Return True if others have hooks on the modules, as a tensor-parallel plan has."""
+        modules: list[Any] = [module for _, held in self.asked for _, module in held]
+        return any(forward_pre_hooks_of(module) or forward_hooks_of(module) for module in modules)
+
+    def place_of(self, target: Target) -> Place:
+        """Return the place of a target under the first name of its module."""
+        if self.names is None:
+            model = self.model if isinstance(self.model, nn.Module) else None
+            self.names = {} if model is None else {id(m): path for path, m in walk(model)}
+        return target.place_at(self.names.get(target.ident, target.path))
+
+    def close(self) -> None:
+        """Let go of the model: what was captured does not keep it alive."""
+        paths = self._located()
+        if self.whole is not None:
+            self.idents = [(self.whole, paths)]
         else:
-            with self.lock:
-                index, recomputed = self._number(frame, output)
-        if self.outputs and self.outputs[0].replaces:
-            call = Completed(args, kwargs or {})
-            output = self._offer_outputs(output, index, recomputed, frame, call)
-        if self.grad_outputs or self.grad_inputs:
-            output = self._watch_gradients(output, index, cast(Frame, frame))
-        if output is original:
-            return None
-        self.changed = True
-        return output
+            self.idents = [(ask, [id(m) for _, m in modules]) for ask, modules in self.asked]
+        self.asked = [(ask, []) for ask, _ in self.asked]
+        self.model, self.modules, self.plans, self.hooked = None, {}, {}, []
+        self.slots = {ident: (slot, None) for ident, (slot, _) in self.slots.items()}
+        for operations in self.operations.values():
+            for operation in operations:
+                operation.close()
 
-    def _watch_gradients(self, output: Any, index: int, frame: Frame) -> Any:
-        """Watch the gradients of a call that has ended; its output, with gates if need be."""
-        for tap in self.grad_outputs:
-            if self._watches(tap, index, frame):
-                output = _at_part(tap, output, index, tap.watch_outputs, output, index, frame)
-        for tap in self.grad_inputs:
-            if self._watches(tap, index, frame):
-                input_gradients.watch_inputs(tap, output, index, frame)
-        return output
+    def _ident(self, subject: Subject) -> int:
+        """Return the id of the module of a subject."""
+        return subject[0] if type(subject) is tuple else subject
 
-    def _number(self, frame: Frame | None, output: Any) -> tuple[int, bool]:
-        """Number a complete call, and keep what captures want of it."""
-        call = self.recomputes() if frame is None else frame.index if frame.recomputed else None
-        index = self.count if call is None else call
-        if call is None:
-            self.count += 1
-            if self.told is not None and frame is not None:
-                self.told.note(index, cast(Step, frame.step))
-        if self.regions is not None:
-            self.regions.note(index, changing=bool(self.inputs or self.outputs))
-        if frame is not None:
-            for tap, stored in frame.pending:
-                tap.commit(stored, frame.index)
-        if self.outputs and not self.outputs[0].replaces:
-            self._offer_outputs(output, index, call is not None, frame, None)
-        return index, call is not None
+    def _located(self) -> dict[int, str]:
+        """Return the paths of the modules of which something is asked, by id."""
+        if not self.paths:
+            steps = [step for _, modules in self.asked for step in modules]
+            self.paths = {id(module): path for path, module in reversed(steps)}
+        return self.paths
 
-    def _offer_outputs(
-        self, output: Any, index: int, recomputed: bool, frame: Frame | None, call: Completed | None
-    ) -> Any:
-        for tap in self.outputs:
-            if tap.chosen is None or tap.wants(index, frame and frame.step):
-                output = _at_part(tap, output, index, tap.receive, index, recomputed, call)
-        return output
+    def module_of(self, subject: Subject) -> Any:
+        """Return the module of a subject; None once the context has ended."""
+        if not self.modules:
+            self.modules = {id(module): module for _, held in self.asked for _, module in held}
+        return self.modules.get(self._ident(subject))
 
-    def drain(self) -> None:
-        """Keep the inputs of calls that began and never completed, after all others."""
-        # Other threads may still begin calls: what is gone through here is a copy.
-        frames = list((self.frames or {}).values())
-        waiting = [frame for running in frames for frame in list(running)]
-        late = [frame for frame in (*self.abandoned, *waiting) if frame.pending]
-        last = bool(late) and late[0].pending[0][0].options.keep == "last"
-        for frame in reversed(late) if last else late:
-            for tap, stored in frame.pending:
-                tap.commit(stored, frame.index, late=True)
-        self.frames, self.abandoned = None, ()
-
-    def __deepcopy__(self, memo: Any) -> Site:
-        return _inert(type(self), self.key)
-
-    def __reduce__(self) -> Any:
-        return _inert, (type(self), self.key)
+    def target_of(self, subject: Subject, ask: Ask) -> Target:
+        """Return the place at which something is asked, as a target."""
+        if ask.target is not None:
+            return ask.target
+        ident = self._ident(subject)
+        path, module = self._located()[ident], self.module_of(subject)
+        return Target(module, path, ask.port, ask.parts, None, ask.operation, ident)
 
 
-def _inert(kind: type[Site], key: int) -> Site:
-    """The site of a copied or loaded module: it never acts, and removes itself when called."""
-    site = kind.__new__(kind)
-    Site.__init__(site, None, None, CLOSED)
-    site.key = key
-    return site
-
-
-def _at_part(tap: Tap, output: Any, index: int, offer: Callable[..., Any], *more: Any) -> Any:
-    """Offer the part of an output that a tap is for; the output, changed if that was changed."""
-    parts = tap.target.parts
-    try:
-        value = get_part(output, parts) if parts else output
-    except LookupError as error:
-        tap.missing(index, f"{error}.")
-        return output
-    new = offer(value, *more)
-    if new is KEEP or new is value:
-        return output
-    return set_part(output, parts, new) if parts else new
+def _is_ordinary(module: nn.Module) -> bool:
+    """Return True if no other hook may change a call, and no checkpoint may run it again."""
+    alone = len(forward_hooks_of(module)) == 1 and backward_id() == -1
+    return alone and torch.is_grad_enabled() and saved_tensor_hooks(True) is None

@@ -31,7 +31,7 @@ from hookline.torch_private import (
     version_of,
 )
 from hookline.values.quantised import copy_of, held_in, is_wrapper
-from hookline.values.shards import copied, local
+from hookline.values.sharding import copied, local
 
 __all__ = [
     "BASES", "SMALL", "WIDE", "duplicate", "gradient_snapshot", "is_fake", "is_wrapped",

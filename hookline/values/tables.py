@@ -17,7 +17,7 @@ from torch import Tensor
 from hookline.torch_private import sparse_parts
 from hookline.values.nested import Path, children, leaves, show_path
 from hookline.values.quantised import held_in
-from hookline.values.shards import local, placements
+from hookline.values.sharding import local, placements
 
 __all__ = [
     "as_html", "as_text", "bytes_of", "describe", "one_line", "render_with", "rows_of",

@@ -1,0 +1,169 @@
+"""Why nothing happened at a place: the reasons that errors and `record.unfired()` give.
+
+- `reason(handler, model, others)`: why nothing happened, in one sentence
+- `never_fired(handler, verb, model, others, matches)`: the error for it
+- `needs_backward(found)`: whether a gradient is missing where a forward or a backward may be
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from hookline.engine import gradients
+from hookline.engine.call_choice import ranges
+from hookline.engine.handlers import Handler
+from hookline.engine.operations import not_called
+from hookline.errors import NeverFired
+from hookline.places.tree import walk
+
+__all__ = ["needs_backward", "never_fired", "reason"]
+
+_NO_GRADIENT = gradients.NONE_CAME[0]
+_NAME_OTHERS = "Name calls that come, or a slice of calls: one of those is enough."
+_UNCALLED = "its module was not called"
+
+
+def reason(handler: Handler, model: Any, others: bool) -> str:
+    """Explain why nothing happened at a place; `others` tells whether something did elsewhere."""
+    target, tracer = handler.target, handler.tracer()
+    handler.explain_lost()
+    if handler.untold:
+        call, unknown = next(iter(handler.untold.items()))
+        return f"call {call} cannot be told: {unknown.found} {unknown.remedy}"
+    why = handler.why()
+    if why is not None:
+        return " ".join(why).strip()
+    if handler.silent and target.port != "grad":
+        return handler.silent
+    foreign = 0 if tracer is None else tracer.foreign_calls(handler)
+    if foreign:
+        also = "threads='all' takes those calls too."
+        if target.operation is not None:
+            also = "threads='all' takes those of tasks; operations in other threads are never seen."
+        return f"its module was called {foreign}×, but from another thread or task than this: {also}"
+    if target.operation is not None and not _calls_of(handler):
+        return not_called(target.operation, () if tracer is None else tracer.called_in(target.ident))
+    if _came(handler)[0]:
+        return _none_meant(handler)
+    if target.port == "grad":
+        return handler.silent or _NO_GRADIENT
+    if isinstance(model, nn.Module):
+        path = next((path for path, module in walk(model) if id(module) == target.ident), None)
+        if path is None:
+            return "its module was taken out of the model while this was open."
+        return _uncalled(model, path, others)
+    return _uncalled(model, "", others)
+
+
+def _uncalled(model: Any, path: str, others: bool) -> str:
+    """Explain why a module was not called; the likeliest cause first."""
+    if path.endswith("out_proj"):
+        parent = model.get_submodule(path.rpartition(".")[0])
+        if isinstance(parent, nn.MultiheadAttention):
+            return (
+                "nn.MultiheadAttention uses the weights of its out_proj without ever calling it; "
+                "ask for the attention module's own output."
+            )
+    if not others:
+        return (
+            f"{_UNCALLED}, nor any other that was asked for. Most likely the model "
+            "was called before or after the `with`, and not inside it. Or its forward was called "
+            "directly, as in module.forward(x), which runs no hooks, or its weights used without "
+            "it, or the code that calls it was not reached."
+        )
+    return (
+        f"{_UNCALLED}. Its forward may have been called directly, as in "
+        "module.forward(x), which runs no hooks, or its weights used without it, or the code that "
+        "calls it was not reached."
+    )
+
+
+def _none_meant(handler: Handler) -> str:
+    """Explain why nothing happened at a place although its module was called."""
+    calls, (_, came) = handler.ask.calls, _came(handler)
+    done = "changed" if handler.replaces else "kept"
+    if _came_before(handler):
+        return f"{came}, and no call was {done}: calls= names others, counted from 0."
+    if "grad" in handler.target.port:
+        return handler.silent or f"{came}, but {_NO_GRADIENT}"
+    if calls is not None and calls.step is not None:
+        return f"{came}, and no call was {done}: none was of the step {calls.shown}."
+    return f"{came}, and no call was {done}: calls= names others, counted from 0."
+
+
+def needs_backward(found: str) -> bool:
+    """Return True if a gradient is missing, for this reason, since no forward or backward came."""
+    return _NO_GRADIENT in found or found.startswith(_UNCALLED)
+
+
+def never_fired(handler: Handler, verb: str, model: Any, others: bool, matches: str) -> NeverFired:
+    """Return the error for a place at which nothing happened, or not at each call that was named.
+
+    `matches` names the other places of the same request at which nothing happened, if any.
+    """
+    missed = handler.tally()[1]
+    if missed and (handler.fired or (handler.lacking and _came(handler)[0])):
+        return _missed_calls(handler, verb)
+    place, target = str(handler.place), handler.target
+    asked = f"Nothing happened at {place!r}"
+    if handler.ask.calls is not None and handler.untold:
+        call, unknown = next(iter(handler.untold.items()))
+        asked = f"The calls {handler.ask.calls.shown} at {place!r} were asked for:"
+        return NeverFired(asked, f"call {call} cannot be told: {unknown.found}", unknown.remedy)
+    if handler.losses:
+        return NeverFired(f"{asked}:", *gradients.VIEW_CHANGED)
+    remedy = "A capture of '**' shows what is called, in record.places() and record.unfired()."
+    if target.operation is not None and not _calls_of(handler):
+        remedy = f"List them with hookline.select(model, '{target.path}/*', inputs=batch)."
+    elif _came_before(handler):
+        remedy = _NAME_OTHERS
+    found, why = reason(handler, model, others), handler.why()
+    if "grad" in target.port and needs_backward(found):
+        remedy = gradients.NONE_CAME[1]
+    if why is not None:  # which says itself what to do
+        found, remedy = why[0], why[1] or remedy
+    return NeverFired(f"{asked}{matches}:", found, remedy)
+
+
+def _missed_calls(handler: Handler, verb: str) -> NeverFired:
+    """Return the error for a place at which nothing happened at some of the calls."""
+    reached, missed = handler.tally()
+    asked = f"{verb} was to act at {str(handler.place)!r}:"
+    found = f"it did not at {_in_words(missed)}"
+    if reached:
+        found = f"it did at {_in_words(reached)}, but not at {_in_words(missed)}"
+    count, came = _came(handler)
+    why = gradients.VIEW_CHANGED if missed[0] in handler.losses else handler.why(missed[0])
+    if why is None and count <= missed[0]:
+        why = f"{came}, counted from 0.", _NAME_OTHERS
+    elif why is None:
+        why = (handler.silent, _NAME_OTHERS) if handler.silent else gradients.NONE_CAME
+    return NeverFired(asked, f"{found}: {why[0]}", why[1])
+
+
+def _in_words(numbers: Sequence[int]) -> str:
+    return f"call{'s' * (len(numbers) > 1)} {ranges(numbers)}"
+
+
+def _calls_of(handler: Handler) -> int:
+    """Return how often the module, or the operation, at a place was called."""
+    tracer = handler.tracer()
+    return 0 if tracer is None else tracer.calls_of(handler)
+
+
+def _came(handler: Handler) -> tuple[int, str]:
+    """Return how often something came at a place, and that in words."""
+    if handler.target.port == "grad":
+        return handler.seen, f"its gradient came {handler.seen}×"
+    what = "its module" if handler.target.operation is None else "the operation"
+    count = _calls_of(handler)
+    return count, f"{what} was called {count}×"
+
+
+def _came_before(handler: Handler) -> bool:
+    """Return True if something came, but only before the first call that was asked for."""
+    count, calls = _came(handler)[0], handler.ask.calls
+    return count > 0 and calls is not None and calls.step is None and calls.numbers[0] >= count
