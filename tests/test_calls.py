@@ -397,8 +397,8 @@ def test_a_record_of_no_calls_at_a_place_is_read(tmp_path):
 
 
 def test_a_page_labels_the_calls_with_their_numbers():
-    from hookline.pages.outlines import Outline
-    from hookline.pages.record_pages import add_record
+    from hookline.view.page_tree import Outline
+    from hookline.view.record_pages import add_record
 
     model = Net()
     with hl.capture(model, "layer", calls={1, 3}) as record:

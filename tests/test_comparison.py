@@ -716,7 +716,7 @@ def test_values_of_the_first_model_are_let_go_as_they_are_compared():
             alive.append(sum(len(calls) for calls in kept))
             return y
 
-    import hookline.comparisons.comparison as module
+    import hookline.comparisons.comparing as module
 
     kept = []
     meeting = module._Meeting

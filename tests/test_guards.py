@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import hookline as hl
-from hookline.trials.runs import trial
+from hookline.isolation.isolated_runs import trial
 
 pytestmark = [
     pytest.mark.usefixtures("seeded"),

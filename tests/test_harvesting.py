@@ -29,14 +29,14 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 import hookline as hl
-from hookline.harvests import batches as harvest_batches
-from hookline.harvests import plans as harvest_plans
+from hookline.harvests import harvest_plan as harvest_plans
+from hookline.harvests import harvest_statistics
 from hookline.harvests import progress as harvest_progress
-from hookline.harvests import rows as harvest_rows
-from hookline.harvests import statistics as harvest_statistics
+from hookline.harvests import rank_batches as harvest_batches
+from hookline.harvests import row_extraction as harvest_rows
 from hookline.harvests.fingerprints import digest, fingerprint, spell
-from hookline.storage import shards as store_shards
-from hookline.storage import writing as store_writing
+from hookline.storage import shard_writer as store_shards
+from hookline.storage import store_writer as store_writing
 
 ROOT = Path(__file__).parents[1]
 
@@ -1246,7 +1246,7 @@ def test_rank_0_waits_for_the_others(data, to):
 
 
 def test_rank_0_gives_up_at_last_and_says_who_is_missing(data, to, monkeypatch):
-    monkeypatch.setattr("hookline.harvests.ranks._PATIENCE", 0.1)
+    monkeypatch.setattr("hookline.harvests.rank_completion._PATIENCE", 0.1)
     with as_rank(0, 2), pytest.warns(hl.HooklineWarning, match=r"Ranks \[1\]"):
         store = hl.harvest(small(), data, "0", to=to, quiet=True)
     assert len(store) == 26
@@ -1261,7 +1261,7 @@ def test_rank_0_gives_up_at_last_and_says_who_is_missing(data, to, monkeypatch):
 def test_rank_0_waits_for_those_that_have_yet_to_see_that_the_data_has_grown(
     form, count, data, to, monkeypatch
 ):
-    monkeypatch.setattr("hookline.harvests.ranks._PATIENCE", 0.1)
+    monkeypatch.setattr("hookline.harvests.rank_completion._PATIENCE", 0.1)
     given = {"to": to, "quiet": True, "statistics": [hl.Mean()], "ids": ids_of}
     data = data[: 6 if count == 5 else 7]  # of the sixth alone rank 0 has nothing
     for rank in (1, 0):
@@ -1673,7 +1673,7 @@ import os, signal, sys, threading, time, torch
 sys.path.insert(0, "tests")
 from test_harvesting import small
 import hookline as hl
-from hookline.storage import shards
+from hookline.storage import shard_writer
 
 def slow(file, data, place):
     slow.calls += 1
@@ -1683,7 +1683,7 @@ def slow(file, data, place):
             time.sleep(wait)
     write(file, data, place)
 
-slow.calls, write, shards._write = 0, shards._write, slow
+slow.calls, write, shard_writer._write = 0, shard_writer._write, slow
 model = small()
 torch.manual_seed(1)
 try:
@@ -1711,7 +1711,7 @@ sys.path.insert(0, "tests")
 import torch
 torch.set_num_threads(1)
 import hookline as hl
-from hookline.storage import writing as store_writing
+from hookline.storage import store_writer as store_writing
 from test_harvesting import LENGTHS, Token, same_stores, texts
 
 base, rounds, seed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])

@@ -15,14 +15,14 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import hookline as hl
-from hookline.pages.chunks import Chunk, Page, pack, plain_json, unpack
-from hookline.pages.files import as_html
-from hookline.pages.outlines import read_place
-from hookline.pages.portraits import numbers_of, portray, spread
-from hookline.pages.reporting import page_of
 from hookline.training.findings import Finding
 from hookline.training.run_files import STATISTICS, Row
 from hookline.training.run_writing import Bins, RunWriter
+from hookline.view.page import Chunk, Page, pack, plain_json, unpack
+from hookline.view.page_html import as_html
+from hookline.view.page_tree import read_place
+from hookline.view.reporting import page_of
+from hookline.view.tensor_summaries import numbers_of, portray, spread
 
 HOSTILE = [
     "<img src=x onerror=alert(1)>",

@@ -28,12 +28,12 @@ from torch.utils.data import DataLoader
 
 import hookline as hl
 from hookline import Store, StoreError, operating_system
-from hookline.storage import files as store_files
+from hookline.storage import disk_space as store_space
 from hookline.storage import recovery as store_recovery
-from hookline.storage import rows as store_rows
-from hookline.storage import shards as store_shards
-from hookline.storage import space as store_space
-from hookline.storage import writing as store_writing
+from hookline.storage import shard_writer as store_shards
+from hookline.storage import store_files
+from hookline.storage import store_writer as store_writing
+from hookline.storage import stored_rows as store_rows
 
 HEADER = 65536
 ROOT = Path(__file__).parents[1]

@@ -16,16 +16,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hookline.comparisons.sweeps import Sweep
+from hookline.comparisons.sweep_results import Sweep
 from hookline.core.hooks import hook
 from hookline.core.taps import Call
 from hookline.edits.changes import replace
 from hookline.edits.edits import as_change, edit
 from hookline.edits.ready_changes import patch
 from hookline.errors import BatchError, ChangeError, NeverFired
+from hookline.isolation.isolated_runs import copied, run, same_random_numbers
 from hookline.places.resolution import Place
 from hookline.records.records import Record
-from hookline.trials.runs import copied, run, same_random_numbers
 from hookline.values.nested import Path, children, leaves, map_leaves, only_tensor, set_part
 from hookline.values.snapshots import same_bits
 

@@ -13,6 +13,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
+from hookline.comparisons.sweep_results import Sweep
 from hookline.comparisons.sweep_runs import (
     Job,
     Metric,
@@ -22,17 +23,12 @@ from hookline.comparisons.sweep_runs import (
     one_number,
     shape_of,
 )
-from hookline.comparisons.sweeps import Sweep
 from hookline.core.gradients import NONE_CAME
 from hookline.core.hooks import settled
 from hookline.edits.changes import Change
 from hookline.edits.ready_changes import patch
 from hookline.errors import BatchError, GradientNotAvailable, NeverFired, PlaceError
-from hookline.listings import select
-from hookline.places.resolution import Place, Where, resolve
-from hookline.records.captures import capture
-from hookline.records.records import Record
-from hookline.trials.runs import (
+from hookline.isolation.isolated_runs import (
     Mode,
     check_model,
     copied,
@@ -43,6 +39,10 @@ from hookline.trials.runs import (
     same_random_numbers,
     trial,
 )
+from hookline.places.resolution import Place, Where, resolve
+from hookline.records.captures import capture
+from hookline.records.records import Record
+from hookline.selecting import select
 from hookline.values.nested import map_leaves, only_tensor
 
 __all__ = ["sweep"]

@@ -13,19 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hookline.costs.call_trees import CallTree
-from hookline.costs.flops import FlopCounter
+from hookline.costs.call_costs import Ledger
+from hookline.costs.call_tree import CallTree
+from hookline.costs.flop_counter import FlopCounter
+from hookline.costs.flop_formulas import is_ordinary
 from hookline.costs.footprints import size_of
-from hookline.costs.ledgers import Ledger
-from hookline.costs.shortcuts import is_ordinary
-from hookline.costs.sizes import Sizes, copy_unmade, has_unmade, sizes
-from hookline.costs.summaries import Summary
+from hookline.costs.module_sizes import Sizes, copy_unmade, has_unmade, sizes
+from hookline.costs.summary import Summary
 from hookline.errors import BatchError
-from hookline.torch_checks import require
-from hookline.torch_private import any_global_hook, sequence_number
-from hookline.trials.batches import make_batch, needs_whole_numbers, refused_shapes
-from hookline.trials.contents import Contents
-from hookline.trials.runs import (
+from hookline.isolation.batches import make_batch, needs_whole_numbers, refused_shapes
+from hookline.isolation.isolated_runs import (
     Mode,
     check_model,
     copied,
@@ -38,6 +35,9 @@ from hookline.trials.runs import (
     run,
     trial,
 )
+from hookline.isolation.module_index import Contents
+from hookline.torch_checks import require
+from hookline.torch_private import any_global_hook, sequence_number
 from hookline.values.conversions import as_dtype
 from hookline.values.nested import leaves
 

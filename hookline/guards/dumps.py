@@ -18,11 +18,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn, overrides
 
-from hookline import folders
-from hookline.guards.reports import Fault
-from hookline.guards.runs import Kept
-from hookline.guards.samples import Sample, Settings
+from hookline.guards.faults import Fault
+from hookline.guards.kept_calls import Kept
+from hookline.guards.producer_samples import Sample, Settings
 from hookline.places.tree import join, tensors_of, walk
+from hookline.storage import json_safetensors
 from hookline.torch_private import buffers_of
 from hookline.values.nested import leaves
 
@@ -52,7 +52,7 @@ class Speller:
     def tensor(self, tensor: Tensor) -> dict[str, Any]:
         """A tensor by its number; the same one twice has one number."""
         plain = tensor.detach()
-        if not folders.is_plain(plain):
+        if not json_safetensors.is_plain(plain):
             kind = "nested" if plain.is_nested else plain.layout
             raise TypeError(f"a {kind} tensor of {plain.dtype} on {plain.device}")
         if id(tensor) not in self._known:
@@ -253,7 +253,7 @@ def _settings(settings: Settings, speller: Speller) -> dict[str, Any]:
 def write_dump(folder: str | Path, fault: Fault, sample: Sample, kept: Kept) -> Path:
     """Write what a producer was given into a new folder inside `folder`; that folder."""
     speller, missing = Speller(), dict[str, str]()
-    made = [(p, t) for p, t in leaves(sample.output) if folders.is_plain(t)]
+    made = [(p, t) for p, t in leaves(sample.output) if json_safetensors.is_plain(t)]
     content: dict[str, Any] = {
         "fault": fault.spelled(),
         "operation": _operation(sample, speller, missing) if sample.is_operation else None,
@@ -275,4 +275,4 @@ def write_dump(folder: str | Path, fault: Fault, sample: Sample, kept: Kept) -> 
             break
         except FileExistsError:
             number += 1
-    return folders.write(own, KIND, content, speller.tensors)
+    return json_safetensors.write(own, KIND, content, speller.tensors)

@@ -25,17 +25,17 @@ from hookline.core.gathering import is_gathered
 from hookline.core.hooks import Context, first_names
 from hookline.core.taps import KEEP, Frame, Tap, is_over
 from hookline.errors import NonFiniteError, NotHookable, PlaceNotFound
+from hookline.guards.backward_trace import Backward
+from hookline.guards.faults import fault_of
 from hookline.guards.finite_checks import Numbers, all_finite, is_bad, numbers, probe
-from hookline.guards.gradients import Backward
+from hookline.guards.forward_trace import Modules, Trace
+from hookline.guards.guard_errors import Teller, bad_gradients, label_of
+from hookline.guards.kept_calls import Holder, Kept, Parts, is_spread, unwrapped
+from hookline.guards.origin_search import find_forward, of_outputs, parameter_names
 from hookline.guards.origins import ADDING, Ignored, Labelled, Origin, line_of
-from hookline.guards.reports import fault_of
-from hookline.guards.runs import Holder, Kept, Parts, is_spread, unwrapped
-from hookline.guards.search import find_forward, of_outputs, parameter_names
-from hookline.guards.telling import Teller, bad_gradients, label_of
-from hookline.guards.tracing import Modules, Trace
 from hookline.places.resolution import Request, Target, Where, resolve
-from hookline.scalers import Scaler, check_scaler, scale_of
 from hookline.torch_private import at_backward_end, backward_hooks_of, backward_id, version_of
+from hookline.training.grad_scalers import Scaler, check_scaler, scale_of
 from hookline.values.nested import leaves
 
 __all__ = ["guard"]

@@ -19,13 +19,13 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import Tensor, nn
 
-from hookline import folders
 from hookline.errors import ReplayError
 from hookline.guards.dumps import KIND, function_named, read_value
+from hookline.guards.kept_calls import unwrapped
 from hookline.guards.origins import Labelled, labelled
-from hookline.guards.runs import unwrapped
+from hookline.isolation.training_modes import modes_of, set_modes
 from hookline.places.tree import join, tensors_of, walk
-from hookline.trials.modes import modes_of, set_modes
+from hookline.storage import json_safetensors
 from hookline.values.nested import get_part, leaves, map_leaves
 from hookline.values.snapshots import same_bits
 from hookline.values.tables import one_line
@@ -78,7 +78,7 @@ class _Dump:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = folder
-        self.content, self.tensors = folders.read(folder, KIND, ReplayError)
+        self.content, self.tensors = json_safetensors.read(folder, KIND, ReplayError)
         try:
             self.fault = dict(self.content["fault"])
             self.backward = self.fault["backward"] is True

@@ -26,7 +26,7 @@ from hookline.core.attaching import attached
 from hookline.core.offloading import data_of
 from hookline.edits.edits import EditFunction, edit
 from hookline.edits.ready_slices import heads
-from hookline.spellings import Writer
+from hookline.recipes.json_format import Writer
 from hookline.torch_private import packed_parameters_of
 from hookline.values.nested import children
 from hookline.values.quantised import held_in, is_wrapper

@@ -18,18 +18,18 @@ import torch
 from torch import nn
 
 from hookline.errors import HarvestError, HooklineError
-from hookline.harvests.batches import Share, Source, ranks
+from hookline.harvests.background_thread import Background
 from hookline.harvests.fingerprints import digest
-from hookline.harvests.plans import describe, plan_for, refuse_changes
+from hookline.harvests.harvest_plan import describe, plan_for, refuse_changes
+from hookline.harvests.harvest_statistics import Measuring, are_sound
 from hookline.harvests.progress import Progress
-from hookline.harvests.ranks import earlier, finish, open_writer, unfinish
-from hookline.harvests.rows import Taken, Taker, Taking, rows_in, sizes_in
-from hookline.harvests.statistics import Measuring, are_sound
-from hookline.harvests.writing import Background
+from hookline.harvests.rank_batches import Share, Source, ranks
+from hookline.harvests.rank_completion import earlier, finish, open_writer, unfinish
+from hookline.harvests.row_extraction import Taken, Taker, Taking, rows_in, sizes_in
 from hookline.places.resolution import Where
 from hookline.statistics.measuring import Statistics
 from hookline.storage.store import Store
-from hookline.storage.writing import StoreWriter
+from hookline.storage.store_writer import StoreWriter
 from hookline.torch_checks import require
 
 __all__ = ["harvest"]

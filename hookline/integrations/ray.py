@@ -21,13 +21,13 @@ from numpy.typing import NDArray
 from torch import nn
 
 from hookline.errors import HarvestError, StoreError
-from hookline.harvests.plans import describe, refuse_changes
-from hookline.harvests.rows import Taker, Taking
+from hookline.harvests.harvest_plan import describe, refuse_changes
+from hookline.harvests.row_extraction import Taker, Taking
 from hookline.places.resolution import Where
-from hookline.storage.files import ranks_of, read_index
 from hookline.storage.locks import locked
 from hookline.storage.store import Store
-from hookline.storage.writing import StoreWriter
+from hookline.storage.store_files import ranks_of, read_index
+from hookline.storage.store_writer import StoreWriter
 
 __all__ = ["Harvester"]
 

@@ -14,22 +14,22 @@ from typing import TYPE_CHECKING, Any, Literal, cast, overload
 import torch
 from torch import Tensor, nn
 
-from hookline import folders
 from hookline.core.contexts import Entering
 from hookline.core.hooks import first_names, hook, named_place, settled
 from hookline.core.slices import Misfit, take
 from hookline.core.taps import Call
 from hookline.errors import NeverFired, NotCaptured, NotHookable, StatisticsError, warn_outside
-from hookline.listings import held_as
+from hookline.isolation.batches import call as run
+from hookline.isolation.batches import is_series, no_series, refuse_padding
+from hookline.isolation.early_exit import Stopping
 from hookline.places.resolution import Target, Where, resolve
 from hookline.records.captures import capture
-from hookline.statistics.gradient_taps import Looking
-from hookline.statistics.kinds import Statistic, by_name, statistic_from, warn_of_images
+from hookline.selecting import held_as
+from hookline.statistics.all_statistics import Statistic, by_name, statistic_from, warn_of_images
 from hookline.statistics.masks import NamedMask
-from hookline.statistics.numbering import Numbers
-from hookline.trials.batches import call as run
-from hookline.trials.batches import is_series, no_series, refuse_padding
-from hookline.trials.stopping import Stopping
+from hookline.statistics.sample_numbers import Numbers
+from hookline.statistics.value_observer import Looking
+from hookline.storage import json_safetensors
 from hookline.values.nested import only_tensor
 from hookline.values.tables import as_html, as_text
 
@@ -117,12 +117,12 @@ class Measurements(Mapping[str, Mapping[str, Any]]):
                 for key, tensor in one.state.items():
                     tensors[f"{len(content)}/{name}/{key}"] = tensor
             content.append(row)
-        return folders.write(folder, "measurements", {"places": content}, tensors)
+        return json_safetensors.write(folder, "measurements", {"places": content}, tensors)
 
     @classmethod
     def load(cls, folder: str | Path) -> Measurements:
         """Read what `save` wrote."""
-        content, tensors = folders.read(folder, "measurements", StatisticsError)
+        content, tensors = json_safetensors.read(folder, "measurements", StatisticsError)
         made, source = cls(), f"{folder}"
         states: dict[str, dict[str, Tensor]] = {}
         for path, tensor in tensors.items():

@@ -21,12 +21,12 @@ import torch
 from torch import Tensor, nn
 
 from hookline.torch_private import parameters_of
-from hookline.training.depths import advise_on, judge_depths
 from hookline.training.findings import Finding, Severity
-from hookline.training.looking import Looking, Plan
-from hookline.training.moments import Moments
 from hookline.training.run_files import STATISTICS
-from hookline.training.silences import Silence, Streaks
+from hookline.training.step_measurement import Looking, Plan
+from hookline.training.streaks import Silence, Streaks
+from hookline.training.tensor_moments import Moments
+from hookline.training.vanishing_gradients import advise_on, judge_depths
 
 if TYPE_CHECKING:
     from hookline.training.writers import Measured

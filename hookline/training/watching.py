@@ -23,14 +23,14 @@ from hookline.core.hooks import settled
 from hookline.errors import PlaceError, RunError, warn_outside
 from hookline.places.resolution import Where
 from hookline.places.tree import unwrapped
-from hookline.scalers import Scaler, check_scaler, is_scaler, scale_of
 from hookline.torch_private import backward_id
 from hookline.training.diagnosis import Diagnosis
+from hookline.training.distributed import gathered, rank_of, ranks_in
 from hookline.training.findings import Finding, Findings, overflowed
-from hookline.training.looking import Looking, Plan, at_end
+from hookline.training.grad_scalers import Scaler, check_scaler, is_scaler, scale_of
 from hookline.training.optimizers import Optimizing, innermost
-from hookline.training.ranks import gathered, rank_of, ranks_in
 from hookline.training.run_files import BINS, ROW_KINDS
+from hookline.training.step_measurement import Looking, Plan, at_end
 from hookline.training.writers import Measured, Writer, writer_for
 
 __all__ = ["Measured", "watch"]

@@ -22,13 +22,13 @@ import numpy.typing as npt
 
 from hookline.errors import NotCaptured, RunError
 from hookline.training.findings import Finding, to_json
-from hookline.training.moments import binned
 from hookline.training.run_files import STATISTICS, Row
 from hookline.training.run_writing import Bins, RunWriter
+from hookline.training.tensor_moments import binned
 from hookline.values.tables import as_html, as_text
 
 if TYPE_CHECKING:
-    from hookline.training.looking import Looking
+    from hookline.training.step_measurement import Looking
 
 __all__ = ["Measured", "Writer", "writer_for"]
 

@@ -14,10 +14,10 @@ from typing import Any, Self, TypeAlias, TypeVar, cast
 
 from torch import nn
 
-from hookline.compat.nethook.invocations import Invocation
-from hookline.compat.nethook.layers import Options, Traced
-from hookline.compat.nethook.names import get_module, place
-from hookline.compat.nethook.retention import Losses
+from hookline.compat.nethook.module_names import get_module, place
+from hookline.compat.nethook.optional_arguments import Invocation
+from hookline.compat.nethook.retained_values import Losses
+from hookline.compat.nethook.traced_layers import Options, Traced
 from hookline.core.hooks import hook
 from hookline.core.taps import Call
 from hookline.errors import PlaceError, warn_outside

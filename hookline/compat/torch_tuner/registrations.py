@@ -14,20 +14,26 @@ from urllib.parse import quote
 import torch
 from torch import nn
 
-from hookline.compat.torch_tuner.gradients import Gradients
 from hookline.compat.torch_tuner.handles import FBH, FBPH, FH, FPH, Handle, Kind
+from hookline.compat.torch_tuner.layer_gradients import Gradients
+from hookline.compat.torch_tuner.saved_values import (
+    Value,
+    after_first,
+    arguments_of,
+    plain,
+    settled,
+)
 from hookline.compat.torch_tuner.updates import Noise, Update
-from hookline.compat.torch_tuner.values import Value, after_first, arguments_of, plain, settled
 from hookline.core.hooks import Context, hook
 from hookline.core.taps import Call
 from hookline.edits.edits import edit
 from hookline.edits.restoring import get_module
 from hookline.errors import ChangeError, NotCaptured, PlaceError, PlaceNotFound
-from hookline.listings import select
+from hookline.isolation.batches import call as run
+from hookline.isolation.isolated_runs import trial
 from hookline.places.resolution import Place, Where
 from hookline.records.captures import capture
-from hookline.trials.batches import call as run
-from hookline.trials.runs import trial
+from hookline.selecting import select
 from hookline.values.nested import Part, leaves
 
 __all__ = ["Hooks"]

@@ -1,0 +1,81 @@
+"""A page of a model: its parameters and costs, and with a batch what happened in one run of it.
+
+- `page_of_model(model, batch, loss, …)`: the page
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from hookline.costs.module_sizes import copy_unmade, has_unmade
+from hookline.costs.summarizing import summarize
+from hookline.isolation.isolated_runs import copied, gradients, pull_back, roots_of, run, trial
+from hookline.isolation.module_index import Contents
+from hookline.places.resolution import Place
+from hookline.places.tree import join, tensors_of, walk
+from hookline.records.captures import capture
+from hookline.records.records import Record
+from hookline.view.page import Chunk, Page
+from hookline.view.page_tree import Outline
+from hookline.view.record_pages import add_record, facts_of, gather, share
+from hookline.view.tensor_summaries import portray_value
+from hookline.view.value_findings import remark
+
+__all__ = ["page_of_model"]
+
+Loss = Callable[[Any], Tensor]
+
+
+def page_of_model(model: nn.Module, batch: Any, loss: Loss | None, budget: int) -> Page:
+    """The page of a model; with a batch, of one run of it, and with a loss, of its gradients."""
+    held = Contents(model).tensors
+    if batch is not None and has_unmade(held):
+        model = copy_unmade(model, held)  # a run would give them their shapes
+        with trial(model, contents=[Contents(model)]):
+            run(model, copied(batch))
+    summary = summarize(model, batch)
+    outline = Outline(summary)
+    chunks: dict[str, Callable[[], Chunk]] = {}
+    notes: list[str] = []
+    tensors = [(path, pair) for path, module in walk(model) for pair in tensors_of(module)]
+    ran = (batch is not None) + (loss is not None)
+    most = share(budget, len(tensors) + ran * len(outline.modules))
+    if batch is not None:
+        add_record(outline, chunks, _observe(model, batch, loss, most), most, notes)
+    for path, (name, tensor) in tensors:
+        place = Place(join(path, name), "value")
+        if nn.parameter.is_lazy(tensor):
+            outline.entry(place, note="It has no shape before the first run.", count=0, chunk="")
+        else:
+            gather(outline, chunks, place, [tensor], most, notes, weight=True)
+    run_so = "one run" + " with gradients" * bool(loss)
+    return Page(
+        {
+            "kind": "model",
+            "title": summary.model,
+            "subtitle": "parameters only" if batch is None else run_so,
+            "item": "call",
+            "facts": facts_of(summary),
+            "notes": notes,
+            "findings": remark(outline, notes),
+            **outline.to_json(),
+        },
+        chunks,
+    )
+
+
+def _observe(model: nn.Module, batch: Any, loss: Loss | None, most: int) -> Record:
+    """One run of a model that leaves no trace; portraits are kept instead of values."""
+    where = ["", "**"] if any(True for _ in model.children()) else [""]
+    if loss is not None:
+        where += [f"{place}:grad_output" for place in where]
+    watched = capture(model, *where, transform=partial(portray_value, most=most), detach=True)
+    with trial(model), gradients(loss is not None), watched as record:
+        result = run(model, copied(batch))
+        if loss is not None:
+            pull_back(roots_of(loss(result)))
+    return record
