@@ -656,7 +656,7 @@ def test_numbers_that_json_cannot_hold_become_null():
 
 
 def test_what_is_no_subject_is_refused_in_three_parts(tmp_path):
-    with pytest.raises(hl.ReportError, match=r"The subject is a int.*pages\.figures draws"):
+    with pytest.raises(hl.ReportError, match=r"The subject is a int.*view\.figures draws"):
         hl.report(3, tmp_path / "r.html")
     with pytest.raises(hl.ReportError, match="no store, run or record"):
         hl.report(tmp_path, tmp_path / "r.html")
