@@ -27,7 +27,7 @@ from hookline.core.operations import Mode, innermost, name_of, not_called
 from hookline.core.taps import Call
 from hookline.errors import NeverFired, PlaceNotFound
 from hookline.isolation.batches import call
-from hookline.isolation.isolated_runs import copied, run, trial
+from hookline.isolation.isolated_runs import copied, isolated, run
 from hookline.places.grammar import Place, parse
 from hookline.places.resolution import Where, resolve
 from hookline.places.targets import Target
@@ -189,7 +189,7 @@ def _survey(model: nn.Module, wheres: Iterable[Where], inputs: Any) -> list[Plac
 
     looked = [p for p, t in others.items() if t.attribute is None and "grad" not in p.port]
     mode = _Survey(targets)
-    with trial(model), torch.no_grad():
+    with isolated(model), torch.no_grad():
         batch = copied(inputs)
         compiling.suspend(mode, in_graph=False)
         try:

@@ -26,7 +26,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_fl
 
 import hookline as hl
 from hookline.costs.flop_counter import FlopCounter
-from hookline.isolation.module_index import Contents
+from hookline.isolation.module_index import ModuleIndex
 
 aten = torch.ops.aten
 
@@ -1134,7 +1134,7 @@ def test_contents_notice_whatever_is_put_in_another_place():
     ]
     for change in changes:
         model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-        contents = Contents(model)
+        contents = ModuleIndex(model)
         with torch.no_grad():
             model[0].weight.add_(1)
         model.eval()

@@ -34,7 +34,7 @@ from hookline.harvests import harvest_statistics
 from hookline.harvests import progress as harvest_progress
 from hookline.harvests import rank_batches as harvest_batches
 from hookline.harvests import row_extraction as harvest_rows
-from hookline.harvests.fingerprints import digest, fingerprint, spell
+from hookline.harvests.fingerprints import digest, fingerprint, stable_text
 from hookline.storage import shard_writer as store_shards
 from hookline.storage import store_writer as store_writing
 
@@ -957,7 +957,7 @@ def test_a_plan_of_one_batch_speaks_of_one(to, capsys):
 
 def test_the_bytes_of_the_plan_are_those_on_disk(data, to, monkeypatch):
     plans = []
-    monkeypatch.setattr(harvest_plans.Plan, "check_space", lambda plan: plans.append(plan))
+    monkeypatch.setattr(harvest_plans.HarvestPlan, "check_space", lambda plan: plans.append(plan))
     hl.harvest(small(), torch.randn(64, 4).split(8), ["0", "2"], to=to, quiet=True)
     shards = sum(path.stat().st_size for path in to.glob("*.safetensors"))
     assert shards <= plans[0].nbytes <= shards + 65536
@@ -1387,7 +1387,7 @@ def test_ranks_that_make_no_sense_are_refused(values, monkeypatch):
         if value is not None:
             monkeypatch.setenv(name, value)
     with pytest.raises(hl.HarvestError, match="RANK"):
-        harvest_batches.ranks()
+        harvest_batches.rank_and_world_size()
 
 
 # Fingerprints
@@ -1395,8 +1395,8 @@ def test_ranks_that_make_no_sense_are_refused(values, monkeypatch):
 
 def test_a_function_with_a_set_of_words_is_the_same_in_every_process():
     code = (
-        "from hookline.harvests.fingerprints import spell\n"
-        "print(spell(lambda m, b: m(**{k: b[k] for k in b if k in {'ids', 'mask', 'types'}})))"
+        "from hookline.harvests.fingerprints import stable_text\n"
+        "print(stable_text(lambda m, b: m(**{k: b[k] for k in b if k in {'ids', 'mask'}})))"
     )
     told = {
         subprocess.run(
@@ -1406,7 +1406,7 @@ def test_a_function_with_a_set_of_words_is_the_same_in_every_process():
         for seed in "012"
     }  # fmt: skip
     assert len(told) == 1
-    assert spell(lambda k: k in {"a", "b"}) != spell(lambda k: k in {"a", "c"})
+    assert stable_text(lambda k: k in {"a", "b"}) != stable_text(lambda k: k in {"a", "c"})
 
 
 def test_a_fingerprint_sees_every_change():
@@ -1486,7 +1486,7 @@ def test_functions_and_slices_are_told_apart():
         hl.heads(1, of=4), hl.heads(2, of=4), hl.last_token(torch.ones(2, 3)),
         hl.last_token(torch.ones(2, 4)), hl.last_token,
     ]  # fmt: skip
-    assert len({spell(one) for one in things}) == len(things)
+    assert len({stable_text(one) for one in things}) == len(things)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

@@ -1544,7 +1544,9 @@ def test_where_no_space_can_be_reserved_rows_are_written_as_they_come(
 
 @pytest.mark.parametrize("end", ["close", "an error", "kill"])
 def test_space_that_was_reserved_is_given_back(tmp_path, monkeypatch, end):
-    if operating_system.file_system(tmp_path) != "ext4" or not store_space.Ahead(tmp_path):
+    if operating_system.file_system(tmp_path) != "ext4" or not store_space.SpaceReservation(
+        tmp_path
+    ):
         pytest.skip("another file system")
     value = torch.ones(1 << 18)  # 1 MB, from where on there is some
     writer = Store.create(tmp_path, sync="never")

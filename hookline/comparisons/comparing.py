@@ -30,10 +30,10 @@ from hookline.isolation.isolated_runs import (
     Mode,
     check_model,
     copied,
+    isolated,
     noted,
     run,
     same_random_numbers,
-    trial,
 )
 from hookline.places.resolution import Place, Where
 from hookline.places.tree import walk
@@ -107,7 +107,7 @@ def compare(
     _check_tolerance(tolerance)
     check_mapping(model_a, model_b, mapping)
     pairs, comparison = pair_places(model_a, model_b, where, mapping)
-    with trial(model_a, model_b, mode=mode):
+    with isolated(model_a, model_b, mode=mode):
         kept: Kept = {}
 
         def keep(place: Place, index: int, value: Any) -> None:
@@ -117,7 +117,7 @@ def compare(
         first = "The first model" if model_a is not model_b else "The model"
         last = _is_compiled(model_a) or _is_compiled(model_b)
         _follow(model_a, copied(batch), list(pairs), keep, first, comparison, last)
-        meeting = _Meeting(kept, tolerance)
+        meeting = _ValueMatcher(kept, tolerance)
         meeting.rounding = _rounding(model_a), _rounding(model_b)
         given = copied(batch if batch_b is None else batch_b)
         places = list(dict.fromkeys([*kept, *pairs.values()]))  # as the first model has them
@@ -250,7 +250,7 @@ def _root(places: list[Place], inside: bool) -> Place:
     )
 
 
-class _Meeting:
+class _ValueMatcher:
     """The values of the second model meet those of the first."""
 
     def __init__(self, kept: Kept, tolerance: Tolerance | None) -> None:

@@ -1,7 +1,7 @@
 """The runs of a sweep: a model on the corrupt batch, with changes, several in one forward.
 
-- `Runner`: runs a model with changes, and gives the metric of each
-- `Job`: one change to try, at a place and a position
+- `SweepRunner`: runs a model with changes, and gives the metric of each
+- `PatchJob`: one change to try, at a place and a position
 - `one_number(value)`: a metric as a number
 - `shape_of(value, place)`: the shape of the tensor at a place
 - `not_called(places)`: the error for places that the corrupt batch does not reach
@@ -29,14 +29,14 @@ from hookline.records.records import Record
 from hookline.values.nested import Path, children, leaves, map_leaves, only_tensor, set_part
 from hookline.values.snapshots import same_bits
 
-__all__ = ["Job", "Metric", "Runner", "Shapes", "not_called", "one_number", "shape_of"]
+__all__ = ["Metric", "PatchJob", "Shapes", "SweepRunner", "not_called", "one_number", "shape_of"]
 
 Metric = Callable[[Any], Any]
 Shapes = dict[Place, list[torch.Size]]  # one for each call
 _Maker = Callable[[Place, Tensor, "int | None", Call], Tensor]  # of a part of a value
 
 
-class Job(NamedTuple):
+class PatchJob(NamedTuple):
     """One change to try; without a position, at the whole value."""
 
     place: Place
@@ -83,7 +83,7 @@ def not_called(places: Iterable[Place]) -> BatchError:
     )
 
 
-class Runner:
+class SweepRunner:
     """Runs a model on the corrupt batch, with changes."""
 
     def __init__(
@@ -201,7 +201,7 @@ class Runner:
 
     # -- running --------------------------------------------------------------------------------
 
-    def chunks(self, jobs: list[Job]) -> Iterator[list[Job]]:
+    def chunks(self, jobs: list[PatchJob]) -> Iterator[list[PatchJob]]:
         """The jobs, in lists of those that run in one forward."""
         together = [job for job in jobs if job.place in self.together]
         size = self.copies
@@ -209,7 +209,7 @@ class Runner:
             yield together[start : start + size]
         yield from ([job] for job in jobs if job.place not in self.together)
 
-    def run(self, jobs: list[Job]) -> list[float]:
+    def run(self, jobs: list[PatchJob]) -> list[float]:
         """The metric with each of these changes."""
         self.runs += 1
         stacked = jobs[0].place in self.together

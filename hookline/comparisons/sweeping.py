@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from hookline.comparisons.sweep_results import Sweep
 from hookline.comparisons.sweep_runs import (
-    Job,
     Metric,
-    Runner,
+    PatchJob,
     Shapes,
+    SweepRunner,
     not_called,
     one_number,
     shape_of,
@@ -33,11 +33,11 @@ from hookline.isolation.isolated_runs import (
     check_model,
     copied,
     gradients,
+    isolated,
     pull_back,
     refuse_inference,
     run,
     same_random_numbers,
-    trial,
 )
 from hookline.places.resolution import Place, Where, resolve
 from hookline.records.captures import capture
@@ -105,7 +105,7 @@ def sweep(
             "Only what the clean run had can be estimated by its gradient.",
             "Leave out change= or approximate=.",
         )
-    with trial(model, mode=mode):
+    with isolated(model, mode=mode):
         with torch.no_grad(), same_random_numbers(model):
             with capture(model, where, detach=True) as record:
                 output = run(model, copied(clean))
@@ -118,7 +118,7 @@ def sweep(
         if approximate:
             jobs = _jobs(shapes, positions, dim)
             return _estimated(model, corrupt, metric, record, reference, jobs, dim, where)
-        runner = Runner(model, corrupt, metric, record, change, dim)
+        runner = SweepRunner(model, corrupt, metric, record, change, dim)
         found = Sweep(reference, runner.baseline(places), approximate=False)
         jobs = _jobs({place: runner.shapes[place] for place in places}, positions, dim)
         if change is patch:
@@ -131,7 +131,7 @@ def sweep(
                 advance(len(chunk))
         found.runs = runner.runs
         order = {job: n for n, job in enumerate(jobs)}
-        found.rows.sort(key=lambda row: order[Job(cast(Place, row.place), row.position)])
+        found.rows.sort(key=lambda row: order[PatchJob(cast(Place, row.place), row.position)])
         return found
 
 
@@ -160,12 +160,12 @@ def _check(places: list[Place]) -> None:
             )
 
 
-def _jobs(shapes: Shapes, positions: Positions, dim: int) -> list[Job]:
+def _jobs(shapes: Shapes, positions: Positions, dim: int) -> list[PatchJob]:
     """All changes to try; an error if a place has no such positions."""
-    jobs: list[Job] = []
+    jobs: list[PatchJob] = []
     for place, calls in shapes.items():
         if positions is None:
-            jobs.append(Job(place, None))
+            jobs.append(PatchJob(place, None))
             continue
         sizes = [_size(shape, dim) for shape in calls]
         size, most = min(sizes), max(sizes)
@@ -178,7 +178,7 @@ def _jobs(shapes: Shapes, positions: Positions, dim: int) -> list[Job]:
                 f"The value at {str(place)!r} has the shape {held}.",
                 "Give positions that all places and calls have, or another dim=.",
             )
-        jobs += [Job(place, p % size) for p in wanted]
+        jobs += [PatchJob(place, p % size) for p in wanted]
     return jobs
 
 
@@ -225,8 +225,8 @@ def _check_calls(place: Place, clean: int, corrupt: int) -> None:
 
 
 def _estimated(
-    model: nn.Module, batch: Any, metric: Metric, record: Record, reference: float, jobs: list[Job],
-    dim: int, where: Where,
+    model: nn.Module, batch: Any, metric: Metric, record: Record, reference: float,
+    jobs: list[PatchJob], dim: int, where: Where,
 ) -> Sweep:  # fmt: skip
     """All changes at once: the metric's slope times how far the clean values are away."""
     refuse_inference(model.parameters())
@@ -306,7 +306,7 @@ def _gradient_place(place: Place) -> Place:
 
 
 def _add_estimates(
-    found: Sweep, place: Place, slope: Place, record: Record, corrupt: Record, jobs: list[Job],
+    found: Sweep, place: Place, slope: Place, record: Record, corrupt: Record, jobs: list[PatchJob],
     dim: int,
 ) -> None:  # fmt: skip
     """The estimates at one place, summed over its calls and all but the positions."""

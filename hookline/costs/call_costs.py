@@ -1,6 +1,6 @@
 """What a run has shown of each module of a model, written into rows when they are read.
 
-- `Ledger(sizes, tree, backward)`: the calls of a run, by module
+- `CallCosts(sizes, tree, backward)`: the calls of a run, by module
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from typing import Any, cast
 
 import torch
 
-from hookline.costs.call_tree import CallTree, Step
+from hookline.costs.call_tree import CallNode, CallTree
 from hookline.costs.footprints import Footprint, footprint_of
-from hookline.costs.module_sizes import Sizes
+from hookline.costs.module_sizes import ModuleSizes
 from hookline.costs.summary import ModuleCosts
 
-__all__ = ["Ledger"]
+__all__ = ["CallCosts"]
 
 
-class Ledger:
+class CallCosts:
     """The calls of a run, by module; no module is kept.
 
     Args:
@@ -27,7 +27,7 @@ class Ledger:
         backward: whether there was a backward.
     """
 
-    def __init__(self, sizes: Sizes, tree: CallTree, backward: bool) -> None:
+    def __init__(self, sizes: ModuleSizes, tree: CallTree, backward: bool) -> None:
         self.places, self.depths, self._sizes = sizes.places, sizes.depths, sizes
         self.packed = sizes.packed
         self._steps, self._flops = tree.steps, [step.flops for step in tree.steps]
@@ -89,7 +89,7 @@ class Ledger:
             row.own_backward_flops = sum([self._backward[position] for position in positions])
         return row
 
-    def _inputs_of(self, number: int, step: Step) -> Any:
+    def _inputs_of(self, number: int, step: CallNode) -> Any:
         """The shapes of the arguments of a call by name."""
         shape = step.given
         if type(shape) is not torch.Size:

@@ -1,7 +1,7 @@
 """Which call of which module something happens in, forward and backward.
 
 - `CallTree(model)`: a context that follows all calls while a model runs
-- `Step`: one call of one module, with the call that it was made from
+- `CallNode`: one call of one module, with the call that it was made from
 
 Forwards are followed by hooks. In a backward, the sequence number of an autograd node tells in
 which call the node was made: the numbers count up, so each call has a range of them.
@@ -39,7 +39,7 @@ from hookline.torch_private import (
     without_function_modes,
 )
 
-__all__ = ["CallTree", "Step"]
+__all__ = ["CallNode", "CallTree"]
 
 # Under a mode, to read the shape of a tensor is a torch call that the mode sees.
 _NOTHING: dict[str, Any] = {}
@@ -51,7 +51,7 @@ _arguments: dict[Any, str] = {}  # the names of the first arguments of forwards
 _UP = 5
 
 
-class Step:
+class CallNode:
     """One call of one module, in the tree of calls."""
 
     # Of all below, what is not set is as it stands here: that makes a step quick to make.
@@ -65,7 +65,7 @@ class Step:
     start = stop = 0  # the first autograd nodes that are made in it, and after it
     after = 0  # how many steps there were when it ended, if it may have called other modules
     usual = True  # whether it was called outside of backwards and of vmap
-    parent: Step | None = None  # of a leaf only if a backward follows
+    parent: CallNode | None = None  # of a leaf only if a backward follows
     number: int  # of its module; always set, and by whoever makes it
 
     @property
@@ -76,18 +76,18 @@ class Step:
     def above(self) -> set[int]:
         """The modules in whose calls this one stands, its own too; a recursive one once."""
         found: set[int] = set()
-        step: Step | None = self
+        step: CallNode | None = self
         while step is not None:
             found.add(step.number)
             step = step.parent
         return found
 
 
-class _LinearStep(Step):
+class _LinearCallNode(CallNode):
     """A call of a linear layer that was not counted."""
 
 
-class _Site(Site):
+class _ModuleHooks(Site):
     """The hooks of a tree, the same ones on many modules."""
 
     tree: Any = None  # none once the hooks are off
@@ -115,7 +115,7 @@ class _Site(Site):
         super().stranger(module)
 
 
-class _LeafSite(_Site):
+class _LeafHooks(_ModuleHooks):
     """The hooks on modules that call no others, and whose FLOPs follow from shapes.
 
     While such a module runs, no mode has to see what it does. They have to be quick: most calls
@@ -123,7 +123,7 @@ class _LeafSite(_Site):
     """
 
     rank = 0  # the fewest dimensions of an argument for which that holds
-    kind: type[Step] = Step
+    kind: type[CallNode] = CallNode
 
     @outside_graphs
     def before(self, module: nn.Module, args: Any, kwargs: dict[str, Any] | None = None) -> None:
@@ -213,11 +213,11 @@ class CallTree(Entering):
         super().__init__(model)
         self._walked = walked or walk(model)
         self.clock, self.graded, self.certain = clock, graded, certain
-        self.stack: list[Step] = []
-        self.steps: list[Step] = []
+        self.stack: list[CallNode] = []
+        self.steps: list[CallNode] = []
         self.places = [path for path, _ in self._walked]
         self.numbers: dict[nn.Module, int] = {}  # of all modules that can be called
-        self._sites: dict[_Site, list[nn.Module]] = {}
+        self._sites: dict[_ModuleHooks, list[nn.Module]] = {}
         self._own: set[nn.Module] = set()  # those with a forward of their own, not of their class
         self.outside = self.outside_backward = 0  # FLOPs in no call
         self.inside: Any = None  # the frame of the innermost call, if it is a usual one
@@ -237,15 +237,15 @@ class CallTree(Entering):
         self.numbers = _called(self._model, self._walked, self._own)
         self._serial = next(SERIALS)
         named = self._model, weakref.ref(self), self._serial
-        free, linear, other = _LeafSite(*named), _LeafSite(*named), _Site(*named)
-        linear.rank, linear.kind = 2, _LinearStep
+        free, linear, other = _LeafHooks(*named), _LeafHooks(*named), _ModuleHooks(*named)
+        linear.rank, linear.kind = 2, _LinearCallNode
         if self.certain:
             self._sites = dict(zip((free, linear, other), sort_leaves(self.numbers), strict=True))
         else:
             self._sites = {other: list(self.numbers)}
         for site, modules in self._sites.items():
             site.tree = self
-            site.spread(modules, site.before, site.ended, type(site) is _Site)
+            site.spread(modules, site.before, site.ended, type(site) is _ModuleHooks)
         ACTIVE.set(ACTIVE.get() | {self._serial})
 
     def _stop(self) -> None:
@@ -254,7 +254,7 @@ class CallTree(Entering):
         while self.stack:  # they raised
             self._drop()
         for site, modules in self._sites.items():
-            site.lift(modules, type(site) is _Site)
+            site.lift(modules, type(site) is _ModuleHooks)
             site.tree = None
         self._sites = {}
         ACTIVE.set(ACTIVE.get() - {self._serial})
@@ -274,7 +274,7 @@ class CallTree(Entering):
         """A module is called; usually by the forward of the innermost call."""
         if self.leaf is not None:
             self.wake()
-        step, stack = Step(), self.stack
+        step, stack = CallNode(), self.stack
         if not usual:
             step.usual = self.is_usual()
         step.number, step.running = self.numbers[module], running
@@ -314,7 +314,7 @@ class CallTree(Entering):
             step.number = numbers.get(old[step.number], -1)
         self.numbers = {m: numbers[m] for m in self.numbers if m in numbers}
 
-    def now(self) -> Step | None:
+    def now(self) -> CallNode | None:
         """The innermost running call."""
         stack = self.stack
         while stack and is_over(stack[-1].running):  # it raised, and someone caught that
@@ -353,7 +353,7 @@ class CallTree(Entering):
     def settle(self) -> None:
         """Add what was not counted, for it follows from shapes."""
         for step in self.steps:
-            if type(step) is _LinearStep:
+            if type(step) is _LinearCallNode:
                 made: Any = step.made
                 if type(made) is Footprint:  # no plain tensor
                     self.doubtful = True
@@ -379,7 +379,7 @@ class CallTree(Entering):
         else:
             step.backward += flops
 
-    def maker(self, number: int) -> Step | None:
+    def maker(self, number: int) -> CallNode | None:
         """The innermost call in which the autograd node with this number was made."""
         place = bisect_right(self.steps, number, key=attrgetter("start")) - 1
         step = self.steps[place] if place >= 0 else None

@@ -196,7 +196,7 @@ _GEOMETRY = {
 _OURS = ("aten", "prim", "prims", "profiler")
 
 
-class _Counting(DispatchMode):
+class _CountingMode(DispatchMode):
     """Sees every operation of a thread, and of the backwards that it starts."""
 
     supports_higher_order_operators = True
@@ -266,10 +266,10 @@ def _unknown(*args: Any, **kwargs: Any) -> int:
     raise TypeError("an operation of another library, for which there is no formula")
 
 
-class _Shortcuts(TorchFunctionMode):
+class _KnownFlopsMode(TorchFunctionMode):
     """Lets calls past the dispatch mode whose FLOPs are known, or were counted in such a call."""
 
-    def __init__(self, counting: _Counting, certain: bool) -> None:
+    def __init__(self, counting: _CountingMode, certain: bool) -> None:
         super().__init__()
         self.counting = counting
         self.certain = certain  # whether what follows from shapes is what the formulas say
@@ -327,10 +327,10 @@ class FlopCounter:
     """
 
     def __init__(self, add: Callable[[int], None], shortcuts: bool = True) -> None:
-        self._mode = _Counting(add)
-        self._memory: _Shortcuts | None = None
+        self._mode = _CountingMode(add)
+        self._memory: _KnownFlopsMode | None = None
         if shortcuts and without_dispatch_modes is not None and not has_other_modes():
-            self._memory = _Shortcuts(self._mode, has_torchs_formulas())
+            self._memory = _KnownFlopsMode(self._mode, has_torchs_formulas())
 
     @property
     def total(self) -> int:

@@ -1,9 +1,9 @@
 """What the modules of a model hold, told without a run: parameters, buffers, their bytes.
 
-- `sizes(model)`: a `Summary` with all that needs no batch
-- `Sizes(contents)`: what is told of each module, of which rows are made when they are read
-- `has_unmade(tensors)`: whether some are of lazy modules, and have no size so far
-- `copy_unmade(model, tensors)`: a copy of a model that has such
+- `model_sizes(model)`: a `Summary` with all that needs no batch
+- `ModuleSizes(contents)`: what is told of each module, of which rows are made when they are read
+- `has_uninitialized(tensors)`: whether some are of lazy modules, and have no size so far
+- `copy_uninitialized(model, tensors)`: a copy of a model that has such
 """
 
 from __future__ import annotations
@@ -19,35 +19,35 @@ from torch.nn.parameter import UninitializedBuffer, is_lazy
 from hookline.costs.flop_formulas import is_dense
 from hookline.costs.footprints import size_of
 from hookline.costs.summary import ModuleCosts, Summary
-from hookline.isolation.module_index import Contents
+from hookline.isolation.module_index import ModuleIndex
 from hookline.places.tree import join, tensors_of
 from hookline.torch_private import submodules_of
 
-__all__ = ["Sizes", "copy_unmade", "has_unmade", "sizes"]
+__all__ = ["ModuleSizes", "copy_uninitialized", "has_uninitialized", "model_sizes"]
 
 _MADE = {nn.Parameter, Tensor}
 
 
-def sizes(model: nn.Module) -> Summary:
+def model_sizes(model: nn.Module) -> Summary:
     """What can be told without a run.
 
-    >>> sizes(nn.Linear(2, 3))[""].parameters
+    >>> model_sizes(nn.Linear(2, 3))[""].parameters
     9
     """
-    return Summary(model, Sizes(Contents(model)))
+    return Summary(model, ModuleSizes(ModuleIndex(model)))
 
 
-def has_unmade(tensors: list[Tensor]) -> bool:
+def has_uninitialized(tensors: list[Tensor]) -> bool:
     """Whether some tensors of a model belong to lazy modules that were not called so far."""
-    return not _MADE.issuperset(map(type, tensors)) and any(map(_is_unmade, tensors))
+    return not _MADE.issuperset(map(type, tensors)) and any(map(_is_uninitialized, tensors))
 
 
-def _is_unmade(tensor: Tensor) -> bool:
+def _is_uninitialized(tensor: Tensor) -> bool:
     """Whether a tensor belongs to a lazy module, and has no size so far."""
     return type(tensor) not in _MADE and is_lazy(tensor)
 
 
-def copy_unmade(model: nn.Module, tensors: list[Tensor]) -> nn.Module:
+def copy_uninitialized(model: nn.Module, tensors: list[Tensor]) -> nn.Module:
     """A copy of a model that has lazy modules, of which torch cannot copy the buffers."""
     memo: dict[int, Any] = {}
     for tensor in tensors:
@@ -57,10 +57,10 @@ def copy_unmade(model: nn.Module, tensors: list[Tensor]) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
-class Sizes:
+class ModuleSizes:
     """What the modules of a model hold as it is now; no module and no tensor is kept.
 
-    >>> found = Sizes(Contents(nn.Sequential(nn.Linear(2, 3), nn.ReLU())))
+    >>> found = ModuleSizes(ModuleIndex(nn.Sequential(nn.Linear(2, 3), nn.ReLU())))
     >>> [found.make_row(number).parameters for number in range(len(found.places))]
     [9, 9, 0]
 
@@ -69,15 +69,15 @@ class Sizes:
         dense: whether it is known already that all its tensors are dense.
     """
 
-    def __init__(self, contents: Contents, dense: bool = False) -> None:
+    def __init__(self, contents: ModuleIndex, dense: bool = False) -> None:
         self.places = [path for path, _ in contents.named]
         self.depths = [path.count(".") + 1 if path else 0 for path in self.places]
         self._types = [type(module).__name__ for module in contents.modules]
         self.packed = _packed(contents)
         dense = dense or is_dense(contents.tensors)
-        self._parameters = _Column(contents.parameters, contents.all_parameters, dense)
+        self._parameters = _TensorColumn(contents.parameters, contents.all_parameters, dense)
         self._parameters.trained = contents.trained
-        self._buffers = _Column(contents.buffers, contents.all_buffers, dense)
+        self._buffers = _TensorColumn(contents.buffers, contents.all_buffers, dense)
         self._children = [*map(len, contents.children)]
         self._ends: list[int] = []  # of each module, the number after the last in it
         self._owners, self._aliases = _owners(contents), dict[int, list[str]]()
@@ -113,7 +113,7 @@ class Sizes:
         return row
 
 
-class _Column:
+class _TensorColumn:
     """Parameters, or buffers, in order: of each what is told, and where those of a module begin."""
 
     def __init__(
@@ -125,7 +125,7 @@ class _Column:
         if dense:
             self._bytes = [0 if t is None else t.nbytes for t in tensors]
         else:
-            tensors = [None if t is None or _is_unmade(t) else t for t in tensors]
+            tensors = [None if t is None or _is_uninitialized(t) else t for t in tensors]
             self._bytes = [0 if t is None else size_of(t) for t in tensors]
         self.counts = [0 if t is None else t.numel() for t in tensors]
         self.trained: list[bool] = []  # of each, if it is a matter of parameters
@@ -154,11 +154,11 @@ class _Column:
                 found[self._keys[at]] = at
         held = [*found.values()]
         trained = [self.counts[at] for at in held if self.trained and self.trained[at]]
-        counts, sizes = [self.counts[at] for at in held], [self._bytes[at] for at in held]
-        return sum(counts), sum(trained), sum(sizes)
+        counts, model_sizes = [self.counts[at] for at in held], [self._bytes[at] for at in held]
+        return sum(counts), sum(trained), sum(model_sizes)
 
 
-def _packed(contents: Contents) -> list[str]:
+def _packed(contents: ModuleIndex) -> list[str]:
     """The quantised modules that hold weights in a form that only their own kernels read."""
     kinds = {kind for kind in {*map(type, contents.modules)} if "torch.ao.nn" in kind.__module__}
     return [
@@ -180,7 +180,7 @@ def _ends(children: list[int]) -> list[int]:
     return found
 
 
-def _insides(contents: Contents) -> list[list[int]]:
+def _insides(contents: ModuleIndex) -> list[list[int]]:
     """Of each module the numbers of all in it, its own too, also where one has several places."""
     numbers = {module: number for number, module in enumerate(contents.modules)}
     found: list[list[int]] = []
@@ -196,7 +196,7 @@ def _insides(contents: Contents) -> list[list[int]]:
     return found
 
 
-def _owners(contents: Contents) -> dict[int, list[str]]:
+def _owners(contents: ModuleIndex) -> dict[int, list[str]]:
     """The modules of every tensor that is held by more than one, or twice by one."""
     if len({*map(id, contents.tensors)}) == len(contents.tensors):
         return {}
@@ -207,7 +207,7 @@ def _owners(contents: Contents) -> dict[int, list[str]]:
     return {key: paths for key, paths in found.items() if len(paths) > 1}
 
 
-def _aliases(contents: Contents) -> dict[int, list[str]]:
+def _aliases(contents: ModuleIndex) -> dict[int, list[str]]:
     """The other names of all modules that have some."""
     numbers = {module: number for number, module in enumerate(contents.modules)}
     names: dict[int, list[str]] = {}

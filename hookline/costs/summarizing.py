@@ -13,12 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hookline.costs.call_costs import Ledger
+from hookline.costs.call_costs import CallCosts
 from hookline.costs.call_tree import CallTree
 from hookline.costs.flop_counter import FlopCounter
 from hookline.costs.flop_formulas import is_ordinary
 from hookline.costs.footprints import size_of
-from hookline.costs.module_sizes import Sizes, copy_unmade, has_unmade, sizes
+from hookline.costs.module_sizes import (
+    ModuleSizes,
+    copy_uninitialized,
+    has_uninitialized,
+    model_sizes,
+)
 from hookline.costs.summary import Summary
 from hookline.errors import BatchError
 from hookline.isolation.batches import make_batch, needs_whole_numbers, refused_shapes
@@ -28,14 +33,14 @@ from hookline.isolation.isolated_runs import (
     copied,
     cuda_devices,
     gradients,
+    isolated,
     nodes_of,
     pull_back,
     refuse_inference,
     roots_of,
     run,
-    trial,
 )
-from hookline.isolation.module_index import Contents
+from hookline.isolation.module_index import ModuleIndex
 from hookline.torch_checks import require
 from hookline.torch_private import any_global_hook, sequence_number
 from hookline.values.conversions import as_dtype
@@ -91,19 +96,19 @@ def summarize(
             "Give a batch or its shape, or leave out backward= and time=.",
         )
     if batch is None:
-        return sizes(model)
-    contents = Contents(model)
+        return model_sizes(model)
+    contents = ModuleIndex(model)
     if backward is not False:
         refuse_inference(contents.all_parameters)
     tensors = contents.tensors
-    lazy = has_unmade(tensors)
+    lazy = has_uninitialized(tensors)
     if lazy:
-        model = copy_unmade(model, tensors)
-        contents, tensors = Contents(model), []
+        model = copy_uninitialized(model, tensors)
+        contents, tensors = ModuleIndex(model), []
     shortcuts = not any_global_hook() and is_ordinary(tensors)
-    held = None if lazy else Sizes(contents, dense=shortcuts)
+    held = None if lazy else ModuleSizes(contents, dense=shortcuts)
     made, shapes = make_batch(model, batch, dtype)
-    with trial(model, mode=mode, contents=[contents]), gradients(backward is not False):
+    with isolated(model, mode=mode, contents=[contents]), gradients(backward is not False):
         try:
             return _measured(contents, held, made, backward, time, shortcuts)
         except (RuntimeError, IndexError, TypeError) as error:
@@ -116,8 +121,8 @@ def summarize(
 
 
 def _measured(
-    contents: Contents,
-    held: Sizes | None,
+    contents: ModuleIndex,
+    held: ModuleSizes | None,
     batch: Any,
     backward: bool | Loss,
     time: bool,
@@ -132,10 +137,10 @@ def _measured(
     if tree.doubtful:  # a call raised and that was caught: not all was seen from there on
         tree, counter = _counted(contents, batch, backward, False)
     if held is None or not contents.is_current():  # the run has made some of it, or replaced it
-        contents = Contents(model)
-        held = Sizes(contents)
+        contents = ModuleIndex(model)
+        held = ModuleSizes(contents)
         tree.renumber(contents.modules)
-    ledger = Ledger(held, tree, backward is not False)
+    ledger = CallCosts(held, tree, backward is not False)
     summary = Summary(model, ledger)
     summary.totals.update(ledger.totals())
     if not callable(batch):  # what a function gives the model is not known
@@ -150,7 +155,7 @@ def _measured(
 
 
 def _counted(
-    contents: Contents, batch: Any, backward: bool | Loss, shortcuts: bool
+    contents: ModuleIndex, batch: Any, backward: bool | Loss, shortcuts: bool
 ) -> tuple[CallTree, FlopCounter]:
     """Run a model once, and count."""
     model, graded, batch = contents.model, backward is not False, copied(batch)

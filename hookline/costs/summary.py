@@ -2,7 +2,7 @@
 
 - `Summary`: what `summarize` gives
 - `ModuleCosts`: what one module costs
-- `Source`: where a summary has its rows from
+- `RowSource`: where a summary has its rows from
 - `shapes_of(value)`: the shapes in a value, in its structure
 """
 
@@ -28,7 +28,7 @@ from hookline.torch_private import submodules_of
 from hookline.values.nested import children
 from hookline.values.tables import show_bytes
 
-__all__ = ["ModuleCosts", "Source", "Summary", "shapes_of"]
+__all__ = ["ModuleCosts", "RowSource", "Summary", "shapes_of"]
 
 _MOST = 60  # rows that are shown if nothing is said
 _PLAIN = (bool, int, float, complex, str)
@@ -92,7 +92,7 @@ class ModuleCosts:
     backward_seconds: float | None = field(default=None, init=False)
 
 
-class Source(Protocol):
+class RowSource(Protocol):
     """Where a summary has its rows from: it makes those that are read."""
 
     places: list[str]  # of all modules
@@ -116,7 +116,7 @@ class Summary:
       1      ReLU        (32, 16)  (32, 16)                   2.0 KB
     """
 
-    def __init__(self, model: nn.Module, source: Source) -> None:
+    def __init__(self, model: nn.Module, source: RowSource) -> None:
         self.model = type(model).__name__
         self._source = source
         self._alive: weakref.ref[nn.Module] | None = weakref.ref(model)

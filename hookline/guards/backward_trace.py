@@ -3,7 +3,7 @@
 A node that was given finite gradients and passes on one that is not is their origin. In the end
 only what reached a parameter or an input counts.
 
-- `Backward`: the hooks on the nodes of a graph, and what they found
+- `BackwardTrace`: the hooks on the nodes of a graph, and what they found
 """
 
 from __future__ import annotations
@@ -18,8 +18,14 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from hookline.guards.finite_checks import Numbers, is_bad
-from hookline.guards.forward_trace import Modules, Operations, Running, Span, Trace
+from hookline.guards.finite_checks import TensorDescription, is_bad
+from hookline.guards.forward_trace import (
+    ForwardTrace,
+    ModuleHooks,
+    NodeSpan,
+    OperationMode,
+    RunningCall,
+)
 from hookline.guards.origins import OURS, Labelled, Origin
 from hookline.places.tree import around, tensors_of
 from hookline.torch_private import (
@@ -31,23 +37,25 @@ from hookline.torch_private import (
 )
 from hookline.values.nested import leaves
 
-__all__ = ["Backward"]
+__all__ = ["BackwardTrace"]
 
 Edge = tuple[Any, int]
 
 
-class _Inner(NamedTuple):
+class _PythonBackward(NamedTuple):
     """What a node is in, whose backward is Python: it may run a forward and a backward inside."""
 
     node: Any
-    around: Span
+    around: NodeSpan
     came: list[Origin]  # of the bad gradients that it was given
     first: int  # the number of the first origin that may be found inside
-    trace: Trace | None  # what was shown to which trace until then, and what was running there
-    running: list[Running]
+    trace: (
+        ForwardTrace | None
+    )  # what was shown to which trace until then, and what was running there
+    running: list[RunningCall]
 
 
-class Backward:
+class BackwardTrace:
     """The hooks on the nodes of a graph; `bad` are the leaves that a bad gradient reached.
 
     What older checkpointing runs again, forward and backward, runs inside of a node; `modules` and
@@ -56,10 +64,10 @@ class Backward:
 
     def __init__(
         self,
-        trace: Trace,
+        trace: ForwardTrace,
         names: dict[int, str],
-        modules: Modules,
-        operations: Operations | None = None,
+        modules: ModuleHooks,
+        operations: OperationMode | None = None,
     ) -> None:
         self.trace, self._modules, self._operations = trace, modules, operations
         self.names = names  # of parameters and inputs, by id
@@ -69,7 +77,7 @@ class Backward:
         self._ends: list[Edge] = []  # where gradients come in
         self._of: dict[Edge, tuple[Origin, ...]] = {}
         self._nodes: dict[Any, list[Any]] = {}  # with the handles of the hooks
-        self._inner: list[_Inner] = []
+        self._inner: list[_PythonBackward] = []
 
     def watch(self, tensors: Iterable[Tensor]) -> None:
         """Put hooks on all nodes that lead to these tensors, which get their gradients here."""
@@ -107,12 +115,14 @@ class Backward:
         came = [o for n in range(len(given)) for o in self._of.get((node, n), ())]
         with without_function_modes():  # what is computed here is not the model's
             trace.clock += 1
-            around = Span(next_sequence_number(), sys.maxsize, trace.clock, path)
+            around = NodeSpan(next_sequence_number(), sys.maxsize, trace.clock, path)
             module = trace.model.get_submodule(path)
-            running = Running(module, path, trace.clock, around.start, None, 0)
+            running = RunningCall(module, path, trace.clock, around.start, None, 0)
         trace.spans.append(around)
         self._inner.append(
-            _Inner(node, around, came, len(self.origins), self._modules.trace, trace.running)
+            _PythonBackward(
+                node, around, came, len(self.origins), self._modules.trace, trace.running
+            )
         )
         self._modules.trace, trace.running = trace, [running]
         if self._operations is not None:
@@ -162,7 +172,7 @@ class Backward:
     def _reached(self, name: str, gradient: Tensor, origins: tuple[Origin, ...]) -> None:
         if name not in self.bad:
             named = name if name.startswith("the input ") else repr(name)
-            self.seen.append((f"the gradient of {named}", Numbers.of(gradient)))
+            self.seen.append((f"the gradient of {named}", TensorDescription.of(gradient)))
         self.bad[name] = origins
 
     def _joined(self, fits: Callable[[Edge], bool]) -> str:
@@ -221,13 +231,13 @@ class Backward:
         self.origins.append(origin)
         return origin
 
-    def _span(self, node: Any) -> Span | None:
+    def _span(self, node: Any) -> NodeSpan | None:
         """The operation or call that made a node: the narrowest of those whose numbers fit."""
         number = sequence_number(node)
         fitting = [span for span in self.trace.spans if span.start <= number < span.end]
         return min(fitting, key=lambda s: (s.end - s.start, not s.operation), default=None)
 
-    def _is_ignored(self, found: Origin | Span) -> bool:
+    def _is_ignored(self, found: Origin | NodeSpan) -> bool:
         model, ignored = self.trace.model, self.trace.ignored
         if not ignored:
             return False
@@ -244,7 +254,7 @@ class Backward:
             elif name not in self.bad:
                 kind = self._joined(lambda edge, name=name: self._name(edge) == name)
                 origin = Origin(kind or "sum", name, backward=True)
-                origin.values = [("gradient", Numbers.of(gradient))]
+                origin.values = [("gradient", TensorDescription.of(gradient))]
                 self.origins.append(origin)
                 self._reached(name, gradient, (origin,))
 
@@ -272,7 +282,7 @@ def _saved(node: Any) -> list[Tensor] | None:
 
 
 def _described(gradients: tuple[Any, ...], label: str) -> Labelled:
-    found = [(n, Numbers.of(g)) for n, g in enumerate(gradients) if g is not None]
+    found = [(n, TensorDescription.of(g)) for n, g in enumerate(gradients) if g is not None]
     return [(f"{label} {n}" if len(gradients) > 1 else label, own) for n, own in found]
 
 

@@ -4,10 +4,10 @@ A value that is not finite is followed by its memory. An operation that makes on
 arguments is its origin; one that was given some passes their origins on. In the end only what
 reached the model's outputs counts, by its origins: what was masked away has done no harm.
 
-- `Trace`: what is known of one run: origins, running calls, spans of autograd's numbers
-- `Operations`: the mode of torch's that shows every operation to a trace
-- `Modules`: the hooks that show every call of a module to a trace
-- `Running`, `Span`: a call that is running, and the autograd nodes that something has made
+- `ForwardTrace`: what is known of one run: origins, running calls, spans of autograd's numbers
+- `OperationMode`: the mode of torch's that shows every operation to a trace
+- `ModuleHooks`: the hooks that show every call of a module to a trace
+- `RunningCall`, `NodeSpan`: a call that is running, and the autograd nodes that something has made
 """
 
 from __future__ import annotations
@@ -27,10 +27,24 @@ from hookline.core.hooks import Context
 from hookline.core.operations import Mode, innermost, name_of
 from hookline.core.taps import KEEP, Frame, Tap
 from hookline.errors import PlaceNotFound
-from hookline.guards.finite_checks import Numbers, bad_leaves, is_bad, is_mask, signs
-from hookline.guards.kept_calls import Parts, count_of_writes
-from hookline.guards.origins import Ignored, Origin, infinite, is_meant, labelled, line_of, shown
-from hookline.guards.producer_samples import Sample, Settings, kept_value
+from hookline.guards.finite_checks import (
+    TensorDescription,
+    bad_leaves,
+    infinity_signs,
+    is_bad,
+    is_mask,
+)
+from hookline.guards.kept_calls import ModelParts, count_of_writes
+from hookline.guards.origins import (
+    IgnoredPlaces,
+    Origin,
+    infinite,
+    is_meant,
+    label_tensors,
+    line_of,
+    show_line,
+)
+from hookline.guards.producer_samples import ProducerSample, RunSettings, kept_value
 from hookline.places.resolution import Request, Target, resolve
 from hookline.places.tree import join, tensors_of, walk
 from hookline.torch_private import (
@@ -41,7 +55,7 @@ from hookline.torch_private import (
 )
 from hookline.values.nested import leaves
 
-__all__ = ["Modules", "Operations", "Running", "Span", "Trace"]
+__all__ = ["ForwardTrace", "ModuleHooks", "NodeSpan", "OperationMode", "RunningCall"]
 
 _UNWRITTEN = frozenset({
     "empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted",
@@ -51,7 +65,7 @@ _MOST = 8  # origins that are followed for one value
 
 
 @dataclass(eq=False, slots=True)
-class Running:
+class RunningCall:
     """A call of a module that is running."""
 
     module: nn.Module
@@ -60,13 +74,13 @@ class Running:
     start: int
     inputs: Any
     positional: int
-    settings: Settings = field(default_factory=Settings)
+    settings: RunSettings = field(default_factory=RunSettings)
     origins: tuple[Origin, ...] = ()  # of what it was given
     inner: list[Origin] = field(default_factory=list["Origin"])  # of what calls in it have returned
 
 
 @dataclass(eq=False, slots=True)
-class Span:
+class NodeSpan:
     """The numbers of the autograd nodes that an operation or a call has made."""
 
     start: int
@@ -79,18 +93,18 @@ class Span:
     origins: tuple[Origin, ...] = ()  # of what was given bad
 
 
-class Trace:
+class ForwardTrace:
     """What is known of one run: where bad numbers came from, and what was running."""
 
-    def __init__(self, parts: Parts, ignored: Ignored, operations: bool) -> None:
+    def __init__(self, parts: ModelParts, ignored: IgnoredPlaces, operations: bool) -> None:
         self.model, self.called, self.names = parts.model, parts.called, parts.names
         self.ignored, self.sees_operations = ignored, operations
         self.clock = 0  # numbers operations and calls
         self.origins: list[Origin] = []
         self.often: set[tuple[str, str]] = set()  # operations that a call used several times
-        self.running: list[Running] = []
-        self.spans: list[Span] = []
-        self.sample: Sample | None = None  # to be filled
+        self.running: list[RunningCall] = []
+        self.spans: list[NodeSpan] = []
+        self.sample: ProducerSample | None = None  # to be filled
         # By the memory, of which parts may be written to one by one.
         self._of: dict[int, list[tuple[Tensor, tuple[Origin, ...]]]] = {}
         self._states: dict[int, tuple[str, str, Tensor]] = {}
@@ -105,7 +119,7 @@ class Trace:
                 if kind == "buffer" and not operations and not is_bad(tensor):
                     self._sound.add(_memory(tensor))
 
-    def give(self, running: Running, inputs: Any) -> None:
+    def give(self, running: RunningCall, inputs: Any) -> None:
         """Note the inputs of the call that came in bad, by name; others may be made so in place."""
         first = next(iter(inputs), None)
         for path, tensor in bad_leaves(inputs):
@@ -124,7 +138,7 @@ class Trace:
         if memory in self._states and memory not in self._sound:
             kind, path, own = self._states[memory]
             origin = Origin(kind, path, ignored=self.ignored.tensor(path))
-            origin.values = [("", Numbers.of(own))]
+            origin.values = [("", TensorDescription.of(own))]
         elif memory in self._inputs:
             origin, own = self._inputs[memory]
         else:
@@ -170,7 +184,7 @@ class Trace:
         known = [(self.origins_of(tensor), sign, where) for tensor, sign, where in bad]
         held = [origin for origins, _, _ in known for origin in origins]
         if any(not origins for origins, _, _ in known):  # nothing that was seen has made it
-            source = shown(line_of(frame))
+            source = show_line(line_of(frame))
             strange = Origin("outside", path, False, name, use, source=source, number=self.clock)
             held.append(self._add(strange))
         wrong = [origin for origin in held if not origin.meant]
@@ -183,13 +197,13 @@ class Trace:
             return
         kind = "memory" if name in _UNWRITTEN else "operation"
         origin = Origin(
-            kind, path, False, name, use, source=shown(line_of(frame)), number=self.clock
+            kind, path, False, name, use, source=show_line(line_of(frame)), number=self.clock
         )
         origin.ignored = module is not None and self.ignored.operation(module, name, use)
         origin.meant = meant or origin.ignored
         self._follow(made, (self._add(origin),))
 
-    def _innermost(self, module: nn.Module | None) -> Running | None:
+    def _innermost(self, module: nn.Module | None) -> RunningCall | None:
         for running in reversed(self.running):
             if module is None or running.module is module:
                 return running
@@ -201,7 +215,7 @@ class Trace:
         """A call of a module begins."""
         self.clock += 1
         path, given = self.names.get(id(module), ""), kept_value(inputs)
-        running = Running(module, path, self.clock, next_sequence_number(), given, positional)
+        running = RunningCall(module, path, self.clock, next_sequence_number(), given, positional)
         if module is self.called and not self.running:
             self.give(running, inputs)
         if not self.sees_operations:
@@ -222,7 +236,7 @@ class Trace:
             found += origins
         return tuple(dict.fromkeys(found))
 
-    def _inside(self, running: Running, value: Tensor) -> tuple[Origin, ...]:
+    def _inside(self, running: RunningCall, value: Tensor) -> tuple[Origin, ...]:
         """The origins of what a forward made: of calls in it, of its inputs, or itself."""
         made = [o for o in self.origins if o.number > running.number]
         found = [o for o in dict.fromkeys((*made, *running.inner)) if not o.meant]
@@ -238,9 +252,9 @@ class Trace:
         origin = Origin("module", running.path, number=running.number)
         origin.ignored = origin.meant = self.ignored.module(running.module)
         if not self.sees_operations:
-            origin.values = labelled({"": value})
-            origin.given = labelled(running.inputs)
-            origin.sample = Sample(running.number, operation=False)
+            origin.values = label_tensors({"": value})
+            origin.given = label_tensors(running.inputs)
+            origin.sample = ProducerSample(running.number, operation=False)
             origin.sample.of(running)
         return (self._add(origin),)
 
@@ -250,7 +264,7 @@ class Trace:
         What torch does not show may have written it: numpy, a script, `torch.vmap`.
         """
         meant = all(origin.meant and not origin.ignored for origin in origins)
-        return bool(origins) and not (meant and "n" in signs(tensor))
+        return bool(origins) and not (meant and "n" in infinity_signs(tensor))
 
     def leave(self, module: nn.Module, output: Any) -> None:
         """A call of a module ends."""
@@ -260,7 +274,7 @@ class Trace:
             running = last if last.module is module else None
         if running is None:
             return
-        span = Span(running.start, next_sequence_number(), running.number, running.path)
+        span = NodeSpan(running.start, next_sequence_number(), running.number, running.path)
         # What calls in it have returned may be hidden by the next operation, which is not seen.
         span.origins = (*running.origins, *running.inner)
         self.spans.append(span)
@@ -301,10 +315,10 @@ def _covers(one: Tensor, other: Tensor) -> bool:
     )  # fmt: skip
 
 
-class Operations(Mode):
+class OperationMode(Mode):
     """The mode of torch's that shows every operation to a trace."""
 
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, trace: ForwardTrace) -> None:
         super().__init__()
         self.trace = trace
         self.recomputed: Callable[[Any], None] | None = None  # from the backward on
@@ -317,7 +331,7 @@ class Operations(Mode):
         number, start, frame = trace.clock, next_sequence_number(), sys._getframe(1)
         given = [tensor for _, tensor in leaves((args, kwargs))]
         versions = [count_of_writes(tensor) for tensor in given]
-        bad = [(t, signs(t), infinite(t)) for t in given if is_bad(t)]
+        bad = [(t, infinity_signs(t), infinite(t)) for t in given if is_bad(t)]
         found = innermost(frame)
         if found and self.recomputed and all(one.module is not found[0] for one in trace.running):
             found = None  # the program's own, from which the backward was called
@@ -339,10 +353,10 @@ class Operations(Mode):
             path = trace.names.get(id(module), "")
             if module is None and trace.running:
                 path = trace.running[-1].path
-            source = shown(line_of(frame))
+            source = show_line(line_of(frame))
             held = tuple(o for tensor, _, _ in bad for o in trace.origins_of(tensor))
             trace.spans.append(
-                Span(start, next_sequence_number(), number, path, name, use, source, held)
+                NodeSpan(start, next_sequence_number(), number, path, name, use, source, held)
             )
         wrong = [tensor for tensor in made if is_bad(tensor)]
         if wrong:
@@ -352,9 +366,11 @@ class Operations(Mode):
                 trace.let_go(tensor)
         return output
 
-    def _before(self, sample: Sample, func: Any, args: Any, kwargs: Any, module: Any) -> None:
+    def _before(
+        self, sample: ProducerSample, func: Any, args: Any, kwargs: Any, module: Any
+    ) -> None:
         sample.function, sample.arguments = func, kept_value((args, kwargs))
-        sample.settings = Settings()
+        sample.settings = RunSettings()
         running = self.trace._innermost(module)
         if running is not None:
             sample.of(running)
@@ -378,12 +394,12 @@ class _ModuleTap(Tap):
         return KEEP
 
 
-class Modules(Context[_ModuleTap]):
+class ModuleHooks(Context[_ModuleTap]):
     """The hooks that show every call of every module to a trace."""
 
     _verb = "guard"
 
-    def __init__(self, model: nn.Module, trace: Trace | None, left: Any = None) -> None:
+    def __init__(self, model: nn.Module, trace: ForwardTrace | None, left: Any = None) -> None:
         super().__init__(model, ("", ":inputs"))
         self.trace = trace
         self.left: Callable[[nn.Module, Any], None] | None = left  # called after a call has ended
@@ -399,7 +415,7 @@ class Modules(Context[_ModuleTap]):
     def _tap(self, target: Target, ref: weakref.ref[Context[Any]]) -> _ModuleTap:
         return _ModuleTap(target, ref)
 
-    def __enter__(self) -> Modules:
+    def __enter__(self) -> ModuleHooks:
         self._enter(attached=False)
         return self
 

@@ -1,6 +1,6 @@
 """From what was found to the error: what the producer was given, a dump of it, the words.
 
-- `Teller`: makes the errors of a guard
+- `ErrorBuilder`: makes the errors of a guard
 - `bad_gradients(kept)`: the gradients that came into a call's outputs bad
 - `label_of(path)`: a part of the model's output in words
 """
@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from hookline.errors import HooklineError, NonFiniteError
 from hookline.guards.dumps import write_dump
 from hookline.guards.faults import Fault, explain, fault_of
-from hookline.guards.finite_checks import Numbers, is_bad, is_mask
-from hookline.guards.kept_calls import Kept
+from hookline.guards.finite_checks import TensorDescription, is_bad, is_mask
+from hookline.guards.kept_calls import KeptCall
 from hookline.guards.origin_search import describe_sample, find_backward, take_sample
-from hookline.guards.origins import Ignored, Labelled, Origin, shown
+from hookline.guards.origins import IgnoredPlaces, Labelled, Origin, show_line
 from hookline.places.tree import join, tensors_of, walk
 from hookline.values.nested import show_path
 
-__all__ = ["Teller", "bad_gradients", "label_of"]
+__all__ = ["ErrorBuilder", "bad_gradients", "label_of"]
 
 T = TypeVar("T")
 _OTHERWISE = (
@@ -47,17 +47,17 @@ def label_of(path: tuple[Any, ...], called: str = "") -> str:
     return f"{whose}{show_path(path)}"
 
 
-def bad_gradients(kept: Kept) -> Labelled:
+def bad_gradients(kept: KeptCall) -> Labelled:
     """The gradients that came into a call's outputs bad."""
     found = [(path, gradient) for path, (gradient, _) in kept.gradients.items() if is_bad(gradient)]
-    return [(f"gradient of {label_of(p, kept.path)}", Numbers.of(g)) for p, g in found]
+    return [(f"gradient of {label_of(p, kept.path)}", TensorDescription.of(g)) for p, g in found]
 
 
-class Teller:
+class ErrorBuilder:
     """Makes the errors of a guard."""
 
     def __init__(
-        self, model: nn.Module, ignored: Ignored, to: str | Path | None, scaled: bool
+        self, model: nn.Module, ignored: IgnoredPlaces, to: str | Path | None, scaled: bool
     ) -> None:
         self.model, self.ignored, self.to, self.scaled = model, ignored, to, scaled
         self.busy = False  # whether a call is being run again
@@ -74,7 +74,7 @@ class Teller:
             self.busy = False
 
     def search_backward(
-        self, calls: list[Kept], hooked: dict[str, Tensor], seen: Labelled, scale: float
+        self, calls: list[KeptCall], hooked: dict[str, Tensor], seen: Labelled, scale: float
     ) -> list[str] | None:
         """Raise if a producer is found; else why it may not have been, or None if all is meant.
 
@@ -111,7 +111,9 @@ class Teller:
             doubts += own
         return doubts
 
-    def told(self, kept: Kept, origin: Origin, fault: Fault, scale: float = 1.0) -> NonFiniteError:
+    def told(
+        self, kept: KeptCall, origin: Origin, fault: Fault, scale: float = 1.0
+    ) -> NonFiniteError:
         """The error for a fault, with what the producer was given, and a dump of it."""
         sample, doubts = origin.sample, list[str]()
         if origin.number and kept.trace is None:
@@ -123,9 +125,9 @@ class Teller:
                     fault.remarks.append(_OTHERWISE)
         elif origin.kind == "input":
             given = {path: tensor for path, tensor, _ in kept.versions}
-            fault.values = [("", Numbers.of(given[origin.parts]))]
+            fault.values = [("", TensorDescription.of(given[origin.parts]))]
         if fault.operation and not fault.source:  # in a module of torch's that the model holds
-            fault.source = shown(kept.line)
+            fault.source = show_line(kept.line)
         if self.to is None and origin.kind in _PRODUCERS:
             fault.dump = _NOT_WRITTEN
         elif self.to is not None and origin.kind in _PRODUCERS:

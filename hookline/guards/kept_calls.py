@@ -1,10 +1,10 @@
 """A call of a model kept so that it can be run again as it was, and all put back afterwards.
 
-- `Kept`: one call: its arguments, random numbers, buffers and settings
-- `Parts`: the modules, parameters and buffers of a model, found once
-- `Buffers`: the buffers of a model, copied before a call if calls change them
-- `Randomness`: the states of the random number generators
-- `Holder`: a hook that keeps a call as long as its graph lives
+- `KeptCall`: one call: its arguments, random numbers, buffers and settings
+- `ModelParts`: the modules, parameters and buffers of a model, found once
+- `BufferCopies`: the buffers of a model, copied before a call if calls change them
+- `RandomState`: the states of the random number generators
+- `CallHolder`: a hook that keeps a call as long as its graph lives
 - `count_of_writes(tensor)`: how often it was changed in place
 - `unwrapped(model)`, `is_spread(model)`: what of a model can be run again in one process
 """
@@ -25,7 +25,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils import hooks as torch_hooks
 
 from hookline.core.gathering import is_gathered
-from hookline.guards.finite_checks import probe
+from hookline.guards.finite_checks import finite_probe
 from hookline.isolation.training_modes import modes_of, set_modes
 from hookline.places.tree import join, walk
 from hookline.torch_private import (
@@ -40,8 +40,15 @@ from hookline.values.shards import placements
 from hookline.values.snapshots import same_bits
 
 __all__ = [
-    "Buffers", "Holder", "Kept", "Parts", "Randomness", "count_of_writes", "is_spread", "unwrapped",
-]  # fmt: skip
+    "BufferCopies",
+    "CallHolder",
+    "KeptCall",
+    "ModelParts",
+    "RandomState",
+    "count_of_writes",
+    "is_spread",
+    "unwrapped",
+]
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device)
 _WRAPPERS = {"DistributedDataParallel": "module", "OptimizedModule": "_orig_mod"}
@@ -53,7 +60,7 @@ def count_of_writes(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else version_of(tensor)
 
 
-class Randomness:
+class RandomState:
     """The states of torch's, Python's and numpy's random number generators, now.
 
     That of numpy takes longer than the others, and is left out where it is not drawn from.
@@ -93,7 +100,7 @@ def _there(held: dict[str, Tensor | None], name: str) -> Tensor | None:
     return None if tensor is None or is_lazy(tensor) else tensor
 
 
-class Buffer(NamedTuple):
+class BufferCopy(NamedTuple):
     """A buffer as it was at some time: where it is held, and a copy if one was taken."""
 
     held: dict[str, Tensor | None]  # the module's own
@@ -104,7 +111,7 @@ class Buffer(NamedTuple):
     copy: Tensor | None
 
 
-class Buffers:
+class BufferCopies:
     """The buffers of a model. Those that a call was seen to change are copied before the next."""
 
     def __init__(self, model: nn.Module, names: dict[int, str]) -> None:
@@ -121,17 +128,17 @@ class Buffers:
         self.changing = {path for _, _, path in self.places} if small else set(self._uncounted)
         self.learnt = not small
 
-    def now(self, every: bool = False) -> list[Buffer]:
+    def now(self, every: bool = False) -> list[BufferCopy]:
         """Every buffer, its version, and a copy of those that may change, or of every one."""
-        kept: list[Buffer] = []
+        kept: list[BufferCopy] = []
         for held, name, path in self.places:
             tensor = _there(held, name)
             if tensor is not None:
                 copy = tensor.detach().clone() if every or path in self.changing else None
-                kept.append(Buffer(held, name, path, tensor, count_of_writes(tensor), copy))
+                kept.append(BufferCopy(held, name, path, tensor, count_of_writes(tensor), copy))
         return kept
 
-    def learn(self, before: list[Buffer]) -> list[str]:
+    def learn(self, before: list[BufferCopy]) -> list[str]:
         """After a call: which buffers it has changed; those that were not copied before it."""
         changed = [
             b for b in before
@@ -143,7 +150,7 @@ class Buffers:
         return [buffer.path for buffer in changed if buffer.copy is None]
 
     @staticmethod
-    def restore(kept: list[Buffer]) -> None:
+    def restore(kept: list[BufferCopy]) -> None:
         """Put the copied ones back, as the objects that they were."""
         for held, name, _, tensor, _, copy in kept:
             held[name] = tensor
@@ -151,7 +158,7 @@ class Buffers:
                 tensor.data.copy_(copy)  # by .data: what a graph has saved stays valid
 
 
-class Parts:
+class ModelParts:
     """The modules, parameters and buffers of a model, or of a module in it, found once."""
 
     def __init__(self, model: nn.Module, called: nn.Module, names: dict[int, str]) -> None:
@@ -159,7 +166,7 @@ class Parts:
         self.path = names[id(called)]
         self.modules = [module for _, module in walk(called)]
         self.parameters = list(called.parameters())
-        self.buffers = Buffers(called, names)
+        self.buffers = BufferCopies(called, names)
         self.devices = {p.device.index or 0 for p in self.parameters if p.is_cuda}
         self.changes_inputs = False  # whether a call was seen to change what it was given
         self.draws: dict[
@@ -176,10 +183,10 @@ class Parts:
         return [*map(id, chain.from_iterable(held.values() for held in self._held))]
 
 
-class Kept:
+class KeptCall:
     """One call of a model, or of a module in it: what it was given, and all that it depended on."""
 
-    def __init__(self, parts: Parts, inputs: Any, positional: int) -> None:
+    def __init__(self, parts: ModelParts, inputs: Any, positional: int) -> None:
         names = list(inputs)
         plain = all(isinstance(value, Tensor) for value in inputs.values())
         # Containers are copied, since a list may grow; tensors are not, their versions are noted,
@@ -191,11 +198,11 @@ class Kept:
         self.inputs, self.positional = held, positional
         self.versions = [(path, t, count_of_writes(t)) for path, t in leaves(held)]
         # Changes of tensors that were made in inference mode are not counted.
-        self.sums = [(path, t, probe(t)) for path, t, _ in self.versions if t.is_inference()]
+        self.sums = [(path, t, finite_probe(t)) for path, t, _ in self.versions if t.is_inference()]
         own = {t.device.index or 0 for _, t, _ in self.versions if t.is_cuda}
         self.devices = sorted(own | parts.devices)
         self.modes = modes_of(parts.modules)
-        self.randomness = Randomness(self.devices, parts.draws.get(self.modes[0], True))
+        self.randomness = RandomState(self.devices, parts.draws.get(self.modes[0], True))
         self.parts, self.called, self.path = parts, parts.called, parts.path
         self.buffers = parts.buffers.now()
         # accelerate exchanges at each call what it has offloaded, and gives the same data again.
@@ -233,7 +240,9 @@ class Kept:
         """Why running it again may give something else, as far as can be seen."""
         found: list[str] = []
         changed = [path for path, t, version in self.versions if count_of_writes(t) != version]
-        sums = [(path, before, probe(t)) for path, t, before in self.sums if before is not None]
+        sums = [
+            (path, before, finite_probe(t)) for path, t, before in self.sums if before is not None
+        ]
         changed += [p for p, one, other in sums if other is None or not same_bits(one, other)]
         if changed:
             names = ", ".join(sorted({str(path[0]) for path in changed}))
@@ -260,7 +269,7 @@ class Kept:
         do so again, which come with their names. Afterwards random numbers, buffers and modes are
         as they are now.
         """
-        now, after = Randomness(self.devices), self.parts.buffers.now(every=True)
+        now, after = RandomState(self.devices), self.parts.buffers.now(every=True)
         modules, modes = self.parts.modules, modes_of(self.parts.modules)
         try:
             with ExitStack() as stack:
@@ -271,12 +280,12 @@ class Kept:
                         torch.autocast(kind, dtype, enabled=enabled, cache_enabled=self.cache)
                     )
                 self.randomness.restore()
-                Buffers.restore(self.buffers)
+                BufferCopies.restore(self.buffers)
                 set_modes(modules, self.modes)
                 yield self._arguments(gradients)
         finally:
             set_modes(modules, modes)
-            Buffers.restore(after)
+            BufferCopies.restore(after)
             now.restore()
 
     def names(self) -> dict[int, str]:
@@ -324,10 +333,10 @@ def _opaque(value: Any) -> str:
 
 
 @torch_hooks.unserializable_hook
-class Holder:
+class CallHolder:
     """A hook on an output that does nothing but keep its call as long as the graph lives."""
 
-    def __init__(self, kept: Kept) -> None:
+    def __init__(self, kept: KeptCall) -> None:
         self.kept = kept
 
     def __call__(self, gradient: Tensor) -> None: ...

@@ -3,7 +3,7 @@
 - `find_forward(kept, ignored)`: the origins of bad outputs
 - `find_backward(kept, ignored, scale)`: the origins of bad gradients
 - `take_sample(kept, ignored, origin, scale)`: what the producer was given and made
-- `Found`: what a search found, and whether it can be trusted
+- `SearchResult`: what a search found, and whether it can be trusted
 """
 
 from __future__ import annotations
@@ -15,45 +15,50 @@ import torch
 from torch import Tensor, nn
 
 from hookline.core.arguments import bind
-from hookline.guards.backward_trace import Backward
-from hookline.guards.finite_checks import bad_leaves, numbers, signs
-from hookline.guards.forward_trace import Modules, Operations, Trace
-from hookline.guards.kept_calls import Kept
-from hookline.guards.origins import RECOMPUTING, Ignored, Labelled, Origin, labelled
-from hookline.guards.producer_samples import Sample
+from hookline.guards.backward_trace import BackwardTrace
+from hookline.guards.finite_checks import bad_leaves, float_values, infinity_signs
+from hookline.guards.forward_trace import ForwardTrace, ModuleHooks, OperationMode
+from hookline.guards.kept_calls import KeptCall
+from hookline.guards.origins import RECOMPUTING, IgnoredPlaces, Labelled, Origin, label_tensors
+from hookline.guards.producer_samples import ProducerSample
 from hookline.isolation.isolated_runs import nodes_of
 from hookline.places.tree import join, tensors_of, walk
 from hookline.values.nested import get_part, leaves
 
 __all__ = [
-    "Found", "describe_sample", "find_backward", "find_forward", "of_outputs", "parameter_names",
+    "SearchResult",
+    "describe_sample",
+    "find_backward",
+    "find_forward",
+    "output_origins",
+    "parameter_names",
     "take_sample",
-]  # fmt: skip
+]
 
 
 @dataclass
-class Found:
+class SearchResult:
     """The origins that reached an end; none if what is there is meant, or nothing was bad."""
 
-    trace: Trace
+    trace: ForwardTrace
     origins: list[Origin] = field(default_factory=list[Origin])
     seen: Labelled = field(default_factory=Labelled)
     bad: bool = False  # whether the second run was bad at all
     same: bool = True  # whether it was bad where the first was
 
 
-def _run(kept: Kept, trace: Trace, args: Any, kwargs: Any) -> Any:
+def _run(kept: KeptCall, trace: ForwardTrace, args: Any, kwargs: Any) -> Any:
     """Call again what was called, with everything shown to a trace."""
-    with Modules(kept.parts.model, trace), Operations(trace):
+    with ModuleHooks(kept.parts.model, trace), OperationMode(trace):
         return kept.called(*args, **kwargs)
 
 
-def find_forward(kept: Kept, ignored: Ignored) -> Found:
+def find_forward(kept: KeptCall, ignored: IgnoredPlaces) -> SearchResult:
     """Run a call again and find the origins of what is not finite in its outputs."""
-    trace = Trace(kept.parts, ignored, operations=True)
+    trace = ForwardTrace(kept.parts, ignored, operations=True)
     with kept.again(gradients=False) as (args, kwargs, _):
         output = _run(kept, trace, args, kwargs)
-        found = of_outputs(kept, trace, output, ignored)
+        found = output_origins(kept, trace, output, ignored)
         for path, tensor in kept.outputs:
             try:
                 found.same &= _alike(tensor, get_part(output, path))
@@ -62,9 +67,11 @@ def find_forward(kept: Kept, ignored: Ignored) -> Found:
         return found
 
 
-def of_outputs(kept: Kept, trace: Trace, output: Any, ignored: Ignored) -> Found:
+def output_origins(
+    kept: KeptCall, trace: ForwardTrace, output: Any, ignored: IgnoredPlaces
+) -> SearchResult:
     """The origins of what is not finite in the output of a call."""
-    found = Found(trace)
+    found = SearchResult(trace)
     for path, tensor in bad_leaves(output):
         if ignored.output(path, kept.called):
             continue
@@ -78,7 +85,7 @@ def of_outputs(kept: Kept, trace: Trace, output: Any, ignored: Ignored) -> Found
 
 def _alike(one: Tensor, other: Any) -> bool:
     """Whether two tensors are not finite at the same places."""
-    first, second = numbers(one), numbers(other) if isinstance(other, Tensor) else None
+    first, second = float_values(one), float_values(other) if isinstance(other, Tensor) else None
     if first is None or second is None or first.shape != second.shape:
         return first is second
     return torch.equal(first.isfinite(), second.isfinite())
@@ -93,13 +100,13 @@ def parameter_names(model: nn.Module) -> dict[int, str]:
     return found
 
 
-def find_backward(kept: Kept, ignored: Ignored, scale: float) -> Found:
+def find_backward(kept: KeptCall, ignored: IgnoredPlaces, scale: float) -> SearchResult:
     """Run a call and its backward again and find the origins of bad gradients."""
-    trace = Trace(kept.parts, ignored, operations=True)
+    trace = ForwardTrace(kept.parts, ignored, operations=True)
     output, backward = _run_both(kept, trace, scale)
-    bad = [path for path, tensor in leaves(output) if "n" in signs(tensor)]
+    bad = [path for path, tensor in leaves(output) if "n" in infinity_signs(tensor)]
     same = all(ignored.output(path, kept.called) for path in bad)
-    found = Found(trace, seen=backward.seen, bad=bool(backward.bad), same=same)
+    found = SearchResult(trace, seen=backward.seen, bad=bool(backward.bad), same=same)
     for origins in backward.bad.values():
         wrong = [o for o in origins if not o.meant]
         found.origins += [o for o in wrong if o not in found.origins]
@@ -107,15 +114,15 @@ def find_backward(kept: Kept, ignored: Ignored, scale: float) -> Found:
     return found
 
 
-def _run_both(kept: Kept, trace: Trace, scale: float) -> tuple[Any, Backward]:
+def _run_both(kept: KeptCall, trace: ForwardTrace, scale: float) -> tuple[Any, BackwardTrace]:
     """Call again what was called, and run its backward, with everything shown to a trace."""
-    modules, operations = Modules(kept.parts.model, trace), Operations(trace)
+    modules, operations = ModuleHooks(kept.parts.model, trace), OperationMode(trace)
     with kept.again(gradients=True) as (args, kwargs, inputs), modules:
         with operations:
             output = kept.called(*args, **kwargs)
         wanted = _trainable(kept) + inputs
         names = {id(tensor): name for name, tensor in wanted}
-        backward = Backward(trace, names, modules, operations)
+        backward = BackwardTrace(trace, names, modules, operations)
         try:
             backward.watch(tensor for _, tensor in leaves(output))
             operations.recomputed = backward.recomputed
@@ -126,13 +133,13 @@ def _run_both(kept: Kept, trace: Trace, scale: float) -> tuple[Any, Backward]:
     return output, backward
 
 
-def _trainable(kept: Kept) -> list[tuple[str, Tensor]]:
+def _trainable(kept: KeptCall) -> list[tuple[str, Tensor]]:
     names = parameter_names(kept.parts.model)
     return [(names[id(p)], p) for p in kept.parts.parameters if p.requires_grad]
 
 
 def _gradients(
-    kept: Kept, output: Any, wanted: list[tuple[str, Tensor]], scale: float
+    kept: KeptCall, output: Any, wanted: list[tuple[str, Tensor]], scale: float
 ) -> dict[str, Tensor | None]:
     ends: list[Tensor] = []
     given: list[Tensor] = []
@@ -164,11 +171,15 @@ def _gradients(
 # -- what the producer was given ------------------------------------------------------------------
 
 
-def take_sample(kept: Kept, ignored: Ignored, origin: Origin, scale: float) -> Sample | None:
+def take_sample(
+    kept: KeptCall, ignored: IgnoredPlaces, origin: Origin, scale: float
+) -> ProducerSample | None:
     """Run a call again and keep what the producer was given and made; None if it did not come."""
     for both in (True,) if origin.backward else (False, True):  # it may come in a backward only
-        trace = Trace(kept.parts, ignored, operations=True)
-        sample = trace.sample = Sample(origin.number, bool(origin.operation), origin.backward)
+        trace = ForwardTrace(kept.parts, ignored, operations=True)
+        sample = trace.sample = ProducerSample(
+            origin.number, bool(origin.operation), origin.backward
+        )
         if both:
             _run_both(kept, trace, scale)
         else:
@@ -179,13 +190,13 @@ def take_sample(kept: Kept, ignored: Ignored, origin: Origin, scale: float) -> S
     return None
 
 
-def describe_sample(sample: Sample, origin: Origin) -> None:
+def describe_sample(sample: ProducerSample, origin: Origin) -> None:
     """Put into an origin what its sample shows."""
     told = sample.inputs
     if sample.arguments is not None:
         told = bind(sample.function, *sample.arguments)
     if origin.backward:
-        origin.given = [*labelled(told), *origin.given]
+        origin.given = [*label_tensors(told), *origin.given]
     else:
-        origin.given, made = labelled(told), labelled({"": sample.output})
+        origin.given, made = label_tensors(told), label_tensors({"": sample.output})
         origin.values = [(label, own) for label, own in made if own.bad] or made[:1]

@@ -1,7 +1,7 @@
 """What a producer of bad numbers was given and made, kept on the way.
 
-- `Sample`: of one operation or call of a trace, by its number
-- `Settings`: the random numbers and the autocast of a moment
+- `ProducerSample`: of one operation or call of a trace, by its number
+- `RunSettings`: the random numbers and the autocast of a moment
 - `kept_value(value)`: a nested value that stays as it is
 """
 
@@ -17,9 +17,9 @@ from hookline.values.nested import Path, leaves, map_leaves
 from hookline.values.snapshots import snapshot
 
 if TYPE_CHECKING:
-    from hookline.guards.forward_trace import Running
+    from hookline.guards.forward_trace import RunningCall
 
-__all__ = ["Sample", "Settings", "kept_value"]
+__all__ = ["ProducerSample", "RunSettings", "kept_value"]
 
 
 def kept_value(value: Any) -> Any:
@@ -27,7 +27,7 @@ def kept_value(value: Any) -> Any:
     return map_leaves(lambda leaf: snapshot(leaf) if isinstance(leaf, Tensor) else leaf, value)
 
 
-class Settings:
+class RunSettings:
     """The random numbers and the autocast of a moment; a forward may change both on its way."""
 
     __slots__ = ("autocast", "random")
@@ -40,7 +40,7 @@ class Settings:
         ]
 
 
-class Sample:
+class ProducerSample:
     """What one operation or call of a trace was given and made, by its number.
 
     With `backward` the gradients of what was made are kept, too, when they come.
@@ -55,12 +55,12 @@ class Sample:
         self.path = ""
         self.module: nn.Module | None = None
         self.output: Any = None  # what was made; None if the producer did not come
-        self.settings = self.module_settings = Settings()
+        self.settings = self.module_settings = RunSettings()
         self._ended = False  # whether the call of the module around it has
         self.gradients: dict[Path, Tensor] = {}  # of what was made
         self.module_gradients: dict[Path, Tensor] = {}
 
-    def of(self, running: Running) -> None:
+    def of(self, running: RunningCall) -> None:
         """Keep what is known of a running call."""
         self.inputs, self.positional = running.inputs, running.positional
         self.path, self.module = running.path, running.module

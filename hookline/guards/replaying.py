@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from hookline.errors import ReplayError
 from hookline.guards.dumps import KIND, function_named, read_value
 from hookline.guards.kept_calls import unwrapped
-from hookline.guards.origins import Labelled, labelled
+from hookline.guards.origins import Labelled, label_tensors
 from hookline.isolation.training_modes import modes_of, set_modes
 from hookline.places.tree import join, tensors_of, walk
 from hookline.storage import json_safetensors
@@ -223,9 +223,9 @@ def _finish(
             [end for end, _ in ends], list(wanted.values()), [g for _, g in ends], allow_unused=True
         )
         found = {n: g for n, g in zip(wanted, own, strict=True) if g is not None}
-        values = labelled({f"gradient of {name}": g for name, g in found.items()})
+        values = label_tensors({f"gradient of {name}": g for name, g in found.items()})
     else:
-        values = labelled({"": output})
+        values = label_tensors({"": output})
         if not whole:
             first = dump.pairs("outputs", dump.content.get("output"))
             exact = all(same_bits(get_part(output, path), own) for path, own in first.items())

@@ -1,6 +1,6 @@
 """Writing in the background: the model runs on while rows go to the disk.
 
-- `Background`: does work on a thread of its own, one item after the other, a few of them waiting
+- `BackgroundThread`: calls a function with each item on a thread of its own
 
 Memory is bounded: whoever puts more than a few items waits. An error of the thread is raised in
 the caller, at the next `put` or at the end.
@@ -13,16 +13,16 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["Background"]
+__all__ = ["BackgroundThread"]
 
 _WAITING = 2  # items that may wait, beside the one that is being written
 
 
-class Background:
+class BackgroundThread:
     """Calls a function with each item that is put, on another thread, in order.
 
     >>> written = []
-    >>> with Background(written.append) as writing:
+    >>> with BackgroundThread(written.append) as writing:
     ...     for number in range(5):
     ...         writing.put(number)
     >>> written
@@ -58,7 +58,7 @@ class Background:
             error, self._error = self._error, RuntimeError("the writer has stopped")
             raise error
 
-    def __enter__(self) -> Background:
+    def __enter__(self) -> BackgroundThread:
         self._thread.start()
         return self
 

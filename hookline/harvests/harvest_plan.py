@@ -2,7 +2,7 @@
 
 - `describe(taker, world)`: what a harvest depends on, as it is kept in store.json
 - `refuse_changes(folder, wanted)`: an error with the reason if an earlier harvest was another one
-- `Plan`: places, shapes, rows, bytes and free space, as a table
+- `HarvestPlan`: places, shapes, rows, bytes and free space, as a table
 - `plan_for(...)`: the plan, from the rows of a first batch
 """
 
@@ -17,13 +17,19 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from hookline.errors import HarvestError
-from hookline.harvests.fingerprints import bound, digest, fingerprint, live_edits, spell
-from hookline.harvests.row_extraction import Taken, Taker
+from hookline.harvests.fingerprints import (
+    bound_content,
+    digest,
+    fingerprint,
+    live_edits,
+    stable_text,
+)
+from hookline.harvests.row_extraction import BatchRows, RowExtractor
 from hookline.isolation.training_modes import modes_of
 from hookline.storage.store_json import read_description
 from hookline.values.tables import as_text, show_bytes
 
-__all__ = ["Plan", "describe", "plan_for", "refuse_changes"]
+__all__ = ["HarvestPlan", "describe", "plan_for", "refuse_changes"]
 
 _WORDS = {
     "model": "The model was a {0}; now it is a {1}.",
@@ -49,7 +55,7 @@ _FIXES = {
 }
 
 
-def describe(taker: Taker, world: int | None) -> dict[str, Any]:
+def describe(taker: RowExtractor, world: int | None) -> dict[str, Any]:
     """What a harvest depends on. Functions are known by their name, code and bound arguments."""
     taking = taker.taking
     functions = (taking.at, taking.transform, taking.mask, taking.ids, taking.forward)
@@ -58,12 +64,12 @@ def describe(taker: Taker, world: int | None) -> dict[str, Any]:
         "fingerprint": fingerprint(taker.model),
         "places": [str(place) for place in taker.asked],
         "dtype": None if taking.dtype is None else str(taking.dtype).removeprefix("torch."),
-        "at": spell(taking.at),
-        "transform": spell(taking.transform),
-        "mask": spell(taking.mask),
-        "ids": spell(taking.ids),
-        "forward": spell(taking.forward),
-        "bound": [bound(function) for function in functions],
+        "at": stable_text(taking.at),
+        "transform": stable_text(taking.transform),
+        "mask": stable_text(taking.mask),
+        "ids": stable_text(taking.ids),
+        "forward": stable_text(taking.forward),
+        "bound": [bound_content(function) for function in functions],
         "stop": taking.stop,
         "mode": _mode(taker.model),
         "edits": live_edits(taker.model),
@@ -99,7 +105,7 @@ def refuse_changes(folder: Path, wanted: dict[str, Any]) -> None:
 
 
 @dataclass(frozen=True)
-class Plan:
+class HarvestPlan:
     """What a harvest will write; its repr is a table."""
 
     folder: str
@@ -163,8 +169,8 @@ class Plan:
 
 
 def plan_for(
-    taken: Taken, folder: Path, batches: int | None, done: int, ranks: int, stops: bool
-) -> Plan:
+    taken: BatchRows, folder: Path, batches: int | None, done: int, ranks: int, stops: bool
+) -> HarvestPlan:
     """The plan of a rank's share, from the rows of one batch."""
     rows: list[tuple[str, str, int, str, int]] = []
     other = sum(len(str(one)) + 8 if isinstance(one, str) else 8 for one in taken.ids or ())
@@ -183,6 +189,6 @@ def plan_for(
         there = there.parent
     free = shutil.disk_usage(there).free
     varies = any(not isinstance(value, Tensor) for value in taken.rows.values())
-    return Plan(
+    return HarvestPlan(
         str(folder), tuple(rows), taken.samples, batches, done, ranks, free, varies, other, stops
     )

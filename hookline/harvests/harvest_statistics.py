@@ -1,6 +1,6 @@
 """Statistics of a harvest: measured while the rows are written, right after a crash too.
 
-- `Measuring`: takes in the rows of a rank as they are committed
+- `RankStatistics`: takes in the rows of a rank as they are committed
 - `merge_ranks(folder, ranks)`: those of all ranks as one
 - `are_sound(folder)`: whether those that are there can be read
 - `keep_whole(folder, samples)`: whether those that are there are of all samples
@@ -28,7 +28,7 @@ from hookline.statistics.statistic import padded
 from hookline.storage.store import Store
 from hookline.storage.store_files import read_index
 
-__all__ = ["Measuring", "are_sound", "keep_whole", "merge_ranks", "statistics_path"]
+__all__ = ["RankStatistics", "are_sound", "keep_whole", "merge_ranks", "statistics_path"]
 
 _EVERY = 30.0  # seconds between two saves
 _AT_ONCE = 1024  # samples that are read back together
@@ -39,7 +39,7 @@ def statistics_path(folder: Path, rank: int | None = None) -> Path:
     return folder / ("statistics" if rank is None else f"rank{rank:05d}.statistics")
 
 
-class Measuring:
+class RankStatistics:
     """The statistics of what one rank has stored."""
 
     def __init__(self, statistics: Statistics, folder: Path, rank: int, world: int) -> None:

@@ -1,8 +1,8 @@
 """The batches of a harvest: which of them a rank takes, and that they are those of last time.
 
-- `Source`: batches by their number, from a loader, a list, any iterable, or a function
-- `Share`: which numbers a rank takes, and from where on
-- `ranks()`: which rank this is, of how many
+- `BatchSource`: batches by their number, from a loader, a list, any iterable, or a function
+- `RankShare`: which numbers a rank takes, and from where on
+- `rank_and_world_size()`: which rank this is, of how many
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from torch.utils.data import DataLoader, IterableDataset
 from hookline.errors import HarvestError
 from hookline.isolation.batches import is_series, no_series
 
-__all__ = ["Share", "Source", "ranks"]
+__all__ = ["BatchSource", "RankShare", "rank_and_world_size"]
 
 
-def ranks() -> tuple[int, int]:
+def rank_and_world_size() -> tuple[int, int]:
     """The rank of this process and how many there are, as the launcher says; else 0 of 1."""
     rank, world = (os.environ.get(name) for name in ("RANK", "WORLD_SIZE"))
     try:
@@ -39,10 +39,10 @@ def ranks() -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
-class Share:
+class RankShare:
     """The batches of one rank: every `world`-th, those behind `last`.
 
-    >>> share = Share(rank=1, world=2, last=3)
+    >>> share = RankShare(rank=1, world=2, last=3)
     >>> [number for number in range(10) if share.takes(number)]
     [5, 7, 9]
 
@@ -74,7 +74,7 @@ class Share:
         return self.rank if self.last < 0 else self.last + self.world
 
 
-class Source:
+class BatchSource:
     """Batches by their number.
 
     Of a list and of a plain DataLoader over a data set with numbers only what is needed is loaded;
@@ -130,7 +130,7 @@ class Source:
         """The number of the last batch, as far as that is known by now."""
         return (self.length or 0) - 1 if self.jumps else self._seen
 
-    def numbered(self, share: Share) -> Iterator[tuple[int, Any]]:
+    def numbered(self, share: RankShare) -> Iterator[tuple[int, Any]]:
         """The batches that a share needs, with their numbers, in order."""
         data = self._data
         if type(data) in (list, tuple):
@@ -165,14 +165,14 @@ def _takes_argument(function: Callable[..., Any]) -> bool:
 class _SomeBatches:
     """A batch sampler that leaves out what nobody needs, so that it is never loaded."""
 
-    def __init__(self, sampler: Any, share: Share) -> None:
+    def __init__(self, sampler: Any, share: RankShare) -> None:
         self.sampler, self.share = sampler, share
 
     def __iter__(self) -> Iterator[Any]:
         return (batch for n, batch in enumerate(self.sampler) if self.share.needs(n))
 
 
-def _part(loader: DataLoader[Any], share: Share) -> DataLoader[Any]:
+def _part(loader: DataLoader[Any], share: RankShare) -> DataLoader[Any]:
     """The same loader for some of its batches."""
     names = (
         "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn",

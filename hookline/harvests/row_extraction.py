@@ -1,8 +1,8 @@
 """From a batch to the rows that are stored: run the model, take the values, leave out padding.
 
-- `Taking`: what is taken, and how
-- `Taken`: the rows of one batch
-- `Taker`: runs a model on batches
+- `RowOptions`: what is taken, and how
+- `BatchRows`: the rows of one batch
+- `RowExtractor`: runs a model on batches
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from hookline.harvests.harvest_checks import (
 )
 from hookline.isolation.batches import call as run
 from hookline.isolation.batches import refuse_padding
-from hookline.isolation.early_exit import Stopping
+from hookline.isolation.early_exit import EarlyExit
 from hookline.places.resolution import Place, Where
 from hookline.records.captures import capture
 from hookline.records.records import Record
@@ -37,14 +37,14 @@ from hookline.storage.store_files import Series
 from hookline.values.conversions import as_dtype
 from hookline.values.nested import Path, leaves, map_leaves, only_tensor
 
-__all__ = ["Rows", "Taken", "Taker", "Taking", "numbers_of", "rows_in", "sizes_in"]
+__all__ = ["BatchRows", "RowExtractor", "RowOptions", "Rows", "numbers_of", "rows_in", "sizes_in"]
 
 Rows = dict[str, "Tensor | list[Tensor]"]
 Stop = bool | Literal["auto"]
 
 
 @dataclass(frozen=True, eq=False)
-class Taking:
+class RowOptions:
     """What is taken of a batch, and how; the options of `harvest`."""
 
     at: Any = None
@@ -99,7 +99,7 @@ class Taking:
 
 
 @dataclass(frozen=True)
-class Taken:
+class BatchRows:
     """The rows of one batch: for each place a row a sample, or a tensor for each sample."""
 
     rows: Rows
@@ -107,10 +107,10 @@ class Taken:
     ids: Any = None
 
 
-class Taker:
+class RowExtractor:
     """Runs a model on batches and takes the values at places."""
 
-    def __init__(self, model: nn.Module, where: Where, taking: Taking) -> None:
+    def __init__(self, model: nn.Module, where: Where, taking: RowOptions) -> None:
         if isinstance(model, nn.parallel.DistributedDataParallel):
             # It would wait for ranks that have fewer batches.
             model = cast("nn.Module", model.module)
@@ -121,7 +121,7 @@ class Taker:
         self._begun = False
         self.whole: set[str] = set()  # with a mask: places that are known to have no positions
         self.stops = taking.stop is True
-        self._stopping = Stopping(model)
+        self._stopping = EarlyExit(model)
         self._device = _device(model)
         self._aside = _aside(model, taking)
         refuse_unfit(model)
@@ -133,7 +133,7 @@ class Taker:
         self.whole = kept - {series.place for series in stored if series.part == "offsets"}
         self.places = [place for place in self.asked if str(place) in kept]
 
-    def take(self, batch: Any, ids: Any = None) -> Taken:
+    def take(self, batch: Any, ids: Any = None) -> BatchRows:
         """Run the model on a batch; `ids` are those of its samples, if they are known already."""
         taking = self.taking
         mask = taking.mask_of(batch)
@@ -162,7 +162,7 @@ class Taker:
         samples = next(iter(counts.values()))
         if first and ids is None and taking.at is taking.transform is taking.forward is None:
             warn_of_order(sizes_in(batch).values(), samples)
-        return Taken(rows, samples, ids)
+        return BatchRows(rows, samples, ids)
 
     def _record(self, batch: Any, at: Any) -> Record:
         taking = self.taking
@@ -268,7 +268,7 @@ def _kept(value: Tensor, mask: Tensor, whole: bool) -> Tensor | list[Tensor]:
     return list(cast("tuple[Tensor, ...]", rows.split(mask.sum(1).tolist())))
 
 
-def _aside(model: nn.Module, taking: Taking) -> set[str]:
+def _aside(model: nn.Module, taking: RowOptions) -> set[str]:
     """The parts of a batch that say which samples and positions these are, and no more.
 
     They stay with us, unless the model has arguments of these names.

@@ -1,6 +1,6 @@
 """Whether the forwards over a data set may end as soon as all that is asked for has come.
 
-- `Stopping`: looks at the first forward, which runs to its end, and says so of the others
+- `EarlyExit`: looks at the first forward, which runs to its end, and says so of the others
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from hookline.torch_checks import require
 from hookline.torch_private import BatchNormBase, buffers_of, version_of
 from hookline.values.shards import placements
 
-__all__ = ["Stopping"]
+__all__ = ["EarlyExit"]
 
 
-class Stopping:
+class EarlyExit:
     """Says whether the forwards of a model may be ended early, after one that ran to its end.
 
     They may not if the end of a forward has effects of its own: random numbers are drawn, which
@@ -34,7 +34,7 @@ class Stopping:
     >>> model = nn.Sequential(nn.Linear(2, 3), nn.Dropout())
     >>> found = []
     >>> for training in (True, False):
-    ...     stopping = Stopping(model.train(training))
+    ...     stopping = EarlyExit(model.train(training))
     ...     with stopping.first():
     ...         _ = model(torch.ones(1, 2))
     ...     found.append(stopping.safe)
@@ -50,7 +50,7 @@ class Stopping:
     @contextmanager
     def first(self) -> Generator[None]:
         """Look at the forward that runs inside."""
-        drawn, held = _random_state(self._model), _Buffers(self._model)
+        drawn, held = _random_state(self._model), _BufferVersions(self._model)
         yield
         self.safe = (
             recovers(self._model)
@@ -69,7 +69,7 @@ def _random_state(model: nn.Module) -> Any:
     return [state.tolist() for state in states], random.getstate(), following
 
 
-class _Buffers:
+class _BufferVersions:
     """The buffers of a model, with their versions."""
 
     def __init__(self, model: nn.Module) -> None:

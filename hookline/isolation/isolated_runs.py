@@ -1,6 +1,6 @@
 """Runs that leave no trace: how `summarize`, `compare` and `sweep` call a model.
 
-- `trial(*models, mode=None)`: a context; afterwards the models and random numbers are as before
+- `isolated(*models, mode=None)`: a context; afterwards the models and random numbers are as before
 - `run(model, batch)`: call a model on a batch, or let a function call it
 - `check_model(verb, model)`: an error if it is no module
 - `noted(note)`: a context; what a model raises inside keeps its type, and gains a note
@@ -36,7 +36,7 @@ from hookline.edits.parameters import Undo
 from hookline.edits.restoring import put_back, restorer
 from hookline.errors import BatchError, HooklineError
 from hookline.isolation.batches import call, is_shape
-from hookline.isolation.module_index import Contents
+from hookline.isolation.module_index import ModuleIndex
 from hookline.isolation.training_modes import modes_of, set_mode, set_modes
 from hookline.places.tree import walk
 from hookline.torch_private import (
@@ -54,6 +54,7 @@ __all__ = [
     "copied",
     "cuda_devices",
     "gradients",
+    "isolated",
     "nodes_of",
     "noted",
     "pull_back",
@@ -61,7 +62,6 @@ __all__ = [
     "roots_of",
     "run",
     "same_random_numbers",
-    "trial",
 ]
 
 Mode = Literal["eval", "train"]
@@ -139,7 +139,7 @@ def cuda_devices(model: nn.Module) -> set[torch.device]:
     """The CUDA devices on which a model has parameters or buffers."""
     if not torch.cuda.is_initialized():
         return set()
-    return {tensor.device for tensor in Contents(model).tensors if tensor.is_cuda}
+    return {tensor.device for tensor in ModuleIndex(model).tensors if tensor.is_cuda}
 
 
 def copied(batch: Any) -> Any:
@@ -163,15 +163,15 @@ def _copy(leaf: Any) -> Any:
 
 
 @contextmanager
-def trial(
-    *models: nn.Module, mode: Mode | None = None, contents: Sequence[Contents] | None = None
+def isolated(
+    *models: nn.Module, mode: Mode | None = None, contents: Sequence[ModuleIndex] | None = None
 ) -> Generator[None]:
     """Run models inside; afterwards modes, buffers, gradients and random numbers are as before.
 
     Gradients are put aside meanwhile: a backward that the run makes itself would add to them.
 
     >>> norm = nn.BatchNorm1d(2)
-    >>> with trial(norm):
+    >>> with isolated(norm):
     ...     _ = norm(torch.randn(8, 2))
     >>> norm.running_mean, norm.num_batches_tracked
     (tensor([0., 0.]), tensor(0))
@@ -189,8 +189,8 @@ def trial(
             "Give mode='eval', 'train' or None, which runs the model in the mode in which it is.",
         )
     if contents is None:
-        contents = [Contents(model) for model in models]
-        _refuse_unmade(contents)
+        contents = [ModuleIndex(model) for model in models]
+        _refuse_uninitialized(contents)
     modules = [module for content in contents for module in content.modules]
     modes = modes_of(modules)
     parameters = [p for content in contents for p in content.all_parameters if p is not None]
@@ -226,7 +226,7 @@ def trial(
             undo.run()
 
 
-def _refuse_unmade(contents: Sequence[Contents]) -> None:
+def _refuse_uninitialized(contents: Sequence[ModuleIndex]) -> None:
     if any(is_lazy(tensor) for content in contents for tensor in content.tensors):
         raise BatchError(
             "A run was asked for after which the model is as before.",
@@ -257,7 +257,7 @@ def _buffers_back(modules: list[nn.Module]) -> Undo:
     return undo
 
 
-def _require(content: Contents) -> None:
+def _require(content: ModuleIndex) -> None:
     for parameter, was in zip(content.all_parameters, content.trained, strict=True):
         if parameter is not None and parameter.requires_grad != was and parameter.is_leaf:
             parameter.requires_grad_(was)

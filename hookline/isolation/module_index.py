@@ -1,6 +1,6 @@
 """What stands in the modules of a model, noted once for all that ask about it.
 
-- `Contents(model)`: all modules of a model by name, with their parameters and buffers
+- `ModuleIndex(model)`: all modules of a model by name, with their parameters and buffers
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from torch import Tensor, nn
 from hookline.places.tree import walk
 from hookline.torch_private import buffers_of, parameters_of, submodules_of
 
-__all__ = ["Contents"]
+__all__ = ["ModuleIndex"]
 
 _Table = dict[str, Any]
 
 
-class Contents:
+class ModuleIndex:
     """All modules of a model by name, with their parameters and buffers.
 
     >>> layer = nn.Linear(2, 3, bias=False)
-    >>> found = Contents(layer)
+    >>> found = ModuleIndex(layer)
     >>> [name for name, _ in found.named], [tensor.shape for tensor in found.tensors]
     ([''], [torch.Size([3, 2])])
     >>> layer.bias = nn.Parameter(layer.weight.new_zeros(3))

@@ -21,14 +21,14 @@ from hookline.core.taps import Call
 from hookline.errors import NeverFired, NotCaptured, NotHookable, StatisticsError, warn_outside
 from hookline.isolation.batches import call as run
 from hookline.isolation.batches import is_series, no_series, refuse_padding
-from hookline.isolation.early_exit import Stopping
+from hookline.isolation.early_exit import EarlyExit
 from hookline.places.resolution import Target, Where, resolve
 from hookline.records.captures import capture
 from hookline.selecting import held_as
 from hookline.statistics.all_statistics import Statistic, by_name, statistic_from, warn_of_images
 from hookline.statistics.masks import NamedMask
-from hookline.statistics.sample_numbers import Numbers
-from hookline.statistics.value_observer import Looking
+from hookline.statistics.sample_numbers import SampleNumbers
+from hookline.statistics.value_observer import ValueObserver
 from hookline.storage import json_safetensors
 from hookline.values.nested import only_tensor
 from hookline.values.tables import as_html, as_text
@@ -196,20 +196,20 @@ class _Measuring(Entering):
         self._wheres = (settled(where),)
         self.found = Measurements()
         self.ids: Any = None
-        self.numbers = Numbers()  # of the samples, where `ids` has none
+        self.numbers = SampleNumbers()  # of the samples, where `ids` has none
         self.batch_mask: Any = None
         self._named: NamedMask | None = None
         self._hooks: list[hook] = []
-        self._looking: Looking
+        self._looking: ValueObserver
         self._silent: dict[Any, Target] = {}
         self._asked = 0  # how many places there are
-        self._stopping, self._stops = Stopping(model), False
+        self._stopping, self._stops = EarlyExit(model), False
         super().__init__(model)
 
     def _start(self, attached: bool) -> None:
         self.found, self._hooks, self.batch_mask, self._named = Measurements(), [], None, None
         self._silent = {}
-        self._looking = Looking(self._model, self._wheres[0], self._take)
+        self._looking = ValueObserver(self._model, self._wheres[0], self._take)
         parts: list[hook] = [self._looking]
         if isinstance(self._mask, str):  # first: the model's own input may be measured
             self._named = NamedMask(self._mask)

@@ -1,6 +1,6 @@
 """Which number in the data a sample has, where the caller names none.
 
-- `Numbers`: numbers the samples of batch after batch
+- `SampleNumbers`: numbers the samples of batch after batch
 
 To count what comes at a place would be wrong where a module is called several times for a batch,
 or not at all.
@@ -18,12 +18,12 @@ from hookline.places.resolution import Place
 from hookline.statistics.all_statistics import Statistic, TopK
 from hookline.values.nested import leaves
 
-__all__ = ["Numbers"]
+__all__ = ["SampleNumbers"]
 
 _PARAMETERS = ("value", "grad")  # ports at which rows are no samples
 
 
-class Numbers:
+class SampleNumbers:
     """The numbers of the samples of a batch, as far as they are known."""
 
     def __init__(self) -> None:

@@ -1,6 +1,6 @@
 """Gradients that are measured: looked at as captures do, with nothing put in a value's place.
 
-- `Looking`: calls a function with every value at a place, and changes none
+- `ValueObserver`: calls a function with every value at a place, and changes none
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hookline.torch_private import at_backward_end, backward_id
 from hookline.values.nested import Path
 from hookline.values.snapshots import gradient_snapshot
 
-__all__ = ["Looking"]
+__all__ = ["ValueObserver"]
 
 _HARMLESS = (NO_GRAD[0], NO_TENSOR[0], NONE_CAME[0])  # reasons of calls that have no gradient
 
@@ -73,7 +73,7 @@ def _end(tap: weakref.ref[_GradientTap], task: int) -> None:
         found.end(task)
 
 
-class Looking(hook):
+class ValueObserver(hook):
     """Calls a function with every value at a place, and changes none."""
 
     _verb = "measure"

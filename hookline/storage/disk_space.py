@@ -1,6 +1,6 @@
 """Disk space that a growing file has ahead of time.
 
-- `Ahead(folder)`: reserves space behind the ends of files, where that is known to help
+- `SpaceReservation(folder)`: reserves space behind the ends of files, where that is known to help
 
 For every page that is added to a file, ext4 has to set space aside. If many megabytes were reserved
 before in one call, writing takes a third less time. The file keeps its size, so readers and
@@ -13,14 +13,14 @@ from pathlib import Path
 
 from hookline.operating_system import file_system, free_space, space_reserver
 
-__all__ = ["Ahead"]
+__all__ = ["SpaceReservation"]
 
 _FROM = 1 << 20  # bytes that a file has before any are reserved
 _LEAST, _MOST = 8 << 20, 64 << 20  # bytes that are reserved together: as many as a file has, within
 _PLENTY = 1 << 30  # bytes that are free on the disk, or nothing is reserved
 
 
-class Ahead:
+class SpaceReservation:
     """Reserves space in the files of a folder, where that is possible and of use."""
 
     def __init__(self, folder: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hookline.operating_system import open_file, start_writing, sync, write_at
-from hookline.storage.disk_space import Ahead
+from hookline.storage.disk_space import SpaceReservation
 from hookline.storage.store_files import HEADER, PAGE, Series, header_of, read_header
 
 __all__ = ["OpenShard"]
@@ -22,7 +22,7 @@ _EARLY = 8 << 20  # bytes that are sent to the disk together before a sync asks 
 class OpenShard:
     """The file of a shard; a fresh one begins with the header of no rows."""
 
-    def __init__(self, path: Path, series: Series, ahead: Ahead, *, fresh: bool) -> None:
+    def __init__(self, path: Path, series: Series, ahead: SpaceReservation, *, fresh: bool) -> None:
         self._path, self._ahead = path, ahead
         self._file = -1
         self._sent = 0  # up to where it is on its way to the disk

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from hookline.errors import StoreError
 from hookline.operating_system import sync_folder
-from hookline.storage.disk_space import Ahead
+from hookline.storage.disk_space import SpaceReservation
 from hookline.storage.locks import claimed
 from hookline.storage.recovery import recover
 from hookline.storage.row_blocks import blocks_of
@@ -104,7 +104,7 @@ class StoreWriter:
 
     def _begin(self, metadata: Mapping[str, Any] | None, resume: bool) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._ahead = Ahead(self.folder)
+        self._ahead = SpaceReservation(self.folder)
         if not os.access(self.folder, os.W_OK):
             raise PermissionError(f"{self.folder} may not be written to")
         try:

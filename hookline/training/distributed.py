@@ -1,7 +1,7 @@
 """The ranks of a training: which one this is, and what all of them have measured.
 
-- `rank_of()`, `ranks_in()`: the number of this process, and how many there are
-- `gathered(looking)`: put together what all ranks have measured in a step
+- `current_rank()`, `world_size()`: the number of this process, and how many there are
+- `gather_ranks(looking)`: put together what all ranks have measured in a step
 """
 
 from __future__ import annotations
@@ -10,41 +10,41 @@ from typing import Any, cast
 
 from torch import distributed
 
-from hookline.training.step_measurement import Looking
+from hookline.training.step_measurement import StepMeasurement
 from hookline.training.tensor_moments import Moments
 from hookline.values.shards import placements
 
-__all__ = ["gathered", "rank_of", "ranks_in"]
+__all__ = ["current_rank", "gather_ranks", "world_size"]
 
 
 def _running() -> bool:
     return distributed.is_available() and distributed.is_initialized()
 
 
-def rank_of() -> int:
+def current_rank() -> int:
     """The number of this process; 0 if it is alone.
 
-    >>> rank_of(), ranks_in()
+    >>> current_rank(), world_size()
     (0, 1)
     """
     return distributed.get_rank() if _running() else 0
 
 
-def ranks_in() -> int:
+def world_size() -> int:
     """How many processes train together."""
     return distributed.get_world_size() if _running() else 1
 
 
-def gathered(looking: Looking) -> None:
+def gather_ranks(looking: StepMeasurement) -> None:
     """Put together what all ranks have measured; every rank must call this.
 
     Outputs and gradients are those of all batches; parameters in shards are put together, those
     that every rank has whole are this rank's.
     """
-    if ranks_in() == 1:
+    if world_size() == 1:
         return
     own = {n: found for n, found in looking.found.items() if _differs(looking, n)}
-    found: list[Any] = [None] * ranks_in()
+    found: list[Any] = [None] * world_size()
     distributed.all_gather_object(found, (own, looking.squares))
     for number in own:
         looking.found.pop(number)
@@ -57,7 +57,7 @@ def gathered(looking: Looking) -> None:
                 looking.squares[number] = looking.squares.get(number, 0.0) + squares[number]
 
 
-def _differs(looking: Looking, number: int) -> bool:
+def _differs(looking: StepMeasurement, number: int) -> bool:
     """Whether each rank has something of its own in a row."""
     if looking.plan.attributes[number] is None:
         return True

@@ -1,7 +1,7 @@
 """Look at everything that happens in one step of training: outputs, gradients, parameters.
 
-- `Plan`: what is measured, as rows, with the modules and parameters behind them
-- `Looking`: one measured step: attached when it begins, `finish()` gives what was found
+- `MeasuredRows`: what is measured, as rows, with the modules and parameters behind them
+- `StepMeasurement`: one measured step: attached when it begins, `finish()` gives what was found
 - `at_end(function)`: call a function when the backward that is running has ended
 
 Outputs and their gradients come from taps of the core, which replace nothing. The gradient of a
@@ -38,13 +38,13 @@ from hookline.training.tensor_moments import Moments, is_measurable, moments, sa
 from hookline.values.nested import leaves
 from hookline.values.shards import local
 
-__all__ = ["Looking", "Plan", "at_end"]
+__all__ = ["MeasuredRows", "StepMeasurement", "at_end"]
 
 _UPDATES = 4096  # elements of a parameter that are compared before and after a step
 _OVERFLOWS = 20  # more than a scaler needs to come down from where it begins
 
 
-class Plan:
+class MeasuredRows:
     """What is measured, as rows in model order, with the modules and parameters behind them."""
 
     def __init__(self, model: nn.Module, where: Where, kinds: Iterable[str]) -> None:
@@ -169,21 +169,21 @@ def _first(value: Any) -> Tensor | None:
     return next((tensor for _, tensor in leaves(value) if tensor.is_floating_point()), None)
 
 
-class _LookTap(Tap):
+class _MeasuringTap(Tap):
     """Measures the outputs of one module, or their gradients."""
 
     replaces = False
     wanted: Any = ()  # of a nested output: where the tensor stands whose gradient is measured
 
     def receive(self, value: Any, index: int, recomputed: bool, frame: Frame | None) -> Any:
-        looking = cast("Looking | None", self.context())
+        looking = cast("StepMeasurement | None", self.context())
         tensor = None if recomputed else _first(value)
         if looking is not None and tensor is not None:
             looking.take_output(self.target, tensor)
         return KEEP
 
     def expect(self, value: Any, index: int, tensors: Any) -> None:
-        looking, tensor = cast("Looking | None", self.context()), _first(value)
+        looking, tensor = cast("StepMeasurement | None", self.context()), _first(value)
         if looking is not None and tensor is not None:
             looking.find_units(self.target, index, tensor)
         if not isinstance(value, Tensor):
@@ -191,13 +191,13 @@ class _LookTap(Tap):
             self.wanted = next(found, None)
 
     def gradient(self, grad: Tensor, index: int, path: Any) -> Tensor | None:
-        looking = cast("Looking | None", self.context())
+        looking = cast("StepMeasurement | None", self.context())
         if looking is not None and path == self.wanted:
             looking.take_gradient(self.target, index, grad)
         return None
 
 
-class Looking(Context[_LookTap]):
+class StepMeasurement(Context[_MeasuringTap]):
     """Everything that is measured in one step: attach it when the step begins.
 
     `counts` says whether a forward belongs to the training, `scale` by what the loss was
@@ -208,7 +208,7 @@ class Looking(Context[_LookTap]):
 
     def __init__(
         self,
-        plan: Plan,
+        plan: MeasuredRows,
         counts: Callable[[], bool],
         scale: Callable[[], float | None],
         alarm: Callable[[int, float], None],
@@ -241,20 +241,20 @@ class Looking(Context[_LookTap]):
         request.targets = self.plan.targets
         return [request]
 
-    def _tap(self, target: Target, ref: weakref.ref[Context[Any]]) -> _LookTap:
-        return _LookTap(target, ref)
+    def _tap(self, target: Target, ref: weakref.ref[Context[Any]]) -> _MeasuringTap:
+        return _MeasuringTap(target, ref)
 
     def _start(self, attached: bool) -> None:
         if self.plan.targets:
             super()._start(attached)
-        own: weakref.ref[Looking] = weakref.ref(self)
+        own: weakref.ref[StepMeasurement] = weakref.ref(self)
         for number in self.plan.of_kind("weight_grad"):
             tensor = self.plan.parameter(number)
             if tensor is not None and tensor.requires_grad:
                 if post_accumulate_hooks_of(tensor):  # they may step, and let the gradient go
-                    share = partial(_tell, own, Looking.take_share, number)
+                    share = partial(_tell, own, StepMeasurement.take_share, number)
                     self._hooks.append(tensor.register_hook(share))
-                hook = partial(_tell, own, Looking.take_arrival, number)
+                hook = partial(_tell, own, StepMeasurement.take_arrival, number)
                 self._hooks.append(tensor.register_post_accumulate_grad_hook(hook))
         for number in self.plan.of_kind("update"):
             if (sample := self.plan.sample(number)) is not None:
@@ -330,7 +330,7 @@ class Looking(Context[_LookTap]):
         task = backward_id()
         if task != -1 and task not in self._tasks:
             self._tasks.add(task)
-            at_end(partial(_tell, weakref.ref(self), Looking.take_end))
+            at_end(partial(_tell, weakref.ref(self), StepMeasurement.take_end))
 
     @torch.no_grad()
     def take_end(self) -> None:
@@ -406,7 +406,7 @@ def _held(tensor: Tensor | None) -> Tensor | None:
     return found if is_measurable(found) else None
 
 
-def _tell(looking: weakref.ref[Looking], method: Callable[..., None], *given: Any) -> None:
+def _tell(looking: weakref.ref[StepMeasurement], method: Callable[..., None], *given: Any) -> None:
     """Call a method of what is measured, if it is still there: hooks keep nothing alive."""
     found = looking()
     if found is not None:

@@ -1,6 +1,6 @@
 """What has lasted over some measured steps.
 
-- `Silence`: which units of a layer have been zero, and for how many values
+- `DeadUnits`: which units of a layer have been zero, and for how many values
 - `Streaks`: at which rows something was found, at how many steps in a row
 """
 
@@ -10,16 +10,16 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-__all__ = ["Silence", "Streaks"]
+__all__ = ["DeadUnits", "Streaks"]
 
 _LASTING = 0.98  # of the units that were zero for half of the values
 
 
-class Silence:
+class DeadUnits:
     """The units of one layer that were zero at all steps so far.
 
     >>> import torch
-    >>> silence = Silence(torch.tensor([True, True, False]), 100)
+    >>> silence = DeadUnits(torch.tensor([True, True, False]), 100)
     >>> silence.go_on(torch.tensor([True, False, True]), 100, 0.3)
     >>> silence.mask, silence.values, silence.steps, silence.lasts
     (tensor([ True, False, False]), 200, 2, False)

@@ -28,10 +28,10 @@ from hookline.view.reporting import kind_of
 from hookline.view.run_pages import RunPage
 from hookline.view.store_pages import page_of_store, sample_chunk
 
-__all__ = ["Gallery", "RecordView", "RunView", "Shown", "StoreView", "View"]
+__all__ = ["Gallery", "RecordView", "RunView", "StoreView", "View", "ViewItem"]
 
 
-class Shown(NamedTuple):
+class ViewItem(NamedTuple):
     """Something that can be shown: a `run`, a `store`, a `record` or a `report`."""
 
     name: str
@@ -138,7 +138,7 @@ class RunView(View):
             return form, {"revision": self.revision, **self._page.moving(), "scalars": scalars}
 
 
-class _Whole(View):
+class _WholeView(View):
     """What is read anew as a whole when one of its files was written."""
 
     files = ""  # which of them tell
@@ -176,7 +176,7 @@ class _Whole(View):
         return self._page
 
 
-class StoreView(_Whole):
+class StoreView(_WholeView):
     """A store, with every sample of it."""
 
     files = "rank*.index.json"
@@ -210,7 +210,7 @@ class StoreView(_Whole):
             )
 
 
-class RecordView(_Whole):
+class RecordView(_WholeView):
     """A saved record."""
 
     files = "record.json"
@@ -235,21 +235,21 @@ class Gallery:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._lock = RLock()
-        self._views: dict[str, tuple[Shown, View]] = {}
+        self._views: dict[str, tuple[ViewItem, View]] = {}
 
-    def shown(self) -> list[Shown]:
+    def shown(self) -> list[ViewItem]:
         """What there is now, by name; what links lead out of the folder is left out."""
         kind = _kind_of(self.folder)
         if kind is not None:
-            return [Shown(_name(self.folder.absolute()), kind, self.folder)]
+            return [ViewItem(_name(self.folder.absolute()), kind, self.folder)]
         try:
             inside = sorted(self.folder.iterdir())
         except OSError:
             return []
         kinds = [(path, _kind_of(path)) for path in inside if not is_link(path)]
-        return [Shown(_name(path), kind, path) for path, kind in kinds if kind is not None]
+        return [ViewItem(_name(path), kind, path) for path, kind in kinds if kind is not None]
 
-    def find(self, name: str) -> Shown | None:
+    def find(self, name: str) -> ViewItem | None:
         """What has that name."""
         return next((one for one in self.shown() if one.name == name), None)
 

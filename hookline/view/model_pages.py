@@ -11,19 +11,19 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hookline.costs.module_sizes import copy_unmade, has_unmade
+from hookline.costs.module_sizes import copy_uninitialized, has_uninitialized
 from hookline.costs.summarizing import summarize
-from hookline.isolation.isolated_runs import copied, gradients, pull_back, roots_of, run, trial
-from hookline.isolation.module_index import Contents
+from hookline.isolation.isolated_runs import copied, gradients, isolated, pull_back, roots_of, run
+from hookline.isolation.module_index import ModuleIndex
 from hookline.places.resolution import Place
 from hookline.places.tree import join, tensors_of, walk
 from hookline.records.captures import capture
 from hookline.records.records import Record
 from hookline.view.page import Chunk, Page
-from hookline.view.page_tree import Outline
+from hookline.view.page_tree import PageTree
 from hookline.view.record_pages import add_record, facts_of, gather, share
-from hookline.view.tensor_summaries import portray_value
-from hookline.view.value_findings import remark
+from hookline.view.tensor_summaries import summarize_value
+from hookline.view.value_findings import find_value_problems
 
 __all__ = ["page_of_model"]
 
@@ -32,13 +32,13 @@ Loss = Callable[[Any], Tensor]
 
 def page_of_model(model: nn.Module, batch: Any, loss: Loss | None, budget: int) -> Page:
     """The page of a model; with a batch, of one run of it, and with a loss, of its gradients."""
-    held = Contents(model).tensors
-    if batch is not None and has_unmade(held):
-        model = copy_unmade(model, held)  # a run would give them their shapes
-        with trial(model, contents=[Contents(model)]):
+    held = ModuleIndex(model).tensors
+    if batch is not None and has_uninitialized(held):
+        model = copy_uninitialized(model, held)  # a run would give them their shapes
+        with isolated(model, contents=[ModuleIndex(model)]):
             run(model, copied(batch))
     summary = summarize(model, batch)
-    outline = Outline(summary)
+    outline = PageTree(summary)
     chunks: dict[str, Callable[[], Chunk]] = {}
     notes: list[str] = []
     tensors = [(path, pair) for path, module in walk(model) for pair in tensors_of(module)]
@@ -61,7 +61,7 @@ def page_of_model(model: nn.Module, batch: Any, loss: Loss | None, budget: int) 
             "item": "call",
             "facts": facts_of(summary),
             "notes": notes,
-            "findings": remark(outline, notes),
+            "findings": find_value_problems(outline, notes),
             **outline.to_json(),
         },
         chunks,
@@ -73,8 +73,8 @@ def _observe(model: nn.Module, batch: Any, loss: Loss | None, most: int) -> Reco
     where = ["", "**"] if any(True for _ in model.children()) else [""]
     if loss is not None:
         where += [f"{place}:grad_output" for place in where]
-    watched = capture(model, *where, transform=partial(portray_value, most=most), detach=True)
-    with trial(model), gradients(loss is not None), watched as record:
+    watched = capture(model, *where, transform=partial(summarize_value, most=most), detach=True)
+    with isolated(model), gradients(loss is not None), watched as record:
         result = run(model, copied(batch))
         if loss is not None:
             pull_back(roots_of(loss(result)))

@@ -1,7 +1,7 @@
 """The outline of a page: its modules as a tree, and the places on it.
 
-- `Outline`: modules and entries, gathered one by one
-- `Entry`: a place on the page
+- `PageTree`: modules and entries, gathered one by one
+- `PageEntry`: a place on the page
 - `read_place(text)`: the pieces of a place that is known by its text only
 """
 
@@ -16,7 +16,7 @@ from hookline.places.grammar import parse
 from hookline.places.resolution import Place
 from hookline.places.tree import join
 
-__all__ = ["Entry", "Outline", "read_place"]
+__all__ = ["PageEntry", "PageTree", "read_place"]
 
 _COSTS = (
     "parameters", "flops", "activation_bytes", "calls", "called", "aliases", "shared_with",
@@ -25,7 +25,7 @@ _GRADIENT_OF = {"grad_output": "output", "grad_input": "input", "grad_inputs": "
 
 
 @dataclass
-class Entry:
+class PageEntry:
     """A place on the page: what stands at one port of a module, or a parameter of it.
 
     `group` is the same for a value and its gradient, which are shown beside each other.
@@ -49,12 +49,12 @@ class Entry:
         return found | {"place": self.place, "module": self.module, "count": self.count}
 
 
-class Outline:
+class PageTree:
     """The modules of a page in model order, and its entries."""
 
     def __init__(self, summary: Summary | None = None) -> None:
         self.modules: list[dict[str, Any]] = []
-        self.entries: list[Entry] = []
+        self.entries: list[PageEntry] = []
         self._index: dict[str, int] = {}
         for row in () if summary is None else summary.modules:
             module = self.modules[self.module(row.place, row.type)]
@@ -79,7 +79,7 @@ class Outline:
         """The index of the module with that path, if there is one."""
         return self._index.get(path)
 
-    def entry(self, place: Place | str, **known: Any) -> Entry:
+    def entry(self, place: Place | str, **known: Any) -> PageEntry:
         """Add a place; it is hung below the module that it belongs to."""
         if not isinstance(place, Place):
             place = read_place(place)
@@ -95,7 +95,7 @@ class Outline:
         known.setdefault("chunk", f"e{len(self.entries)}")
         known.setdefault("weight", place.port in ("value", "grad"))
         known.setdefault("gradient", place.port.startswith("grad"))
-        found = Entry(str(place), index, group, **known)
+        found = PageEntry(str(place), index, group, **known)
         self.entries.append(found)
         return found
 

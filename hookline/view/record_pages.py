@@ -24,9 +24,15 @@ from hookline.text_tables import show_count
 from hookline.values.nested import Path, children
 from hookline.values.tables import show_bytes
 from hookline.view.page import Chunk, Page
-from hookline.view.page_tree import Outline
-from hookline.view.tensor_summaries import MOST, Portrait, portray, portray_value, spread
-from hookline.view.value_findings import remark
+from hookline.view.page_tree import PageTree
+from hookline.view.tensor_summaries import (
+    MOST,
+    TensorSummary,
+    spread,
+    summarize_tensor,
+    summarize_value,
+)
+from hookline.view.value_findings import find_value_problems
 
 __all__ = [
     "BUDGET", "add_record", "facts_of", "gather", "items_chunk", "page_of_record", "share",
@@ -41,7 +47,7 @@ def page_of_record(record: Record, model: nn.Module | None = None, budget: int =
     if model is None and record._model is not None:
         model = record._model()
     summary = None if model is None else summarize(model)
-    outline = Outline(summary)
+    outline = PageTree(summary)
     places = record.places()
     chunks: dict[str, Callable[[], Chunk]] = {}
     notes: list[str] = []
@@ -62,7 +68,7 @@ def page_of_record(record: Record, model: nn.Module | None = None, budget: int =
             "item": "call",
             "facts": facts,
             "notes": notes,
-            "findings": remark(outline, notes),
+            "findings": find_value_problems(outline, notes),
             **outline.to_json(),
         },
         chunks,
@@ -70,7 +76,7 @@ def page_of_record(record: Record, model: nn.Module | None = None, budget: int =
 
 
 def add_record(
-    outline: Outline,
+    outline: PageTree,
     chunks: dict[str, Callable[[], Chunk]],
     record: Record,
     most: int,
@@ -95,7 +101,7 @@ def add_record(
 
 
 def gather(
-    outline: Outline,
+    outline: PageTree,
     chunks: dict[str, Callable[[], Chunk]],
     place: Place,
     calls: list[Any],
@@ -116,13 +122,13 @@ def gather(
         if note not in notes:
             notes.append(note)
     most = max(most // max(len(shown) // 2, 1), 256)
-    portraits: dict[tuple[Any, ...], list[Portrait | None]] = {}
+    portraits: dict[tuple[Any, ...], list[TensorSummary | None]] = {}
     for position, index in enumerate(shown):
         value = calls[index]
         if isinstance(value, Tensor):
-            found: Any = [((), portray(value, most, weight=weight))]
+            found: Any = [((), summarize_tensor(value, most, weight=weight))]
         else:
-            found = _portrayed(value) or portray_value(value, most)
+            found = _portrayed(value) or summarize_value(value, most)
         for path, portrait in found:
             row = portraits.setdefault(path, [])
             row += [None] * (position - len(row)) + [portrait]
@@ -146,7 +152,7 @@ def gather(
         outline.entry(place, note=note, count=len(calls), chunk="")
 
 
-def items_chunk(portraits: Sequence[Portrait | None], labels: Sequence[str]) -> Chunk:
+def items_chunk(portraits: Sequence[TensorSummary | None], labels: Sequence[str]) -> Chunk:
     """The chunk of an entry: its portraits, each with the label of its call or sample."""
     items: list[dict[str, Any]] = []
     arrays: dict[str, NDArray[Any]] = {}
@@ -167,14 +173,14 @@ def items_chunk(portraits: Sequence[Portrait | None], labels: Sequence[str]) -> 
 
 def _portrayed(
     value: Any, path: Path = (), above: tuple[int, ...] = ()
-) -> list[tuple[Path, Portrait]]:
-    """What `portray_value` gave, kept by a capture instead of a value; in a nested gradient it
+) -> list[tuple[Path, TensorSummary]]:
+    """What `summarize_value` gave, kept by a capture instead of a value; in a nested gradient it
     stands at each part, since these arrive one by one.
     """
     pairs = cast("list[Any]", value if isinstance(value, list) else [])
-    if pairs and all(type(pair) is tuple and isinstance(pair[-1], Portrait) for pair in pairs):
+    if pairs and all(type(pair) is tuple and isinstance(pair[-1], TensorSummary) for pair in pairs):
         return [((*path, *inner), portrait) for inner, portrait in pairs]
-    found: list[tuple[Path, Portrait]] = []
+    found: list[tuple[Path, TensorSummary]] = []
     mark = id(cast("object", value))
     if mark in above:
         return found
@@ -188,7 +194,7 @@ def share(budget: int, pictures: int) -> int:
     return int(min(MOST, max(512, budget / 2 / max(pictures, 1))))
 
 
-def _never_called(outline: Outline, place: Place, reason: str) -> None:
+def _never_called(outline: PageTree, place: Place, reason: str) -> None:
     """Say at a place why it holds nothing."""
     index = outline.find(place.path)
     if index is not None and place.port == "output" and place.operation is None:

@@ -20,7 +20,7 @@ from hookline.places.resolution import Place
 from hookline.training.run_files import Row
 from hookline.training.run_reading import Run
 from hookline.view.page import Chunk, Page
-from hookline.view.page_tree import Outline, read_place
+from hookline.view.page_tree import PageTree, read_place
 from hookline.view.run_tables import RunTable
 from hookline.view.tensor_summaries import spread
 
@@ -155,8 +155,8 @@ class RunPage:
 
     # -- inside ---------------------------------------------------------------------------------
 
-    def _outline(self) -> Outline:
-        outline = Outline(self._summary)
+    def _outline(self) -> PageTree:
+        outline = PageTree(self._summary)
         outline.module("", self.run.head.model)
         latest = self.table.values[:, :, -1] if len(self.table.steps) else None
         for n, row in enumerate(self.table.rows):

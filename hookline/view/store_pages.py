@@ -18,10 +18,10 @@ from hookline.storage.store import Store
 from hookline.storage.stored_rows import StoredSamples
 from hookline.values.tables import show_bytes
 from hookline.view.page import Chunk, Page
-from hookline.view.page_tree import Outline
+from hookline.view.page_tree import PageTree
 from hookline.view.record_pages import BUDGET, items_chunk, share
-from hookline.view.tensor_summaries import portray, spread
-from hookline.view.value_findings import remark
+from hookline.view.tensor_summaries import spread, summarize_tensor
+from hookline.view.value_findings import find_value_problems
 
 __all__ = ["page_of_store", "sample_chunk"]
 
@@ -33,14 +33,14 @@ def page_of_store(
     store: Store, model: nn.Module | None = None, budget: int = BUDGET, live: bool = False
 ) -> Page:
     """The page of a store."""
-    outline = Outline(None if model is None else summarize(model))
+    outline = PageTree(None if model is None else summarize(model))
     chunks: dict[str, Callable[[], Chunk]] = {}
     places, total = store.places(), len(store)
     shown = spread(total, _SAMPLES)
     most = share(budget, len(places) * (len(shown) + 1))
     for place in places:
         rows = _overview(store, place)
-        portrait = None if rows is None else portray(rows, most)
+        portrait = None if rows is None else summarize_tensor(rows, most)
         column = store[place]
         values = column.rows if isinstance(column, StoredSamples) else column
         shape: list[int | str] = [total, *values.shape[1:]]
@@ -74,7 +74,7 @@ def page_of_store(
                 *_facts(store.metadata)[:12],
             ],
             "notes": notes,
-            "findings": remark(outline, notes),
+            "findings": find_value_problems(outline, notes),
             "ids": None if ids is None or len(ids) > 2_000 else [str(one) for one in ids],
             **outline.to_json(),
         },
@@ -84,18 +84,18 @@ def page_of_store(
 
 def sample_chunk(store: Store, place: str, position: int) -> Chunk:
     """One sample of a place, as the live view asks for it."""
-    return items_chunk([portray(_sample(store, place, position))], [str(position)])
+    return items_chunk([summarize_tensor(_sample(store, place, position))], [str(position)])
 
 
 def _entry_chunk(store: Store, place: str, shown: list[int], most: int) -> Chunk:
     """The samples of a place, and first what many of them look like together."""
     rows = _overview(store, place)
-    portraits = [portray(_sample(store, place, position), most) for position in shown]
+    portraits = [summarize_tensor(_sample(store, place, position), most) for position in shown]
     labels = [str(position) for position in shown]
     chunk = items_chunk(portraits, labels)
     if rows is None:
         return chunk
-    whole = items_chunk([portray(rows, most)], ["all"])
+    whole = items_chunk([summarize_tensor(rows, most)], ["all"])
     arrays = {f"all-{name}": array for name, array in whole.arrays.items()}
     item = whole.meta["items"][0]
     for key in ("counts", "picture"):

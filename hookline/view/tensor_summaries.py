@@ -1,8 +1,8 @@
 """What a page shows of one tensor: its shape, statistics, a histogram and a small picture.
 
-- `portray(tensor, most)`: the portrait of a tensor, with a picture of at most so many values
-- `portray_value(value, most)`: those of all tensors in a nested value, with their paths
-- `Portrait`: the portrait
+- `summarize_tensor(tensor, most)`: a tensor, with a picture of at most so many values
+- `summarize_value(value, most)`: those of all tensors in a nested value, with their paths
+- `TensorSummary`: what is shown of one tensor
 - `spread(total, most)`: which ones to show where there are too many
 
 The picture holds values of the tensor itself, never averages: where there are too many, every
@@ -24,7 +24,15 @@ from hookline.values.nested import Path, leaves
 from hookline.values.quantised import dequantised
 from hookline.values.shards import local, placements
 
-__all__ = ["BINS", "MOST", "Portrait", "numbers_of", "portray", "portray_value", "spread"]
+__all__ = [
+    "BINS",
+    "MOST",
+    "TensorSummary",
+    "numbers_of",
+    "spread",
+    "summarize_tensor",
+    "summarize_value",
+]
 
 BINS = 64
 MOST = 16_384  # values in a picture
@@ -32,7 +40,7 @@ _COUNTED = 2_000_000  # values that statistics are taken of; of more, one in n
 
 
 @dataclass(eq=False, slots=True)
-class Portrait:
+class TensorSummary:
     """What is shown of a tensor. `meta` is plain JSON, `counts` and `picture` are arrays."""
 
     meta: dict[str, Any]
@@ -40,15 +48,15 @@ class Portrait:
     picture: NDArray[np.float16 | np.float32] | None = None
 
 
-def portray_value(value: Any, most: int = MOST) -> list[tuple[Path, Portrait]]:
+def summarize_value(value: Any, most: int = MOST) -> list[tuple[Path, TensorSummary]]:
     """The portraits of all tensors in a value, with their paths in it."""
-    return [(path, portray(tensor, most)) for path, tensor in leaves(value)]
+    return [(path, summarize_tensor(tensor, most)) for path, tensor in leaves(value)]
 
 
-def portray(tensor: Tensor, most: int = MOST, *, weight: bool = False) -> Portrait:
+def summarize_tensor(tensor: Tensor, most: int = MOST, *, weight: bool = False) -> TensorSummary:
     """The portrait of a tensor.
 
-    >>> portrait = portray(torch.tensor([[0.0, 1.0], [2.0, 3.0]]))
+    >>> portrait = summarize_tensor(torch.tensor([[0.0, 1.0], [2.0, 3.0]]))
     >>> portrait.meta["shape"], portrait.meta["statistics"]["mean"], portrait.meta["kind"]
     ([2, 2], 1.5, 'matrix')
 
@@ -67,11 +75,11 @@ def portray(tensor: Tensor, most: int = MOST, *, weight: bool = False) -> Portra
     }
     if tensor.is_meta:
         notes.append("a tensor without values")
-        return Portrait(meta)
+        return TensorSummary(meta)
     values = numbers_of(tensor)
     if values is None:
         notes.append(f"no picture of a {str(tensor.layout).removeprefix('torch.')} tensor")
-        return Portrait(meta)
+        return TensorSummary(meta)
     if tensor.is_complex():
         notes.append("magnitudes of complex numbers")
     if not values.numel():
@@ -80,7 +88,7 @@ def portray(tensor: Tensor, most: int = MOST, *, weight: bool = False) -> Portra
     meta["low"], meta["high"] = low, high
     meta["dead"] = None if weight else _dead(values)
     picture = _draw(values, most, weight, meta)
-    return Portrait(meta, counts, picture)
+    return TensorSummary(meta, counts, picture)
 
 
 def numbers_of(tensor: Tensor) -> Tensor | None:

@@ -1,21 +1,21 @@
 """What strikes the eye in the values on a page: findings from their statistics.
 
-- `remark(outline, notes)`: the findings, the gravest first
+- `find_value_problems(outline, notes)`: the findings, the gravest first
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from hookline.view.page_tree import Entry, Outline
+from hookline.view.page_tree import PageEntry, PageTree
 
-__all__ = ["remark"]
+__all__ = ["find_value_problems"]
 
 _MOST = 60
 _DEAD = 0.5  # the share of channels from which on it is worth a word
 
 
-def remark(outline: Outline, notes: list[str]) -> list[dict[str, Any]]:
+def find_value_problems(outline: PageTree, notes: list[str]) -> list[dict[str, Any]]:
     """Values that are not finite, all 0, or 0 in most channels; the gravest first.
 
     Values come in the order of the model, and then gradients in that of the backward, so that what
@@ -30,7 +30,7 @@ def remark(outline: Outline, notes: list[str]) -> list[dict[str, Any]]:
     return sorted(found, key=lambda finding: finding["severity"] != "error")[:_MOST]
 
 
-def _of(entry: Entry) -> list[dict[str, Any]]:
+def _of(entry: PageEntry) -> list[dict[str, Any]]:
     statistics = entry.summary or {}
     count, broken = statistics.get("count", 0), statistics.get("nonfinite", 0)
     what = "gradient" if entry.gradient else "value"
@@ -57,7 +57,7 @@ def _of(entry: Entry) -> list[dict[str, Any]]:
 
 
 def _finding(
-    entry: Entry, kind: str, message: str, evidence: dict[str, float], advice: str,
+    entry: PageEntry, kind: str, message: str, evidence: dict[str, float], advice: str,
     severity: str = "warning",
 ) -> dict[str, Any]:  # fmt: skip
     told = {"message": message, "evidence": evidence, "advice": advice, "severity": severity}

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from hookline.compat.nethook.module_names import get_module, module_names
 from hookline.compat.nethook.optional_arguments import Invocation
-from hookline.compat.nethook.retained_values import Kept, Losses, Retained
+from hookline.compat.nethook.retained_values import LastValue, RetainedValues, UnreadWarning
 from hookline.compat.nethook.subsequences import subsequence
 from hookline.core.hooks import hook
 from hookline.core.taps import Call
@@ -54,8 +54,8 @@ class InstrumentedModel(nn.Module):
         self.model = model
         self._layers: dict[str, _Layer] = {}  # by name
         self._names: dict[str, str] = {}  # by alias
-        self._kept: OrderedDict[str, Kept] = OrderedDict()  # by alias
-        self._losses = Losses()
+        self._kept: OrderedDict[str, LastValue] = OrderedDict()  # by alias
+        self._losses = UnreadWarning()
         # The arguments of the default rule by alias: programs read them, and write to them.
         self._ablation: dict[str, Any] = {}
         self._replacement: dict[str, Any] = {}
@@ -99,7 +99,7 @@ class InstrumentedModel(nn.Module):
         self._hook(pairs)
         for name, alias in pairs:
             if alias not in self._kept:
-                kept = self._kept[alias] = Kept(self._losses)
+                kept = self._kept[alias] = LastValue(self._losses)
                 self._layers[name].retained[alias] = (kept, detach)
 
     def stop_retaining_layers(self, layernames: Iterable[Layer]) -> None:
@@ -134,9 +134,9 @@ class InstrumentedModel(nn.Module):
         return value
 
     @property
-    def _retained(self) -> Retained:
+    def _retained(self) -> RetainedValues:
         """What is retained as a dict, by alias or name, which programs read and clear."""
-        return Retained(self._kept)
+        return RetainedValues(self._kept)
 
     def retained_features(self, clear: bool = False) -> OrderedDict[str, Any]:
         """What all retained layers returned in the last run, by alias or name."""
@@ -320,7 +320,7 @@ class InstrumentedModel(nn.Module):
         # The hooks are on the modules of this one: what comes back from a file begins without.
         tables: dict[str, Any] = {f"_{key}": {} for key in self._tables()}
         hooks: dict[str, Any] = {"_layers": {}, "_names": {}, "_kept": OrderedDict()}
-        return {**self.__dict__, **hooks, **tables, "_losses": Losses()}
+        return {**self.__dict__, **hooks, **tables, "_losses": UnreadWarning()}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A copy of the model that retains the same layers and is edited in the same way."""
@@ -367,7 +367,7 @@ def _pair(layer: Layer) -> tuple[str, str]:
     return (layer[0], layer[1]) if isinstance(layer, (tuple, list)) else (layer, layer)
 
 
-_Retained: TypeAlias = dict[str, tuple[Kept, bool]]  # by alias; and whether to detach
+_Retained: TypeAlias = dict[str, tuple[LastValue, bool]]  # by alias; and whether to detach
 _Edits: TypeAlias = dict[str, tuple[Invocation | None, dict[str, Any]]]  # by alias
 
 
@@ -377,11 +377,13 @@ class _Layer:
     def __init__(self, owner: InstrumentedModel, name: str) -> None:
         self.retained: _Retained = {}
         self.edits: _Edits = {}
-        self.context = hook(owner.model, Place(name), _Act(owner, self.retained, self.edits))
+        self.context = hook(
+            owner.model, Place(name), _LayerFunction(owner, self.retained, self.edits)
+        )
         self.context.__enter__()
 
 
-class _Act:
+class _LayerFunction:
     """The function at a layer. It holds its owner weakly, which can so be collected."""
 
     def __init__(self, owner: InstrumentedModel, retained: _Retained, edits: _Edits) -> None:

@@ -1,9 +1,9 @@
 """Values of layers that are kept: how they are copied, and checked when they are read.
 
 - `recursive_copy(x, clone, detach, retain_grad)`: the old name
-- `Kept`: the last value of one layer, safe against later changes
-- `Retained`: the values of several layers as a dict
-- `Losses`: tells, once, that a value was read which is not the only one
+- `LastValue`: the last value of one layer, safe against later changes
+- `RetainedValues`: the values of several layers as a dict
+- `UnreadWarning`: tells, once, that a value was read which is not the only one
 - `with_gradient(value)`: a value whose tensors will have a `.grad`, and what the model goes on with
 """
 
@@ -19,7 +19,7 @@ from hookline.torch_private import version_of
 from hookline.values.nested import map_leaves
 from hookline.values.snapshots import snapshot
 
-__all__ = ["Kept", "Losses", "Retained", "recursive_copy", "with_gradient"]
+__all__ = ["LastValue", "RetainedValues", "UnreadWarning", "recursive_copy", "with_gradient"]
 
 
 def recursive_copy(
@@ -89,7 +89,7 @@ def with_gradient(value: Any) -> tuple[Any, Any]:
     return kept, recursive_copy(kept, clone=True)
 
 
-class Losses:
+class UnreadWarning:
     """Warns when a value is read before which others came that nobody read; once for all layers.
 
     A trace that only edits retains values, too, unless told otherwise. Who reads none lost none.
@@ -109,7 +109,7 @@ class Losses:
             )
 
 
-class Kept:
+class LastValue:
     """The last value of one layer.
 
     Tensors that require grad are kept as they are, and reading raises `ValueChanged` if one was
@@ -118,7 +118,7 @@ class Kept:
 
     __slots__ = ("_losses", "_lost", "_unread", "_value", "_versions", "filled")
 
-    def __init__(self, losses: Losses) -> None:
+    def __init__(self, losses: UnreadWarning) -> None:
         self._losses = losses
         self.clear()
 
@@ -164,14 +164,14 @@ class Kept:
         self.put(kept, again)
         self._versions = versions
 
-    def copied(self, losses: Losses) -> Kept:
+    def copied(self, losses: UnreadWarning) -> LastValue:
         """A copy that later changes of this value do not reach; what is attached stays so."""
         attached = {id(tensor) for tensor, _ in self._versions}
 
         def copy(leaf: Any) -> Any:
             return leaf if id(leaf) in attached or not isinstance(leaf, Tensor) else snapshot(leaf)
 
-        other = Kept(losses)
+        other = LastValue(losses)
         if self.filled:
             other.set(map_leaves(copy, self._value))
             other._versions = list(self._versions)
@@ -192,10 +192,10 @@ class Kept:
         return self._value
 
 
-class Retained(Mapping[str, Any]):
+class RetainedValues(Mapping[str, Any]):
     """The values of retained layers by alias; writing None forgets one."""
 
-    def __init__(self, kept: Mapping[str, Kept]) -> None:
+    def __init__(self, kept: Mapping[str, LastValue]) -> None:
         self._kept = kept
 
     def __getitem__(self, alias: str) -> Any:

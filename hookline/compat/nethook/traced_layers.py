@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Self
 import torch
 
 from hookline.compat.nethook.optional_arguments import Invocation
-from hookline.compat.nethook.retained_values import Kept, Losses, with_gradient
+from hookline.compat.nethook.retained_values import LastValue, UnreadWarning, with_gradient
 from hookline.core.taps import Call
 from hookline.errors import NotCaptured
 from hookline.values.snapshots import duplicate, snapshot
@@ -43,11 +43,11 @@ class Traced:
     was changed in place since (`clone=True` keeps a copy). Any other is a snapshot.
     """
 
-    def __init__(self, layer: str | None, options: Options, losses: Losses) -> None:
+    def __init__(self, layer: str | None, options: Options, losses: UnreadWarning) -> None:
         self.layer = layer
         self.stop = options.stop
         self.options = options
-        self._input, self._output = Kept(losses), Kept(losses)
+        self._input, self._output = LastValue(losses), LastValue(losses)
         self._given: tuple[Any, ...] = ()  # the arguments of the last call when it began
         self._closed = False
         self._graded = False  # whether the retained output was made with gradients on
@@ -85,7 +85,7 @@ class Traced:
     def input(self) -> None:
         self._input.clear()
 
-    def _read(self, port: str, kept: Kept, asked: bool) -> Any:
+    def _read(self, port: str, kept: LastValue, asked: bool) -> Any:
         if not kept.filled:
             raise NotRetained(
                 f"The {port} of {self.name} was asked for.",

@@ -30,7 +30,7 @@ from hookline.edits.edits import edit
 from hookline.edits.restoring import get_module
 from hookline.errors import ChangeError, NotCaptured, PlaceError, PlaceNotFound
 from hookline.isolation.batches import call as run
-from hookline.isolation.isolated_runs import trial
+from hookline.isolation.isolated_runs import isolated
 from hookline.places.resolution import Place, Where
 from hookline.records.captures import capture
 from hookline.selecting import select
@@ -138,7 +138,7 @@ class Hooks:
         watched = capture(self.object, (place, ":input"), place, detach=True, stop=True)
         self._resting = True
         try:
-            with trial(self.object), torch.no_grad(), watched as record:
+            with isolated(self.object), torch.no_grad(), watched as record:
                 run(self.object, batch)
         finally:
             self._resting = False

@@ -31,8 +31,22 @@ if TYPE_CHECKING:
     from matplotlib.image import AxesImage
 
 __all__ = [
-    "BLUE", "COLOURS", "GREY", "ORANGE", "PIXELS", "axes_for", "colour_bar", "columns_for",
-    "figure_of", "label_ticks", "literal", "panels", "picture", "reduced", "said", "shorten",
+    "BLUE",
+    "COLOURS",
+    "GREY",
+    "ORANGE",
+    "PIXELS",
+    "axes_for",
+    "colour_bar",
+    "columns_for",
+    "describe_shape",
+    "figure_of",
+    "label_ticks",
+    "literal",
+    "panels",
+    "picture",
+    "reduced",
+    "shorten",
     "title",
 ]  # fmt: skip
 
@@ -49,14 +63,14 @@ PIXELS = 1024  # of a matrix, in each direction
 
 def _sheet(size: tuple[float, float]) -> Figure:
     try:
-        from hookline.view.figures.notebook_figure import Sheet
+        from hookline.view.figures.notebook_figure import NotebookFigure
     except ImportError as error:
         raise MissingExtra(
             "A figure was asked for.",
             f"matplotlib cannot be imported ({error}).",
             "pip install 'hookline[report]'",
         ) from error
-    return Sheet(size)
+    return NotebookFigure(size)
 
 
 def axes_for(ax: Axes | None, size: tuple[float, float]) -> Axes:
@@ -127,7 +141,7 @@ def literal(text: str) -> str:
     return text.replace("$", r"\$")
 
 
-def said(tensor_shape: Sequence[int], dtype: Any) -> str:
+def describe_shape(tensor_shape: Sequence[int], dtype: Any) -> str:
     """A shape and a dtype in a few words."""
     return f"{tuple(tensor_shape)} {str(dtype).removeprefix('torch.')}"
 

@@ -18,7 +18,7 @@ from hookline.statistics.all_statistics import Bins, Histogram
 from hookline.statistics.measuring import Measurements
 from hookline.training.run_reading import Run
 from hookline.view.figures.figure_sources import gather, kept_places, matching
-from hookline.view.figures.sampled_numbers import Sample, remarks, take
+from hookline.view.figures.sampled_numbers import NumberSample, remarks, sample_numbers
 
 __all__ = ["Counts", "distributions", "edges_of"]
 
@@ -65,10 +65,10 @@ def distributions(
         return [_measured(source, place) for place in matching(source, where)]
     if isinstance(source, Run):
         return _of_run(source, where, step, kind)
-    return _of_samples([take(named) for named in gather(source, where)], bins)
+    return _of_samples([sample_numbers(named) for named in gather(source, where)], bins)
 
 
-def _of_samples(samples: Sequence[Sample], bins: int) -> list[Counts]:
+def _of_samples(samples: Sequence[NumberSample], bins: int) -> list[Counts]:
     """The distributions of numbers, in bins that all of them share."""
     edges = edges_of([sample.values for sample in samples], bins)
     made: list[Counts] = []

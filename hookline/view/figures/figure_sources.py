@@ -1,6 +1,6 @@
 """What figures are drawn from, in one form: named tensors.
 
-- `Named`: the tensors at one place, one for each call
+- `NamedTensors`: the tensors at one place, one for each call
 - `gather(source, where)`: those of a record, a store, a model, a mapping or a tensor
 - `matching(names, where)`: which of some names a place or a pattern means
 - `kept_places(run, where, kind)`: the same for a kind of rows of a run
@@ -31,12 +31,12 @@ from hookline.values.quantised import dequantised
 from hookline.values.shards import local
 from hookline.view.figures.sampled_numbers import MOST, spaced
 
-__all__ = ["Named", "gather", "kept_places", "matching", "named_places", "one", "plain"]
+__all__ = ["NamedTensors", "gather", "kept_places", "matching", "named_places", "one", "plain"]
 
 _TAKEN = "a record, a store, a model, a dict of tensors, or a tensor"
 
 
-class Named(NamedTuple):
+class NamedTensors(NamedTuple):
     """The tensors at one place, and how many numbers stand there in all."""
 
     name: str
@@ -45,7 +45,7 @@ class Named(NamedTuple):
     refused: str = ""  # why there is nothing
 
 
-def gather(source: Any, where: Any = None, *, grads: bool = False) -> list[Named]:
+def gather(source: Any, where: Any = None, *, grads: bool = False) -> list[NamedTensors]:
     """The tensors that a source has at the places that were asked for, or at all.
 
     Args:
@@ -63,7 +63,7 @@ def gather(source: Any, where: Any = None, *, grads: bool = False) -> list[Named
     return found
 
 
-def _gathered(source: Any, where: Any, grads: bool) -> list[Named]:
+def _gathered(source: Any, where: Any, grads: bool) -> list[NamedTensors]:
     if isinstance(source, nn.Module):
         found = dict(source.named_parameters())
         names = matching([f"{name}:value" for name in found], where, default="value")
@@ -95,7 +95,7 @@ def named_places(source: Any, where: Any) -> list[str]:
     return matching(held, where, inside=True)
 
 
-def _asked_for(found: list[Named], where: Any) -> list[Named]:
+def _asked_for(found: list[NamedTensors], where: Any) -> list[NamedTensors]:
     """Of nested values, the parts that were asked for."""
     if where is None or not _is_text(where):
         return found
@@ -195,7 +195,7 @@ def kept_places(run: Run, where: Any, kind: str) -> list[str]:
 # -- values ---------------------------------------------------------------------------------------
 
 
-def one(named: Named, call: int | None) -> Tensor:
+def one(named: NamedTensors, call: int | None) -> Tensor:
     """The tensor of a place: of the given call, or the only one, or that of the first call."""
     count = len(named.tensors)
     if named.refused:
@@ -211,17 +211,17 @@ def one(named: Named, call: int | None) -> Tensor:
     return named.tensors[call or 0]
 
 
-def _of(source: Any, place: str, alone: bool) -> list[Named]:
+def _of(source: Any, place: str, alone: bool) -> list[NamedTensors]:
     try:
         values = source.calls(place)
     except HooklineError as error:
         if alone:
             raise
-        return [Named(str(place), [], 0, error.found)]  # the others can be drawn
+        return [NamedTensors(str(place), [], 0, error.found)]  # the others can be drawn
     return _split(str(place), [value for value in values if value is not None])
 
 
-def _split(name: str, values: Sequence[Any]) -> list[Named]:
+def _split(name: str, values: Sequence[Any]) -> list[NamedTensors]:
     """One entry for each tensor in nested values."""
     found: dict[str, list[Tensor]] = {}
     for value in values:
@@ -238,7 +238,10 @@ def _split(name: str, values: Sequence[Any]) -> list[Named]:
             f"It holds no tensor: it is {kinds}.",
             f"Give {_TAKEN}.",
         )
-    return [Named(key, list_of, sum(t.numel() for t in list_of)) for key, list_of in found.items()]
+    return [
+        NamedTensors(key, list_of, sum(t.numel() for t in list_of))
+        for key, list_of in found.items()
+    ]
 
 
 def _numbers(name: str, value: Any) -> Tensor:
@@ -264,20 +267,20 @@ def plain(tensor: Tensor, name: str = "") -> Tensor:
     return tensor.abs() if tensor.is_complex() else tensor
 
 
-def _of_parameter(model: nn.Module, name: str, parameter: Tensor, grads: bool) -> Named:
+def _of_parameter(model: nn.Module, name: str, parameter: Tensor, grads: bool) -> NamedTensors:
     tensor = parameter.grad if grads else data_of(model, parameter, name)
     if tensor is None:
-        return Named(name, [], 0, "No gradient has arrived there.")
-    return Named(name, [plain(tensor, name)], tensor.numel())
+        return NamedTensors(name, [], 0, "No gradient has arrived there.")
+    return NamedTensors(name, [plain(tensor, name)], tensor.numel())
 
 
-def _of_store(store: Store, place: str) -> Named:
+def _of_store(store: Store, place: str) -> NamedTensors:
     """Whole samples of a store, as many as can be drawn, evenly spaced."""
     rows = store[place]
     values = rows.rows if isinstance(rows, StoredSamples) else rows
     size = max(1, int(np.prod(values.shape[1:])))
     chosen = spaced(len(values), max(1, MOST // size))
-    return Named(place, [plain(values[chosen], place)], len(values) * size)
+    return NamedTensors(place, [plain(values[chosen], place)], len(values) * size)
 
 
 def _foreign(source: Any) -> FigureError:

@@ -30,7 +30,7 @@ from hookline.view.figures.axes import (
 )
 from hookline.view.figures.binned_counts import Counts, distributions
 from hookline.view.figures.figure_sources import gather, kept_places, matching
-from hookline.view.figures.sampled_numbers import Sample, take
+from hookline.view.figures.sampled_numbers import NumberSample, sample_numbers
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -115,7 +115,7 @@ def _finish(ax: Axes, words: str, rows: Sequence[Any], notes: Sequence[str]) -> 
 
 def _of_values(source: Any, where: Any) -> list[_Spread]:
     made: list[_Spread] = []
-    for one in [take(named) for named in gather(source, where)]:
+    for one in [sample_numbers(named) for named in gather(source, where)]:
         ends = np.quantile(one.values, _SHARES) if one.values.size else (math.nan,) * 5
         made.append(_Spread(one.name, tuple(ends), one.notes))
     return made
@@ -268,10 +268,12 @@ def _flows(source: Any, where: Any) -> list[_Flow]:
             "No parameter has one.",
             "Run a backward first, and draw before optimizer.zero_grad().",
         )
-    return [_flow(take(named), named.tensors) for named in gather(source, where, grads=True)]
+    return [
+        _flow(sample_numbers(named), named.tensors) for named in gather(source, where, grads=True)
+    ]
 
 
-def _flow(one: Sample, tensors: Sequence[Tensor]) -> _Flow:
+def _flow(one: NumberSample, tensors: Sequence[Tensor]) -> _Flow:
     if one.refused:
         return _Flow(one.name, math.nan, math.nan, ["no gradient"])
     if one.nan or one.above or one.below or not one.values.size:

@@ -20,16 +20,16 @@ from hookline.view.figures.axes import (
     axes_for,
     colour_bar,
     columns_for,
+    describe_shape,
     figure_of,
     literal,
     panels,
     picture,
     reduced,
-    said,
     shorten,
     title,
 )
-from hookline.view.figures.figure_sources import Named, gather, one
+from hookline.view.figures.figure_sources import NamedTensors, gather, one
 from hookline.view.figures.sampled_numbers import counted, numbers
 
 if TYPE_CHECKING:
@@ -100,11 +100,11 @@ def feature_maps(
     colour_bar(ax, image, "share of the map's range" if own_scale else "value")
     ax.set_axis_off()
     words = f"Feature maps of {named.name}" if named.name else "Feature maps"
-    title(ax, words, [said(value.shape, value.dtype), *notes, *remarks], space=4)
+    title(ax, words, [describe_shape(value.shape, value.dtype), *notes, *remarks], space=4)
     return figure_of(ax)
 
 
-def _only(found: list[Named], words: str) -> Named:
+def _only(found: list[NamedTensors], words: str) -> NamedTensors:
     if len(found) == 1:
         return found[0]
     shown = ", ".join(repr(named.name) for named in found[:6]) + ", …" * (len(found) > 6)
@@ -275,7 +275,7 @@ def attention_maps(
     outer, cells = panels(ax, rows, columns, (1.7, 1.85) if most * rows > 1 else (4.2, 4.2))
     notes = _draw_heads(cells, maps, [named.name for named in found], tokens, alone) + notes
     several = maps[0][0].shape if alone else None
-    shape = [said(several, found[0].tensors[0].dtype)] if several else []
+    shape = [describe_shape(several, found[0].tensors[0].dtype)] if several else []
     batched = [f"sample {sample}"] if found[0].tensors[0].ndim == 4 else []
     words = f"Attention of {found[0].name}" if alone and found[0].name else "Attention"
     title(outer, words, [*shape, *batched, "queries down, keys across", *notes], space=2)

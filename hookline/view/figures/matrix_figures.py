@@ -22,17 +22,17 @@ from hookline.view.figures.axes import (
     axes_for,
     colour_bar,
     columns_for,
+    describe_shape,
     figure_of,
     label_ticks,
     literal,
     panels,
     picture,
     reduced,
-    said,
     shorten,
     title,
 )
-from hookline.view.figures.figure_sources import Named, gather, kept_places, one
+from hookline.view.figures.figure_sources import NamedTensors, gather, kept_places, one
 from hookline.view.figures.sampled_numbers import counted, numbers
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def _draw_matrix(ax: Axes, value: Tensor, name: str, bar: bool) -> list[str]:
         ax.set_xticks([])
     if value.ndim < 2 or not bar or notes:
         ax.set_yticks([])
-    return [said(value.shape, value.dtype), *notes, *remarks]
+    return [describe_shape(value.shape, value.dtype), *notes, *remarks]
 
 
 # -- layers × steps -------------------------------------------------------------------------------
@@ -305,7 +305,7 @@ def _labelled(found: Any) -> tuple[Array, list[str] | None, list[str] | None]:
                 "Give rows of one length, or dicts by column.",
             )
         return np.stack(lines) if lines else np.empty((0, 0)), list(table), None
-    named: Named = gather(found)[0]
+    named: NamedTensors = gather(found)[0]
     array = numbers(one(named, None))
     if array.ndim == 1:
         array = array[:, None]

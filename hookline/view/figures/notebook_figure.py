@@ -1,6 +1,6 @@
 """The figure that is drawn on when no Axes were given.
 
-- `Sheet`: a matplotlib Figure that notebooks show, and that pyplot does not know of
+- `NotebookFigure`: a matplotlib Figure that notebooks show, and that pyplot does not know of
 
 Importing this imports matplotlib.
 """
@@ -12,10 +12,10 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-__all__ = ["Sheet"]
+__all__ = ["NotebookFigure"]
 
 
-class Sheet(Figure):
+class NotebookFigure(Figure):
     """A Figure outside pyplot: nothing to close, and it shows itself in a notebook."""
 
     def __init__(self, size: tuple[float, float], **options: Any) -> None:

@@ -1,7 +1,7 @@
 """Numbers out of tensors of any size: all of them, or a sample that is always the same.
 
-- `Sample`: the numbers of one place, what was left out, and the remarks on it
-- `take(named)`: the sample of a place
+- `NumberSample`: the numbers of one place, what was left out, and the remarks on it
+- `sample_numbers(named)`: the sample of a place
 - `spaced(count, most)`: evenly spread positions
 """
 
@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from hookline.view.figures.figure_sources import Named
+    from hookline.view.figures.figure_sources import NamedTensors
 
-__all__ = ["MOST", "Sample", "counted", "numbers", "remarks", "spaced", "take"]
+__all__ = ["MOST", "NumberSample", "counted", "numbers", "remarks", "sample_numbers", "spaced"]
 
 MOST = 1_000_000  # numbers of a place that are looked at
 
@@ -46,7 +46,7 @@ def numbers(tensor: Tensor) -> Array:
 
 
 @dataclass(frozen=True)
-class Sample:
+class NumberSample:
     """The finite numbers of a place, and how many others there were."""
 
     name: str
@@ -66,17 +66,17 @@ class Sample:
         return remarks(self.taken, self.total, self.nan, self.above, self.below, self.values)
 
 
-def take(named: Named, most: int = MOST) -> Sample:
+def sample_numbers(named: NamedTensors, most: int = MOST) -> NumberSample:
     """The numbers at a place: all, or `most` of them."""
     if named.refused:
-        return Sample(named.name, np.empty(0), 0, 0, refused=named.refused)
+        return NumberSample(named.name, np.empty(0), 0, 0, refused=named.refused)
     share = most / max(1, sum(tensor.numel() for tensor in named.tensors))
     pieces = [_some(tensor, share) for tensor in named.tensors]
     values = np.concatenate(pieces) if pieces else np.empty(0)
     odd = np.array([counted(tensor) for tensor in named.tensors]).reshape(-1, 3).sum(0)
     finite = values[np.isfinite(values)] if odd.any() else values
     nan, above, below = (int(count) for count in odd)
-    return Sample(named.name, finite, len(values), named.total, nan, above, below)
+    return NumberSample(named.name, finite, len(values), named.total, nan, above, below)
 
 
 def _some(tensor: Tensor, share: float) -> Array:
