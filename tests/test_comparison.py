@@ -719,19 +719,19 @@ def test_values_of_the_first_model_are_let_go_as_they_are_compared():
     import hookline.comparisons.comparing as module
 
     kept = []
-    meeting = module._Meeting
+    meeting = module._ValueMatcher
 
     class Spy(meeting):
         def __init__(self, found, *rest):
             super().__init__(found, *rest)
             kept.extend(found.values())
 
-    module._Meeting = Spy
+    module._ValueMatcher = Spy
     try:
         model = nn.Sequential(Counts(), Counts(), Counts())
         hl.compare(model, model, torch.ones(2))
     finally:
-        module._Meeting = meeting
+        module._ValueMatcher = meeting
     assert alive[3:] == [4, 3, 2]  # with the whole model's own
 
 

@@ -1396,7 +1396,8 @@ def test_ranks_that_make_no_sense_are_refused(values, monkeypatch):
 def test_a_function_with_a_set_of_words_is_the_same_in_every_process():
     code = (
         "from hookline.harvests.fingerprints import stable_text\n"
-        "print(stable_text(lambda m, b: m(**{k: b[k] for k in b if k in {'ids', 'mask'}})))"
+        "use = lambda m, b: m(**{k: b[k] for k in b if k in {'ids', 'mask', 'types'}})\n"
+        "print(stable_text(use))"
     )
     told = {
         subprocess.run(

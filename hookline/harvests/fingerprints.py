@@ -131,10 +131,8 @@ def bound_content(function: Any) -> str | None:
         return None
     given = [*enumerate(function.args), *sorted(function.keywords.items())]
     parts = [function.func, *(value for _, value in given if callable(value))]
-    return (
-        " ".join(f"{stable_text(part)} {bound_content(part)}" for part in parts)
-        + f" {digest(given):08x}"
-    )
+    content = " ".join(f"{stable_text(part)} {bound_content(part)}" for part in parts)
+    return f"{content} {digest(given):08x}"
 
 
 def live_edits(model: nn.Module) -> list[str]:
