@@ -26,8 +26,9 @@ from hookline.core.hooks import hook
 from hookline.core.operations import Mode, innermost, name_of, not_called
 from hookline.core.taps import Call
 from hookline.errors import NeverFired, PlaceNotFound
-from hookline.isolation.batches import call
-from hookline.isolation.isolated_runs import copied, isolated, run
+from hookline.isolation.batches import copy_batch
+from hookline.isolation.isolated_runs import isolated
+from hookline.isolation.model_calls import call_model, run_model
 from hookline.places.grammar import Place, parse
 from hookline.places.resolution import Where, resolve
 from hookline.places.targets import Target
@@ -166,7 +167,7 @@ def _source() -> str:
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and _TORCH in frame.f_code.co_filename:
         frame = frame.f_back
-    if frame is None or frame.f_code is call.__code__:  # all above is torch's, then the run's
+    if frame is None or frame.f_code is call_model.__code__:  # all above is torch's, then the run's
         return ""
     file, line = frame.f_code.co_filename, frame.f_lineno
     return f"{Path(file).name}:{line}  {linecache.getline(file, line).strip()}".strip()
@@ -190,12 +191,12 @@ def _survey(model: nn.Module, wheres: Iterable[Where], inputs: Any) -> list[Plac
     looked = [p for p, t in others.items() if t.attribute is None and "grad" not in p.port]
     mode = _Survey(targets)
     with isolated(model), torch.no_grad():
-        batch = copied(inputs)
+        batch = copy_batch(inputs)
         compiling.suspend(mode, in_graph=False)
         try:
             looking = hook(model, looked, look) if looked else nullcontext()
             with suppress(NeverFired), looking, mode:  # what was not called is listed as such
-                run(model, batch)
+                run_model(model, batch)
         finally:
             compiling.resume(mode)
     often = {(id(target), name) for target, name, use, *_ in mode.found if use}

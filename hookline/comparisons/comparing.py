@@ -26,15 +26,10 @@ from hookline.comparisons.place_pairs import Renaming, check_mapping, pair_place
 from hookline.core.hooks import hook
 from hookline.core.taps import Call
 from hookline.errors import BatchError, NeverFired
-from hookline.isolation.isolated_runs import (
-    Mode,
-    check_model,
-    copied,
-    isolated,
-    noted,
-    run,
-    same_random_numbers,
-)
+from hookline.isolation.batches import copy_batch
+from hookline.isolation.isolated_runs import Mode, isolated
+from hookline.isolation.model_calls import check_model, error_note, run_model
+from hookline.isolation.random_state import fork_rng
 from hookline.places.resolution import Place, Where
 from hookline.places.tree import walk
 from hookline.records.captures import capture
@@ -116,12 +111,12 @@ def compare(
 
         first = "The first model" if model_a is not model_b else "The model"
         last = _is_compiled(model_a) or _is_compiled(model_b)
-        _follow(model_a, copied(batch), list(pairs), keep, first, comparison, last)
+        _follow(model_a, copy_batch(batch), list(pairs), keep, first, comparison, last)
         meeting = _ValueMatcher(kept, tolerance)
         meeting.rounding = _rounding(model_a), _rounding(model_b)
-        given = copied(batch if batch_b is None else batch_b)
+        given = copy_batch(batch if batch_b is None else batch_b)
         places = list(dict.fromkeys([*kept, *pairs.values()]))  # as the first model has them
-        with noted(_OWN if batch_b is None else ""):
+        with error_note(_OWN if batch_b is None else ""):
             _follow(model_b, given, places, meeting.meet, "The second model", comparison, last)
     meeting.finish(comparison)
     if not comparison.rows:
@@ -201,13 +196,13 @@ def _follow(
         several |= latest.pop(call.place, None) is not None
         latest[call.place] = map_leaves(_kept, value)
 
-    with torch.no_grad(), same_random_numbers(model):
+    with torch.no_grad(), fork_rng(model):
         if _is_compiled(model):
             _follow_compiled(model, batch, places, take, name, comparison)
             return
         with suppress(NeverFired):  # what one model lacks is listed in the comparison
             with hook(model, places, look):
-                run(model, batch)
+                run_model(model, batch)
     for place, value in latest.items():
         take(place, 0, value)
     if several:
@@ -228,13 +223,13 @@ def _follow_compiled(
     """The same for a compiled model: its values are those of the graph, not of the eager model."""
     inside = all(p.port == "output" and not p.parts and not p.operation for p in places)
     if not (not compiler_is_used() and inside):
-        take(_root(places, inside), 0, run(model, batch))
+        take(_root(places, inside), 0, run_model(model, batch))
         comparison.notes.append(f"{name} {_COMPILED if inside else _WHOLE}")
         return
     capturing = capture(model, places, keep="last")
     with suppress(NeverFired):
         with capturing:
-            run(model, batch)
+            run_model(model, batch)
     for place in [place for place in places if place in capturing.record]:
         take(place, 0, capturing.record[place])
 

@@ -23,7 +23,9 @@ from hookline.edits.changes import replace
 from hookline.edits.edits import as_change, edit
 from hookline.edits.ready_changes import patch
 from hookline.errors import BatchError, ChangeError, NeverFired
-from hookline.isolation.isolated_runs import copied, run, same_random_numbers
+from hookline.isolation.batches import copy_batch
+from hookline.isolation.model_calls import run_model
+from hookline.isolation.random_state import fork_rng
 from hookline.places.resolution import Place
 from hookline.records.records import Record
 from hookline.values.nested import Path, children, leaves, map_leaves, only_tensor, set_part
@@ -101,7 +103,7 @@ class SweepRunner:
 
     def baseline(self, places: list[Place]) -> float:
         """The metric of the corrupt batch as it is."""
-        self.shapes = self._shapes(places, copied(self.batch))
+        self.shapes = self._shapes(places, copy_batch(self.batch))
         return one_number(self.metric(self.output))
 
     def _shapes(self, places: list[Place], batch: Any) -> Shapes:
@@ -118,8 +120,8 @@ class SweepRunner:
         return found
 
     def _forward(self, batch: Any, context: Any) -> Any:
-        with torch.no_grad(), same_random_numbers(self.model), context:
-            return run(self.model, batch)
+        with torch.no_grad(), fork_rng(self.model), context:
+            return run_model(self.model, batch)
 
     # -- several changes in one forward ---------------------------------------------------------
 
@@ -182,7 +184,7 @@ class SweepRunner:
         def repeat(leaf: Any) -> Any:
             return torch.cat([leaf] * copies) if isinstance(leaf, Tensor) else leaf
 
-        return map_leaves(repeat, copied(self.batch))
+        return map_leaves(repeat, copy_batch(self.batch))
 
     def _has_rows(self, place: Place, shapes: list[torch.Size], copies: int) -> bool:
         alone = all(shape[:1] == (self.samples,) for shape in self.shapes[place])
@@ -214,7 +216,7 @@ class SweepRunner:
         self.runs += 1
         stacked = jobs[0].place in self.together
         self.copies = len(jobs)
-        batch = self._stacked(len(jobs)) if stacked else copied(self.batch)
+        batch = self._stacked(len(jobs)) if stacked else copy_batch(self.batch)
         at: dict[Place, list[tuple[int | None, int | None]]] = {}
         for number, job in enumerate(jobs):
             at.setdefault(job.place, []).append((number if stacked else None, job.position))

@@ -28,17 +28,11 @@ from hookline.core.hooks import settled
 from hookline.edits.changes import Change
 from hookline.edits.ready_changes import patch
 from hookline.errors import BatchError, GradientNotAvailable, NeverFired, PlaceError
-from hookline.isolation.isolated_runs import (
-    Mode,
-    check_model,
-    copied,
-    gradients,
-    isolated,
-    pull_back,
-    refuse_inference,
-    run,
-    same_random_numbers,
-)
+from hookline.isolation.backward import backward_without_grads, check_differentiable, grad_mode
+from hookline.isolation.batches import copy_batch
+from hookline.isolation.isolated_runs import Mode, isolated
+from hookline.isolation.model_calls import check_model, run_model
+from hookline.isolation.random_state import fork_rng
 from hookline.places.resolution import Place, Where, resolve
 from hookline.records.captures import capture
 from hookline.records.records import Record
@@ -106,9 +100,9 @@ def sweep(
             "Leave out change= or approximate=.",
         )
     with isolated(model, mode=mode):
-        with torch.no_grad(), same_random_numbers(model):
+        with torch.no_grad(), fork_rng(model):
             with capture(model, where, detach=True) as record:
-                output = run(model, copied(clean))
+                output = run_model(model, copy_batch(clean))
         places = record.places()
         reference = one_number(metric(output))
         shapes: Shapes = {}
@@ -229,7 +223,7 @@ def _estimated(
     jobs: list[PatchJob], dim: int, where: Where,
 ) -> Sweep:  # fmt: skip
     """All changes at once: the metric's slope times how far the clean values are away."""
-    refuse_inference(model.parameters())
+    check_differentiable(model.parameters())
     places = list(dict.fromkeys(job.place for job in jobs))
     slopes = {place: _gradient_place(place) for place in places}
     for parameter in model.parameters():
@@ -271,8 +265,8 @@ def _reason(error: GradientNotAvailable) -> str:
 
 def _pulled_back(model: nn.Module, batch: Any, metric: Metric) -> float:
     """The metric of a batch, after a backward from it."""
-    with gradients(True), same_random_numbers(model):
-        result = metric(run(model, map_leaves(_from_leaf, copied(batch))))
+    with grad_mode(True), fork_rng(model):
+        result = metric(run_model(model, map_leaves(_from_leaf, copy_batch(batch))))
         value = one_number(result)
         if not isinstance(result, Tensor) or not result.requires_grad:
             raise BatchError(
@@ -280,7 +274,7 @@ def _pulled_back(model: nn.Module, batch: Any, metric: Metric) -> float:
                 "The metric has no gradient.",
                 "Let it return a tensor, made of the output by operations of torch alone.",
             )
-        pull_back([result])
+        backward_without_grads([result])
     return value
 
 

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from hookline.errors import NonFiniteError
-from hookline.guards.origins import ADDING, RECOMPUTING, Labelled, Origin
+from hookline.guards.origins import ADDING, Labelled, Origin
+from hookline.isolation.backward import REENTRANT
 from hookline.places.resolution import Place
 
 __all__ = ["Fault", "explain", "fault_of"]
@@ -160,7 +161,7 @@ def _remedy(fault: Fault, scaled: bool) -> str:
         used = "output" if fault.values else "parameters"
         said = f"Look at the loss, and at what it does with the model's {used}."
         return f"{said} {_SCALED}" if half and not scaled else said
-    if fault.node == RECOMPUTING:
+    if fault.node == REENTRANT:
         return "checkpoint(..., use_reentrant=False) shows what inside of it does."
     if fault.node == ADDING:
         return "Divide the loss by the number of backwards of a step, or call zero_grad() between."

@@ -3,7 +3,6 @@
 - `KeptCall`: one call: its arguments, random numbers, buffers and settings
 - `ModelParts`: the modules, parameters and buffers of a model, found once
 - `BufferCopies`: the buffers of a model, copied before a call if calls change them
-- `RandomState`: the states of the random number generators
 - `CallHolder`: a hook that keeps a call as long as its graph lives
 - `count_of_writes(tensor)`: how often it was changed in place
 - `unwrapped(model)`, `is_spread(model)`: what of a model can be run again in one process
@@ -11,14 +10,11 @@
 
 from __future__ import annotations
 
-import random
-import sys
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from itertools import chain
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -26,6 +22,9 @@ from torch.utils import hooks as torch_hooks
 
 from hookline.core.gathering import is_gathered
 from hookline.guards.finite_checks import finite_probe
+from hookline.isolation.isolated_runs import isolated
+from hookline.isolation.module_index import ModuleIndex
+from hookline.isolation.random_state import RandomState
 from hookline.isolation.training_modes import modes_of, set_modes
 from hookline.places.tree import join, walk
 from hookline.torch_private import (
@@ -44,7 +43,6 @@ __all__ = [
     "CallHolder",
     "KeptCall",
     "ModelParts",
-    "RandomState",
     "count_of_writes",
     "is_spread",
     "unwrapped",
@@ -58,40 +56,6 @@ _MOST = 2**28  # bytes of buffers that are copied before it is known which of th
 def count_of_writes(tensor: Tensor) -> int:
     """Return how often a tensor was changed in place; -1 for an inference tensor."""
     return -1 if tensor.is_inference() else version_of(tensor)
-
-
-class RandomState:
-    """The states of torch's, Python's and numpy's random number generators, now.
-
-    That of numpy takes longer than the others, and is left out where it is not drawn from.
-    """
-
-    def __init__(self, devices: Sequence[int], numpy: bool = True) -> None:
-        self.torch = torch.get_rng_state()
-        self.python = random.getstate()
-        self.numpy: Any = None
-        if numpy and "numpy.random" in sys.modules:
-            self.numpy = np.random.get_state(legacy=False)
-        self.devices = {device: torch.cuda.get_rng_state(device) for device in devices}
-
-    def restore(self) -> None:
-        """Put them back."""
-        torch.set_rng_state(self.torch)
-        random.setstate(self.python)
-        if self.numpy is not None:
-            np.random.set_state(self.numpy)
-        for device, state in self.devices.items():
-            torch.cuda.set_rng_state(state, device)
-
-    def draws_from_numpy(self) -> bool:
-        """Whether numbers of numpy's were drawn since."""
-        states = (np.random.get_state(legacy=False), self.numpy)
-        return not all(map(np.array_equal, *(_flat(state).values() for state in states)))
-
-
-def _flat(state: Any) -> dict[str, Any]:
-    """What a generator of numpy's holds, of whatever kind it is."""
-    return {**state, "state": None, **state["state"]}
 
 
 def _there(held: dict[str, Tensor | None], name: str) -> Tensor | None:
@@ -128,13 +92,13 @@ class BufferCopies:
         self.changing = {path for _, _, path in self.places} if small else set(self._uncounted)
         self.learnt = not small
 
-    def now(self, every: bool = False) -> list[BufferCopy]:
-        """Every buffer, its version, and a copy of those that may change, or of every one."""
+    def now(self) -> list[BufferCopy]:
+        """Return every buffer, its version, and a copy of those that may change."""
         kept: list[BufferCopy] = []
         for held, name, path in self.places:
             tensor = _there(held, name)
             if tensor is not None:
-                copy = tensor.detach().clone() if every or path in self.changing else None
+                copy = tensor.detach().clone() if path in self.changing else None
                 kept.append(BufferCopy(held, name, path, tensor, count_of_writes(tensor), copy))
         return kept
 
@@ -169,9 +133,8 @@ class ModelParts:
         self.buffers = BufferCopies(called, names)
         self.devices = {p.device.index or 0 for p in self.parameters if p.is_cuda}
         self.changes_inputs = False  # whether a call was seen to change what it was given
-        self.draws: dict[
-            bool | None, bool
-        ] = {}  # by mode, whether a call was seen to draw from numpy
+        # By mode, whether a call was seen to draw from numpy.
+        self.draws: dict[bool | None, bool] = {}
         self._held = [held for m in self.modules for held in (submodules_of(m), parameters_of(m))]
         self._known = self._identities()
 
@@ -202,7 +165,7 @@ class KeptCall:
         own = {t.device.index or 0 for _, t, _ in self.versions if t.is_cuda}
         self.devices = sorted(own | parts.devices)
         self.modes = modes_of(parts.modules)
-        self.randomness = RandomState(self.devices, parts.draws.get(self.modes[0], True))
+        self.random_state = RandomState(self.devices, parts.draws.get(self.modes[0], True))
         self.parts, self.called, self.path = parts, parts.called, parts.path
         self.buffers = parts.buffers.now()
         # accelerate exchanges at each call what it has offloaded, and gives the same data again.
@@ -227,8 +190,8 @@ class KeptCall:
         self.lost = self.parts.buffers.learn(self.buffers)
         if any(count_of_writes(tensor) != version for _, tensor, version in self.versions):
             self.parts.changes_inputs = True
-        if self.randomness.numpy is not None and self.modes[0] not in self.parts.draws:
-            self.parts.draws[self.modes[0]] = self.randomness.draws_from_numpy()
+        if self.random_state.numpy is not None and self.modes[0] not in self.parts.draws:
+            self.parts.draws[self.modes[0]] = not self.random_state.is_numpy_current()
 
     def close(self) -> None:
         """Take the hooks off its graph."""
@@ -263,30 +226,22 @@ class KeptCall:
 
     @contextmanager
     def again(self, gradients: bool) -> Generator[tuple[Any, Any, list[tuple[str, Tensor]]]]:
-        """All as it was before the call; inside, the arguments to call the model with.
+        """Set everything to the state before the call; give the arguments to call the model with.
 
         They are copies. With `gradients`, those that required grad are computed from leaves that
-        do so again, which come with their names. Afterwards random numbers, buffers and modes are
-        as they are now.
+        do so again, which come with their names. Afterwards the model is as it is now.
         """
-        now, after = RandomState(self.devices), self.parts.buffers.now(every=True)
-        modules, modes = self.parts.modules, modes_of(self.parts.modules)
-        try:
-            with ExitStack() as stack:
-                stack.enter_context(torch.inference_mode(self.inference and not gradients))
-                stack.enter_context(torch.set_grad_enabled(self.grad or gradients))
-                for kind, enabled, dtype in self.autocast:
-                    stack.enter_context(
-                        torch.autocast(kind, dtype, enabled=enabled, cache_enabled=self.cache)
-                    )
-                self.randomness.restore()
-                BufferCopies.restore(self.buffers)
-                set_modes(modules, self.modes)
-                yield self._arguments(gradients)
-        finally:
-            set_modes(modules, modes)
-            BufferCopies.restore(after)
-            now.restore()
+        with isolated(ModuleIndex(self.called), devices=self.devices), ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(self.inference and not gradients))
+            stack.enter_context(torch.set_grad_enabled(self.grad or gradients))
+            for kind, enabled, dtype in self.autocast:
+                stack.enter_context(
+                    torch.autocast(kind, dtype, enabled=enabled, cache_enabled=self.cache)
+                )
+            self.random_state.restore()
+            BufferCopies.restore(self.buffers)
+            set_modes(self.parts.modules, self.modes)
+            yield self._arguments(gradients)
 
     def names(self) -> dict[int, str]:
         """Its inputs that require grad in words, by id."""

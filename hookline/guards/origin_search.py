@@ -19,9 +19,9 @@ from hookline.guards.backward_trace import BackwardTrace
 from hookline.guards.finite_checks import bad_leaves, float_values, infinity_signs
 from hookline.guards.forward_trace import ForwardTrace, ModuleHooks, OperationMode
 from hookline.guards.kept_calls import KeptCall
-from hookline.guards.origins import RECOMPUTING, IgnoredPlaces, Labelled, Origin, label_tensors
+from hookline.guards.origins import IgnoredPlaces, Labelled, Origin, label_tensors
 from hookline.guards.producer_samples import ProducerSample
-from hookline.isolation.isolated_runs import nodes_of
+from hookline.isolation.backward import graph_nodes, has_reentrant_checkpoint
 from hookline.places.tree import join, tensors_of, walk
 from hookline.values.nested import get_part, leaves
 
@@ -152,20 +152,11 @@ def _gradients(
         return {}
     tensors = [tensor for _, tensor in wanted]
     names = [name for name, _ in wanted]
-    if not any(node.name() == RECOMPUTING for node in nodes_of(ends)):
-        found = torch.autograd.grad(ends, tensors, given, allow_unused=True)
-        return dict(zip(names, found, strict=True))
-    # The older checkpointing runs backwards of its own, which write to .grad: put back what is
-    # there, since it knows no other way.
-    before = [tensor.grad for tensor in tensors]
-    try:
-        for tensor in tensors:
-            tensor.grad = None
-        torch.autograd.backward(ends, given)
+    if has_reentrant_checkpoint(graph_nodes(ends)):
+        torch.autograd.backward(ends, given)  # to .grad, which is None inside of `kept.again`
         return {name: tensor.grad for name, tensor in wanted}
-    finally:
-        for tensor, gradient in zip(tensors, before, strict=True):
-            tensor.grad = gradient
+    found = torch.autograd.grad(ends, tensors, given, allow_unused=True)
+    return dict(zip(names, found, strict=True))
 
 
 # -- what the producer was given ------------------------------------------------------------------

@@ -28,11 +28,10 @@ from hookline.values.nested import Path as Parts
 from hookline.values.nested import children, leaves, show_path
 
 __all__ = [
-    "ADDING", "OURS", "RECOMPUTING", "IgnoredPlaces", "Line", "Origin", "infinite", "is_meant",
+    "ADDING", "OURS", "IgnoredPlaces", "Line", "Origin", "infinite", "is_meant",
     "label_tensors", "line_of", "show_line",
 ]  # fmt: skip
 
-RECOMPUTING = "CheckpointFunctionBackward"  # the older checkpointing: a backward in another
 ADDING = "AccumulateGrad"  # adds the gradient of a parameter to what is there
 
 _GUARDS = str(Path(__file__).parent)

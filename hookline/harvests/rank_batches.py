@@ -17,7 +17,7 @@ from typing import Any, cast
 from torch.utils.data import DataLoader, IterableDataset
 
 from hookline.errors import HarvestError
-from hookline.isolation.batches import is_series, no_series
+from hookline.isolation.batches import is_series, not_series_error
 
 __all__ = ["BatchSource", "RankShare", "rank_and_world_size"]
 
@@ -89,7 +89,7 @@ class BatchSource:
         self.skips = False  # whether batch 0 may never be seen
         self._called = callable(data) and not isinstance(data, Iterable)
         if not self._called and not is_series(data):
-            raise no_series(data, HarvestError)
+            raise not_series_error(data, HarvestError)
         if self._called:
             self.skips = _takes_argument(self._data)
 

@@ -26,9 +26,9 @@ from hookline.harvests.harvest_checks import (
     warn_of_order,
     warn_of_training,
 )
-from hookline.isolation.batches import call as run
-from hookline.isolation.batches import refuse_padding
+from hookline.isolation.batches import check_mask_name
 from hookline.isolation.early_exit import EarlyExit
+from hookline.isolation.model_calls import call_model
 from hookline.places.resolution import Place, Where
 from hookline.records.captures import capture
 from hookline.records.records import Record
@@ -56,7 +56,7 @@ class RowOptions:
     forward: Callable[[Any, Any], Any] | None = None
 
     def __post_init__(self) -> None:
-        refuse_padding(self.mask, HarvestError)
+        check_mask_name(self.mask, HarvestError)
         as_dtype(self.dtype, "harvest")
         if self.stop not in (True, False, "auto"):
             raise HarvestError(
@@ -179,7 +179,7 @@ class RowExtractor:
         )  # fmt: skip
         first = nullcontext() if self._begun else self._stopping.first()
         with first, torch.no_grad(), looking as record:
-            (taking.forward or run)(self.model, batch)
+            (taking.forward or call_model)(self.model, batch)
         return record
 
     def _settle(self, record: Record) -> None:

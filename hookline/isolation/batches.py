@@ -1,47 +1,48 @@
-"""Batches: run a model on one, and make one from shapes.
+"""Batches for a model: make one from shapes, copy one, check what was given as data.
 
 - `make_batch(model, batch, dtype)`: the batch, with a tensor for every shape in it
-- `call(model, inputs)`: run a model on a batch
-- `is_shape(value)`: whether a value is taken for a shape
-- `is_series(data)`: whether something is batches, and not one; `no_series(data, error)` if not
-- `refuse_padding(mask, error)`: the error for a mask by a name that marks padding in torch
-- `needs_whole_numbers(error)`: whether a run failed for want of whole numbers, such as tokens
-- `refused_shapes(shapes, dtype, error)`: the error if that cannot be mended
+- `copy_batch(batch)`: the same batch in memory of its own
+- `is_shape(value)`: whether a value is a shape
+- `is_series(data)`: whether data is an iterable of batches; `not_series_error(data, error)` if not
+- `check_mask_name(mask, error)`: raise if a mask has a name that marks padding in torch
+- `needs_integers(error)`: whether a run failed because integers, such as tokens, are needed
+- `shapes_error(shapes, dtype, error)`: the error for shapes where that cannot be mended
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence
 
 from hookline.core.offloading import offloads
 from hookline.errors import BatchError, HooklineError
 from hookline.places.tree import tensors_of
 from hookline.values.nested import map_leaves
+from hookline.values.snapshots import duplicate
 
 __all__ = [
-    "call", "is_series", "is_shape", "make_batch", "needs_whole_numbers", "no_series",
-    "refuse_padding", "refused_shapes",
-]  # fmt: skip
+    "check_mask_name",
+    "copy_batch",
+    "is_series",
+    "is_shape",
+    "make_batch",
+    "needs_integers",
+    "not_series_error",
+    "shapes_error",
+]
 
 Shape = tuple[int, ...]
-
-
-def call(model: nn.Module, inputs: Any) -> Any:
-    """Run a model on a batch: a dict gives arguments by name, a tuple or list by position."""
-    if isinstance(inputs, Mapping):
-        return model(**inputs)
-    several = isinstance(inputs, (tuple, list)) and not isinstance(inputs, PackedSequence)
-    return model(*inputs) if several else model(inputs)
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, nn.Module)
 
 
 def is_series(data: Any) -> bool:
-    """Whether something is batches, and not one of them.
+    """Return True for an iterable of batches, False for a single batch.
 
     >>> is_series([torch.zeros(2)]), is_series(torch.zeros(2)), is_series(5)
     (True, False, False)
@@ -49,8 +50,8 @@ def is_series(data: Any) -> bool:
     return isinstance(data, Iterable) and not isinstance(data, (Tensor, str, Mapping))
 
 
-def no_series(data: Any, error: type[HooklineError]) -> HooklineError:
-    """The error for data that is no series of batches."""
+def not_series_error(data: Any, error: type[HooklineError]) -> HooklineError:
+    """Return the error for data that is not an iterable of batches."""
     return error(
         f"A {type(data).__name__} was given as data.",
         "It is no series of batches.",
@@ -58,8 +59,8 @@ def no_series(data: Any, error: type[HooklineError]) -> HooklineError:
     )
 
 
-def refuse_padding(mask: Any, error: type[HooklineError]) -> None:
-    """An error if a mask is named like those of torch's own layers, which mark what is left out."""
+def check_mask_name(mask: Any, error: type[HooklineError]) -> None:
+    """Raise if a mask is named like those of torch's layers, which are True for padding."""
     if isinstance(mask, str) and mask.endswith("key_padding_mask"):
         raise error(
             f"The mask was to be {mask!r}.",
@@ -69,7 +70,7 @@ def refuse_padding(mask: Any, error: type[HooklineError]) -> None:
 
 
 def is_shape(value: Any) -> bool:
-    """Whether a value is taken for a shape: it is a tuple of whole numbers.
+    """Return True if a value is a shape: a tuple of integers.
 
     >>> is_shape((1, 3, 224, 224)), is_shape([1, 3]), is_shape((1.0, 3))
     (True, False, False)
@@ -81,7 +82,7 @@ def is_shape(value: Any) -> bool:
 def make_batch(
     model: nn.Module, batch: Any, dtype: torch.dtype | None = None
 ) -> tuple[Any, list[Shape]]:
-    """The batch with a tensor for every shape, on the model's device; and the shapes.
+    """Return the batch with a tensor for every shape, on the model's device, and the shapes.
 
     >>> batch, shapes = make_batch(nn.Linear(3, 2), {"input": (5, 3)})
     >>> batch["input"].shape, shapes
@@ -113,8 +114,28 @@ def make_batch(
     return made, shapes
 
 
+def copy_batch(batch: Any) -> Any:
+    """Copy a batch, as models may write into it; what cannot be copied stays as it is.
+
+    >>> x = torch.zeros(2)
+    >>> _ = copy_batch({"x": x})["x"].fill_(7)
+    >>> x
+    tensor([0., 0.])
+    """
+    return map_leaves(_copy, batch)
+
+
+def _copy(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return duplicate(leaf).requires_grad_(leaf.requires_grad)
+    if not isinstance(leaf, _PLAIN) and not callable(leaf):
+        with suppress(Exception):  # a cache of keys and values can be copied, a stream cannot
+            return copy.deepcopy(leaf)
+    return leaf
+
+
 def _first(model: nn.Module) -> Tensor | None:
-    """The first floating-point parameter or buffer."""
+    """Return the first floating-point parameter or buffer."""
     for module in model.modules():  # not all of them: most often the first that has some will do
         for _, tensor in tensors_of(module):
             if tensor.is_floating_point():
@@ -140,16 +161,16 @@ def _to_meta(leaf: Any) -> Any:
     return leaf.to("meta") if isinstance(leaf, Tensor) else leaf
 
 
-def needs_whole_numbers(error: BaseException) -> bool:
-    """Whether a run failed for the reason that an embedding was given other than whole numbers."""
+def needs_integers(error: BaseException) -> bool:
+    """Return True for the error of an embedding that was not given integers."""
     text = str(error)
     return "scalar types: Long, Int" in text or "must be IntTensor or LongTensor" in text
 
 
-def refused_shapes(
+def shapes_error(
     shapes: list[Shape], dtype: torch.dtype | None, error: BaseException
 ) -> BatchError:
-    """The error if a model cannot take what was made for shapes."""
+    """Return the error for a model that does not take the tensors made for shapes."""
     return BatchError(
         f"A batch was made of {', '.join(map(str, shapes))}{f' in {dtype}' if dtype else ''}.",
         f"The model takes whole numbers somewhere: {str(error).splitlines()[0]:.120}",

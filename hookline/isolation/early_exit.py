@@ -5,18 +5,14 @@
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import cast
 
-import numpy as np
-import torch
 from torch import Tensor, nn
 
 from hookline.core.gathering import recovers
-from hookline.isolation.isolated_runs import cuda_devices
+from hookline.isolation.random_state import RandomState, cuda_devices
 from hookline.torch_checks import require
 from hookline.torch_private import BatchNormBase, buffers_of, version_of
 from hookline.values.shards import placements
@@ -31,6 +27,7 @@ class EarlyExit:
     others would then draw, or buffers change; if other ranks take part in it; or if torch cannot go
     on after a forward that was ended.
 
+    >>> import torch
     >>> model = nn.Sequential(nn.Linear(2, 3), nn.Dropout())
     >>> found = []
     >>> for training in (True, False):
@@ -50,23 +47,15 @@ class EarlyExit:
     @contextmanager
     def first(self) -> Generator[None]:
         """Look at the forward that runs inside."""
-        drawn, held = _random_state(self._model), _BufferVersions(self._model)
+        state = RandomState(cuda_devices(self._model))
+        buffers = _BufferVersions(self._model)
         yield
         self.safe = (
             recovers(self._model)
             and not any(placements(p) is not None for p in self._model.parameters())
-            and _random_state(self._model) == drawn
-            and not held.changed()
+            and state.is_current()
+            and not buffers.changed()
         )
-
-
-def _random_state(model: nn.Module) -> Any:
-    """The random numbers that come next, from torch, Python and numpy, in what can be compared."""
-    states = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, cuda_devices(model))]
-    numpy = np.random if "numpy.random" in sys.modules else None
-    with np.printoptions(threshold=sys.maxsize):
-        following = None if numpy is None else str(numpy.get_state(legacy=False))
-    return [state.tolist() for state in states], random.getstate(), following
 
 
 class _BufferVersions:

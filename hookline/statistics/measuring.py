@@ -19,9 +19,9 @@ from hookline.core.hooks import first_names, hook, named_place, settled
 from hookline.core.slices import Misfit, take
 from hookline.core.taps import Call
 from hookline.errors import NeverFired, NotCaptured, NotHookable, StatisticsError, warn_outside
-from hookline.isolation.batches import call as run
-from hookline.isolation.batches import is_series, no_series, refuse_padding
+from hookline.isolation.batches import check_mask_name, is_series, not_series_error
 from hookline.isolation.early_exit import EarlyExit
+from hookline.isolation.model_calls import call_model
 from hookline.places.resolution import Target, Where, resolve
 from hookline.records.captures import capture
 from hookline.selecting import held_as
@@ -192,7 +192,7 @@ class _Measuring(Entering):
         self, model: nn.Module, where: Where, statistics: Statistics, mask: Any, at: Any
     ) -> None:
         self._kinds, self._mask, self._at = by_name(statistics), mask, at
-        refuse_padding(mask, StatisticsError)
+        check_mask_name(mask, StatisticsError)
         self._wheres = (settled(where),)
         self.found = Measurements()
         self.ids: Any = None
@@ -275,13 +275,13 @@ class _Measuring(Entering):
         """
         if not self.found.calls:
             with self._stopping.first():
-                run(self._model, batch)
+                call_model(self._model, batch)
             once = [*self.found.calls.values()] == [1] * self._asked
             self._stops = once and self._stopping.safe
         elif self._stops:
             self._run_until_all_came(batch)
         else:
-            run(self._model, batch)
+            call_model(self._model, batch)
 
     def _run_until_all_came(self, batch: Any) -> None:
         # Entered last, so that what is measured at a place was measured when this sees it.
@@ -289,7 +289,7 @@ class _Measuring(Entering):
         looking = capture(self._model, places, keep="first", transform=_nothing, stop=True)
         try:
             with looking:
-                run(self._model, batch)
+                call_model(self._model, batch)
         except NeverFired as error:
             # A batch may be without calls that others had; a stop that was caught is an error.
             if error.record is not looking.record or not looking.record.unfired():
@@ -412,7 +412,7 @@ def measure(
             )
         return _Measuring(model, where, statistics, mask, at)
     if not is_series(data):
-        raise no_series(data, StatisticsError)
+        raise not_series_error(data, StatisticsError)
     where = settled(where)
     requests = resolve(model, (where,))
     if any("grad" in target.port for request in requests for target in request.targets):
@@ -435,7 +435,7 @@ def measure(
                     if stop:
                         measuring.run(batch)
                     else:
-                        run(model, batch)
+                        call_model(model, batch)
                 measuring.warn_of_silent()
             if empty:
                 why = "It has no batches; a generator that was gone through before has none left."

@@ -13,7 +13,10 @@ from torch import Tensor, nn
 
 from hookline.costs.module_sizes import copy_uninitialized, has_uninitialized
 from hookline.costs.summarizing import summarize
-from hookline.isolation.isolated_runs import copied, gradients, isolated, pull_back, roots_of, run
+from hookline.isolation.backward import backward_roots, backward_without_grads, grad_mode
+from hookline.isolation.batches import copy_batch
+from hookline.isolation.isolated_runs import isolated
+from hookline.isolation.model_calls import run_model
 from hookline.isolation.module_index import ModuleIndex
 from hookline.places.resolution import Place
 from hookline.places.tree import join, tensors_of, walk
@@ -35,8 +38,8 @@ def page_of_model(model: nn.Module, batch: Any, loss: Loss | None, budget: int) 
     held = ModuleIndex(model).tensors
     if batch is not None and has_uninitialized(held):
         model = copy_uninitialized(model, held)  # a run would give them their shapes
-        with isolated(model, contents=[ModuleIndex(model)]):
-            run(model, copied(batch))
+        with isolated(ModuleIndex(model)):
+            run_model(model, copy_batch(batch))
     summary = summarize(model, batch)
     outline = PageTree(summary)
     chunks: dict[str, Callable[[], Chunk]] = {}
@@ -74,8 +77,8 @@ def _observe(model: nn.Module, batch: Any, loss: Loss | None, most: int) -> Reco
     if loss is not None:
         where += [f"{place}:grad_output" for place in where]
     watched = capture(model, *where, transform=partial(summarize_value, most=most), detach=True)
-    with isolated(model), gradients(loss is not None), watched as record:
-        result = run(model, copied(batch))
+    with isolated(model), grad_mode(loss is not None), watched as record:
+        result = run_model(model, copy_batch(batch))
         if loss is not None:
-            pull_back(roots_of(loss(result)))
+            backward_without_grads(backward_roots(loss(result)))
     return record

@@ -29,8 +29,8 @@ from hookline.core.taps import Call
 from hookline.edits.edits import edit
 from hookline.edits.restoring import get_module
 from hookline.errors import ChangeError, NotCaptured, PlaceError, PlaceNotFound
-from hookline.isolation.batches import call as run
 from hookline.isolation.isolated_runs import isolated
+from hookline.isolation.model_calls import call_model
 from hookline.places.resolution import Place, Where
 from hookline.records.captures import capture
 from hookline.selecting import select
@@ -139,7 +139,7 @@ class Hooks:
         self._resting = True
         try:
             with isolated(self.object), torch.no_grad(), watched as record:
-                run(self.object, batch)
+                call_model(self.object, batch)
         finally:
             self._resting = False
         return record[Place(place.path, "input")], record[place]
