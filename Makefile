@@ -99,7 +99,7 @@ test-install: ## install the wheel and the newest torch as a user does, try it, 
 	@$(INSTALL_PYTHON) tests/plain_install.py
 
 frontend: ## build the page's script and style from frontend/src, and test them
-	@echo "==> building hookline/pages/page.js and page.css"
+	@echo "==> building hookline/view/page.js and page.css"
 	@cd frontend && $(NPM_CI) && npm run --silent build && npm test --silent
 
 # Without npm, or without its registry, tests/test_frontend.py still compares digests.

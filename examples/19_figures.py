@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import hookline as hl
-from hookline.pages import figures
+from hookline.view import figures
 
 
 class Attention(nn.Module):

@@ -1,4 +1,4 @@
-// Bundles src/ into hookline/pages/page.js and page.css. With --check nothing is written: it fails
+// Bundles src/ into hookline/view/page.js and page.css. With --check nothing is written: it fails
 // if what lies there is not what the source gives.
 import { createHash } from "node:crypto";
 import { readFileSync, readdirSync, writeFileSync } from "node:fs";
@@ -7,7 +7,7 @@ import { fileURLToPath } from "node:url";
 import { build } from "esbuild";
 
 const here = dirname(fileURLToPath(import.meta.url));
-const target = join(here, "..", "hookline", "pages");
+const target = join(here, "..", "hookline", "view");
 
 // tests/test_frontend.py computes the same digest, so that a stale bundle is seen without node.
 function digestOfSource() {
@@ -48,7 +48,7 @@ for (const [name, text] of Object.entries(outputs)) {
     writeFileSync(path, text);
     console.log(`${name}  ${(text.length / 1000).toFixed(1)} KB`);
   } else if (readFileSync(path, "utf8") !== text) {
-    console.error(`hookline/pages/${name} is not what frontend/src gives: run make frontend`);
+    console.error(`hookline/view/${name} is not what frontend/src gives: run make frontend`);
     process.exitCode = 1;
   }
 }

@@ -85,25 +85,23 @@ from hookline.errors import (
     UsageError,
     ValueChanged,
 )
-from hookline.listings import select
 from hookline.places.resolution import Place
+from hookline.selecting import select
 from hookline.values.tables import render_with as _render_with
 
 if TYPE_CHECKING:
-    from hookline.attention_patterns import attention
-    from hookline.comparisons.comparison import compare
+    from hookline.attention_patterns.patterns import attention
+    from hookline.comparisons.comparing import compare
     from hookline.comparisons.differences import Comparison, Difference
+    from hookline.comparisons.sweep_results import Effect, Sweep
     from hookline.comparisons.sweeping import sweep
-    from hookline.comparisons.sweeps import Effect, Sweep
-    from hookline.costs.summaries import ModuleCosts, Summary
     from hookline.costs.summarizing import summarize
+    from hookline.costs.summary import ModuleCosts, Summary
     from hookline.guards.guarding import guard
     from hookline.guards.replaying import replay
     from hookline.harvests.harvesting import harvest
-    from hookline.pages.reporting import report
-    from hookline.recipes import Recipe
-    from hookline.saved_records import load_record, save_record
-    from hookline.statistics.kinds import (
+    from hookline.recipes.recipe import Recipe
+    from hookline.statistics.all_statistics import (
         Covariance,
         Histogram,
         Mean,
@@ -114,10 +112,12 @@ if TYPE_CHECKING:
         Variance,
     )
     from hookline.statistics.measuring import Measurements, measure
+    from hookline.storage.saved_records import load_record, save_record
     from hookline.storage.store import Store
     from hookline.training.findings import Finding
-    from hookline.training.runs import Run
+    from hookline.training.run_reading import Run
     from hookline.training.watching import Measured, watch
+    from hookline.view.reporting import report
 
 __all__ = [
     "BatchError",
@@ -210,24 +210,24 @@ __version__ = "0.1.0"
 
 # Most programs use a few verbs: those that stand on the core are loaded when they are first used.
 _LATER = {
-    "attention_patterns": "attention",
-    "comparisons.comparison": "compare",
+    "attention_patterns.patterns": "attention",
+    "comparisons.comparing": "compare",
     "costs.summarizing": "summarize",
     "comparisons.differences": "Comparison Difference",
     "training.findings": "Finding",
     "guards.guarding": "guard",
     "harvests.harvesting": "harvest",
-    "pages.reporting": "report",
-    "recipes": "Recipe",
+    "view.reporting": "report",
+    "recipes.recipe": "Recipe",
     "guards.replaying": "replay",
-    "training.runs": "Run",
-    "saved_records": "load_record save_record",
-    "statistics.kinds": "Covariance Histogram Mean Norm Sparsity Statistic TopK Variance",
+    "training.run_reading": "Run",
+    "storage.saved_records": "load_record save_record",
+    "statistics.all_statistics": "Covariance Histogram Mean Norm Sparsity Statistic TopK Variance",
     "statistics.measuring": "Measurements measure",
     "storage.store": "Store",
-    "costs.summaries": "ModuleCosts Summary",
+    "costs.summary": "ModuleCosts Summary",
     "comparisons.sweeping": "sweep",
-    "comparisons.sweeps": "Effect Sweep",
+    "comparisons.sweep_results": "Effect Sweep",
     "training.watching": "Measured watch",
 }
 _HOMES = {name: home for home, names in _LATER.items() for name in names.split()}
@@ -241,7 +241,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _render(title: str, rows: Any, subject: Any) -> str:
-    from hookline.pages.notebooks import render
+    from hookline.view.notebook import render
 
     return render(title, rows, subject)
 

@@ -397,13 +397,13 @@ def test_a_record_of_no_calls_at_a_place_is_read(tmp_path):
 
 
 def test_a_page_labels_the_calls_with_their_numbers():
-    from hookline.pages.outlines import Outline
-    from hookline.pages.record_pages import add_record
+    from hookline.view.page_tree import PageTree
+    from hookline.view.record_pages import add_record
 
     model = Net()
     with hl.capture(model, "layer", calls={1, 3}) as record:
         run(model)
-    outline, chunks = Outline(), {}
+    outline, chunks = PageTree(), {}
     add_record(outline, chunks, record, 1000, [])
     (chunk,) = [make() for make in chunks.values()]
     assert [item["label"] for item in chunk.meta["items"]] == ["1", "3"]

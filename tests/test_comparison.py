@@ -716,22 +716,22 @@ def test_values_of_the_first_model_are_let_go_as_they_are_compared():
             alive.append(sum(len(calls) for calls in kept))
             return y
 
-    import hookline.comparisons.comparison as module
+    import hookline.comparisons.comparing as module
 
     kept = []
-    meeting = module._Meeting
+    meeting = module._ValueMatcher
 
     class Spy(meeting):
         def __init__(self, found, *rest):
             super().__init__(found, *rest)
             kept.extend(found.values())
 
-    module._Meeting = Spy
+    module._ValueMatcher = Spy
     try:
         model = nn.Sequential(Counts(), Counts(), Counts())
         hl.compare(model, model, torch.ones(2))
     finally:
-        module._Meeting = meeting
+        module._ValueMatcher = meeting
     assert alive[3:] == [4, 3, 2]  # with the whole model's own
 
 

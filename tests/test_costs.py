@@ -25,8 +25,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_flop_formula
 
 import hookline as hl
-from hookline.costs.flops import FlopCounter
-from hookline.trials.contents import Contents
+from hookline.costs.flop_counter import FlopCounter
+from hookline.isolation.module_index import ModuleIndex
 
 aten = torch.ops.aten
 
@@ -193,7 +193,7 @@ def test_the_fast_path_of_attention_has_the_flops_of_the_slow_one(monkeypatch):
     expected, _ = torchs(model.train(), (x, x, x))
     assert hl.summarize(model.eval(), (x, x, x)).totals["flops"] == expected > 0
     counted = []  # a function mode, as summarize has, turns the fast path off
-    monkeypatch.setattr("hookline.costs.flops.without_dispatch_modes", None)
+    monkeypatch.setattr("hookline.costs.flop_counter.without_dispatch_modes", None)
     with torch.no_grad(), FlopCounter(counted.append):
         model(x, x, x, need_weights=False)
     assert counted == [expected]
@@ -312,7 +312,7 @@ def test_what_is_remembered_of_earlier_calls_is_what_counting_them_gives(inferen
     model, ids = Tied(), torch.randint(11, (2, 6))
     with torch.inference_mode(inference):
         remembered = hl.summarize(model, ids).to_dict()
-        monkeypatch.setattr("hookline.costs.flops.without_dispatch_modes", None)
+        monkeypatch.setattr("hookline.costs.flop_counter.without_dispatch_modes", None)
         counted = hl.summarize(model, ids).to_dict()
     assert remembered == counted
     assert counted["totals"]["flops"] > 0
@@ -1134,7 +1134,7 @@ def test_contents_notice_whatever_is_put_in_another_place():
     ]
     for change in changes:
         model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-        contents = Contents(model)
+        contents = ModuleIndex(model)
         with torch.no_grad():
             model[0].weight.add_(1)
         model.eval()

@@ -13,7 +13,7 @@ from torch import nn
 
 import hookline as hl
 from hookline import errors, torch_private
-from hookline.pages import figures
+from hookline.view import figures
 
 BUILTINS = {
     "PlaceError": ValueError,

@@ -16,12 +16,12 @@ from torch import nn
 from torch.nn import functional as F
 
 import hookline as hl
-from hookline.pages import figures
-from hookline.pages.figures.canvas import shorten
-from hookline.pages.figures.samples import MOST, spaced
-from hookline.pages.figures.sources import matching
 from hookline.training.run_files import STATISTICS, Row
 from hookline.training.run_writing import RunWriter
+from hookline.view import figures
+from hookline.view.figures.axes import shorten
+from hookline.view.figures.figure_sources import matching
+from hookline.view.figures.sampled_numbers import MOST, spaced
 
 
 def net():
@@ -796,7 +796,7 @@ def test_a_figure_shows_itself_in_a_notebook(name, run):
 def test_pyplot_is_not_imported():
     program = (
         "import sys, torch\n"
-        "from hookline.pages import figures\n"
+        "from hookline.view import figures\n"
         "assert 'matplotlib' not in sys.modules\n"
         "figures.histograms(torch.ones(3))._repr_png_()\n"
         "assert 'matplotlib.pyplot' not in sys.modules\n"
@@ -805,7 +805,7 @@ def test_pyplot_is_not_imported():
 
 
 def test_a_missing_matplotlib_is_said_with_the_line_that_installs_it(monkeypatch):
-    monkeypatch.setitem(sys.modules, "hookline.pages.figures.sheets", None)
+    monkeypatch.setitem(sys.modules, "hookline.view.figures.notebook_figure", None)
     with pytest.raises(hl.MissingExtra, match=r"pip install 'hookline\[report\]'") as caught:
         figures.histograms(torch.ones(3))
     assert isinstance(caught.value, ImportError)

@@ -21,9 +21,9 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import hookline as hl
-from hookline.costs import shortcuts
-from hookline.costs.call_trees import CallTree
-from hookline.costs.flops import FlopCounter
+from hookline.costs import flop_formulas
+from hookline.costs.call_tree import CallTree
+from hookline.costs.flop_counter import FlopCounter
 
 aten = torch.ops.aten
 
@@ -69,7 +69,7 @@ def assert_counts_as_torch_does(model, *batch, zero=False, whole=False):
     for row in () if whole else summary:
         assert row.flops == expected.get(row.place, 0), row.place
     with pytest.MonkeyPatch.context() as patch:  # and the same without shortcuts, of all that it is
-        patch.setattr("hookline.costs.flops.without_dispatch_modes", None)
+        patch.setattr("hookline.costs.flop_counter.without_dispatch_modes", None)
         counted = hl.summarize(model, lambda m: m(*batch)).to_dict()
     assert summary.to_dict() == counted
     return summary
@@ -216,7 +216,7 @@ def test_free_modules_and_functions_have_no_flops():
         nn.AvgPool2d: (nn.AvgPool2d(2), IMAGE),
         nn.AdaptiveAvgPool2d: (nn.AdaptiveAvgPool2d(2), IMAGE),
     }  # fmt: skip
-    for kind in shortcuts._FREE:
+    for kind in flop_formulas._FREE:
         module, x = made.get(kind) or (kind(), X3)
         assert_counts_as_torch_does(module, x, zero=True)
     assert_counts_as_torch_does(nn.MaxPool2d(2, return_indices=True), IMAGE, zero=True)
@@ -230,7 +230,7 @@ def test_free_modules_and_functions_have_no_flops():
     }  # fmt: skip
     binary = {"add", "__add__", "__radd__", "__iadd__", "mul", "__mul__", "__rmul__", "sub",
               "__sub__", "__truediv__"}  # fmt: skip
-    for function in shortcuts.FREE:
+    for function in flop_formulas.FREE:
         x = torch.ones(2, 3, dtype=torch.long) if function is F.embedding else X3.clone()
         args = (2.0,) if function.__name__ in binary else more.get(function, ())
         model = Run(lambda x, f=function, a=args: f(x, *a))
@@ -252,12 +252,12 @@ def test_free_modules_and_functions_are_made_of_operations_that_are_known_to_be_
     seen = set()
     monkeypatch.setitem(globals(), "assert_counts_as_torch_does", look)
     test_free_modules_and_functions_have_no_flops()
-    assert seen <= shortcuts._FREE_OPERATIONS
+    assert seen <= flop_formulas._FREE_OPERATIONS
 
 
 def test_leaves_have_one_argument():
     # So their hooks need not be told of arguments by name if one was given by position.
-    for kind in shortcuts._LEAVES:
+    for kind in flop_formulas._LEAVES:
         assert len(inspect.signature(kind.forward).parameters) == 2, kind
 
 
@@ -318,10 +318,10 @@ def test_weights_and_arguments_that_are_not_dense_are_left_to_the_dispatcher():
     assert_counts_as_torch_does(model, X2.as_subclass(Tagged))
     nested = torch.nested.nested_tensor([X2, X2[:2]], layout=torch.jagged)
     assert_counts_as_torch_does(nn.Sequential(nn.ReLU(), nn.Identity()), sparse(X2), zero=True)
-    assert not shortcuts.is_ordinary([sparse(X2)])
-    assert not shortcuts.is_ordinary([nested])
-    assert shortcuts.flops_of_call(F.linear, (sparse(X2), X2)) is None
-    assert not shortcuts.is_own((type(nested),))
+    assert not flop_formulas.is_ordinary([sparse(X2)])
+    assert not flop_formulas.is_ordinary([nested])
+    assert flop_formulas.flops_of_call(F.linear, (sparse(X2), X2)) is None
+    assert not flop_formulas.is_own((type(nested),))
 
 
 def test_what_others_hooks_and_forwards_compute_is_counted():
@@ -371,16 +371,16 @@ def test_a_backward_through_what_was_not_counted_is_counted():
 def test_formulas_that_torch_does_not_bring_turn_the_shortcuts_off(monkeypatch):
     from torch.utils import flop_counter
 
-    assert shortcuts.has_torchs_formulas()
+    assert flop_formulas.has_torchs_formulas()
     known = flop_counter.flop_registry
     monkeypatch.setitem(known, aten.addmm, lambda *args, **kwargs: 7)
-    assert not shortcuts.has_torchs_formulas()
+    assert not flop_formulas.has_torchs_formulas()
     assert hl.summarize(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), X2).totals["flops"] == 14
     monkeypatch.undo()
     monkeypatch.setitem(known, aten.native_layer_norm, flop_counter.mm_flop)
-    assert not shortcuts.has_torchs_formulas()
+    assert not flop_formulas.has_torchs_formulas()
     monkeypatch.undo()
-    assert shortcuts.has_torchs_formulas()
+    assert flop_formulas.has_torchs_formulas()
 
 
 def test_formulas_for_operations_that_are_new_in_torch_leave_the_shortcuts_on(monkeypatch):

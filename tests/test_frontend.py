@@ -10,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "frontend" / "src"
-BUILT = ROOT / "hookline" / "pages"
+BUILT = ROOT / "hookline" / "view"
 
 
 def test_the_bundle_was_built_from_this_source():

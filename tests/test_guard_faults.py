@@ -303,7 +303,7 @@ def test_an_overflow_of_bfloat16_is_not_told_to_use_bfloat16():
 
 
 def explained(fault):
-    from hookline.guards.reports import explain
+    from hookline.guards.faults import explain
 
     return explain(fault, scaled=False)
 

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import hookline as hl
-from hookline.trials.runs import trial
+from hookline.isolation.isolated_runs import isolated
 
 pytestmark = [
     pytest.mark.usefixtures("seeded"),
@@ -370,7 +370,7 @@ def test_another_generator_of_numpys_is_repeated_without_a_warning():
         fault = fault_in(lambda: [model(torch.ones(8)) for _ in range(500)], model)
         assert (fault.place, fault.remarks) == ("/log", [])
         assert fault.step > 1
-        with trial(model):
+        with isolated(model):
             first = np.random.rand()
         assert np.random.rand() == first
     finally:

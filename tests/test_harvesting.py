@@ -29,14 +29,14 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 import hookline as hl
-from hookline.harvests import batches as harvest_batches
-from hookline.harvests import plans as harvest_plans
+from hookline.harvests import harvest_plan as harvest_plans
+from hookline.harvests import harvest_statistics
 from hookline.harvests import progress as harvest_progress
-from hookline.harvests import rows as harvest_rows
-from hookline.harvests import statistics as harvest_statistics
-from hookline.harvests.fingerprints import digest, fingerprint, spell
-from hookline.storage import shards as store_shards
-from hookline.storage import writing as store_writing
+from hookline.harvests import rank_batches as harvest_batches
+from hookline.harvests import row_extraction as harvest_rows
+from hookline.harvests.fingerprints import digest, fingerprint, stable_text
+from hookline.storage import shard_writer as store_shards
+from hookline.storage import store_writer as store_writing
 
 ROOT = Path(__file__).parents[1]
 
@@ -957,7 +957,7 @@ def test_a_plan_of_one_batch_speaks_of_one(to, capsys):
 
 def test_the_bytes_of_the_plan_are_those_on_disk(data, to, monkeypatch):
     plans = []
-    monkeypatch.setattr(harvest_plans.Plan, "check_space", lambda plan: plans.append(plan))
+    monkeypatch.setattr(harvest_plans.HarvestPlan, "check_space", lambda plan: plans.append(plan))
     hl.harvest(small(), torch.randn(64, 4).split(8), ["0", "2"], to=to, quiet=True)
     shards = sum(path.stat().st_size for path in to.glob("*.safetensors"))
     assert shards <= plans[0].nbytes <= shards + 65536
@@ -1246,7 +1246,7 @@ def test_rank_0_waits_for_the_others(data, to):
 
 
 def test_rank_0_gives_up_at_last_and_says_who_is_missing(data, to, monkeypatch):
-    monkeypatch.setattr("hookline.harvests.ranks._PATIENCE", 0.1)
+    monkeypatch.setattr("hookline.harvests.rank_completion._PATIENCE", 0.1)
     with as_rank(0, 2), pytest.warns(hl.HooklineWarning, match=r"Ranks \[1\]"):
         store = hl.harvest(small(), data, "0", to=to, quiet=True)
     assert len(store) == 26
@@ -1261,7 +1261,7 @@ def test_rank_0_gives_up_at_last_and_says_who_is_missing(data, to, monkeypatch):
 def test_rank_0_waits_for_those_that_have_yet_to_see_that_the_data_has_grown(
     form, count, data, to, monkeypatch
 ):
-    monkeypatch.setattr("hookline.harvests.ranks._PATIENCE", 0.1)
+    monkeypatch.setattr("hookline.harvests.rank_completion._PATIENCE", 0.1)
     given = {"to": to, "quiet": True, "statistics": [hl.Mean()], "ids": ids_of}
     data = data[: 6 if count == 5 else 7]  # of the sixth alone rank 0 has nothing
     for rank in (1, 0):
@@ -1387,7 +1387,7 @@ def test_ranks_that_make_no_sense_are_refused(values, monkeypatch):
         if value is not None:
             monkeypatch.setenv(name, value)
     with pytest.raises(hl.HarvestError, match="RANK"):
-        harvest_batches.ranks()
+        harvest_batches.rank_and_world_size()
 
 
 # Fingerprints
@@ -1395,8 +1395,9 @@ def test_ranks_that_make_no_sense_are_refused(values, monkeypatch):
 
 def test_a_function_with_a_set_of_words_is_the_same_in_every_process():
     code = (
-        "from hookline.harvests.fingerprints import spell\n"
-        "print(spell(lambda m, b: m(**{k: b[k] for k in b if k in {'ids', 'mask', 'types'}})))"
+        "from hookline.harvests.fingerprints import stable_text\n"
+        "use = lambda m, b: m(**{k: b[k] for k in b if k in {'ids', 'mask', 'types'}})\n"
+        "print(stable_text(use))"
     )
     told = {
         subprocess.run(
@@ -1406,7 +1407,7 @@ def test_a_function_with_a_set_of_words_is_the_same_in_every_process():
         for seed in "012"
     }  # fmt: skip
     assert len(told) == 1
-    assert spell(lambda k: k in {"a", "b"}) != spell(lambda k: k in {"a", "c"})
+    assert stable_text(lambda k: k in {"a", "b"}) != stable_text(lambda k: k in {"a", "c"})
 
 
 def test_a_fingerprint_sees_every_change():
@@ -1486,7 +1487,7 @@ def test_functions_and_slices_are_told_apart():
         hl.heads(1, of=4), hl.heads(2, of=4), hl.last_token(torch.ones(2, 3)),
         hl.last_token(torch.ones(2, 4)), hl.last_token,
     ]  # fmt: skip
-    assert len({spell(one) for one in things}) == len(things)
+    assert len({stable_text(one) for one in things}) == len(things)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
@@ -1673,7 +1674,7 @@ import os, signal, sys, threading, time, torch
 sys.path.insert(0, "tests")
 from test_harvesting import small
 import hookline as hl
-from hookline.storage import shards
+from hookline.storage import shard_writer
 
 def slow(file, data, place):
     slow.calls += 1
@@ -1683,7 +1684,7 @@ def slow(file, data, place):
             time.sleep(wait)
     write(file, data, place)
 
-slow.calls, write, shards._write = 0, shards._write, slow
+slow.calls, write, shard_writer._write = 0, shard_writer._write, slow
 model = small()
 torch.manual_seed(1)
 try:
@@ -1711,7 +1712,7 @@ sys.path.insert(0, "tests")
 import torch
 torch.set_num_threads(1)
 import hookline as hl
-from hookline.storage import writing as store_writing
+from hookline.storage import store_writer as store_writing
 from test_harvesting import LENGTHS, Token, same_stores, texts
 
 base, rounds, seed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])

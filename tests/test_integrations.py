@@ -514,7 +514,7 @@ def test_the_trainer_of_transformers_stops_at_a_bad_number(tmp_path):
 def test_a_missing_library_is_told_with_the_install_line(monkeypatch):
     import sys
 
-    from hookline.integrations.missing import load
+    from hookline.integrations.optional_libraries import load
 
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(hl.MissingExtra, match=r"pip install 'hookline\[wandb\]'") as caught:

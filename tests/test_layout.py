@@ -402,7 +402,7 @@ def test_importing_hookline_loads_nothing_optional():
     for name in loaded:
         assert name.split(".")[0] not in OPTIONAL, name
         assert not name.startswith("torch._dynamo"), name
-        last = ("cli", "compat", "demo", "integrations", "pages", "report")
+        last = ("cli", "compat", "demo", "integrations", "view")
         assert not name.startswith(tuple(f"hookline.{end}" for end in last)), name
 
 

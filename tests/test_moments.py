@@ -7,9 +7,16 @@ import pytest
 import torch
 from torch import nn
 
-from hookline.training import moments as moments_module
-from hookline.training.moments import Moments, binned, is_measurable, moments, sampled, settle
+from hookline.training import tensor_moments as moments_module
 from hookline.training.run_files import STATISTICS
+from hookline.training.tensor_moments import (
+    Moments,
+    binned,
+    is_measurable,
+    moments,
+    sampled,
+    settle,
+)
 
 
 def named(found: Moments) -> dict[str, float]:

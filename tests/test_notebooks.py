@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import hookline as hl
-from hookline.pages.thumbnails import bars, extent, thumbnail
 from hookline.training.findings import Findings
+from hookline.view.thumbnails import bars, extent, thumbnail
 
 NAMES = [
     "<img src=x onerror=alert(1)>",
@@ -249,7 +249,7 @@ def test_a_repr_survives_a_picture_that_fails(monkeypatch):
 
     record = captured([torch.ones(2, 2)])
     for name in ("thumbnail", "leaves"):
-        monkeypatch.setattr(f"hookline.pages.notebooks.{name}", broken)
+        monkeypatch.setattr(f"hookline.view.notebook.{name}", broken)
         page = Page(record._repr_html_())
         assert "img" not in page.tags
         assert page.rows[1][:3] == ["''", "1", "(2, 2)"]

@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 
 import hookline as hl
 from hookline import operating_system
-from hookline.pages.files import why_not
 from hookline.storage.small_files import most_files, replace_file
+from hookline.view.page_html import why_not
 
 ROOT = Path(__file__).parents[1]
 ON_WINDOWS = """
@@ -194,7 +194,8 @@ STOPPED = (
     WRITE
     + """
 import warnings
-from hookline.storage import files, shards
+from hookline.storage import store_files
+from hookline.storage import shard_writer
 real = operating_system.write_at
 
 def write_until(last, half):
@@ -208,7 +209,7 @@ def write_until(last, half):
             os._exit(1)
         return real(file, data, place)
 
-    files.write_at = shards.write_at = write_at
+    store_files.write_at = shard_writer.write_at = write_at
 
 with hl.Store.create(folder) as writer:
     append(writer)
@@ -292,10 +293,10 @@ for _ in range(2):
 
 
 OTHERS = """
-from hookline.pages.files import why_not
-from hookline.pages.serving import _HTTPServer
+from hookline.view.page_html import why_not
+from hookline.view.server import _HTTPServer
 from hookline.training.run_writing import RunWriter
-from hookline.training.runs import Run
+from hookline.training.run_reading import Run
 from hookline.training.run_files import Row
 from pathlib import Path
 

@@ -12,10 +12,10 @@ from test_pages import HOSTILE, hostile_model
 from torch import nn
 
 import hookline as hl
-from hookline.pages.serving import serve
 from hookline.training.findings import Finding
 from hookline.training.run_files import STATISTICS, Row
 from hookline.training.run_writing import Bins, RunWriter
+from hookline.view.server import serve
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")

@@ -17,11 +17,12 @@ import torch
 from torch import nn
 
 import hookline as hl
-from hookline.pages import serving, views
-from hookline.pages.chunks import unpack
-from hookline.pages.serving import serve
 from hookline.training.run_files import STATISTICS, Row
 from hookline.training.run_writing import RunWriter
+from hookline.view import live_views
+from hookline.view import server as view_server
+from hookline.view.page import unpack
+from hookline.view.server import serve
 
 ROWS = [Row("h.0", "output", "Block"), Row("h.1", "output", "Block")]
 
@@ -153,11 +154,11 @@ def test_a_record_that_could_not_be_read_while_it_was_saved_is_read_at_the_next_
         return {entry["place"] for entry in view.page()["entries"]}
 
     save("0")
-    view = views.RecordView(tmp_path / "values")
+    view = live_views.RecordView(tmp_path / "values")
     before = view.revision
     save("0", "1")
     with monkeypatch.context() as patched:
-        patched.setattr(views, "load_record", half_written)
+        patched.setattr(live_views, "load_record", half_written)
         assert view.refresh() == before
     assert places(view) == {"0"}
     assert view.refresh() != before
@@ -369,7 +370,7 @@ def test_a_store_whose_files_are_cut_off_is_refused_and_the_server_lives(folder)
     code = """if True:
         import sys, urllib.error, urllib.request
         from pathlib import Path
-        from hookline.pages.serving import serve
+        from hookline.view.server import serve
         with serve(sys.argv[1]) as server:
             for part in ("e0", "e0:3"):
                 ask = lambda: urllib.request.urlopen(
@@ -414,9 +415,9 @@ def test_names_that_are_no_text_can_be_asked_for_and_hide_no_others(folder):
 
 
 def test_at_the_port_that_browsers_leave_out_it_answers(folder, monkeypatch):
-    monkeypatch.setattr(serving._HTTPServer, "server_bind", lambda self: None)
-    monkeypatch.setattr(serving._HTTPServer, "server_activate", lambda self: None)
-    monkeypatch.setattr(serving._HTTPServer, "server_address", ("127.0.0.1", 80), raising=False)
+    monkeypatch.setattr(view_server._HTTPServer, "server_bind", lambda self: None)
+    monkeypatch.setattr(view_server._HTTPServer, "server_activate", lambda self: None)
+    monkeypatch.setattr(view_server._HTTPServer, "server_address", ("127.0.0.1", 80), raising=False)
     server = serve(folder, 80)
     assert {"127.0.0.1", "localhost"} <= server._server.hosts
     server.close()

@@ -15,14 +15,14 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import hookline as hl
-from hookline.pages.chunks import Chunk, Page, pack, plain_json, unpack
-from hookline.pages.files import as_html
-from hookline.pages.outlines import read_place
-from hookline.pages.portraits import numbers_of, portray, spread
-from hookline.pages.reporting import page_of
 from hookline.training.findings import Finding
 from hookline.training.run_files import STATISTICS, Row
 from hookline.training.run_writing import Bins, RunWriter
+from hookline.view.page import Chunk, Page, pack, plain_json, unpack
+from hookline.view.page_html import as_html
+from hookline.view.page_tree import read_place
+from hookline.view.reporting import page_of
+from hookline.view.tensor_summaries import numbers_of, spread, summarize_tensor
 
 HOSTILE = [
     "<img src=x onerror=alert(1)>",
@@ -68,7 +68,7 @@ def modules(page):
 def test_statistics_are_those_of_numpy():
     value = torch.randn(6, 7, 5, 4, dtype=torch.float64)
     value[0, 0] = 0
-    found, array = portray(value), value.numpy()
+    found, array = summarize_tensor(value), value.numpy()
     assert found.meta["shape"] == [6, 7, 5, 4]
     assert found.meta["dtype"] == "float64"
     statistics = found.meta["statistics"]
@@ -83,12 +83,12 @@ def test_statistics_are_those_of_numpy():
 
 def test_what_is_not_finite_is_counted_and_left_out():
     value = torch.tensor([1.0, 2.0, torch.nan, torch.inf, -torch.inf])
-    found = portray(value)
+    found = summarize_tensor(value)
     assert found.meta["statistics"]["nonfinite"] == 3
     assert found.meta["statistics"]["mean"] == 1.5
     assert found.counts.sum() == 2
     assert np.isnan(found.picture[0, 0, 0, 2])
-    nothing = portray(torch.full((3, 3), torch.nan))
+    nothing = summarize_tensor(torch.full((3, 3), torch.nan))
     assert nothing.counts is None
     assert "mean" not in nothing.meta["statistics"]
 
@@ -108,7 +108,7 @@ def test_what_is_not_finite_is_counted_and_left_out():
 )
 def test_the_kind_of_a_picture_follows_the_shape(shape, weight, kind, axes):
     value = torch.randn(shape)
-    found = portray(value, weight=weight)
+    found = summarize_tensor(value, weight=weight)
     assert (found.meta["kind"], found.meta["axes"]) == (kind, axes)
     if value.ndim < 5:
         oracle = value.half().numpy().reshape(found.picture.shape)
@@ -119,7 +119,7 @@ def test_the_kind_of_a_picture_follows_the_shape(shape, weight, kind, axes):
 @pytest.mark.parametrize("shape", [(16, 128, 28, 28), (8, 256, 512), (2000, 900), (100_000,)])
 def test_a_picture_holds_values_of_the_tensor_at_even_steps_and_says_so(shape):
     value = torch.arange(float(np.prod(shape))).reshape(shape) % 1009
-    found = portray(value, most=4096)
+    found = summarize_tensor(value, most=4096)
     assert found.picture.size <= 4096
     assert found.meta["sampled"]
     shaped = {4: value, 3: value[:, None] if value.ndim == 3 else None}.get(value.ndim)
@@ -136,7 +136,7 @@ def test_a_picture_holds_values_of_the_tensor_at_even_steps_and_says_so(shape):
 def test_statistics_of_a_huge_tensor_are_of_a_sample_and_say_so():
     value = torch.zeros(5_000_000)
     value[7] = torch.nan  # not in the sample, and still seen
-    found = portray(value)
+    found = summarize_tensor(value)
     assert "statistics and histogram of 1 in 3 values" in found.meta["notes"]
     assert found.meta["statistics"]["nonfinite"] == 1
 
@@ -144,26 +144,26 @@ def test_statistics_of_a_huge_tensor_are_of_a_sample_and_say_so():
 def test_a_huge_tensor_is_all_zero_only_if_it_is():
     value = torch.ones(1000, 8000)
     value[:, ::4] = 0  # 1 in 4 values is looked at
-    found = portray(value).meta["statistics"]
+    found = summarize_tensor(value).meta["statistics"]
     assert found["zeros"] == pytest.approx(0.25, abs=0.01)
     with torch.device("meta"):  # a default device, as others have cuda there
-        assert portray(value).meta["statistics"] == found
+        assert summarize_tensor(value).meta["statistics"] == found
     assert found["max"] == 1
     value.zero_()[7, 7] = 1
-    assert portray(value).meta["statistics"]["zeros"] < 1
-    assert portray(value.zero_()).meta["statistics"]["zeros"] == 1
+    assert summarize_tensor(value).meta["statistics"]["zeros"] < 1
+    assert summarize_tensor(value.zero_()).meta["statistics"]["zeros"] == 1
 
 
 def test_dead_channels_of_a_volume_are_those_of_its_second_dimension():
     value = torch.rand(2, 4, 3, 5, 5)
     value[:, 1:] = 0
-    assert portray(value).meta["dead"] == 0.75
+    assert summarize_tensor(value).meta["dead"] == 0.75
 
 
 @pytest.mark.parametrize("size", [1e-30, 1e30, 1e300])
 def test_a_picture_of_very_small_or_large_values_keeps_them(size):
     value = torch.tensor([[1.0, -2.0], [0.5, 4.0]], dtype=torch.float64) * size
-    found = portray(value)
+    found = summarize_tensor(value)
     shown = found.picture[0, 0].astype(float) * found.meta["scale"]
     assert np.allclose(shown, value.numpy(), rtol=1e-3)
     assert found.counts.sum() == 4
@@ -181,7 +181,7 @@ def test_a_picture_of_very_small_or_large_values_keeps_them(size):
     ids=["ids", "small ids", "offset", "mask", "constant"],
 )
 def test_a_picture_shows_the_numbers_that_are_there(value):
-    found = portray(value)
+    found = summarize_tensor(value)
     shown = found.picture[0, 0].astype(float) * found.meta["scale"]
     assert np.allclose(shown, value.double().numpy(), rtol=1e-6)
 
@@ -189,8 +189,16 @@ def test_a_picture_shows_the_numbers_that_are_there(value):
 def test_a_picture_is_half_as_large_where_nothing_is_lost():
     torch.manual_seed(0)
     value = torch.randn(64, 64)
-    assert portray(value).picture.dtype == portray(value * 1e6).picture.dtype == np.float16
-    assert portray(value.relu()).picture.dtype == portray(value > 0).picture.dtype == np.float16
+    assert (
+        summarize_tensor(value).picture.dtype
+        == summarize_tensor(value * 1e6).picture.dtype
+        == np.float16
+    )
+    assert (
+        summarize_tensor(value.relu()).picture.dtype
+        == summarize_tensor(value > 0).picture.dtype
+        == np.float16
+    )
 
 
 @pytest.mark.parametrize(
@@ -210,14 +218,14 @@ def test_a_picture_is_half_as_large_where_nothing_is_lost():
     ids=lambda value: f"{value.dtype}, {value.layout}, {[*value.shape]}",
 )
 def test_any_tensor_has_a_portrait(value):
-    found = portray(value)
+    found = summarize_tensor(value)
     assert found.meta["shape"] == list(value.shape)
     json.dumps(found.meta, allow_nan=False)
 
 
 def test_an_empty_tensor_and_magnitudes_are_said_to_be_so():
-    assert portray(torch.zeros(0, 3)).meta["notes"] == ["an empty tensor"]
-    found = portray(torch.tensor([3 + 4j]))
+    assert summarize_tensor(torch.zeros(0, 3)).meta["notes"] == ["an empty tensor"]
+    found = summarize_tensor(torch.tensor([3 + 4j]))
     assert found.meta["notes"] == ["magnitudes of complex numbers"]
     assert found.meta["statistics"]["mean"] == 5
 
@@ -227,7 +235,7 @@ def test_a_sparse_csr_tensor_is_said_to_have_no_picture():
         warnings.simplefilter("ignore")  # torch says once in a process that CSR is new
         value = torch.eye(3).to_sparse_csr()
     assert numbers_of(value) is None
-    assert portray(value).meta["notes"] == ["no picture of a sparse_csr tensor"]
+    assert summarize_tensor(value).meta["notes"] == ["no picture of a sparse_csr tensor"]
 
 
 def test_positions_are_spread_from_the_first_to_the_last():
@@ -656,7 +664,7 @@ def test_numbers_that_json_cannot_hold_become_null():
 
 
 def test_what_is_no_subject_is_refused_in_three_parts(tmp_path):
-    with pytest.raises(hl.ReportError, match=r"The subject is a int.*pages\.figures draws"):
+    with pytest.raises(hl.ReportError, match=r"The subject is a int.*view\.figures draws"):
         hl.report(3, tmp_path / "r.html")
     with pytest.raises(hl.ReportError, match="no store, run or record"):
         hl.report(tmp_path, tmp_path / "r.html")

@@ -88,7 +88,7 @@ def run(wheel, program, *, without=OPTIONAL, cwd):
 
 def test_the_wheel_holds_the_package_and_its_files_only(wheel):
     names = {path.relative_to(wheel).as_posix() for path in wheel.rglob("*") if path.is_file()}
-    for needed in ("hookline/py.typed", "hookline/pages/page.js", "hookline/pages/page.css"):
+    for needed in ("hookline/py.typed", "hookline/view/page.js", "hookline/view/page.css"):
         assert needed in names
     foreign = {name for name in names if not name.startswith(("hookline/", "hookline-"))}
     assert not foreign
@@ -131,7 +131,7 @@ print(hl.compare(model, model, x).equal)
 @pytest.mark.parametrize(
     ("program", "extra"),
     [
-        ("from hookline.pages import figures\nfigures.histograms(torch.ones(3))", "report"),
+        ("from hookline.view import figures\nfigures.histograms(torch.ones(3))", "report"),
         (
             "from hookline.integrations.tensorboard import TensorBoardWriter as W\nW('x')",
             "tensorboard",

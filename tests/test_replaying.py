@@ -16,7 +16,13 @@ from torch import nn
 from torch.nn import functional as F
 
 import hookline as hl
-from hookline.guards.dumps import Speller, constructor_of, function_named, name_of, read_value
+from hookline.guards.dumps import (
+    ArgumentWriter,
+    constructor_of,
+    function_named,
+    name_of,
+    read_value,
+)
 
 pytestmark = pytest.mark.usefixtures("seeded")
 
@@ -111,7 +117,7 @@ def test_the_backward_of_an_operation_is_run_again_without_the_model(case, tmp_p
     ids=lambda layer: type(layer).__name__,
 )  # fmt: skip
 def test_modules_of_torch_are_described_by_their_constructor_or_not_at_all(layer):
-    spelled = constructor_of(layer, Speller())
+    spelled = constructor_of(layer, ArgumentWriter())
     if isinstance(layer, (nn.Sequential, Doing)):
         assert spelled is None
         return
@@ -489,7 +495,7 @@ def test_a_compiled_model_is_the_one_that_was_guarded(inside, tmp_path):
     ],
 )  # fmt: skip
 def test_arguments_are_spelled_and_read_back(value):
-    speller = Speller()
+    speller = ArgumentWriter()
     spelled = json.loads(json.dumps(speller.value(value), allow_nan=False))
     assert read_value(spelled, speller.tensors) == value
 
@@ -501,7 +507,7 @@ def test_what_cannot_be_spelled_is_named():
         (torch.zeros(2).to_sparse(), "sparse"),
     ):
         with pytest.raises(TypeError, match=name):
-            Speller().value(value)
+            ArgumentWriter().value(value)
 
 
 def test_only_functions_of_torch_are_found_by_name():

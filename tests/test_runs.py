@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 import hookline as hl
 from hookline import Finding, NotCaptured, Run, RunError
-from hookline.pages.run_tables import RunTable
 from hookline.training.run_files import STATISTICS, Row
 from hookline.training.run_writing import Bins, RunWriter
+from hookline.view.run_tables import RunTable
 
 ROWS = [
     Row("h.0", "output", "Linear", (8, 4)),

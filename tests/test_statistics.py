@@ -24,8 +24,8 @@ from safetensors import SafetensorError
 from torch import nn
 
 import hookline as hl
-from hookline.statistics import accumulation
-from hookline.statistics import kinds as statistics
+from hookline.statistics import all_statistics as statistics
+from hookline.statistics import statistic as statistic_module
 
 KINDS = {
     "mean": hl.Mean(),
@@ -135,7 +135,7 @@ def batches(draw):
 def test_batches_and_merges_give_what_numpy_gives_on_the_whole(kind, chunk, made):
     x, kept, cuts = made
     ids = np.arange(len(x))
-    before, accumulation._CHUNK = accumulation._CHUNK, chunk
+    before, statistic_module._CHUNK = statistic_module._CHUNK, chunk
     try:
         parts = []
         one = kind.fresh()
@@ -147,7 +147,7 @@ def test_batches_and_merges_give_what_numpy_gives_on_the_whole(kind, chunk, made
         for part in reversed(parts):
             merged.merge(part)
     finally:
-        accumulation._CHUNK = before
+        statistic_module._CHUNK = before
     expected = oracle(kind, x, kept)
     if isinstance(kind, hl.TopK) and len(expected[0]) == 0:
         return

@@ -28,12 +28,12 @@ from torch.utils.data import DataLoader
 
 import hookline as hl
 from hookline import Store, StoreError, operating_system
-from hookline.storage import files as store_files
+from hookline.storage import disk_space as store_space
 from hookline.storage import recovery as store_recovery
-from hookline.storage import rows as store_rows
-from hookline.storage import shards as store_shards
-from hookline.storage import space as store_space
-from hookline.storage import writing as store_writing
+from hookline.storage import shard_writer as store_shards
+from hookline.storage import store_files
+from hookline.storage import store_writer as store_writing
+from hookline.storage import stored_rows as store_rows
 
 HEADER = 65536
 ROOT = Path(__file__).parents[1]
@@ -1544,7 +1544,9 @@ def test_where_no_space_can_be_reserved_rows_are_written_as_they_come(
 
 @pytest.mark.parametrize("end", ["close", "an error", "kill"])
 def test_space_that_was_reserved_is_given_back(tmp_path, monkeypatch, end):
-    if operating_system.file_system(tmp_path) != "ext4" or not store_space.Ahead(tmp_path):
+    if operating_system.file_system(tmp_path) != "ext4" or not store_space.SpaceReservation(
+        tmp_path
+    ):
         pytest.skip("another file system")
     value = torch.ones(1 << 18)  # 1 MB, from where on there is some
     writer = Store.create(tmp_path, sync="never")

@@ -9,7 +9,7 @@ from helpers import assert_clean, assert_same_state, state_bits
 from torch import nn
 
 import hookline as hl
-from hookline.comparisons.sweeps import Sweep
+from hookline.comparisons.sweep_results import Sweep
 
 
 class Mixer(nn.Module):

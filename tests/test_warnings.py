@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 import hookline as hl
 from hookline.compat import nethook
 from hookline.compat.torch_tuner import Hooks
-from hookline.storage import files as store_files
-from hookline.storage import writing as store_writing
+from hookline.storage import store_files
+from hookline.storage import store_writer as store_writing
 
 X = torch.linspace(-1, 1, 6).reshape(2, 3)
 

@@ -318,16 +318,19 @@ def test_a_shared_module_has_one_row_with_all_its_calls():
 
 def test_what_a_block_hands_on_is_measured_once_and_stands_at_both_places():
     model = nn.Sequential(nn.Sequential(nn.Linear(3, 3), nn.ReLU()), nn.Linear(3, 1))
-    from hookline.training import looking
+    from hookline.training import step_measurement as measurement
 
-    counted, real = [], looking.moments
+    counted, real = [], measurement.moments
     try:
-        looking.moments = lambda *args, **kwargs: (counted.append(1), real(*args, **kwargs))[1]
+        measurement.moments = lambda *args, **kwargs: (
+            counted.append(1),
+            real(*args, **kwargs),
+        )[1]
         with hl.watch(model, every=1, kinds=("output", "grad")) as watching:
             model(torch.randn(5, 3)).sum().backward()
             watching.step()
     finally:
-        looking.moments = real
+        measurement.moments = real
     for kind in ("output", "grad"):
         one, other = watching.last["0", kind], watching.last["0.1", kind]
         assert one == pytest.approx(other, rel=0, nan_ok=True)

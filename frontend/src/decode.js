@@ -20,7 +20,7 @@ function halfTable() {
   return halves;
 }
 
-/** A chunk as hookline.pages.chunks.pack wrote it: {meta, arrays: {name: {data, shape}}}. */
+/** A chunk as hookline.view.page.pack wrote it: {meta, arrays: {name: {data, shape}}}. */
 export function unpack(buffer) {
   const length = Number(new DataView(buffer).getBigUint64(0, true));
   const header = JSON.parse(new TextDecoder().decode(new Uint8Array(buffer, 8, length)));

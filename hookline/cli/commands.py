@@ -16,8 +16,12 @@ from typing import Any
 import click
 
 import hookline as hl
-from hookline.cli import collecting, doctor, looking, seeing, weighing
+from hookline.cli.doctor import doctor
+from hookline.cli.harvest_and_recipes import harvest, recipes
+from hookline.cli.inspect import capture, places
 from hookline.cli.output import fail
+from hookline.cli.report_and_view import demo, report, view
+from hookline.cli.summary_and_compare import compare, summary
 
 __all__ = ["hookline"]
 
@@ -77,10 +81,7 @@ def hookline(debug: bool) -> None:
     """
 
 
-for command in (
-    looking.places, looking.capture, weighing.summary, weighing.compare, collecting.harvest,
-    collecting.recipes, seeing.report, seeing.view, seeing.demo, doctor.doctor,
-):  # fmt: skip
+for command in (places, capture, summary, compare, harvest, recipes, report, view, demo, doctor):
     hookline.add_command(command)
 
 

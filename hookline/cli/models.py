@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from hookline.cli.output import aside
 from hookline.errors import HooklineError
-from hookline.trials.modes import set_mode
+from hookline.isolation.training_modes import set_mode
 
 __all__ = ["CommandError", "Inputs", "load_inputs", "load_model", "load_object", "load_pair"]
 

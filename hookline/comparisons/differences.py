@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hookline.display import Tabled, pandas, show_number
 from hookline.errors import NotCaptured
+from hookline.text_tables import Tabled, pandas, show_number
 from hookline.values.quantised import is_quantised
 
 __all__ = ["COARSE", "Comparison", "Difference", "Tolerance", "measure_difference", "tolerance_of"]

@@ -1,7 +1,7 @@
 """The runs of a sweep: a model on the corrupt batch, with changes, several in one forward.
 
-- `Runner`: runs a model with changes, and gives the metric of each
-- `Job`: one change to try, at a place and a position
+- `SweepRunner`: runs a model with changes, and gives the metric of each
+- `PatchJob`: one change to try, at a place and a position
 - `one_number(value)`: a metric as a number
 - `shape_of(value, place)`: the shape of the tensor at a place
 - `not_called(places)`: the error for places that the corrupt batch does not reach
@@ -17,26 +17,28 @@ import torch
 from torch import Tensor, nn
 
 from hookline.captures.record import Record
-from hookline.comparisons.sweeps import Sweep
+from hookline.comparisons.sweep_results import Sweep
 from hookline.edits.changes import replace
 from hookline.edits.editing import as_change, edit
 from hookline.edits.ready_changes import patch
 from hookline.engine.handlers import Call
 from hookline.engine.hooking import hook
 from hookline.errors import BatchError, ChangeError, NeverFired
+from hookline.isolation.batches import copy_batch
+from hookline.isolation.model_calls import run_model
+from hookline.isolation.random_state import fork_rng
 from hookline.places.resolution import Place
-from hookline.trials.runs import copied, run, same_random_numbers
 from hookline.values.nested import Path, children, leaves, map_leaves, only_tensor, set_part
 from hookline.values.snapshots import same_bits
 
-__all__ = ["Job", "Metric", "Runner", "Shapes", "not_called", "one_number", "shape_of"]
+__all__ = ["Metric", "PatchJob", "Shapes", "SweepRunner", "not_called", "one_number", "shape_of"]
 
 Metric = Callable[[Any], Any]
 Shapes = dict[Place, list[torch.Size]]  # one for each call
 _Maker = Callable[[Place, Tensor, "int | None", Call], Tensor]  # of a part of a value
 
 
-class Job(NamedTuple):
+class PatchJob(NamedTuple):
     """One change to try; without a position, at the whole value."""
 
     place: Place
@@ -83,7 +85,7 @@ def not_called(places: Iterable[Place]) -> BatchError:
     )
 
 
-class Runner:
+class SweepRunner:
     """Runs a model on the corrupt batch, with changes."""
 
     def __init__(
@@ -101,7 +103,7 @@ class Runner:
 
     def baseline(self, places: list[Place]) -> float:
         """The metric of the corrupt batch as it is."""
-        self.shapes = self._shapes(places, copied(self.batch))
+        self.shapes = self._shapes(places, copy_batch(self.batch))
         return one_number(self.metric(self.output))
 
     def _shapes(self, places: list[Place], batch: Any) -> Shapes:
@@ -118,8 +120,8 @@ class Runner:
         return found
 
     def _forward(self, batch: Any, context: Any) -> Any:
-        with torch.no_grad(), same_random_numbers(self.model), context:
-            return run(self.model, batch)
+        with torch.no_grad(), fork_rng(self.model), context:
+            return run_model(self.model, batch)
 
     # -- several changes in one forward ---------------------------------------------------------
 
@@ -182,7 +184,7 @@ class Runner:
         def repeat(leaf: Any) -> Any:
             return torch.cat([leaf] * copies) if isinstance(leaf, Tensor) else leaf
 
-        return map_leaves(repeat, copied(self.batch))
+        return map_leaves(repeat, copy_batch(self.batch))
 
     def _has_rows(self, place: Place, shapes: list[torch.Size], copies: int) -> bool:
         alone = all(shape[:1] == (self.samples,) for shape in self.shapes[place])
@@ -201,7 +203,7 @@ class Runner:
 
     # -- running --------------------------------------------------------------------------------
 
-    def chunks(self, jobs: list[Job]) -> Iterator[list[Job]]:
+    def chunks(self, jobs: list[PatchJob]) -> Iterator[list[PatchJob]]:
         """The jobs, in lists of those that run in one forward."""
         together = [job for job in jobs if job.place in self.together]
         size = self.copies
@@ -209,12 +211,12 @@ class Runner:
             yield together[start : start + size]
         yield from ([job] for job in jobs if job.place not in self.together)
 
-    def run(self, jobs: list[Job]) -> list[float]:
+    def run(self, jobs: list[PatchJob]) -> list[float]:
         """The metric with each of these changes."""
         self.runs += 1
         stacked = jobs[0].place in self.together
         self.copies = len(jobs)
-        batch = self._stacked(len(jobs)) if stacked else copied(self.batch)
+        batch = self._stacked(len(jobs)) if stacked else copy_batch(self.batch)
         at: dict[Place, list[tuple[int | None, int | None]]] = {}
         for number, job in enumerate(jobs):
             at.setdefault(job.place, []).append((number if stacked else None, job.position))

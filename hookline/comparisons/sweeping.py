@@ -15,34 +15,28 @@ from torch import Tensor, nn
 
 from hookline.captures.capturing import capture
 from hookline.captures.record import Record
+from hookline.comparisons.sweep_results import Sweep
 from hookline.comparisons.sweep_runs import (
-    Job,
     Metric,
-    Runner,
+    PatchJob,
     Shapes,
+    SweepRunner,
     not_called,
     one_number,
     shape_of,
 )
-from hookline.comparisons.sweeps import Sweep
 from hookline.edits.changes import Change
 from hookline.edits.ready_changes import patch
 from hookline.engine.gradients import NONE_CAME
 from hookline.engine.hooking import settled
 from hookline.errors import BatchError, GradientNotAvailable, NeverFired, PlaceError
-from hookline.listings import select
+from hookline.isolation.backward import backward_without_grads, check_differentiable, grad_mode
+from hookline.isolation.batches import copy_batch
+from hookline.isolation.isolated_runs import Mode, isolated
+from hookline.isolation.model_calls import check_model, run_model
+from hookline.isolation.random_state import fork_rng
 from hookline.places.resolution import Place, Where, resolve
-from hookline.trials.runs import (
-    Mode,
-    check_model,
-    copied,
-    gradients,
-    pull_back,
-    refuse_inference,
-    run,
-    same_random_numbers,
-    trial,
-)
+from hookline.selecting import select
 from hookline.values.nested import map_leaves, only_tensor
 
 __all__ = ["sweep"]
@@ -105,10 +99,10 @@ def sweep(
             "Only what the clean run had can be estimated by its gradient.",
             "Leave out change= or approximate=.",
         )
-    with trial(model, mode=mode):
-        with torch.no_grad(), same_random_numbers(model):
+    with isolated(model, mode=mode):
+        with torch.no_grad(), fork_rng(model):
             with capture(model, where, detach=True) as record:
-                output = run(model, copied(clean))
+                output = run_model(model, copy_batch(clean))
         places = record.places()
         reference = one_number(metric(output))
         shapes: Shapes = {}
@@ -118,7 +112,7 @@ def sweep(
         if approximate:
             jobs = _jobs(shapes, positions, dim)
             return _estimated(model, corrupt, metric, record, reference, jobs, dim, where)
-        runner = Runner(model, corrupt, metric, record, change, dim)
+        runner = SweepRunner(model, corrupt, metric, record, change, dim)
         found = Sweep(reference, runner.baseline(places), approximate=False)
         jobs = _jobs({place: runner.shapes[place] for place in places}, positions, dim)
         if change is patch:
@@ -131,7 +125,7 @@ def sweep(
                 advance(len(chunk))
         found.runs = runner.runs
         order = {job: n for n, job in enumerate(jobs)}
-        found.rows.sort(key=lambda row: order[Job(cast(Place, row.place), row.position)])
+        found.rows.sort(key=lambda row: order[PatchJob(cast(Place, row.place), row.position)])
         return found
 
 
@@ -160,12 +154,12 @@ def _check(places: list[Place]) -> None:
             )
 
 
-def _jobs(shapes: Shapes, positions: Positions, dim: int) -> list[Job]:
+def _jobs(shapes: Shapes, positions: Positions, dim: int) -> list[PatchJob]:
     """All changes to try; an error if a place has no such positions."""
-    jobs: list[Job] = []
+    jobs: list[PatchJob] = []
     for place, calls in shapes.items():
         if positions is None:
-            jobs.append(Job(place, None))
+            jobs.append(PatchJob(place, None))
             continue
         sizes = [_size(shape, dim) for shape in calls]
         size, most = min(sizes), max(sizes)
@@ -178,7 +172,7 @@ def _jobs(shapes: Shapes, positions: Positions, dim: int) -> list[Job]:
                 f"The value at {str(place)!r} has the shape {held}.",
                 "Give positions that all places and calls have, or another dim=.",
             )
-        jobs += [Job(place, p % size) for p in wanted]
+        jobs += [PatchJob(place, p % size) for p in wanted]
     return jobs
 
 
@@ -225,11 +219,11 @@ def _check_calls(place: Place, clean: int, corrupt: int) -> None:
 
 
 def _estimated(
-    model: nn.Module, batch: Any, metric: Metric, record: Record, reference: float, jobs: list[Job],
-    dim: int, where: Where,
+    model: nn.Module, batch: Any, metric: Metric, record: Record, reference: float,
+    jobs: list[PatchJob], dim: int, where: Where,
 ) -> Sweep:  # fmt: skip
     """All changes at once: the metric's slope times how far the clean values are away."""
-    refuse_inference(model.parameters())
+    check_differentiable(model.parameters())
     places = list(dict.fromkeys(job.place for job in jobs))
     slopes = {place: _gradient_place(place) for place in places}
     for parameter in model.parameters():
@@ -271,8 +265,8 @@ def _reason(error: GradientNotAvailable) -> str:
 
 def _pulled_back(model: nn.Module, batch: Any, metric: Metric) -> float:
     """The metric of a batch, after a backward from it."""
-    with gradients(True), same_random_numbers(model):
-        result = metric(run(model, map_leaves(_from_leaf, copied(batch))))
+    with grad_mode(True), fork_rng(model):
+        result = metric(run_model(model, map_leaves(_from_leaf, copy_batch(batch))))
         value = one_number(result)
         if not isinstance(result, Tensor) or not result.requires_grad:
             raise BatchError(
@@ -280,7 +274,7 @@ def _pulled_back(model: nn.Module, batch: Any, metric: Metric) -> float:
                 "The metric has no gradient.",
                 "Let it return a tensor, made of the output by operations of torch alone.",
             )
-        pull_back([result])
+        backward_without_grads([result])
     return value
 
 
@@ -306,7 +300,7 @@ def _gradient_place(place: Place) -> Place:
 
 
 def _add_estimates(
-    found: Sweep, place: Place, slope: Place, record: Record, corrupt: Record, jobs: list[Job],
+    found: Sweep, place: Place, slope: Place, record: Record, corrupt: Record, jobs: list[PatchJob],
     dim: int,
 ) -> None:  # fmt: skip
     """The estimates at one place, summed over its calls and all but the positions."""

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hookline.costs.summaries import shapes_of
+from hookline.costs.summary import shapes_of
 from hookline.values.nested import leaves
 from hookline.values.tables import bytes_of
 

@@ -13,31 +13,33 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hookline.costs.call_trees import CallTree
-from hookline.costs.flops import FlopCounter
+from hookline.costs.call_costs import CallCosts
+from hookline.costs.call_tree import CallTree
+from hookline.costs.flop_counter import FlopCounter
+from hookline.costs.flop_formulas import is_ordinary
 from hookline.costs.footprints import size_of
-from hookline.costs.ledgers import Ledger
-from hookline.costs.shortcuts import is_ordinary
-from hookline.costs.sizes import Sizes, copy_unmade, has_unmade, sizes
-from hookline.costs.summaries import Summary
+from hookline.costs.module_sizes import (
+    ModuleSizes,
+    copy_uninitialized,
+    has_uninitialized,
+    model_sizes,
+)
+from hookline.costs.summary import Summary
 from hookline.errors import BatchError
+from hookline.isolation.backward import (
+    backward_roots,
+    backward_without_grads,
+    check_differentiable,
+    grad_mode,
+    graph_nodes,
+)
+from hookline.isolation.batches import copy_batch, make_batch, needs_integers, shapes_error
+from hookline.isolation.isolated_runs import Mode, isolated
+from hookline.isolation.model_calls import check_model, run_model
+from hookline.isolation.module_index import ModuleIndex
+from hookline.isolation.random_state import cuda_devices
 from hookline.torch_checks import require
 from hookline.torch_private import any_global_hook, sequence_number
-from hookline.trials.batches import make_batch, needs_whole_numbers, refused_shapes
-from hookline.trials.contents import Contents
-from hookline.trials.runs import (
-    Mode,
-    check_model,
-    copied,
-    cuda_devices,
-    gradients,
-    nodes_of,
-    pull_back,
-    refuse_inference,
-    roots_of,
-    run,
-    trial,
-)
 from hookline.values.conversions import as_dtype
 from hookline.values.nested import leaves
 
@@ -91,33 +93,33 @@ def summarize(
             "Give a batch or its shape, or leave out backward= and time=.",
         )
     if batch is None:
-        return sizes(model)
-    contents = Contents(model)
+        return model_sizes(model)
+    contents = ModuleIndex(model)
     if backward is not False:
-        refuse_inference(contents.all_parameters)
+        check_differentiable(contents.all_parameters)
     tensors = contents.tensors
-    lazy = has_unmade(tensors)
+    lazy = has_uninitialized(tensors)
     if lazy:
-        model = copy_unmade(model, tensors)
-        contents, tensors = Contents(model), []
+        model = copy_uninitialized(model, tensors)
+        contents, tensors = ModuleIndex(model), []
     shortcuts = not any_global_hook() and is_ordinary(tensors)
-    held = None if lazy else Sizes(contents, dense=shortcuts)
+    held = None if lazy else ModuleSizes(contents, dense=shortcuts)
     made, shapes = make_batch(model, batch, dtype)
-    with trial(model, mode=mode, contents=[contents]), gradients(backward is not False):
+    with isolated(contents, mode=mode), grad_mode(backward is not False):
         try:
             return _measured(contents, held, made, backward, time, shortcuts)
         except (RuntimeError, IndexError, TypeError) as error:
-            if not shapes or not needs_whole_numbers(error):
+            if not shapes or not needs_integers(error):
                 raise
             if dtype is not None or len(shapes) > 1:
-                raise refused_shapes(shapes, dtype, error) from error
+                raise shapes_error(shapes, dtype, error) from error
         made, _ = make_batch(model, batch, torch.long)
         return _measured(contents, held, made, backward, time, shortcuts)
 
 
 def _measured(
-    contents: Contents,
-    held: Sizes | None,
+    contents: ModuleIndex,
+    held: ModuleSizes | None,
     batch: Any,
     backward: bool | Loss,
     time: bool,
@@ -132,10 +134,10 @@ def _measured(
     if tree.doubtful:  # a call raised and that was caught: not all was seen from there on
         tree, counter = _counted(contents, batch, backward, False)
     if held is None or not contents.is_current():  # the run has made some of it, or replaced it
-        contents = Contents(model)
-        held = Sizes(contents)
+        contents = ModuleIndex(model)
+        held = ModuleSizes(contents)
         tree.renumber(contents.modules)
-    ledger = Ledger(held, tree, backward is not False)
+    ledger = CallCosts(held, tree, backward is not False)
     summary = Summary(model, ledger)
     summary.totals.update(ledger.totals())
     if not callable(batch):  # what a function gives the model is not known
@@ -150,18 +152,18 @@ def _measured(
 
 
 def _counted(
-    contents: Contents, batch: Any, backward: bool | Loss, shortcuts: bool
+    contents: ModuleIndex, batch: Any, backward: bool | Loss, shortcuts: bool
 ) -> tuple[CallTree, FlopCounter]:
     """Run a model once, and count."""
-    model, graded, batch = contents.model, backward is not False, copied(batch)
+    model, graded, batch = contents.model, backward is not False, copy_batch(batch)
     tree = CallTree(model, graded=graded, walked=contents.named)
     counter = FlopCounter(tree.count, shortcuts)
     tree.certain = counter.certain
     with tree, counter:
-        output = run(model, batch)
+        output = run_model(model, batch)
         tree.ran = True
         if graded:
-            pull_back(_roots(output, backward))
+            backward_without_grads(_roots(output, backward))
     tree.settle()
     return tree, counter
 
@@ -207,7 +209,7 @@ def _roots(output: Any, backward: bool | Loss) -> list[Tensor]:
         found: Any = backward(output)
     else:
         found = dict(leaves(output)).get(("loss",), output)
-    return roots_of(found)
+    return backward_roots(found)
 
 
 def _timed(
@@ -220,19 +222,19 @@ def _timed(
             torch.cuda.synchronize(device)
         return perf_counter()
 
-    tree, batch = CallTree(model, clock), copied(batch)
+    tree, batch = CallTree(model, clock), copy_batch(batch)
     with tree:
         start = clock()
-        output = run(model, batch)
+        output = run_model(model, batch)
         middle = clock()
         if backward is False:
             return tree, middle - start, 0.0
         roots = _roots(output, backward)
-        nodes = nodes_of(roots)
+        nodes = graph_nodes(roots)
         handles = [handle for node in nodes for handle in _watch(node, tree, clock)]
         middle, forward = clock(), middle - start
         try:
-            pull_back(roots, nodes)
+            backward_without_grads(roots, nodes)
         finally:
             for handle in handles:
                 handle.remove()
@@ -246,7 +248,7 @@ def _watch(node: Any, tree: CallTree, clock: Callable[[], float]) -> list[Any]:
         return []
     begun = [0.0]
 
-    def begin(gradients: Any) -> None:
+    def begin(grad_mode: Any) -> None:
         begun[0] = clock()
 
     def end(inputs: Any, outputs: Any) -> None:

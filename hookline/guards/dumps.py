@@ -1,7 +1,7 @@
 """What a guard writes of a producer: its arguments, state and random numbers, as plain files.
 
 - `write_dump(folder, fault, sample, kept)`: a new folder with `guard.json` and `guard.safetensors`
-- `Speller`: arguments as JSON, with their tensors beside it
+- `ArgumentWriter`: arguments as JSON, with their tensors beside it
 - `read_value(spelled, tensors)`: such arguments, read without trust
 - `function_named(name)`, `name_of(function)`: torch's functions by name
 """
@@ -18,15 +18,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn, overrides
 
-from hookline import folders
-from hookline.guards.reports import Fault
-from hookline.guards.runs import Kept
-from hookline.guards.samples import Sample, Settings
+from hookline.guards.faults import Fault
+from hookline.guards.kept_calls import KeptCall
+from hookline.guards.producer_samples import ProducerSample, RunSettings
 from hookline.places.tree import join, tensors_of, walk
+from hookline.storage import json_safetensors
 from hookline.torch_private import buffers_of
 from hookline.values.nested import leaves
 
-__all__ = ["KIND", "Speller", "function_named", "name_of", "read_value", "write_dump"]
+__all__ = ["KIND", "ArgumentWriter", "function_named", "name_of", "read_value", "write_dump"]
 
 KIND = "guard"
 _MOST = 2 * 10**9  # bytes of a module's state
@@ -42,7 +42,7 @@ _WORDS = {
 }  # fmt: skip
 
 
-class Speller:
+class ArgumentWriter:
     """Arguments as JSON; `tensors` are those that were met."""
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class Speller:
     def tensor(self, tensor: Tensor) -> dict[str, Any]:
         """A tensor by its number; the same one twice has one number."""
         plain = tensor.detach()
-        if not folders.is_plain(plain):
+        if not json_safetensors.is_plain(plain):
             kind = "nested" if plain.is_nested else plain.layout
             raise TypeError(f"a {kind} tensor of {plain.dtype} on {plain.device}")
         if id(tensor) not in self._known:
@@ -94,7 +94,7 @@ class Speller:
 
 
 def read_value(spelled: Any, tensors: dict[str, Tensor], level: int = 0) -> Any:
-    """What a Speller spelled; ValueError for anything else."""
+    """What a ArgumentWriter spelled; ValueError for anything else."""
     if level > _LEVELS:
         raise ValueError("it is nested too deeply")
     if spelled is None or isinstance(spelled, (bool, int, float, str)):
@@ -154,7 +154,7 @@ def function_named(name: Any) -> Any:
 # -- modules --------------------------------------------------------------------------------------
 
 
-def constructor_of(module: nn.Module, speller: Speller) -> dict[str, Any] | None:
+def constructor_of(module: nn.Module, speller: ArgumentWriter) -> dict[str, Any] | None:
     """The arguments that make such a module of torch.nn again; None if they cannot be told.
 
     They are read from its attributes and tried out: what they make must look the same, and hold
@@ -189,7 +189,7 @@ def _parameters(kind: type[nn.Module]) -> list[str]:
     return []
 
 
-def _state_of(module: nn.Module, kept: Kept) -> dict[str, Tensor]:
+def _state_of(module: nn.Module, kept: KeptCall) -> dict[str, Tensor]:
     """The parameters and buffers of a module, as they were before the call."""
     before = {(id(b.held), b.name): b.tensor if b.copy is None else b.copy for b in kept.buffers}
     found: dict[str, Tensor] = {}
@@ -200,7 +200,7 @@ def _state_of(module: nn.Module, kept: Kept) -> dict[str, Tensor]:
 
 
 def _module(
-    sample: Sample, kept: Kept, speller: Speller, missing: dict[str, str]
+    sample: ProducerSample, kept: KeptCall, speller: ArgumentWriter, missing: dict[str, str]
 ) -> dict[str, Any]:
     module = cast(nn.Module, sample.module)
     kind = type(module)
@@ -228,7 +228,9 @@ def _module(
     return told
 
 
-def _operation(sample: Sample, speller: Speller, missing: dict[str, str]) -> dict[str, Any] | None:
+def _operation(
+    sample: ProducerSample, speller: ArgumentWriter, missing: dict[str, str]
+) -> dict[str, Any] | None:
     if sample.arguments is None:
         missing["operation"] = "no operation of torch was seen to make it"
         return None
@@ -245,15 +247,15 @@ def _operation(sample: Sample, speller: Speller, missing: dict[str, str]) -> dic
     return {"function": name, **told, **_settings(sample.settings, speller)}
 
 
-def _settings(settings: Settings, speller: Speller) -> dict[str, Any]:
+def _settings(settings: RunSettings, speller: ArgumentWriter) -> dict[str, Any]:
     autocast = [[kind, on, str(d).removeprefix("torch.")] for kind, on, d in settings.autocast]
     return {"random": speller.tensor(settings.random), "autocast": autocast}
 
 
-def write_dump(folder: str | Path, fault: Fault, sample: Sample, kept: Kept) -> Path:
+def write_dump(folder: str | Path, fault: Fault, sample: ProducerSample, kept: KeptCall) -> Path:
     """Write what a producer was given into a new folder inside `folder`; that folder."""
-    speller, missing = Speller(), dict[str, str]()
-    made = [(p, t) for p, t in leaves(sample.output) if folders.is_plain(t)]
+    speller, missing = ArgumentWriter(), dict[str, str]()
+    made = [(p, t) for p, t in leaves(sample.output) if json_safetensors.is_plain(t)]
     content: dict[str, Any] = {
         "fault": fault.spelled(),
         "operation": _operation(sample, speller, missing) if sample.is_operation else None,
@@ -275,4 +277,4 @@ def write_dump(folder: str | Path, fault: Fault, sample: Sample, kept: Kept) -> 
             break
         except FileExistsError:
             number += 1
-    return folders.write(own, KIND, content, speller.tensors)
+    return json_safetensors.write(own, KIND, content, speller.tensors)

@@ -1,11 +1,11 @@
 """Whether the numbers in a tensor are finite, and what can be said of them if not.
 
-- `probe(tensor)`: one number that is finite if the tensor is; nothing waits for it
+- `finite_probe(tensor)`: one number that is finite if the tensor is; nothing waits for it
 - `is_bad(tensor)`: whether a tensor holds a NaN or an infinity, exactly
 - `bad_leaves(value)`: the tensors of a nested value that do, with their paths
 - `is_mask(tensor)`: whether a tensor is an additive mask, of zeros and -inf only
-- `signs(tensor)`: which infinities it holds
-- `Numbers`: shape, dtype, counts and range of a tensor, in one line of text
+- `infinity_signs(tensor)`: which infinities it holds
+- `TensorDescription`: shape, dtype, counts and range of a tensor, in one line of text
 """
 
 from __future__ import annotations
@@ -24,12 +24,21 @@ from hookline.values.sharding import local
 from hookline.values.snapshots import is_fake, is_wrapped
 from hookline.values.tables import describe
 
-__all__ = ["Numbers", "all_finite", "bad_leaves", "is_bad", "is_mask", "numbers", "probe", "signs"]
+__all__ = [
+    "TensorDescription",
+    "all_finite",
+    "bad_leaves",
+    "finite_probe",
+    "float_values",
+    "infinity_signs",
+    "is_bad",
+    "is_mask",
+]
 
 _PLAIN = (torch.float32, torch.bfloat16, torch.float64)
 
 
-def numbers(tensor: Tensor) -> Tensor | None:
+def float_values(tensor: Tensor) -> Tensor | None:
     """The floating-point numbers of a tensor, detached; None if it has none that can be read."""
     if is_wrapped(tensor) or is_fake(tensor):
         return None
@@ -51,7 +60,7 @@ def numbers(tensor: Tensor) -> Tensor | None:
     return tensor if tensor.itemsize > 1 else tensor.float()  # 8 bits: few operations take them
 
 
-def probe(tensor: Tensor, exact: bool = False) -> Tensor | None:
+def finite_probe(tensor: Tensor, exact: bool = False) -> Tensor | None:
     """One number that is finite if all numbers of a tensor are; None if it has none.
 
     A sum: it may overflow, so that a bad probe is to be verified; a good one is certain. For
@@ -64,7 +73,7 @@ def probe(tensor: Tensor, exact: bool = False) -> Tensor | None:
     ):  # fmt: skip
         # The commonest case without the checks; a sum of bfloat16 is taken in float32 inside.
         return tensor.detach().sum()
-    found = numbers(tensor)
+    found = float_values(tensor)
     if found is None:
         return None
     if exact or found.dtype == torch.float16:
@@ -93,7 +102,7 @@ def is_bad(tensor: Tensor | None) -> bool:
     >>> is_bad(torch.tensor([1.0, float("inf")])), is_bad(torch.tensor([3e38, 3e38]))
     (True, False)
     """
-    found = None if tensor is None else numbers(tensor)
+    found = None if tensor is None else float_values(tensor)
     if found is None:
         return False
     # aminmax is several times faster than isfinite on the CPU, and passes NaN on.
@@ -112,16 +121,16 @@ def is_mask(tensor: Tensor) -> bool:
     >>> is_mask(torch.full((3, 3), -torch.inf).triu(1)), is_mask(torch.tensor([-torch.inf, 2.0]))
     (True, False)
     """
-    found = numbers(tensor)
+    found = float_values(tensor)
     if found is None:
         return False
     zero, infinite = found == 0, found == -math.inf
     return bool((zero | infinite).all() and zero.any() and infinite.any())
 
 
-def signs(tensor: Tensor) -> frozenset[str]:
+def infinity_signs(tensor: Tensor) -> frozenset[str]:
     """Which infinities a tensor holds, and whether a NaN: of "+", "-" and "n"."""
-    found = numbers(tensor)
+    found = float_values(tensor)
     if found is None:
         return frozenset()
     there = {"+": found == math.inf, "-": found == -math.inf, "n": found.isnan()}
@@ -129,12 +138,12 @@ def signs(tensor: Tensor) -> frozenset[str]:
 
 
 @dataclass(frozen=True)
-class Numbers:
+class TensorDescription:
     """What can be said of a tensor's numbers: counts, range, and where the first bad one is.
 
-    >>> print(Numbers.of(torch.tensor([[1.0, 2.0], [float("nan"), 4.0]])))
+    >>> print(TensorDescription.of(torch.tensor([[1.0, 2.0], [float("nan"), 4.0]])))
     (2, 2) float32: 1 NaN of 4, first at [1, 0]; finite from 1 to 4, mean 2.333
-    >>> print(Numbers.of(torch.zeros(3)))
+    >>> print(TensorDescription.of(torch.zeros(3)))
     (3,) float32: all 0
     """
 
@@ -150,9 +159,9 @@ class Numbers:
     mean: float | None = None
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Numbers:
+    def of(cls, tensor: Tensor) -> TensorDescription:
         """Look at all numbers of a tensor."""
-        kind, found = describe(tensor), numbers(tensor)
+        kind, found = describe(tensor), float_values(tensor)
         if found is None:
             return cls(kind, tensor.numel() if not tensor.is_nested else 0)
         finite = found.isfinite()

@@ -26,17 +26,23 @@ from hookline.engine.fsdp import is_gathered
 from hookline.engine.handlers import KEEP, Frame, Tap, is_over
 from hookline.engine.hooking import Context, first_names
 from hookline.errors import NonFiniteError, NotHookable, PlaceNotFound
-from hookline.guards.finite_checks import Numbers, all_finite, is_bad, numbers, probe
-from hookline.guards.gradients import Backward
-from hookline.guards.origins import ADDING, Ignored, Labelled, Origin, line_of
-from hookline.guards.reports import fault_of
-from hookline.guards.runs import Holder, Kept, Parts, is_spread, unwrapped
-from hookline.guards.search import find_forward, of_outputs, parameter_names
-from hookline.guards.telling import Teller, bad_gradients, label_of
-from hookline.guards.tracing import Modules, Trace
+from hookline.guards.backward_trace import BackwardTrace
+from hookline.guards.faults import fault_of
+from hookline.guards.finite_checks import (
+    TensorDescription,
+    all_finite,
+    finite_probe,
+    float_values,
+    is_bad,
+)
+from hookline.guards.forward_trace import ForwardTrace, ModuleHooks
+from hookline.guards.guard_errors import ErrorBuilder, bad_gradients, label_of
+from hookline.guards.kept_calls import CallHolder, KeptCall, ModelParts, is_spread, unwrapped
+from hookline.guards.origin_search import find_forward, output_origins, parameter_names
+from hookline.guards.origins import ADDING, IgnoredPlaces, Labelled, Origin, line_of
 from hookline.places.resolution import Request, Target, Where, resolve
-from hookline.scalers import Scaler, check_scaler, scale_of
 from hookline.torch_private import at_backward_end, backward_hooks_of, backward_id, version_of
+from hookline.training.grad_scalers import Scaler, check_scaler, scale_of
 from hookline.values.nested import leaves
 
 __all__ = ["guard"]
@@ -73,12 +79,12 @@ class _Tap(Tap):
             context.arrived(self, grad, index, path)
 
 
-class _Pass:
+class _BackwardPass:
     """One backward: the probes of its gradients, and the calls that it went through."""
 
     def __init__(self) -> None:
         self.probes: list[tuple[_Tap, Tensor]] = []
-        self.calls: dict[Key, Kept] = {}
+        self.calls: dict[Key, KeptCall] = {}
         self.skipped = False  # whether it is left to the scaler
         # The parameters that had a gradient already: which one, and its version.
         self.before: dict[str, tuple[_Tap, int, int]] = {}
@@ -174,20 +180,20 @@ class guard(Context[_Tap]):
 
     def _start(self, attached: bool) -> None:
         self._called = (self._model, *self._entries())
-        self._running: dict[int, list[tuple[Frame, Kept]]] = {}
+        self._running: dict[int, list[tuple[Frame, KeptCall]]] = {}
         self._later: list[Tensor] = []  # parameters that have come since
         # A call is kept by a hook on its output's graph: as long as a backward may come.
-        self._calls: WeakValueDictionary[Key, Kept] = WeakValueDictionary()
-        self._looked: deque[Kept] = deque()  # whose graph has hooks on all nodes
-        self._pending: list[tuple[Kept, list[Tensor]]] = []
-        self._passes: dict[int, _Pass] = {}
+        self._calls: WeakValueDictionary[Key, KeptCall] = WeakValueDictionary()
+        self._looked: deque[KeptCall] = deque()  # whose graph has hooks on all nodes
+        self._pending: list[tuple[KeptCall, list[Tensor]]] = []
+        self._passes: dict[int, _BackwardPass] = {}
         self._let: set[str] = set()  # parameters whose gradients are bad, and that was let be
         self._meant: dict[Part, Tensor] = {}  # where outputs are infinite on purpose
-        self._modules: Modules | None = None
+        self._modules: ModuleHooks | None = None
         self._step = 0  # the last call that has ended
-        self._ended: Kept | None = None  # a call whose trace is not yet looked at
-        self._ignored = Ignored(self._model, self._ignore, self._called)
-        self._teller = Teller(self._model, self._ignored, self._to, self._scaler is not None)
+        self._ended: KeptCall | None = None  # a call whose trace is not yet looked at
+        self._ignored = IgnoredPlaces(self._model, self._ignore, self._called)
+        self._teller = ErrorBuilder(self._model, self._ignored, self._to, self._scaler is not None)
         super()._start(attached)
         self._find_parts()
         self._first = {id(p): p for p in self._model.parameters()}
@@ -199,7 +205,7 @@ class guard(Context[_Tap]):
 
     def _find_parts(self) -> None:
         names = first_names(self._model)
-        self._parts = {id(one): Parts(self._model, one, names) for one in self._called}
+        self._parts = {id(one): ModelParts(self._model, one, names) for one in self._called}
 
     def _find_more(self) -> None:
         """Parameters were exchanged, as by `load_state_dict(assign=True)`: watch the new ones."""
@@ -210,7 +216,7 @@ class guard(Context[_Tap]):
         """Check every module from now on."""
         self.careful = True
         if self._modules is None and self._open:
-            self._modules = Modules(self._model, None, self._left)
+            self._modules = ModuleHooks(self._model, None, self._left)
             self._modules._enter(attached=False)
 
     def _stop(self) -> None:
@@ -258,11 +264,13 @@ class guard(Context[_Tap]):
             self._passes.clear()  # of backwards that raised
         if self._parts[id(module)].are_exchanged():
             self._find_more()
-        kept = Kept(self._parts[id(module)], inputs, frame.positional)
+        kept = KeptCall(self._parts[id(module)], inputs, frame.positional)
         kept.line = line_of(frame.running)
         running.append((frame, kept))
         if self._modules is not None:
-            self._modules.trace = kept.trace = Trace(kept.parts, self._ignored, operations=False)
+            self._modules.trace = kept.trace = ForwardTrace(
+                kept.parts, self._ignored, operations=False
+            )
         if kept.grad:
             self._watch_more(inputs)
 
@@ -294,12 +302,12 @@ class guard(Context[_Tap]):
         graphs = [t for _, t in found if t.requires_grad and t.grad_fn is not None]
         for tensor in graphs:
             self._calls[id(module), index] = kept
-            self.handles().put(tensor, Holder(kept))
+            self.handles().put(tensor, CallHolder(kept))
         if kept.trace is not None:
             self._ended = kept
             return  # it is looked at when the trace knows that the call has ended
         kept.outputs = [(path, tensor.detach()) for path, tensor in found]
-        probes = [one for _, tensor in kept.outputs if (one := probe(tensor)) is not None]
+        probes = [one for _, tensor in kept.outputs if (one := finite_probe(tensor)) is not None]
         self._pending.append((kept, probes))
         if not (graphs and _must_be_waited_for(probes)):  # else one wait for the whole step
             self._check_pending()
@@ -312,11 +320,13 @@ class guard(Context[_Tap]):
                 self._forward_failed(kept)
             kept.outputs = []
 
-    def _forward_failed(self, kept: Kept) -> None:
+    def _forward_failed(self, kept: KeptCall) -> None:
         bad = [(path, tensor) for path, tensor in kept.outputs if self._counts(kept, path, tensor)]
         if not bad or all(self._is_known((kept.path, *path), tensor) for path, tensor in bad):
             return  # the sum has overflowed, or it is meant
-        seen: Labelled = [(label_of(path, kept.path), Numbers.of(tensor)) for path, tensor in bad]
+        seen: Labelled = [
+            (label_of(path, kept.path), TensorDescription.of(tensor)) for path, tensor in bad
+        ]
         doubts = kept.doubts()
         found = None if doubts else self._teller.again(doubts, find_forward, kept, self._ignored)
         if found is None:
@@ -326,7 +336,7 @@ class guard(Context[_Tap]):
             raise self._unknown(kept.number, False, seen, doubts)
         if not found.origins:
             for path, tensor in bad:
-                self._meant[kept.path, *path] = cast(Tensor, numbers(tensor)).isfinite()
+                self._meant[kept.path, *path] = cast(Tensor, float_values(tensor)).isfinite()
             return
         fault = fault_of(found.origins, found.trace.often, kept.number, seen)
         if not found.same:
@@ -334,13 +344,13 @@ class guard(Context[_Tap]):
             self._look_closely()
         raise self._teller.told(kept, found.origins[0], fault)
 
-    def _counts(self, kept: Kept, path: Part, tensor: Tensor) -> bool:
+    def _counts(self, kept: KeptCall, path: Part, tensor: Tensor) -> bool:
         """Whether an output is bad, and not ignored."""
         return is_bad(tensor) and not self._ignored.output(path, kept.called)
 
     def _is_known(self, path: Part, tensor: Tensor) -> bool:
         """Whether an output is infinite just where it was before, on purpose."""
-        known, own = self._meant.get(path), cast(Tensor, numbers(tensor))
+        known, own = self._meant.get(path), cast(Tensor, float_values(tensor))
         same = known is not None and known.shape == own.shape and torch.equal(known, own.isfinite())
         return same and not own.isnan().any()
 
@@ -348,21 +358,21 @@ class guard(Context[_Tap]):
         """Where every module is checked: a call of one has ended."""
         if backward_id() != -1:  # it may be recomputed
             for looked in self._looked:
-                if looked.trace is cast(Modules, self._modules).trace:
+                if looked.trace is cast(ModuleHooks, self._modules).trace:
                     looked.backward.recomputed(output)
         kept = self._ended
         if kept is None or module is not kept.called:
             return
         self._ended = None
-        found = of_outputs(kept, kept.trace, output, self._ignored)
+        found = output_origins(kept, kept.trace, output, self._ignored)
         if found.origins:
             bad = [(p, t) for p, t in leaves(output) if self._counts(kept, p, t)]
-            seen: Labelled = [(label_of(p, kept.path), Numbers.of(t)) for p, t in bad]
+            seen: Labelled = [(label_of(p, kept.path), TensorDescription.of(t)) for p, t in bad]
             fault = fault_of(found.origins, set(), kept.number, seen)
             raise self._teller.told(kept, found.origins[0], fault)
         if (id(module), kept.number) in self._calls:
             names = parameter_names(self._model) | kept.names()
-            kept.backward = Backward(kept.trace, names, cast(Modules, self._modules))
+            kept.backward = BackwardTrace(kept.trace, names, cast(ModuleHooks, self._modules))
             kept.backward.watch(tensor for _, tensor in leaves(output))
             self._looked.append(kept)
             if len(self._looked) > _GRAPHS:
@@ -374,7 +384,7 @@ class guard(Context[_Tap]):
         """A gradient arrives, of a parameter, of an input, or of an output of the model."""
         task = backward_id()
         if task not in self._passes:
-            self._passes[task] = _Pass()
+            self._passes[task] = _BackwardPass()
             # Again from there, so that it comes after those of others: DDP has work to end.
             at_backward_end(lambda: at_backward_end(lambda: self._backward_ended(task)))
         found = self._passes[task]
@@ -389,7 +399,7 @@ class guard(Context[_Tap]):
             if there is not None:
                 found.before[tap.name] = tap, id(there), version_of(there)
             # The gradient itself is not kept, or torch would have to copy it.
-            one = probe(gradient, exact=there is not None)
+            one = finite_probe(gradient, exact=there is not None)
             if one is not None:
                 found.probes.append((tap, one))
 
@@ -404,7 +414,9 @@ class guard(Context[_Tap]):
             probes, sums = [one for _, one in found.probes], found.sums()
             if distributed.is_available() and distributed.is_initialized():
                 sums = {}  # those of other ranks are in them
-            added = [one for gradient in sums.values() if (one := probe(gradient)) is not None]
+            added = [
+                one for gradient in sums.values() if (one := finite_probe(gradient)) is not None
+            ]
             if not all_finite([*probes, *added]):
                 if not all_finite(probes):
                     self._backward_failed(found)
@@ -422,7 +434,7 @@ class guard(Context[_Tap]):
                     if kept in self._looked:
                         self._looked.remove(kept)
 
-    def _backward_failed(self, found: _Pass) -> None:
+    def _backward_failed(self, found: _BackwardPass) -> None:
         flagged = {tap.name for tap, one in found.probes if not one.isfinite()} - {""}
         taps = [tap for tap in self._taps.values() if tap.name in flagged]
         known = {tap.name: _gradient(tap) for tap in taps}
@@ -431,7 +443,7 @@ class guard(Context[_Tap]):
         sure = any(tap.name in alone and not _is_hooked(tap) for tap in taps)
         if known and not bad and not sure and all(g is not None for g in known.values()):
             return  # sums that have overflowed
-        seen: Labelled = [(f"the gradient of {n!r}", Numbers.of(g)) for n, g in bad]
+        seen: Labelled = [(f"the gradient of {n!r}", TensorDescription.of(g)) for n, g in bad]
         # The last call first: what flows out of it may flow into the one before.
         calls = [found.calls[key] for key in reversed(list(self._calls)) if key in found.calls]
         given = [(kept, bad_gradients(kept)) for kept in calls]
@@ -460,7 +472,7 @@ class guard(Context[_Tap]):
         bad = [(n, g) for n, g in bad.items() if not (n in self._let or self._ignored.tensor(n))]
         if not bad or self._scale() > 1:  # the scaler will meet it, too
             return
-        seen: Labelled = [(f"the gradient of {n!r}", Numbers.of(g)) for n, g in bad]
+        seen: Labelled = [(f"the gradient of {n!r}", TensorDescription.of(g)) for n, g in bad]
         origins = [Origin("sum", name, backward=True, node=ADDING) for name, _ in bad]
         origins[0].values = [("gradient", seen[0][1])]
         raise self._teller.finish(fault_of(origins, set(), self._step, seen))

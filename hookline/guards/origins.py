@@ -2,8 +2,8 @@
 
 - `Origin`: a producer: an operation, a module, a parameter, an input, the loss
 - `is_meant(...)`: the rule for infinities that were put there on purpose
-- `Ignored`: the places whose values are not looked at
-- `line_of(frame)`: the line of the user's program that is running; `shown(line)` is its text
+- `IgnoredPlaces`: the places whose values are not looked at
+- `line_of(frame)`: the line of the user's program that is running; `show_line(line)` is its text
 """
 
 from __future__ import annotations
@@ -21,18 +21,17 @@ import torch
 from torch import Tensor, nn
 
 from hookline.errors import PlaceError
-from hookline.guards.finite_checks import Numbers, numbers, signs
+from hookline.guards.finite_checks import TensorDescription, float_values, infinity_signs
 from hookline.places.grammar import parse
 from hookline.places.resolution import Place, Target, Where, resolve
 from hookline.values.nested import Path as Parts
 from hookline.values.nested import children, leaves, show_path
 
 __all__ = [
-    "ADDING", "OURS", "RECOMPUTING", "Ignored", "Line", "Origin", "infinite", "is_meant",
-    "labelled", "line_of", "shown",
+    "ADDING", "OURS", "IgnoredPlaces", "Line", "Origin", "infinite", "is_meant",
+    "label_tensors", "line_of", "show_line",
 ]  # fmt: skip
 
-RECOMPUTING = "CheckpointFunctionBackward"  # the older checkpointing: a backward in another
 ADDING = "AccumulateGrad"  # adds the gradient of a parameter to what is there
 
 _GUARDS = str(Path(__file__).parent)
@@ -41,7 +40,7 @@ OURS = tuple(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, _GUARDS
 _ELEMENTWISE = frozenset({"add", "sub", "subtract", "rsub", "mul", "multiply", "div", "pow", "exp"})
 _TURNS = frozenset({"neg", "negative", "abs", "absolute", "sub", "subtract", "rsub"})
 
-Labelled = list[tuple[str, Numbers]]
+Labelled = list[tuple[str, TensorDescription]]
 Line = tuple[str, int]
 
 
@@ -72,19 +71,19 @@ class Origin:
         return Place(self.path, operation=name or None)
 
 
-def labelled(values: Any) -> Labelled:
+def label_tensors(values: Any) -> Labelled:
     """What can be said of every tensor with numbers in a nested value, by its path."""
     found: Labelled = []
     for path, tensor in leaves(values):
-        if numbers(tensor) is not None:
+        if float_values(tensor) is not None:
             first, *rest = path or ("",)
-            found.append((f"{first}{show_path(tuple(rest))}", Numbers.of(tensor)))
+            found.append((f"{first}{show_path(tuple(rest))}", TensorDescription.of(tensor)))
     return found
 
 
 def infinite(tensor: Tensor) -> Tensor:
     """Where a tensor is infinite."""
-    found = numbers(tensor)
+    found = float_values(tensor)
     return torch.zeros((), dtype=torch.bool) if found is None else found.isinf()
 
 
@@ -113,7 +112,7 @@ def is_meant(
             they were, before the call.
         made: the results that are not finite.
     """
-    found = frozenset[str]().union(*(signs(one) for one in made))
+    found = frozenset[str]().union(*(infinity_signs(one) for one in made))
     if "n" in found:
         return False
     if _names_infinity(arguments):
@@ -138,7 +137,7 @@ def _is_new(made: Tensor, before: Sequence[Tensor]) -> bool:
     return bool(where.any())
 
 
-class Ignored:
+class IgnoredPlaces:
     """The places whose values are not looked at: modules, operations, parameters, inputs."""
 
     def __init__(
@@ -214,7 +213,7 @@ def line_of(frame: FrameType | None) -> Line | None:
     return None if frame is None else (frame.f_code.co_filename, frame.f_lineno)
 
 
-def shown(line: Line | None) -> str:
+def show_line(line: Line | None) -> str:
     """A line of a program with its file and number."""
     if line is None:
         return ""

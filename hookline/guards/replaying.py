@@ -19,13 +19,16 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import Tensor, nn
 
-from hookline import folders
 from hookline.errors import ReplayError
 from hookline.guards.dumps import KIND, function_named, read_value
-from hookline.guards.origins import Labelled, labelled
-from hookline.guards.runs import unwrapped
+from hookline.guards.kept_calls import unwrapped
+from hookline.guards.origins import Labelled, label_tensors
+from hookline.isolation.isolated_runs import isolated
+from hookline.isolation.module_index import ModuleIndex
+from hookline.isolation.random_state import set_cpu_rng_state
+from hookline.isolation.training_modes import modes_of, set_modes
 from hookline.places.tree import join, tensors_of, walk
-from hookline.trials.modes import modes_of, set_modes
+from hookline.storage import json_safetensors
 from hookline.values.nested import get_part, leaves, map_leaves
 from hookline.values.snapshots import same_bits
 from hookline.values.tables import one_line
@@ -78,7 +81,7 @@ class _Dump:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = folder
-        self.content, self.tensors = folders.read(folder, KIND, ReplayError)
+        self.content, self.tensors = json_safetensors.read(folder, KIND, ReplayError)
         try:
             self.fault = dict(self.content["fault"])
             self.backward = self.fault["backward"] is True
@@ -170,18 +173,20 @@ def replay(folder: str | Path | None, model: nn.Module | None = None) -> Replay:
 
 
 @contextmanager
-def _settings(dump: _Dump, told: dict[str, Any], device: str) -> Generator[None]:
-    """Random numbers and autocast as they were; afterwards as they are now."""
-    now = torch.get_rng_state()
+def _settings(
+    dump: _Dump, told: dict[str, Any], device: str, *modules: nn.Module
+) -> Generator[None]:
+    """Set random numbers and autocast as they were; afterwards all is as it is now."""
     state = dump.value(told.get("random"))
     try:
         with ExitStack() as stack:
+            stack.enter_context(isolated(*map(ModuleIndex, modules)))
             stack.enter_context(torch.autocast(device, enabled=False))
             for one in told["autocast"]:
                 if (dtype := _autocast(*one)) is not None:
                     stack.enter_context(torch.autocast(device, dtype))
             stack.enter_context(torch.set_grad_enabled(dump.backward))
-            torch.set_rng_state(state)
+            set_cpu_rng_state(state)
             yield
     except ReplayError:
         raise
@@ -189,8 +194,6 @@ def _settings(dump: _Dump, told: dict[str, Any], device: str) -> Generator[None]
         asked = f"What a guard has written to {str(dump.folder)!r} was run again."
         found = one_line(f"It raised {type(error).__name__}: {error!s:.200}.")
         raise ReplayError(asked, found, f"If it was changed or does not fit: {_GIVEN}") from error
-    finally:
-        torch.set_rng_state(now)
 
 
 def _leaves(value: Any, wanted: dict[str, Tensor], prefix: str = "") -> Any:
@@ -223,9 +226,9 @@ def _finish(
             [end for end, _ in ends], list(wanted.values()), [g for _, g in ends], allow_unused=True
         )
         found = {n: g for n, g in zip(wanted, own, strict=True) if g is not None}
-        values = labelled({f"gradient of {name}": g for name, g in found.items()})
+        values = label_tensors({f"gradient of {name}": g for name, g in found.items()})
     else:
-        values = labelled({"": output})
+        values = label_tensors({"": output})
         if not whole:
             first = dump.pairs("outputs", dump.content.get("output"))
             exact = all(same_bits(get_part(output, path), own) for path, own in first.items())
@@ -334,28 +337,22 @@ def _run_module(dump: _Dump, module: nn.Module) -> Replay:
     names, positional = list(own), told["positional"]
     args = tuple(own[name] for name in names[:positional])
     kwargs = {str(name): own[name] for name in names[positional:]}
-    named = walk(module)
-    inner = [one for _, one in named]
-    modes = modes_of(inner)
-    try:
-        set_modes(
-            inner,
-            [
-                told["training"].get(path, mode)
-                for (path, _), mode in zip(named, modes, strict=True)
-            ],
-        )
-        with _settings(dump, told, device.type):
-            if scripted:
-                output = module(*args, **kwargs)
-            else:
-                output = torch.func.functional_call(module, state, args, kwargs)
-            given = dump.pairs("gradients", dump.given["module"])
-            what = f"the module {told.get('path')!r} ({type(module).__name__})"
-            whole = bool(dump.fault.get("operation"))  # what was written is the operation's result
-            return _finish(dump, what, inputs, output, wanted, given, whole)
-    finally:
-        set_modes(inner, modes)
+    with _settings(dump, told, device.type, module):
+        named = walk(module)
+        modules = [one for _, one in named]
+        modes = [
+            told["training"].get(path, mode)
+            for (path, _), mode in zip(named, modes_of(modules), strict=True)
+        ]
+        set_modes(modules, modes)
+        if scripted:
+            output = module(*args, **kwargs)
+        else:
+            output = torch.func.functional_call(module, state, args, kwargs)
+        given = dump.pairs("gradients", dump.given["module"])
+        what = f"the module {told.get('path')!r} ({type(module).__name__})"
+        whole = bool(dump.fault.get("operation"))  # what was written is the operation's result
+        return _finish(dump, what, inputs, output, wanted, given, whole)
 
 
 def _copied_with(

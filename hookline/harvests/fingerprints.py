@@ -1,8 +1,8 @@
 """What tells one model, function or batch from another, in a few characters.
 
 - `fingerprint(model)`: of its modules, parameters and buffers
-- `spell(thing)`: an index, a function or None as text that is the same in another process
-- `bound(function)`: what a function has beside its code
+- `stable_text(thing)`: an index, a function or None as text that is the same in another process
+- `bound_content(function)`: what a function has beside its code
 - `live_edits(model)`: what changes values while the model runs
 - `digest(value)`: of the tensors and numbers in a batch
 """
@@ -26,12 +26,12 @@ from hookline.edits.editing import EditFunction, edit
 from hookline.edits.ready_slices import heads
 from hookline.engine.attaching import attached
 from hookline.engine.offloading import data_of
-from hookline.spellings import Writer
+from hookline.recipes.json_format import Writer
 from hookline.torch_private import packed_parameters_of
 from hookline.values.nested import children
 from hookline.values.quantised import held_in, is_wrapper
 
-__all__ = ["bound", "digest", "fingerprint", "live_edits", "spell"]
+__all__ = ["bound_content", "digest", "fingerprint", "live_edits", "stable_text"]
 
 _SPELLED = (
     str, bytes, bytearray, bool, int, float, complex, range, slice, date, time, timedelta,
@@ -100,12 +100,12 @@ def _content(tensor: Tensor) -> bytes:
     return total.to_bytes(8, "little", signed=True) + sample + rest
 
 
-def spell(thing: Any) -> str | None:
+def stable_text(thing: Any) -> str | None:
     """An index, a function, or None.
 
-    >>> spell(np.s_[:, -1]), spell(torch.nn.functional.gelu)
+    >>> stable_text(np.s_[:, -1]), stable_text(torch.nn.functional.gelu)
     ("{'tuple': [{'slice': [None, None, None]}, -1]}", 'gelu')
-    >>> spell(lambda x: x[:, 0]) == spell(lambda x: x[:, 1])
+    >>> stable_text(lambda x: x[:, 0]) == stable_text(lambda x: x[:, 1])
     False
     """
     if thing is None or isinstance(thing, str):
@@ -119,10 +119,10 @@ def spell(thing: Any) -> str | None:
     return text + "".join(f" {digest(tensor):08x}" for tensor in writer.tensors.values())
 
 
-def bound(function: Any) -> str | None:
+def bound_content(function: Any) -> str | None:
     """What a function has beside its code: the arguments of a partial, the weights of a module.
 
-    >>> bound(partial(torch.add, other=1)) == bound(partial(torch.add, other=2))
+    >>> bound_content(partial(torch.add, other=1)) == bound_content(partial(torch.add, other=2))
     False
     """
     if isinstance(function, nn.Module):
@@ -131,7 +131,8 @@ def bound(function: Any) -> str | None:
         return None
     given = [*enumerate(function.args), *sorted(function.keywords.items())]
     parts = [function.func, *(value for _, value in given if callable(value))]
-    return " ".join(f"{spell(part)} {bound(part)}" for part in parts) + f" {digest(given):08x}"
+    content = " ".join(f"{stable_text(part)} {bound_content(part)}" for part in parts)
+    return f"{content} {digest(given):08x}"
 
 
 def live_edits(model: nn.Module) -> list[str]:
@@ -145,11 +146,11 @@ def live_edits(model: nn.Module) -> list[str]:
     found: list[str] = []
     for one in (one for one in attached(model) if isinstance(one, edit)):
         for tap in one._taps.values():
-            how = digest((spell(tap.at), tap.chosen.shown if tap.chosen else ""))
+            how = digest((stable_text(tap.at), tap.chosen.shown if tap.chosen else ""))
             for change in tap.changes:
                 what = type(change).__name__
                 if isinstance(change, EditFunction):
-                    what = f"{spell(change.function)} {bound(change.function)}"
+                    what = f"{stable_text(change.function)} {bound_content(change.function)}"
                 place = str(one.place_of(tap.target))
                 found.append(f"{place!r} {what} {digest(change, how):08x}")
     return found

@@ -18,23 +18,23 @@ import torch
 from torch import nn
 
 from hookline.errors import HarvestError, HooklineError
-from hookline.harvests.batches import Share, Source, ranks
+from hookline.harvests.background_thread import BackgroundThread
 from hookline.harvests.fingerprints import digest
-from hookline.harvests.plans import describe, plan_for, refuse_changes
+from hookline.harvests.harvest_plan import describe, plan_for, refuse_changes
+from hookline.harvests.harvest_statistics import RankStatistics, are_sound
 from hookline.harvests.progress import Progress
-from hookline.harvests.ranks import earlier, finish, open_writer, unfinish
-from hookline.harvests.rows import Taken, Taker, Taking, rows_in, sizes_in
-from hookline.harvests.statistics import Measuring, are_sound
-from hookline.harvests.writing import Background
+from hookline.harvests.rank_batches import BatchSource, RankShare, rank_and_world_size
+from hookline.harvests.rank_completion import earlier, finish, open_writer, unfinish
+from hookline.harvests.row_extraction import BatchRows, RowExtractor, RowOptions, rows_in, sizes_in
 from hookline.places.resolution import Where
 from hookline.statistics.measuring import Statistics
 from hookline.storage.store import Store
-from hookline.storage.writing import StoreWriter
+from hookline.storage.store_writer import StoreWriter
 from hookline.torch_checks import require
 
 __all__ = ["harvest"]
 
-_Item = tuple[int, int, Taken]  # the number of a batch, what it is known by, and its rows
+_Item = tuple[int, int, BatchRows]  # the number of a batch, what it is known by, and its rows
 
 
 def harvest(
@@ -97,11 +97,13 @@ def harvest(
     lack what is still being written.
     """
     require("tools")
-    taking = Taking(at, transform, dtype, stop, mask, ids, forward)
-    rank, world = ranks()
-    work = _Harvest(Taker(model, where, taking), Source(data), Path(to).absolute(), rank, world)
+    taking = RowOptions(at, transform, dtype, stop, mask, ids, forward)
+    rank, world = rank_and_world_size()
+    work = _Harvest(
+        RowExtractor(model, where, taking), BatchSource(data), Path(to).absolute(), rank, world
+    )
     if statistics is not None:
-        work.measuring = Measuring(statistics, work.folder, rank, world)
+        work.measuring = RankStatistics(statistics, work.folder, rank, world)
     work.progress = Progress(quiet=quiet or rank > 0)
     try:
         work.run()
@@ -113,12 +115,14 @@ def harvest(
 class _Harvest:
     """The harvest of one rank."""
 
-    measuring: Measuring | None = None
+    measuring: RankStatistics | None = None
     progress: Progress
     writer: StoreWriter
     grown = False  # whether samples came: what was said of all is gone then
 
-    def __init__(self, taker: Taker, source: Source, folder: Path, rank: int, world: int) -> None:
+    def __init__(
+        self, taker: RowExtractor, source: BatchSource, folder: Path, rank: int, world: int
+    ) -> None:
         self.taker, self.source, self.folder = taker, source, folder
         self.world = world
         self.wanted = describe(taker, world)
@@ -126,7 +130,7 @@ class _Harvest:
         before = earlier(folder, rank)
         self.before, self.mark = before, before.mark
         taker.go_on(before.series)
-        self.share = Share(rank, world, self.mark.get("batch", -1))
+        self.share = RankShare(rank, world, self.mark.get("batch", -1))
         self.numbered = before.samples  # samples that have an id, of a single rank
         self.named: tuple[int, Any] = -1, None  # the number of a batch, and its ids
         self.sizes: dict[Any, int] = {}  # in batch 0, of the tensors that may hold the samples
@@ -182,7 +186,7 @@ class _Harvest:
         )
         return self._is_done() and measured and (self.folder / "harvest.json").exists()
 
-    def _plan(self, taken: Taken, length: int | None) -> None:
+    def _plan(self, taken: BatchRows, length: int | None) -> None:
         share = self.share
         batches = None if length is None else share.done() + share.size(length)
         stops = self.taker.stops
@@ -193,7 +197,7 @@ class _Harvest:
 
     def _write_all(self, begun: list[_Item], batches: Iterator[tuple[int, Any]]) -> None:
         try:
-            with Background(self._write) as background:
+            with BackgroundThread(self._write) as background:
                 background.put(begun.pop())  # whoever keeps it keeps its memory for the whole run
                 for number, batch in batches:
                     background.put(self._item(number, batch))
@@ -239,7 +243,7 @@ class _Harvest:
 
     def _count(self) -> int:
         last: int = self.writer.mark.get("batch", -1)
-        return Share(self.share.rank, self.world, last).done()
+        return RankShare(self.share.rank, self.world, last).done()
 
     # -- the batches, and that they are the same --------------------------------------------------
 
@@ -292,7 +296,7 @@ class _Harvest:
             "then compared instead. Or choose another folder.",
         )
 
-    def _take(self, number: int, batch: Any) -> Taken:
+    def _take(self, number: int, batch: Any) -> BatchRows:
         taken = self.taker.take(batch, self._ids(number, batch))
         if taken.ids is not None:
             return taken
@@ -301,7 +305,7 @@ class _Harvest:
             self.numbered += taken.samples
         else:
             first = number * self._size(number, taken.samples, sizes_in(batch))
-        return Taken(taken.rows, taken.samples, range(first, first + taken.samples))
+        return BatchRows(taken.rows, taken.samples, range(first, first + taken.samples))
 
     def _size(self, number: int, samples: int, sizes: dict[Any, int]) -> int:
         """How many samples batch 0 has, which another rank may run."""

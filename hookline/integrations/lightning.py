@@ -19,8 +19,8 @@ from torch import nn
 from hookline.engine.handlers import Frame
 from hookline.errors import NotHookable
 from hookline.guards.guarding import guard
-from hookline.integrations.missing import load
-from hookline.listings import select
+from hookline.integrations.optional_libraries import load
+from hookline.selecting import select
 from hookline.training.watching import watch
 
 __all__ = ["GuardCallback", "WatchCallback"]

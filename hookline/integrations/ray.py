@@ -21,13 +21,13 @@ from numpy.typing import NDArray
 from torch import nn
 
 from hookline.errors import HarvestError, StoreError
-from hookline.harvests.plans import describe, refuse_changes
-from hookline.harvests.rows import Taker, Taking
+from hookline.harvests.harvest_plan import describe, refuse_changes
+from hookline.harvests.row_extraction import RowExtractor, RowOptions
 from hookline.places.resolution import Where
-from hookline.storage.files import ranks_of, read_index
 from hookline.storage.locks import locked
 from hookline.storage.store import Store
-from hookline.storage.writing import StoreWriter
+from hookline.storage.store_files import ranks_of, read_index
+from hookline.storage.store_writer import StoreWriter
 
 __all__ = ["Harvester"]
 
@@ -88,10 +88,10 @@ class Harvester:
                 "It was given both inputs= and forward=." if inputs else "It was given neither.",
                 "Say with inputs= which columns are the model's arguments, or give forward=.",
             )
-        taking = Taking(
+        taking = RowOptions(
             at, transform, dtype, stop, mask, ids, forward or partial(_run, inputs=inputs)
         )
-        self._taker = Taker(made, where, taking)
+        self._taker = RowExtractor(made, where, taking)
         self._folder = Path(to).absolute()
         wanted = describe(self._taker, None)
         refuse_changes(self._folder, wanted)

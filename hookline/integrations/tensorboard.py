@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from hookline.errors import RunError
-from hookline.integrations.missing import load
+from hookline.integrations.optional_libraries import load
 from hookline.training.findings import Finding
 from hookline.training.run_files import STATISTICS
 from hookline.training.writers import Measured, Writer

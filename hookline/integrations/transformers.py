@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 from hookline.guards.guarding import guard
-from hookline.integrations.missing import load
+from hookline.integrations.optional_libraries import load
 from hookline.training.watching import watch
 
 __all__ = ["GuardCallback", "WatchCallback"]

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from hookline.integrations.missing import load
+from hookline.integrations.optional_libraries import load
 from hookline.training.findings import Finding
 from hookline.training.run_files import STATISTICS, Row
 from hookline.training.writers import Measured, Writer

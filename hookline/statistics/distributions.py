@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hookline.errors import StatisticsError
-from hookline.statistics.accumulation import Rows, State, Statistic, in_parts, sums
+from hookline.statistics.statistic import Rows, State, Statistic, in_parts, sums
 
 __all__ = ["Bins", "Histogram", "Sparsity", "TopK", "Tops"]
 

@@ -14,22 +14,22 @@ from typing import TYPE_CHECKING, Any, Literal, cast, overload
 import torch
 from torch import Tensor, nn
 
-from hookline import folders
 from hookline.captures.capturing import capture
 from hookline.engine.handlers import Call
 from hookline.engine.hooking import first_names, hook, named_place, settled
 from hookline.engine.lifecycle import Entering
 from hookline.engine.slices import Misfit, take
 from hookline.errors import NeverFired, NotCaptured, NotHookable, StatisticsError, warn_outside
-from hookline.listings import held_as
+from hookline.isolation.batches import check_mask_name, is_series, not_series_error
+from hookline.isolation.early_exit import EarlyExit
+from hookline.isolation.model_calls import call_model
 from hookline.places.resolution import Target, Where, resolve
-from hookline.statistics.gradient_taps import Looking
-from hookline.statistics.kinds import Statistic, by_name, statistic_from, warn_of_images
+from hookline.selecting import held_as
+from hookline.statistics.all_statistics import Statistic, by_name, statistic_from, warn_of_images
 from hookline.statistics.masks import NamedMask
-from hookline.statistics.numbering import Numbers
-from hookline.trials.batches import call as run
-from hookline.trials.batches import is_series, no_series, refuse_padding
-from hookline.trials.stopping import Stopping
+from hookline.statistics.sample_numbers import SampleNumbers
+from hookline.statistics.value_observer import ValueObserver
+from hookline.storage import json_safetensors
 from hookline.values.nested import only_tensor
 from hookline.values.tables import as_html, as_text
 
@@ -117,12 +117,12 @@ class Measurements(Mapping[str, Mapping[str, Any]]):
                 for key, tensor in one.state.items():
                     tensors[f"{len(content)}/{name}/{key}"] = tensor
             content.append(row)
-        return folders.write(folder, "measurements", {"places": content}, tensors)
+        return json_safetensors.write(folder, "measurements", {"places": content}, tensors)
 
     @classmethod
     def load(cls, folder: str | Path) -> Measurements:
         """Read what `save` wrote."""
-        content, tensors = folders.read(folder, "measurements", StatisticsError)
+        content, tensors = json_safetensors.read(folder, "measurements", StatisticsError)
         made, source = cls(), f"{folder}"
         states: dict[str, dict[str, Tensor]] = {}
         for path, tensor in tensors.items():
@@ -192,24 +192,24 @@ class _Measuring(Entering):
         self, model: nn.Module, where: Where, statistics: Statistics, mask: Any, at: Any
     ) -> None:
         self._kinds, self._mask, self._at = by_name(statistics), mask, at
-        refuse_padding(mask, StatisticsError)
+        check_mask_name(mask, StatisticsError)
         self._wheres = (settled(where),)
         self.found = Measurements()
         self.ids: Any = None
-        self.numbers = Numbers()  # of the samples, where `ids` has none
+        self.numbers = SampleNumbers()  # of the samples, where `ids` has none
         self.batch_mask: Any = None
         self._named: NamedMask | None = None
         self._hooks: list[hook] = []
-        self._looking: Looking
+        self._looking: ValueObserver
         self._silent: dict[Any, Target] = {}
         self._asked = 0  # how many places there are
-        self._stopping, self._stops = Stopping(model), False
+        self._stopping, self._stops = EarlyExit(model), False
         super().__init__(model)
 
     def _start(self, attached: bool) -> None:
         self.found, self._hooks, self.batch_mask, self._named = Measurements(), [], None, None
         self._silent = {}
-        self._looking = Looking(self._model, self._wheres[0], self._take)
+        self._looking = ValueObserver(self._model, self._wheres[0], self._take)
         parts: list[hook] = [self._looking]
         if isinstance(self._mask, str):  # first: the model's own input may be measured
             self._named = NamedMask(self._mask)
@@ -275,13 +275,13 @@ class _Measuring(Entering):
         """
         if not self.found.calls:
             with self._stopping.first():
-                run(self._model, batch)
+                call_model(self._model, batch)
             once = [*self.found.calls.values()] == [1] * self._asked
             self._stops = once and self._stopping.safe
         elif self._stops:
             self._run_until_all_came(batch)
         else:
-            run(self._model, batch)
+            call_model(self._model, batch)
 
     def _run_until_all_came(self, batch: Any) -> None:
         # Entered last, so that what is measured at a place was measured when this sees it.
@@ -289,7 +289,7 @@ class _Measuring(Entering):
         looking = capture(self._model, places, keep="first", transform=_nothing, stop=True)
         try:
             with looking:
-                run(self._model, batch)
+                call_model(self._model, batch)
         except NeverFired as error:
             # A batch may be without calls that others had; a stop that was caught is an error.
             if error.record is not looking.record or not looking.record.unfired():
@@ -412,7 +412,7 @@ def measure(
             )
         return _Measuring(model, where, statistics, mask, at)
     if not is_series(data):
-        raise no_series(data, StatisticsError)
+        raise not_series_error(data, StatisticsError)
     where = settled(where)
     requests = resolve(model, (where,))
     if any("grad" in target.port for request in requests for target in request.targets):
@@ -435,7 +435,7 @@ def measure(
                     if stop:
                         measuring.run(batch)
                     else:
-                        run(model, batch)
+                        call_model(model, batch)
                 measuring.warn_of_silent()
             if empty:
                 why = "It has no batches; a generator that was gone through before has none left."

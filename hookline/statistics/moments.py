@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hookline.errors import StatisticsError
-from hookline.statistics.accumulation import Rows, State, Statistic, sums
+from hookline.statistics.statistic import Rows, State, Statistic, sums
 
 __all__ = ["Covariance", "Mean", "Norm", "Norms", "Variance"]
 

@@ -14,7 +14,9 @@ from pathlib import Path
 
 from hookline.errors import StoreError, warn_outside
 from hookline.operating_system import is_link, replace, sync_folder
-from hookline.storage.files import (
+from hookline.storage.locks import locked
+from hookline.storage.small_files import corrupt, sync_file
+from hookline.storage.store_files import (
     HEADER,
     PAGE,
     Index,
@@ -25,8 +27,6 @@ from hookline.storage.files import (
     shard_numbers,
     shard_path,
 )
-from hookline.storage.locks import locked
-from hookline.storage.small_files import corrupt, sync_file
 from hookline.values.tables import show_bytes
 
 __all__ = ["recover"]

@@ -19,12 +19,12 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from hookline.errors import StoreError
-from hookline.listings import held_as
-from hookline.storage.description import read_description
-from hookline.storage.files import Index, Series, ranks_of
+from hookline.selecting import held_as
 from hookline.storage.recovery import recover
-from hookline.storage.rows import StoredRows, StoredSamples, positions_of
-from hookline.storage.writing import StoreWriter, Sync
+from hookline.storage.store_files import Index, Series, ranks_of
+from hookline.storage.store_json import read_description
+from hookline.storage.store_writer import StoreWriter, Sync
+from hookline.storage.stored_rows import StoredRows, StoredSamples, positions_of
 from hookline.values.tables import as_html, as_text, show_bytes
 
 __all__ = ["Store", "StoreDataset", "StoreInfo"]

@@ -21,12 +21,12 @@ import torch
 from torch import Tensor, nn
 
 from hookline.torch_private import parameters_of
-from hookline.training.depths import advise_on, judge_depths
 from hookline.training.findings import Finding, Severity
-from hookline.training.looking import Looking, Plan
-from hookline.training.moments import Moments
 from hookline.training.run_files import STATISTICS
-from hookline.training.silences import Silence, Streaks
+from hookline.training.step_measurement import MeasuredRows, StepMeasurement
+from hookline.training.streaks import DeadUnits, Streaks
+from hookline.training.tensor_moments import Moments
+from hookline.training.vanishing_gradients import advise_on, judge_depths
 
 if TYPE_CHECKING:
     from hookline.training.writers import Measured
@@ -52,12 +52,12 @@ _RELUS = ("ReLU", "ReLU6", "Threshold", "LeakyReLU", "PReLU")
 class Diagnosis:
     """Takes one measured step after the other and gives findings, each once."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: MeasuredRows) -> None:
         self.plan = plan
         self.rows = plan.rows
         self._streaks = defaultdict[str, Streaks](partial(Streaks, PATIENCE, SPAN))  # by kind
         self._told: set[tuple[str, int]] = set()
-        self._silences: dict[int, Silence] = {}  # units that are zero
+        self._silences: dict[int, DeadUnits] = {}  # units that are zero
         self._totals: list[float] = []
         self._learned = False  # whether a step has changed some layer
         self._used: set[int] = set()  # the rows of gradients that have come
@@ -70,7 +70,7 @@ class Diagnosis:
         self._layers = [module for module in modules if parameters_of(module)]
         self._early = set(modules[: modules.index(self._layers[-1])] if self._layers else [])
 
-    def update(self, measured: Measured, looking: Looking) -> list[Finding]:
+    def update(self, measured: Measured, looking: StepMeasurement) -> list[Finding]:
         """What is new at this step."""
         self._step, self._looking, self._values = measured.step, looking, measured.values
         sick = self._nonfinite()
@@ -244,7 +244,7 @@ class Diagnosis:
                 continue
             silence = self._silences.get(number)
             if silence is None:
-                silence = self._silences[number] = Silence(one.dead, one.each)
+                silence = self._silences[number] = DeadUnits(one.dead, one.each)
             else:  # a unit that comes to life is not dead
                 silence.go_on(one.dead, one.each, DEAD)
             share, count, each = silence.share, len(silence.mask), silence.values

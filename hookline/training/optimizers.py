@@ -1,6 +1,6 @@
 """The optimizer whose steps are counted.
 
-- `Optimizing`: whatever makes steps
+- `OptimizerLike`: whatever makes steps
 - `innermost(optimizer)`: the one of torch's in a wrapper of others, which calls hooks at its steps
 """
 
@@ -12,17 +12,17 @@ import torch
 
 from hookline.errors import PlaceError
 
-__all__ = ["Optimizing", "innermost"]
+__all__ = ["OptimizerLike", "innermost"]
 
 
-class Optimizing(Protocol):
+class OptimizerLike(Protocol):
     """An optimizer of torch's, or a wrapper that has one as `optimizer`."""
 
     def step(self) -> Any:
         """Make a step."""
 
 
-def innermost(optimizer: Optimizing) -> torch.optim.Optimizer:
+def innermost(optimizer: OptimizerLike) -> torch.optim.Optimizer:
     """The optimizer in wrappers such as accelerate's, which skip steps and call none of its hooks.
 
     >>> class Wrapper:

@@ -36,7 +36,7 @@ class RunWriter:
     """A new segment of a run directory, which is made if it is not there.
 
     >>> import tempfile
-    >>> from hookline.training.runs import Run
+    >>> from hookline.training.run_reading import Run
     >>> folder = tempfile.mkdtemp()
     >>> with RunWriter(folder, [Row("fc", "output", "Linear")], model="Net") as writer:
     ...     writer.values(10, [[0.5, 1.0, 2.0, 3.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]])

@@ -23,14 +23,14 @@ from hookline.engine.hooking import settled
 from hookline.errors import PlaceError, RunError, warn_outside
 from hookline.places.resolution import Where
 from hookline.places.tree import unwrapped
-from hookline.scalers import Scaler, check_scaler, is_scaler, scale_of
 from hookline.torch_private import backward_id
 from hookline.training.diagnosis import Diagnosis
+from hookline.training.distributed import current_rank, gather_ranks, world_size
 from hookline.training.findings import Finding, Findings, overflowed
-from hookline.training.looking import Looking, Plan, at_end
-from hookline.training.optimizers import Optimizing, innermost
-from hookline.training.ranks import gathered, rank_of, ranks_in
+from hookline.training.grad_scalers import Scaler, check_scaler, is_scaler, scale_of
+from hookline.training.optimizers import OptimizerLike, innermost
 from hookline.training.run_files import BINS, ROW_KINDS
+from hookline.training.step_measurement import MeasuredRows, StepMeasurement, at_end
 from hookline.training.writers import Measured, Writer, writer_for
 
 __all__ = ["Measured", "watch"]
@@ -94,7 +94,7 @@ class watch(Anchored):
         *,
         every: int = 50,
         to: Any = None,
-        optimizer: Optimizing | None = None,
+        optimizer: OptimizerLike | None = None,
         scaler: Scaler | None = None,
         start: int = 0,
         kinds: str | Sequence[str] = ROW_KINDS,
@@ -119,7 +119,7 @@ class watch(Anchored):
         self._optimizer, self._scaler, self._ranks = inner, scaler, ranks
         self._begin = start
         self._writers: list[Writer] = []
-        self._looking: Looking | None = None
+        self._looking: StepMeasurement | None = None
         self._hooks: list[Any] = []
         self._counted: Any = None
         self._by_hand = False
@@ -140,7 +140,7 @@ class watch(Anchored):
     def _start(self, attached: bool) -> None:
         self.steps, self.last, self._found = self._begin, None, []
         self._by_hand, self._counted = False, None
-        plan = Plan(self._inner, self._wheres[0], self._kinds)
+        plan = MeasuredRows(self._inner, self._wheres[0], self._kinds)
         self._plan, self._diagnosis = plan, Diagnosis(plan)
         self._silent = dict.fromkeys(plan.literal)
         bare = plan.without_data()
@@ -152,20 +152,20 @@ class watch(Anchored):
             )
         own: weakref.ref[watch] = weakref.ref(self)
         if self._optimizer is None:
-            hook = register_optimizer_step_post_hook(_Stepped(own))
+            hook = register_optimizer_step_post_hook(_StepHook(own))
         else:
-            hook = self._optimizer.register_step_post_hook(_Stepped(own))
+            hook = self._optimizer.register_step_post_hook(_StepHook(own))
         self._hooks.append(hook)
-        self._measures = self._ranks == "all" or rank_of() == 0
-        if rank_of() == 0:
+        self._measures = self._ranks == "all" or current_rank() == 0
+        if current_rank() == 0:
             self._open_writers(plan)
         self._begin_step()
 
-    def _open_writers(self, plan: Plan) -> None:
+    def _open_writers(self, plan: MeasuredRows) -> None:
         given: list[Any] = [*self._to] if isinstance(self._to, (list, tuple)) else [self._to]
         options = {
             "every": self._every, "where": [repr(where)[:200] for where in self._wheres],
-            "ranks": self._ranks, "world": ranks_in(), "scaled": self._scaler is not None,
+            "ranks": self._ranks, "world": world_size(), "scaled": self._scaler is not None,
         }  # fmt: skip
         for target in given:
             if target is not None:
@@ -231,7 +231,9 @@ class watch(Anchored):
 
     def _begin_step(self) -> None:
         if self.steps % self._every == 0 and self._measures:
-            self._looking = Looking(self._plan, self._counts, self._scale, self._alarm).attach()
+            self._looking = StepMeasurement(
+                self._plan, self._counts, self._scale, self._alarm
+            ).attach()
 
     def _alarm(self, count: int, scale: float) -> None:
         self._note([overflowed(self.steps, count, scale)])
@@ -253,14 +255,14 @@ class watch(Anchored):
 
     # -- what was found -------------------------------------------------------------------------
 
-    def _report(self, step: int, looking: Looking) -> None:
+    def _report(self, step: int, looking: StepMeasurement) -> None:
         if self._ranks == "all":
-            gathered(looking)
+            gather_ranks(looking)
         measured = Measured.of(step, time.time(), looking, BINS)
         for row in list(looking.found):
             self._silent.pop(looking.plan.rows[row].place, None)
         self.last = measured
-        if rank_of() != 0:
+        if current_rank() != 0:
             return
         self._write("measured", measured)
         self._note(cast(Diagnosis, self._diagnosis).update(measured, looking))
@@ -317,7 +319,7 @@ class watch(Anchored):
                     writer.close()
 
 
-class _Stepped:
+class _StepHook:
     """The hook of an optimizer; it keeps nothing alive."""
 
     def __init__(self, watching: weakref.ref[watch]) -> None:

@@ -22,13 +22,13 @@ import numpy.typing as npt
 
 from hookline.errors import NotCaptured, RunError
 from hookline.training.findings import Finding, to_json
-from hookline.training.moments import binned
 from hookline.training.run_files import STATISTICS, Row
 from hookline.training.run_writing import Bins, RunWriter
+from hookline.training.tensor_moments import binned
 from hookline.values.tables import as_html, as_text
 
 if TYPE_CHECKING:
-    from hookline.training.looking import Looking
+    from hookline.training.step_measurement import StepMeasurement
 
 __all__ = ["Measured", "Writer", "writer_for"]
 
@@ -50,7 +50,7 @@ class Measured:
     shapes: Sequence[tuple[int, ...] | None]
 
     @classmethod
-    def of(cls, step: int, time: float, looking: Looking, bins: int) -> Measured:
+    def of(cls, step: int, time: float, looking: StepMeasurement, bins: int) -> Measured:
         """What a measured step has given."""
         rows = looking.plan.rows
         values = np.full((len(rows), len(STATISTICS)), np.nan, np.float32)

@@ -19,12 +19,10 @@ hook behind and is told with the closest names, a value that was changed in plac
 retained is not handed out, and reading a value warns if nobody read those of the calls before it.
 """
 
-from hookline.compat.nethook.attributes import clear_edit, edit_layers, retain_layers
 from hookline.compat.nethook.callbacks import Callbacks
-from hookline.compat.nethook.instruments import InstrumentedModel
-from hookline.compat.nethook.invocations import invoke_with_optional_args
-from hookline.compat.nethook.layers import Traced
-from hookline.compat.nethook.names import (
+from hookline.compat.nethook.instrumented_model import InstrumentedModel
+from hookline.compat.nethook.model_attributes import clear_edit, edit_layers, retain_layers
+from hookline.compat.nethook.module_names import (
     get_module,
     get_parameter,
     module_names,
@@ -32,8 +30,10 @@ from hookline.compat.nethook.names import (
     replace_module,
     set_requires_grad,
 )
-from hookline.compat.nethook.retention import recursive_copy
-from hookline.compat.nethook.sequences import subsequence
+from hookline.compat.nethook.optional_arguments import invoke_with_optional_args
+from hookline.compat.nethook.retained_values import recursive_copy
+from hookline.compat.nethook.subsequences import subsequence
+from hookline.compat.nethook.traced_layers import Traced
 from hookline.compat.nethook.traces import StopForward, Trace, TraceDict
 
 __all__ = [

@@ -12,8 +12,8 @@ from typing import Any, Self
 
 from torch import nn
 
-from hookline.compat.nethook.invocations import Invocation
-from hookline.compat.nethook.names import get_module, place
+from hookline.compat.nethook.module_names import get_module, place
+from hookline.compat.nethook.optional_arguments import Invocation
 from hookline.engine.handlers import Call
 from hookline.engine.hooking import hook
 

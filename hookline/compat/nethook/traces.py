@@ -14,10 +14,10 @@ from typing import Any, Self, TypeAlias, TypeVar, cast
 
 from torch import nn
 
-from hookline.compat.nethook.invocations import Invocation
-from hookline.compat.nethook.layers import Options, Traced
-from hookline.compat.nethook.names import get_module, place
-from hookline.compat.nethook.retention import Losses
+from hookline.compat.nethook.module_names import get_module, place
+from hookline.compat.nethook.optional_arguments import Invocation
+from hookline.compat.nethook.retained_values import UnreadWarning
+from hookline.compat.nethook.traced_layers import Options, Traced
 from hookline.engine.handlers import Call
 from hookline.engine.hooking import hook
 from hookline.errors import PlaceError, warn_outside
@@ -66,7 +66,7 @@ class _Layers:
 class _Tracing:
     """The hooks of a trace: they act from its making to `close()`, or until it is collected."""
 
-    def __init__(self, module: nn.Module, traced: Iterable[Traced], losses: Losses) -> None:
+    def __init__(self, module: nn.Module, traced: Iterable[Traced], losses: UnreadWarning) -> None:
         self._module = module
         self._traced = list(traced)
         self._losses = losses
@@ -136,7 +136,7 @@ def _name(traced: Traced) -> str:
     return "" if traced.layer is None else traced.layer
 
 
-class _Closing:
+class _UntilClosed:
     """What `Trace` and `TraceDict` have in common: they act until they are closed."""
 
     _tracing: _Tracing
@@ -154,7 +154,7 @@ class _Closing:
         return self._tracing.stopped(error)
 
 
-class Trace(_Closing):
+class Trace(_UntilClosed):
     """Retain what one layer is given and returns, and change it, while a `with` block runs.
 
     >>> import torch
@@ -198,7 +198,7 @@ class Trace(_Closing):
         options = Options(retain_output, retain_input, clone, detach, retain_grad, edit, stop)
         self.layer = layer
         self.stop = stop
-        losses = Losses()
+        losses = UnreadWarning()
         self._traced = Traced(layer, options, losses)
         self._tracing = _Tracing(module, [self._traced], losses)
 
@@ -236,7 +236,7 @@ class Trace(_Closing):
         return repr(self._traced).replace("Traced", "Trace", 1)
 
 
-class TraceDict(_Closing, OrderedDict[str, Traced]):
+class TraceDict(_UntilClosed, OrderedDict[str, Traced]):
     """Retain and change the values of several layers while a `with` block runs.
 
     >>> import torch
@@ -287,7 +287,7 @@ class TraceDict(_Closing, OrderedDict[str, Traced]):
         else:
             edits = _edit(edits)  # one for all: reading a signature takes time
         given = (retain_output, retain_input, clone, detach, retain_grad, edits, stop)
-        losses = Losses()
+        losses = UnreadWarning()
         for name in names:
             self[name] = Traced(name, _of_layer(given, name), losses)
         self._tracing = _Tracing(module, self.values(), losses)

@@ -178,7 +178,7 @@ class _Given:
         return "the given layers"
 
 
-class _Umbrella(nn.Module):
+class _LayerContainer(nn.Module):
     """Holds layers as its children. Their names may have dots, which torch allows for no child."""
 
     def get_submodule(self, target: str) -> nn.Module:
@@ -200,7 +200,7 @@ class NamedLayers:
         self.names: dict[nn.Module, list[str]] = {}
         for name, layer in self.layers.items():
             self.names.setdefault(layer, []).append(name)
-        self._model = _Umbrella()
+        self._model = _LayerContainer()
         # The smallest first: a layer inside another one is then found under its own name.
         for layer in sorted(self.names, key=_size):
             submodules_of(self._model)[self.names[layer][0]] = layer

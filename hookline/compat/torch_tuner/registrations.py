@@ -15,19 +15,25 @@ import torch
 from torch import nn
 
 from hookline.captures.capturing import capture
-from hookline.compat.torch_tuner.gradients import Gradients
 from hookline.compat.torch_tuner.handles import FBH, FBPH, FH, FPH, Handle, Kind
+from hookline.compat.torch_tuner.layer_gradients import Gradients
+from hookline.compat.torch_tuner.saved_values import (
+    Value,
+    after_first,
+    arguments_of,
+    plain,
+    settled,
+)
 from hookline.compat.torch_tuner.updates import Noise, Update
-from hookline.compat.torch_tuner.values import Value, after_first, arguments_of, plain, settled
 from hookline.edits.editing import edit
 from hookline.edits.restoring import get_module
 from hookline.engine.handlers import Call
 from hookline.engine.hooking import Context, hook
 from hookline.errors import ChangeError, NotCaptured, PlaceError, PlaceNotFound
-from hookline.listings import select
+from hookline.isolation.isolated_runs import isolated
+from hookline.isolation.model_calls import call_model
 from hookline.places.resolution import Place, Where
-from hookline.trials.batches import call as run
-from hookline.trials.runs import trial
+from hookline.selecting import select
 from hookline.values.nested import Part, leaves
 
 __all__ = ["Hooks"]
@@ -132,8 +138,8 @@ class Hooks:
         watched = capture(self.object, (place, ":input"), place, detach=True, stop=True)
         self._resting = True
         try:
-            with trial(self.object), torch.no_grad(), watched as record:
-                run(self.object, batch)
+            with isolated(self.object), torch.no_grad(), watched as record:
+                call_model(self.object, batch)
         finally:
             self._resting = False
         return record[Place(place.path, "input")], record[place]

@@ -1,0 +1,1 @@
+"""Attention patterns of models that never compute them."""

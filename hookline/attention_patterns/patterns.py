@@ -1,0 +1,446 @@
+"""Attention patterns of models that never compute them: `attention(model, where)`.
+
+Fast kernels give the result of attention without its pattern. What went in is enough to compute
+the pattern afterwards: queries, keys, mask and scale are kept, and the kernel stays as it is.
+
+- `attention`: keep what the patterns follow from, while a `with` block runs
+- `Patterns`: the patterns by place and call, computed when they are read
+"""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, SupportsIndex, cast
+
+import torch
+from torch import Tensor, nn
+
+from hookline.attention_patterns.arithmetic import MHA, SDPA, SOFTMAX, compute, remarks_on, shape_of
+from hookline.captures.capturing import capture
+from hookline.captures.keeping import CaptureTap
+from hookline.captures.record import Record
+from hookline.engine.handlers import Frame
+from hookline.engine.operations import Operation
+from hookline.errors import (
+    HooklineError,
+    NeverFired,
+    NotCaptured,
+    NotHookable,
+    PlaceError,
+    SeveralCalls,
+)
+from hookline.places.grammar import escape
+from hookline.places.resolution import Place, Request, Target, Where
+from hookline.places.tree import unwrapped, walk
+from hookline.selecting import select
+from hookline.torch_private import mask_of
+from hookline.values import tables
+from hookline.values.conversions import as_dtype
+from hookline.values.snapshots import duplicate, settle
+
+__all__ = ["Patterns", "attention"]
+
+# Where a module calls several of them, the first is its attention.
+_PORTS = {SDPA: ("inputs",), MHA: ("inputs",), SOFTMAX: ("output", "inputs")}
+_NAMES = {5: "is_causal"}  # given by position: torch has no signature of the kernel that names it
+# Not needed for a pattern; of the last two, something smaller stands in.
+_UNNEEDED = {SDPA: {"value"}, MHA: {"out_proj_weight", "out_proj_bias"}}
+
+
+# -- reading --------------------------------------------------------------------------------------
+
+
+class _Calls(Sequence[Any]):
+    """What was kept of calls of an operation, each read from the record when it is asked for."""
+
+    def __init__(self, record: Record, place: str, numbers: Sequence[int]) -> None:
+        self.record, self.place, self.numbers = record, place, numbers
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, at: Any) -> Any:
+        return self.record[self.place, self.numbers[at]]
+
+
+class Patterns:
+    """Attention patterns by place and call. They are computed when they are read.
+
+    The places are those of the modules, or if operations were asked for, of these. Patterns are
+    detached tensors of their own: (batch, heads, queries, keys).
+    """
+
+    def __init__(
+        self, record: Record, model: nn.Module, taps: Iterable[_Tap], dtype: torch.dtype | None
+    ) -> None:
+        self._record = record
+        self._model = weakref.ref(model)
+        self._taps = {tap.spelled: tap for tap in taps}
+        self._by_key = {tap.target.key: tap for tap in self._taps.values()}
+        # Of softmaxes: which calls are of attention, and how many were looked at.
+        self._fits: dict[str, tuple[list[int], int]] = {}
+        self._dtype = dtype
+
+    def __getitem__(self, key: Any) -> Tensor:
+        """The pattern at a place, or with `patterns[place, n]` that of its n-th call."""
+        where, call = key, None
+        if isinstance(key, tuple) and len(cast("tuple[Any, ...]", key)) == 2:
+            where, last = cast("tuple[Any, Any]", key)
+            call = operator.index(last) if isinstance(last, SupportsIndex) else None
+        place, operation, kept = self._find(where)
+        name, count = str(place), len(kept)
+        if call is None and count > 1:
+            raise SeveralCalls(
+                f"The attention pattern at {name!r} was asked for.",
+                f"There are {count} of them, one a call.",
+                f"Read patterns[{name!r}, n], or patterns.calls({name!r}).",
+            )
+        if call is not None and not -count <= call < count:
+            raise NotCaptured(
+                f"The attention pattern of call {call} at {name!r} was asked for.",
+                f"There are {count} calls, from 0.",
+                "patterns.calls(place) gives all of them.",
+            )
+        return self._compute(place, operation, kept[call or 0])
+
+    def calls(self, where: Any) -> list[Tensor]:
+        """The patterns at a place, always a list: one a call."""
+        place, operation, kept = self._find(where)
+        return [self._compute(place, operation, one) for one in kept]
+
+    def places(self) -> list[Place]:
+        """The places that have patterns, in model order."""
+        return list(self._found())
+
+    def items(self) -> Iterator[tuple[Place, Tensor]]:
+        """Every place with its pattern, once for each call."""
+        for place, (operation, kept) in self._found().items():
+            for one in kept:
+                yield place, self._compute(place, operation, one)
+
+    def __contains__(self, where: Any) -> bool:
+        try:
+            return bool(self._find(where))
+        except HooklineError:
+            return False
+
+    def __iter__(self) -> Iterator[Place]:
+        return iter(self.places())
+
+    def __len__(self) -> int:
+        return len(self._found())
+
+    def __repr__(self) -> str:
+        return tables.as_text(*self._table())
+
+    def _repr_html_(self) -> str:
+        return tables.as_html(*self._table(), self)
+
+    def _table(self) -> tuple[str, list[tuple[str, ...]]]:
+        rows: list[tuple[str, ...]] = [("place", "calls", "shape", "dtype", "from", "")]
+        count = 0
+        for place, (operation, kept) in self._found().items():
+            shapes = [shape_of(operation, one) for one in kept]
+            shape = f"{shapes[0]} varies" if len(set(shapes)) > 1 else shapes[0]
+            tensor = kept[0] if operation == SOFTMAX else kept[0]["query"]
+            dtype = str(self._dtype or tensor.dtype).removeprefix("torch.")
+            remarks = " | ".join(dict.fromkeys(remarks_on(operation, one) for one in kept))
+            rows.append((str(place) or "''", str(len(kept)), shape, dtype, operation, remarks))
+            count += len(kept)
+        places = f"{len(rows) - 1} place{'s' * (len(rows) != 2)}"
+        return f"Attention patterns of {places}, {count} call{'s' * (count != 1)}", rows
+
+    def _found(self) -> dict[Place, tuple[str, Sequence[Any]]]:
+        """The operation that gives the patterns of a place, and what was kept of its calls."""
+        found: dict[Place, tuple[str, Sequence[Any]]] = {}
+        for place, tap in self._record._named().items():
+            kept = self._kept(place, cast(_Tap, tap))
+            if kept:
+                spelled = place.operation if cast(_Tap, tap).named else None
+                found.setdefault(Place(place.path, operation=spelled), (_kind(place), kept))
+        return found
+
+    def _kept(self, place: Place, tap: _Tap) -> Sequence[Any]:
+        """What was kept of the calls of an operation, if patterns follow from it."""
+        if not tap.holds or place.port not in _PORTS[_kind(place)][:1]:
+            return ()
+        if _kind(place) == SOFTMAX:
+            return _Calls(self._record, tap.spelled, self._fitting(tap))
+        return _Calls(self._record, tap.spelled, range(len(tap.numbered())))
+
+    def _fitting(self, tap: _Tap) -> list[int]:
+        """The calls of a softmax that are of attention: each is looked at once."""
+        ident, operation, _, parts = tap.target.key
+        outputs = tap.numbered()
+        given = self._by_key[ident, operation, "inputs", parts].numbered()
+        found, seen = self._fits.get(tap.spelled, ([], 0))
+        count = min(len(outputs), len(given))
+        for n in range(seen, count):
+            value, last = outputs[n][1], given[n][1]
+            if value is not None and value[0] is not None and last is not None and last[0]:
+                found.append(n)
+        self._fits[tap.spelled] = found, max(seen, count)
+        return found
+
+    def has(self, target: Target) -> bool:
+        """Whether there are patterns of an operation that was asked for."""
+        tap = self._by_key[target.key]  # which may have been asked for under another name, too
+        return bool(self._kept(tap.target.place, tap))
+
+    def _find(self, where: Any) -> tuple[Place, str, Sequence[Any]]:
+        for operation in _PORTS if isinstance(where, str) else ():  # as it was asked for
+            for spelled in (f"{where}/{operation}", where):
+                place = f"{spelled}:{_PORTS[operation][0]}".removesuffix(":output")
+                tap = self._taps.get(place)
+                if tap is None or tap.named != (spelled is where):
+                    continue
+                found = tap.target.place
+                kept = self._kept(found, tap)
+                if kept:
+                    own = found.operation if tap.named else None
+                    return Place(found.path, operation=own), _kind(found), kept
+        return self._search(where)
+
+    def _search(self, where: Any) -> tuple[Place, str, Sequence[Any]]:
+        """The patterns of a place that is spelled in another way than it was asked for."""
+        found, model = self._found(), self._model()
+        fitting = [place for place in found if place == where]
+        if not fitting and model is not None:
+            modules = dict(walk(model))
+            fitting = [
+                place
+                for place in found
+                for other in select(model, where)
+                if other.operation in (None, place.operation) and other.path in modules
+                if place.path == unwrapped(other.path, modules[other.path])[0]
+            ]
+        if len(fitting) == 1:
+            return fitting[0], *found[fitting[0]]
+        shown = where if isinstance(where, str) else type(where).__name__
+        held = ", ".join(repr(str(place)) for place in fitting or found) or "none"
+        several = f"It matches several: {held}." if fitting else f"There are patterns at {held}."
+        raise NotCaptured(
+            f"The attention pattern at {shown!r} was asked for.",
+            several,
+            "Read one place at a time." if fitting else "print(patterns) shows them as a table.",
+        )
+
+    def _compute(self, place: Place, operation: str, kept: Any) -> Tensor:
+        if operation != SOFTMAX and kept["query"].is_nested:
+            raise NotCaptured(
+                f"The attention pattern at {str(place)!r} was asked for.",
+                "It was called with nested tensors, whose sequences have patterns of many shapes.",
+                "Run the model on padded sequences with a mask, or on one sequence at a time.",
+            )
+        return compute(operation, kept, self._dtype)
+
+
+def _kind(place: Place) -> str:
+    """The operation of a place, without the number of its use."""
+    return cast(str, place.operation).partition("#")[0]
+
+
+# -- keeping --------------------------------------------------------------------------------------
+
+
+class _Every:
+    """The predicate for every module, the model itself included."""
+
+    def __call__(self, name: str, module: nn.Module) -> bool:
+        return True
+
+    def __repr__(self) -> str:
+        return "every module"
+
+
+class _Tap(CaptureTap):
+    """Keeps of an operation what its pattern follows from."""
+
+    freeze = staticmethod(settle)
+    named = False  # whether it was asked for by the name of the operation
+
+    def receive(self, value: Any, index: int, recomputed: bool, frame: Frame | None) -> Any:
+        operation = cast(str, self.target.operation).partition("#")[0]
+        if operation == SOFTMAX:
+            value = self._of_softmax(value)
+        else:
+            value = {_NAMES.get(name, name): one for name, one in value.items()}
+            value = {name: value[name] for name in value if name not in _UNNEEDED[operation]}
+            if "attn_mask" in value:  # one of torch.nn.attention.bias holds no numbers
+                value["attn_mask"] = mask_of(value["attn_mask"], value["query"].device)
+        return super().receive(value, index, recomputed, frame)
+
+    def _of_softmax(self, value: Any) -> Any:
+        """A softmax is over all sorts of things: of attention if over the last of 4 dimensions."""
+        if self.target.port == "output":
+            return value if self.named or value.ndim == 4 else None
+        return self.named or value.get("dim") in (-1, 3)
+
+
+class _ModelTap(_Tap):
+    """That of the model itself: others may hold the memory of its arguments, so it copies them."""
+
+    freeze = staticmethod(duplicate)
+
+
+class attention(capture):
+    """Attention patterns of modules that call `scaled_dot_product_attention`, while a block runs.
+
+    >>> from torch.nn import functional as F
+    >>> class Attention(nn.Module):
+    ...     def forward(self, q, k, v):
+    ...         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    >>> model, x = Attention(), torch.zeros(1, 2, 3, 4)
+    >>> with attention(model) as patterns:
+    ...     _ = model(x, x, x)
+    >>> patterns[""][0, 0, 1]
+    tensor([0.5000, 0.5000, 0.0000])
+
+    Args:
+        model: any module.
+        where: modules, in any way that `select` takes; without it all, the model itself included.
+            `"h.0.attn/softmax"` names the operation.
+        dtype: of the patterns; without it that of the queries. They are computed in float32.
+
+    The model runs its fast kernels and gives, bit for bit, what it gives without this. Queries,
+    keys and masks are kept as snapshots, detached; reading `patterns[place]`, `patterns[place, n]`
+    or `patterns.calls(place)` computes (batch, heads, queries, keys). A pattern is what comes
+    before dropout, and zero in the rows of queries that may attend to nothing.
+
+    `nn.MultiheadAttention` is understood too (in evaluation without gradients it leaves its fast
+    path meanwhile, which may change the last bits), and attention written out, if its forward calls
+    a softmax over the last of four dimensions: then the pattern is what the softmax gave. Modules
+    that call none of these are left out; if all are, that is an error.
+    """
+
+    _verb = "attention"
+    _needs = ("core", "tools")
+    _gives, _kept_as = "patterns", ""
+
+    def __init__(
+        self, model: nn.Module, where: Where | None = None, *, dtype: torch.dtype | None = None
+    ) -> None:
+        dtype = as_dtype(dtype, "attention")
+        super().__init__(model, _Every() if where is None else where, detach=True)
+        self._dtype = dtype
+        self._patterns: Patterns | None = None
+
+    def _resolve(self) -> list[Request]:
+        requests = super()._resolve()
+        self._by_name: set[Any] = set()
+        for request in requests:
+            modules = request.targets
+            request.targets = [new for old in modules for new in self._operations(request, old)]
+            if modules and not request.targets:
+                kinds = ", ".join(sorted({type(target.module).__name__ for target in modules}))
+                raise NotHookable(
+                    f"Attention patterns at {request.asked} were asked for.",
+                    f"What is there are torch's own layers, which have none: {kinds}.",
+                    "Name the modules whose forward computes attention.",
+                )
+        self._mixed = self._find_mixed(requests)
+        return requests
+
+    def _operations(self, request: Request, target: Target) -> list[Target]:
+        """The targets for the operations that may give a module's patterns."""
+        if target.attribute is not None or target.port != "output" or target.parts:
+            raise PlaceError(
+                f"An attention pattern at {str(target.place)!r} was asked for.",
+                "It belongs to a module as a whole, or to one of its operations.",
+                f"Write {target.path!r}, or {target.path + '/' + SDPA!r}.",
+            )
+        path, module = unwrapped(target.path, target.module)
+        named = target.operation
+        if named is not None and named.partition("#")[0] not in _PORTS:
+            raise PlaceError(
+                f"An attention pattern at {str(target.place)!r} was asked for.",
+                f"Patterns come from {', '.join(_PORTS)}.",
+                f"Use hookline.capture(model, {str(target.place)!r}) if the value there is one.",
+            )
+        if named is None and not request.literal and not _may_attend(module):
+            return []
+        targets = [
+            Target(module, path, port, (), None, operation)
+            for operation in ([named] if named else _PORTS)
+            for port in _PORTS[operation.partition("#")[0]]
+        ]
+        self._by_name |= {new.key for new in targets} if named else set()
+        return targets
+
+    def _tap(self, target: Target, ref: weakref.ref[Any]) -> CaptureTap:
+        kind = _ModelTap if target.module is self._model else _Tap
+        tap = kind(target, ref, self._options)
+        tap.named = target.key in self._by_name
+        return tap
+
+    def _prepared(self) -> None:
+        super()._prepared()
+        taps = cast("Iterable[_Tap]", self._taps.values())
+        self._patterns = Patterns(self.record, self._model, taps, self._dtype)
+
+    if TYPE_CHECKING:  # entering gives patterns, where a capture gives its record
+
+        def __enter__(self) -> Patterns: ...  # pyright: ignore[reportIncompatibleMethodOverride]
+
+    def _result(self) -> Any:
+        return self._patterns
+
+    # -- nothing there --------------------------------------------------------------------------
+
+    def _verify(self) -> None:
+        patterns = cast(Patterns, self._patterns)
+        for request in self._requests:
+            if not any(patterns.has(target) for target in request.targets):
+                raise self._nothing(request)
+
+    def _nothing(self, request: Request) -> NeverFired:
+        """The error for modules without a pattern: what looks like attention, and what it calls."""
+        asked = f"Attention patterns at {request.asked} were asked for."
+        for tap in self._taps.values():
+            if self._site_of(tap).foreign:
+                found = "What is there was called from another thread or task than this."
+                return NeverFired(asked, found, "Run the model where the `with` is.")
+        sites = [(id(module), cast(Operation, site)) for module, site in self._sites.values()]
+        called: dict[int, Mapping[str, None]] = {ident: site.names for ident, site in sites}
+        named = {target.ident for target in request.targets if request.literal}
+        looks = [step for step in walk(self._model) if id(step[1]) in named or _looks(*step)]
+        looks.sort(key=lambda step: not called.get(id(step[1])))
+        shown: list[str] = []
+        for path, module in looks[:3]:
+            names = ", ".join(called.get(id(module), ()))
+            did = f"called {names or 'no torch function itself in this thread'}"
+            did = did if id(module) in called else "was not looked at"
+            shown.append(f"{path!r} ({type(module).__name__}, which {did})")
+        path = escape(looks[0][0]) if looks else "path"
+        if any("softmax" in called.get(id(module), ()) for _, module in looks):
+            remedy = f"If what softmax gives is the pattern, name it: '{path}/softmax'."
+        elif any(called.values()):
+            remedy = (
+                f"List what a module calls with hookline.select(model, '{path}/*', inputs=batch), "
+                f"and capture what is the pattern; or use an implementation that calls {SDPA}."
+            )
+        else:
+            remedy = "Run the model inside the `with`, in its thread."
+        if not all(id(module) in called for _, module in looks):
+            remedy = f"Look at every module: hookline.attention(model). Or: {remedy}"
+        return NeverFired(
+            asked,
+            f"No module there called {SDPA}, {MHA}, or a softmax over the last of four "
+            f"dimensions. What looks like attention: {'; '.join(shown) or 'nothing'}.",
+            remedy,
+        )
+
+
+def _looks(path: str, module: nn.Module) -> bool:
+    """Whether a module looks like attention, by its names."""
+    name = path.rpartition(".")[2].lower()
+    return "attention" in type(module).__name__.lower() or name in ("attn", "attention")
+
+
+def _may_attend(module: nn.Module) -> bool:
+    """Whether a module of a wildcard is looked at: torch's other layers call no attention."""
+    kind = type(module)
+    ours = kind.__module__.startswith("torch.nn.") and "forward" not in module.__dict__
+    return not ours or kind in (nn.MultiheadAttention, nn.Softmax)

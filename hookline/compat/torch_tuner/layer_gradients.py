@@ -1,0 +1,91 @@
+"""The gradients of a layer, handed on when a backward is over.
+
+- `Gradients(model, wheres, save)`: the context that looks at them
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+from hookline.compat.torch_tuner.saved_values import Value, first_argument, settled, suffix
+from hookline.engine.gradients import NO_GRAD, NO_TENSOR, NONE_CAME
+from hookline.engine.handlers import Tap
+from hookline.engine.hooking import Context
+from hookline.errors import warn_outside
+from hookline.places.resolution import Target, Where
+from hookline.torch_private import at_backward_end, backward_id
+from hookline.values.nested import Path
+
+__all__ = ["Gradients"]
+
+
+class _GradientTap(Tap):
+    """Hands on the gradients of a value as they arrive, each with its path, and changes none."""
+
+    separates = True
+
+    def __init__(self, target: Target, context: weakref.ref[Any]) -> None:
+        super().__init__(target, context)
+        # An identity behind an output tells its gradient from those of other uses. Before an input
+        # it would be in the way of modules that change it in place; there the graph is enough,
+        # unless one tensor is passed for several arguments.
+        self.replaces = target.port == "grad_output"
+
+    def gradient(self, grad: Tensor, index: int, path: Path) -> None:
+        context = cast("Gradients | None", self.context())
+        if context is not None:
+            context.take(self.target, settled(grad), index, path)
+
+    def explain(self, index: int, reason: str, remedy: str = "", path: Path = ()) -> None:
+        # Reasons are also how a checkpointed call, which first runs without gradients, is known to
+        # need watching when it is recomputed.
+        super().explain(index, reason, remedy, path)
+        self.reasons = dict(list(self.reasons.items())[-64:])  # it may be attached for ever
+        if reason not in (NO_GRAD[0], NO_TENSOR[0], NONE_CAME[0]):
+            warn_outside(f"The gradient at {str(self.place)!r} cannot be saved: {reason} {remedy}")
+
+
+class Gradients(Context[_GradientTap]):
+    """Looks at the gradients of a layer; hands on those of each call when the backward is over."""
+
+    _verb = "look"
+
+    def __init__(
+        self, model: nn.Module, wheres: Iterable[Where], save: Callable[[list[Value]], None]
+    ) -> None:
+        super().__init__(model, wheres)
+        self._save = save
+        self._arrived: dict[int, dict[int, dict[tuple[str, str], Tensor]]] = {}
+
+    def _tap(self, target: Target, ref: weakref.ref[Any]) -> _GradientTap:
+        return _GradientTap(target, ref)
+
+    def take(self, target: Target, grad: Tensor, index: int, path: Path) -> None:
+        """A gradient, or one share of an input's, has arrived for a call of the layer."""
+        backward = backward_id()
+        if backward not in self._arrived:
+            self._arrived[backward] = {}
+            at_backward_end(lambda: self._finish(backward))
+        if target.port == "grad_output":
+            word, first = "grad_output", not any(path)
+        else:
+            word = "grad_input"
+            first = path[0] == first_argument(target.module) and not any(path[1:])
+        parts = self._arrived[backward].setdefault(index, {})
+        key = word, "" if first else suffix(path)
+        parts[key] = parts[key] + grad if key in parts else grad
+
+    def _finish(self, backward: int) -> None:
+        for parts in self._arrived.pop(backward, {}).values():
+            # The output comes first: it tells the batch size.
+            ordered = sorted(parts, key=lambda key: (key[0] != "grad_output", key[1]))
+            self._save([(*key, parts[key]) for key in ordered])
+
+    def _stop(self) -> None:
+        super()._stop()
+        for tap in self._taps.values():
+            tap.lost()

@@ -1,0 +1,99 @@
+"""What a run has shown of each module of a model, written into rows when they are read.
+
+- `CallCosts(sizes, tree, backward)`: the calls of a run, by module
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+
+from hookline.costs.call_tree import CallNode, CallTree
+from hookline.costs.footprints import Footprint, footprint_of
+from hookline.costs.module_sizes import ModuleSizes
+from hookline.costs.summary import ModuleCosts
+
+__all__ = ["CallCosts"]
+
+
+class CallCosts:
+    """The calls of a run, by module; no module is kept.
+
+    Args:
+        sizes: what the modules hold.
+        tree: the calls, all of which are over.
+        backward: whether there was a backward.
+    """
+
+    def __init__(self, sizes: ModuleSizes, tree: CallTree, backward: bool) -> None:
+        self.places, self.depths, self._sizes = sizes.places, sizes.depths, sizes
+        self.packed = sizes.packed
+        self._steps, self._flops = tree.steps, [step.flops for step in tree.steps]
+        self._backward: list[Any] | None = [s.backward for s in tree.steps] if backward else None
+        self._outside = tree.outside, tree.outside_backward
+        self._names = tree.first_names()  # of all modules that can be called
+        self._elsewhere = {tree.numbers[m] for m in tree.elsewhere if m in tree.numbers}
+        # The positions of the calls of each module: most have one.
+        first = {step.number: (position,) for position, step in enumerate(tree.steps)}
+        self._calls: dict[int, Sequence[int]] = {**first}
+        if len(first) < len(tree.steps):
+            self._calls = {number: [] for number in first}
+            for position, step in enumerate(tree.steps):
+                cast("list[int]", self._calls[step.number]).append(position)
+        self._known: dict[Any, Footprint] = {}  # most values in a model are alike
+        self._texts: dict[torch.Size, str] = {}
+
+    def totals(self) -> dict[str, Any]:
+        """What it is in all."""
+        # What called no other module.
+        last = [s.made for position, s in enumerate(self._steps, 1) if s.after <= position]
+        kept = [footprint_of(made, self._known).bytes for made in last if made is not None]
+        found: dict[str, Any] = {"activation_bytes": sum(kept)}
+        found["called"] = len(self._calls.keys() - {-1})  # not those that are gone
+        found["elsewhere"] = [self.places[number] for number in sorted(self._elsewhere)]
+        found["flops"] = sum(self._flops) + self._outside[0]
+        if self._backward is not None:
+            found["backward_flops"] = sum(self._backward) + self._outside[1]
+        return found
+
+    def make_row(self, number: int) -> ModuleCosts:
+        """What is told of a module, by its number in the order of `walk`."""
+        row, positions = self._sizes.make_row(number), self._calls.get(number, ())
+        if number in self._names:
+            # Of a ModuleList it is not told, as it cannot be; nor of what another thread called.
+            row.called = bool(positions) or (None if number in self._elsewhere else False)
+        row.calls = len(positions)
+        flops = own = size = until = 0
+        ranges: list[slice] = []
+        for position in positions:
+            step = self._steps[position]
+            own += self._flops[position]
+            if position >= until:  # of a recursive module, the outermost call has the FLOPs of all
+                until = step.after or position + 1
+                ranges.append(slice(position, until))
+                flops += sum(self._flops[position:until])
+            if step.made is not None:
+                shapes, bytes_, dtype = footprint_of(step.made, self._known)
+                size += bytes_
+                if row.dtype is None:
+                    row.output, row.dtype = shapes, dtype
+                elif row.output != shapes:
+                    row.varies = True
+        row.flops, row.own_flops, row.activation_bytes = flops, own, size
+        if positions:
+            row.inputs = self._inputs_of(number, self._steps[positions[0]])
+        if self._backward is not None:
+            row.backward_flops = sum([sum(self._backward[inside]) for inside in ranges])
+            row.own_backward_flops = sum([self._backward[position] for position in positions])
+        return row
+
+    def _inputs_of(self, number: int, step: CallNode) -> Any:
+        """The shapes of the arguments of a call by name."""
+        shape = step.given
+        if type(shape) is not torch.Size:
+            return shape
+        if shape not in self._texts:  # there are few in a model
+            self._texts[shape] = str(tuple(shape))
+        return {self._names[number]: self._texts[shape]}

@@ -1,0 +1,357 @@
+"""Floating-point operations, counted at torch's dispatcher by torch's own formulas.
+
+- `FlopCounter(add)`: a context in which every operation's FLOPs are given to a function
+
+torch's counter (`torch.utils.flop_counter`) brings the formulas, and is what the sums are compared
+with. Some kernels have none there: attention and recurrent layers on the CPU, recurrent layers of
+cuDNN, the fast path of `nn.MultiheadAttention`, grouped products of matrices, by which experts are
+computed, and bilinear layers. Theirs are here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from math import prod
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from hookline.costs.flop_formulas import (
+    FREE,
+    PURE,
+    flops_of_call,
+    has_torchs_formulas,
+    is_own,
+    key_of_call,
+)
+from hookline.torch_private import (
+    DispatchMode,
+    has_other_modes,
+    internal_operator,
+    is_higher_order,
+    nested_tensor_class,
+    operator_can_decompose,
+    operator_packet,
+    operator_schema,
+    without_dispatch_modes,
+)
+
+__all__ = ["FlopCounter"]
+
+Formula = Callable[..., int]
+_PLAIN = frozenset({
+    Tensor, nn.Parameter, type(None), bool, int, float, str, torch.dtype,
+})  # fmt: skip
+_aten: Any = torch.ops.aten
+_NestedTensor = nested_tensor_class()
+_own: dict[Any, Formula] = {}
+
+
+def _recurrent(tokens: Tensor, weights: Sequence[Any]) -> int:
+    """Every weight matrix meets every token once."""
+    count = tokens.numel() // tokens.shape[-1]
+    matrices = [weight for weight in weights if weight is not None and weight.ndim == 2]
+    return sum(2 * count * matrix.numel() for matrix in matrices)
+
+
+def _rnn_layer(tokens: Tensor, *more: Any, **kwargs: Any) -> int:
+    return _recurrent(tokens, more[:2])  # biases follow: zeros as large as weights, if none
+
+
+def _cudnn_rnn(tokens: Tensor, weights: Any, *more: Any, **kwargs: Any) -> int:
+    return _recurrent(tokens, weights)
+
+
+def _backward_of(forward: Formula) -> Formula:
+    """Twice a forward's: for the tokens, and for the weights."""
+    return lambda *args, **kwargs: 2 * forward(*args, **kwargs)
+
+
+def _attention_layer(
+    query: Tensor, key: Tensor, value: Tensor, width: int, heads: int, *more: Any, **kwargs: Any
+) -> int:
+    """Projections of queries, keys and values, attention in each head, projection of the result."""
+    batch, length = query.shape[:2]
+    rows = sum(tensor.numel() // tensor.shape[-1] for tensor in (query, key, value, query))
+    attention = 4 * batch * heads * length * key.shape[1] * (width // heads)
+    return 2 * rows * width * width + attention
+
+
+def _grouped_product(
+    one: Tensor, other: Tensor, *more: Any, out_val: Any = None, **kwargs: Any
+) -> int:
+    """Groups of rows, or of columns, each with a matrix of its own; or of what is summed over."""
+    groups = one.shape[0] if one.ndim == other.ndim == 3 else 1
+    return 2 * groups * one.shape[-2] * one.shape[-1] * other.shape[-1]
+
+
+def _bilinear(one: Tensor, two: Tensor, weight: Tensor, *more: Any, **kwargs: Any) -> int:
+    """Every row of the first input meets every weight, and the result the second input."""
+    made, first, second = weight.shape
+    return 2 * (one.numel() // first) * made * second * (first + 1)
+
+
+def _product_of_three(
+    one: Tensor, two: Tensor, three: Tensor, not_one: Sequence[int], not_two: Sequence[int],
+    not_three: Sequence[int], summed: Sequence[int], *more: Any, **kwargs: Any,
+) -> int:  # fmt: skip
+    """The first two are multiplied, and the result by the third; each time, what can be is summed.
+
+    Each has all dimensions but those that are named for it. A product without a sum, element by
+    element, counts as little as any other.
+    """
+    dims: list[set[int]] = []
+    sizes: dict[int, int] = {}
+    for tensor, without in ((one, not_one), (two, not_two), (three, not_three)):
+        own = [dim for dim in range(tensor.ndim + len(without)) if dim not in without]
+        sizes |= dict(zip(own, tensor.shape, strict=True))
+        dims.append(set(own))
+    both, first = dims[0] | dims[1], set(summed) - dims[2]
+    steps = ((both, first), (both - first | dims[2], set(summed) & dims[2]))
+    return sum(2 * prod(sizes[dim] for dim in met) for met, over in steps if over)
+
+
+def _formula_of(operation: Any) -> Formula | None:
+    """The formula of an operation: torch's or the user's, or ours for what those have none for."""
+    from torch.utils import flop_counter
+
+    known = cast("dict[Any, Formula]", flop_counter.flop_registry)
+    if not _own:
+        attention = known[internal_operator("_scaled_dot_product_flash_attention")]
+        backward = known[internal_operator("_scaled_dot_product_flash_attention_backward")]
+        formulas: dict[str, Formula] = {
+            "_scaled_dot_product_flash_attention_for_cpu": attention,
+            "_scaled_dot_product_flash_attention_for_cpu_backward": backward,
+            "mkldnn_rnn_layer": _rnn_layer,
+            "mkldnn_rnn_layer_backward": _backward_of(_rnn_layer),
+            "_cudnn_rnn": _cudnn_rnn,
+            "_cudnn_rnn_backward": _backward_of(_cudnn_rnn),
+            "_native_multi_head_attention": _attention_layer,
+            "_int_mm": known[_aten.mm],  # of weights and values in 8 bits
+            "_grouped_mm": _grouped_product,
+            "_scaled_grouped_mm": _grouped_product,
+            "bilinear": _bilinear,
+            "_trilinear": _product_of_three,
+        }
+        for name, formula in formulas.items():
+            own = internal_operator(name)
+            if own is not None:
+                _own[own] = formula
+    return known.get(operation) or _own.get(operation)
+
+
+def _flops_of(formula: Any, args: Any, kwargs: Any, out: Any) -> int:
+    """Ask a formula; those of torch 2.10 refuse attention with fewer heads of keys than queries."""
+    try:
+        return _ask(formula, args, kwargs, out)
+    except AssertionError:
+        if formula.__module__ != "torch.utils.flop_counter":
+            raise
+        return _ask(formula, _with_all_heads(args), kwargs, out)
+
+
+def _with_all_heads(args: Sequence[Any]) -> list[Any]:
+    """Return arguments of attention with the shapes of keys and values that have all heads."""
+    four = [arg.shape for arg in args if isinstance(arg, Tensor) and arg.ndim == 4]
+    heads = max([shape[1] for shape in four], default=0)
+    return [
+        torch.Size((arg.shape[0], heads, *arg.shape[2:]))
+        if isinstance(arg, Tensor) and arg.ndim == 4
+        else arg
+        for arg in args
+    ]
+
+
+def _ask(formula: Any, args: Any, kwargs: Any, out: Any) -> int:
+    """Call a formula. Most want shapes: torch's way to them is slow."""
+    inner = formula.__wrapped__ if getattr(formula, "__code__", None) is _wrapper() else None
+    if inner is None or kwargs or type(out) is not Tensor or not _PLAIN.issuperset(map(type, args)):
+        return formula(*args, **kwargs, out_val=out)
+    return inner(
+        *[arg.shape if isinstance(arg, Tensor) else arg for arg in args], out_shape=out.shape
+    )
+
+
+@cache
+def _wrapper() -> Any:
+    """The code of the function that torch puts around a formula for shapes."""
+    from torch.utils import flop_counter
+
+    return cast(Any, flop_counter).shape_wrapper(_unknown).__code__
+
+
+# What a mode does with an operation.
+_PASS, _DECOMPOSE, _DECLINE = object(), object(), object()
+# Tensor subclasses are asked for these; a mode must not answer in their stead.
+_GEOMETRY = {
+    "aten::sym_is_contiguous", "aten::is_contiguous", "aten::is_strides_like_format",
+    "aten::is_non_overlapping_and_dense", "aten::size", "aten::sym_size", "aten::stride",
+    "aten::sym_stride", "aten::storage_offset", "aten::sym_storage_offset", "aten::numel",
+    "aten::sym_numel", "aten::dim", "prim::layout", "prim::device",
+}  # fmt: skip
+# Whose operations without a formula have few FLOPs, or none.
+_OURS = ("aten", "prim", "prims", "profiler")
+
+
+class _CountingMode(DispatchMode):
+    """Sees every operation of a thread, and of the backwards that it starts."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Else the first operation imports the compiler, which takes seconds. What is compiled
+        # runs eagerly meanwhile.
+        return False
+
+    def __init__(self, add: Callable[[int], None]) -> None:
+        super().__init__()
+        self.add = add
+        self.kinds: dict[Any, Any] = {}
+        self.total = 0
+        self.uncounted: dict[str, int] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        kind = self.kinds.get(func)
+        if kind is None:
+            kind = self.kinds[func] = self._kind_of(func)
+        if kind is _DECLINE or (types and _NestedTensor in types):
+            return NotImplemented
+        if kind is _PASS:
+            return func(*args, **kwargs)
+        if kind is _DECOMPOSE and any(isinstance(a, Tensor) and a.is_nested for a in args):
+            kind = _unknown  # they have kernels of their own, and what it is made of fails on them
+        if kind is _DECOMPOSE:
+            with self:
+                return func.decompose(*args, **kwargs)
+        out = func(*args, **kwargs)
+        self._count(func, kind, args, kwargs, out)
+        return out
+
+    def _kind_of(self, func: Any) -> Any:
+        kind = _nature(func)
+        return (_formula_of(operator_packet(func)) or kind) if kind is not _DECLINE else kind
+
+    def _count(self, func: Any, formula: Formula, args: Any, kwargs: Any, out: Any) -> None:
+        try:
+            flops = _flops_of(formula, args, kwargs, out)
+        except (TypeError, RuntimeError, AttributeError, ValueError, IndexError):
+            # No formula, or none that takes such tensors: it is told, not passed over.
+            name = str(operator_packet(func))
+            self.uncounted[name] = self.uncounted.get(name, 0) + 1
+            return
+        self.total += flops
+        self.add(flops)
+
+
+@cache
+def _nature(func: Any) -> Any:
+    """What is done with an operation that has no formula."""
+    if is_higher_order(func):
+        return _DECLINE  # torch then runs what is in it, which comes here
+    if operator_schema(func) in _GEOMETRY:
+        return _DECLINE
+    if operator_can_decompose(func):
+        return _DECOMPOSE
+    return _PASS if func.namespace in _OURS else _unknown
+
+
+def _unknown(*args: Any, **kwargs: Any) -> int:
+    raise TypeError("an operation of another library, for which there is no formula")
+
+
+class _KnownFlopsMode(TorchFunctionMode):
+    """Lets calls past the dispatch mode whose FLOPs are known, or were counted in such a call."""
+
+    def __init__(self, counting: _CountingMode, certain: bool) -> None:
+        super().__init__()
+        self.counting = counting
+        self.certain = certain  # whether what follows from shapes is what the formulas say
+        self.known: dict[Any, int] = {}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        key = flops = None
+        # Of most calls the types are not named, for they are torch's own.
+        if self.certain and func in FREE and (not types or is_own(types)):
+            flops = 0
+        elif self.certain:
+            flops = flops_of_call(func, args, kwargs)
+        if flops is None and func in PURE:
+            key = key_of_call(func, args, kwargs or {})
+            flops = None if key is None else self.known.get(key)
+        if flops is None:
+            return self._counted(key, func, args, kwargs or {})
+        guard = without_dispatch_modes()
+        try:
+            result = func(*args, **kwargs) if kwargs else func(*args)
+        finally:
+            del guard
+        if flops:
+            self.counting.total += flops
+            self.counting.add(flops)
+        return result
+
+    def _counted(self, key: Any, func: Any, args: Any, kwargs: Any) -> Any:
+        """Let a call be counted, and remember what it has."""
+        if key is None:
+            return func(*args, **kwargs)
+        before, missed = self.counting.total, dict(self.counting.uncounted)
+        result = func(*args, **kwargs)
+        if self.counting.uncounted == missed:
+            self.known[key] = self.counting.total - before
+        return result
+
+
+class FlopCounter:
+    """Inside, the FLOPs of every operation are given to a function as they happen.
+
+    >>> counted = []
+    >>> with FlopCounter(counted.append) as counter:
+    ...     _ = torch.zeros(2, 3) @ torch.zeros(3, 5)
+    >>> counted, counter.total
+    ([60], 60)
+
+    `uncounted` has the operations of other libraries, which have no formula, with their calls.
+
+    Args:
+        add: is called with FLOPs as they happen.
+        shortcuts: whether operations need not be seen whose FLOPs are known without.
+    """
+
+    def __init__(self, add: Callable[[int], None], shortcuts: bool = True) -> None:
+        self._mode = _CountingMode(add)
+        self._memory: _KnownFlopsMode | None = None
+        if shortcuts and without_dispatch_modes is not None and not has_other_modes():
+            self._memory = _KnownFlopsMode(self._mode, has_torchs_formulas())
+
+    @property
+    def total(self) -> int:
+        return self._mode.total
+
+    @property
+    def uncounted(self) -> dict[str, int]:
+        return self._mode.uncounted
+
+    @property
+    def certain(self) -> bool:
+        """Whether operations may be kept from it whose FLOPs follow from shapes."""
+        return self._memory is not None and self._memory.certain
+
+    def __enter__(self) -> FlopCounter:
+        self._mode.__enter__()
+        if self._memory is not None:
+            self._memory.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._memory is not None:
+            self._memory.__exit__(*error)
+        self._mode.__exit__(*error)

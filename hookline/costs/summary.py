@@ -1,0 +1,357 @@
+"""What each module of a model costs, as an object, a table, a dict.
+
+- `Summary`: what `summarize` gives
+- `ModuleCosts`: what one module costs
+- `RowSource`: where a summary has its rows from
+- `shapes_of(value)`: the shapes in a value, in its structure
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from itertools import accumulate
+from textwrap import wrap
+from typing import Any, Protocol, cast
+
+from torch import Tensor, nn
+
+from hookline.errors import PlaceNotFound
+from hookline.places.grammar import escape
+from hookline.places.resolution import Where, resolve
+from hookline.selecting import select
+from hookline.text_tables import as_html, as_lines, pandas, show_count, show_seconds, show_shapes
+from hookline.torch_private import submodules_of
+from hookline.values.nested import children
+from hookline.values.tables import show_bytes
+
+__all__ = ["ModuleCosts", "RowSource", "Summary", "shapes_of"]
+
+_MOST = 60  # rows that are shown if nothing is said
+_PLAIN = (bool, int, float, complex, str)
+
+
+def shapes_of(value: Any) -> Any:
+    """The shapes in a value: a tensor's as text, lists and dicts of them, types of what else is.
+
+    >>> import torch
+    >>> shapes_of((torch.zeros(2, 3), {"mask": None, "h": [torch.zeros(4)], "causal": True}))
+    ['(2, 3)', {'mask': None, 'h': ['(4,)'], 'causal': 'bool'}]
+    """
+    if isinstance(value, Tensor):
+        try:
+            return str(tuple(value.shape))
+        except RuntimeError:  # a nested tensor has no shape
+            return "nested"
+    return None if value is None else _shapes_in(value, 0)
+
+
+def _shapes_in(value: Any, level: int) -> Any:
+    inside = None if isinstance(value, _PLAIN) or level > 20 else children(value)
+    if inside is None:
+        return type(value).__name__
+    shown = [(part, shapes_of(item) if level < 20 else "…") for part, item in inside]
+    if isinstance(value, (tuple, list)):
+        return [item for _, item in shown]
+    return {str(part): item for part, item in shown}
+
+
+@dataclass(slots=True)
+class ModuleCosts:
+    """What one module costs, with all that is in it and that it calls; `own_…` without.
+
+    What was not measured is None: all from `called` on if there was no batch.
+    """
+
+    place: str
+    type: str
+    depth: int
+    parameters: int  # each tensor counts once
+    own_parameters: int
+    trainable: int
+    parameter_bytes: int
+    buffer_bytes: int
+    # Of all below, what is not set is as it stands here.
+    shared_with: Sequence[str] = field(default=(), init=False)  # modules with the same parameters
+    aliases: Sequence[str] = field(default=(), init=False)  # other names of the same module
+    called: bool | None = field(default=None, init=False)
+    calls: int | None = field(default=None, init=False)
+    inputs: Any = field(default=None, init=False)  # shapes by argument, of the first call
+    output: Any = field(default=None, init=False)  # shapes, of the first call
+    dtype: str | None = field(default=None, init=False)  # of the first tensor in the output
+    varies: bool = field(default=False, init=False)  # whether a later call had another shape
+    activation_bytes: int | None = field(default=None, init=False)  # of the outputs of all calls
+    flops: int | None = field(default=None, init=False)
+    own_flops: int | None = field(default=None, init=False)
+    backward_flops: int | None = field(default=None, init=False)
+    own_backward_flops: int | None = field(default=None, init=False)
+    seconds: float | None = field(default=None, init=False)
+    backward_seconds: float | None = field(default=None, init=False)
+
+
+class RowSource(Protocol):
+    """Where a summary has its rows from: it makes those that are read."""
+
+    places: list[str]  # of all modules
+    depths: list[int]
+    packed: list[str]  # those whose weights are packed, and no parameters
+
+    def make_row(self, number: int) -> ModuleCosts:
+        """What is told of a module, by its number."""
+        ...
+
+
+class Summary:
+    """What each module of a model costs: `summary[place]`, `summary.totals`, a table as text.
+
+    >>> from hookline import summarize
+    >>> print(summarize(nn.Sequential(nn.Linear(8, 16), nn.ReLU()), (32, 8)))
+    Sequential: 3 modules, 144 parameters (576 B), 8.19 KFLOPs, 4.1 KB activations
+      place  type        input     output    parameters  activations   FLOPs
+      ''     Sequential  (32, 8)   (32, 16)         144       2.0 KB  8.19 K
+      0      Linear      (32, 8)   (32, 16)         144       2.0 KB  8.19 K
+      1      ReLU        (32, 16)  (32, 16)                   2.0 KB
+    """
+
+    def __init__(self, model: nn.Module, source: RowSource) -> None:
+        self.model = type(model).__name__
+        self._source = source
+        self._alive: weakref.ref[nn.Module] | None = weakref.ref(model)
+        self._made: dict[int, ModuleCosts] = {}  # rows that were read, by number
+        whole = self._row(0)
+        self.totals: dict[str, Any] = {
+            "modules": len(self),
+            "called": None,
+            "parameters": whole.parameters,
+            "trainable": whole.trainable,
+            "parameter_bytes": whole.parameter_bytes,
+            "buffer_bytes": whole.buffer_bytes,
+            "input_bytes": None,
+            "activation_bytes": None,
+            "flops": None,
+            "backward_flops": None,
+            "seconds": None,
+            "backward_seconds": None,
+            "peak_bytes": None,
+            "uncounted": {},
+            "packed": source.packed,
+            "elsewhere": [],  # modules that other threads called meanwhile: that is not measured
+        }
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_alive": None}  # a model stays in its process
+
+    def _row(self, number: int) -> ModuleCosts:
+        """The row of a module, the same one each time."""
+        if number not in self._made:
+            self._made[number] = self._source.make_row(number)
+        return self._made[number]
+
+    @property
+    def modules(self) -> list[ModuleCosts]:
+        """All rows, in model order."""
+        return [self._row(number) for number in range(len(self))]
+
+    def __getitem__(self, place: str) -> ModuleCosts:
+        """What the module at a place costs; one of its other names will do."""
+        for row in self.modules:
+            if place == row.place or place in row.aliases or place == escape(row.place):
+                return row
+        raise PlaceNotFound(
+            f"What the module {place!r} costs was asked for.",
+            f"{self.model} has no such module.",
+            "List them with [row.place for row in summary.modules].",
+        )
+
+    def __iter__(self) -> Iterator[ModuleCosts]:
+        return iter(self.modules)
+
+    def __len__(self) -> int:
+        return len(self._source.places)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as plain values, ready for JSON: `model`, `totals`, `modules`."""
+        rows = [asdict(row) for row in self.modules]
+        for row in rows:
+            row["shared_with"], row["aliases"] = list(row["shared_with"]), list(row["aliases"])
+        return {"model": self.model, "totals": dict(self.totals), "modules": rows}
+
+    def to_pandas(self) -> Any:
+        """A pandas DataFrame with one row a module; the totals are in its `attrs`."""
+        content = self.to_dict()
+        frame = pandas("summary.to_pandas()").DataFrame(content["modules"])
+        frame.attrs.update(model=self.model, totals=content["totals"])
+        return frame
+
+    def show(
+        self, where: Where | None = None, *, depth: int | None = None, width: int = 120
+    ) -> str:
+        """The table as text.
+
+        Args:
+            where: only the modules at these places: globs, regular expressions, types; modules
+                and predicates as long as the model is there, of which a summary keeps nothing.
+            depth: only modules at most so deep; the model itself has depth 0. Without it, as deep
+                as 60 rows go.
+            width: of the longest line; shapes and names are cut.
+        """
+        rows, left_out = self._rows(where, depth)
+        title = [self._title()]
+        if len(title[0]) > width:
+            title = wrap(title[0], width, subsequent_indent="  ", break_long_words=False)
+        return "\n".join([*title, *as_lines(_cells(rows), width), *self._notes(left_out)])
+
+    def __str__(self) -> str:
+        return self.show()
+
+    def __repr__(self) -> str:
+        return self.show()
+
+    def _repr_html_(self) -> str:
+        rows, left_out = self._rows(None, None)
+        return as_html(self._title(), _cells(rows), self._notes(left_out))
+
+    def _rows(self, where: Where | None, depth: int | None) -> tuple[list[ModuleCosts], int]:
+        """The rows to be shown, and how many are left out for being too deep."""
+        places = self._source.places
+        numbers = range(len(places))
+        if where is not None:
+            paths = {place.path for place in select(_skeleton(places), self._named(where))}
+            numbers = [number for number in numbers if places[number] in paths]
+        depths = [self._source.depths[number] for number in numbers]
+        if depth is None:
+            at = Counter(depths)
+            sums = accumulate([at[depth] for depth in range(max(at, default=0) + 1)])
+            depth = max([depth for depth, count in enumerate(sums) if count <= _MOST], default=0)
+        shown = [n for n, deep in zip(numbers, depths, strict=True) if deep <= depth]
+        return [self._row(number) for number in shown], len(numbers) - len(shown)
+
+    def _named(self, where: Any) -> Any:
+        """The same places for a tree that has names alone."""
+        if isinstance(where, tuple):  # perhaps a pair with a port
+            return tuple(map(self._named, cast("tuple[Any, ...]", where)))
+        if callable(where):
+            return partial(_stands_in, self._paths_of(where))
+        if isinstance(where, Iterable) and not isinstance(where, str):
+            return [*map(self._named, cast("Iterable[Any]", where))]
+        return cast(Any, where)
+
+    def _paths_of(self, where: Any) -> set[str]:
+        """The paths of a module, or of those of a type, or that fulfil a predicate."""
+        model = None if self._alive is None else self._alive()
+        if model is not None:
+            requests = resolve(model, (where,), hookable=False)
+            return {target.path for request in requests for target in request.targets}
+        kind = where.__name__ if isinstance(where, type) else None
+        found = {row.place for row in self if row.type == kind}
+        if not found:
+            raise PlaceNotFound(
+                f"The rows of {getattr(where, '__name__', type(where).__name__)} were asked for.",
+                "A summary holds no module, and its model is gone, or was not copied with it.",
+                "Name places or types that it has, or keep the model.",
+            )
+        return found
+
+    def _title(self) -> str:
+        totals = self.totals
+        sizes = f"{show_count(totals['parameters'])} parameters"
+        modules = f"{len(self)} module{'s' * (len(self) != 1)}"
+        parts = [modules, f"{sizes} ({show_bytes(totals['parameter_bytes'])})"]
+        if totals["trainable"] != totals["parameters"]:
+            parts.append(f"{show_count(totals['trainable'])} of them trainable")
+        measured: list[tuple[str, Callable[[Any], str], str]] = [
+            ("flops", _show_flops, ""), ("backward_flops", _show_flops, " backward"),
+            ("activation_bytes", show_bytes, " activations"),
+            ("peak_bytes", show_bytes, " at the peak"),
+            ("seconds", show_seconds, ""), ("backward_seconds", show_seconds, " backward"),
+        ]  # fmt: skip
+        for name, show, what in measured:
+            if totals[name] is not None:
+                parts.append(f"{show(totals[name])}{what}")
+        return f"{self.model}: {', '.join(parts)}"
+
+    def _notes(self, left_out: int) -> list[str]:
+        notes: list[str] = []
+        if left_out:
+            notes.append(f"{left_out} deeper modules: summary.show(depth=…)")
+        if self.totals["uncounted"]:
+            calls = ", ".join(f"{name} ({n} ×)" for name, n in self.totals["uncounted"].items())
+            notes.append(f"without a formula, and so not in the FLOPs: {calls}")
+        if self.totals["packed"]:
+            places = ", ".join(place or "''" for place in self.totals["packed"])
+            notes.append(f"quantised weights, which are not in the parameters: {places}")
+        if self.totals["elsewhere"]:
+            places = ", ".join(place or "''" for place in self.totals["elsewhere"])
+            notes.append(f"called in another thread, and not measured there: {places}")
+        return notes
+
+
+def _stands_in(paths: set[str], path: str, node: nn.Module) -> bool:
+    return path in paths
+
+
+class _Node(nn.Module):
+    """A module without content: `select` finds places in a tree of them."""
+
+    def forward(self) -> None:
+        """Nothing passes through."""
+
+
+def _skeleton(paths: Sequence[str]) -> nn.Module:
+    root = _Node()
+    for path in paths:
+        module: Any = root
+        for name in path.split(".") if path else ():
+            module = submodules_of(module).setdefault(name, _Node())
+    return root
+
+
+def _cells(rows: Sequence[ModuleCosts]) -> list[list[str]]:
+    """The table: a head, then a row a module; columns that say nothing are left out."""
+    ran = any(row.called is not None for row in rows)
+    columns: dict[str, list[str]] = {
+        "place": [escape(row.place) or "''" for row in rows],
+        "type": [row.type for row in rows],
+    }
+    if ran:
+        columns["input"] = [show_shapes(row.inputs) for row in rows]
+        columns["output"] = [_output(row) for row in rows]
+    if any((row.calls or 0) > 1 for row in rows):
+        columns["calls"] = [str(row.calls or "") for row in rows]
+    columns["parameters"] = _each(show_count, [row.parameters for row in rows])
+    if ran:
+        columns["activations"] = _each(show_bytes, [row.activation_bytes for row in rows])
+        columns["FLOPs"] = _each(show_count, [row.flops for row in rows])
+    else:
+        columns["bytes"] = _each(show_bytes, [row.parameter_bytes for row in rows])
+        if any(row.buffer_bytes for row in rows):
+            columns["buffers"] = _each(show_bytes, [row.buffer_bytes for row in rows])
+    measured: dict[str, tuple[Callable[[Any], str], list[float | None]]] = {
+        "backward": (show_count, [row.backward_flops for row in rows]),
+        "time": (show_seconds, [row.seconds for row in rows]),
+        "backward time": (show_seconds, [row.backward_seconds for row in rows]),
+    }
+    for name, (show, numbers) in measured.items():
+        if {*numbers} - {None}:
+            columns[name] = _each(show, numbers)
+    return [list(columns), *map(list, zip(*columns.values(), strict=True))]
+
+
+def _show_flops(number: float) -> str:
+    shown = show_count(number)
+    return f"{shown}FLOPs" if " " in shown else f"{shown} FLOPs"  # 19.5 KFLOPs, 512 FLOPs
+
+
+def _each(show: Callable[[Any], str], numbers: Sequence[float | None]) -> list[str]:
+    """Numbers for people, nothing for none and for 0. Many are alike in a model."""
+    known = {number: show(number) if number else "" for number in {*numbers}}
+    return [known[number] for number in numbers]
+
+
+def _output(row: ModuleCosts) -> str:
+    if row.called is False:
+        return "not called"
+    return show_shapes(row.output) + (" varies" if row.varies else "")

@@ -1,0 +1,162 @@
+"""From what was found to the error: what the producer was given, a dump of it, the words.
+
+- `ErrorBuilder`: makes the errors of a guard
+- `bad_gradients(kept)`: the gradients that came into a call's outputs bad
+- `label_of(path)`: a part of the model's output in words
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+
+from hookline.errors import HooklineError, NonFiniteError
+from hookline.guards.dumps import write_dump
+from hookline.guards.faults import Fault, explain, fault_of
+from hookline.guards.finite_checks import TensorDescription, is_bad, is_mask
+from hookline.guards.kept_calls import KeptCall
+from hookline.guards.origin_search import describe_sample, find_backward, take_sample
+from hookline.guards.origins import IgnoredPlaces, Labelled, Origin, show_line
+from hookline.places.tree import join, tensors_of, walk
+from hookline.values.nested import show_path
+
+__all__ = ["ErrorBuilder", "bad_gradients", "label_of"]
+
+T = TypeVar("T")
+_OTHERWISE = (
+    "What is shown is of a third run, which made finite numbers here: something of it is random, "
+    "or counts its calls."
+)
+_NOT_WRITTEN = 'not written: guard(model, to="dumps") writes one for hookline.replay'
+_PRODUCERS = ("operation", "module", "memory", "outside")  # that can be run again
+
+
+def label_of(path: tuple[Any, ...], called: str = "") -> str:
+    """A part of the model's output in words, or of that of a module in it.
+
+    >>> label_of(("logits", 0))
+    "the model's output[logits][0]"
+    >>> label_of((), "net")
+    "the output of 'net'"
+    """
+    whose = f"the output of {called!r}" if called else "the model's output"
+    return f"{whose}{show_path(path)}"
+
+
+def bad_gradients(kept: KeptCall) -> Labelled:
+    """The gradients that came into a call's outputs bad."""
+    found = [(path, gradient) for path, (gradient, _) in kept.gradients.items() if is_bad(gradient)]
+    return [(f"gradient of {label_of(p, kept.path)}", TensorDescription.of(g)) for p, g in found]
+
+
+class ErrorBuilder:
+    """Makes the errors of a guard."""
+
+    def __init__(
+        self, model: nn.Module, ignored: IgnoredPlaces, to: str | Path | None, scaled: bool
+    ) -> None:
+        self.model, self.ignored, self.to, self.scaled = model, ignored, to, scaled
+        self.busy = False  # whether a call is being run again
+
+    def again(self, doubts: list[str], search: Callable[..., T], *given: Any) -> T | None:
+        """Run a call again, in some way; if that fails, it is one more doubt."""
+        self.busy = True
+        try:
+            return search(*given)
+        except Exception as error:  # noqa: BLE001 - the model's own, and the fault counts more
+            doubts.append(f"the second run raised {type(error).__name__}: {error!s:.200}")
+            return None
+        finally:
+            self.busy = False
+
+    def search_backward(
+        self, calls: list[KeptCall], hooked: dict[str, Tensor], seen: Labelled, scale: float
+    ) -> list[str] | None:
+        """Raise if a producer is found; else why it may not have been, or None if all is meant.
+
+        `hooked` are bad gradients of parameters that have hooks.
+        """
+        doubts: list[str] = []
+        for kept in calls:
+            if kept.trace is not None and kept.backward is None:
+                doubts.append("its graph was let go, after many calls or another backward")
+                continue
+            if kept.backward is not None:  # every node was looked at
+                kept.backward.settle(hooked)
+                origins = [o for own in kept.backward.bad.values() for o in own if not o.meant]
+                origins.sort(key=kept.backward.origins.index)
+                if origins and scale <= 1:
+                    seen = seen or kept.backward.seen
+                    fault = fault_of(list(dict.fromkeys(origins)), set(), kept.number, seen)
+                    raise self.told(kept, origins[0], fault)
+                if kept.backward.bad and not origins:
+                    return None
+                continue
+            own = kept.doubts()
+            again = None if own else self.again(own, find_backward, kept, self.ignored, scale)
+            if again is not None and again.origins and again.same:
+                seen = seen or again.seen
+                fault = fault_of(again.origins, again.trace.often, kept.number, seen)
+                raise self.told(kept, again.origins[0], fault, scale)
+            if again is not None and again.bad and again.same:
+                return None  # all of it is ignored
+            if again is not None and not again.same:
+                own.append(
+                    "its forward makes bad numbers that are ignored, and its backward of them"
+                )
+            doubts += own
+        return doubts
+
+    def told(
+        self, kept: KeptCall, origin: Origin, fault: Fault, scale: float = 1.0
+    ) -> NonFiniteError:
+        """The error for a fault, with what the producer was given, and a dump of it."""
+        sample, doubts = origin.sample, list[str]()
+        if origin.number and kept.trace is None:
+            sample = self.again(doubts, take_sample, kept, self.ignored, origin, scale)
+            if sample is not None:
+                describe_sample(sample, origin)
+                fault.values, fault.given = origin.values, origin.given
+                if not origin.backward and not any(own.bad for _, own in origin.values):
+                    fault.remarks.append(_OTHERWISE)
+        elif origin.kind == "input":
+            given = {path: tensor for path, tensor, _ in kept.versions}
+            fault.values = [("", TensorDescription.of(given[origin.parts]))]
+        if fault.operation and not fault.source:  # in a module of torch's that the model holds
+            fault.source = show_line(kept.line)
+        if self.to is None and origin.kind in _PRODUCERS:
+            fault.dump = _NOT_WRITTEN
+        elif self.to is not None and origin.kind in _PRODUCERS:
+            if sample is None:
+                why = doubts or ["what the producer was given is not known"]
+                fault.remarks.append(f"No dump was written: {why[0]}.")
+                return self.finish(fault)
+            try:
+                fault.folder = write_dump(self.to, fault, sample, kept)
+                fault.dump = f"{fault.folder}: hookline.replay runs it again"
+            except (OSError, RuntimeError, HooklineError) as error:  # what was found counts more
+                why = str(error).rstrip(".")
+                fault.remarks.append(f"The dump could not be written: {why}.")
+        return self.finish(fault)
+
+    def unknown(
+        self, step: int, backward: bool, seen: Labelled, doubts: list[str]
+    ) -> NonFiniteError:
+        """The error where a call cannot be run again as it was."""
+        fault = Fault(step, backward, seen)
+        fault.remarks = [f"No second run shows it: {one}." for one in dict.fromkeys(doubts)]
+        held = [(join(path, name), t) for path, m in walk(self.model) for name, t in tensors_of(m)]
+        bad = [name for name, t in held if is_bad(t) and not is_mask(t)]
+        fault.remarks += [f"{name!r} holds such numbers now." for name in bad[:1]]
+        return self.finish(fault)
+
+    def finish(self, fault: Fault) -> NonFiniteError:
+        """The error for a fault of which all is known."""
+        if fault.kind not in ("parameter", "buffer", "input", "loss", "unknown"):
+            with suppress(AttributeError):  # a parameter's, in a sum
+                fault.owner = type(self.model.get_submodule(fault.path)).__name__
+        return explain(fault, self.scaled)

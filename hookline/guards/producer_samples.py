@@ -1,0 +1,90 @@
+"""What a producer of bad numbers was given and made, kept on the way.
+
+- `ProducerSample`: of one operation or call of a trace, by its number
+- `RunSettings`: the random numbers and the autocast of a moment
+- `kept_value(value)`: a nested value that stays as it is
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from hookline.isolation.random_state import cpu_rng_state
+from hookline.torch_private import without_function_modes
+from hookline.values.nested import Path, leaves, map_leaves
+from hookline.values.snapshots import snapshot
+
+if TYPE_CHECKING:
+    from hookline.guards.forward_trace import RunningCall
+
+__all__ = ["ProducerSample", "RunSettings", "kept_value"]
+
+
+def kept_value(value: Any) -> Any:
+    """A nested value whose tensors stay as they are now, detached."""
+    return map_leaves(lambda leaf: snapshot(leaf) if isinstance(leaf, Tensor) else leaf, value)
+
+
+class RunSettings:
+    """The random numbers and the autocast of a moment; a forward may change both on its way."""
+
+    __slots__ = ("autocast", "random")
+
+    def __init__(self) -> None:
+        self.random = cpu_rng_state()
+        self.autocast = [
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            for kind in ("cpu", "cuda")
+        ]
+
+
+class ProducerSample:
+    """What one operation or call of a trace was given and made, by its number.
+
+    With `backward` the gradients of what was made are kept, too, when they come.
+    """
+
+    def __init__(self, number: int, operation: bool, backward: bool = False) -> None:
+        self.number, self.is_operation, self._backward = number, operation, backward
+        self.function: Any = None  # of an operation
+        self.arguments: tuple[Any, Any] | None = None  # of an operation, as they were passed
+        self.inputs: Any = None  # of the module, by name; None if its call had ended before
+        self.positional = 0
+        self.path = ""
+        self.module: nn.Module | None = None
+        self.output: Any = None  # what was made; None if the producer did not come
+        self.settings = self.module_settings = RunSettings()
+        self._ended = False  # whether the call of the module around it has
+        self.gradients: dict[Path, Tensor] = {}  # of what was made
+        self.module_gradients: dict[Path, Tensor] = {}
+
+    def of(self, running: RunningCall) -> None:
+        """Keep what is known of a running call."""
+        self.inputs, self.positional = running.inputs, running.positional
+        self.path, self.module = running.path, running.module
+        self.module_settings = running.settings
+
+    def take(self, made: Any) -> None:
+        """Keep what was made."""
+        self.output = kept_value(made)
+        self._await(made, self.gradients)
+
+    def take_whole(self, output: Any) -> None:
+        """The first call of the module that ends is that around the operation."""
+        if not self._ended:
+            self._ended = True
+            self._await(output, self.module_gradients)
+
+    def _await(self, value: Any, kept: dict[Path, Tensor]) -> None:
+        for path, tensor in leaves(value) if self._backward else ():
+            if tensor.requires_grad and tensor.grad_fn is not None:
+
+                def keep(gradient: Tensor | None, path: Path = path) -> None:
+                    if gradient is not None:  # of several results not all need have been used
+                        with without_function_modes():
+                            kept[path] = gradient.detach().clone()
+
+                tensor.register_hook(keep)

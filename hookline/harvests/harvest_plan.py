@@ -1,0 +1,194 @@
+"""The plan of a harvest: what will be on the disk, and whether it is what was there before.
+
+- `describe(taker, world)`: what a harvest depends on, as it is kept in store.json
+- `refuse_changes(folder, wanted)`: an error with the reason if an earlier harvest was another one
+- `HarvestPlan`: places, shapes, rows, bytes and free space, as a table
+- `plan_for(...)`: the plan, from the rows of a first batch
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+from hookline.errors import HarvestError
+from hookline.harvests.fingerprints import (
+    bound_content,
+    digest,
+    fingerprint,
+    live_edits,
+    stable_text,
+)
+from hookline.harvests.row_extraction import BatchRows, RowExtractor
+from hookline.isolation.training_modes import modes_of
+from hookline.storage.store_json import read_description
+from hookline.values.tables import as_text, show_bytes
+
+__all__ = ["HarvestPlan", "describe", "plan_for", "refuse_changes"]
+
+_WORDS = {
+    "model": "The model was a {0}; now it is a {1}.",
+    "fingerprint": "The model's weights or modules are others (fingerprint {0}, now {1}).",
+    "places": "The places were {0}; now they are {1}.",
+    "dtype": "Values were stored with dtype={0}; now it is {1}.",
+    "at": "Values were taken at={0}; now it is {1}.",
+    "transform": "The transform was {0}; now it is {1}.",
+    "mask": "The mask was {0}; now it is {1}.",
+    "ids": "The ids were {0}; now they are {1}.",
+    "forward": "The forward was {0}; now it is {1}.",
+    "bound": "A function has other arguments, or a module other weights ({0}, now {1}).",
+    "stop": "The forward was run with stop={0}; now it is {1}.",
+    "mode": "The model was in {0} mode; now it is in {1} mode.",
+    "edits": "The edits on the model were {0}; now they are {1}.",
+    "ranks": "There were {0} ranks; now there are {1}.",
+    "data": "The first batch differs: the data is other data, or in another order.",
+}
+_FIXES = {
+    "ranks": "Start as many ranks as before, or choose another folder.",
+    "data": "Give the data in the same order each time and on every rank (shuffle=False), or give "
+    "ids=, which are then compared instead. Or choose another folder.",
+}
+
+
+def describe(taker: RowExtractor, world: int | None) -> dict[str, Any]:
+    """What a harvest depends on. Functions are known by their name, code and bound arguments."""
+    taking = taker.taking
+    functions = (taking.at, taking.transform, taking.mask, taking.ids, taking.forward)
+    return {
+        "model": type(taker.model).__name__,
+        "fingerprint": fingerprint(taker.model),
+        "places": [str(place) for place in taker.asked],
+        "dtype": None if taking.dtype is None else str(taking.dtype).removeprefix("torch."),
+        "at": stable_text(taking.at),
+        "transform": stable_text(taking.transform),
+        "mask": stable_text(taking.mask),
+        "ids": stable_text(taking.ids),
+        "forward": stable_text(taking.forward),
+        "bound": [bound_content(function) for function in functions],
+        "stop": taking.stop,
+        "mode": _mode(taker.model),
+        "edits": live_edits(taker.model),
+        "ranks": world,
+    }
+
+
+def _mode(model: nn.Module) -> str:
+    modes = modes_of(list(cast("Iterable[nn.Module]", model.modules())))
+    flags = [mode for mode in modes if mode is not None]
+    if len(set(flags)) > 1:
+        return f"a mixed ({digest(flags):08x})"
+    return "training" if all(flags) else "evaluation"
+
+
+def refuse_changes(folder: Path, wanted: dict[str, Any]) -> None:
+    """An error if a store is there that another harvest, or something else, has written."""
+    if not (folder / "store.json").exists():
+        return
+    found = read_description(folder).get("harvest")
+    asked = f"A harvest was to go on in {str(folder)!r}."
+    if not isinstance(found, dict):
+        raise HarvestError(
+            asked, "The store there does not come from a harvest.", "Choose another folder."
+        )
+    found = cast("dict[str, Any]", found)
+    for key, words in _WORDS.items():
+        # What older versions did not note cannot be compared.
+        if key in wanted and key in found and found[key] != wanted[key]:
+            fix = _FIXES.get(key, "Give what was given before, or choose another folder.")
+            shown = (str(one)[:120] for one in (found[key], wanted[key]))
+            raise HarvestError(asked, words.format(*shown), fix)
+
+
+@dataclass(frozen=True)
+class HarvestPlan:
+    """What a harvest will write; its repr is a table."""
+
+    folder: str
+    # Place, row, number of rows, dtype and bytes, of the first batch.
+    rows: tuple[tuple[str, str, int, str, int], ...]
+    samples: int  # in the first batch
+    batches: int | None  # of this rank
+    done: int  # of them
+    ranks: int
+    free: int
+    varies: bool = False  # whether samples have rows of their own, each as many as it needs
+    other: int = 0  # bytes of ids and offsets of the first batch
+    stops: bool = False
+
+    @property
+    def batch_bytes(self) -> int:
+        """The bytes of a batch on disk."""
+        return sum(size for *_, size in self.rows) + self.other
+
+    @property
+    def nbytes(self) -> int | None:
+        """The bytes that all ranks will write yet, headers included."""
+        if self.batches is None:
+            return None
+        left = max(0, self.batches - self.done)
+        return left * self.batch_bytes * self.ranks + 65536 * (len(self.rows) + 2) * self.ranks
+
+    def check_space(self) -> None:
+        """An error if it does not fit on the disk."""
+        if self.nbytes is not None and self.nbytes > self.free:
+            raise HarvestError(
+                f"A harvest of {show_bytes(self.nbytes)} into {self.folder!r} was asked for.",
+                f"There are {show_bytes(self.free)} free on that disk.",
+                "Name fewer places, take a part of each value with at=, store dtype=torch.bfloat16,"
+                " or choose another disk.",
+            )
+
+    def __repr__(self) -> str:
+        unknown = self.batches is None
+        total = 1 if self.batches is None else self.batches * self.ranks
+        head = ("place", "row", "rows", "dtype", "a batch" if unknown else "in all")
+        table: list[tuple[str, ...]] = [head]
+        for place, row, count, dtype, size in self.rows:
+            table.append((place, row, f"{count * total:,}", dtype, show_bytes(size * total)))
+        if not self.varies:  # as many rows as samples
+            table = [(*cells[:2], *cells[3:]) for cells in table]
+        ranks = f" on {self.ranks} ranks" if self.ranks > 1 else ""
+        places = f"{len(self.rows)} place{'s' * (len(self.rows) != 1)}"
+        title = f"Harvest of {places} into {self.folder!r}{ranks}"
+        space = f"{show_bytes(self.free)} are free"
+        if self.nbytes is None or self.batches is None:
+            last = f"batches of {self.samples}, nobody knows how many; {space}"
+        else:
+            count = (
+                f"about {self.samples * total:,} samples in {total:,} batch{'es' * (total != 1)}"
+            )
+            going = f"{self.done * self.ranks:,} of them are done, " if self.done else ""
+            last = f"{count}, {going}{show_bytes(self.nbytes)} to write; {space}"
+        stop = "\n  the forward stops once all places have fired" if self.stops else ""
+        return f"{as_text(title, table)}\n  {last}{stop}"
+
+
+def plan_for(
+    taken: BatchRows, folder: Path, batches: int | None, done: int, ranks: int, stops: bool
+) -> HarvestPlan:
+    """The plan of a rank's share, from the rows of one batch."""
+    rows: list[tuple[str, str, int, str, int]] = []
+    other = sum(len(str(one)) + 8 if isinstance(one, str) else 8 for one in taken.ids or ())
+    for place, value in taken.rows.items():
+        varies = not isinstance(value, Tensor)
+        pieces = value if isinstance(value, list) else [value]
+        first = pieces[0] if pieces else None
+        shape = () if first is None else tuple(first.shape[1:])
+        row = f"{shape}{' each position' if varies else ''}"
+        dtype = "" if first is None else str(first.dtype).removeprefix("torch.")
+        size = sum(piece.nbytes for piece in pieces)
+        rows.append((place or "''", row, sum(map(len, pieces)), dtype, size))
+        other += 8 * len(pieces) if varies else 0
+    there = folder
+    while not there.exists():
+        there = there.parent
+    free = shutil.disk_usage(there).free
+    varies = any(not isinstance(value, Tensor) for value in taken.rows.values())
+    return HarvestPlan(
+        str(folder), tuple(rows), taken.samples, batches, done, ranks, free, varies, other, stops
+    )

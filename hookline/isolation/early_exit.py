@@ -1,0 +1,81 @@
+"""Whether the forwards over a data set may end as soon as all that is asked for has come.
+
+- `EarlyExit`: looks at the first forward, which runs to its end, and says so of the others
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
+from typing import cast
+
+from torch import Tensor, nn
+
+from hookline.engine.fsdp import recovers
+from hookline.isolation.random_state import RandomState, cuda_devices
+from hookline.torch_checks import require
+from hookline.torch_private import BatchNormBase, buffers_of, version_of
+from hookline.values.sharding import placements
+
+__all__ = ["EarlyExit"]
+
+
+class EarlyExit:
+    """Says whether the forwards of a model may be ended early, after one that ran to its end.
+
+    They may not if the end of a forward has effects of its own: random numbers are drawn, which
+    others would then draw, or buffers change; if other ranks take part in it; or if torch cannot go
+    on after a forward that was ended.
+
+    >>> import torch
+    >>> model = nn.Sequential(nn.Linear(2, 3), nn.Dropout())
+    >>> found = []
+    >>> for training in (True, False):
+    ...     stopping = EarlyExit(model.train(training))
+    ...     with stopping.first():
+    ...         _ = model(torch.ones(1, 2))
+    ...     found.append(stopping.safe)
+    >>> found
+    [False, True]
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        require("tools")
+        self._model = model
+        self.safe = False  # until a forward was looked at
+
+    @contextmanager
+    def first(self) -> Generator[None]:
+        """Look at the forward that runs inside."""
+        state = RandomState(cuda_devices(self._model))
+        buffers = _BufferVersions(self._model)
+        yield
+        self.safe = (
+            recovers(self._model)
+            and not any(placements(p) is not None for p in self._model.parameters())
+            and state.is_current()
+            and not buffers.changed()
+        )
+
+
+class _BufferVersions:
+    """The buffers of a model, with their versions."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = list(cast("Iterable[nn.Module]", model.modules()))
+        self._before = self._now()
+
+    def _now(self) -> list[tuple[Tensor, int]]:
+        held = [buffer for module in self._modules for buffer in buffers_of(module).values()]
+        # accelerate exchanges those that it has offloaded.
+        held = [buffer for buffer in held if buffer is not None and not buffer.is_meta]
+        return [(buffer, 0 if buffer.is_inference() else version_of(buffer)) for buffer in held]
+
+    def changed(self) -> bool:
+        """Whether a buffer was written to, put in or taken out since."""
+        # torch does not count what a norm does to its running statistics.
+        norms = [m for m in self._modules if isinstance(m, BatchNormBase)]
+        before, now = self._before, self._now()
+        return any(norm.training and norm.track_running_stats for norm in norms) or [
+            (id(buffer), version) for buffer, version in now
+        ] != [(id(buffer), version) for buffer, version in before]

@@ -1,0 +1,233 @@
+"""Which places there are: `select(model, *where)`, and with a batch the operations, too.
+
+- `select`: the places that match, in model order
+- `Places`: a list of them that notebooks show as a table
+- `Listing`: the same with operations, in the order in which they came, and what stood there
+- `held_as`: the place that is meant where the names of torch's wrappers may be left out
+"""
+
+from __future__ import annotations
+
+import linecache
+import re
+import sys
+from collections import Counter
+from collections.abc import Collection, Iterable
+from contextlib import nullcontext, suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from hookline.engine import compiling
+from hookline.engine.handlers import Call
+from hookline.engine.hooking import hook
+from hookline.engine.operations import Mode, innermost, name_of, not_called
+from hookline.errors import NeverFired, PlaceNotFound
+from hookline.isolation.batches import copy_batch
+from hookline.isolation.isolated_runs import isolated
+from hookline.isolation.model_calls import call_model, run_model
+from hookline.places.grammar import Place, parse
+from hookline.places.resolution import Where, resolve
+from hookline.places.targets import Target
+from hookline.places.tree import WRAPPERS, walk
+from hookline.values import tables
+from hookline.values.nested import leaves
+
+__all__ = ["Listing", "Places", "held_as", "select"]
+
+_TORCH = str(Path(torch.__file__).parent)
+_WRAPPED = re.compile(rf"(?:^|(?<=\.))({'|'.join(sorted(WRAPPERS - {''}))})(?:\.|(?=[/:[])|$)")
+
+
+class Places(list[Place]):
+    """The places that `select` found: a list, which notebooks show as a table."""
+
+    def __init__(self, found: dict[Place, str]) -> None:
+        super().__init__(found)
+        self._kinds = found  # the type of the module, or the shape of the parameter or buffer
+
+    def _repr_html_(self) -> str:
+        rows = [(str(place) or "''", self._kinds.get(place, "")) for place in self]
+        title = f"{len(self)} place{'s' * (len(self) != 1)}"
+        return tables.as_html(title, [("place", "of"), *rows])
+
+
+def held_as(place: object, held: Collection[str]) -> str | None:
+    """The one of some places that a name means, in which those of wrappers may be left out.
+
+    Added they may not be: `module.fc` is not `fc`, and a model may have both.
+
+    >>> held_as("fc:input", ["_orig_mod.fc", "_orig_mod.fc:input"])
+    '_orig_mod.fc:input'
+    """
+    if not isinstance(place, str):
+        return None
+    if place in held:
+        return place
+    short, given = _WRAPPED.sub("", place), Counter(_WRAPPED.findall(place))
+    found = [one for one in held if _WRAPPED.sub("", one) == short]
+    found = [one for one in found if given <= Counter(_WRAPPED.findall(one))]
+    return found[0] if len(found) == 1 else None
+
+
+def select(model: nn.Module | Tensor, *where: Where, inputs: Any = None) -> list[Place]:
+    """The places of a model that match, each once, in model order. Without `where`: all modules.
+
+    >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 1))
+    >>> select(model, nn.Linear)
+    ['0', '2']
+    >>> select(model, "{0,2}:grad_output", "**.bias")
+    ['0:grad_output', '0.bias', '2:grad_output', '2.bias']
+
+    Args:
+        model: any module.
+        where: places, modules, module types, regular expressions (searched in the path),
+            predicates `(name, module) -> bool`, pairs of any of them and a port such as
+            `(nn.Conv2d, ":grad_output")`, and lists of any of them.
+        inputs: a batch (a tensor, a tuple of arguments, or a dict of them by name), or a function
+            that is called with the model. With it, operations inside forwards are listed, too, as
+            in `"h.0.attn/*"`: the model runs once, without gradients, and what comes back shows
+            shapes, dtypes, and of operations the source line.
+
+    A place is `path[/operation[#n]][:port][[part]]...`:
+
+    - path: the name of a module, parameter or buffer; `*` is anything within one segment, `**` any
+      number of segments, `{a,b}` either, `{0..11}` a range; the empty path is the model itself
+    - operation: a torch function that the module's own forward calls, such as `h.0.attn/softmax`
+    - port: `output` (may be left out), `input`, `inputs`, `grad_output`, `grad_input`,
+      `grad_inputs`; of a parameter or buffer `value` (may be left out) and `grad`
+    - part: one item of a nested value, as in `lstm[1][0]` and `block:inputs[mask]`
+    """
+    if inputs is not None and isinstance(model, nn.Module):
+        return _survey(model, where or ("**",), inputs)
+    targets = [t for request in resolve(model, where or ("**",)) for t in request.targets]
+    if isinstance(model, Tensor):
+        return [target.place for target in targets]
+    names = {id(module): (n, path) for n, (path, module) in enumerate(walk(model))}
+    targets.sort(key=lambda target: names[target.ident])
+    return Places({t.place_at(names[t.ident][1]): _kind_of(t) for t in targets})
+
+
+def _kind_of(target: Target) -> str:
+    if target.attribute is None:
+        return type(target.module).__name__
+    tensor = target.tensor()
+    return "" if tensor is None else tables.describe(tensor)
+
+
+class Listing(list[Place]):
+    """Places in the order in which they came, shown with what stood there."""
+
+    def __init__(self, rows: dict[Place, tuple[str, str]]) -> None:
+        super().__init__(rows)
+        self.rows = rows  # shapes and dtypes, and the line of the source
+
+    def __repr__(self) -> str:
+        return tables.as_text(*self._table())
+
+    def _repr_html_(self) -> str:
+        return tables.as_html(*self._table())
+
+    def _table(self) -> tuple[str, list[tuple[str, ...]]]:
+        columns = 3 if any(source for _, source in self.rows.values()) else 2
+        rows = [("place", "value", "source")]
+        rows += [(str(place) or "''", *row) for place, row in self.rows.items()]
+        title = f"{len(self)} place{'s' * (len(self) != 1)}"
+        return title, [row[:columns] for row in rows]
+
+
+class _Survey(Mode):
+    """Notes every operation in the forwards of some modules."""
+
+    def __init__(self, targets: Iterable[Target]) -> None:
+        super().__init__()
+        self.targets = {target.ident: target for target in targets}
+        self.found: list[tuple[Target, str, int, str, str]] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        output = func(*args, **(kwargs or {}))
+        found = innermost(sys._getframe(1))
+        target = None if found is None else self.targets.get(id(found[0]))
+        if found is not None and target is not None:
+            name = name_of(func)
+            use = self.count(name, found[1])
+            values = [tables.describe(tensor) for _, tensor in leaves(output)]
+            if values:
+                self.found.append((target, name, use, ", ".join(values), _source()))
+        return output
+
+
+def _source() -> str:
+    """The line that called a torch function."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and _TORCH in frame.f_code.co_filename:
+        frame = frame.f_back
+    if frame is None or frame.f_code is call_model.__code__:  # all above is torch's, then the run's
+        return ""
+    file, line = frame.f_code.co_filename, frame.f_lineno
+    return f"{Path(file).name}:{line}  {linecache.getline(file, line).strip()}".strip()
+
+
+def _survey(model: nn.Module, wheres: Iterable[Where], inputs: Any) -> list[Place]:
+    """What one run of the model has at places, and the operations in the forwards asked for.
+
+    The run leaves nothing behind: model, batch and random numbers are as before.
+    """
+    asked = [t for request in resolve(model, wheres, wild=True) for t in request.targets]
+    targets = [target for target in asked if target.operation is not None]
+    names = {id(module): path for path, module in walk(model)}
+    others = {t.place_at(names[t.ident]): t for t in asked if t.operation is None}
+    seen: dict[Place, list[str]] = {}
+
+    def look(value: Any, at: Call) -> None:
+        shown = ", ".join(tables.describe(tensor) for _, tensor in leaves(value))
+        seen.setdefault(at.place, []).append(shown or type(value).__name__)
+
+    looked = [p for p, t in others.items() if t.attribute is None and "grad" not in p.port]
+    mode = _Survey(targets)
+    with isolated(model), torch.no_grad():
+        batch = copy_batch(inputs)
+        compiling.suspend(mode, in_graph=False)
+        try:
+            looking = hook(model, looked, look) if looked else nullcontext()
+            with suppress(NeverFired), looking, mode:  # what was not called is listed as such
+                run_model(model, batch)
+        finally:
+            compiling.resume(mode)
+    often = {(id(target), name) for target, name, use, *_ in mode.found if use}
+    rows: dict[Place, tuple[str, str]] = {}
+    for target, name, use, values, source in mode.found:
+        for own in (t for t in targets if t.ident == target.ident):
+            wanted, _, nth = cast(str, own.operation).partition("#")
+            (segment,) = parse(wanted).paths[0]
+            fits = name == segment if isinstance(segment, str) else segment.fullmatch(name)
+            if fits and nth in ("", str(use)):
+                spelled = f"{name}#{use}" if nth or (id(target), name) in often else name
+                place = Place(own.path, own.port, own.parts, spelled)
+                rows.setdefault(place, (values, source))
+    if targets and not rows:
+        own = [name for target, name, *_ in mode.found if target.ident == targets[0].ident]
+        raise _not_called(targets[0], own)
+    return Listing({**{p: (_standing(t, seen.get(p)), "") for p, t in others.items()}, **rows})
+
+
+def _standing(target: Target, values: list[str] | None) -> str:
+    """What stood at a place that is no operation."""
+    if target.attribute is not None or "grad" in target.port:
+        return _kind_of(target) if target.attribute is not None else ""
+    if values is None:
+        return "not called"
+    return values[0] + f" × {len(values)}" * (len(values) > 1)
+
+
+def _not_called(target: Target, names: list[str]) -> PlaceNotFound:
+    return PlaceNotFound(
+        f"Nothing matches {str(target.place)!r}:",
+        not_called(cast(str, target.operation), names),
+        "Operations in a child's forward belong to the child.",
+    )
