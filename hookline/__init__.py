@@ -55,7 +55,7 @@ from hookline.edits.ready_changes import (
 from hookline.edits.ready_slices import heads, last_token
 from hookline.edits.restoring import get_module, get_parameter, preserve, replace_module
 from hookline.engine.attaching import attached
-from hookline.engine.handlers import Call
+from hookline.engine.calls import Call
 from hookline.engine.hooking import hook
 from hookline.errors import (
     BatchError,

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from hookline.engine import compiling
-from hookline.engine.handlers import Call
+from hookline.engine.calls import Call
 from hookline.engine.hooking import hook
 from hookline.engine.operations import Mode, innermost, name_of, not_called
 from hookline.errors import NeverFired, PlaceNotFound

@@ -17,7 +17,6 @@ from models import Giving
 from torch import nn
 
 import hookline as hl
-from hookline.captures.logs import OutputLog
 from hookline.engine import compiling
 from hookline.torch_private import compiler_is_used
 from hookline.values.nested import leaves
@@ -77,7 +76,7 @@ def fresh_compiler():
     yield
     torch._dynamo.reset()
     assert not compiling._eager.users
-    assert not compiling._asking.users
+    assert not compiling._guarded.users
     assert torch._dynamo.eval_frame._stance.stance == "default"
 
 

@@ -1211,7 +1211,7 @@ def test_a_kind_of_device_that_is_not_there_is_refused_without_starting_it():
     if torch.cuda.is_available():
         assert on_device("cuda") is not None
     else:
-        record = hl.Record([], None)
+        record = hl.Record(None)
         for verb in (on_device, record.to):
             with pytest.raises(hl.UsageError, match=r"There is no cuda device here\. Give one"):
                 verb("cuda")

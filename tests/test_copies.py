@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import hookline as hl
-from hookline.engine import tracer as sites
+from hookline.engine import module_hooks
 
 X = torch.arange(12.0).reshape(4, 3) / 10
 
@@ -256,7 +256,7 @@ def test_a_model_that_a_forked_process_saved_inside_a_capture_can_be_captured():
         model(X)
         saved = by_pickle(model)
     ((old, hook),) = saved._forward_hooks.items()
-    key = next(sites.KEYS) - 1  # the child of a fork counts on from where its parent stands
+    key = next(module_hooks._KEYS) - 1  # the child of a fork counts on from where its parent stands
     saved._forward_hooks[key] = saved._forward_hooks.pop(old)
     hook.__self__.key = key
     with hl.capture(saved, "") as record:

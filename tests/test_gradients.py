@@ -21,7 +21,7 @@ from torch import nn
 from torch.autograd import Function
 
 import hookline as hl
-from hookline.captures import gradient_logs
+from hookline.engine import gradients as engine_gradients
 from hookline.engine import tensor_hooks as arms
 from hookline.values.nested import leaves
 
@@ -1518,7 +1518,7 @@ def test_handles_do_not_pile_up_over_many_calls():
             lin(x)
         lin(x).sum().backward()
         (context,) = hl.attached(lin)
-        assert len(context._handles) < 1200
+        assert len(context._tracer.tensor_hooks) < 1200
     assert record[":grad_output"].tolist() == [[1, 1]]
 
 
@@ -1530,11 +1530,11 @@ def test_a_hook_that_is_put_on_a_tensor_directly_is_like_a_registered_one(before
         y, seen = leaf * 3, []
         for _ in range(before):
             y.register_hook(lambda g: g * 2)
-        handles = arms.Handles()
+        handles = arms.TensorHooks()
         for function in (lambda g, seen=seen: seen.append(g.tolist()), lambda g: g * 10):
             (handles.put if ours else handles.add)(y, function)
         y.sum().backward(retain_graph=True)
-        again = arms.Handles(handles)
+        again = arms.TensorHooks(handles)
         handles.remove_all()
         again.remove_all()
         y.sum().backward()
@@ -1620,7 +1620,7 @@ def test_layers_of_torch_tell_the_same_with_and_without_a_hook_before_each_call(
         assert_clean(model)
         return hooks, found
 
-    (quick_hooks, quick), _ = told(), monkeypatch.setattr(gradient_logs, "_MAKERS", set())
+    (quick_hooks, quick), _ = told(), monkeypatch.setattr(engine_gradients, "_MAKERS", set())
     hooks, thorough = told()
     assert (quick_hooks, hooks) == (0, 1)
     assert quick == thorough

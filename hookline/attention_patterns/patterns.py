@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, SupportsIndex, cast
 
 import torch
@@ -19,10 +20,9 @@ from torch import Tensor, nn
 
 from hookline.attention_patterns.arithmetic import MHA, SDPA, SOFTMAX, compute, remarks_on, shape_of
 from hookline.captures.capturing import capture
-from hookline.captures.keeping import CaptureTap
-from hookline.captures.record import Record
-from hookline.engine.handlers import Frame
-from hookline.engine.operations import Operation
+from hookline.captures.keeping import CaptureAsk, CaptureHandler, Options
+from hookline.captures.record import Record, captured, captured_by_place
+from hookline.engine.asks import Ask
 from hookline.errors import (
     HooklineError,
     NeverFired,
@@ -33,7 +33,7 @@ from hookline.errors import (
 )
 from hookline.places.grammar import escape
 from hookline.places.resolution import Place, Request, Target, Where
-from hookline.places.tree import unwrapped, walk
+from hookline.places.tree import Step, unwrapped, walk
 from hookline.selecting import select
 from hookline.torch_private import mask_of
 from hookline.values import tables
@@ -73,12 +73,10 @@ class Patterns:
     """
 
     def __init__(
-        self, record: Record, model: nn.Module, taps: Iterable[_Tap], dtype: torch.dtype | None
+        self, record: Record, model: nn.Module, dtype: torch.dtype | None
     ) -> None:
         self._record = record
         self._model = weakref.ref(model)
-        self._taps = {tap.spelled: tap for tap in taps}
-        self._by_key = {tap.target.key: tap for tap in self._taps.values()}
         # Of softmaxes: which calls are of attention, and how many were looked at.
         self._fits: dict[str, tuple[list[int], int]] = {}
         self._dtype = dtype
@@ -155,51 +153,57 @@ class Patterns:
     def _found(self) -> dict[Place, tuple[str, Sequence[Any]]]:
         """The operation that gives the patterns of a place, and what was kept of its calls."""
         found: dict[Place, tuple[str, Sequence[Any]]] = {}
-        for place, tap in self._record._named().items():
-            kept = self._kept(place, cast(_Tap, tap))
+        for place, handler in captured_by_place(self._record).items():
+            kept = self._kept(place, handler)
             if kept:
-                spelled = place.operation if cast(_Tap, tap).named else None
+                spelled = place.operation if _is_named(handler) else None
                 found.setdefault(Place(place.path, operation=spelled), (_kind(place), kept))
         return found
 
-    def _kept(self, place: Place, tap: _Tap) -> Sequence[Any]:
-        """What was kept of the calls of an operation, if patterns follow from it."""
-        if not tap.holds or place.port not in _PORTS[_kind(place)][:1]:
+    def _kept(self, place: Place, handler: CaptureHandler) -> Sequence[Any]:
+        """Return what was kept of the calls of an operation, if patterns follow from it."""
+        if not handler.holds or place.port not in _PORTS[_kind(place)][:1]:
             return ()
+        spelled = str(handler.target.place)
         if _kind(place) == SOFTMAX:
-            return _Calls(self._record, tap.spelled, self._fitting(tap))
-        return _Calls(self._record, tap.spelled, range(len(tap.numbered())))
+            return _Calls(self._record, spelled, self._fitting(handler))
+        return _Calls(self._record, spelled, range(len(handler.entries())))
 
-    def _fitting(self, tap: _Tap) -> list[int]:
-        """The calls of a softmax that are of attention: each is looked at once."""
-        ident, operation, _, parts = tap.target.key
-        outputs = tap.numbered()
-        given = self._by_key[ident, operation, "inputs", parts].numbered()
-        found, seen = self._fits.get(tap.spelled, ([], 0))
+    def _fitting(self, handler: CaptureHandler) -> list[int]:
+        """Return the calls of a softmax that are of attention: each is looked at once."""
+        ident, operation, _, parts = handler.target.key
+        spelled = str(handler.target.place)
+        outputs = handler.entries()
+        given = self._by_key()[ident, operation, "inputs", parts].entries()
+        found, seen = self._fits.get(spelled, ([], 0))
         count = min(len(outputs), len(given))
         for n in range(seen, count):
             value, last = outputs[n][1], given[n][1]
             if value is not None and value[0] is not None and last is not None and last[0]:
                 found.append(n)
-        self._fits[tap.spelled] = found, max(seen, count)
+        self._fits[spelled] = found, max(seen, count)
         return found
 
+    def _by_key(self) -> dict[Any, CaptureHandler]:
+        return {handler.target.key: handler for handler in captured(self._record)}
+
     def has(self, target: Target) -> bool:
-        """Whether there are patterns of an operation that was asked for."""
-        tap = self._by_key[target.key]  # which may have been asked for under another name, too
-        return bool(self._kept(tap.target.place, tap))
+        """Return True if there are patterns of an operation that was asked for."""
+        handler = self._by_key()[target.key]  # it may have been asked for under another name, too
+        return bool(self._kept(handler.target.place, handler))
 
     def _find(self, where: Any) -> tuple[Place, str, Sequence[Any]]:
+        held = {str(one.target.place): one for one in captured(self._record)}
         for operation in _PORTS if isinstance(where, str) else ():  # as it was asked for
             for spelled in (f"{where}/{operation}", where):
                 place = f"{spelled}:{_PORTS[operation][0]}".removesuffix(":output")
-                tap = self._taps.get(place)
-                if tap is None or tap.named != (spelled is where):
+                handler = held.get(place)
+                if handler is None or _is_named(handler) != (spelled is where):
                     continue
-                found = tap.target.place
-                kept = self._kept(found, tap)
+                found = handler.target.place
+                kept = self._kept(found, handler)
                 if kept:
-                    own = found.operation if tap.named else None
+                    own = found.operation if _is_named(handler) else None
                     return Place(found.path, operation=own), _kind(found), kept
         return self._search(where)
 
@@ -255,34 +259,39 @@ class _Every:
         return "every module"
 
 
-class _Tap(CaptureTap):
-    """Keeps of an operation what its pattern follows from."""
+class _PatternAsk(CaptureAsk):
+    """What is asked of an operation: what its pattern follows from."""
 
-    freeze = staticmethod(settle)
-    named = False  # whether it was asked for by the name of the operation
+    def __init__(
+        self, port: str, options: Options, operation: str, named: bool, **place: Any
+    ) -> None:
+        super().__init__(port, options, operation=operation, **place)
+        self.named = named  # whether it was asked for by the name of the operation
+        keep = partial(_keep_given, options, operation.partition("#")[0], port, named)
+        self.keep = partial(keep, settle)
+        self.keep_copy = partial(keep, duplicate)
 
-    def receive(self, value: Any, index: int, recomputed: bool, frame: Frame | None) -> Any:
-        operation = cast(str, self.target.operation).partition("#")[0]
-        if operation == SOFTMAX:
-            value = self._of_softmax(value)
+
+def _is_named(handler: CaptureHandler) -> bool:
+    return cast(_PatternAsk, handler.ask).named
+
+
+def _keep_given(
+    options: Options, operation: str, port: str, named: bool, freeze: Any, value: Any
+) -> Any:
+    """Keep what a pattern follows from."""
+    if operation == SOFTMAX:
+        # A softmax is over all sorts of things: of attention if over the last of 4 dimensions.
+        if port == "output":
+            value = value if named or value.ndim == 4 else None
         else:
-            value = {_NAMES.get(name, name): one for name, one in value.items()}
-            value = {name: value[name] for name in value if name not in _UNNEEDED[operation]}
-            if "attn_mask" in value:  # one of torch.nn.attention.bias holds no numbers
-                value["attn_mask"] = mask_of(value["attn_mask"], value["query"].device)
-        return super().receive(value, index, recomputed, frame)
-
-    def _of_softmax(self, value: Any) -> Any:
-        """A softmax is over all sorts of things: of attention if over the last of 4 dimensions."""
-        if self.target.port == "output":
-            return value if self.named or value.ndim == 4 else None
-        return self.named or value.get("dim") in (-1, 3)
-
-
-class _ModelTap(_Tap):
-    """That of the model itself: others may hold the memory of its arguments, so it copies them."""
-
-    freeze = staticmethod(duplicate)
+            value = named or value.get("dim") in (-1, 3)
+        return options.keeps(value, freeze)
+    value = {_NAMES.get(name, name): one for name, one in value.items()}
+    value = {name: value[name] for name in value if name not in _UNNEEDED[operation]}
+    if "attn_mask" in value:  # one of torch.nn.attention.bias holds no numbers
+        value["attn_mask"] = mask_of(value["attn_mask"], value["query"].device)
+    return options.keeps(value, freeze)
 
 
 class attention(capture):
@@ -340,7 +349,6 @@ class attention(capture):
                     f"What is there are torch's own layers, which have none: {kinds}.",
                     "Name the modules whose forward computes attention.",
                 )
-        self._mixed = self._find_mixed(requests)
         return requests
 
     def _operations(self, request: Request, target: Target) -> list[Target]:
@@ -369,16 +377,20 @@ class attention(capture):
         self._by_name |= {new.key for new in targets} if named else set()
         return targets
 
-    def _tap(self, target: Target, ref: weakref.ref[Any]) -> CaptureTap:
-        kind = _ModelTap if target.module is self._model else _Tap
-        tap = kind(target, ref, self._options)
-        tap.named = target.key in self._by_name
-        return tap
+    def _ask_at(self, request: Request) -> list[tuple[Ask, list[Step]]]:
+        entries: list[tuple[Ask, list[Step]]] = []
+        for target in request.targets:
+            named = target.key in self._by_name
+            key = target.port, target.operation, named
+            if key not in self._asks:
+                operation = cast(str, target.operation)
+                self._asks[key] = _PatternAsk(target.port, self._options, operation, named)
+            entries.append((self._asks[key], [(target.path, target.module)]))
+        return entries
 
     def _prepared(self) -> None:
         super()._prepared()
-        taps = cast("Iterable[_Tap]", self._taps.values())
-        self._patterns = Patterns(self.record, self._model, taps, self._dtype)
+        self._patterns = Patterns(self.record, self._model, self._dtype)
 
     if TYPE_CHECKING:  # entering gives patterns, where a capture gives its record
 
@@ -398,12 +410,11 @@ class attention(capture):
     def _nothing(self, request: Request) -> NeverFired:
         """The error for modules without a pattern: what looks like attention, and what it calls."""
         asked = f"Attention patterns at {request.asked} were asked for."
-        for tap in self._taps.values():
-            if self._site_of(tap).foreign:
-                found = "What is there was called from another thread or task than this."
-                return NeverFired(asked, found, "Run the model where the `with` is.")
-        sites = [(id(module), cast(Operation, site)) for module, site in self._sites.values()]
-        called: dict[int, Mapping[str, None]] = {ident: site.names for ident, site in sites}
+        tracer = self._tracer
+        if tracer.foreign:
+            found = "What is there was called from another thread or task than this."
+            return NeverFired(asked, found, "Run the model where the `with` is.")
+        called: dict[int, list[str]] = {one: tracer.called_in(one) for one in tracer.operations}
         named = {target.ident for target in request.targets if request.literal}
         looks = [step for step in walk(self._model) if id(step[1]) in named or _looks(*step)]
         looks.sort(key=lambda step: not called.get(id(step[1])))

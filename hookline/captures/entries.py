@@ -13,6 +13,7 @@ from abc import abstractmethod
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Iterator, Mapping, Reversible, Sequence
 from itertools import islice
+from operator import itemgetter
 from typing import Any, TypeAlias, cast
 
 from torch import Tensor
@@ -40,18 +41,19 @@ class Entries(Sequence[tuple[int, "Kept | None"]]):
 class Values(Entries):
     """What was kept of values, in order of the numbers of their calls."""
 
-    def __init__(self, numbers: Sequence[int], kept: Sequence[Kept | None]) -> None:
-        self.numbers, self.kept = numbers, kept
+    def __init__(self, values: Sequence[tuple[int, Kept | None]]) -> None:
+        self.values = values
 
     def __len__(self) -> int:
-        return len(self.kept)
+        return len(self.values)
 
     def __getitem__(self, position: Any) -> Any:
-        return self.numbers[position], self.kept[position]
+        return self.values[position]
 
     def of_call(self, call: int) -> list[Kept | None]:
-        first, last = bisect_left(self.numbers, call), bisect_right(self.numbers, call)
-        return list(self.kept[first:last])
+        first = bisect_left(self.values, call, key=itemgetter(0))
+        last = bisect_right(self.values, call, key=itemgetter(0))
+        return [kept for _, kept in self.values[first:last]]
 
 
 class Gradients(Entries):

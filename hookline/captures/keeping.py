@@ -11,6 +11,7 @@ import copy
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import itemgetter
 from typing import Any, cast
 
 import torch
@@ -212,7 +213,7 @@ class CaptureAsk(Ask):
         self.keep = options.keep_function()
         # Others may hold the address of parameters, buffers and the model's own arguments.
         self.keep_copy = partial(options.keeps, freeze=duplicate)
-        self.keeps_first = options.keep == "first"
+        self.keeps_first, self.stops = options.keep == "first", options.stop
         if options.keep == "all" and not (options.derives or self.calls):
             self.keep_gradient = partial(options.keeps, freeze=gradient_snapshot)
 
@@ -229,8 +230,7 @@ class CaptureHandler(Handler):
         super().__init__(*place)
         self.options = self.ask.options
         # What was kept of calls, in order of their numbers; None for a call that gave nothing.
-        self.numbers: list[int] = []
-        self.kept: list[Kept | None] = []
+        self.values: list[tuple[int, Kept | None]] = []
         self.layouts: Sequence[Any] = ()  # how a tensor-parallel plan spreads the value
         # Of gradients: the structure of the value by call, what arrived by call and backward pass,
         # the order of both if all are kept, and those that come in shares, to be derived from.
@@ -244,7 +244,7 @@ class CaptureHandler(Handler):
     @property
     def holds(self) -> bool:
         """Return True if something was kept."""
-        return any(kept is not None for kept in self.kept) or any(self.grads.values())
+        return any(kept is not None for _, kept in self.values) or any(self.grads.values())
 
     @property
     def slicing(self) -> tuple[str | None, bool]:
@@ -259,18 +259,18 @@ class CaptureHandler(Handler):
             self._take_gradient(*cast("tuple[int, int, Path]", number), kept)
             return
         if not isinstance(number, int):  # the next one
-            number = self.numbers[-1] + 1 if self.numbers else 0
+            number = self.values[-1][0] + 1 if self.values else 0
         if isinstance(kept, Missing):
             self.explain(number, *kept)
             kept = None
         else:
             self.fired += 1
-        at = bisect_right(self.numbers, number)  # threads and recursion end calls in another order
-        self.numbers.insert(at, number)
-        self.kept.insert(at, kept)
+        # Threads and recursion end calls in another order than they began.
+        at = bisect_right(self.values, number, key=itemgetter(0))
+        self.values.insert(at, (number, kept))
 
     def take_only(self, number: Any, kept: Any, count: int) -> None:
-        self.numbers, self.kept, self.reasons = [], [], {}
+        self.values, self.reasons = [], {}
         if not isinstance(number, int):
             number = 0 if self.options.keep == "first" else count - 1
         self.take(number, kept)
@@ -279,7 +279,10 @@ class CaptureHandler(Handler):
         parts = self.grads.setdefault((number, task), {})
         self.fired += not parts
         if path in parts and self.target.port.startswith("grad_input"):
-            kept = parts[path][0] + kept[0], None  # the shares of an input come one by one
+            # The shares of an input come one by one. What cannot be read is refused on reading.
+            held = parts[path]
+            readable = unreadable(held[0], None, None) is None
+            kept = (held[0] + kept[0], None) if readable else held
         parts[path] = kept
 
     # -- reading --------------------------------------------------------------------------------
@@ -288,7 +291,7 @@ class CaptureHandler(Handler):
         """Return what was kept, with the numbers of the calls."""
         if "grad" in self.target.port:
             return self._gathered()
-        return Values(self.numbers, self.kept)
+        return Values(self.values)
 
     def all_kept(self) -> list[Kept]:
         """Return everything that was kept, call by call."""

@@ -1,6 +1,8 @@
 """What a capture has kept: a `Record`.
 
 - `Record`: values by place and call; reading checks that they are what they were
+- `captured(record)`, `captured_by_place(record)`, `model_of(record)`, `first_value(record, where)`:
+  what it holds, for the tools
 
 The class is long because all of its ways to read share the same checks.
 """
@@ -48,7 +50,7 @@ if TYPE_CHECKING:
     from hookline.engine.context import Context
     from hookline.engine.tracer import Tracer
 
-__all__ = ["Record"]
+__all__ = ["Record", "captured", "captured_by_place", "first_value", "model_of"]
 
 _UNFIRED = "record.unfired() lists all places without values."
 
@@ -306,12 +308,12 @@ class Record:
         moved: list[CaptureHandler] = []
         for handler in self._handlers:
             other = copy.copy(handler)
-            other.kept, other.grads, other.order = [], {}, Order()
-            for number, kept in zip(handler.numbers, handler.kept, strict=True):
+            other.values, other.grads, other.order = [], {}, Order()
+            for number, kept in handler.values:
                 if kept is not None:
                     value = map_leaves(move, self._read(handler, kept, (), number))
                     kept = value, _checks(kept)
-                other.kept.append(kept)
+                other.values.append((number, kept))
             for key, parts in handler.grads.items():
                 other.grads[key] = {path: (move(one[0]), one[1]) for path, one in parts.items()}
             moved.append(other)
@@ -400,10 +402,9 @@ class Record:
 
     def _spelled(self) -> dict[str, CaptureHandler]:
         """Return what was captured by place, as it was asked for."""
+        handlers = self._handlers  # with what came since
         if self._by_name is None:
-            self._by_name = {str(one.target.place): one for one in reversed(self._handlers)}
-        elif self._source is not None:
-            self._handlers  # noqa: B018 - sorts what came since
+            self._by_name = {str(one.target.place): one for one in reversed(handlers)}
         return self._by_name
 
     def _resolved(self, model: nn.Module, where: Any) -> tuple[CaptureHandler, Path] | None:
@@ -502,6 +503,28 @@ class Record:
                     *found,
                 )
         return value
+
+
+def captured(record: Record) -> Sequence[CaptureHandler]:
+    """Return what a record holds, place by place, in the order in which it was asked for."""
+    return record._handlers
+
+
+def model_of(record: Record) -> nn.Module | None:
+    """Return the model of a record, if it is still there."""
+    return None if record._model is None else record._model()
+
+
+def first_value(record: Record, where: Any) -> Any:
+    """Return the value of the first call at a place."""
+    handler, parts = record._find(where)
+    call, kept = record._kept(handler)[0]
+    return record._read(handler, kept, parts, call)
+
+
+def captured_by_place(record: Record) -> Mapping[Place, CaptureHandler]:
+    """Return what a record holds by place, in model order."""
+    return record._named()
 
 
 def _checks(kept: Kept) -> dict[int, tuple[int, Tensor | None]] | None:

@@ -24,7 +24,7 @@ from hookline.comparisons.differences import (
     tolerance_of,
 )
 from hookline.comparisons.place_pairs import Renaming, check_mapping, pair_places, shorten
-from hookline.engine.handlers import Call
+from hookline.engine.calls import Call
 from hookline.engine.hooking import hook
 from hookline.errors import BatchError, NeverFired
 from hookline.isolation.batches import copy_batch

@@ -21,7 +21,7 @@ from hookline.comparisons.sweep_results import Sweep
 from hookline.edits.changes import replace
 from hookline.edits.editing import as_change, edit
 from hookline.edits.ready_changes import patch
-from hookline.engine.handlers import Call
+from hookline.engine.calls import Call
 from hookline.engine.hooking import hook
 from hookline.errors import BatchError, ChangeError, NeverFired
 from hookline.isolation.batches import copy_batch

@@ -27,8 +27,8 @@ from hookline.comparisons.sweep_runs import (
 )
 from hookline.edits.changes import Change
 from hookline.edits.ready_changes import patch
+from hookline.engine.context import settled
 from hookline.engine.gradients import NONE_CAME
-from hookline.engine.hooking import settled
 from hookline.errors import BatchError, GradientNotAvailable, NeverFired, PlaceError
 from hookline.isolation.backward import backward_without_grads, check_differentiable, grad_mode
 from hookline.isolation.batches import copy_batch

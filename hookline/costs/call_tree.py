@@ -10,7 +10,6 @@ which call the node was made: the numbers count up, so each call has a range of 
 from __future__ import annotations
 
 import sys
-import weakref
 from bisect import bisect_right
 from collections.abc import Callable
 from operator import attrgetter
@@ -23,9 +22,9 @@ from hookline.costs.flop_formulas import flops_of_linear, sort_leaves
 from hookline.costs.footprints import Footprint, Noted, footprint_of, is_plain, note
 from hookline.costs.summary import shapes_of
 from hookline.engine.arguments import bind
-from hookline.engine.handlers import SERIALS, is_over
+from hookline.engine.calls import is_over
 from hookline.engine.lifecycle import Entering
-from hookline.engine.tracer import ACTIVE, Site
+from hookline.engine.module_hooks import ACTIVE, SERIALS, ModuleHooks
 from hookline.places.resolution import resolve
 from hookline.places.tree import Step as Named
 from hookline.places.tree import walk
@@ -87,7 +86,7 @@ class _LinearCallNode(CallNode):
     """A call of a linear layer that was not counted."""
 
 
-class _ModuleHooks(Site):
+class _TreeHooks(ModuleHooks):
     """The hooks of a tree, the same ones on many modules."""
 
     tree: Any = None  # none once the hooks are off
@@ -115,7 +114,7 @@ class _ModuleHooks(Site):
         super().stranger(module)
 
 
-class _LeafHooks(_ModuleHooks):
+class _LeafHooks(_TreeHooks):
     """The hooks on modules that call no others, and whose FLOPs follow from shapes.
 
     While such a module runs, no mode has to see what it does. They have to be quick: most calls
@@ -217,7 +216,7 @@ class CallTree(Entering):
         self.steps: list[CallNode] = []
         self.places = [path for path, _ in self._walked]
         self.numbers: dict[nn.Module, int] = {}  # of all modules that can be called
-        self._sites: dict[_ModuleHooks, list[nn.Module]] = {}
+        self._hooks: dict[_TreeHooks, list[nn.Module]] = {}
         self._own: set[nn.Module] = set()  # those with a forward of their own, not of their class
         self.outside = self.outside_backward = 0  # FLOPs in no call
         self.inside: Any = None  # the frame of the innermost call, if it is a usual one
@@ -236,16 +235,16 @@ class CallTree(Entering):
         self._own = {module for _, module in self._walked if "forward" in module.__dict__}
         self.numbers = _called(self._model, self._walked, self._own)
         self._serial = next(SERIALS)
-        named = self._model, weakref.ref(self), self._serial
-        free, linear, other = _LeafHooks(*named), _LeafHooks(*named), _ModuleHooks(*named)
+        named = self, self._serial
+        free, linear, other = _LeafHooks(*named), _LeafHooks(*named), _TreeHooks(*named)
         linear.rank, linear.kind = 2, _LinearCallNode
         if self.certain:
-            self._sites = dict(zip((free, linear, other), sort_leaves(self.numbers), strict=True))
+            self._hooks = dict(zip((free, linear, other), sort_leaves(self.numbers), strict=True))
         else:
-            self._sites = {other: list(self.numbers)}
-        for site, modules in self._sites.items():
-            site.tree = self
-            site.spread(modules, site.before, site.ended, type(site) is _ModuleHooks)
+            self._hooks = {other: list(self.numbers)}
+        for hooks, modules in self._hooks.items():
+            hooks.tree = self
+            hooks.put_around_all(modules, hooks.before, hooks.ended, type(hooks) is _TreeHooks)
         ACTIVE.set(ACTIVE.get() | {self._serial})
 
     def _stop(self) -> None:
@@ -253,10 +252,11 @@ class CallTree(Entering):
             self.wake()
         while self.stack:  # they raised
             self._drop()
-        for site, modules in self._sites.items():
-            site.lift(modules, type(site) is _ModuleHooks)
-            site.tree = None
-        self._sites = {}
+        for hooks, modules in self._hooks.items():
+            for module in modules:
+                hooks.remove_from(module)
+            hooks.tree = None
+        self._hooks = {}
         ACTIVE.set(ACTIVE.get() - {self._serial})
 
     def wake(self) -> None:

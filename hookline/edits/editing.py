@@ -2,6 +2,7 @@
 
 - `edit`: change the values at places while a `with` block runs
 - `EditHandler`: what it does at one place; `EditFunction`: a user's function as a change
+- `handlers_of(edit)`: what an open edit does, place by place
 - `as_change(given)`: what a user gives, as a change
 """
 
@@ -30,7 +31,7 @@ from hookline.places.tree import Step
 from hookline.torch_private import clear_parametrization_cache, version_of
 from hookline.values.nested import Path, leaves, only_tensor
 
-__all__ = ["EditFunction", "EditHandler", "as_change", "edit"]
+__all__ = ["EditFunction", "EditHandler", "as_change", "edit", "handlers_of"]
 
 
 class EditFunction(Change):
@@ -52,9 +53,10 @@ def _versions(value: Any) -> list[int]:
 class EditHandler(Handler):
     """Apply changes, one after the other, to the values at a place."""
 
-    def __init__(self, changes: Sequence[Change], at: Any, *place: Any) -> None:
+    def __init__(self, changes: Sequence[Change], at: Any, note: str, *place: Any) -> None:
         super().__init__(*place)
         self.at = at
+        self.note = note  # to add to errors
         self.changes = [change.bound_to(self) for change in changes]
         self.empty = False  # whether there was nothing to change in the last value
 
@@ -64,14 +66,21 @@ class EditHandler(Handler):
         try:
             new = change(value) if self.at is None else put(value, self.at, change)
         except Misfit as error:
-            raise error.at_place(str(self.place), "changed") from error.__cause__
+            unfit = error.at_place(str(self.place), "changed")
+            self._add_note(unfit)
+            raise unfit from error.__cause__
         except Exception as error:
             add_place(error, self)
+            self._add_note(error)
             raise
         if not self.empty:
             self.fired += 1
             self.lacking -= {call.number}
         return new
+
+    def _add_note(self, error: Exception) -> None:
+        if self.note:
+            error.add_note(self.note)
 
     def _changed(self, call: Call, value: Any) -> Any:
         self.empty = self.at is not None and value.numel() == 0
@@ -167,6 +176,7 @@ class edit(Context):
 
     _verb = "edit"
     _needs = ("core", "edits")
+    _note = ""  # to add to errors
     _saving: parameter_swap.Saving | None = None
 
     def __init__(
@@ -223,7 +233,8 @@ class edit(Context):
             at = self._changes_at
             changes = self._changes if at is None or target is None else at[target.key]
         calls = None if port == "value" else self._chosen
-        make = partial(ParameterHandler if port == "value" else EditHandler, changes, self._at)
+        kind = ParameterHandler if port == "value" else EditHandler
+        make = partial(kind, changes, self._at, self._note)
         return Ask(port, make, calls=calls, paired=True, **place)
 
     def _caller_of(self, target: Target) -> nn.Module:
@@ -244,6 +255,8 @@ class edit(Context):
             asked = "Some calls of a parameter or buffer were to be changed."
             raise ChangeError(asked, "It has none.", "Leave out calls=, or name its module.")
         self._parameters = [tracer.handler(ask.target.key, ask) for ask in values]
+        # Parameters are swapped now, and at each call only looked at.
+        tracer.changed |= {id(self._callers[ask]) for ask in values}
         self._saving = parameter_swap.swap(self._parameters, self._undo, attached=self._attached)
         paths = [path for _, modules in tracer.asked for path, _ in modules]
         self._parametrized = any("parametrizations" in path for path in paths)
@@ -280,6 +293,12 @@ class edit(Context):
         super()._stop()
         self._undo.run()
         self._forget()
+
+
+def handlers_of(one: edit) -> list[EditHandler]:
+    """Return what an edit that is open does, place by place."""
+    tracer = one._tracer
+    return [tracer.handler(*key) for key in tracer.asked_keys()] if tracer is not None else []
 
 
 def as_change(given: Any) -> Change:

@@ -216,7 +216,6 @@ class _NewCalls(ModuleHooks):
     def __init__(self, context: replace_module, module: nn.Module) -> None:
         super().__init__(context, None)
         self.module, self.count, self.regions = module, 0, Regions()
-        self.put_before(module, self.before)
 
     @outside_graphs
     def before(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
@@ -233,10 +232,9 @@ class _NewCalls(ModuleHooks):
 class _OldCalls(ModuleHooks):
     """A hook on a module that was replaced: counts its calls by the model, not by the new one."""
 
-    def __init__(self, context: replace_module, model: Any, old: Any, new: Any, asked: str) -> None:
+    def __init__(self, context: replace_module, model: Any, new: Any, asked: str) -> None:
         super().__init__(context, None)
         self.model, self.new, self.asked, self.count = model, new, asked, 0
-        self.put_before(old, self.before)
 
     @outside_graphs
     def before(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
@@ -300,10 +298,12 @@ class replace_module(_PutsBack):
                 calls = _NewCalls(self, new)
                 self._undo.append(partial(calls.remove_from, new))
                 self._new_calls.append(calls)
+                calls.put_before(new, calls.before)
             if not isinstance(old, torch.jit.ScriptModule):
-                calls = _OldCalls(self, self._model, old, new, asked)
+                calls = _OldCalls(self, self._model, new, asked)
                 self._undo.append(partial(calls.remove_from, old))
                 self._old_calls.append(calls)
+                calls.put_before(old, calls.before)
 
     def _put(self, owners: list[nn.Module], old: nn.Module, new: nn.Module, asked: str) -> None:
         for owner in owners:

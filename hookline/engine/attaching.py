@@ -26,7 +26,8 @@ class Anchored(Entering):
 
     def _enter(self, attached: bool) -> None:
         super()._enter(attached)
-        self._anchor = Anchor(self, self._model, attached)
+        self._anchor = Anchor(self, attached)
+        self._anchor.put_on(self._model)
 
     def _leave(self) -> None:
         if self._anchor is not None:

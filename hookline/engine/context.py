@@ -87,8 +87,8 @@ class Context(Entering):
         self._asks: dict[Any, Ask] = {}
         self._callers: dict[Ask, nn.Module] = {}  # the modules at whose calls parameters are read
         # What each request asks of which modules.
-        self._entries = [self._ask_at(request) for request in self._requests]
-        tracer.asked = [entry for entries in self._entries for entry in entries]
+        self._asked = [self._ask_at(request) for request in self._requests]
+        tracer.asked = [entry for entries in self._asked for entry in entries]
         self._prepared()
         takers = self._takers()
         if takers:
@@ -157,10 +157,10 @@ class Context(Entering):
         """Return the modules that take the cache of a generation, if its steps are asked for."""
         if self._chosen is None or self._chosen.step is None:
             return []
-        meant = [entry for entries in self._entries for entry in entries if entry[0].calls]
+        meant = [entry for entries in self._asked for entry in entries if entry[0].calls]
         takers = takers_above(self._model, [module for _, held in meant for _, module in held])
         covered = {id(inner) for taker in takers for inner in taker.modules()}
-        for request, entries in zip(self._requests, self._entries, strict=True):
+        for request, entries in zip(self._requests, self._asked, strict=True):
             asked = f"calls={self._chosen.step!r} was asked for at {request.asked}:"
             found = [entry for entry in entries if entry[0].calls is not None]
             if any(ask.port == "grad" for ask, _ in found):
@@ -218,6 +218,7 @@ class Context(Entering):
         if error is not None:
             raise error
         tracer = self._tracer
+        tracer.sort()
         foreign = max(tracer.foreign.values(), default=0)
         if foreign and not self._owned:  # of operations: hooks see the calls of every thread
             raise NeverFired(
@@ -228,7 +229,7 @@ class Context(Entering):
         for handler in [*tracer.handlers.values()]:
             if handler.replaces:
                 handler.explain_lost()
-        for request, entries in zip(self._requests, self._entries, strict=True):
+        for request, entries in zip(self._requests, self._asked, strict=True):
             self._verify_request(request, entries)
 
     def _verify_request(self, request: Request, entries: list[tuple[Ask, list[Step]]]) -> None:

@@ -30,7 +30,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, cast
 from torch import Tensor, nn
 
 from hookline.engine import arguments
-from hookline.engine.handlers import is_over
+from hookline.engine.calls import is_over
 from hookline.torch_private import CALL_CODE
 from hookline.values.nested import leaves
 

@@ -219,11 +219,10 @@ def _watch_output(
     if not distinct:
         handler.explain(call.number, *(REUSED if fresh else PASSED_ON), path=path)
         return tensor
-    base = base_of(tensor)
-    if base is not None:
+    if base_of(tensor) is not None:  # no local variable: `_owns_base` counts references
         own = base_fresh and not handler.replaces and _owns_base(tensor, output)
-        if own and alike(base, tensor):
-            hook.put_on_view(handler.tensor_hooks, tensor, base)
+        if own and alike(base_of(tensor), tensor):
+            hook.put_on_view(handler.tensor_hooks, tensor, base_of(tensor))
             return tensor
         handler.guard(hook, tensor)
     hook.put_on(handler.tensor_hooks, tensor)

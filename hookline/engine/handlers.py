@@ -78,7 +78,9 @@ class Handler:
     @property
     def tensor_hooks(self) -> TensorHooks:
         """The hooks on tensors and nodes that are taken off at the end."""
-        return cast("Tracer", self.tracer()).tensor_hooks
+        hooks = cast("Tracer", self.tracer()).tensor_hooks
+        hooks.prune()
+        return hooks
 
     def shown(self) -> str:
         """Name the value for an error."""

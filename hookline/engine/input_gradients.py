@@ -297,7 +297,9 @@ def _views_of_older(tensors: list[Tensor], call: RunningCall) -> list[Tensor]:
 
 def is_ordinary(args: Any, kwargs: Any, given: list[tuple[Tensor, Any, int, int]]) -> bool:
     """Return True if a call has one argument, a tensor that is no leaf."""
-    return len(args) == 1 and not kwargs and bool(given) and given[0][1] is not None
+    if len(args) != 1 or kwargs or type(args[0]) is not Tensor:
+        return False
+    return bool(given) and given[0][1] is not None
 
 
 def watch_ordinary_input(tracer: Tracer, ask: Ask, call: RunningCall, output: Any) -> bool:

@@ -82,6 +82,22 @@ class ModuleHooks:
             paths.setdefault(id(module), path)
         return paths
 
+    def put_around_all(
+        self, modules: Iterable[nn.Module], before: Any, after: Any, with_kwargs: bool
+    ) -> None:
+        """Put two hooks on each of many modules; the first one gets named arguments if asked."""
+        key = self.key
+        for module in modules:
+            forward_pre_hooks_of(module)[key] = before
+            forward_hooks_of(module)[key] = after
+            if with_kwargs:
+                forward_pre_hooks_with_kwargs_of(module)[key] = True
+
+    def stranger(self, module: nn.Module) -> None:
+        """Take the hooks off a copied module, which was called."""
+        if self.context is None:
+            self.remove_from(module)
+
     def remove_from(self, module: nn.Module) -> None:
         """Take the hooks off a module; fine if they are off already."""
         forward_hooks_of(module).pop(self.key, None)
@@ -106,9 +122,12 @@ def _inert(kind: type[ModuleHooks], key: int) -> ModuleHooks:
 class Anchor(ModuleHooks):
     """A hook on a module that does nothing; through it the model keeps a context alive."""
 
-    def __init__(self, context: Any, module: nn.Module, attached: bool) -> None:
+    def __init__(self, context: Any, attached: bool) -> None:
         super().__init__(context, None)
         self.keeper = context if attached else None
+
+    def put_on(self, module: nn.Module) -> None:
+        """Tie the context to a module."""
         self.put_before(module, self.rest)
 
     @outside_graphs

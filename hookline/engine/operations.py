@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from hookline.engine import arguments
 from hookline.engine.calls import RunningCall
-from hookline.engine.module_hooks import ACTIVE
+from hookline.engine.module_hooks import ACTIVE, CLOSED
 from hookline.errors import NotHookable
 from hookline.places.resolution import Request
 from hookline.torch_checks import require
@@ -245,6 +245,8 @@ class Operation:
 
     def module_called(self, tracer: Tracer) -> None:
         """Be seen again in a checkpointed forward that a backward runs again."""
+        if tracer.owner == CLOSED:
+            return
         if backward_id() != -1:
             cast(Mode, self.mode).resume()
         elif _thread.mode is not self.mode:

@@ -32,7 +32,7 @@ from hookline.engine.asks import Ask, Missing, Plan
 from hookline.engine.calls import RunningCall, Subject, is_over
 from hookline.engine.checkpointing import Regions
 from hookline.engine.compiling import Slot
-from hookline.engine.events import INSIDE, FirstEvents, Keep, LastEvents, StopForward, new_log
+from hookline.engine.events import INSIDE, Keep, LastEvents, StopForward, new_log
 from hookline.engine.fsdp import watch_gathered
 from hookline.engine.generation import FORGOTTEN, Generation, Step, Steps
 from hookline.engine.handlers import KEEP, PART_REMEDY, Handler, add_place
@@ -84,10 +84,10 @@ class Tracer(ModuleHooks):
         # For stop=True: the places that have not fired so far.
         self.waiting: set[tuple[Subject, Ask]] = set()
         self.stopped = False
-        # Calls that run, and calls that raised and have inputs that were to be kept.
+        # Calls that run.
         self.running: dict[Any, RunningCall] = {}
         self.deepest = 0  # how many ran at once
-        self.late: list[RunningCall] = []
+        self.late = new_log(keep)  # the inputs of calls that raised
         # How many calls were completed; how many of them ran in a backward without repeating
         # another; and how many belonged to other threads and tasks.
         self.counts: dict[Subject, int] = defaultdict(int)
@@ -133,9 +133,10 @@ class Tracer(ModuleHooks):
         self.plans = {id(module): plan for module, plan in planned}  # before any hook is on
         self.hooked = [module for module, _ in planned]
         for module, plan in planned:
-            if plan.paired or not plan.outputs:  # operations and parameters keep it alive by one
+            ends = plan.paired or plan.outputs or plan.gradients
+            if plan.paired or not ends:  # operations and parameters keep the context alive by one
                 self.put_before(module, self.before)
-            if plan.paired or plan.outputs:
+            if ends:
                 after = self.after_with_kwargs if plan.takes_kwargs else self.after
                 self.put_after(module, after, plan.takes_kwargs)
         for operations in self.operations.values():
@@ -222,14 +223,16 @@ class Tracer(ModuleHooks):
     @outside_graphs
     def before(self, module: nn.Module, args: Any, kwargs: Any = None) -> Any:
         """The pre-forward hook, on modules of which something must be known before a call."""
-        if kwargs is None or self.owner not in active():  # taken off meanwhile, it gets no kwargs
-            if self.context is None:
-                self.remove_from(module)
-            return None  # the forward hook counts the call
+        if self.context is None:
+            self.remove_from(module)
+            return None
         for operation in self.operations.get(id(module), ()):
             operation.module_called(self)
         plan = self.plans.get(id(module))
         if plan is None or not plan.paired:  # a shallow copy shares its hooks with the module
+            return None
+        # Taken off meanwhile, it gets no kwargs; of other threads, the forward hook counts the call.
+        if kwargs is None or self.owner not in active():
             return None
         call = RunningCall(id(module), sys._getframe(1))
         if len(self.running) > self.deepest:
@@ -311,7 +314,8 @@ class Tracer(ModuleHooks):
         call.number = self.counts[subject] + self._depth(call) if repeated is None else repeated
         call.positional = len(args)
         if self.generation is not None:
-            call.step = self._step(self.generation, plan, call, args, kwargs)
+            module = owner if isinstance(owner, nn.Module) else self.module_of(subject)
+            call.step = self._step(self.generation, plan, call, module, args, kwargs)
         for ask in plan.values:
             self._offer_value(ask, call, owner)
         given = args, kwargs
@@ -426,19 +430,23 @@ class Tracer(ModuleHooks):
         for key, call in [*self.running.items()]:
             if call.frame is None or is_over(call.frame):
                 self.running.pop(key, None)
-                if call.pending:
-                    call.frame, call.given, call.edges = None, [], []
-                    self.late.append(call)
+                for ask, number, kept in call.pending:
+                    self.late.append((call.subject, ask, number, kept))
         self.deepest = max(self.deepest, len(self.running))
 
     def _step(
-        self, generation: Generation, plan: Plan, call: RunningCall, args: Any, kwargs: Any
+        self,
+        generation: Generation,
+        plan: Plan,
+        call: RunningCall,
+        module: nn.Module,
+        args: Any,
+        kwargs: Any,
     ) -> Step:
         """Return the step of a generation that a call is of."""
         if call.recomputed:
             told = self.told.get(call.subject)
             return FORGOTTEN if told is None else told.of(call.number)
-        module = self.module_of(call.subject)
         if plan.takes_cache:
             return generation.enter(module, args, kwargs, call.frame)
         return generation.current(module, call.frame)
@@ -459,9 +467,9 @@ class Tracer(ModuleHooks):
         elif handler.wants(call.number, call.step):
             if ask.keep is None:
                 handler.receive(value, call)
-            elif not (call.recomputed or self._is_settled(ask, subject)):
+            elif not call.recomputed:
                 number = None if ask.calls is None else call.number
-                self._log(subject, ask, number, self._kept(ask, subject, number, value, True))
+                self._keep(subject, ask, number, value, True)
 
     def _offer_input(
         self, ask: Ask, call: RunningCall, owner: Any, args: Any, kwargs: Any
@@ -483,8 +491,10 @@ class Tracer(ModuleHooks):
             shared = self._ident(call.subject) == id(self.model)
             kept = self._kept(ask, call.subject, number, value, shared)
             call.pending.append((ask, number, kept))
-            if type(kept) is not Missing:
-                self._arrived(call.subject, ask)
+            if type(kept) is Missing:
+                return args, kwargs
+        if not call.recomputed:
+            self._arrived(call.subject, ask)
         return args, kwargs
 
     def _offer_output(self, ask: Ask, call: RunningCall, output: Any) -> Any:
@@ -498,8 +508,8 @@ class Tracer(ModuleHooks):
         if ask.keep is None:
             new = self.handler(subject, ask).receive(value, call)
             return output if new is KEEP or new is value else set_part(output, ask.parts, new)
-        if not (call.recomputed or self._is_settled(ask, subject)):
-            self._log(subject, ask, call.number, self._kept(ask, subject, call.number, value))
+        if not call.recomputed:
+            self._keep(subject, ask, call.number, value)
         return output
 
     def _watch_output(self, ask: Ask, call: RunningCall, output: Any) -> Any:
@@ -514,10 +524,11 @@ class Tracer(ModuleHooks):
 
     def _may_be_watched(self, ask: Ask, call: RunningCall) -> bool:
         """Return True if, as a call begins, its gradients may be those that are asked for."""
-        if ask.calls is None or self.generation is not None:
+        if self.generation is not None:
             return self._is_watched(ask, call)
         # The call gets its number when it ends: it may be this one or a later one.
-        return self.handler(call.subject, ask).may_want(self.counts[call.subject])
+        first = call.number if call.recomputed else self.counts[call.subject]
+        return ask.calls is None or self.handler(call.subject, ask).may_want(first)
 
     def _is_watched(self, ask: Ask, call: RunningCall) -> bool:
         """Return True if the gradients of a call are asked for.
@@ -541,15 +552,25 @@ class Tracer(ModuleHooks):
     # -- logging --------------------------------------------------------------------------------
 
     def _kept(self, ask: Ask, subject: Subject, number: Any, value: Any, shared: bool = False) -> Any:
-        """Return what is kept of a value. If a function of the user's raises, it is explained."""
+        """Return what is kept of a value; explain an error that a function of the user's raises."""
         keep = ask.keep_copy if shared else ask.keep
         assert keep is not None
         try:
             return keep(value)
         except Exception as error:
             add_place(error, self.handler(subject, ask))
-            self.events.append((subject, ask, number, ask.explain(error)))
+            if "input" not in ask.port:  # a call that raises before it began has no number
+                self.events.append((subject, ask, number, ask.explain(error)))
             raise
+
+    def _keep(
+        self, subject: Subject, ask: Ask, number: int | None, value: Any, shared: bool = False
+    ) -> None:
+        """Log what is kept of a value, unless only the first one is kept and it is there."""
+        if self._is_settled(ask, subject):
+            self._arrived(subject, ask)
+        else:
+            self._log(subject, ask, number, self._kept(ask, subject, number, value, shared))
 
     def _log(self, subject: Subject, ask: Ask, number: int | None, kept: Any) -> None:
         self.events.append((subject, ask, number, kept))
@@ -583,21 +604,23 @@ class Tracer(ModuleHooks):
 
     def _keep_late(self) -> None:
         """Log the inputs of calls that never completed, after all others."""
-        calls, self.late, self.running = [*self.late, *self.running.values()], [], {}
-        pending = [(call.subject, *one) for call in calls for one in call.pending]
-        logged = {(event[0], event[1]) for event in self.events} if pending else set()
-        numbered = {(event[0], event[1], event[2]) for event in self.events} if pending else set()
-        single = isinstance(self.events, LastEvents)
-        if single and not isinstance(self.events, FirstEvents):
-            pending.reverse()
-        for subject, ask, number, kept in pending:
-            held = (subject, ask) in logged
-            if held and (single or type(kept) is Missing):
-                continue
-            if number is None or (subject, ask, number) not in numbered:
-                self.events.append((subject, ask, number, kept))
-                logged.add((subject, ask))
-                numbered.add((subject, ask, number))
+        for call in [*self.running.values()]:
+            for ask, number, kept in call.pending:
+                self.late.append((call.subject, ask, number, kept))
+        self.running = {}
+        late, self.late = [*self.late], []
+        if not late:
+            return
+        logged = {event[:3] for event in self.events}
+        places = {event[:2] for event in logged}
+        for event in late:
+            # A later call may have the same number, and a complete one counts more.
+            single = isinstance(self.events, LastEvents) or type(event[3]) is Missing
+            if not (event[2] is not None and event[:3] in logged) and not (
+                single and event[:2] in places
+            ):
+                self.events.append(event)
+
 
     # -- reading --------------------------------------------------------------------------------
 
@@ -608,9 +631,11 @@ class Tracer(ModuleHooks):
                 self._sort_single()
                 return
             for subject, ask, number, kept in self.events[self.sorted :]:
-                self.sorted += 1
+                handler = None
                 if ask.target is not None or self._ident(subject) in self._located():
-                    self.handler(subject, ask).take(number, kept)
+                    handler = self.handler(subject, ask)
+                # In one step: an interrupt loses no event, and gives none twice.
+                self.sorted, _ = self.sorted + 1, handler and handler.take(number, kept)
 
     def _sort_single(self) -> None:
         """Give the only event that is kept of each place to its handler."""
@@ -651,14 +676,14 @@ class Tracer(ModuleHooks):
         found |= {(i, self.whole) for i, (slot, _) in self.slots.items() if slot.value is not None}
         found |= {key for key, handler in self.handlers.items() if handler.fired}
         for ask in [ask for ask, _ in self.asked if ask.port.startswith("grad_")]:
-            found |= {(subject, ask) for subject in self.counts}
+            found |= {(subject, ask) for subject, count in self.counts.items() if count}
         return found
 
     def all_fired(self) -> bool:
         """Return True if every place gave something."""
         if self.whole is None:
             return self.fired().issuperset(self.asked_keys())
-        found = {event[0] for event in self.events if type(event[3]) is not Missing}
+        found: set[Subject] = {e[0] for e in self.events if type(e[3]) is not Missing}
         found |= {ident for ident, (slot, _) in self.slots.items() if slot.value is not None}
         return found >= self._located().keys()
 

@@ -24,7 +24,7 @@ from hookline.guards.forward_trace import (
     ModuleHooks,
     NodeSpan,
     OperationMode,
-    RunningCall,
+    TracedCall,
 )
 from hookline.guards.origins import OURS, Labelled, Origin
 from hookline.places.tree import around, tensors_of
@@ -52,7 +52,7 @@ class _PythonBackward(NamedTuple):
     trace: (
         ForwardTrace | None
     )  # what was shown to which trace until then, and what was running there
-    running: list[RunningCall]
+    running: list[TracedCall]
 
 
 class BackwardTrace:
@@ -117,7 +117,7 @@ class BackwardTrace:
             trace.clock += 1
             around = NodeSpan(next_sequence_number(), sys.maxsize, trace.clock, path)
             module = trace.model.get_submodule(path)
-            running = RunningCall(module, path, trace.clock, around.start, None, 0)
+            running = TracedCall(module, path, trace.clock, around.start, None, 0)
         trace.spans.append(around)
         self._inner.append(
             _PythonBackward(

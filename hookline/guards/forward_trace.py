@@ -7,13 +7,12 @@ reached the model's outputs counts, by its origins: what was masked away has don
 - `ForwardTrace`: what is known of one run: origins, running calls, spans of autograd's numbers
 - `OperationMode`: the mode of torch's that shows every operation to a trace
 - `ModuleHooks`: the hooks that show every call of a module to a trace
-- `RunningCall`, `NodeSpan`: a call that is running, and the autograd nodes that something has made
+- `TracedCall`, `NodeSpan`: a call that is running, and the autograd nodes that something has made
 """
 
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -23,8 +22,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from hookline.engine.handlers import KEEP, Frame, Tap
-from hookline.engine.hooking import Context
+from hookline.engine.asks import Ask
+from hookline.engine.calls import RunningCall
+from hookline.engine.context import Context
+from hookline.engine.handlers import KEEP, Handler
 from hookline.engine.operations import Mode, innermost, name_of
 from hookline.errors import PlaceNotFound
 from hookline.guards.finite_checks import (
@@ -45,7 +46,7 @@ from hookline.guards.origins import (
     show_line,
 )
 from hookline.guards.producer_samples import ProducerSample, RunSettings, kept_value
-from hookline.places.resolution import Request, Target, resolve
+from hookline.places.resolution import Request, resolve
 from hookline.places.tree import join, tensors_of, walk
 from hookline.torch_private import (
     next_sequence_number,
@@ -55,7 +56,7 @@ from hookline.torch_private import (
 )
 from hookline.values.nested import leaves
 
-__all__ = ["ForwardTrace", "ModuleHooks", "NodeSpan", "OperationMode", "RunningCall"]
+__all__ = ["ForwardTrace", "ModuleHooks", "NodeSpan", "OperationMode", "TracedCall"]
 
 _UNWRITTEN = frozenset({
     "empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted",
@@ -65,7 +66,7 @@ _MOST = 8  # origins that are followed for one value
 
 
 @dataclass(eq=False, slots=True)
-class RunningCall:
+class TracedCall:
     """A call of a module that is running."""
 
     module: nn.Module
@@ -102,7 +103,7 @@ class ForwardTrace:
         self.clock = 0  # numbers operations and calls
         self.origins: list[Origin] = []
         self.often: set[tuple[str, str]] = set()  # operations that a call used several times
-        self.running: list[RunningCall] = []
+        self.running: list[TracedCall] = []
         self.spans: list[NodeSpan] = []
         self.sample: ProducerSample | None = None  # to be filled
         # By the memory, of which parts may be written to one by one.
@@ -119,7 +120,7 @@ class ForwardTrace:
                 if kind == "buffer" and not operations and not is_bad(tensor):
                     self._sound.add(_memory(tensor))
 
-    def give(self, running: RunningCall, inputs: Any) -> None:
+    def give(self, running: TracedCall, inputs: Any) -> None:
         """Note the inputs of the call that came in bad, by name; others may be made so in place."""
         first = next(iter(inputs), None)
         for path, tensor in bad_leaves(inputs):
@@ -203,7 +204,7 @@ class ForwardTrace:
         origin.meant = meant or origin.ignored
         self._follow(made, (self._add(origin),))
 
-    def _innermost(self, module: nn.Module | None) -> RunningCall | None:
+    def _innermost(self, module: nn.Module | None) -> TracedCall | None:
         for running in reversed(self.running):
             if module is None or running.module is module:
                 return running
@@ -215,7 +216,7 @@ class ForwardTrace:
         """A call of a module begins."""
         self.clock += 1
         path, given = self.names.get(id(module), ""), kept_value(inputs)
-        running = RunningCall(module, path, self.clock, next_sequence_number(), given, positional)
+        running = TracedCall(module, path, self.clock, next_sequence_number(), given, positional)
         if module is self.called and not self.running:
             self.give(running, inputs)
         if not self.sees_operations:
@@ -236,7 +237,7 @@ class ForwardTrace:
             found += origins
         return tuple(dict.fromkeys(found))
 
-    def _inside(self, running: RunningCall, value: Tensor) -> tuple[Origin, ...]:
+    def _inside(self, running: TracedCall, value: Tensor) -> tuple[Origin, ...]:
         """The origins of what a forward made: of calls in it, of its inputs, or itself."""
         made = [o for o in self.origins if o.number > running.number]
         found = [o for o in dict.fromkeys((*made, *running.inner)) if not o.meant]
@@ -376,25 +377,25 @@ class OperationMode(Mode):
             sample.of(running)
 
 
-class _ModuleTap(Tap):
-    replaces = False
+class _ModuleHandler(Handler):
+    """Shows the calls of one module to a trace."""
 
-    def receive(self, value: Any, index: int, recomputed: bool, frame: Frame | None) -> Any:
-        context: Any = self.context()
+    def receive(self, value: Any, call: RunningCall) -> Any:
+        context: Any = self.context
         if context is None or context.trace is None:
             return KEEP
         self.fired += 1
         with without_function_modes():  # what is computed here is not the model's
-            if frame is None:
+            if self.target.port == "output":
                 context.trace.leave(self.target.module, value)
             else:
-                context.trace.enter(self.target.module, value, frame.positional)
-        if frame is None and context.left is not None:
+                context.trace.enter(self.target.module, value, call.positional)
+        if self.target.port == "output" and context.left is not None:
             context.left(self.target.module, value)
         return KEEP
 
 
-class ModuleHooks(Context[_ModuleTap]):
+class ModuleHooks(Context):
     """The hooks that show every call of every module to a trace."""
 
     _verb = "guard"
@@ -412,8 +413,8 @@ class ModuleHooks(Context[_ModuleTap]):
             requests += resolve(self._model, ("**", "**:inputs"), hookable=False)
         return requests
 
-    def _tap(self, target: Target, ref: weakref.ref[Context[Any]]) -> _ModuleTap:
-        return _ModuleTap(target, ref)
+    def _ask(self, port: str, **place: Any) -> Ask:
+        return Ask(port, _ModuleHandler, replaces=False, **place)
 
     def __enter__(self) -> ModuleHooks:
         self._enter(attached=False)

@@ -18,13 +18,13 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, distributed, nn
-from torch.nn.parameter import is_lazy
 
 from hookline.engine import gradients
-from hookline.engine import tensor_hooks as arms
-from hookline.engine.fsdp import is_gathered
-from hookline.engine.handlers import KEEP, Frame, Tap, is_over
-from hookline.engine.hooking import Context, first_names
+from hookline.engine.asks import Ask
+from hookline.engine.calls import RunningCall, is_over
+from hookline.engine.context import Context, first_names
+from hookline.engine.handlers import KEEP, Handler
+from hookline.engine.tensor_hooks import GradientHook
 from hookline.errors import NonFiniteError, NotHookable, PlaceNotFound
 from hookline.guards.backward_trace import BackwardTrace
 from hookline.guards.faults import fault_of
@@ -40,7 +40,7 @@ from hookline.guards.guard_errors import ErrorBuilder, bad_gradients, label_of
 from hookline.guards.kept_calls import CallHolder, KeptCall, ModelParts, is_spread, unwrapped
 from hookline.guards.origin_search import find_forward, output_origins, parameter_names
 from hookline.guards.origins import ADDING, IgnoredPlaces, Labelled, Origin, line_of
-from hookline.places.resolution import Request, Target, Where, resolve
+from hookline.places.resolution import Request, Where, resolve
 from hookline.torch_private import at_backward_end, backward_hooks_of, backward_id, version_of
 from hookline.training.grad_scalers import Scaler, check_scaler, scale_of
 from hookline.values.nested import leaves
@@ -58,48 +58,52 @@ Part = tuple[Any, ...]
 Key = tuple[int, int]  # of a call: the id of the module, and which call of it
 
 
-class _Tap(Tap):
-    replaces = False
-    name = ""  # of a parameter
+class _GuardHandler(Handler):
+    """Shows calls of the model, and gradients, to the guard."""
 
-    def receive(self, value: Any, index: int, recomputed: bool, frame: Frame | None) -> Any:
-        context: Any = self.context()
+    def __init__(self, *place: Any) -> None:
+        super().__init__(*place)
+        # Of a parameter.
+        self.name = str(self.target.place).removesuffix(":grad") if self.ask.port == "grad" else ""
+
+    def receive(self, value: Any, call: RunningCall) -> Any:
+        context: Any = self.context
         self.fired += 1
-        if context is not None and not recomputed and not context.busy():
-            if frame is None:
-                context.ended(self.target.module, value, index)
+        if context is not None and not call.recomputed and not context.busy():
+            if self.target.port == "output":
+                context.ended(self.target.module, value, call.number)
             else:
-                context.began(self.target.module, value, frame)
+                context.began(self.target.module, value, call)
         return KEEP
 
-    def gradient(self, grad: Tensor, index: int, path: Part) -> None:
-        context: Any = self.context()
+    def gradient(self, grad: Tensor, number: int, path: Part) -> None:
+        context: Any = self.context
         self.fired += 1
         if context is not None and not context.busy():
-            context.arrived(self, grad, index, path)
+            context.arrived(self, grad, number, path)
 
 
 class _BackwardPass:
     """One backward: the probes of its gradients, and the calls that it went through."""
 
     def __init__(self) -> None:
-        self.probes: list[tuple[_Tap, Tensor]] = []
+        self.probes: list[tuple[_GuardHandler, Tensor]] = []
         self.calls: dict[Key, KeptCall] = {}
         self.skipped = False  # whether it is left to the scaler
         # The parameters that had a gradient already: which one, and its version.
-        self.before: dict[str, tuple[_Tap, int, int]] = {}
+        self.before: dict[str, tuple[_GuardHandler, int, int]] = {}
 
     def sums(self) -> dict[str, Tensor]:
         """Of those the gradients to which something was added; `autograd.grad` adds nothing."""
         found: dict[str, Tensor] = {}
-        for name, (tap, ident, version) in self.before.items():
-            gradient = _gradient(tap)
+        for name, (handler, ident, version) in self.before.items():
+            gradient = _gradient(handler)
             if gradient is not None and (id(gradient), version_of(gradient)) != (ident, version):
                 found[name] = gradient
         return found
 
 
-class guard(Context[_Tap]):
+class guard(Context):
     """Stop at the first producer of a NaN or an infinity, in the forward or in the backward.
 
     >>> class Normed(nn.Module):
@@ -131,6 +135,8 @@ class guard(Context[_Tap]):
     """
 
     _verb = "guard"
+    # Gradients of parameters need no hooks on modules, which cost, and end torch's fast paths.
+    _anchors = False
     _needs = ("core", "operations", "guards")
 
     def __init__(
@@ -163,24 +169,16 @@ class guard(Context[_Tap]):
             requests += resolve(self._model, ("**:grad",))
         return requests
 
-    def _place(self, target: Target, ref: weakref.ref[Context[Any]], owner: int | None) -> None:
-        tensor = target.tensor() if target.port == "grad" else None
-        if tensor is None or is_lazy(tensor) or is_gathered(target.module):
-            super()._place(target, ref, owner)
-            return
-        # Gradients of parameters need no hooks on modules, which cost, and end torch's fast paths.
-        tap = self._taps[target.key] = self._tap(target, ref)
-        gradients.watch_tensor(tap, tensor)
+    def _ask(self, port: str, **place: Any) -> Ask:
+        return Ask(port, _GuardHandler, replaces=False, **place)
 
-    def _tap(self, target: Target, ref: weakref.ref[Context[Any]]) -> _Tap:
-        tap = _Tap(target, ref)
-        if target.port == "grad":
-            tap.name = str(target.place).removesuffix(":grad")
-        return tap
+    @property
+    def _handlers(self) -> list[_GuardHandler]:
+        return [*self._tracer.handlers.values()]
 
     def _start(self, attached: bool) -> None:
         self._called = (self._model, *self._entries())
-        self._running: dict[int, list[tuple[Frame, KeptCall]]] = {}
+        self._running: dict[int, list[tuple[RunningCall, KeptCall]]] = {}
         self._later: list[Tensor] = []  # parameters that have come since
         # A call is kept by a hook on its output's graph: as long as a backward may come.
         self._calls: WeakValueDictionary[Key, KeptCall] = WeakValueDictionary()
@@ -197,8 +195,8 @@ class guard(Context[_Tap]):
         super()._start(attached)
         self._find_parts()
         self._first = {id(p): p for p in self._model.parameters()}
-        target = self._requests[1].targets[0]  # of the inputs
-        self._input_tap = _Tap(target, weakref.ref(self))
+        inputs = self._ask("inputs")  # whose gradients are watched, too
+        self._input_handler = self._tracer.handler(id(self._model), inputs)
         self._watched: dict[int, weakref.ref[Tensor]] = {}
         if self.careful or is_spread(self._model):
             self._look_closely()
@@ -217,12 +215,12 @@ class guard(Context[_Tap]):
         self.careful = True
         if self._modules is None and self._open:
             self._modules = ModuleHooks(self._model, None, self._left)
-            self._modules._enter(attached=False)
+            self._modules.__enter__()
 
     def _stop(self) -> None:
         super()._stop()
         if self._modules is not None:
-            self._modules._leave()
+            self._modules.__exit__(None, None, None)
             self._modules = None
         for kept in self._looked:
             kept.close()
@@ -233,9 +231,7 @@ class guard(Context[_Tap]):
 
     def _verify(self) -> None:
         self._check_pending()
-        target = self._requests[0].targets[0]
-        if not self._taps[target.key].fired:
-            raise self._never_fired(self._requests[0], target)
+        self._verify_request(self._requests[0], self._asked[0])
 
     def __repr__(self) -> str:
         state = "attached" if self._attached else "open" if self._open else "closed"
@@ -253,10 +249,10 @@ class guard(Context[_Tap]):
 
     # -- forward --------------------------------------------------------------------------------
 
-    def began(self, module: nn.Module, inputs: Any, frame: Frame) -> None:
+    def began(self, module: nn.Module, inputs: Any, call: RunningCall) -> None:
         """A call of the model begins, or of a module in it that is called by itself."""
         running = self._running.setdefault(threading.get_ident(), [])
-        running[:] = [(f, kept) for f, kept in running if not _is_over(f)]
+        running[:] = [(one, kept) for one, kept in running if not _is_over(one)]
         if running and running[-1][1].called is not module:  # a part of that call
             return
         self._check_pending()  # of a call without a backward
@@ -264,9 +260,9 @@ class guard(Context[_Tap]):
             self._passes.clear()  # of backwards that raised
         if self._parts[id(module)].are_exchanged():
             self._find_more()
-        kept = KeptCall(self._parts[id(module)], inputs, frame.positional)
-        kept.line = line_of(frame.running)
-        running.append((frame, kept))
+        kept = KeptCall(self._parts[id(module)], inputs, call.positional)
+        kept.line = line_of(call.frame)
+        running.append((call, kept))
         if self._modules is not None:
             self._modules.trace = kept.trace = ForwardTrace(
                 kept.parts, self._ignored, operations=False
@@ -276,19 +272,19 @@ class guard(Context[_Tap]):
 
     def _watch_more(self, inputs: Any) -> None:
         """Watch inputs that require grad, and parameters that do so since this was entered."""
-        for tap in self._taps.values():
-            if tap.name and tap.reasons:  # it did not require grad
-                tensor = tap.target.tensor()
+        for handler in self._handlers:
+            if handler.name and handler.reasons:  # it did not require grad
+                tensor = handler.target.tensor()
                 if tensor is not None and tensor.requires_grad:
-                    tap.reasons = {}
-                    gradients.watch_tensor(tap, tensor)
+                    handler.reasons = {}
+                    gradients.watch_tensor(handler, tensor)
         for tensor in (*self._later, *(tensor for _, tensor in leaves(inputs))):
             known = self._watched.get(id(tensor))
             if tensor.requires_grad and (known is None or known() is not tensor):
                 if len(self._watched) > _RECENT:
                     self._watched = {i: r for i, r in self._watched.items() if r() is not None}
                 self._watched[id(tensor)] = weakref.ref(tensor)
-                gradients.watch_tensor(self._input_tap, tensor)
+                gradients.watch_tensor(self._input_handler, tensor)
 
     def ended(self, module: nn.Module, output: Any, index: int) -> None:
         """A call of the model ends, or of a module in it that is called by itself."""
@@ -299,10 +295,11 @@ class guard(Context[_Tap]):
         kept.number = self._step = index
         kept.learn()
         found = leaves(output)
+        self._tracer.tensor_hooks.prune()
         graphs = [t for _, t in found if t.requires_grad and t.grad_fn is not None]
         for tensor in graphs:
             self._calls[id(module), index] = kept
-            self.handles().put(tensor, CallHolder(kept))
+            self._tracer.tensor_hooks.put(tensor, CallHolder(kept))
         if kept.trace is not None:
             self._ended = kept
             return  # it is looked at when the trace knows that the call has ended
@@ -380,7 +377,7 @@ class guard(Context[_Tap]):
 
     # -- backward -------------------------------------------------------------------------------
 
-    def arrived(self, tap: _Tap, gradient: Tensor, index: int, path: Part) -> None:
+    def arrived(self, handler: _GuardHandler, gradient: Tensor, index: int, path: Part) -> None:
         """A gradient arrives, of a parameter, of an input, or of an output of the model."""
         task = backward_id()
         if task not in self._passes:
@@ -388,20 +385,20 @@ class guard(Context[_Tap]):
             # Again from there, so that it comes after those of others: DDP has work to end.
             at_backward_end(lambda: at_backward_end(lambda: self._backward_ended(task)))
         found = self._passes[task]
-        if tap.target.port == "grad_output":
-            key = tap.target.ident, index
+        if handler.target.port == "grad_output":
+            key = handler.target.ident, index
             kept = self._calls.get(key)
             if kept is not None:
                 found.calls[key] = kept
                 kept.gradients[path] = (gradient, version_of(gradient))
         else:
-            there = _gradient(tap) if tap.name else None
+            there = _gradient(handler) if handler.name else None
             if there is not None:
-                found.before[tap.name] = tap, id(there), version_of(there)
+                found.before[handler.name] = handler, id(there), version_of(there)
             # The gradient itself is not kept, or torch would have to copy it.
             one = finite_probe(gradient, exact=there is not None)
             if one is not None:
-                found.probes.append((tap, one))
+                found.probes.append((handler, one))
 
     def _backward_ended(self, task: int) -> None:
         found = self._passes.pop(task, None)
@@ -420,8 +417,8 @@ class guard(Context[_Tap]):
             if not all_finite([*probes, *added]):
                 if not all_finite(probes):
                     self._backward_failed(found)
-                    bad = {tap for tap, one in found.probes if not one.isfinite()}
-                    self._let |= {tap.name for tap in bad if is_bad(_gradient(tap))}
+                    bad = {handler for handler, one in found.probes if not one.isfinite()}
+                    self._let |= {handler.name for handler in bad if is_bad(_gradient(handler))}
                 self._sum_failed(sums)
             for outer in self._passes.values():
                 outer.skipped |= found.skipped
@@ -435,12 +432,12 @@ class guard(Context[_Tap]):
                         self._looked.remove(kept)
 
     def _backward_failed(self, found: _BackwardPass) -> None:
-        flagged = {tap.name for tap, one in found.probes if not one.isfinite()} - {""}
-        taps = [tap for tap in self._taps.values() if tap.name in flagged]
-        known = {tap.name: _gradient(tap) for tap in taps}
+        flagged = {handler.name for handler, one in found.probes if not one.isfinite()} - {""}
+        handlers = [handler for handler in self._handlers if handler.name in flagged]
+        known = {handler.name: _gradient(handler) for handler in handlers}
         bad = [(n, g) for n, g in known.items() if g is not None and is_bad(g)]
         alone = flagged & found.before.keys() - found.sums().keys()
-        sure = any(tap.name in alone and not _is_hooked(tap) for tap in taps)
+        sure = any(handler.name in alone and not _is_hooked(handler) for handler in handlers)
         if known and not bad and not sure and all(g is not None for g in known.values()):
             return  # sums that have overflowed
         seen: Labelled = [(f"the gradient of {n!r}", TensorDescription.of(g)) for n, g in bad]
@@ -449,7 +446,7 @@ class guard(Context[_Tap]):
         given = [(kept, bad_gradients(kept)) for kept in calls]
         scale = self._scale()
         clean = [kept for kept, wrong in given if not wrong]
-        hooked = {n: g for n, g in bad if any(_is_hooked(t) for t in taps if t.name == n)}
+        hooked = {n: g for n, g in bad if any(_is_hooked(t) for t in handlers if t.name == n)}
         doubts = self._teller.search_backward(clean, hooked, seen, scale)
         if doubts is None or scale > 1:
             found.skipped = scale > 1
@@ -489,16 +486,17 @@ class guard(Context[_Tap]):
         return scale_of(self._scaler) or 1.0
 
 
-def _gradient(tap: Tap) -> Tensor | None:
-    tensor = tap.target.tensor()
+def _gradient(handler: Handler) -> Tensor | None:
+    tensor = handler.target.tensor()
     return tensor.grad if tensor is not None and tensor.is_leaf else None
 
 
-def _is_hooked(tap: Tap) -> bool:
+def _is_hooked(handler: Handler) -> bool:
     """Whether a parameter has a hook that is none of ours."""
-    tensor = tap.target.tensor()
+    tensor = handler.target.tensor()
     hooks: dict[int, Any] = {} if tensor is None else backward_hooks_of(tensor) or {}
-    return any(not isinstance(getattr(h, "__self__", None), arms.Arm) for h in hooks.values())
+    owners = [getattr(hook, "__self__", None) for hook in hooks.values()]
+    return any(not isinstance(owner, GradientHook) for owner in owners)
 
 
 def _must_be_waited_for(probes: list[Tensor]) -> bool:
@@ -506,5 +504,5 @@ def _must_be_waited_for(probes: list[Tensor]) -> bool:
     return not all(one.is_cpu for one in probes)
 
 
-def _is_over(frame: Frame) -> bool:
-    return frame.running is None or is_over(frame.running)
+def _is_over(call: RunningCall) -> bool:
+    return call.frame is None or is_over(call.frame)

@@ -18,7 +18,7 @@ from hookline.values.nested import Path, leaves, map_leaves
 from hookline.values.snapshots import snapshot
 
 if TYPE_CHECKING:
-    from hookline.guards.forward_trace import RunningCall
+    from hookline.guards.forward_trace import TracedCall
 
 __all__ = ["ProducerSample", "RunSettings", "kept_value"]
 
@@ -61,7 +61,7 @@ class ProducerSample:
         self.gradients: dict[Path, Tensor] = {}  # of what was made
         self.module_gradients: dict[Path, Tensor] = {}
 
-    def of(self, running: RunningCall) -> None:
+    def of(self, running: TracedCall) -> None:
         """Keep what is known of a running call."""
         self.inputs, self.positional = running.inputs, running.positional
         self.path, self.module = running.path, running.module

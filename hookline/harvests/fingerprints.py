@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hookline.edits.editing import EditFunction, edit
+from hookline.edits.editing import EditFunction, edit, handlers_of
 from hookline.edits.ready_slices import heads
 from hookline.engine.attaching import attached
 from hookline.engine.offloading import data_of
@@ -145,14 +145,14 @@ def live_edits(model: nn.Module) -> list[str]:
     """
     found: list[str] = []
     for one in (one for one in attached(model) if isinstance(one, edit)):
-        for tap in one._taps.values():
-            how = digest((stable_text(tap.at), tap.chosen.shown if tap.chosen else ""))
-            for change in tap.changes:
+        for handler in handlers_of(one):
+            calls = handler.ask.calls
+            how = digest((stable_text(handler.at), calls.shown if calls else ""))
+            for change in handler.changes:
                 what = type(change).__name__
                 if isinstance(change, EditFunction):
                     what = f"{stable_text(change.function)} {bound_content(change.function)}"
-                place = str(one.place_of(tap.target))
-                found.append(f"{place!r} {what} {digest(change, how):08x}")
+                found.append(f"{str(handler.place)!r} {what} {digest(change, how):08x}")
     return found
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from hookline.captures.capturing import capture
 from hookline.captures.record import Record
 from hookline.edits.ready_slices import last_token
-from hookline.engine.hooking import settled
+from hookline.engine.context import settled
 from hookline.errors import HarvestError, warn_outside
 from hookline.harvests.harvest_checks import (
     places_in,

@@ -16,7 +16,7 @@ from typing import Any, cast
 
 from torch import nn
 
-from hookline.engine.handlers import Frame
+from hookline.engine.calls import RunningCall
 from hookline.errors import NotHookable
 from hookline.guards.guarding import guard
 from hookline.integrations.optional_libraries import load
@@ -132,11 +132,11 @@ class _Guard(guard):
     def _entries(self) -> list[nn.Module]:
         return _callable(self._model)
 
-    def began(self, module: nn.Module, inputs: Any, frame: Frame) -> None:
+    def began(self, module: nn.Module, inputs: Any, call: RunningCall) -> None:
         # A strategy such as DDP's calls the LightningModule with a function in place of its
         # forward, which calls the step.
         if inspect.ismethod(module.forward):
-            super().began(module, inputs, frame)
+            super().began(module, inputs, call)
 
 
 def _callable(module: nn.Module) -> list[nn.Module]:

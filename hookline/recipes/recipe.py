@@ -16,12 +16,11 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from hookline.edits.changes import Chain, Change, replace
-from hookline.edits.editing import EditTap, as_change, edit
+from hookline.edits.editing import as_change, edit
 from hookline.engine.call_choice import Which, as_calls
-from hookline.engine.handlers import Frame
 from hookline.engine.lifecycle import Entering
 from hookline.errors import HooklineError, RecipeError
-from hookline.places.resolution import Target, Where
+from hookline.places.resolution import Where
 from hookline.recipes.json_format import Reader, Writer
 from hookline.storage import json_safetensors
 from hookline.values.tables import as_html, as_text, describe
@@ -238,40 +237,21 @@ def _show(value: Any) -> str:
 # -- on a model -----------------------------------------------------------------------------------
 
 
-class _EntryTap(EditTap):
-    """An edit's tap that says which entry of the recipe it serves when a change does not fit."""
-
-    note = ""
-
-    def receive(self, value: Any, index: int, recomputed: bool, frame: Frame | None) -> Any:
-        try:
-            return super().receive(value, index, recomputed, frame)
-        except Exception as error:
-            error.add_note(self.note)
-            raise
-
-
 class _EntryEdit(edit):
-    """The edit of one entry."""
+    """The edit of one entry; its errors tell which entry it is."""
 
     _verb = "recipe"
     owner: Any = None  # the model keeps this alive, and this the whole
 
     def __init__(self, model: Any, entry: _Entry, note: str) -> None:
-        self.note = note
+        self._note = note
         super().__init__(model, entry.where, entry.change, at=entry.at, calls=entry.calls)
-
-    def _tap(self, target: Target, ref: Any) -> EditTap:
-        made = super()._tap(target, ref)
-        tap = _EntryTap(made.target, ref, made.changes, made.at, made.chosen)
-        tap.note = self.note
-        return tap
 
     def _verify(self) -> None:
         try:
             super()._verify()
         except HooklineError as error:
-            error.add_note(self.note)
+            error.add_note(self._note)
             raise
 
 

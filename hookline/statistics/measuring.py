@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from hookline.captures.capturing import capture
-from hookline.engine.handlers import Call
-from hookline.engine.hooking import first_names, hook, named_place, settled
+from hookline.engine.calls import Call, key_of
+from hookline.engine.context import first_names, named_place, settled
+from hookline.engine.hooking import hook
 from hookline.engine.lifecycle import Entering
 from hookline.engine.slices import Misfit, take
 from hookline.errors import NeverFired, NotCaptured, NotHookable, StatisticsError, warn_outside
@@ -254,7 +255,7 @@ class _Measuring(Entering):
         if place not in self.found.statistics:
             self.found.statistics[place] = {k: one.fresh() for k, one in self._kinds.items()}
             self.found.calls[place] = 0
-            self._silent.pop(call._tap.target.key, None)
+            self._silent.pop(key_of(call), None)
             warn_of_images(place, tensor, self._kinds)
         mask = self.batch_mask if self._mask is None else self._mask
         mask = mask if self._named is None else self._named.at(place)

@@ -11,10 +11,10 @@ from typing import Any
 
 from torch import Tensor
 
+from hookline.engine.asks import Ask
 from hookline.engine.gradients import NO_GRAD, NO_TENSOR, NONE_CAME
-from hookline.engine.hooking import Context, HookTap, hook
+from hookline.engine.hooking import HookHandler, hook
 from hookline.errors import warn_outside
-from hookline.places.resolution import Target
 from hookline.torch_private import at_backward_end, backward_id
 from hookline.values.nested import Path
 from hookline.values.snapshots import gradient_snapshot
@@ -24,51 +24,48 @@ __all__ = ["ValueObserver"]
 _HARMLESS = (NO_GRAD[0], NO_TENSOR[0], NONE_CAME[0])  # reasons of calls that have no gradient
 
 
-class _GradientTap(HookTap):
-    """Hands on the gradients at a target; what cannot be told apart is told once."""
+class _GradientHandler(HookHandler):
+    """Hands on the gradients at a place; a gradient that cannot be told apart is warned of once."""
 
-    # A hook puts an identity before an input: a model may compute something else with it.
-    replaces = False
-    told = False
-
-    def __init__(self, target: Target, ref: Any, function: Any, wants_call: bool) -> None:
-        super().__init__(target, ref, function, wants_call)
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.told = False
         # Of inputs: what has come of each, by backward, call and path.
         self.shares: dict[tuple[int, int, Path], Tensor] = {}
 
-    def gradient(self, grad: Tensor, index: int, path: Path) -> None:
+    def gradient(self, grad: Tensor, number: int, path: Path) -> None:
         if self.target.port == "grad_output":
-            super().gradient(grad, index, path)
+            super().gradient(grad, number, path)
             return
         # The shares of an input come one by one, as the module has used it.
         task = backward_id()
         if not any(key[0] == task for key in self.shares):
             at_backward_end(partial(_end, weakref.ref(self), task))
-        key = task, index, path
+        key = task, number, path
         held = self.shares.get(key)
         self.shares[key] = gradient_snapshot(grad) if held is None else held + grad
 
     def end(self, task: int) -> None:
-        """A backward has ended: the shares of its gradients are complete."""
+        """Hand on what was summed, as a backward has ended."""
         for key in [key for key in self.shares if key[0] == task]:
             super().gradient(self.shares.pop(key), key[1], key[2])
 
-    def explain(self, index: int, reason: str, remedy: str = "", path: Path = ()) -> None:
-        super().explain(index, reason, remedy, path)
+    def explain(self, number: int, reason: str, remedy: str = "", path: Path = ()) -> None:
+        super().explain(number, reason, remedy, path)
         if reason not in _HARMLESS and not self.told:
             self.told = True
             place = str(self.place)
             warn_outside(f"A gradient at {place!r} cannot be measured: {reason} {remedy}")
 
-    def remember(self, entries: Any, index: int, entry: Any) -> None:
-        super().remember(entries, index, entry)
+    def remember(self, entries: Any, number: int, entry: Any) -> None:
+        super().remember(entries, number, entry)
         if len(entries) > 64:  # as for an edit: there may be any number of calls
             del entries[next(iter(entries))]
 
 
-def _end(tap: weakref.ref[_GradientTap], task: int) -> None:
-    """End a backward at a tap if that is still there: hooks keep nothing alive."""
-    found = tap()
+def _end(handler: weakref.ref[_GradientHandler], task: int) -> None:
+    """End a backward at a handler that is still there: hooks keep nothing alive."""
+    found = handler()
     if found is not None:
         found.end(task)
 
@@ -78,18 +75,21 @@ class ValueObserver(hook):
 
     _verb = "measure"
 
-    def _tap(self, target: Target, ref: weakref.ref[Context[Any]]) -> HookTap:
-        if target.port.startswith("grad_"):
-            return _GradientTap(target, ref, self._function, self._wants_call)
-        return super()._tap(target, ref)
+    def _ask(self, port: str, **place: Any) -> Ask:
+        if not port.startswith("grad_"):
+            return super()._ask(port, **place)
+        # A hook puts an identity before an input: a model may compute something else with it.
+        make = partial(_GradientHandler, self._function, self._wants_call)
+        return Ask(port, make, replaces=False, **place)
 
     @property
     def told(self) -> set[Any]:
-        """The keys of the targets of which a warning has said why something is not measured."""
-        taps = self._taps.items()
-        return {key for key, tap in taps if isinstance(tap, _GradientTap) and tap.told}
+        """The keys of the targets at which a warning has told why something is not measured."""
+        handlers = self._tracer.handlers.values()
+        told = [one for one in handlers if isinstance(one, _GradientHandler) and one.told]
+        return {handler.target.key for handler in told}
 
     def _stop(self) -> None:
         super()._stop()
-        for tap in self._taps.values():
-            tap.lost()
+        for handler in [*self._tracer.handlers.values()] if self._tracer is not None else ():
+            handler.explain_lost()

@@ -13,8 +13,8 @@ from typing import Any, NoReturn, cast
 
 from torch import Tensor, nn
 
-from hookline.captures.entries import Entries, Numbered, Values
-from hookline.captures.keeping import PLAIN, CaptureTap
+from hookline.captures.entries import Entries, Values
+from hookline.captures.keeping import PLAIN, CaptureAsk, CaptureHandler
 from hookline.captures.record import Record
 from hookline.engine.call_choice import as_calls
 from hookline.errors import NotCaptured, RecordError
@@ -86,14 +86,14 @@ def load_record(folder: str | Path) -> Record:
     """Read what `save_record` wrote, as a record without a model. Nothing in it is run."""
     content, tensors = json_safetensors.read(folder, _KIND, RecordError)
     try:
-        taps = [_tap(entry, tensors) for entry in _list(content.get("places"))]
-        taps += [_tap(entry, tensors) for entry in _list(content.get("unfired"))]
+        held = [_handler(entry, tensors) for entry in _list(content.get("places"))]
+        held += [_handler(entry, tensors) for entry in _list(content.get("unfired"))]
     except RecursionError:
         problem = "it is nested too deeply"
     except _Malformed as error:
         problem = str(error)
     else:
-        return Record(taps, None)
+        return Record(None, None, held)
     raise RecordError(
         f"A record was to be read from {str(folder)!r}.",
         f"record.json is not as a record is written: {problem}.",
@@ -105,8 +105,8 @@ class _Malformed(Exception):
     """What stands in the file is not what was written."""
 
 
-class _SavedTap(CaptureTap):
-    """What was kept at one place, without the module and its capture."""
+class _SavedHandler(CaptureHandler):
+    """What was captured at one place, without the module and its capture."""
 
     saved_slicing: tuple[str | None, bool] = (None, False)
 
@@ -114,8 +114,8 @@ class _SavedTap(CaptureTap):
     def slicing(self) -> tuple[str | None, bool]:
         return self.saved_slicing
 
-    def gathered(self) -> Entries:
-        return Values(self.kept) if self.chosen is None else Numbered(self.kept, self.numbers)
+    def entries(self) -> Entries:
+        return Values(self.values)
 
 
 # -- writing --------------------------------------------------------------------------------------
@@ -131,7 +131,7 @@ def _address(place: Place) -> dict[str, Any]:
 
 
 def _slicing(record: Record, place: Place) -> dict[str, Any]:
-    at, transformed = record._slicing(place)
+    at, transformed = record.slicing(place)
     return ({} if at is None else {"at": at}) | ({"transformed": True} if transformed else {})
 
 
@@ -190,7 +190,7 @@ def _refuse(problem: str) -> NoReturn:
     raise _Malformed(problem)
 
 
-def _tap(entry: Any, tensors: dict[str, Tensor]) -> CaptureTap:
+def _handler(entry: Any, tensors: dict[str, Tensor]) -> CaptureHandler:
     if not isinstance(entry, dict):
         _refuse("an entry is no object")
     entry = cast("dict[str, Any]", entry)
@@ -201,28 +201,24 @@ def _tap(entry: Any, tensors: dict[str, Tensor]) -> CaptureTap:
     if not plain or port not in _PORTS or any(type(part) not in (int, str) for part in parts):
         _refuse("an entry is no place")
     target = Target(_NOWHERE, cast(str, path), cast(str, port), tuple(parts), None, operation)
-    tap = _SavedTap(target, cast(Any, lambda: None), PLAIN)  # its capture is over
     at = entry.get("at")
     if not isinstance(at, (str, type(None))):
         _refuse("a slice is no text")
-    tap.saved_slicing = (at, bool(entry.get("transformed")))
-    if "why" in entry:
-        tap.explain(0, str(entry["why"]))
     calls = _list(entry.get("calls", []))
     numbers = _numbers(entry.get("numbers", list(range(len(calls)))), len(calls))
-    held: list[int] = []
+    meant = as_calls(numbers) if numbers and "numbers" in entry else None
+    ask = CaptureAsk(cast(str, port), PLAIN, calls=meant)
+    handler = _SavedHandler(target, cast(Any, lambda: None), ask)  # its capture is over
+    handler.saved_slicing = (at, bool(entry.get("transformed")))
+    if "why" in entry:
+        handler.explain(0, str(entry["why"]))
     for n, value in zip(numbers, calls, strict=True):
         why = cast("dict[str, Any]", value).get("missing") if isinstance(value, dict) else None
         if isinstance(why, str):
-            tap.explain(n, why)
-            continue
-        absent = value is None and port.startswith("grad")
-        tap.kept.append(cast(Any, None) if absent else (_read(value, tensors), None))
-        held.append(n)
-    if numbers and "numbers" in entry:
-        tap.choose(as_calls(numbers))
-        tap.numbers = held
-    return tap
+            handler.explain(n, why)
+        absent = isinstance(why, str) or (value is None and cast(str, port).startswith("grad"))
+        handler.values.append((n, None if absent else (_read(value, tensors), None)))
+    return handler
 
 
 def _numbers(found: Any, count: int) -> list[int]:

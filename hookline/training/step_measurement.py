@@ -20,8 +20,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from hookline.engine.handlers import KEEP, Frame, Tap
-from hookline.engine.hooking import Context, first_names
+from hookline.engine.asks import Ask
+from hookline.engine.calls import RunningCall
+from hookline.engine.context import Context, first_names
+from hookline.engine.handlers import KEEP, Handler
 from hookline.errors import PlaceError
 from hookline.places.resolution import Place, Request, Target, Where, resolve
 from hookline.places.tree import join
@@ -169,35 +171,34 @@ def _first(value: Any) -> Tensor | None:
     return next((tensor for _, tensor in leaves(value) if tensor.is_floating_point()), None)
 
 
-class _MeasuringTap(Tap):
+class _MeasuringHandler(Handler):
     """Measures the outputs of one module, or their gradients."""
 
-    replaces = False
     wanted: Any = ()  # of a nested output: where the tensor stands whose gradient is measured
 
-    def receive(self, value: Any, index: int, recomputed: bool, frame: Frame | None) -> Any:
-        looking = cast("StepMeasurement | None", self.context())
-        tensor = None if recomputed else _first(value)
+    def receive(self, value: Any, call: RunningCall) -> Any:
+        looking = cast("StepMeasurement | None", self.context)
+        tensor = None if call.recomputed else _first(value)
         if looking is not None and tensor is not None:
             looking.take_output(self.target, tensor)
         return KEEP
 
-    def expect(self, value: Any, index: int, tensors: Any) -> None:
-        looking, tensor = cast("StepMeasurement | None", self.context()), _first(value)
+    def expect(self, value: Any, number: int, tensors: Any) -> None:
+        looking, tensor = cast("StepMeasurement | None", self.context), _first(value)
         if looking is not None and tensor is not None:
-            looking.find_units(self.target, index, tensor)
+            looking.find_units(self.target, number, tensor)
         if not isinstance(value, Tensor):
             found = (path for path, tensor in leaves(value) if tensor.is_floating_point())
             self.wanted = next(found, None)
 
-    def gradient(self, grad: Tensor, index: int, path: Any) -> Tensor | None:
-        looking = cast("StepMeasurement | None", self.context())
+    def gradient(self, grad: Tensor, number: int, path: Any) -> Tensor | None:
+        looking = cast("StepMeasurement | None", self.context)
         if looking is not None and path == self.wanted:
-            looking.take_gradient(self.target, index, grad)
+            looking.take_gradient(self.target, number, grad)
         return None
 
 
-class StepMeasurement(Context[_MeasuringTap]):
+class StepMeasurement(Context):
     """Everything that is measured in one step: attach it when the step begins.
 
     `counts` says whether a forward belongs to the training, `scale` by what the loss was
@@ -241,8 +242,8 @@ class StepMeasurement(Context[_MeasuringTap]):
         request.targets = self.plan.targets
         return [request]
 
-    def _tap(self, target: Target, ref: weakref.ref[Context[Any]]) -> _MeasuringTap:
-        return _MeasuringTap(target, ref)
+    def _ask(self, port: str, **place: Any) -> Ask:
+        return Ask(port, _MeasuringHandler, replaces=False, **place)
 
     def _start(self, attached: bool) -> None:
         if self.plan.targets:

@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hookline.engine.attaching import Anchored
-from hookline.engine.hooking import settled
+from hookline.engine.context import settled
 from hookline.errors import PlaceError, RunError, warn_outside
 from hookline.places.resolution import Where
 from hookline.places.tree import unwrapped

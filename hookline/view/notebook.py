@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from hookline.attention_patterns.patterns import Patterns
-from hookline.captures.record import Record
+from hookline.captures.record import Record, first_value
 from hookline.edits.changes import Chain
 from hookline.errors import HooklineError
 from hookline.recipes.recipe import Recipe
@@ -142,8 +142,7 @@ def _of_record(record: Record, names: Sequence[str]) -> Found:
     tensors: dict[str, Tensor] = {}
     for place in record.places()[: len(names)]:
         try:
-            tap, _ = record._find(place)
-            value = record._read(tap, tap.entries()[0], (), 0)
+            value = first_value(record, place)
         except HooklineError:
             continue  # the text beside it, or reading it, says why
         for path, tensor in leaves(value):

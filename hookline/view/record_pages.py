@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from hookline.captures.record import Record
+from hookline.captures.record import Record, captured, model_of
 from hookline.costs.summarizing import summarize
 from hookline.costs.summary import Summary
 from hookline.errors import HooklineError
@@ -44,8 +44,7 @@ _CALLS = 12  # calls of a place that are shown
 
 def page_of_record(record: Record, model: nn.Module | None = None, budget: int = BUDGET) -> Page:
     """The page of what a capture has kept."""
-    if model is None and record._model is not None:
-        model = record._model()
+    model = model_of(record) if model is None else model
     summary = None if model is None else summarize(model)
     outline = PageTree(summary)
     places = record.places()
@@ -54,7 +53,7 @@ def page_of_record(record: Record, model: nn.Module | None = None, budget: int =
     add_record(outline, chunks, record, share(budget, len(places) * 2), notes)
     facts = [
         ["places", f"{len(places):,}"],
-        ["values", f"{sum(len(tap.entries()) for tap in record._taps):,}"],
+        ["values", f"{sum(len(one.all_kept()) for one in captured(record)):,}"],
         ["captured", show_bytes(record.nbytes)],
     ]
     if summary is not None:

@@ -14,7 +14,7 @@ from torch import nn
 
 from hookline.compat.nethook.module_names import get_module, place
 from hookline.compat.nethook.optional_arguments import Invocation
-from hookline.engine.handlers import Call
+from hookline.engine.calls import Call
 from hookline.engine.hooking import hook
 
 __all__ = ["Callbacks"]

@@ -20,7 +20,7 @@ from hookline.compat.nethook.optional_arguments import Invocation
 from hookline.compat.nethook.retained_values import LastValue, RetainedValues, UnreadWarning
 from hookline.compat.nethook.subsequences import subsequence
 from hookline.edits.ready_changes import add, blend
-from hookline.engine.handlers import Call
+from hookline.engine.calls import Call
 from hookline.engine.hooking import hook
 from hookline.errors import ChangeError, NotCaptured, PlaceError
 from hookline.places.resolution import Place

@@ -13,7 +13,7 @@ import torch
 
 from hookline.compat.nethook.optional_arguments import Invocation
 from hookline.compat.nethook.retained_values import LastValue, UnreadWarning, with_gradient
-from hookline.engine.handlers import Call
+from hookline.engine.calls import Call
 from hookline.errors import NotCaptured
 from hookline.values.snapshots import duplicate, snapshot
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar, cast
 from torch import nn
 
 import hookline as hl
+from hookline.captures.record import captured
 from hookline.torch_private import submodules_of
 
 if TYPE_CHECKING:
@@ -49,8 +50,7 @@ class _Values(MutableMapping[str, T]):
 
     def __init__(self, layers: Mapping[str, nn.Module], record: hl.Record) -> None:
         super().__init__()
-        taps = {tap.target.ident: tap for tap in record._taps}
-        self._taps = {name: taps[id(layer)] for name, layer in layers.items() if id(layer) in taps}
+        self._layers = layers
         self._record = record
         self._given = list(layers)
         self._seen: dict[str, Any] = {}  # of each layer, the last value that was noticed
@@ -58,11 +58,13 @@ class _Values(MutableMapping[str, T]):
 
     def _notice(self, names: Iterable[Any]) -> None:
         """See which layers have run since."""
+        held = {handler.target.ident: handler for handler in captured(self._record)}
         for name in names:
-            tap = self._taps.get(name)
+            handler = held.get(id(self._layers.get(name)))
             # What is kept of a call is a tuple of its own, also if the value is the same.
-            if tap is not None and tap.kept and tap.kept[-1] is not self._seen.get(name):
-                self._seen[name] = tap.kept[-1]
+            last = handler.values[-1] if handler and handler.values else None
+            if last is not None and last is not self._seen.get(name):
+                self._seen[name] = last
                 self._values[name] = _IN_RECORD
 
     def __getitem__(self, name: str) -> T:
@@ -78,7 +80,7 @@ class _Values(MutableMapping[str, T]):
         if value is not _IN_RECORD:
             return value
         try:
-            return self._record[self._taps[name].target.place]
+            return self._record[self._layers[name]]
         except hl.ValueChanged as error:
             remedy = "Read it before that, or use hookline.capture(model, place, detach=True)."
             raise hl.ValueChanged(error.asked, error.found, remedy) from None
@@ -105,7 +107,7 @@ class _Values(MutableMapping[str, T]):
         return len(self.keys())
 
     def keys(self) -> dict_keys[str, T]:
-        self._notice(self._taps)
+        self._notice(self._layers)
         ordered = {name: self._values[name] for name in self._given if name in self._values}
         self._values = ordered | self._values
         return self._values.keys()

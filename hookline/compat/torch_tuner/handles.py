@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
-from hookline.engine.hooking import Context
+from hookline.engine.context import Context
 
 __all__ = ["FBH", "FBPH", "FH", "FPH", "Handle", "Kind"]
 
@@ -51,10 +51,10 @@ class Handle:
 
     def __init__(self, kind: Kind) -> None:
         self._kind = kind
-        self._contexts: list[Context[Any]] = []
+        self._contexts: list[Context] = []
         self._live = False
 
-    def _attach(self, contexts: Iterable[Context[Any]]) -> None:
+    def _attach(self, contexts: Iterable[Context]) -> None:
         """Enter contexts, all or none of them, each as soon as it is made."""
         self._live, self._contexts = True, []
         try:

@@ -5,16 +5,16 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 from torch import Tensor, nn
 
 from hookline.compat.torch_tuner.saved_values import Value, first_argument, settled, suffix
+from hookline.engine.asks import Ask
+from hookline.engine.context import Context
 from hookline.engine.gradients import NO_GRAD, NO_TENSOR, NONE_CAME
-from hookline.engine.handlers import Tap
-from hookline.engine.hooking import Context
+from hookline.engine.handlers import Handler
 from hookline.errors import warn_outside
 from hookline.places.resolution import Target, Where
 from hookline.torch_private import at_backward_end, backward_id
@@ -23,33 +23,26 @@ from hookline.values.nested import Path
 __all__ = ["Gradients"]
 
 
-class _GradientTap(Tap):
+class _GradientHandler(Handler):
     """Hands on the gradients of a value as they arrive, each with its path, and changes none."""
 
     separates = True
 
-    def __init__(self, target: Target, context: weakref.ref[Any]) -> None:
-        super().__init__(target, context)
-        # An identity behind an output tells its gradient from those of other uses. Before an input
-        # it would be in the way of modules that change it in place; there the graph is enough,
-        # unless one tensor is passed for several arguments.
-        self.replaces = target.port == "grad_output"
-
-    def gradient(self, grad: Tensor, index: int, path: Path) -> None:
-        context = cast("Gradients | None", self.context())
+    def gradient(self, grad: Tensor, number: int, path: Path) -> None:
+        context = cast("Gradients | None", self.context)
         if context is not None:
-            context.take(self.target, settled(grad), index, path)
+            context.take(self.target, settled(grad), number, path)
 
-    def explain(self, index: int, reason: str, remedy: str = "", path: Path = ()) -> None:
+    def explain(self, number: int, reason: str, remedy: str = "", path: Path = ()) -> None:
         # Reasons are also how a checkpointed call, which first runs without gradients, is known to
         # need watching when it is recomputed.
-        super().explain(index, reason, remedy, path)
+        super().explain(number, reason, remedy, path)
         self.reasons = dict(list(self.reasons.items())[-64:])  # it may be attached for ever
         if reason not in (NO_GRAD[0], NO_TENSOR[0], NONE_CAME[0]):
             warn_outside(f"The gradient at {str(self.place)!r} cannot be saved: {reason} {remedy}")
 
 
-class Gradients(Context[_GradientTap]):
+class Gradients(Context):
     """Looks at the gradients of a layer; hands on those of each call when the backward is over."""
 
     _verb = "look"
@@ -61,8 +54,11 @@ class Gradients(Context[_GradientTap]):
         self._save = save
         self._arrived: dict[int, dict[int, dict[tuple[str, str], Tensor]]] = {}
 
-    def _tap(self, target: Target, ref: weakref.ref[Any]) -> _GradientTap:
-        return _GradientTap(target, ref)
+    def _ask(self, port: str, **place: Any) -> Ask:
+        # An identity behind an output tells its gradient from those of other uses. Before an input
+        # it would be in the way of modules that change it in place; there the graph is enough,
+        # unless one tensor is passed for several arguments.
+        return Ask(port, _GradientHandler, replaces=port == "grad_output", **place)
 
     def take(self, target: Target, grad: Tensor, index: int, path: Path) -> None:
         """A gradient, or one share of an input's, has arrived for a call of the layer."""
@@ -87,5 +83,5 @@ class Gradients(Context[_GradientTap]):
 
     def _stop(self) -> None:
         super()._stop()
-        for tap in self._taps.values():
-            tap.lost()
+        for handler in [*self._tracer.handlers.values()] if self._tracer is not None else ():
+            handler.explain_lost()

@@ -27,8 +27,9 @@ from hookline.compat.torch_tuner.saved_values import (
 from hookline.compat.torch_tuner.updates import Noise, Update
 from hookline.edits.editing import edit
 from hookline.edits.restoring import get_module
-from hookline.engine.handlers import Call
-from hookline.engine.hooking import Context, hook
+from hookline.engine.calls import Call
+from hookline.engine.context import Context
+from hookline.engine.hooking import hook
 from hookline.errors import ChangeError, NotCaptured, PlaceError, PlaceNotFound
 from hookline.isolation.isolated_runs import isolated
 from hookline.isolation.model_calls import call_model
@@ -243,7 +244,7 @@ class Hooks:
         change = Update(self, values, noise)
         layers = self._find(layer)
 
-        def contexts() -> Iterator[Context[Any]]:
+        def contexts() -> Iterator[Context]:
             for place, label in layers.items():
                 if visualize:
                     yield from self._savers(kind, place, label)
@@ -305,7 +306,7 @@ class Hooks:
 
     # -- saving ---------------------------------------------------------------------------------
 
-    def _savers(self, kind: Kind, place: Place, label: str) -> Iterator[Context[Any]]:
+    def _savers(self, kind: Kind, place: Place, label: str) -> Iterator[Context]:
         """What saves the values of a layer."""
 
         def save(values: list[Value]) -> None:

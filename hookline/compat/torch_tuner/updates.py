@@ -15,7 +15,7 @@ from torch import Tensor
 from hookline.compat.torch_tuner.handles import Kind
 from hookline.edits.changes import Change, replace
 from hookline.edits.ready_changes import scale
-from hookline.engine.handlers import Call
+from hookline.engine.calls import Call
 from hookline.errors import ChangeError
 from hookline.values.nested import Path, leaves, set_part, show_path
 
