@@ -73,14 +73,14 @@ class ModuleHooks:
         for _, module in modules:
             forward_hooks_of(module)[key] = hook
 
-    def remove_after_all(self, modules: Iterable[tuple[str, nn.Module]]) -> dict[int, str]:
-        """Undo `put_after_all`, fine if that is done already; return the paths by id of module."""
+    def remove_after_all(
+        self, modules: Iterable[tuple[str, nn.Module]], paths: dict[int, str]
+    ) -> None:
+        """Undo `put_after_all`, fine if that is done already; note the path of each module by id."""
         key = self.key
-        paths: dict[int, str] = {}
         for path, module in modules:
             forward_hooks_of(module).pop(key, None)
             paths.setdefault(id(module), path)
-        return paths
 
     def put_around_all(
         self, modules: Iterable[nn.Module], before: Any, after: Any, with_kwargs: bool
@@ -128,10 +128,10 @@ class Anchor(ModuleHooks):
 
     def put_on(self, module: nn.Module) -> None:
         """Tie the context to a module."""
-        self.put_before(module, self.rest)
+        forward_pre_hooks_of(module)[self.key] = self.rest
 
     @outside_graphs
-    def rest(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
+    def rest(self, module: nn.Module, args: Any) -> None:
         """Do nothing; on a copied module, take the hook off."""
         if self.context is None:
             self.remove_from(module)

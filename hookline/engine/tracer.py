@@ -121,11 +121,10 @@ class Tracer(ModuleHooks):
         """
         self.callers = {ask: id(module) for ask, module in callers.items()}
         if self.looks_at_outputs:
-            ((self.whole, modules),) = self.asked
-            if self.slots:
-                for slot, module in self.slots.values():
-                    slot.put_after(module, slot.after)
-            else:
+            self.whole = self.asked[0][0]
+            for slot, module in self.slots.values():
+                slot.put_after(module, slot.after)
+            for _, modules in self.asked if not self.slots else ():
                 self.put_after_all(modules, self.after)
             return
         self.operations = self._plan_operations()
@@ -184,8 +183,8 @@ class Tracer(ModuleHooks):
     def take_off(self) -> None:
         """Take the hooks off; fine if they are off already."""
         self.owner = CLOSED  # torch may still be about to call a hook
-        if self.whole is not None:
-            self.paths = self.remove_after_all(self.asked[0][1])
+        for _, modules in self.asked if self.whole is not None else ():
+            self.remove_after_all(modules, self.paths)
         for module in self.hooked:
             self.remove_from(module)
         for operations in self.operations.values():
@@ -198,12 +197,14 @@ class Tracer(ModuleHooks):
     @property
     def looks_at_outputs(self) -> bool:
         """Return True if whole outputs of modules are all that is asked for."""
-        return len(self.asked) == 1 and self.asked[0][0].is_whole_output
+        first = self.asked[0][0]
+        return first.is_whole_output and all(ask is first for ask, _ in self.asked)
 
     def keep_in_graphs(self, detach: bool) -> None:
         """Keep the last outputs in a way that torch.compile takes into its graphs."""
-        for _, module in self.asked[0][1]:
-            self.slots[id(module)] = Slot(self, detach), module
+        for _, modules in self.asked:
+            for _, module in modules:
+                self.slots[id(module)] = Slot(self, detach), module
 
     def leave_modes(self) -> None:
         """Leave torch's modes that could not be left when the hooks were taken off."""
@@ -698,7 +699,8 @@ class Tracer(ModuleHooks):
 
     def called_in(self, ident: int) -> list[str]:
         """Return the operations that were called in a module, in order."""
-        return [name for operation in self.operations.get(ident, ()) for name in operation.names]
+        names = [name for one in self.operations.get(ident, ()) for name in one.names]
+        return list(dict.fromkeys(names))
 
     def _called(self, handler: Handler) -> Subject:
         """Return whose calls show the values at a place."""

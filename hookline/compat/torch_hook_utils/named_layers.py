@@ -50,7 +50,9 @@ class _Values(MutableMapping[str, T]):
 
     def __init__(self, layers: Mapping[str, nn.Module], record: hl.Record) -> None:
         super().__init__()
-        self._layers = layers
+        held = {handler.target.ident: handler.target.place for handler in captured(record)}
+        self._idents = {name: id(layer) for name, layer in layers.items() if id(layer) in held}
+        self._places = {name: held[ident] for name, ident in self._idents.items()}
         self._record = record
         self._given = list(layers)
         self._seen: dict[str, Any] = {}  # of each layer, the last value that was noticed
@@ -60,9 +62,9 @@ class _Values(MutableMapping[str, T]):
         """See which layers have run since."""
         held = {handler.target.ident: handler for handler in captured(self._record)}
         for name in names:
-            handler = held.get(id(self._layers.get(name)))
+            handler = held.get(self._idents.get(name, 0))
             # What is kept of a call is a tuple of its own, also if the value is the same.
-            last = handler.values[-1] if handler and handler.values else None
+            last = handler.values[-1][1] if handler and handler.values else None
             if last is not None and last is not self._seen.get(name):
                 self._seen[name] = last
                 self._values[name] = _IN_RECORD
@@ -80,7 +82,7 @@ class _Values(MutableMapping[str, T]):
         if value is not _IN_RECORD:
             return value
         try:
-            return self._record[self._layers[name]]
+            return self._record[self._places[name]]
         except hl.ValueChanged as error:
             remedy = "Read it before that, or use hookline.capture(model, place, detach=True)."
             raise hl.ValueChanged(error.asked, error.found, remedy) from None
@@ -107,7 +109,7 @@ class _Values(MutableMapping[str, T]):
         return len(self.keys())
 
     def keys(self) -> dict_keys[str, T]:
-        self._notice(self._layers)
+        self._notice(self._places)
         ordered = {name: self._values[name] for name in self._given if name in self._values}
         self._values = ordered | self._values
         return self._values.keys()
@@ -224,7 +226,7 @@ class NamedLayers:
     def capture(self, port: str) -> Generator[LayerValues[Any]]:
         """Keep the last value at a port of each layer, as `hookline.capture` does."""
         if not self.layers:
-            yield LayerValues({}, hl.Record([], None))
+            yield LayerValues({}, hl.Record(None))
             return
         with hl.capture(self._model, (self._given, port), keep="last") as record:
             yield LayerValues(self.layers, record)
