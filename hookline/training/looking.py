@@ -237,7 +237,7 @@ class Looking(Context[_LookTap]):
         return "<hookline watch, in a step that is measured>"
 
     def _resolve(self) -> list[Request]:
-        request = Request("'**'", False, None, ())
+        request = Request("**", False, None, ())
         request.targets = self.plan.targets
         return [request]
 
