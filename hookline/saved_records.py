@@ -23,8 +23,8 @@ from hookline.records.records import Record
 from hookline.storage.files import kind_of
 from hookline.training.run_files import segments_in
 from hookline.values.nested import children
-from hookline.values.quantised import is_wrapper
-from hookline.values.shards import local
+from hookline.values.quantisation import is_wrapper
+from hookline.values.sharding import local
 
 __all__ = ["load_record", "save_record"]
 

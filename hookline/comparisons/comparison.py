@@ -40,7 +40,7 @@ from hookline.trials.runs import (
     trial,
 )
 from hookline.values.nested import Path, leaves, map_leaves
-from hookline.values.quantised import dequantised
+from hookline.values.quantisation import dequantised
 from hookline.values.snapshots import snapshot
 from hookline.values.tables import describe
 

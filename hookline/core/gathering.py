@@ -19,7 +19,7 @@ from hookline.core import gradients
 from hookline.places.tree import Step, around, walk
 from hookline.torch_checks import passes, require
 from hookline.torch_private import is_fsdp_managed, recover_fsdp, recovers_fsdp
-from hookline.values.shards import loaded
+from hookline.values.sharding import loaded
 
 if TYPE_CHECKING:
     from hookline.core.taps import Frame, Tap

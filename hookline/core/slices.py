@@ -20,7 +20,7 @@ from torch import Tensor
 from hookline.errors import ChangeError
 from hookline.places.resolution import Target
 from hookline.values.nested import only_tensor, set_part
-from hookline.values.shards import alike, beside, layouts, placements, whole
+from hookline.values.sharding import alike, beside, layouts, placements, whole
 from hookline.values.tables import describe
 
 __all__ = ["FUNCTION", "Misfit", "Slice", "check_at", "put", "spelled", "take"]

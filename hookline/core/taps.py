@@ -23,7 +23,7 @@ from hookline.core import gradients
 from hookline.errors import ChangeError, PlaceError
 from hookline.places.resolution import Place, Target
 from hookline.values.nested import Path
-from hookline.values.shards import copied
+from hookline.values.sharding import copied
 
 if TYPE_CHECKING:
     from hookline.core.calls import Calls

@@ -21,7 +21,7 @@ from hookline.core.taps import Call, Tap
 from hookline.errors import ChangeError
 from hookline.torch_private import nested_sizes
 from hookline.values.nested import Path, leaves, only_tensor, set_part, show_path
-from hookline.values.shards import alike, beside, placements
+from hookline.values.sharding import alike, beside, placements
 from hookline.values.tables import describe
 
 __all__ = ["Chain", "Change", "check_dim", "replace"]

@@ -32,7 +32,7 @@ from hookline.torch_private import (
     storage_id,
     version_of,
 )
-from hookline.values.shards import placements
+from hookline.values.sharding import placements
 
 __all__ = ["Saving", "Swap", "Undo", "mark", "swap"]
 

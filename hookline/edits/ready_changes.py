@@ -21,7 +21,7 @@ from hookline.edits.changes import Change, check_dim
 from hookline.errors import ChangeError, NotCaptured
 from hookline.records.records import Record
 from hookline.values.nested import only_tensor
-from hookline.values.shards import beside
+from hookline.values.sharding import beside
 
 __all__ = [
     "add", "blend", "clamp", "dropout", "noise", "patch", "remove_direction", "scale", "zero",

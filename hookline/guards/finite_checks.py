@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from hookline.values.nested import Path, leaves
-from hookline.values.quantised import dequantised
-from hookline.values.shards import local
+from hookline.values.quantisation import dequantised
+from hookline.values.sharding import local
 from hookline.values.snapshots import is_fake, is_wrapped
 from hookline.values.tables import describe
 

@@ -36,7 +36,7 @@ from hookline.torch_private import (
 )
 from hookline.trials.modes import modes_of, set_modes
 from hookline.values.nested import Path, children, leaves, map_leaves, show_path
-from hookline.values.shards import placements
+from hookline.values.sharding import placements
 from hookline.values.snapshots import same_bits
 
 __all__ = [

@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hookline.values.nested import Path, leaves
-from hookline.values.quantised import dequantised
-from hookline.values.shards import local, placements
+from hookline.values.quantisation import dequantised
+from hookline.values.sharding import local, placements
 
 __all__ = ["BINS", "MOST", "Portrait", "numbers_of", "portray", "portray_value", "spread"]
 

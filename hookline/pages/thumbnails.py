@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from hookline.pages.portraits import spread
-from hookline.values.quantised import dequantised
-from hookline.values.shards import local
+from hookline.values.quantisation import dequantised
+from hookline.values.sharding import local
 
 __all__ = ["bars", "extent", "png", "thumbnail"]
 

@@ -36,7 +36,9 @@ _SPECIAL = re.compile(r"[*{},/:\[\]#\\]")
 # stand for escaped characters, and for the braces and commas inside one segment.
 _HIDDEN = {f"\\{c}": chr(0x10FE00 + ord(c)) for c in r"\*{},/:[]#"}  # the backslash comes first
 _SHOWN = {ord(hidden): escaped[1] for escaped, hidden in _HIDDEN.items()}
-_OPEN, _OR, _CLOSE = (chr(0x10FD00 + n) for n in range(3))
+_OPEN = chr(0x10FD00)
+_OR = chr(0x10FD01)
+_CLOSE = chr(0x10FD02)
 
 _NAME = r"[^\[\]:/#\\]"
 _PART = r"""\[('(?:[^'\\]|\\(?s:.))*'|"(?:[^"\\]|\\(?s:.))*"|[^\[\]'"\\]+)\]"""

@@ -26,7 +26,7 @@ from hookline.places.resolution import Target
 from hookline.records.positions import Entries, Gradients, Kept, Numbered, Order, Values
 from hookline.torch_private import backward_id, is_view, version_of
 from hookline.values.nested import Path, map_leaves, set_part
-from hookline.values.shards import layouts, local
+from hookline.values.sharding import layouts, local
 from hookline.values.snapshots import duplicate, gradient_snapshot, settle, snapshot, unreadable
 
 __all__ = ["PLAIN", "WHOLE", "CaptureTap", "Keep", "Kept", "Options"]

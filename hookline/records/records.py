@@ -37,7 +37,7 @@ from hookline.places.tree import find
 from hookline.values import tables
 from hookline.values.conversions import as_device
 from hookline.values.nested import Path, get_part, leaves, map_leaves, only_tensor, show_path
-from hookline.values.shards import has_plans, spread
+from hookline.values.sharding import has_plans, spread
 from hookline.values.snapshots import unreadable
 
 if TYPE_CHECKING:

@@ -36,7 +36,7 @@ from hookline.training.moments import Moments, is_measurable, moments, sampled, 
 from hookline.training.outputs import ends_of, has_zeros, is_fixed, unit_of
 from hookline.training.run_files import ROW_KINDS, Row
 from hookline.values.nested import leaves
-from hookline.values.shards import local
+from hookline.values.sharding import local
 
 __all__ = ["Looking", "Plan", "at_end"]
 

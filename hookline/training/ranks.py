@@ -12,7 +12,7 @@ from torch import distributed
 
 from hookline.training.looking import Looking
 from hookline.training.moments import Moments
-from hookline.values.shards import placements
+from hookline.values.sharding import placements
 
 __all__ = ["gathered", "rank_of", "ranks_in"]
 

@@ -19,7 +19,7 @@ from hookline.core.gathering import recovers
 from hookline.torch_checks import require
 from hookline.torch_private import BatchNormBase, buffers_of, version_of
 from hookline.trials.runs import cuda_devices
-from hookline.values.shards import placements
+from hookline.values.sharding import placements
 
 __all__ = ["Stopping"]
 

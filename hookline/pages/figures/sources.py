@@ -28,8 +28,8 @@ from hookline.storage.rows import StoredSamples
 from hookline.storage.store import Store
 from hookline.training.runs import Run
 from hookline.values.nested import leaves, show_path
-from hookline.values.quantised import dequantised
-from hookline.values.shards import local
+from hookline.values.quantisation import dequantised
+from hookline.values.sharding import local
 
 __all__ = ["Named", "gather", "kept_places", "matching", "named_places", "one", "plain"]
 
