@@ -57,14 +57,14 @@ def resolve(
 
 
 class _Query:
-    """What is asked of one model, and what was found so far."""
+    """A query to one model, with the requests that are answered so far."""
 
     def __init__(self, model: nn.Module, hookable: bool, wild: bool) -> None:
         self.model = model
         self.hookable = hookable
         self.wild = wild
         self.requests: list[Request] = []
-        self.walked: dict[int, Step] | None = None  # every module by its id, once they are needed
+        self.walked: dict[int, Step] | None = None  # every module by its id, made when needed
 
     def add(self, where: Any, port: str | None = None, parts: Path = ()) -> None:
         """Resolve one thing that is asked for, with the port and parts of the pair around it."""

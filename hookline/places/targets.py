@@ -1,4 +1,4 @@
-"""What a program asks of a model, and the places that were found for it.
+"""Requests for places, and the targets that were found for them.
 
 - `Target`: a place found in a model, with the module that it belongs to
 - `Request`: one thing that was asked for, with its targets
