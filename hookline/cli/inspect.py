@@ -23,7 +23,7 @@ from hookline.cli.output import Screen, aside, show_number
 from hookline.cli.summary_and_compare import batch_of
 from hookline.places.grammar import parse
 from hookline.values.nested import leaves
-from hookline.values.quantised import dequantised
+from hookline.values.quantisation import dequantised
 from hookline.values.tables import describe, show_bytes
 
 __all__ = ["capture", "loss_of", "places"]

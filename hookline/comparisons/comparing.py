@@ -35,7 +35,7 @@ from hookline.places.resolution import Place, Where
 from hookline.places.tree import walk
 from hookline.torch_private import compiled_call, compiler_is_loaded, compiler_is_used
 from hookline.values.nested import Path, leaves, map_leaves
-from hookline.values.quantised import dequantised
+from hookline.values.quantisation import dequantised
 from hookline.values.snapshots import snapshot
 from hookline.values.tables import describe
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hookline.errors import NotCaptured
 from hookline.text_tables import Tabled, pandas, show_number
-from hookline.values.quantised import is_quantised
+from hookline.values.quantisation import is_quantised
 
 __all__ = ["COARSE", "Comparison", "Difference", "Tolerance", "measure_difference", "tolerance_of"]
 

@@ -34,7 +34,7 @@ from hookline.torch_private import (
     use_count,
     version_of,
 )
-from hookline.values.quantised import held_in, is_wrapper
+from hookline.values.quantisation import held_in, is_wrapper
 from hookline.values.snapshots import same_bits
 
 __all__ = ["get_module", "get_parameter", "preserve", "put_back", "replace_module", "restorer"]

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from hookline.values.nested import Path, leaves
-from hookline.values.quantised import dequantised
+from hookline.values.quantisation import dequantised
 from hookline.values.sharding import local
 from hookline.values.snapshots import is_fake, is_wrapped
 from hookline.values.tables import describe

@@ -29,7 +29,7 @@ from hookline.engine.offloading import data_of
 from hookline.recipes.json_format import Writer
 from hookline.torch_private import packed_parameters_of
 from hookline.values.nested import children
-from hookline.values.quantised import held_in, is_wrapper
+from hookline.values.quantisation import held_in, is_wrapper
 
 __all__ = ["bound_content", "digest", "fingerprint", "live_edits", "stable_text"]
 

@@ -1,5 +1,5 @@
 """The addresses of values: how they are spelled, and what they mean in a model. No hooks yet.
 
-To read it: `grammar` (a spelled place), `tree` (modules by name), `targets` (what was found), and
-`resolution`, which puts the three together.
+Read `grammar` (a spelled place), `tree` (modules by name), `targets` (what was found), and
+`resolution`, which puts the three together. `refusals` has its errors.
 """

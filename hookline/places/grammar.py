@@ -1,15 +1,11 @@
-r"""The spelling of places: `path [/operation[#n]] [:port] [[part]]...`.
+"""Read and write the spelling of places: `path [/operation[#n]] [:port] [[part]]...`.
 
 - `Place`: the address of a value, a string with its pieces as attributes
-- `parse(text)`: a spelled place as a `Pattern`
-- `parse_port(text)`: a port with parts only
-- `literal_readings(text)`: the ways to read a text as a plain existing path
-- `plain(text)`: a place in one of the commonest forms
-- `escape(name)`: a path with the characters of the grammar escaped
-
-While a place is read, an escaped character is another one, from the last code points of Unicode's
-private planes, which no name holds: so `\{` is a letter like others. The braces of one segment
-become such characters as well, and then a group of that segment's `Glob`.
+- `parse(text)`: the `Pattern` that a text spells
+- `parse_port(text)`: the port and the parts that a text spells
+- `literal_readings(text)`: the patterns of a text that is taken as a plain path
+- `escape(path)`: a path with the characters of the grammar escaped
+- `Segment`: one segment of a path, a name or a `Glob`; `DEEP` is the segment `**`
 """
 
 from __future__ import annotations
@@ -18,25 +14,31 @@ import difflib
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from hookline.errors import PlaceError
 from hookline.values.nested import Path, show_path
 
 __all__ = [
-    "ANY", "DEEP", "MODULE_PORTS", "TENSOR_PORTS", "Glob", "Pattern", "Place", "Segment", "escape",
-    "literal_readings", "parse", "parse_port", "plain",
+    "DEEP", "MODULE_PORTS", "TENSOR_PORTS", "Glob", "Pattern", "Place", "Segment", "escape",
+    "literal_readings", "parse", "parse_port",
 ]  # fmt: skip
 
 MODULE_PORTS = ("output", "input", "inputs", "grad_output", "grad_input", "grad_inputs")
 TENSOR_PORTS = ("value", "grad")
 
 _SPECIAL = re.compile(r"[*{},/:\[\]#\\]")
+
+# While a place is read, code points from the end of Unicode's private planes, which no name holds,
+# stand for escaped characters, and for the braces and commas inside one segment.
 _HIDDEN = {f"\\{c}": chr(0x10FE00 + ord(c)) for c in r"\*{},/:[]#"}  # the backslash comes first
 _SHOWN = {ord(hidden): escaped[1] for escaped, hidden in _HIDDEN.items()}
-_OPEN, _OR, _CLOSE = (chr(0x10FD00 + n) for n in range(3))
+_OPEN = chr(0x10FD00)
+_OR = chr(0x10FD01)
+_CLOSE = chr(0x10FD02)
 
 _NAME = r"[^\[\]:/#\\]"
 _PART = r"""\[('(?:[^'\\]|\\(?s:.))*'|"(?:[^"\\]|\\(?s:.))*"|[^\[\]'"\\]+)\]"""
@@ -45,10 +47,13 @@ _PLACE = re.compile(
     rf"(?::(?P<port>{_NAME}*))?(?P<parts>(?:{_PART})*)"
 )
 _BRACES = re.compile(r"\{([^{}]*)\}")  # an innermost pair
-# At most so many in one place: numbers in a range, paths in braces, and ports, parts and braces.
-_NUMBERS, _PATHS, _PIECES = 10_000, 1_000, 100
 
-# What is wrong with a place or a path, by what is found in it; the first that fits is told.
+# Limits of one place: numbers in a range; paths that braces stand for; ports, parts and braces.
+_NUMBERS = 10_000
+_PATHS = 1_000
+_PIECES = 100
+
+# Reasons why a place or a path is malformed, by what is found in it; errors give the first.
 _REASONS = {
     r"\A[^\[]*\\\Z": "it ends in a backslash",
     r"\A[^\[]*\\": r"a backslash escapes one of * { } , / : [ ] # \\ only",
@@ -65,27 +70,28 @@ _REASONS = {
 
 
 class _Group(NamedTuple):
-    """Choices between which braces stand: plain ones by their length, and others."""
+    """The choices that a pair of braces gives: plain texts by their length, and others."""
 
     plain: dict[int, set[str]]
     others: list[list[Any]]
 
 
 class Glob:
-    """A segment with stars or braces: expressions for one name.
+    """A segment with stars or braces, which matches some names.
 
     >>> glob = parse("h.*_{0..11}").paths[0][1]
     >>> glob.fullmatch("block_11"), glob.fullmatch("block_12")
     (True, False)
 
-    Where one regular expression does it without going back, that is used. For others it keeps all
-    ends that are possible so far: a regular expression would try each, and of a text such as
-    `*{}*{}*{}*{}x`, which may come from a file, it would not come to an end.
+    It uses a regular expression if one can match without backtracking. Otherwise it keeps the set
+    of all positions at which the match can stand: a text such as `*{}*{}*{}*{}x`, which may come
+    from a file, would take a regular expression forever.
     """
 
     def __init__(self, text: str) -> None:
         (items,) = _choices(iter(text))
         self._items = items
+        self._matches_all = items == [None]
         self._names = _names_of(items)
         expression = _expression(items)
         self._fits: Callable[[str], Any] = self._ends_there
@@ -93,14 +99,16 @@ class Glob:
             self._fits = re.compile(expression, re.DOTALL).fullmatch
 
     def among(self, names: Collection[str]) -> Iterable[str]:
-        """Those of the names that match, in their order."""
+        """Return the names that match, in their order."""
+        if self._matches_all:
+            return names
         if not self._names:
             return filter(self._fits, names)
         held = {name for name in self._names if name in names}
-        return islice(filter(held.__contains__, names), len(held))  # the rest is not looked at
+        return islice(filter(held.__contains__, names), len(held))  # stops after the last match
 
     def fullmatch(self, name: str) -> bool:
-        """Whether a whole name matches."""
+        """Return True if the whole name matches."""
         return any(True for _ in self.among((name,)))
 
     def _ends_there(self, name: str) -> bool:
@@ -108,19 +116,21 @@ class Glob:
 
 
 def _names_of(items: Sequence[Any]) -> frozenset[str]:
-    """The names for which a glob stands, if it is one group of names, as `{0..11}`."""
+    """Return the names that a glob such as `{0..11}` lists; nothing for other globs."""
     groups = [item for item in items if isinstance(item, _Group)]
     if None in items or len(groups) != 1 or groups[0].others:
         return frozenset()
     at = items.index(groups[0])
-    before, after = "".join(items[:at]), "".join(items[at + 1 :])
+    before = "".join(items[:at])
+    after = "".join(items[at + 1 :])
     return frozenset(before + text + after for texts in groups[0].plain.values() for text in texts)
 
 
 def _expression(items: Sequence[Any]) -> str | None:
-    """The same as a regular expression; None if one had to go back.
+    """Return a regular expression for a glob; None if it would have to backtrack.
 
-    Where what follows a star has one length, the first place where it stands is as good as others.
+    It need not if the pieces after each star have one length: then their first match is as good as
+    any later one.
     """
     pieces = [""]
     for item in items:
@@ -139,7 +149,10 @@ def _expression(items: Sequence[Any]) -> str | None:
 
 
 def _choices(text: Iterator[str]) -> list[list[Any]]:
-    """The choices up to the end of a group: lists of literal texts, groups, and None for a star."""
+    """Return the choices up to the end of a group, each a list of items.
+
+    An item is a literal text, a group, or None for a star.
+    """
     choices: list[list[Any]] = [[]]
     for character in text:
         items = choices[-1]
@@ -170,7 +183,7 @@ def _group(choices: list[list[Any]]) -> _Group:
 
 
 def _ends(items: Sequence[Any], name: str, starts: set[int]) -> set[int]:
-    """Where in a name items can end that begin at one of these positions."""
+    """Return the positions in a name at which a match of the items can end."""
     for item in items:
         if not starts:
             break
@@ -191,7 +204,6 @@ def _ends(items: Sequence[Any], name: str, starts: set[int]) -> set[int]:
 
 Segment = str | Glob
 DEEP = Glob("*")  # the segment `**`: any number of names
-ANY = Glob("*")  # the segment `*`
 
 
 class Place(str):
@@ -214,14 +226,18 @@ class Place(str):
         within = "" if operation is None else f"/{operation}"
         shown = "" if port in ("output", "value") else f":{port}"
         self = super().__new__(cls, escape(path) + within + shown + show_path(parts))
-        self.path, self.port, self.parts, self.operation = path, port, parts, operation
+        self.path = path
+        self.port = port
+        self.parts = parts
+        self.operation = operation
         return self
 
     def __getnewargs__(self) -> tuple[Any, ...]:
         return self.path, self.port, self.parts, self.operation
 
 
-class Pattern(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Pattern:
     """A parsed place. A path is made of names, expressions for one name, and DEEP."""
 
     paths: tuple[tuple[Segment, ...], ...]  # several where braces hold whole paths
@@ -234,7 +250,7 @@ class Pattern(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def escape(path: str) -> str:
-    r"""A path with the characters of the grammar escaped.
+    r"""Return a path with the characters of the grammar escaped.
 
     >>> print(escape("a/b.x[0]"))
     a\/b.x\[0\]
@@ -244,7 +260,7 @@ def escape(path: str) -> str:
 
 @lru_cache(maxsize=4096)
 def parse(text: str) -> Pattern:
-    """A spelled place as a pattern; PlaceError says where it is malformed.
+    """Return the pattern that a text spells; raise PlaceError if the text is malformed.
 
     >>> pattern = parse("h.{0..2}.attn:inputs[mask]")
     >>> pattern.port, pattern.parts, pattern.literal
@@ -259,11 +275,9 @@ def parse(text: str) -> Pattern:
     if form is None:
         _check(text, hidden)
         raise _malformed(text, "its pieces are not in their order")
-    path, port, ports = form["path"], form["port"], (*MODULE_PORTS, *TENSOR_PORTS)
-    if port is not None and port not in ports:
-        close = difflib.get_close_matches(port, ports, n=1, cutoff=0.5)
-        closest = f". Closest: {close[0]!r}" if close else ""
-        raise _malformed(text, f"it names the port {port!r}, which does not exist{closest}")
+    path = form["path"]
+    port = form["port"]
+    _check_port(text, port)
     operation = form["operation"] and form["operation"].translate(_SHOWN)
     if operation and not re.fullmatch(r"[\w*{},]+", operation):
         raise _malformed(text, "an operation is the name of a torch function")
@@ -275,7 +289,7 @@ def parse(text: str) -> Pattern:
 
 @lru_cache(maxsize=1024)
 def parse_port(text: str) -> tuple[str | None, Path]:
-    """The second half of a pair such as `(nn.Conv2d, ":inputs[mask]")`.
+    """Return the port and parts of the second half of a pair: `(nn.Conv2d, ":inputs[mask]")`.
 
     >>> parse_port(":inputs[mask]")
     ('inputs', ('mask',))
@@ -288,13 +302,15 @@ def parse_port(text: str) -> tuple[str | None, Path]:
 
 @lru_cache(maxsize=4096)
 def literal_readings(text: str) -> tuple[Pattern, ...]:
-    """The ways to read a text that holds special characters as a plain path and a port.
+    """Return the patterns of a text with special characters if its path is taken literally.
+
+    The longest path comes first.
 
     >>> [pattern.paths for pattern in literal_readings("a/b:input")]
     [(('a/b:input',),), (('a/b',),)]
     """
     readings: list[Pattern] = []
-    for end in range(0 if _is_endless(text) else len(text), 0, -1):  # the longest path first
+    for end in range(0 if _is_endless(text) else len(text), 0, -1):
         if text[end : end + 1] in ("", ":", "[") and _SPECIAL.search(text, 0, end):
             with suppress(PlaceError):
                 path = tuple(text[:end].split("."))
@@ -302,45 +318,18 @@ def literal_readings(text: str) -> tuple[Pattern, ...]:
     return tuple(readings)
 
 
-class Plain(NamedTuple):
-    """A place of modules whose path is made of names, up to the last segment."""
-
-    above: tuple[str, ...]
-    last: Segment | None  # None for the model itself
-    prefix: str  # of the paths of what the last segment matches
-    taken: tuple[str, ...]  # names that would give the text another reading
-    port: str | None
-    literal: bool
-    asked: str
-
-
-@lru_cache(maxsize=4096)
-def plain(text: str) -> Plain | None:
-    """A place in one of the commonest forms, `path`, `path.*` or `path.**` and a port, if it is.
-
-    >>> plain("h.0.*:input").above, plain("h.*.attn"), plain("fc.weight:grad")
-    (('h', '0'), None, None)
-    """
-    try:
-        pattern = parse(text)
-    except PlaceError:
-        return None
-    above, last = pattern.paths[0][:-1], (pattern.paths[0] or (None,))[-1]
-    readings = [reading.paths[0] for reading in literal_readings(text)]
-    simple = len(pattern.paths) == 1 and not (pattern.operation or pattern.parts)
-    simple = simple and pattern.port not in TENSOR_PORTS and all(isinstance(n, str) for n in above)
-    simple = simple and (last is None or isinstance(last, str) or last is ANY or last is DEEP)
-    if not simple or any(reading[:-1] != above for reading in readings):
-        return None
-    names = cast("tuple[str, ...]", above)
-    prefix = "".join(f"{name}." for name in names)
-    taken = tuple(cast(str, reading[-1]) for reading in readings)
-    return Plain(names, last, prefix, taken, pattern.port, pattern.literal, repr(text))
-
-
 def _is_endless(text: str) -> bool:
-    """Whether a text has so many pieces that to read it, or say what is wrong, takes too long."""
+    """Return True if a text has so many pieces that reading it would take too long."""
     return sum(map(text.count, "[:{")) > _PIECES
+
+
+def _check_port(text: str, port: str | None) -> None:
+    ports = (*MODULE_PORTS, *TENSOR_PORTS)
+    if port is None or port in ports:
+        return
+    close = difflib.get_close_matches(port, ports, n=1, cutoff=0.5)
+    closest = f". Closest: {close[0]!r}" if close else ""
+    raise _malformed(text, f"it names the port {port!r}, which does not exist{closest}")
 
 
 def _part(spelled: str) -> int | str:
@@ -357,13 +346,17 @@ def _paths(text: str, path: str) -> tuple[tuple[Segment, ...], ...]:
 
 
 def _expand(text: str, path: str) -> Iterator[tuple[Segment, ...]]:
-    """The paths that braces stand for: several where they hold dots, else groups of one."""
+    """Yield the paths that a path with braces stands for.
+
+    Braces that hold dots stand for several paths; other braces become a group of their segment.
+    """
     braces = _BRACES.search(path)
     if braces is None:
         _check(text, path)
         yield tuple(_segment(name) for name in path.split(".")) if path else ()
         return
-    before, after = path[: braces.start()], path[braces.end() :]
+    before = path[: braces.start()]
+    after = path[braces.end() :]
     span = re.fullmatch(r"(-?\d{1,9})\.\.(-?\d{1,9})", braces[1])
     choices = braces[1].split(",") if span is None else _numbers(text, span[1], span[2])
     if not any("." in choice or "**" in choice for choice in choices):
@@ -383,11 +376,11 @@ def _numbers(text: str, start: str, end: str) -> list[str]:
 def _segment(name: str) -> Segment:
     if "*" not in name and _OPEN not in name:
         return name.translate(_SHOWN)
-    return DEEP if name == "**" else ANY if name == "*" else Glob(name)
+    return DEEP if name == "**" else Glob(name)
 
 
 def _check(text: str, spelled: str) -> None:
-    """Say what is wrong with a place or a path, if one of the reasons fits."""
+    """Raise an error with the first reason that fits a place or a path, if any does."""
     for wrong, reason in _REASONS.items():
         found = re.search(wrong, spelled, re.DOTALL)
         if found is not None:

@@ -1,4 +1,4 @@
-"""What was asked of a model, and what was found there.
+"""Requests for places, and the targets that were found for them.
 
 - `Target`: a place found in a model, with the module that it belongs to
 - `Request`: one thing that was asked for, with its targets
@@ -7,19 +7,23 @@
 from __future__ import annotations
 
 from collections.abc import Container
-from typing import cast
+from typing import Any
 
 from torch import Tensor, nn
 
 from hookline.places.grammar import Place
-from hookline.places.tree import Step, join
+from hookline.places.tree import Owned, Step, join
 from hookline.values.nested import Path
 
 __all__ = ["Place", "Request", "Target"]
 
 
 class Target:
-    """A place found in a model. `attribute` is set for a parameter or buffer of `module`."""
+    """A place found in a model. `attribute` is set for a parameter or buffer of `module`.
+
+    Two targets have the same `key` if they are at the same place of the same module, or of the
+    same tensor. `ident` stays the id of a module that no longer exists.
+    """
 
     __slots__ = ("attribute", "ident", "key", "module", "operation", "parts", "path", "port")
 
@@ -33,16 +37,18 @@ class Target:
         operation: str | None = None,
         ident: int | None = None,
     ) -> None:
-        self.module, self.path, self.port, self.parts = module, path, port, parts
-        self.attribute, self.operation = attribute, operation
-        self.ident = shared = id(module) if ident is None else ident  # of one that is gone
-        if attribute is not None:
-            shared = id(self.tensor())
-        # The same for two targets at the same place of the same module, or of the same tensor.
+        self.module = module
+        self.path = path
+        self.port = port
+        self.parts = parts
+        self.attribute = attribute
+        self.operation = operation
+        self.ident = id(module) if ident is None else ident
+        shared = self.ident if attribute is None else id(self.tensor())
         self.key = (shared, operation or attribute is None, port, parts)
 
     def meets(self, other: Target) -> bool:
-        """Whether two targets are at the same port of the same module."""
+        """Return True if two targets are at the same port of the same module."""
         return self.key[:3] == other.key[:3]
 
     @property
@@ -50,48 +56,73 @@ class Target:
         return self.place_at(self.path)
 
     def place_at(self, path: str) -> Place:
-        """The place, if the module's path is `path`."""
+        """Return the place, given the path of the module."""
         return Place(self.named(path), self.port, self.parts, self.operation)
 
     def named(self, path: str) -> str:
-        """The path of the module, or of the tensor in it, if the module's path is `path`."""
+        """Return the path of the module or of its tensor, given the path of the module."""
         return join(path, self.attribute or "")
 
     def tensor(self) -> Tensor | None:
-        """The parameter or buffer at this target, as it is now."""
-        return getattr(self.module, cast(str, self.attribute), None)
+        """Return the parameter or buffer at this target, as it is now."""
+        name: Any = self.attribute
+        return getattr(self.module, name, None)
 
 
 class Request:
-    """One thing that was asked for: literal places must all fire, of others one must."""
+    """One thing that was asked for. A literal place must fire; of other places, one must.
+
+    It holds the modules and tensors that were found. Targets are made when they are first read,
+    since a capture of whole values needs none.
+    """
 
     __slots__ = (
-        "_targets", "asked", "literal", "modules", "operation", "parts", "port", "refused",
-        "tensors",
+        "_targets", "literal", "modules", "operation", "parts", "port", "refused", "tensors",
+        "where",
     )  # fmt: skip
 
-    def __init__(self, asked: str, literal: bool, port: str | None, parts: Path) -> None:
-        self.asked, self.literal, self.port, self.parts = asked, literal, port, parts
+    def __init__(self, where: Any, literal: bool, port: str | None, parts: Path) -> None:
+        self.where = where
+        self.literal = literal
+        self.port = port
+        self.parts = parts
         self.operation: str | None = None
-        self.modules: list[Step] = []  # what was found
-        self.tensors: list[Target] = []
+        self.modules: list[Step] = []
+        self.tensors: list[Owned] = []
+        self.refused: dict[Place, str] = {}  # matches of a wildcard that take no hooks, and why
         self._targets: list[Target] | None = None
-        self.refused: dict[Place, str] = {}  # what a wildcard matches and cannot be hooked, and why
+
+    @property
+    def asked(self) -> str:
+        """The name by which errors call what was asked for."""
+        where = self.where
+        if isinstance(where, str):
+            return repr(where)
+        if isinstance(where, nn.Module):
+            return f"the given {type(where).__name__}"
+        return getattr(where, "__name__", None) or repr(getattr(where, "pattern", where))
 
     @property
     def targets(self) -> list[Target]:
-        """What was found; made when it is asked for, since some captures need no targets."""
+        """The places that were found."""
         if self._targets is None:
-            port, parts, operation = self.port or "output", self.parts, self.operation
-            found = [Target(m, path, port, parts, None, operation) for path, m in self.modules]
-            self._targets = found + self.tensors
+            self._targets = [
+                Target(module, path, self.port or "output", self.parts, None, self.operation)
+                for path, module in self.modules
+            ]
+            self._targets += [
+                Target(module, path, self.port or "value", self.parts, name)
+                for path, module, name in self.tensors
+            ]
         return self._targets
 
     @targets.setter
     def targets(self, targets: list[Target]) -> None:
-        self.modules, self._targets = [], targets
+        self.modules = []
+        self._targets = targets
 
     def whole(self, ports: Container[str]) -> bool:
-        """Whether it is for whole values of modules only, at one of these ports."""
-        plain = self.modules and not (self.tensors or self.parts or self.operation)
-        return bool(plain) and (self.port or "output") in ports
+        """Return True if whole values of modules are asked for, at one of these ports."""
+        if not self.modules or self.tensors or self.parts or self.operation:
+            return False
+        return (self.port or "output") in ports

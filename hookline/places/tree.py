@@ -1,158 +1,201 @@
-"""The modules, parameters and buffers of a model by name.
+"""Find the modules, parameters and buffers of a model by name.
 
 - `walk(model)`: every module once, under its first name
 - `find(model, segments)`: the modules whose path matches
 - `find_tensors(model, segments, gradients)`: the parameters and buffers whose path matches
-- `unwrapped(path, module)`: what torch's wrappers hold; `WRAPPERS` are their names for it
-- `exists(model, names)`: whether a plain path is that of a module, parameter or buffer
-- `around(model, path)`: the module at a path and those that it is in, the innermost first
+- `exists(model, names)`: True if a plain path is that of a module, parameter or buffer
+- `unwrapped(path, module)`: the module inside torch's wrappers
+- `WRAPPERS`: the names under which torch's wrappers hold a module
+- `around(model, path)`: the module at a path and those that contain it, the innermost first
 - `tensors_of(module)`: the parameters and buffers of a module itself
-- `join(path, name)`: the path of what has that name in a module with that path
+- `join(path, name)`: the path of a name inside the module at a path
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, cast
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
-from hookline.places.grammar import ANY, DEEP, Segment
+from hookline.places.grammar import DEEP, Segment
 from hookline.torch_private import WRAPPER_NAMES, buffers_of, parameters_of, submodules_of
 
 __all__ = [
-    "WRAPPERS", "Step", "around", "exists", "find", "find_tensors", "join", "tensors_of",
+    "WRAPPERS", "Owned", "Step", "around", "exists", "find", "find_tensors", "join", "tensors_of",
     "unwrapped", "walk",
 ]  # fmt: skip
 
-Step = tuple[str, nn.Module]  # a module under a path
-Owned = tuple[str, nn.Module, str]  # and a parameter or buffer in it
+Step = tuple[str, nn.Module]  # a path and the module there
+Found = dict[nn.Module, Step]  # each module once, in the order in which they were found
+Owned = tuple[str, nn.Module, str]  # a path, the module there, and the name of a tensor in it
 
 # Wrappers of torch whose name in a path may be left out: DDP, compile, FSDP1, checkpointing.
 WRAPPERS = {"", "module", *WRAPPER_NAMES}
 
 
 def walk(model: nn.Module) -> list[Step]:
-    """Every module once with its first name, the model itself first, as `named_modules` has them.
+    """Return every module once, under its first name, in the order of `named_modules`.
 
     >>> [name for name, _ in walk(nn.Sequential(nn.ReLU()))]
     ['', '0']
     """
-    found: dict[Any, Step] = {model: ("", model)}
-    _add_children("", model, DEEP, found)
+    found: Found = {model: ("", model)}
+    _add_below("", model, found)
     return list(found.values())
 
 
 def find(model: nn.Module, segments: Sequence[Segment]) -> list[Step]:
-    """The modules whose path matches, each once. Only what can match is looked at."""
+    """Return the modules whose path matches, each once. Only modules that can match are visited."""
+    names: Any = segments
     module: Any = model
     depth = 0
-    for segment in segments:  # as far as it is a plain path, and most often it is one
-        modules: dict[Any, Any] = submodules_of(module)
-        if segment not in modules or modules[segment] is None:
-            break
-        module, depth = modules[segment], depth + 1
-    level: list[Step] = [(".".join(cast("Sequence[str]", segments[:depth])), module)]
-    for segment in segments[depth:]:
+    for name in names:
+        modules = submodules_of(module)
+        if name not in modules or modules[name] is None:
+            break  # a wildcard, a wrapper whose name was left out, or no match
+        module = modules[name]
         depth += 1
-        last = depth == len(segments)
-        # Before other segments `**` may stand for nothing.
-        found: dict[Any, Step] = {} if last or segment is not DEEP else {s[1]: s for s in level}
-        for path, module in level:
-            _add_children(path, module, segment, found)
-        if segment is DEEP and last:
-            found.pop(model, None)
-        level = list(found.values())
+    else:
+        return [(".".join(names), module)]
+
+    level: list[Step] = [(".".join(names[:depth]), module)]
+    for segment in names[depth:]:
+        depth += 1
+        if segment is not DEEP:
+            level = _children(level, segment)
+        elif depth < len(names):
+            level = _below(level, kept=level)  # `**` also stands for no name
+        else:  # but at the end for one at least, so never for the model itself
+            level = [step for step in _below(level, kept=[]) if step[1] is not model]
     return level
 
 
-def _add_children(path: str, module: Any, segment: Segment, found: dict[Any, Step]) -> None:
-    """Add the children whose name matches, and for `**` all modules below."""
-    prefix, modules = path and f"{path}.", submodules_of(module)
-    if segment is DEEP:
-        for name, child in modules.items():
-            if child is not None and child not in found:
-                found[child] = (prefix + name, child)
-                if submodules_of(child):
-                    _add_children(prefix + name, child, DEEP, found)
-        return
-    inner = _wrapped(path, module, segment)
-    if inner is not None:
-        _add_children(*inner, segment, found)
-    elif not isinstance(segment, str):
-        names = modules.keys()  # the table of a ScriptModule cannot be iterated
-        for name in names if segment is ANY else segment.among(names):
-            child = modules[name]
-            if child is not None:
-                found.setdefault(child, (prefix + name, child))
-    elif segment in modules and modules[segment] is not None:
-        found.setdefault(modules[segment], (prefix + segment, modules[segment]))
-
-
-def _wrapped(path: str, module: nn.Module, segment: Segment) -> Step | None:
-    """The module to look in, if this one is a wrapper whose name was left out.
-
-    For wildcards an ordinary module that calls a child `module` is no wrapper.
-    """
-    if len(submodules_of(module)) == 1:
-        ((name, inner),) = submodules_of(module).items()
-        known = name != "module" or "DataParallel" in type(module).__name__
-        known = known or isinstance(segment, str) or WRAPPERS.issuperset(path.split("."))
-        if name in WRAPPERS and inner is not None and name != segment and known:
-            return join(path, name), inner
-    return None
-
-
-def unwrapped(path: str, module: nn.Module) -> Step:
-    """A module, or what torch's wrappers around it hold: their forwards take any arguments."""
-    while len(submodules_of(module)) == 1:
-        ((name, inner),) = submodules_of(module).items()
-        known = name != "module" or "DataParallel" in type(module).__name__
-        if inner is None or name not in WRAPPERS or not known:
-            break
-        path, module = join(path, name), inner
-    return path, module
-
-
-def find_tensors(model: nn.Module, segments: Sequence[Segment], gradients: bool) -> list[Owned]:
-    """The parameters and buffers whose path matches, each once, with their owners.
-
-    Of gradients, wildcards do not mean buffers, which have none.
-    """
-    last = segments[-1] if segments else ""
-    named = isinstance(last, str)
-    fits = last.__eq__ if isinstance(last, str) else last.fullmatch
-    below = find(model, segments) if last is DEEP else []  # `a.**` is any tensor in a or below
-    owners = find(model, segments[:-1]) + below
-    found: dict[int, Owned] = {}
-    for path, module in owners:
-        tensors = [(name, tensor) for name, tensor in tensors_of(module) if fits(name)]
-        inner = None if named and tensors else _wrapped(path, module, last)
-        owners += [inner] if inner else []  # to be looked at as well, in this loop
-        for name, tensor in tensors:
-            every = named or not gradients or tensor.requires_grad
-            if every or isinstance(tensor, nn.Parameter):
-                found.setdefault(id(tensor), (path, module, name))
+def _children(level: list[Step], segment: Segment) -> list[Step]:
+    """Return the children of some modules whose name matches, each once."""
+    found: Found = {}
+    for path, module in level:
+        _add_children(path, module, segment, found)
     return list(found.values())
 
 
-def exists(model: nn.Module, names: Sequence[str]) -> bool:
-    """Whether a plain path is that of a module, parameter or buffer."""
-    name, owners = names[-1], find(model, names[:-1])
+def _add_children(path: str, module: nn.Module, segment: Segment, found: Found) -> None:
+    modules = submodules_of(module)
+    inner = _wrapped(path, module, segment) if len(modules) == 1 else None
+    if inner is not None:
+        _add_children(*inner, segment, found)
+        return
+    prefix = f"{path}." if path else ""
+    for name in _matches(segment, modules):
+        child = modules[name]
+        if child is not None and child not in found:
+            found[child] = (prefix + name, child)
+
+
+def _below(level: list[Step], kept: list[Step]) -> list[Step]:
+    """Return the kept modules and all modules below a level, each once."""
+    found = {step[1]: step for step in kept}
+    for path, module in level:
+        _add_below(path, module, found)
+    return list(found.values())
+
+
+def _add_below(path: str, module: nn.Module, found: Found) -> None:
+    prefix = f"{path}." if path else ""
+    for name, child in submodules_of(module).items():
+        if child is not None and child not in found:
+            found[child] = (prefix + name, child)
+            if submodules_of(child):
+                _add_below(prefix + name, child, found)
+
+
+def find_tensors(model: nn.Module, segments: Sequence[Segment], gradients: bool) -> list[Owned]:
+    """Return the parameters and buffers whose path matches, each once, with their owners.
+
+    With `gradients`, wildcards match only tensors that can have one: most buffers have none.
+    """
+    last = segments[-1] if segments else ""
+    by_name = isinstance(last, str)
+    owners = find(model, segments[:-1])
+    if last is DEEP:
+        owners += find(model, segments)  # `a.**` is any tensor in a or below
+    found: dict[int, Owned] = {}
+    for path, module in owners:
+        is_there = False
+        for tensors in (parameters_of(module), buffers_of(module)):
+            for name in _matches(last, tensors):
+                tensor = tensors[name]
+                if tensor is None:
+                    continue
+                is_there = True
+                every = by_name or not gradients or tensor.requires_grad
+                if every or isinstance(tensor, nn.Parameter):
+                    found.setdefault(id(tensor), (path, module, name))
+        inner = None if by_name and is_there else _wrapped(path, module, last)
+        if inner is not None:
+            owners.append(inner)  # this loop visits it as well
+    return list(found.values())
+
+
+def _matches(segment: Segment, table: dict[str, Any]) -> Iterable[str]:
+    """Return the names in a table that a segment matches."""
+    if isinstance(segment, str):
+        return (segment,) if segment in table else ()
+    return segment.among(table.keys())  # the table of a ScriptModule cannot be iterated
+
+
+def exists(model: nn.Module, names: Sequence[Segment]) -> bool:
+    """Return True if a plain path is that of a module, parameter or buffer."""
+    name: Any = names[-1]
+    owners = find(model, names[:-1])
     for path, owner in owners:
-        if (
-            name in submodules_of(owner)
-            or name in parameters_of(owner)
-            or name in buffers_of(owner)
-        ):
+        modules = submodules_of(owner)
+        if name in modules or name in parameters_of(owner) or name in buffers_of(owner):
             return True
-        inner = _wrapped(path, owner, name)
-        owners += [inner] if inner else []  # to be looked at as well, in this loop
+        inner = _wrapped(path, owner, name) if len(modules) == 1 else None
+        if inner is not None:
+            owners.append(inner)  # this loop visits it as well
     return False
 
 
+# -- wrappers -------------------------------------------------------------------------------------
+
+
+def _wrapped(path: str, module: nn.Module, segment: Segment) -> Step | None:
+    """Return the module inside a wrapper whose name the path leaves out; None for other modules."""
+    modules = submodules_of(module)
+    if len(modules) != 1:
+        return None
+    ((name, inner),) = modules.items()
+    if name not in WRAPPERS or inner is None or name == segment:
+        return None
+    known = _is_wrapper(module, name) or WRAPPERS.issuperset(path.split("."))
+    if not known and not isinstance(segment, str):
+        return None  # a wildcard takes a user's module whose child is called `module` as it is
+    return join(path, name), inner
+
+
+def _is_wrapper(module: nn.Module, name: str) -> bool:
+    """Return True if a module with one child of that name is a wrapper of torch's."""
+    return name != "module" or "DataParallel" in type(module).__name__
+
+
+def unwrapped(path: str, module: nn.Module) -> Step:
+    """Return the module inside torch's wrappers, whose own forwards take any arguments."""
+    while len(submodules_of(module)) == 1:
+        ((name, inner),) = submodules_of(module).items()
+        if name not in WRAPPERS or inner is None or not _is_wrapper(module, name):
+            break
+        path = join(path, name)
+        module = inner
+    return path, module
+
+
+# -- paths ----------------------------------------------------------------------------------------
+
+
 def around(model: nn.Module, path: str) -> Iterator[nn.Module]:
-    """The module at a path and those that it is in, the innermost first."""
+    """Yield the module at a path and those that contain it, the innermost first."""
     while path:
         yield model.get_submodule(path)
         path = path.rpartition(".")[0]
@@ -160,11 +203,11 @@ def around(model: nn.Module, path: str) -> Iterator[nn.Module]:
 
 
 def tensors_of(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """The parameters and buffers of a module itself."""
+    """Return the parameters and buffers of a module itself."""
     named = (*parameters_of(module).items(), *buffers_of(module).items())
     return [(name, tensor) for name, tensor in named if tensor is not None]
 
 
 def join(path: str, name: str) -> str:
-    """The path of what has that name, if any, in a module with that path."""
+    """Return the path of a name inside the module at a path; either may be empty."""
     return f"{path}.{name}" if path and name else path or name

@@ -25,7 +25,7 @@ from torch.nn.utils.rnn import pad_sequence
 from hookline.errors import StatisticsError
 from hookline.statistics.masks import is_added
 from hookline.storage import json_safetensors
-from hookline.values.quantised import is_quantised, is_wrapper
+from hookline.values.quantisation import is_quantised, is_wrapper
 
 __all__ = ["Rows", "State", "Statistic", "in_parts", "padded", "sums"]
 

@@ -23,7 +23,7 @@ from hookline.errors import HooklineError
 from hookline.operating_system import replace
 from hookline.storage.locks import held
 from hookline.storage.small_files import DEEPEST, is_deep, strict_json
-from hookline.values.quantised import is_quantised
+from hookline.values.quantisation import is_quantised
 
 __all__ = ["is_plain", "read", "write"]
 

@@ -23,7 +23,7 @@ from hookline.storage import json_safetensors
 from hookline.storage.store_files import kind_of
 from hookline.training.run_files import segments_in
 from hookline.values.nested import children
-from hookline.values.quantised import is_wrapper
+from hookline.values.quantisation import is_wrapper
 from hookline.values.sharding import local
 
 __all__ = ["load_record", "save_record"]

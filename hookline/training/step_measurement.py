@@ -238,7 +238,7 @@ class StepMeasurement(Context):
         return "<hookline watch, in a step that is measured>"
 
     def _resolve(self) -> list[Request]:
-        request = Request("'**'", False, None, ())
+        request = Request("**", False, None, ())
         request.targets = self.plan.targets
         return [request]
 

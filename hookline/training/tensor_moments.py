@@ -27,7 +27,7 @@ from torch import Tensor
 
 from hookline.training.run_files import STATISTICS
 from hookline.training.run_writing import Bins
-from hookline.values.quantised import is_quantised
+from hookline.values.quantisation import is_quantised
 from hookline.values.sharding import local
 from hookline.values.snapshots import is_wrapped
 

@@ -1,4 +1,4 @@
-"""Values as they are found in models: nested, spread over ranks, and kept as they were.
+"""Values as they occur in models: nested, spread over ranks, and kept from later changes.
 
-It imports nothing of ours. `nested` first; `snapshots` are what promise 3 stands on.
+Read `nested` first. `snapshots` keeps captured values as they were.
 """

@@ -1,7 +1,7 @@
-"""The options `device=` and `dtype=` of the verbs, checked before anything runs.
+"""Check the options `device=` and `dtype=` of the verbs before anything runs.
 
-- `as_device(given, verb)`: the device, or an error that names those that are there
-- `as_dtype(given, verb)`: the dtype, or an error that names the one that may be meant
+- `as_device(given, verb)`: the device, or an error that names the devices that exist
+- `as_dtype(given, verb)`: the dtype, or an error that names the dtype that may be meant
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from hookline.errors import UsageError
 
 __all__ = ["as_device", "as_dtype"]
 
-_COUNTED = ("cuda", "xpu", "mps", "mtia")  # whose modules say what there is without starting it
+_COUNTED = ("cuda", "xpu", "mps", "mtia")  # torch can count these devices without starting them
 
 
 def as_device(given: Any, verb: str) -> torch.device | None:
-    """The device of an option; None stays None.
+    """Return the device of an option; None stays None.
 
     >>> as_device("cpu", "capture")
     device(type='cpu')
@@ -38,19 +38,19 @@ def as_device(given: Any, verb: str) -> torch.device | None:
 
 
 def _count(kind: str) -> int:
-    """How many devices of a kind there are; to ask does not start them."""
+    """Return the number of devices of a kind."""
     module: Any = getattr(torch, kind, None)
     return module.device_count() if module is not None and module.is_available() else 0
 
 
 def _devices() -> list[str]:
-    """The devices that values can be put on; "meta" keeps shapes only."""
+    """Return the names of the devices that exist; "meta" keeps shapes only."""
     counted = [f"{kind}:{n}" for kind in _COUNTED for n in range(_count(kind))]
     return ["cpu", *counted, "meta"]
 
 
 def as_dtype(given: Any, verb: str) -> torch.dtype | None:
-    """The dtype of an option; None stays None.
+    """Return the dtype of an option; None stays None.
 
     >>> as_dtype(torch.float16, "capture")
     torch.float16
@@ -60,7 +60,7 @@ def as_dtype(given: Any, verb: str) -> torch.dtype | None:
     name = str(getattr(given, "__name__", given)).removeprefix("torch.")
     meant: Any = getattr(torch, name, None)
     if isinstance(given, type) and given in (bool, int, float, complex):
-        # Python's float is torch.float64 to torch, and torch.float is torch.float32.
+        # torch takes Python's float for torch.float64; its own torch.float is torch.float32.
         meant = torch.empty(0, dtype=cast(Any, given)).dtype
     meant = meant if isinstance(meant, torch.dtype) else "one of torch's, such as torch.float16"
     raise UsageError(

@@ -4,13 +4,13 @@ torch's own pytree does not see into subclasses of dict and list, dataclasses or
 hookline has its own traversal. A *part* is one step into a structure: a position, a key or an
 attribute; a *path* is a tuple of parts.
 
-- `children(value)`: the parts of one container and what stands there, None if it is no container
+- `children(value)`: the parts of one container with their values; None for any other object
 - `leaves(value)`: every tensor in a structure with its path
 - `only_tensor(value)`: the one tensor in a structure with its path, or an error
-- `get_part(value, path)`: what stands at a path
-- `exact_path(value, path)`: the same path by the names that `children` gives
-- `set_part(value, path, new)`: the same structure with something else at a path
-- `map_leaves(function, value)`: the same structure with every leaf mapped
+- `get_part(value, path)`: the value at a path
+- `exact_path(value, path)`: a path with its parts named as `children` names them
+- `set_part(value, path, new)`: a structure with a new value at a path
+- `map_leaves(function, value)`: a structure with every leaf mapped
 - `show_path(path)`: a path as it is written in a place
 """
 
@@ -43,11 +43,11 @@ Part = int | str
 Path = tuple[Part, ...]
 
 _ATOMS = (Tensor, type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype)
-_LEVELS = 200  # what is nested deeper than this is opaque
+_LEVELS = 200  # containers that are nested deeper than this are opaque
 
 
 def show_path(path: Path) -> str:
-    """A path as it is written in a place.
+    """Return a path as it is written in a place.
 
     >>> show_path((1, "mask", "0"))
     "[1][mask]['0']"
@@ -62,7 +62,7 @@ def _show_part(part: Part) -> str:
 
 
 def children(value: Any) -> list[tuple[Part, Any]] | None:
-    """The parts of one container with what stands there; None if the value is no container.
+    """Return the parts of one container with their values; None for any other object.
 
     >>> children({"a": 1, "b": (2, 3)})
     [('a', 1), ('b', (2, 3))]
@@ -77,7 +77,7 @@ def children(value: Any) -> list[tuple[Part, Any]] | None:
             return None
         if isinstance(value, (dict, Mapping)):
             found = [(k if type(k) in (int, str) else str(k), value[k]) for k in value]
-            return found if len(dict(found)) == len(found) else _told_apart(value, found)
+            return found if len(dict(found)) == len(found) else _distinct(value, found)
         if isinstance(value, (list, tuple, deque)):
             return list(zip(getattr(kind, "_fields", range(len(value))), value, strict=True))
         if isinstance(value, (Distribution, SimpleNamespace)):
@@ -89,19 +89,23 @@ def children(value: Any) -> list[tuple[Part, Any]] | None:
         return None
 
 
-def _told_apart(keys: Any, items: list[tuple[Part, Any]]) -> list[tuple[Part, Any]]:
-    """The items of a mapping of which some keys, as None and "None", have the same text: those
-    that are no text get their position, too.
+def _distinct(keys: Any, items: list[tuple[Part, Any]]) -> list[tuple[Part, Any]]:
+    """Return the items of a mapping in which some keys, as None and "None", have the same text.
+
+    A key that is neither a text nor an integer is then named by its text and its position.
     """
     parts = [part for part, _ in items]
-    return [
-        (part if type(key) in (int, str) or parts.count(part) == 1 else f"{part} at {n}", item)
-        for n, (key, (part, item)) in enumerate(zip(keys, items, strict=True))
-    ]
+    found: list[tuple[Part, Any]] = []
+    for position, (key, (part, item)) in enumerate(zip(keys, items, strict=True)):
+        is_distinct = type(key) in (int, str) or parts.count(part) == 1
+        found.append((part if is_distinct else f"{part} at {position}", item))
+    return found
 
 
 def leaves(value: Any, path: Path = (), above: tuple[int, ...] = ()) -> list[tuple[Path, Tensor]]:
-    """Every tensor in a structure with its path, in order. A structure that holds itself is safe.
+    """Return every tensor in a structure with its path, in order.
+
+    A structure may hold itself.
 
     >>> [path for path, _ in leaves((torch.zeros(1), {"h": [torch.zeros(2), None]}))]
     [(0,), (1, 'h', 0)]
@@ -117,9 +121,9 @@ def leaves(value: Any, path: Path = (), above: tuple[int, ...] = ()) -> list[tup
 
 
 def only_tensor(value: Any, what: str | Callable[[], str] = "The value") -> tuple[Path, Tensor]:
-    """The one tensor in a structure with its path; SeveralTensors lists the parts otherwise.
+    """Return the one tensor in a structure with its path; raise SeveralTensors if there are others.
 
-    `what` is what the error calls the value, or a function that says so, called for the error only.
+    `what` is the name of the value in the error, or a function that returns it.
 
     >>> only_tensor((None, torch.zeros(2)))
     ((1,), tensor([0., 0.]))
@@ -136,7 +140,7 @@ def only_tensor(value: Any, what: str | Callable[[], str] = "The value") -> tupl
 
 
 def get_part(value: Any, path: Path) -> Any:
-    """What stands at a path; LookupError, saying what there is, if nothing does.
+    """Return the value at a path; raise LookupError, which lists the parts, if there is none.
 
     >>> get_part({"h": (1, 2)}, ("h", 1))
     2
@@ -147,7 +151,7 @@ def get_part(value: Any, path: Path) -> Any:
 
 
 def exact_path(value: Any, path: Path) -> Path:
-    """The same path by the names that `children` gives; LookupError if nothing stands there.
+    """Return a path by the names that `children` gives; raise LookupError if it leads nowhere.
 
     >>> exact_path({"h": (1, 2)}, (0, -1))
     ('h', 1)
@@ -160,7 +164,7 @@ def exact_path(value: Any, path: Path) -> Path:
 
 
 def _locate(value: Any, part: Part, before: Path = ()) -> tuple[Any, Part, list[tuple[Part, Any]]]:
-    """What stands at a part, the part's own name, and what can be set in the value."""
+    """Return the value at a part, the part's own name, and the parts that can be set."""
     inside = children(value) or []
     kind: Any = type(value)
     if hasattr(kind, "n_sequence_fields") and part in kind.__match_args__:  # torch.return_types
@@ -175,7 +179,7 @@ def _locate(value: Any, part: Part, before: Path = ()) -> tuple[Any, Part, list[
     if isinstance(value, Tensor):
         it += f" is a tensor of shape {tuple(value.shape)}, and a part never indexes a tensor"
         raise LookupError(f"{it}: leave the part out; a slice is given with at=")
-    if isinstance(part, str) and not callable(getattr(kind, part, None)):  # methods are no parts
+    if isinstance(part, str) and not callable(getattr(kind, part, None)):  # not for methods
         with suppress(Exception):  # a property may raise anything
             return getattr(value, part), part, [] if inside else [(part, None)]
     there = ", ".join(show_path((name,)) for name, _ in inside) or "no parts"
@@ -183,7 +187,7 @@ def _locate(value: Any, part: Part, before: Path = ()) -> tuple[Any, Part, list[
 
 
 def set_part(value: Any, path: Path, new: Any) -> Any:
-    """The same structure with `new` at a path; only the containers on the way are made anew.
+    """Return a structure with `new` at a path; only the containers on the way are copied.
 
     >>> set_part((1, {"a": 2}), (1, "a"), 5)
     (1, {'a': 5})
@@ -202,10 +206,10 @@ def set_part(value: Any, path: Path, new: Any) -> Any:
 
 
 def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
-    """The same structure with every leaf mapped, tensors and opaque objects alike.
+    """Return a structure with every leaf mapped, tensors and opaque objects alike.
 
-    Containers are made anew, so that a list that grows later does not change the result; one that
-    cannot be made anew is kept. What stands twice in the structure is mapped once.
+    Containers are copied, so that a list that grows later does not change the result; one that
+    cannot be copied is kept. An object that occurs twice in the structure is mapped once.
 
     >>> map_leaves(lambda leaf: leaf + 1, {"a": [1, 2]})
     {'a': [2, 3]}
@@ -220,7 +224,7 @@ def _map(function: Callable[[Any], Any], value: Any, seen: dict[int, Any], level
     if inside is None:
         result = function(value)
     else:
-        # A structure may hold itself: then the new one must be there before its content.
+        # A structure may hold itself: then the copy must exist before its content.
         duplicate = _duplicate(value)
         seen[id(value)] = (value, duplicate)
         items = [_map(function, item, seen, level + 1) for _, item in inside]
@@ -230,9 +234,9 @@ def _map(function: Callable[[Any], Any], value: Any, seen: dict[int, Any], level
 
 
 def _duplicate(value: Any) -> Any:
-    """A copy of a container, to be filled anew; itself if it is made with its content or never.
+    """Return a copy of a container, to be filled; itself if it must be made with its content.
 
-    Not by the constructor: it may have other arguments, and a Distribution would validate them.
+    The constructor is not used: it may have other arguments, and a Distribution validates them.
     """
     kind: Any = type(value)
     if kind in (list, dict, MappingProxyType):
@@ -240,7 +244,7 @@ def _duplicate(value: Any) -> Any:
     if not isinstance(value, tuple):
         with suppress(Exception):
             return copy.copy(value)
-    if isinstance(value, dict):  # it copies itself by a constructor with required arguments
+    if isinstance(value, dict):  # copying it calls a constructor with required arguments
         with suppress(Exception):
             duplicate = kind.__new__(kind)
             vars(duplicate).update(vars(value))
@@ -249,23 +253,39 @@ def _duplicate(value: Any) -> Any:
 
 
 def _fill(value: Any, duplicate: Any, inside: list[tuple[Part, Any]], items: list[Any]) -> Any:
-    """A container of the same type with other content; itself if that cannot be made."""
+    """Return a container of the same type with other content; itself if there can be none."""
     kind: Any = type(value)
     try:
         if isinstance(value, tuple):
-            plain = kind is tuple or hasattr(kind, "n_sequence_fields")  # torch.return_types
-            duplicate = kind(items) if plain else tuple.__new__(kind, items)
-            getattr(duplicate, "__dict__", {}).update(getattr(value, "__dict__", {}))
-        elif duplicate is not value:
-            listed = isinstance(value, (list, deque))
-            has_items = listed or isinstance(value, (dict, Mapping))
-            is_field = hasattr(kind, "__dataclass_fields__")  # of a dict, too: in transformers
-            keys = value if has_items and not listed else [part for part, _ in inside]
-            for key, item in zip(keys, items, strict=True):
-                if has_items:
-                    duplicate[key] = item
-                if not has_items or (is_field and hasattr(value, str(key))):
-                    object.__setattr__(duplicate, str(key), item)
+            return _tuple_like(value, items)
+        if duplicate is not value:
+            _set_items(value, duplicate, inside, items)
         return kind(duplicate) if kind is MappingProxyType else duplicate
-    except Exception:  # noqa: BLE001 - whatever its class raises, it is kept as it is
+    except Exception:  # noqa: BLE001 - its class may raise anything; then it is kept as it is
         return value
+
+
+def _tuple_like(value: tuple[Any, ...], items: list[Any]) -> Any:
+    """Return a tuple of the same type and with the same attributes that holds the items."""
+    kind: Any = type(value)
+    if kind is tuple or hasattr(kind, "n_sequence_fields"):  # torch.return_types
+        made = kind(items)
+    else:
+        made = tuple.__new__(kind, items)
+    getattr(made, "__dict__", {}).update(getattr(value, "__dict__", {}))
+    return made
+
+
+def _set_items(
+    value: Any, duplicate: Any, inside: list[tuple[Part, Any]], items: list[Any]
+) -> None:
+    """Set the items or the attributes of a duplicate."""
+    is_sequence = isinstance(value, (list, deque))
+    has_items = is_sequence or isinstance(value, (dict, Mapping))
+    has_fields = hasattr(type(value), "__dataclass_fields__")  # also dicts, in transformers
+    keys = value if has_items and not is_sequence else [part for part, _ in inside]
+    for key, item in zip(keys, items, strict=True):
+        if has_items:
+            duplicate[key] = item
+        if not has_items or (has_fields and hasattr(value, str(key))):
+            object.__setattr__(duplicate, str(key), item)

@@ -1,13 +1,15 @@
-"""Tensors that are spread over ranks: DTensors, and what a tensor-parallel plan makes of them.
+"""Handle tensors that are spread over ranks: DTensors, and the outputs of tensor-parallel modules.
 
-torch.distributed's parts are found only if the program has loaded them; nothing is imported here.
+Nothing of torch.distributed is imported here: a program that does not load it has no such tensors.
 
-- `loaded(module, name)`: a class of torch.distributed, if the program uses it
-- `local(tensor)`: what this rank holds of a tensor, waited for
-- `placements(tensor)`, `layouts(target)`, `spread`: how a tensor is spread over the ranks
-- `has_plans()`: whether the program may have parallelised modules
+- `loaded(module, name)`: a class of torch.distributed, if the program has loaded it
+- `local(tensor)`: the part of a tensor that this rank holds
+- `placements(tensor)`: how a DTensor is spread over its mesh
+- `layouts(target)`: how a tensor-parallel plan spreads the value at a place
+- `spread(tensor, planned, path)`: how a tensor is spread, by itself or by a plan
+- `has_plans()`: True if the program may have parallelised modules
 - `copied(tensor)`: a copy, made without the other ranks
-- `beside(own, value)`: a change's own tensor, to be computed with a value
+- `beside(own, value)`: a tensor of this rank, in a form that can be combined with a value
 - `whole(tensor)`: a DTensor that every rank has whole
 - `alike(result, value)`: a changed value, spread as the value was
 """
@@ -38,19 +40,22 @@ __all__ = [
 ]  # fmt: skip
 
 
+Placements = tuple[Any, ...]  # torch's Shard, Replicate or Partial, one for each mesh dimension
+
+
 def loaded(module: str, name: str) -> Any:
-    """A class of torch.distributed, if the program uses it; else what nothing is an instance of."""
+    """Return a class of torch.distributed, or `()`, for `isinstance`, if it is not loaded."""
     return getattr(sys.modules.get(f"torch.distributed.{module}"), name, ())
 
 
-def placements(tensor: Tensor) -> tuple[Any, ...] | None:
-    """How a DTensor is spread over its mesh; None for any other tensor."""
+def placements(tensor: Tensor) -> Placements | None:
+    """Return the placements of a DTensor; None for any other tensor."""
     kind = loaded("tensor", "DTensor")
     return cast(Any, tensor).placements if isinstance(tensor, kind) else None
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor; what a collective still brings is waited for."""
+    """Return the part of a tensor that this rank holds, after waiting for its collective."""
     if type(tensor) is Tensor:
         return tensor
     if placements(tensor) is not None:
@@ -61,7 +66,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def copied(tensor: Tensor) -> Tensor:
-    """A copy that no other rank takes part in: cloning a DTensor of partial sums would add them."""
+    """Return a copy without communication: `clone` would reduce a DTensor of partial sums."""
     if type(tensor) is Tensor or tensor.requires_grad or placements(tensor) is None:
         return tensor.clone()
     given: Any = tensor
@@ -72,16 +77,17 @@ def copied(tensor: Tensor) -> Tensor:
 
 
 def beside(own: Tensor, value: Tensor) -> Tensor:
-    """A tensor that can be computed with a value: for a DTensor, one that all ranks have whole."""
+    """Return a tensor that can be combined with a value: beside a DTensor, a replicated one."""
     if type(value) is Tensor or placements(value) is None or placements(own) is not None:
         return own
-    kind, replicate = loaded("tensor", "DTensor"), loaded("tensor", "Replicate")
+    kind = loaded("tensor", "DTensor")
+    replicate = loaded("tensor", "Replicate")
     mesh = cast(Any, value).device_mesh
     return kind.from_local(own, mesh, [replicate()] * mesh.ndim, run_check=False)
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A DTensor that every rank has whole: one in shards may lose what is written to a slice."""
+    """Return a DTensor that every rank has whole: a sharded one may lose writes to a slice."""
     if type(tensor) is Tensor or placements(tensor) is None:
         return tensor
     given: Any = tensor
@@ -90,7 +96,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def alike(result: Tensor, value: Tensor) -> Tensor:
-    """A changed value, spread over the ranks as the value was."""
+    """Return a changed value, spread over the ranks as the value was."""
     wanted = None if type(value) is Tensor else placements(value)
     if wanted is None or placements(result) == wanted:
         return result
@@ -101,43 +107,59 @@ def alike(result: Tensor, value: Tensor) -> Tensor:
 
 
 def has_plans() -> bool:
-    """Whether the program may have parallelised modules."""
+    """Return True if the program may have parallelised modules."""
     return "torch.distributed.tensor.parallel" in sys.modules
 
 
-def layouts(target: Target) -> Sequence[tuple[Any, ...] | None]:
-    """How a plan of `parallelize_module` spreads what a module returns, or its first argument.
+def layouts(target: Target) -> Sequence[Placements | None]:
+    """Return how a plan of `parallelize_module` spreads a module's outputs, or its first arguments.
 
-    Its hooks turn DTensors into plain tensors that bear no mark; the plan is in their closures.
-    What stays a DTensor says itself how it is spread, and is not looked for.
+    The hooks of a plan return plain tensors that bear no mark; the plan is in their closures. A
+    tensor that stays a DTensor knows its own placements, so nothing is returned for it.
     """
     if not has_plans() or target.operation is not None:
         return ()
-    module, port = target.module, target.port
+    module = target.module
     before = tensor_parallel_styles(forward_pre_hooks_of(module))
     after = tensor_parallel_styles(forward_hooks_of(module))
-    if port in ("input", "grad_input"):
-        styles = [held for held in before if getattr(held, "use_local_output", False)]
-        return [_one(p) for held in styles[:1] for p in getattr(held, "desired_input_layouts", ())]
-    for held in after if port in ("output", "grad_output") else ():
-        if getattr(held, "use_local_output", False):  # PrepareModuleOutput
-            return [_one(p) for p in getattr(held, "desired_output_layouts", ())]
-        if isinstance(held, partial) and held.args[-1] is True:  # use_local_output of the others
-            given = [*held.args, *(arg for other in before for arg in getattr(other, "args", ()))]
-            return [cast("tuple[Any, ...]", arg) for arg in given if isinstance(arg, tuple)][:1]
+    if target.port in ("input", "grad_input"):
+        return _input_layouts(before)
+    if target.port in ("output", "grad_output"):
+        return _output_layouts(before, after)
     return ()
 
 
-def _one(placement: Any) -> tuple[Any, ...] | None:
+def _input_layouts(before: Sequence[Any]) -> list[Placements | None]:
+    """Return the layouts of the first of these styles that returns plain tensors."""
+    for style in before:
+        if getattr(style, "use_local_output", False):  # PrepareModuleInput
+            return [_one(placement) for placement in getattr(style, "desired_input_layouts", ())]
+    return []
+
+
+def _output_layouts(before: Sequence[Any], after: Sequence[Any]) -> list[Placements | None]:
+    """Return the layouts of the first style that returns plain tensors."""
+    for style in after:
+        if getattr(style, "use_local_output", False):  # PrepareModuleOutput
+            return [_one(placement) for placement in getattr(style, "desired_output_layouts", ())]
+        # The last argument that the other styles bind to their hooks is use_local_output.
+        if isinstance(style, partial) and style.args[-1] is True:
+            bound = [*style.args, *(arg for other in before for arg in getattr(other, "args", ()))]
+            return [cast("Placements | None", arg) for arg in bound if isinstance(arg, tuple)][:1]
+    return []
+
+
+def _one(placement: Any) -> Placements | None:
     return None if placement is None else (placement,)
 
 
-def spread(tensor: Tensor, planned: Sequence[tuple[Any, ...] | None], path: Sequence[Any]) -> Any:
-    """The placements of a tensor: its own, or those that a plan gives what stands at a path."""
+def spread(tensor: Tensor, planned: Sequence[Placements | None], path: Sequence[Any]) -> Any:
+    """Return the placements of the tensor at a path: its own, or those of a plan."""
     position = path[0] if path and isinstance(path[0], int) else 0
     found = placements(tensor)
     if found is None and 0 <= position < len(planned) and len(path) < 2:
         found = planned[position]
     if found is None:
         return None
+    # A shard's dimension may be counted from the end.
     return tuple(type(p)(p.dim + tensor.ndim) if getattr(p, "dim", 0) < 0 else p for p in found)

@@ -1,16 +1,16 @@
-"""Values that stay as they were.
+"""Keep values as they are when they are captured, whatever is written to them later.
 
-A later in-place operation must not change what was captured. On the CPU a copy-on-write alias
-does that in under a microsecond whatever the size: whoever writes first gets a copy of its own.
+On the CPU, a copy-on-write alias does that in under a microsecond, whatever the size: the first
+write to either tensor makes a copy.
 
 - `snapshot(tensor)`: a detached tensor that later writes cannot reach
-- `gradient_snapshot(tensor)`: the same, with one check less
-- `duplicate(tensor)`: a plain copy, for what others hold by its address
+- `gradient_snapshot(tensor)`: a snapshot of a gradient during a backward
+- `duplicate(tensor)`: a plain copy, for tensors that others hold by their address
 - `settle(tensor)`: a snapshot that keeps no larger storage alive
-- `same_bits(one, other)`: whether two tensors hold the same
-- `is_wrapped(tensor)`: whether it stands for many, in a transform of torch's
-- `is_fake(tensor)`: whether it is one of torch's fake tensors, which have no values
-- `unreadable(tensor, version, twin)`: why a tensor is not what it was when it was captured
+- `same_bits(one, other)`: True if two tensors hold the same bits
+- `is_wrapped(tensor)`: True for a tensor of a transform, such as one inside vmap
+- `is_fake(tensor)`: True for one of torch's fake tensors, which have no values
+- `unreadable(tensor, version, twin)`: why a captured tensor cannot be read any more
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from hookline.torch_private import (
     use_count,
     version_of,
 )
-from hookline.values.quantised import copy_of, held_in, is_wrapper
+from hookline.values.quantisation import copy_of, held_in, is_wrapper
 from hookline.values.sharding import copied, local
 
 __all__ = [
@@ -38,13 +38,15 @@ __all__ = [
     "same_bits", "settle", "snapshot", "unreadable",
 ]  # fmt: skip
 
-SMALL = 4096  # bytes below which a copy takes no longer than to see whether an alias will do
-WIDE = 8  # times a view's size: whoever writes to memory beyond that would have to copy all of it
-BASES = (type(None), Tensor)  # of which an aliased tensor may be a view: not of a parameter
+SMALL = 4096  # up to so many bytes, copying is as fast as finding out if an alias will do
+WIDE = 8  # a view of a storage more than so many times its size is copied: a write copies all of it
+BASES = (type(None), Tensor)  # the types of the base of a tensor that gets an alias: no parameters
 
 
 def snapshot(tensor: Tensor, exported: bool = True) -> Tensor:
-    """A detached tensor that holds what `tensor` holds now, whatever is written to it later.
+    """Return a detached tensor that holds what `tensor` holds now, whatever is written later.
+
+    With `exported=False`, the caller knows that all other references to the tensor are torch's.
 
     >>> x = torch.zeros(2)
     >>> kept = snapshot(x)
@@ -52,13 +54,14 @@ def snapshot(tensor: Tensor, exported: bool = True) -> Tensor:
     >>> kept
     tensor([0., 0.])
     """
-    # Copy-on-write is for plain strided CPU tensors only: a quantised one crashes the process on
-    # read, and a storage that is not resizable, or a tensor that others hold, may be written to
-    # from outside torch (numpy, shared memory, dlpack), which copy-on-write does not see. That of
-    # a parameter, of which this may be a view, FSDP frees and resizes, which torch then refuses.
+    # Copy-on-write is for plain strided CPU tensors only. Reading a quantised alias crashes the
+    # process. A storage that is not resizable, or a tensor that others hold, may be written to from
+    # outside torch (numpy, shared memory, dlpack), which copy-on-write does not see. The storage of
+    # a parameter is freed and resized by FSDP, which torch refuses while it has an alias.
     if LAZY and type(tensor) is Tensor and tensor.is_cpu and not tensor.is_quantized:
         try:
-            storage, fits = tensor.untyped_storage(), type(base_of(tensor)) in BASES
+            storage = tensor.untyped_storage()
+            fits = type(base_of(tensor)) in BASES
             if fits and storage.resizable() and storage.nbytes() <= WIDE * tensor.nbytes:
                 if tensor.requires_grad:
                     return lazy_clone(tensor.detach())
@@ -69,15 +72,15 @@ def snapshot(tensor: Tensor, exported: bool = True) -> Tensor:
     return duplicate(tensor)
 
 
-# Of a gradient on its way: the autograd engine holds it, too, but nobody has exported it.
+# A gradient on its way has a second reference, that of the autograd engine.
 gradient_snapshot = partial(snapshot, exported=False)
 
 
 def duplicate(tensor: Tensor) -> Tensor:
-    """A detached copy; the tensor itself where torch cannot copy it."""
+    """Return a detached copy, or the tensor itself where torch cannot copy it."""
     if is_wrapper(tensor):
         return copy_of(tensor)
-    if tensor.requires_grad:  # else it stays as it is: detaching drops a forward-mode tangent
+    if tensor.requires_grad:  # only then: detaching drops a forward-mode tangent
         tensor = tensor.detach()
     try:
         return copied(tensor)
@@ -86,7 +89,7 @@ def duplicate(tensor: Tensor) -> Tensor:
 
 
 def settle(tensor: Tensor) -> Tensor:
-    """A snapshot that keeps alive no more memory than its own.
+    """Return a snapshot that keeps alive no more memory than its own.
 
     >>> big = torch.zeros(1000, 1000)
     >>> settle(big[:, 0]).untyped_storage().nbytes()
@@ -95,24 +98,24 @@ def settle(tensor: Tensor) -> Tensor:
     try:
         if tensor.untyped_storage().nbytes() > tensor.nbytes:
             return duplicate(tensor)
-    except (NotImplementedError, RuntimeError):  # no storage, so no memory to let go of
+    except (NotImplementedError, RuntimeError):  # no storage, so no memory to free
         pass
     return snapshot(tensor)
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors hold the same bits, NaN and -0.0 included.
+    """Return True if two tensors hold the same bits, NaN and -0.0 included.
 
     >>> same_bits(torch.tensor([0.0]), torch.tensor([-0.0]))
     False
     """
     if one.shape != other.shape or one.dtype != other.dtype or one.is_meta:
         return one.is_meta and other.is_meta
-    if one.is_quantized:  # to view one as bytes crashes the process
+    if one.is_quantized:  # viewing one as bytes crashes the process
         return torch.equal(one, other)
     if is_wrapper(one):
         return all(map(same_bits, held_in(one), held_in(other)))
-    try:  # of a DTensor what is here: to compare all of it, every rank would have to take part
+    try:  # only this rank's part of a DTensor: comparing all of it would need every rank
         flat = (local(t).resolve_conj().resolve_neg().reshape(-1)[:, None] for t in (one, other))
         return torch.equal(*(t.view(torch.uint8) for t in flat))
     except RuntimeError:  # no view as bytes: sparse, freed
@@ -120,7 +123,7 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def is_wrapped(tensor: Tensor) -> bool:
-    """Whether it stands for many, as in vmap, or batched gradients: no number of it can be told."""
+    """Return True for a tensor of vmap or of batched gradients, whose numbers cannot be read."""
     return is_functorch_tensor(tensor) or is_legacy_batched(tensor)
 
 
@@ -130,7 +133,11 @@ def is_fake(tensor: Tensor) -> bool:
 
 
 def unreadable(tensor: Tensor, version: int | None, twin: Tensor | None) -> tuple[str, str] | None:
-    """Why a tensor is not what it was when it was captured, and what to do; None if it is."""
+    """Explain why a captured tensor cannot be read any more; None if it can.
+
+    The explanation is a reason and a remedy. `version` and `twin` are the version and a copy of a
+    tensor that was kept attached, from when it was captured.
+    """
     if is_functorch_tensor(tensor):
         level, current = transform_level(tensor)
         if current is not None and 0 < level <= current:
@@ -146,12 +153,13 @@ def unreadable(tensor: Tensor, version: int | None, twin: Tensor | None) -> tupl
         )
     if version is not None:
         plain = tensor.layout is torch.strided and not tensor.is_meta and tensor.numel()
-        if plain and not tensor.untyped_storage().nbytes():  # before it is compared with a twin
+        if plain and not tensor.untyped_storage().nbytes():  # checked before reading it below
             return (
                 "It was kept attached, and its memory was freed since.",
                 "Capture with detach=True to keep a copy.",
             )
-        changed = version_of(tensor) != version  # how often, a parameter's edit hides
+        # Fused optimisers change parameters without a new version: the twin shows it.
+        changed = version_of(tensor) != version
         if changed or (twin is not None and not same_bits(tensor.detach(), twin)):
             return (
                 "It was kept attached, and was changed in place since.",

@@ -1,10 +1,11 @@
-"""Small tables: what a record looks like as text and in a notebook.
+"""Show values as small tables, in text and in notebooks.
 
 - `rows_of(place, values, checks, spread)`: the rows for one place
+- `describe(tensor)`: the shape, dtype and placements of a tensor
 - `as_text(title, rows)`, `as_html(title, rows, subject)`: a table
-- `one_line(text)`: a name that cannot disturb it
-- `render_with(function)`: what makes the HTML from now on
-- `bytes_of(tensor)`, `show_bytes(n)`: a size, and a size for people
+- `one_line(text)`: a text as it can stand in a table
+- `render_with(function)`: set the function that makes the HTML
+- `bytes_of(tensor)`, `show_bytes(count)`: the size of a tensor, and a size for people
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from hookline.torch_private import sparse_parts
 from hookline.values.nested import Path, children, leaves, show_path
-from hookline.values.quantised import held_in
+from hookline.values.quantisation import held_in
 from hookline.values.sharding import local, placements
 
 __all__ = [
@@ -29,7 +30,7 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 
 def show_bytes(count: int) -> str:
-    """A size for people.
+    """Return a size for people.
 
     >>> show_bytes(48), show_bytes(3_500_000)
     ('48 B', '3.5 MB')
@@ -39,7 +40,7 @@ def show_bytes(count: int) -> str:
 
 
 def bytes_of(tensor: Tensor) -> int:
-    """The bytes of a tensor, as it is in memory: of a DTensor those held here."""
+    """Return the bytes of a tensor in memory, for a DTensor those of this rank."""
     try:
         tensor = local(tensor)
         pieces = sparse_parts(tensor) if tensor.is_sparse else held_in(tensor)
@@ -56,7 +57,7 @@ def _shape(tensor: Tensor) -> str:
 
 
 def describe(tensor: Tensor) -> str:
-    """The shape and dtype of a tensor, and how it is spread over ranks, if it is.
+    """Return the shape and dtype of a tensor, and its placements if it is spread over ranks.
 
     >>> import torch
     >>> describe(torch.zeros(2, 3))
@@ -74,11 +75,12 @@ def rows_of(
     spread: Callable[[Path, Tensor], tuple[Any, ...] | None],
     calls: str = "",
 ) -> list[tuple[str, ...]]:
-    """One row for each tensor in the values of a place; shapes that vary are marked.
+    """Return one row for each tensor in the values of a place; shapes that vary are marked.
 
-    `calls` says which they are, if it is more than how many.
+    `calls` names the calls; by default their number is shown.
     """
-    first, others = values[0], [dict(leaves(value)) for value in values[1:]]
+    first = values[0]
+    others = [dict(leaves(value)) for value in values[1:]]
     count = calls or str(len(values))
     rows: list[tuple[str, ...]] = []
     for path, tensor in leaves(first):
@@ -97,8 +99,10 @@ def rows_of(
 
 
 def one_line(text: str) -> str:
-    r"""A name as it can stand in a table: what would break the line, steer a terminal or turn the
-    direction of writing is written out.
+    r"""Return a text as it can stand in a table.
+
+    Characters that would break the line, control a terminal or turn the direction of writing are
+    escaped.
 
     >>> print(one_line("new\nline"), one_line("\x1b[31mred"))
     new\nline \x1b[31mred
@@ -109,7 +113,7 @@ def one_line(text: str) -> str:
 
 
 def as_text(title: str, rows: Sequence[Sequence[str]]) -> str:
-    """A title and aligned columns; of many rows the first, and how many more there are.
+    """Return a title and aligned columns, with at most 60 rows and the number of the others.
 
     >>> print(as_text("Two", [("a", "b"), ("1", "2")]))
     Two
@@ -130,10 +134,10 @@ _renderers: list[Renderer] = []
 
 
 def render_with(function: Renderer) -> None:
-    """Let a function make the HTML; hookline itself gives that of hookline.pages.notebooks."""
+    """Set the function that makes the HTML; hookline sets that of hookline.pages.notebooks."""
     _renderers.append(function)
 
 
 def as_html(title: str, rows: Sequence[Sequence[str]], subject: Any = None) -> str:
-    """The same for a notebook. The subject is what the rows describe."""
+    """Return a table for a notebook. The subject is the object that the rows describe."""
     return _renderers[-1](title, rows, subject)

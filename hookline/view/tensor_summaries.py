@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hookline.values.nested import Path, leaves
-from hookline.values.quantised import dequantised
+from hookline.values.quantisation import dequantised
 from hookline.values.sharding import local, placements
 
 __all__ = [

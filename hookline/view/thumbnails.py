@@ -19,7 +19,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from hookline.values.quantised import dequantised
+from hookline.values.quantisation import dequantised
 from hookline.values.sharding import local
 from hookline.view.tensor_summaries import spread
 

@@ -27,7 +27,7 @@ from hookline.storage.store import Store
 from hookline.storage.stored_rows import StoredSamples
 from hookline.training.run_reading import Run
 from hookline.values.nested import leaves, show_path
-from hookline.values.quantised import dequantised
+from hookline.values.quantisation import dequantised
 from hookline.values.sharding import local
 from hookline.view.figures.sampled_numbers import MOST, spaced
 

@@ -1,10 +1,11 @@
-"""Quantised tensors: torch's own, and those of libraries such as torchao, which wrap others.
+"""Read quantised tensors: torch's own, and those of libraries such as torchao, which wrap others.
 
 A wrapper has the dtype that it stands for, and no memory of its own: most operations of torch are
 not defined for it. It can give its numbers, and the tensors that it holds.
 
-- `dequantised(tensor)`: the numbers that it stands for
-- `is_quantised(tensor)`, `is_wrapper(tensor)`: of any kind, or of a library's kind
+- `is_quantised(tensor)`: True for a quantised tensor of any kind
+- `is_wrapper(tensor)`: True for a quantised tensor of a library
+- `dequantised(tensor)`: the numbers that a tensor stands for
 - `held_in(tensor)`: the tensors that a wrapper holds
 - `copy_of(tensor)`: a copy of a wrapper, bit for bit
 """
@@ -19,7 +20,7 @@ __all__ = ["copy_of", "dequantised", "held_in", "is_quantised", "is_wrapper"]
 
 
 def is_wrapper(tensor: Tensor) -> bool:
-    """Whether it is a library's own kind of tensor, which holds others and can be dequantised."""
+    """Return True for a library's kind of tensor that holds others and can be dequantised."""
     kind = type(tensor)
     if kind is Tensor or kind.dequantize is Tensor.dequantize:
         return False
@@ -27,12 +28,12 @@ def is_wrapper(tensor: Tensor) -> bool:
 
 
 def is_quantised(tensor: Tensor) -> bool:
-    """Whether it holds its numbers in another form."""
+    """Return True for a tensor that holds its numbers in another form."""
     return tensor.is_quantized or is_wrapper(tensor)
 
 
 def dequantised(tensor: Tensor) -> Tensor:
-    """The numbers that a quantised tensor stands for; any other tensor as it is.
+    """Return the numbers that a quantised tensor stands for; any other tensor as it is.
 
     >>> import torch
     >>> dequantised(torch.ones(2))
@@ -46,7 +47,7 @@ def dequantised(tensor: Tensor) -> Tensor:
 
 
 def held_in(tensor: Tensor) -> list[Tensor]:
-    """The tensors that a wrapper holds; of any other tensor itself."""
+    """Return the tensors that a wrapper holds; a list of itself for any other tensor."""
     if not is_wrapper(tensor):
         return [tensor]
     names = cast("list[str]", cast(Any, tensor).__tensor_flatten__()[0])
@@ -54,9 +55,11 @@ def held_in(tensor: Tensor) -> list[Tensor]:
 
 
 def copy_of(tensor: Tensor) -> Tensor:
-    """A wrapper of copies of what it holds: a clone of torchao's NF4 is quantised anew."""
+    """Return a wrapper of copies of what it holds: cloning torchao's NF4 would quantise again."""
     kind = cast(Any, type(tensor))
     names, context = kind.__tensor_flatten__(tensor)
-    held = {name: getattr(tensor, name) for name in names}
-    copies = {n: copy_of(one) if is_wrapper(one) else one.clone() for n, one in held.items()}
+    copies: dict[str, Tensor] = {}
+    for name in names:
+        held = getattr(tensor, name)
+        copies[name] = copy_of(held) if is_wrapper(held) else held.clone()
     return kind.__tensor_unflatten__(copies, context, tensor.size(), tensor.stride())
