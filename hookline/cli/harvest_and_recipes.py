@@ -144,7 +144,7 @@ _functions = click.option(
 def show(folder: Path, allow_functions: bool, screen: Screen) -> None:
     """Show what a recipe does."""
     recipe = hl.Recipe.load(folder, allow_functions=allow_functions)
-    screen.text(repr(recipe), recipe._described())
+    screen.text(repr(recipe), recipe.describe_entries())
 
 
 @recipes.command()

@@ -45,8 +45,8 @@ class _Entry:
         at, calls = ("" if v is None else _show(v) for v in (self.at, self.calls))
         return _show(self.where), _show(self.change), at, calls
 
-    def described(self) -> dict[str, str | None]:
-        """The same for programs."""
+    def as_texts(self) -> dict[str, str | None]:
+        """Return the cells by name, None for an empty one; a place that is text as it is."""
         row: dict[str, Any] = dict(zip(_COLUMNS, self.row(), strict=True))
         own = {"where": str(self.where)} if isinstance(self.where, str) else {}
         return {name: text or None for name, text in row.items()} | own
@@ -188,9 +188,9 @@ class Recipe:
     def _repr_html_(self) -> str:
         return as_html(*self._table(), self) if self._entries else html.escape(self._table()[0])
 
-    def _described(self) -> list[dict[str, str | None]]:
-        """The entries for programs: where, change, at and calls of each, in words."""
-        return [entry.described() for entry in self._entries]
+    def describe_entries(self) -> list[dict[str, str | None]]:
+        """Return where, change, at and calls of each entry as text, for programs."""
+        return [entry.as_texts() for entry in self._entries]
 
     def _table(self) -> tuple[str, list[tuple[str, ...]]]:
         count = len(self._entries)

@@ -95,7 +95,7 @@ def statistic_from(spelled: dict[str, Any], tensors: State, source: str) -> Stat
     problem = _misfit(made, tensors)
     if problem:
         raise StatisticsError(asked, problem, remedy)
-    made._put(tensors)
+    made.load_state(tensors)
     return made
 
 
@@ -117,7 +117,7 @@ def _misfit(made: Statistic, tensors: State) -> str:
         return f"The state's 'positions' has the shape {tuple(where.shape)}."
     shape = (1, *[1] * where.shape[-1], *([] if made.dim is None else [channels]))
     zeros = torch.zeros(shape, device="cpu")
-    options: dict[str, Any] = made._options() | {"dim": None if made.dim is None else -1}
+    options: dict[str, Any] = made.options() | {"dim": None if made.dim is None else -1}
     like = type(made)(**options).update(zeros).state
     for key, expected in like.items():
         own = tensors.get(key)

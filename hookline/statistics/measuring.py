@@ -102,7 +102,7 @@ class Measurements(Mapping[str, Mapping[str, Any]]):
             joined[place] = {n: own[n].fresh().merge(own[n]).merge(theirs[n]) for n in own}
         for place, both in joined.items():
             for name, one in self.statistics.setdefault(place, both).items():
-                one._put(dict(both[name].state))
+                one.load_state(dict(both[name].state))
             self.calls[place] = self.calls.get(place, 0) + other.calls[place]
         return self
 

@@ -153,7 +153,7 @@ class Statistic:
             state = self._joined(state, made)
         # All at once: an error, or an interrupt, leaves the state as it was before the batch.
         state["samples"] = state.get("samples", _none()) + len(names)
-        self._put(state)
+        self.load_state(state)
         return self
 
     def _unnested(self, value: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -233,7 +233,7 @@ class Statistic:
             raise self._unfit(f"The two have {widths} channels.", "Merge those of one place.")
         state = self._joined(self.state, other.state)
         seen = [one.state.get("samples", _none()) for one in (self, other)]
-        self._put(state | {"samples": seen[0] + seen[1]})
+        self.load_state(state | {"samples": seen[0] + seen[1]})
         return self
 
     def _joined(self, one: State, other: State) -> State:
@@ -241,7 +241,8 @@ class Statistic:
             return {**one, **other}
         return {**one, **other} | self._join(one, other)
 
-    def _put(self, state: State) -> None:
+    def load_state(self, state: State) -> None:
+        """Replace the state."""
         self.state.clear()
         self.state.update(state)
 
@@ -265,9 +266,10 @@ class Statistic:
 
     def fresh(self) -> Self:
         """Another one of the same options that has seen nothing."""
-        return type(self)(**self._options())
+        return type(self)(**self.options())
 
-    def _options(self) -> dict[str, Any]:
+    def options(self) -> dict[str, Any]:
+        """Return the options by name."""
         return {key: value for key, value in asdict(self).items() if key != "state"}
 
     def save(self, folder: str | Path) -> Path:
@@ -276,7 +278,7 @@ class Statistic:
 
     def spelled(self) -> dict[str, Any]:
         """Which statistic this is, for JSON."""
-        return {"statistic": type(self).__name__, "options": self._options()}
+        return {"statistic": type(self).__name__, "options": self.options()}
 
     @classmethod
     def load(cls, folder: str | Path) -> Self:

@@ -46,7 +46,7 @@ class BinsAt(NamedTuple):
     step: int
 
 
-class _Segment:
+class Segment:
     """One start of the training: its head, and what was seen of its files so far."""
 
     def __init__(self, folder: Path, number: int) -> None:
@@ -166,7 +166,7 @@ class Run:
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
-        self._segments: dict[int, _Segment] = {}
+        self._segments: dict[int, Segment] = {}
         self.refresh()
         if not self._segments:
             found = "There is no such directory." if not self.folder.is_dir() else ""
@@ -189,7 +189,7 @@ class Run:
         news = bool(gone)
         for number in numbers:
             if number not in self._segments or self._segments[number].is_past():
-                self._segments[number] = _Segment(self.folder, number)
+                self._segments[number] = Segment(self.folder, number)
                 news = True
             news |= self._segments[number].refresh()
         return news
@@ -221,7 +221,7 @@ class Run:
 
     def steps(self) -> Steps:
         """The steps at which something was measured, each once, in order."""
-        return np.unique(np.concatenate([_NO_STEPS, *(s.steps[k] for s, k in self._kept())]))
+        return np.unique(np.concatenate([_NO_STEPS, *(s.steps[k] for s, k in self.kept_records())]))
 
     def names(self) -> list[str]:
         """The names of the scalars."""
@@ -233,8 +233,8 @@ class Run:
         self, place: str, kind: str = "output", statistic: str = "std"
     ) -> tuple[Steps, Numbers]:
         """One statistic of one place over the steps at which it was measured."""
-        self._check(kind, statistic, place)
-        _, steps, found = self._matrix(kind, statistic, [place])
+        self.check(kind, statistic, place)
+        _, steps, found = self.matrix_of(kind, statistic, [place])
         good = ~np.isnan(found[0])
         return steps[good], found[0][good]
 
@@ -245,16 +245,17 @@ class Run:
 
         NaN stands where nothing was measured.
         """
-        self._check(kind, statistic)
-        return self._matrix(kind, statistic, self.places(kind))
+        self.check(kind, statistic)
+        return self.matrix_of(kind, statistic, self.places(kind))
 
-    def _matrix(
+    def matrix_of(
         self, kind: str, statistic: str, places: list[str]
     ) -> tuple[list[str], Steps, Numbers]:
+        """Return what `matrix` returns for some places; a statistic that is not there is NaN."""
         steps = self.steps()
         found = np.full((len(places), len(steps)), np.nan, np.float32)
         wanted = {place: n for n, place in enumerate(places)}
-        for segment, kept in self._kept():
+        for segment, kept in self.kept_records():
             if statistic not in segment.head.statistics or not kept.any():
                 continue
             rows = [n for n, r in enumerate(segment.head.rows) if _is(r, kind, wanted)]
@@ -281,18 +282,21 @@ class Run:
 
     def histograms(self, place: str, kind: str = "output") -> list[BinsAt]:
         """All histograms of a place, by step."""
-        self._check(kind, None, place)
-        return [segment.bins(record) for _, segment, record in self._bins_of(place, kind)]
+        self.check(kind, None, place)
+        return [segment.bins(record) for _, segment, record in self.histogram_records(place, kind)]
 
     def histogram(self, place: str, kind: str = "output", step: int | None = None) -> BinsAt | None:
         """The last histogram of a place, or the last at or before a step; None if there is none."""
-        self._check(kind, None, place)
-        found = [one for one in self._bins_of(place, kind) if step is None or one[0] <= step]
+        self.check(kind, None, place)
+        found = [
+            one for one in self.histogram_records(place, kind) if step is None or one[0] <= step
+        ]
         return found[-1][1].bins(found[-1][2]) if found else None
 
-    def _bins_of(self, place: str, kind: str) -> list[tuple[int, _Segment, int]]:
-        found: dict[int, tuple[int, _Segment, int]] = {}
-        for segment, _ in self._kept():
+    def histogram_records(self, place: str, kind: str) -> list[tuple[int, Segment, int]]:
+        """Return the step, segment and number of each histogram record of a place."""
+        found: dict[int, tuple[int, Segment, int]] = {}
+        for segment, _ in self.kept_records():
             rows = [n for n, r in enumerate(segment.head.rows) if _is(r, kind, (place,))]
             steps, own = segment.places
             records: list[int] = np.flatnonzero(np.isin(own, np.array(rows, int))).tolist()
@@ -313,16 +317,16 @@ class Run:
 
     # -- inside ---------------------------------------------------------------------------------
 
-    def _latest_first(self) -> list[_Segment]:
+    def _latest_first(self) -> list[Segment]:
         return [self._segments[number] for number in reversed(self.segments)]
 
-    def _kept(self) -> list[tuple[_Segment, npt.NDArray[np.bool_]]]:
-        """The segments in order, and which of their records no later start replaces."""
+    def kept_records(self) -> list[tuple[Segment, npt.NDArray[np.bool_]]]:
+        """Return the segments in order, and which of their records no later start replaces."""
         return [(s, (s.steps >= 0) & (s.steps < end)) for s, end in self._ends()]
 
-    def _ends(self) -> list[tuple[_Segment, int]]:
+    def _ends(self) -> list[tuple[Segment, int]]:
         """The segments in order, and the first step of each that a later start replaces."""
-        found: list[tuple[_Segment, int]] = []
+        found: list[tuple[Segment, int]] = []
         end = np.iinfo(np.int64).max
         for segment in self._latest_first():
             found.append((segment, end))
@@ -331,7 +335,8 @@ class Run:
                 end = min(end, int(segment.steps[good].min()))
         return found[::-1]
 
-    def _check(self, kind: str, statistic: str | None, place: str | None = None) -> None:
+    def check(self, kind: str, statistic: str | None, place: str | None = None) -> None:
+        """Raise NotCaptured unless this kind, statistic and place were measured."""
         rows = self.rows()
         kinds = list(dict.fromkeys(row.kind for row in rows))
         found = [name for s in self._latest_first() for name in s.head.statistics]

@@ -181,7 +181,10 @@ class RunPage:
         shown, total = len(self.table.steps), self.table.total
         notes = [f"{shown} of {total:,} measured steps are shown."] if shown < total else []
         places = {row.place for row in self.table.rows if row.kind == "output"}
-        if any(len(self.run._bins_of(p, "output")) > self._histograms for p in list(places)[:3]):
+        if any(
+            len(self.run.histogram_records(p, "output")) > self._histograms
+            for p in list(places)[:3]
+        ):
             notes.append(f"At most {self._histograms} histograms of a place are shown.")
         return notes
 
@@ -204,7 +207,7 @@ class RunPage:
             "steps": self.table.steps,
             "series": self.table.values[number],
         }
-        records = self.run._bins_of(row.place, row.kind)
+        records = self.run.histogram_records(row.place, row.kind)
         picked = [records[n] for n in spread(len(records), self._histograms)]
         bins = [segment.bins(record) for _, segment, record in picked]
         if bins and len({len(one.counts) for one in bins}) == 1:

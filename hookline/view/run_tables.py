@@ -62,12 +62,13 @@ class RunTable:
     def refresh(self) -> None:
         """Read what `run.refresh()` has found; build the table anew."""
         self.rows: list[Row] = self.run.rows()
-        heads = [segment.head for segment in self.run._segments.values()]
+        segments = [segment for segment, _ in self.run.kept_records()]
+        heads = [segment.head for segment in segments]
         self.statistics = list(dict.fromkeys(name for head in heads for name in head.statistics))
         size = 4 * max(len(self.rows) * len(self.statistics), 1)
         self.most = int(min(self._asked, max(60, _BYTES // size)))
         known, self._parts = self._parts, {}
-        for segment in self.run._segments.values():
+        for segment in segments:
             self._parts[segment] = known.get(segment) or _Part(self.most)
             self._parts[segment].read(segment)
         self.total = len(self.run.steps())
@@ -76,7 +77,7 @@ class RunTable:
     def _build(self) -> None:
         columns: dict[int, npt.NDArray[np.float32]] = {}
         index = {(row.place, row.kind): n for n, row in enumerate(self.rows)}
-        for segment, kept in self.run._kept():
+        for segment, kept in self.run.kept_records():
             part, head = self._parts[segment], segment.head
             to = np.array([index[row.place, row.kind] for row in head.rows], int)
             names = np.array([self.statistics.index(name) for name in head.statistics], int)

@@ -50,13 +50,13 @@ class Handle:
     """
 
     def __init__(self, kind: Kind) -> None:
-        self._kind = kind
+        self.kind = kind
         self._contexts: list[Context[Any]] = []
-        self._live = False
+        self.live = False
 
-    def _attach(self, contexts: Iterable[Context[Any]]) -> None:
+    def attach(self, contexts: Iterable[Context[Any]]) -> None:
         """Enter contexts, all or none of them, each as soon as it is made."""
-        self._live, self._contexts = True, []
+        self.live, self._contexts = True, []
         try:
             for context in contexts:
                 self._contexts.append(context)
@@ -67,9 +67,13 @@ class Handle:
 
     def remove(self) -> None:
         """Stop acting and leave nothing on the model. May be called twice."""
-        self._live = False
+        self.live = False
         for context in self._contexts:
             context.remove()
+
+    def attach_again(self) -> None:
+        """Enter the contexts again after `remove()`."""
+        self.attach(self._contexts)
 
     def __enter__(self) -> Self:
         return self
@@ -78,4 +82,4 @@ class Handle:
         self.remove()
 
     def __repr__(self) -> str:
-        return f"<handle of {self._kind.method}, {'live' if self._live else 'removed'}>"
+        return f"<handle of {self.kind.method}, {'live' if self.live else 'removed'}>"

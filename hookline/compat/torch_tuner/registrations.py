@@ -85,7 +85,7 @@ class Hooks:
         self.layers = list(model_object.children())
         self._iterations: dict[tuple[str, str], Iterator[int]] = {}
         self._handles: list[Handle] = []
-        self._resting = False  # during a run of our own
+        self.paused = False  # during a run of our own
         if layer_index is not None:
             self._find(None)  # a layer that is not there is an error now
 
@@ -136,12 +136,12 @@ class Hooks:
     def _run(self, place: Place, batch: Any) -> tuple[Any, Any]:
         """What a layer gets and gives in a run of the model."""
         watched = capture(self.object, (place, ":input"), place, detach=True, stop=True)
-        self._resting = True
+        self.paused = True
         try:
             with isolated(self.object), torch.no_grad(), watched as record:
                 call_model(self.object, batch)
         finally:
-            self._resting = False
+            self.paused = False
         return record[Place(place.path, "input")], record[place]
 
     # -- the four kinds of hooks ----------------------------------------------------------------
@@ -251,15 +251,15 @@ class Hooks:
                     yield edit(self.object, (place, kind.port), change.at(kind))
 
         handle = Handle(kind)
-        handle._attach(contexts())
-        self._handles = [other for other in self._handles if other._live]
+        handle.attach(contexts())
+        self._handles = [other for other in self._handles if other.live]
         if update:
             # Hooks that torch runs later must see what this one changes: they enter after it.
-            later = [other for other in self._handles if other._kind.rank > kind.rank]
+            later = [other for other in self._handles if other.kind.rank > kind.rank]
             for other in later:
                 other.remove()
-            for other in sorted(later, key=lambda other: other._kind.rank):
-                other._attach(other._contexts)
+            for other in sorted(later, key=lambda other: other.kind.rank):
+                other.attach_again()
         self._handles.append(handle)
         return handle
 
@@ -309,7 +309,7 @@ class Hooks:
         """What saves the values of a layer."""
 
         def save(values: list[Value]) -> None:
-            if not self._resting:
+            if not self.paused:
                 self._save(kind, label, values)
 
         def save_inputs(given: dict[Part, Any], call: Call) -> None:

@@ -27,7 +27,7 @@ Noise: TypeAlias = Tensor | float | None
 class _Owner(Protocol):
     """Whose update it is."""
 
-    _resting: bool  # during a run of its own, which changes nothing
+    paused: bool  # during a run of its own, which changes nothing
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +50,7 @@ class Update(Change):
 
     def change(self, value: Any, call: Call) -> Any:
         """The value with all its tensors changed."""
-        if self.owner._resting:
+        if self.owner.paused:
             return value
         old = dict(leaves(value))
         new: dict[Path, Any] = dict.fromkeys(old, self.values)

@@ -171,8 +171,8 @@ def _at_step(
     """
     places, steps = kept_places(run, where, kind), run.steps()
     for name in names:
-        run._check(kind, name)
-    found = np.array([run._matrix(kind, name, places)[2] for name in (*names, "nonfinite")])
+        run.check(kind, name)
+    found = np.array([run.matrix_of(kind, name, places)[2] for name in (*names, "nonfinite")])
     for n, place in enumerate(places):
         measured = ~np.isnan(found[:, n]).all(0) & (step is None or steps <= step)
         if measured.any():

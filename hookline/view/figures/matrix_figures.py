@@ -158,7 +158,7 @@ def over_steps(
     norm, scale = _logarithmic(array)
     shown, fewer = reduced(array)
     measured = ~np.isnan(array)
-    measured |= run._matrix(kind, "nonfinite", places)[2] == 1  # measured, and nothing was finite
+    measured |= run.matrix_of(kind, "nonfinite", places)[2] == 1  # measured, and nothing was finite
     odd = counted(array[measured])
     image, notes = picture(ax, shown, center=0.0 if signed else None, norm=norm, odd=odd)
     if not measured.all():
