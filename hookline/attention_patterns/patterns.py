@@ -1,9 +1,9 @@
 """Attention patterns of models that never compute them: `attention(model, where)`.
 
-Fast kernels give the result of attention without its pattern. What went in is enough to compute
-the pattern afterwards: queries, keys, mask and scale are kept, and the kernel stays as it is.
+Fast kernels return the result of attention without its pattern. hookline keeps their arguments
+(queries, keys, mask and scale), computes the pattern from these, and leaves the kernel as it is.
 
-- `attention`: keep what the patterns follow from, while a `with` block runs
+- `attention`: keep the arguments while a `with` block runs
 - `Patterns`: the patterns by place and call, computed when they are read
 """
 
@@ -53,7 +53,7 @@ _UNNEEDED = {SDPA: {"value"}, MHA: {"out_proj_weight", "out_proj_bias"}}
 
 
 class _Calls(Sequence[Any]):
-    """What was kept of calls of an operation, each read from the record when it is asked for."""
+    """The recorded calls of an operation, each read from the record on access."""
 
     def __init__(self, record: Record, place: str, numbers: Sequence[int]) -> None:
         self.record, self.place, self.numbers = record, place, numbers
@@ -66,10 +66,10 @@ class _Calls(Sequence[Any]):
 
 
 class Patterns:
-    """Attention patterns by place and call. They are computed when they are read.
+    """Attention patterns by place and call, computed when they are read.
 
-    The places are those of the modules, or if operations were asked for, of these. Patterns are
-    detached tensors of their own: (batch, heads, queries, keys).
+    Places are those of modules, or of operations if these were asked for. Patterns are detached
+    tensors of their own: (batch, heads, queries, keys).
     """
 
     def __init__(
@@ -84,7 +84,9 @@ class Patterns:
         self._dtype = dtype
 
     def __getitem__(self, key: Any) -> Tensor:
-        """The pattern at a place, or with `patterns[place, n]` that of its n-th call."""
+        """Return the pattern at a place, or with `patterns[place, n]` the pattern of its n-th
+        call.
+        """
         where, call = key, None
         if isinstance(key, tuple) and len(cast("tuple[Any, ...]", key)) == 2:
             where, last = cast("tuple[Any, Any]", key)
@@ -106,16 +108,16 @@ class Patterns:
         return self._compute(place, operation, kept[call or 0])
 
     def calls(self, where: Any) -> list[Tensor]:
-        """The patterns at a place, always a list: one a call."""
+        """Return the patterns at a place as a list, one a call."""
         place, operation, kept = self._find(where)
         return [self._compute(place, operation, one) for one in kept]
 
     def places(self) -> list[Place]:
-        """The places that have patterns, in model order."""
+        """Return the places that have patterns, in model order."""
         return list(self._found())
 
     def items(self) -> Iterator[tuple[Place, Tensor]]:
-        """Every place with its pattern, once for each call."""
+        """Yield every place with its pattern, once for each call."""
         for place, (operation, kept) in self._found().items():
             for one in kept:
                 yield place, self._compute(place, operation, one)
@@ -153,7 +155,7 @@ class Patterns:
         return f"Attention patterns of {places}, {count} call{'s' * (count != 1)}", rows
 
     def _found(self) -> dict[Place, tuple[str, Sequence[Any]]]:
-        """The operation that gives the patterns of a place, and what was kept of its calls."""
+        """Return the operation that gives the patterns of a place, and its recorded calls."""
         found: dict[Place, tuple[str, Sequence[Any]]] = {}
         for place, tap in self._record._named().items():
             kept = self._kept(place, cast(_Tap, tap))
@@ -163,7 +165,7 @@ class Patterns:
         return found
 
     def _kept(self, place: Place, tap: _Tap) -> Sequence[Any]:
-        """What was kept of the calls of an operation, if patterns follow from it."""
+        """Return the recorded calls of an operation, if patterns follow from them."""
         if not tap.holds or place.port not in _PORTS[_kind(place)][:1]:
             return ()
         if _kind(place) == SOFTMAX:
@@ -171,7 +173,7 @@ class Patterns:
         return _Calls(self._record, tap.spelled, range(len(tap.numbered())))
 
     def _fitting(self, tap: _Tap) -> list[int]:
-        """The calls of a softmax that are of attention: each is looked at once."""
+        """Return the calls of a softmax that belong to attention; each is checked once."""
         ident, operation, _, parts = tap.target.key
         outputs = tap.numbered()
         given = self._by_key[ident, operation, "inputs", parts].numbered()
@@ -185,7 +187,7 @@ class Patterns:
         return found
 
     def has(self, target: Target) -> bool:
-        """Whether there are patterns of an operation that was asked for."""
+        """Return True if there are patterns of an operation."""
         tap = self._by_key[target.key]  # which may have been asked for under another name, too
         return bool(self._kept(tap.target.place, tap))
 
@@ -204,7 +206,7 @@ class Patterns:
         return self._search(where)
 
     def _search(self, where: Any) -> tuple[Place, str, Sequence[Any]]:
-        """The patterns of a place that is spelled in another way than it was asked for."""
+        """Find the patterns of a place that is written in another way than it was asked for."""
         found, model = self._found(), self._model()
         fitting = [place for place in found if place == where]
         if not fitting and model is not None:
@@ -238,7 +240,7 @@ class Patterns:
 
 
 def _kind(place: Place) -> str:
-    """The operation of a place, without the number of its use."""
+    """Return the operation of a place, without the number of its use."""
     return cast(str, place.operation).partition("#")[0]
 
 
@@ -246,7 +248,7 @@ def _kind(place: Place) -> str:
 
 
 class _Every:
-    """The predicate for every module, the model itself included."""
+    """A predicate for every module, the model itself included."""
 
     def __call__(self, name: str, module: nn.Module) -> bool:
         return True
@@ -256,7 +258,7 @@ class _Every:
 
 
 class _Tap(CaptureTap):
-    """Keeps of an operation what its pattern follows from."""
+    """Keeps the arguments of an operation from which its pattern follows."""
 
     freeze = staticmethod(settle)
     named = False  # whether it was asked for by the name of the operation
@@ -273,20 +275,20 @@ class _Tap(CaptureTap):
         return super().receive(value, index, recomputed, frame)
 
     def _of_softmax(self, value: Any) -> Any:
-        """A softmax is over all sorts of things: of attention if over the last of 4 dimensions."""
+        """Keep a softmax over the last of 4 dimensions: only that can be of attention."""
         if self.target.port == "output":
             return value if self.named or value.ndim == 4 else None
         return self.named or value.get("dim") in (-1, 3)
 
 
 class _ModelTap(_Tap):
-    """That of the model itself: others may hold the memory of its arguments, so it copies them."""
+    """The tap of the model itself. It copies arguments, whose memory others may hold."""
 
     freeze = staticmethod(duplicate)
 
 
 class attention(capture):
-    """Attention patterns of modules that call `scaled_dot_product_attention`, while a block runs.
+    """Capture attention patterns of modules that call `scaled_dot_product_attention`.
 
     >>> from torch.nn import functional as F
     >>> class Attention(nn.Module):
@@ -300,19 +302,19 @@ class attention(capture):
 
     Args:
         model: any module.
-        where: modules, in any way that `select` takes; without it all, the model itself included.
+        where: modules, in any way that `select` takes; by default all, the model itself included.
             `"h.0.attn/softmax"` names the operation.
-        dtype: of the patterns; without it that of the queries. They are computed in float32.
+        dtype: of the patterns; by default that of the queries. They are computed in float32.
 
-    The model runs its fast kernels and gives, bit for bit, what it gives without this. Queries,
-    keys and masks are kept as snapshots, detached; reading `patterns[place]`, `patterns[place, n]`
-    or `patterns.calls(place)` computes (batch, heads, queries, keys). A pattern is what comes
-    before dropout, and zero in the rows of queries that may attend to nothing.
+    The model runs its fast kernels and returns, bit for bit, the same as without this. Queries,
+    keys and masks are kept as detached snapshots; reading `patterns[place]`, `patterns[place, n]`
+    or `patterns.calls(place)` computes (batch, heads, queries, keys). A pattern is the one before
+    dropout, and zero in the rows of queries that may attend to nothing.
 
-    `nn.MultiheadAttention` is understood too (in evaluation without gradients it leaves its fast
+    It also supports `nn.MultiheadAttention` (in evaluation without gradients it leaves its fast
     path meanwhile, which may change the last bits), and attention written out, if its forward calls
-    a softmax over the last of four dimensions: then the pattern is what the softmax gave. Modules
-    that call none of these are left out; if all are, that is an error.
+    a softmax over the last of four dimensions: then the pattern is the output of the softmax.
+    Modules that call none of these are left out; if all are, it raises an error.
     """
 
     _verb = "attention"
@@ -344,7 +346,7 @@ class attention(capture):
         return requests
 
     def _operations(self, request: Request, target: Target) -> list[Target]:
-        """The targets for the operations that may give a module's patterns."""
+        """Return the targets for the operations that may give a module's patterns."""
         if target.attribute is not None or target.port != "output" or target.parts:
             raise PlaceError(
                 f"An attention pattern at {str(target.place)!r} was asked for.",
@@ -396,7 +398,7 @@ class attention(capture):
                 raise self._nothing(request)
 
     def _nothing(self, request: Request) -> NeverFired:
-        """The error for modules without a pattern: what looks like attention, and what it calls."""
+        """Return the error for modules without a pattern: similar modules, and what they call."""
         asked = f"Attention patterns at {request.asked} were asked for."
         for tap in self._taps.values():
             if self._site_of(tap).foreign:
@@ -434,13 +436,13 @@ class attention(capture):
 
 
 def _looks(path: str, module: nn.Module) -> bool:
-    """Whether a module looks like attention, by its names."""
+    """Return True if a module looks like attention, by its names."""
     name = path.rpartition(".")[2].lower()
     return "attention" in type(module).__name__.lower() or name in ("attn", "attention")
 
 
 def _may_attend(module: nn.Module) -> bool:
-    """Whether a module of a wildcard is looked at: torch's other layers call no attention."""
+    """Return True if a module of a wildcard may call attention, unlike torch's other layers."""
     kind = type(module)
     ours = kind.__module__.startswith("torch.nn.") and "forward" not in module.__dict__
     return not ours or kind in (nn.MultiheadAttention, nn.Softmax)

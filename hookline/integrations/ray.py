@@ -88,17 +88,17 @@ class Harvester:
                 "It was given both inputs= and forward=." if inputs else "It was given neither.",
                 "Say with inputs= which columns are the model's arguments, or give forward=.",
             )
-        taking = RowOptions(
+        options = RowOptions(
             at, transform, dtype, stop, mask, ids, forward or partial(_run, inputs=inputs)
         )
-        self._taker = RowExtractor(made, where, taking)
+        self._extractor = RowExtractor(made, where, options)
         self._folder = Path(to).absolute()
-        wanted = describe(self._taker, None)
+        wanted = describe(self._extractor, None)
         refuse_changes(self._folder, wanted)
         self._writer = _free_writer(self._folder, wanted)
         self._lives: dict[int, Any] = {}  # by rank, how often it was begun when we read its ids
         self._seen: set[Any] = set()
-        self._taker.go_on(read_index(self._folder, self._writer.rank).series)
+        self._extractor.go_on(read_index(self._folder, self._writer.rank).series)
         mark = self._writer.mark
         self._writer.note({**mark, "lives": mark.get("lives", 0) + 1})
         self._seen.update(_ids_of(self._folder, self._writer.rank))
@@ -108,15 +108,15 @@ class Harvester:
         """Store a batch, as Ray gives it: a dict of arrays."""
         self._look_around()
         columns = {name: _tensor(column) for name, column in batch.items()}
-        names: list[Any] = self._taker.taking.ids_of(columns)
+        names: list[Any] = self._extractor.options.ids_of(columns)
         first = {name: len(names) - n for n, name in enumerate(reversed(names), 1)}  # where each is
         new = sorted(n for name, n in first.items() if name not in self._seen)
         if new and len(new) < len(names):
             columns = {k: _some(column, new) for k, column in columns.items()}
         if new:
-            taken = self._taker.take(columns)
-            self._writer.append(taken.rows, ids=taken.ids)
-            self._seen.update(taken.ids)
+            batch_rows = self._extractor.take(columns)
+            self._writer.append(batch_rows.rows, ids=batch_rows.ids)
+            self._seen.update(batch_rows.ids)
         return {
             "store": [str(self._folder)],
             "rank": [self._writer.rank],

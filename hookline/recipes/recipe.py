@@ -1,4 +1,4 @@
-"""Changes bound to places, that can be saved, sent to others and put on any model.
+"""Recipes: changes bound to places, which can be saved, shared and put on any model.
 
 - `Recipe`: a list of edits; `.on(model)` applies them, `.save(folder)` and `Recipe.load(folder)`
 """
@@ -56,7 +56,7 @@ class _Entry:
 
 
 class Recipe:
-    """Changes bound to places: made once, saved, joined, and put on any model that has the places.
+    """A list of changes bound to places, which can be saved, joined and put on any model.
 
     >>> import torch
     >>> from hookline import add, scale
@@ -110,7 +110,7 @@ class Recipe:
             as_calls(calls)
 
     def on(self, model: nn.Module) -> Applied:
-        """The recipe on a model: acts inside `with`, or from `.attach()` to `.remove()`.
+        """Put the recipe on a model: it acts inside `with`, or from `.attach()` to `.remove()`.
 
         If it does not fit, the error says which entry does not and why; nothing is changed then.
         """
@@ -199,14 +199,14 @@ class Recipe:
 
 
 def _settled(where: Any) -> Any:
-    """A place that can be gone through again, and that nobody changes later."""
+    """Return a place that can be iterated over again, and that nobody changes later."""
     if hasattr(where, "__next__") or isinstance(where, list):
         return [_settled(item) for item in cast("Iterable[Any]", where)]
     return where
 
 
 def _show(value: Any) -> str:
-    """A change, a place or an index in a few words; tensors by their shape."""
+    """Return a change, a place or an index as short text; tensors by their shape."""
     if isinstance(value, Tensor):
         return describe(value)
     if isinstance(value, nn.Module):
@@ -239,7 +239,7 @@ def _show(value: Any) -> str:
 
 
 class _EntryTap(EditTap):
-    """An edit's tap that says which entry of the recipe it serves when a change does not fit."""
+    """The tap of an entry: it names the entry in the errors of a change that does not fit."""
 
     note = ""
 
@@ -276,7 +276,7 @@ class _EntryEdit(edit):
 
 
 class Applied(Entering):
-    """A recipe on a model; `Recipe.on` makes it."""
+    """A recipe that was put on a model with `Recipe.on`."""
 
     _verb = "recipe"
 
@@ -287,7 +287,7 @@ class Applied(Entering):
 
     @property
     def model(self) -> Any:
-        """The model that it is on."""
+        """The model that the recipe is on."""
         return self._model
 
     def _start(self, attached: bool) -> None:

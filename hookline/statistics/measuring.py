@@ -200,7 +200,7 @@ class _Measuring(Entering):
         self.batch_mask: Any = None
         self._named: NamedMask | None = None
         self._hooks: list[hook] = []
-        self._looking: ValueObserver
+        self._observer: ValueObserver
         self._silent: dict[Any, Target] = {}
         self._asked = 0  # how many places there are
         self._stopping, self._stops = EarlyExit(model), False
@@ -209,8 +209,8 @@ class _Measuring(Entering):
     def _start(self, attached: bool) -> None:
         self.found, self._hooks, self.batch_mask, self._named = Measurements(), [], None, None
         self._silent = {}
-        self._looking = ValueObserver(self._model, self._wheres[0], self._take)
-        parts: list[hook] = [self._looking]
+        self._observer = ValueObserver(self._model, self._wheres[0], self._take)
+        parts: list[hook] = [self._observer]
         if isinstance(self._mask, str):  # first: the model's own input may be measured
             self._named = NamedMask(self._mask)
             parts.insert(0, hook(self._model, ":inputs", self._named.begin))
@@ -223,7 +223,7 @@ class _Measuring(Entering):
         for part in parts:
             part._enter(attached)
             self._hooks.append(part)
-        targets = [target for request in self._looking._requests for target in request.targets]
+        targets = [target for request in self._observer._requests for target in request.targets]
         self._silent = {target.key: target for target in targets}
         self._asked = len(self._silent)
 
@@ -286,13 +286,13 @@ class _Measuring(Entering):
     def _run_until_all_came(self, batch: Any) -> None:
         # Entered last, so that what is measured at a place was measured when this sees it.
         places = list(self.found.calls)
-        looking = capture(self._model, places, keep="first", transform=_nothing, stop=True)
+        capturing = capture(self._model, places, keep="first", transform=_nothing, stop=True)
         try:
-            with looking:
+            with capturing:
                 call_model(self._model, batch)
         except NeverFired as error:
             # A batch may be without calls that others had; a stop that was caught is an error.
-            if error.record is not looking.record or not looking.record.unfired():
+            if error.record is not capturing.record or not capturing.record.unfired():
                 raise
         self._end_forward()
 
@@ -311,7 +311,7 @@ class _Measuring(Entering):
         silent = [t for t in self._silent.values() if gradients or "grad" not in t.port]
         for target in silent:
             del self._silent[target.key]
-        silent = [target for target in silent if target.key not in self._looking.told]
+        silent = [target for target in silent if target.key not in self._observer.told]
         if silent:
             names = first_names(self._model)
             places = [named_place(target, names) for target in silent[:6]]
