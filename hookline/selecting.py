@@ -207,8 +207,8 @@ def _survey(model: nn.Module, wheres: Iterable[Where], inputs: Any) -> list[Plac
             (segment,) = parse(wanted).paths[0]
             fits = name == segment if isinstance(segment, str) else segment.fullmatch(name)
             if fits and nth in ("", str(use)):
-                spelled = f"{name}#{use}" if nth or (id(target), name) in often else name
-                place = Place(own.path, own.port, own.parts, spelled)
+                operation = f"{name}#{use}" if nth or (id(target), name) in often else name
+                place = Place(own.path, own.port, own.parts, operation)
                 rows.setdefault(place, (values, source))
     if targets and not rows:
         own = [name for target, name, *_ in mode.found if target.ident == targets[0].ident]

@@ -160,8 +160,8 @@ class Patterns:
         for place, tap in self._record._named().items():
             kept = self._kept(place, cast(_Tap, tap))
             if kept:
-                spelled = place.operation if cast(_Tap, tap).named else None
-                found.setdefault(Place(place.path, operation=spelled), (_kind(place), kept))
+                written = place.operation if cast(_Tap, tap).named else None
+                found.setdefault(Place(place.path, operation=written), (_kind(place), kept))
         return found
 
     def _kept(self, place: Place, tap: _Tap) -> Sequence[Any]:
@@ -193,10 +193,10 @@ class Patterns:
 
     def _find(self, where: Any) -> tuple[Place, str, Sequence[Any]]:
         for operation in _PORTS if isinstance(where, str) else ():  # as it was asked for
-            for spelled in (f"{where}/{operation}", where):
-                place = f"{spelled}:{_PORTS[operation][0]}".removesuffix(":output")
+            for written in (f"{where}/{operation}", where):
+                place = f"{written}:{_PORTS[operation][0]}".removesuffix(":output")
                 tap = self._taps.get(place)
-                if tap is None or tap.named != (spelled is where):
+                if tap is None or tap.named != (written is where):
                     continue
                 found = tap.target.place
                 kept = self._kept(found, tap)

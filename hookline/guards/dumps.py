@@ -2,7 +2,7 @@
 
 - `write_dump(folder, fault, sample, kept)`: a new folder with `guard.json` and `guard.safetensors`
 - `ArgumentWriter`: writes arguments as JSON, with their tensors beside it
-- `read_value(spelled, tensors)`: reads such arguments, without trusting them
+- `read_value(content, tensors)`: reads such arguments, without trusting them
 - `function_named(name)`, `name_of(function)`: torch's functions by name
 - `constructor_of(module, writer)`: the arguments that make a module of `torch.nn` again
 """
@@ -94,21 +94,21 @@ class ArgumentWriter:
         raise TypeError(f"a {kind.__name__}")
 
 
-def read_value(spelled: Any, tensors: dict[str, Tensor], level: int = 0) -> Any:
+def read_value(content: Any, tensors: dict[str, Tensor], level: int = 0) -> Any:
     """Read what an ArgumentWriter wrote; raise ValueError for anything else."""
     if level > _LEVELS:
         raise ValueError("it is nested too deeply")
-    if spelled is None or isinstance(spelled, (bool, int, float, str)):
-        return spelled
+    if content is None or isinstance(content, (bool, int, float, str)):
+        return content
 
     def read(value: Any) -> Any:
         return read_value(value, tensors, level + 1)
 
-    if isinstance(spelled, list):
-        return [read(item) for item in cast("list[Any]", spelled)]
-    if not isinstance(spelled, dict) or not spelled:
-        raise ValueError(f"{spelled!r:.40} is nothing that is known")
-    held = cast("dict[str, Any]", spelled)
+    if isinstance(content, list):
+        return [read(item) for item in cast("list[Any]", content)]
+    if not isinstance(content, dict) or not content:
+        raise ValueError(f"{content!r:.40} is nothing that is known")
+    held = cast("dict[str, Any]", content)
     tag, content = next(iter(held.items()))
     if tag == "tensor":
         found = tensors[content]
@@ -172,13 +172,13 @@ def constructor_of(module: nn.Module, writer: ArgumentWriter) -> dict[str, Any] 
         is_switch = isinstance(value, Tensor) or (name == "bias" and value is None)
         found[name] = value is not None if is_switch else value
     try:
-        spelled = {name: writer.value(value) for name, value in found.items()}
+        content = {name: writer.value(value) for name, value in found.items()}
         with torch.device("meta"):
             made = kind(**found)
     except (TypeError, ValueError, RuntimeError):
         return None
     shapes = [{n: tuple(t.shape) for n, t in one.state_dict().items()} for one in (made, module)]
-    return spelled if repr(made) == repr(module) and shapes[0] == shapes[1] else None
+    return content if repr(made) == repr(module) and shapes[0] == shapes[1] else None
 
 
 def _parameters(kind: type[nn.Module]) -> list[str]:
@@ -258,7 +258,7 @@ def write_dump(folder: str | Path, fault: Fault, sample: ProducerSample, kept: K
     writer, missing = ArgumentWriter(), dict[str, str]()
     made = [(p, t) for p, t in leaves(sample.output) if json_safetensors.is_plain(t)]
     content: dict[str, Any] = {
-        "fault": fault.spelled(),
+        "fault": fault.to_dict(),
         "operation": _operation(sample, writer, missing) if sample.is_operation else None,
         "module": _module(sample, kept, writer, missing),
         "gradients": {

@@ -59,11 +59,11 @@ class Fault:
     folder: Path | None = None
     dump: str = ""  # what is told of it
 
-    def spelled(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Return the fields that a dump contains."""
         texts = ("kind", "place", "operation", "node", "source", "owner", "path")
         numbers = {
-            name: [[label, own.spelled()] for label, own in cast(Labelled, getattr(self, name))]
+            name: [[label, own.to_dict()] for label, own in cast(Labelled, getattr(self, name))]
             for name in ("seen", "values", "given")
         }
         told = {name: getattr(self, name) for name in texts}

@@ -211,6 +211,6 @@ class TensorDescription:
             said.append("nothing finite")
         return f"{self.kind}: {'; '.join(said)}" if said else self.kind
 
-    def spelled(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Return all fields for JSON."""
         return asdict(self)

@@ -102,25 +102,25 @@ class _Dump:
         asked = f"What a guard has written to {str(self.folder)!r} was to be run again."
         raise ReplayError(asked, one_line(found), remedy) from None
 
-    def value(self, spelled: Any) -> Any:
+    def value(self, content: Any) -> Any:
         """Return a value of the dump, or raise an error."""
         try:
-            return read_value(spelled, self.tensors)
+            return read_value(content, self.tensors)
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             self.refuse(f"A value in it is not spelled as a guard does: {error!r:.80}.")
 
-    def pairs(self, name: str, spelled: Any) -> dict[tuple[Any, ...], Tensor]:
+    def pairs(self, name: str, content: Any) -> dict[tuple[Any, ...], Tensor]:
         """Return tensors by their paths."""
         try:
-            return {tuple(path): self.tensor(tensor) for path, tensor in spelled}
+            return {tuple(path): self.tensor(tensor) for path, tensor in content}
         except (TypeError, ValueError) as error:
             self.refuse(f"Its {name} are not spelled as a guard does: {error!r:.80}.")
 
-    def tensor(self, spelled: Any) -> Tensor:
+    def tensor(self, content: Any) -> Tensor:
         """Return a tensor of the dump, or raise an error."""
-        found = self.value(spelled)
+        found = self.value(content)
         if not isinstance(found, Tensor):
-            self.refuse(f"A tensor in it is not spelled as a guard does: {spelled!r:.80}.")
+            self.refuse(f"A tensor in it is not spelled as a guard does: {content!r:.80}.")
         return found
 
     def why_not(self, part: str) -> str:

@@ -78,11 +78,11 @@ class Writer:
                 layout = "nested" if plain.is_nested else plain.layout
                 found = f"It holds a {layout} tensor of {plain.dtype} on {plain.device}."
                 self._refuse(found, "Give a plain dense tensor.")
-            spelled: dict[str, Any] = {"tensor": name}
+            content: dict[str, Any] = {"tensor": name}
             if plain.is_complex():
-                plain, spelled = torch.view_as_real(plain.resolve_conj()), spelled | {"complex": 1}
+                plain, content = torch.view_as_real(plain.resolve_conj()), content | {"complex": 1}
             self.tensors[name] = plain
-            self._known[id(tensor)] = (tensor, spelled)
+            self._known[id(tensor)] = (tensor, content)
         return self._known[id(tensor)][1]
 
     def number(self, value: Any) -> Any:
@@ -122,14 +122,14 @@ class Writer:
         if kind is Chain:
             return {"chain": [self.change(part) for part in change.changes]}
         if kind in _READY.values():
-            spelled: dict[str, Any] = {"change": kind.__name__}
+            content: dict[str, Any] = {"change": kind.__name__}
             for field in fields(change):
                 value = getattr(change, field.name)
                 if not _takes(str(field.type), value):
                     found = f"{field.name} of {kind.__name__} is a {type(value).__name__}."
                     self._refuse(found, f"Give a {field.type}.")
-                spelled[field.name] = self.number(value)
-            return spelled
+                content[field.name] = self.number(value)
+            return content
         if kind is patch:
             remedy = "Take the tensor that you want, record[place], and save replace(tensor)."
             self._refuse("It holds a record, which belongs to one run.", remedy)

@@ -1,4 +1,4 @@
-"""Gradients that are measured: looked at as captures do, with nothing put in a value's place.
+"""Read values and gradients at places without changing the model, to measure them.
 
 - `ValueObserver`: calls a function with every value at a place, and changes none
 """
@@ -25,7 +25,7 @@ _HARMLESS = (NO_GRAD[0], NO_TENSOR[0], NONE_CAME[0])  # reasons of calls that ha
 
 
 class _GradientTap(HookTap):
-    """Hands on the gradients at a target; what cannot be told apart is told once."""
+    """Passes on the gradients at a target, and warns once of those that cannot be told apart."""
 
     # A hook puts an identity before an input: a model may compute something else with it.
     replaces = False
@@ -49,7 +49,7 @@ class _GradientTap(HookTap):
         self.shares[key] = gradient_snapshot(grad) if held is None else held + grad
 
     def end(self, task: int) -> None:
-        """A backward has ended: the shares of its gradients are complete."""
+        """End a backward: the shares of its gradients are complete."""
         for key in [key for key in self.shares if key[0] == task]:
             super().gradient(self.shares.pop(key), key[1], key[2])
 
@@ -67,7 +67,7 @@ class _GradientTap(HookTap):
 
 
 def _end(tap: weakref.ref[_GradientTap], task: int) -> None:
-    """End a backward at a tap if that is still there: hooks keep nothing alive."""
+    """End a backward at a tap if the tap still exists: hooks keep nothing alive."""
     found = tap()
     if found is not None:
         found.end(task)
@@ -85,7 +85,7 @@ class ValueObserver(hook):
 
     @property
     def told(self) -> set[Any]:
-        """The keys of the targets of which a warning has said why something is not measured."""
+        """The keys of the targets with a warning that something is not measured."""
         taps = self._taps.items()
         return {key for key, tap in taps if isinstance(tap, _GradientTap) and tap.told}
 
