@@ -1,4 +1,4 @@
-"""The command `hookline` and what all of its commands share.
+"""The command `hookline`: the group of all commands, and how it reports errors.
 
 - `hookline`: the group of commands
 
@@ -27,7 +27,7 @@ __all__ = ["hookline"]
 
 
 class _Group(click.Group):
-    """Tells errors in three parts, without a traceback unless it is asked for."""
+    """A group of commands that prints errors in three parts, and tracebacks only with --debug."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         own = args[: args.index("--")] if "--" in args else args
