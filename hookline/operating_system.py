@@ -243,7 +243,7 @@ def try_lock(file: int, *, shared: bool = False) -> bool:
 
 
 def unlock(file: int) -> None:
-    """Let go of a lock. Nothing happens if there is none."""
+    """Release a lock. Nothing happens if there is none."""
     with suppress(OSError):
         if _fcntl is not None:
             _fcntl.flock(file, _fcntl.LOCK_UN)

@@ -152,7 +152,7 @@ class Summary:
 
     @property
     def modules(self) -> list[ModuleCosts]:
-        """All rows, in model order."""
+        """The rows of all modules, in model order."""
         return [self._row(number) for number in range(len(self))]
 
     def __getitem__(self, place: str) -> ModuleCosts:

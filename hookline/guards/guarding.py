@@ -353,7 +353,7 @@ class guard(Context[_Tap]):
         return same and not own.isnan().any()
 
     def _left(self, module: nn.Module, output: Any) -> None:
-        """Look at the trace of a call that has ended, where every module is checked."""
+        """Check the trace of a call that has ended, where every module is checked."""
         if backward_id() != -1:  # it may be recomputed
             for looked in self._looked:
                 if looked.trace is cast(ModuleHooks, self._modules).trace:

@@ -106,7 +106,7 @@ def refuse_changes(folder: Path, wanted: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class HarvestPlan:
-    """What a harvest will write; its repr is a table."""
+    """The places, shapes, rows and bytes that a harvest will write; its repr is a table."""
 
     folder: str
     # Place, row, number of rows, dtype and bytes, of the first batch.

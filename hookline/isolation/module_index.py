@@ -20,7 +20,7 @@ _Table = dict[str, Any]
 
 
 class ModuleIndex:
-    """All modules of a model by name, with their parameters and buffers.
+    """The modules of a model by name, with their parameters and buffers.
 
     >>> layer = nn.Linear(2, 3, bias=False)
     >>> found = ModuleIndex(layer)

@@ -98,7 +98,7 @@ class Statistic:
         return _CHUNK
 
     def _prepare(self, values: Tensor, kept: Tensor) -> None:
-        """Look at all rows of a batch before they are added."""
+        """Read all rows of a batch before they are added."""
 
     @property
     def result(self) -> Any:

@@ -157,7 +157,7 @@ class Series:
 
 @dataclass
 class Index:
-    """What one rank has committed."""
+    """The rows that one rank has committed."""
 
     rank: int
     samples: int = 0

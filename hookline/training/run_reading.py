@@ -397,7 +397,9 @@ def _stamp(path: Path) -> int:
 
 
 def _form(head: Head) -> tuple[Any, ...]:
-    """What must not change while a segment grows: all that its records are made of."""
+    """Return all that the records of a segment are made of, which must not change while it
+    grows.
+    """
     return [(row.place, row.kind) for row in head.rows], head.statistics, head.bins
 
 

@@ -1,8 +1,8 @@
-"""The four kinds of hooks, and what ends one that was registered.
+"""The four kinds of hooks, and the handles of registered ones.
 
 - `FPH`, `FH`, `FBPH`, `FBH`: the kinds, in the order in which torch runs them
-- `Kind`: what is known of such a kind
-- `Handle`: what a registration returns
+- `Kind`: the properties of such a kind
+- `Handle`: the result of a registration
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ FBH = Kind(
 
 
 class Handle:
-    """What a registration returns. `remove()`, or the end of a `with` block, ends it.
+    """The result of a registration. `remove()`, or the end of a `with` block, ends it.
 
     >>> import torch
     >>> from hookline.compat.torch_tuner import Hooks

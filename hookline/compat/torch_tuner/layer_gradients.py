@@ -1,6 +1,6 @@
-"""The gradients of a layer, handed on when a backward is over.
+"""Collect the gradients of a layer, and pass them on at the end of a backward.
 
-- `Gradients(model, wheres, save)`: the context that looks at them
+- `Gradients(model, wheres, save)`: the context that collects them
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["Gradients"]
 
 
 class _GradientTap(Tap):
-    """Hands on the gradients of a value as they arrive, each with its path, and changes none."""
+    """Passes on the gradients of a value as they arrive, each with its path, and changes none."""
 
     separates = True
 
@@ -50,7 +50,9 @@ class _GradientTap(Tap):
 
 
 class Gradients(Context[_GradientTap]):
-    """Looks at the gradients of a layer; hands on those of each call when the backward is over."""
+    """Collects the gradients of a layer; passes on those of each call at the end of the
+    backward.
+    """
 
     _verb = "look"
 
@@ -65,7 +67,7 @@ class Gradients(Context[_GradientTap]):
         return _GradientTap(target, ref)
 
     def take(self, target: Target, grad: Tensor, index: int, path: Path) -> None:
-        """A gradient, or one share of an input's, has arrived for a call of the layer."""
+        """Take a gradient, or one share of an input's, for a call of the layer."""
         backward = backward_id()
         if backward not in self._arrived:
             self._arrived[backward] = {}

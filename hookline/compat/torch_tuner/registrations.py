@@ -1,4 +1,4 @@
-"""Registering hooks at layers, as TorchTuner does.
+"""Register hooks at layers, as TorchTuner does.
 
 - `Hooks(model, layer)`: the four kinds of hooks at a layer, or at several
 """
@@ -94,7 +94,7 @@ class Hooks:
     def get_shape_of_layer(
         self, batch: Any = None, *, layer: Layer | None = None
     ) -> tuple[Any, Any]:
-        """The shapes of the layer's input and output, without the batch.
+        """Return the shapes of the layer's input and output, without the batch.
 
         >>> model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(16, 2))
         >>> Hooks(model, 2).get_shape_of_layer()
@@ -134,7 +134,7 @@ class Hooks:
         return plain(given, after_first), plain(output, after_first)
 
     def _run(self, place: Place, batch: Any) -> tuple[Any, Any]:
-        """What a layer gets and gives in a run of the model."""
+        """Return the inputs and outputs of a layer in a run of the model."""
         watched = capture(self.object, (place, ":input"), place, detach=True, stop=True)
         self.paused = True
         try:
@@ -152,7 +152,7 @@ class Hooks:
         noise_output: Noise = None, new_values_output: Any = None,
         *, layer: Layer | None = None,
     ) -> Handle:  # fmt: skip
-        """A forward hook: saves inputs and outputs, changes the output.
+        """Register a forward hook: it saves inputs and outputs, and changes the output.
 
         >>> model = nn.Sequential(nn.Linear(3, 2), nn.ReLU())
         >>> handle = Hooks(model, "0").register_fh(
@@ -171,7 +171,7 @@ class Hooks:
         noise_input: Noise = None, new_values_input: Any = None,
         *, layer: Layer | None = None,
     ) -> Handle:  # fmt: skip
-        """A forward pre-hook: saves the inputs, changes the first one.
+        """Register a forward pre-hook: it saves the inputs, and changes the first one.
 
         >>> model = nn.Sequential(nn.Identity())
         >>> handle = Hooks(model, 0).register_fph(update=True, add_noise_input=True, noise_input=3)
@@ -188,8 +188,7 @@ class Hooks:
         noise_input: Noise = None, new_values_input: Any = None,
         *, layer: Layer | None = None,
     ) -> Handle:  # fmt: skip
-        """A full backward hook: saves the gradients of inputs and outputs, changes that of the
-        first input.
+        """Register a full backward hook: it saves gradients, and changes that of the first input.
 
         >>> model, x = nn.Sequential(nn.Identity()), torch.ones(2, requires_grad=True)
         >>> handle = Hooks(model, 0).register_fbh(update=True, add_noise_input=True, noise_input=3)
@@ -207,7 +206,7 @@ class Hooks:
         noise_output: Noise = None, new_values_output: Any = None,
         *, layer: Layer | None = None,
     ) -> Handle:  # fmt: skip
-        """A full backward pre-hook: saves the gradient of the output, changes it.
+        """Register a full backward pre-hook: it saves the gradient of the output, and changes it.
 
         >>> model, x = nn.Sequential(nn.ReLU()), torch.ones(2, requires_grad=True)
         >>> values = torch.tensor([5.0, 6.0])
@@ -266,7 +265,7 @@ class Hooks:
     # -- layers ---------------------------------------------------------------------------------
 
     def _find(self, layer: Layer | None) -> dict[Place, str]:
-        """The layers that are meant, each with what stands for it in the names of files."""
+        """Return the layers that are meant, each with its label in the names of files."""
         asked = self.layer_index if layer is None else layer
         if asked is None:
             raise PlaceError(
@@ -306,7 +305,7 @@ class Hooks:
     # -- saving ---------------------------------------------------------------------------------
 
     def _savers(self, kind: Kind, place: Place, label: str) -> Iterator[Context[Any]]:
-        """What saves the values of a layer."""
+        """Yield the contexts that save the values of a layer."""
 
         def save(values: list[Value]) -> None:
             if not self.paused:

@@ -1,4 +1,4 @@
-"""What an update does to a value.
+"""The change that an update makes to a value.
 
 - `Update(owner, values, noise)`: new values, noise to multiply by, or both
 - `Noise`: the type of noise
@@ -25,7 +25,7 @@ Noise: TypeAlias = Tensor | float | None
 
 
 class _Owner(Protocol):
-    """Whose update it is."""
+    """The object whose update it is."""
 
     paused: bool  # during a run of its own, which changes nothing
 
@@ -39,7 +39,7 @@ class Update(Change):
     noise: Noise
 
     def at(self, kind: Kind) -> Change | Callable[[Any, Call], Any]:
-        """The change to make where an update of this kind acts."""
+        """Return the change to make where an update of this kind acts."""
         # Gradients come one tensor at a time. If there are several, new values for one of them
         # would reach all: a ready change refuses that.
         alone = kind.port.startswith(":grad") and self.values is not None
@@ -49,7 +49,7 @@ class Update(Change):
         return self._changed(value, self.values, call)
 
     def change(self, value: Any, call: Call) -> Any:
-        """The value with all its tensors changed."""
+        """Return the value with all its tensors changed."""
         if self.owner.paused:
             return value
         old = dict(leaves(value))
