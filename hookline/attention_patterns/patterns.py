@@ -52,7 +52,7 @@ _UNNEEDED = {SDPA: {"value"}, MHA: {"out_proj_weight", "out_proj_bias"}}
 # -- reading --------------------------------------------------------------------------------------
 
 
-class _Calls(Sequence[Any]):
+class _RecordedCalls(Sequence[Any]):
     """The recorded calls of an operation, each read from the record on access."""
 
     def __init__(self, record: Record, place: str, numbers: Sequence[int]) -> None:
@@ -73,7 +73,11 @@ class Patterns:
     """
 
     def __init__(
-        self, record: Record, model: nn.Module, taps: Iterable[_Tap], dtype: torch.dtype | None
+        self,
+        record: Record,
+        model: nn.Module,
+        taps: Iterable[_AttentionTap],
+        dtype: torch.dtype | None,
     ) -> None:
         self._record = record
         self._model = weakref.ref(model)
@@ -158,21 +162,21 @@ class Patterns:
         """Return the operation that gives the patterns of a place, and its recorded calls."""
         found: dict[Place, tuple[str, Sequence[Any]]] = {}
         for place, tap in self._record._named().items():
-            kept = self._kept(place, cast(_Tap, tap))
+            kept = self._kept(place, cast(_AttentionTap, tap))
             if kept:
-                written = place.operation if cast(_Tap, tap).named else None
+                written = place.operation if cast(_AttentionTap, tap).named else None
                 found.setdefault(Place(place.path, operation=written), (_kind(place), kept))
         return found
 
-    def _kept(self, place: Place, tap: _Tap) -> Sequence[Any]:
+    def _kept(self, place: Place, tap: _AttentionTap) -> Sequence[Any]:
         """Return the recorded calls of an operation, if patterns follow from them."""
         if not tap.holds or place.port not in _PORTS[_kind(place)][:1]:
             return ()
         if _kind(place) == SOFTMAX:
-            return _Calls(self._record, tap.spelled, self._fitting(tap))
-        return _Calls(self._record, tap.spelled, range(len(tap.numbered())))
+            return _RecordedCalls(self._record, tap.spelled, self._fitting(tap))
+        return _RecordedCalls(self._record, tap.spelled, range(len(tap.numbered())))
 
-    def _fitting(self, tap: _Tap) -> list[int]:
+    def _fitting(self, tap: _AttentionTap) -> list[int]:
         """Return the calls of a softmax that belong to attention; each is checked once."""
         ident, operation, _, parts = tap.target.key
         outputs = tap.numbered()
@@ -257,7 +261,7 @@ class _Every:
         return "every module"
 
 
-class _Tap(CaptureTap):
+class _AttentionTap(CaptureTap):
     """Keeps the arguments of an operation from which its pattern follows."""
 
     freeze = staticmethod(settle)
@@ -281,7 +285,7 @@ class _Tap(CaptureTap):
         return self.named or value.get("dim") in (-1, 3)
 
 
-class _ModelTap(_Tap):
+class _ModelAttentionTap(_AttentionTap):
     """The tap of the model itself. It copies arguments, whose memory others may hold."""
 
     freeze = staticmethod(duplicate)
@@ -372,14 +376,14 @@ class attention(capture):
         return targets
 
     def _tap(self, target: Target, ref: weakref.ref[Any]) -> CaptureTap:
-        kind = _ModelTap if target.module is self._model else _Tap
+        kind = _ModelAttentionTap if target.module is self._model else _AttentionTap
         tap = kind(target, ref, self._options)
         tap.named = target.key in self._by_name
         return tap
 
     def _prepared(self) -> None:
         super()._prepared()
-        taps = cast("Iterable[_Tap]", self._taps.values())
+        taps = cast("Iterable[_AttentionTap]", self._taps.values())
         self._patterns = Patterns(self.record, self._model, taps, self._dtype)
 
     if TYPE_CHECKING:  # entering gives patterns, where a capture gives its record

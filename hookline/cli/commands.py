@@ -26,7 +26,7 @@ from hookline.cli.summary_and_compare import compare, summary
 __all__ = ["hookline"]
 
 
-class _Group(click.Group):
+class _CommandGroup(click.Group):
     """A group of commands that prints errors in three parts, and tracebacks only with --debug."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -68,7 +68,7 @@ def _told(message: Warning | str, *_: Any) -> None:
 
 
 @click.group(
-    cls=_Group,
+    cls=_CommandGroup,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog="Exit codes: 0 done, 1 differences or problems found, 2 an error, 130 stopped.",
 )

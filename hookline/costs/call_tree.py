@@ -87,7 +87,7 @@ class _LinearCallNode(CallNode):
     """A call of a linear layer whose FLOPs were not counted."""
 
 
-class _ModuleHooks(Site):
+class _CallHooks(Site):
     """The hooks of a tree, shared by many modules."""
 
     tree: Any = None  # none once the hooks are off
@@ -115,7 +115,7 @@ class _ModuleHooks(Site):
         super().stranger(module)
 
 
-class _LeafHooks(_ModuleHooks):
+class _LeafHooks(_CallHooks):
     """The hooks on modules that call no others, and whose FLOPs follow from shapes.
 
     While such a module runs, modes need not see its operations. The hooks have to be quick: most
@@ -217,7 +217,7 @@ class CallTree(Entering):
         self.steps: list[CallNode] = []
         self.places = [path for path, _ in self._walked]
         self.numbers: dict[nn.Module, int] = {}  # of all modules that can be called
-        self._sites: dict[_ModuleHooks, list[nn.Module]] = {}
+        self._sites: dict[_CallHooks, list[nn.Module]] = {}
         self._own: set[nn.Module] = set()  # those with a forward of their own, not of their class
         self.outside = self.outside_backward = 0  # FLOPs in no call
         self.inside: Any = None  # the frame of the innermost call, if it is a usual one
@@ -237,7 +237,7 @@ class CallTree(Entering):
         self.numbers = _called(self._model, self._walked, self._own)
         self._serial = next(SERIALS)
         named = self._model, weakref.ref(self), self._serial
-        free, linear, other = _LeafHooks(*named), _LeafHooks(*named), _ModuleHooks(*named)
+        free, linear, other = _LeafHooks(*named), _LeafHooks(*named), _CallHooks(*named)
         linear.rank, linear.kind = 2, _LinearCallNode
         if self.certain:
             self._sites = dict(zip((free, linear, other), sort_leaves(self.numbers), strict=True))
@@ -245,7 +245,7 @@ class CallTree(Entering):
             self._sites = {other: list(self.numbers)}
         for site, modules in self._sites.items():
             site.tree = self
-            site.spread(modules, site.before, site.ended, type(site) is _ModuleHooks)
+            site.spread(modules, site.before, site.ended, type(site) is _CallHooks)
         ACTIVE.set(ACTIVE.get() | {self._serial})
 
     def _stop(self) -> None:
@@ -254,7 +254,7 @@ class CallTree(Entering):
         while self.stack:  # they raised
             self._drop()
         for site, modules in self._sites.items():
-            site.lift(modules, type(site) is _ModuleHooks)
+            site.lift(modules, type(site) is _CallHooks)
             site.tree = None
         self._sites = {}
         ACTIVE.set(ACTIVE.get() - {self._serial})

@@ -54,7 +54,7 @@ Part = tuple[Any, ...]
 Key = tuple[int, int]  # of a call: the id of the module, and which call of it
 
 
-class _Tap(Tap):
+class _GuardTap(Tap):
     replaces = False
     name = ""  # of a parameter
 
@@ -79,11 +79,11 @@ class _BackwardPass:
     """One backward: the probes of its gradients, and the calls that it went through."""
 
     def __init__(self) -> None:
-        self.probes: list[tuple[_Tap, Tensor]] = []
+        self.probes: list[tuple[_GuardTap, Tensor]] = []
         self.calls: dict[Key, KeptCall] = {}
         self.skipped = False  # whether it is left to the scaler
         # The parameters that had a gradient already: which one, and its version.
-        self.before: dict[str, tuple[_Tap, int, int]] = {}
+        self.before: dict[str, tuple[_GuardTap, int, int]] = {}
 
     def sums(self) -> dict[str, Tensor]:
         """Return the gradients to which something was added; `autograd.grad` adds nothing."""
@@ -95,7 +95,7 @@ class _BackwardPass:
         return found
 
 
-class guard(Context[_Tap]):
+class guard(Context[_GuardTap]):
     """Stop at the first producer of a NaN or an infinity, in the forward or in the backward.
 
     >>> class Normed(nn.Module):
@@ -168,8 +168,8 @@ class guard(Context[_Tap]):
         tap = self._taps[target.key] = self._tap(target, ref)
         gradients.watch_tensor(tap, tensor)
 
-    def _tap(self, target: Target, ref: weakref.ref[Context[Any]]) -> _Tap:
-        tap = _Tap(target, ref)
+    def _tap(self, target: Target, ref: weakref.ref[Context[Any]]) -> _GuardTap:
+        tap = _GuardTap(target, ref)
         if target.port == "grad":
             tap.name = str(target.place).removesuffix(":grad")
         return tap
@@ -194,7 +194,7 @@ class guard(Context[_Tap]):
         self._find_parts()
         self._first = {id(p): p for p in self._model.parameters()}
         target = self._requests[1].targets[0]  # of the inputs
-        self._input_tap = _Tap(target, weakref.ref(self))
+        self._input_tap = _GuardTap(target, weakref.ref(self))
         self._watched: dict[int, weakref.ref[Tensor]] = {}
         if self.careful or is_spread(self._model):
             self._look_closely()
@@ -378,7 +378,7 @@ class guard(Context[_Tap]):
 
     # -- backward -------------------------------------------------------------------------------
 
-    def arrived(self, tap: _Tap, gradient: Tensor, index: int, path: Part) -> None:
+    def arrived(self, tap: _GuardTap, gradient: Tensor, index: int, path: Part) -> None:
         """Take a gradient of a parameter, of an input, or of an output of the model."""
         task = backward_id()
         if task not in self._passes:

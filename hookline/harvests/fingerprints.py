@@ -26,7 +26,7 @@ from hookline.core.attaching import attached
 from hookline.core.offloading import data_of
 from hookline.edits.edits import EditFunction, edit
 from hookline.edits.ready_slices import heads
-from hookline.recipes.json_format import Writer
+from hookline.recipes.json_format import RecipeWriter
 from hookline.torch_private import packed_parameters_of
 from hookline.values.nested import children
 from hookline.values.quantised import held_in, is_wrapper
@@ -114,7 +114,7 @@ def stable_text(thing: Any) -> str | None:
         named = getattr(thing, "__qualname__", None) or type(cast("Any", thing)).__qualname__
         code = getattr(thing, "__code__", None)
         return f"{named} {_code(code):08x}" if isinstance(code, CodeType) else named
-    writer = Writer()
+    writer = RecipeWriter()
     text = str(writer.index(thing))
     return text + "".join(f" {digest(tensor):08x}" for tensor in writer.tensors.values())
 

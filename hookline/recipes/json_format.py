@@ -1,7 +1,7 @@
 """Write places, changes and slices as JSON, and read them back.
 
-- `Writer`: writes them; what cannot be written is refused with the reason
-- `Reader`: reads them back, and trusts nothing that it reads
+- `RecipeWriter`: writes them; what cannot be written is refused with the reason
+- `RecipeReader`: reads them back, and trusts nothing that it reads
 
 Plain JSON values stay as they are. Everything else is an object with one key that names its kind:
 `{"tensor": "0"}`, `{"type": "torch.nn.modules.linear:Linear"}`, `{"slice": [null, 3, null]}`.
@@ -37,7 +37,7 @@ from hookline.edits.ready_slices import heads, last_token
 from hookline.errors import RecipeError
 from hookline.storage.json_safetensors import is_plain
 
-__all__ = ["Reader", "Writer"]
+__all__ = ["RecipeReader", "RecipeWriter"]
 
 _READY: dict[str, Any] = {
     change.__name__: change
@@ -58,7 +58,7 @@ def _takes(kind: str, value: Any) -> bool:
     return isinstance(value, tuple(t for word in kind.split(" | ") for t in _TAKES[word]))
 
 
-class Writer:
+class RecipeWriter:
     """Writes the parts of a recipe as JSON; `tensors` collects the tensors in them."""
 
     def __init__(self) -> None:
@@ -202,8 +202,8 @@ def _lookup(owner: Any, name: str) -> Any:
     return owner
 
 
-class Reader:
-    """Reads what a Writer wrote; `within` says for the errors where it is."""
+class RecipeReader:
+    """Reads what a RecipeWriter wrote; `within` says for the errors where it is."""
 
     def __init__(self, tensors: dict[str, Tensor], allow_functions: bool, subject: str) -> None:
         self.tensors, self.allow_functions, self.subject = tensors, allow_functions, subject

@@ -22,7 +22,7 @@ from hookline.edits.changes import Chain, Change, replace
 from hookline.edits.edits import EditTap, as_change, edit
 from hookline.errors import HooklineError, RecipeError
 from hookline.places.resolution import Target, Where
-from hookline.recipes.json_format import Reader, Writer
+from hookline.recipes.json_format import RecipeReader, RecipeWriter
 from hookline.storage import json_safetensors
 from hookline.values.tables import as_html, as_text, describe
 
@@ -122,7 +122,7 @@ class Recipe:
         Tensors are written detached, from whichever device. What cannot be saved is refused with
         the reason before anything is written.
         """
-        writer = Writer()
+        writer = RecipeWriter()
         entries = []
         for number, entry in enumerate(self._entries, 1):
             writer.subject = f"Entry {number} of the recipe, {entry}, was to be saved."
@@ -147,7 +147,9 @@ class Recipe:
                 to search without end: only for recipes that you trust.
         """
         content, tensors = json_safetensors.read(folder, "recipe", RecipeError)
-        reader = Reader(tensors, allow_functions, f"A recipe was to be read from {str(folder)!r}.")
+        reader = RecipeReader(
+            tensors, allow_functions, f"A recipe was to be read from {str(folder)!r}."
+        )
         recipe = cls()
         for number, entry in enumerate(reader.list_of(content.get("entries"), "entries"), 1):
             reader.within = f"entry {number}"

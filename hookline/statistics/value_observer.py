@@ -24,7 +24,7 @@ __all__ = ["ValueObserver"]
 _HARMLESS = (NO_GRAD[0], NO_TENSOR[0], NONE_CAME[0])  # reasons of calls that have no gradient
 
 
-class _GradientTap(HookTap):
+class _ObservingTap(HookTap):
     """Passes on the gradients at a target, and warns once of those that cannot be told apart."""
 
     # A hook puts an identity before an input: a model may compute something else with it.
@@ -66,7 +66,7 @@ class _GradientTap(HookTap):
             del entries[next(iter(entries))]
 
 
-def _end(tap: weakref.ref[_GradientTap], task: int) -> None:
+def _end(tap: weakref.ref[_ObservingTap], task: int) -> None:
     """End a backward at a tap if the tap still exists: hooks keep nothing alive."""
     found = tap()
     if found is not None:
@@ -80,14 +80,14 @@ class ValueObserver(hook):
 
     def _tap(self, target: Target, ref: weakref.ref[Context[Any]]) -> HookTap:
         if target.port.startswith("grad_"):
-            return _GradientTap(target, ref, self._function, self._wants_call)
+            return _ObservingTap(target, ref, self._function, self._wants_call)
         return super()._tap(target, ref)
 
     @property
     def told(self) -> set[Any]:
         """The keys of the targets with a warning that something is not measured."""
         taps = self._taps.items()
-        return {key for key, tap in taps if isinstance(tap, _GradientTap) and tap.told}
+        return {key for key, tap in taps if isinstance(tap, _ObservingTap) and tap.told}
 
     def _stop(self) -> None:
         super()._stop()

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hookline.errors import StoreError
-from hookline.storage.store_files import MOST_SIZES, PAGE, Series, header_of, kind_of
+from hookline.storage.store_files import MOST_SIZES, PAGE, Series, header_of, stored_dtype
 
 __all__ = ["blocks_of"]
 
@@ -126,7 +126,7 @@ def _compare(old: list[Series], new: list[Series]) -> None:
 
 def _series(place: str, part: str, rows: Tensor, shard_bytes: int) -> Series:
     """Return the series that begins with these rows."""
-    kind = kind_of(rows.dtype)
+    kind = stored_dtype(rows.dtype)
     shape = tuple(rows.shape[1:])
     if len(shape) > MOST_SIZES:
         raise StoreError(

@@ -20,7 +20,7 @@ from hookline.records.keeping import PLAIN, CaptureTap
 from hookline.records.positions import Entries, Numbered, Values
 from hookline.records.records import Record
 from hookline.storage import json_safetensors
-from hookline.storage.store_files import kind_of
+from hookline.storage.store_files import stored_dtype
 from hookline.training.run_files import segments_in
 from hookline.values.nested import children
 from hookline.values.quantised import is_wrapper
@@ -152,7 +152,7 @@ def _write_calls(record: Record, place: Place, tensors: dict[str, Tensor]) -> It
 def _write_value(value: Any, tensors: dict[str, Tensor], place: Place) -> Any:
     if isinstance(value, Tensor):
         tensor = local(value.detach())
-        if not json_safetensors.is_plain(tensor) or kind_of(tensor.dtype) is None:
+        if not json_safetensors.is_plain(tensor) or stored_dtype(tensor.dtype) is None:
             layout = "nested" if tensor.is_nested else tensor.layout
             kind = (
                 f"{type(tensor).__name__} ({tensor.dtype})" if is_wrapper(tensor) else tensor.dtype

@@ -1,6 +1,6 @@
 """The file formats of a store: how files are named, written whole, and read without trusting them.
 
-- `Kind`, `KINDS`, `kind_of(dtype)`: the dtypes of safetensors, torch and numpy
+- `StoredDtype`, `STORED_DTYPES`, `stored_dtype(dtype)`: the dtypes of safetensors, torch and numpy
 - `Series`: the rows of one place, of its offsets or of the sample ids, over the shards of a rank
 - `Index`: what one rank has committed; `read_index`, `index_json`; `IndexFile` writes it
 - `shard_path`, `index_path`: file names, made of numbers, never of places
@@ -34,22 +34,22 @@ from hookline.storage.small_files import corrupt, open_regular, parse_json, read
 
 __all__ = [
     "HEADER",
-    "KINDS",
     "MOST_SIZES",
     "PAGE",
+    "STORED_DTYPES",
     "Index",
     "IndexFile",
-    "Kind",
     "Series",
+    "StoredDtype",
     "header_of",
     "index_json",
     "index_path",
-    "kind_of",
     "ranks_of",
     "read_header",
     "read_index",
     "shard_numbers",
     "shard_path",
+    "stored_dtype",
 ]
 
 HEADER = 65536  # bytes that a shard reserves in front of its data
@@ -59,7 +59,7 @@ _FORMAT, _VERSION = "hookline.store.index", 1
 
 
 @dataclass(frozen=True)
-class Kind:
+class StoredDtype:
     """One dtype: its name in safetensors, in torch, and the numpy dtype that carries its bytes.
 
     `carrier` is the torch dtype of that size that numpy knows; None if numpy knows this one.
@@ -71,7 +71,7 @@ class Kind:
     carrier: torch.dtype | None
 
 
-def _kinds() -> dict[str, Kind]:
+def _kinds() -> dict[str, StoredDtype]:
     names = {
         "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16",
         "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8",
@@ -80,22 +80,22 @@ def _kinds() -> dict[str, Kind]:
     }  # fmt: skip
     carriers = {"BF16": "uint16", "F8_E4M3": "uint8", "F8_E5M2": "uint8", "BOOL": "uint8"}
     carried = {**carriers, "BF16": "int16"}
-    kinds: dict[str, Kind] = {}
+    kinds: dict[str, StoredDtype] = {}
     for name, word in names.items():
         carrier = getattr(torch, carried[name]) if name in carried else None
         bytes_as = np.dtype(carriers.get(name, word))
-        kinds[name] = Kind(name, getattr(torch, word), bytes_as, carrier)
+        kinds[name] = StoredDtype(name, getattr(torch, word), bytes_as, carrier)
     return kinds
 
 
-KINDS = _kinds()
-_BY_TORCH = {kind.torch: kind for kind in KINDS.values()}
+STORED_DTYPES = _kinds()
+_BY_TORCH = {kind.torch: kind for kind in STORED_DTYPES.values()}
 
 
-def kind_of(dtype: torch.dtype) -> Kind | None:
+def stored_dtype(dtype: torch.dtype) -> StoredDtype | None:
     """Return the kind of a torch dtype; None if safetensors has none.
 
-    >>> kind_of(torch.bfloat16).name
+    >>> stored_dtype(torch.bfloat16).name
     'BF16'
     """
     return _BY_TORCH.get(dtype)
@@ -116,8 +116,8 @@ class Series:
     shards: list[int] = field(default_factory=list[int])
 
     @cached_property
-    def kind(self) -> Kind:
-        return KINDS[self.dtype]
+    def kind(self) -> StoredDtype:
+        return STORED_DTYPES[self.dtype]
 
     @cached_property
     def row_bytes(self) -> int:
@@ -308,7 +308,7 @@ def _read_series(entry: Any, path: Path) -> Series:
         isinstance(place, str)
         and isinstance(dtype, str)
         and part in ("rows", "offsets", "ids", "id offsets")
-        and dtype in KINDS
+        and dtype in STORED_DTYPES
         and _counts(shape, 1)
         and len(shape) <= MOST_SIZES
         and _count(shard_rows, 1)

@@ -1,7 +1,7 @@
 """Write a run directory, in whole records that never overwrite earlier ones.
 
 - `RunWriter`: a new segment in a run directory
-- `Bins`: a histogram
+- `BinCounts`: a histogram
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from hookline.operating_system import open_file, replace
 from hookline.training.findings import Finding, to_json
 from hookline.training.run_files import Head, Row, histogram_dtype, segment_path, values_dtype
 
-__all__ = ["Bins", "RunWriter"]
+__all__ = ["BinCounts", "RunWriter"]
 
 
-class Bins(NamedTuple):
+class BinCounts(NamedTuple):
     """A histogram: counts of equal bins between two ends."""
 
     low: float
@@ -108,7 +108,7 @@ class RunWriter:
         record["values"] = values
         self._append("values", record.tobytes())
 
-    def histograms(self, step: int, found: Iterable[tuple[int, Bins]]) -> None:
+    def histograms(self, step: int, found: Iterable[tuple[int, BinCounts]]) -> None:
         """Append histograms of some rows, by their numbers, before the values of the step."""
         given = list(found)
         records = np.zeros(len(given), self._histogram)

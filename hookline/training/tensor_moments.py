@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from hookline.training.run_files import STATISTICS
-from hookline.training.run_writing import Bins
+from hookline.training.run_writing import BinCounts
 from hookline.values.quantised import is_quantised
 from hookline.values.shards import local
 from hookline.values.snapshots import is_wrapped
@@ -318,11 +318,11 @@ def _flat(tensor: Tensor, most: int) -> Tensor:
     return tensor.reshape(-1)
 
 
-def binned(samples: Sequence[Tensor], bins: int) -> list[Bins | None]:
+def binned(samples: Sequence[Tensor], bins: int) -> list[BinCounts | None]:
     """Return the histogram of each sample, between its ends; None for one without finite values.
 
     >>> binned([torch.tensor([0.0, 1.0, 4.0])], 4)[0]
-    Bins(low=0.0, high=4.0, counts=array([1, 1, 0, 1], dtype=uint32))
+    BinCounts(low=0.0, high=4.0, counts=array([1, 1, 0, 1], dtype=uint32))
     """
     if not samples:
         return []
@@ -338,7 +338,7 @@ def binned(samples: Sequence[Tensor], bins: int) -> list[Bins | None]:
     counts = np.bincount(owner * bins + where, minlength=bins * len(samples))
     counts = counts.reshape(len(samples), bins).astype(np.uint32)
     return [
-        Bins(float(low), float(high), own) if n else None
+        BinCounts(float(low), float(high), own) if n else None
         for low, high, own, n in zip(lows, highs, counts, left, strict=True)
     ]
 

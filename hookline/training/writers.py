@@ -23,7 +23,7 @@ import numpy.typing as npt
 from hookline.errors import NotCaptured, RunError
 from hookline.training.findings import Finding, to_json
 from hookline.training.run_files import STATISTICS, Row
-from hookline.training.run_writing import Bins, RunWriter
+from hookline.training.run_writing import BinCounts, RunWriter
 from hookline.training.tensor_moments import binned
 from hookline.values.tables import as_html, as_text
 
@@ -46,7 +46,7 @@ class Measured:
     time: float
     rows: Sequence[Row]
     values: npt.NDArray[np.float32]
-    histograms: Mapping[int, Bins]
+    histograms: Mapping[int, BinCounts]
     shapes: Sequence[tuple[int, ...] | None]
 
     @classmethod

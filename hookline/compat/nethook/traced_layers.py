@@ -1,7 +1,7 @@
 """One traced layer, with its options, input and output.
 
 - `Traced`: a layer with its `.input` and `.output`
-- `Options`: what to do at a layer
+- `LayerOptions`: what to do at a layer
 - `NotRetained`: the error for a value that was not retained
 """
 
@@ -17,14 +17,14 @@ from hookline.core.taps import Call
 from hookline.errors import NotCaptured
 from hookline.values.snapshots import duplicate, snapshot
 
-__all__ = ["NotRetained", "Options", "Traced"]
+__all__ = ["LayerOptions", "NotRetained", "Traced"]
 
 
 class NotRetained(NotCaptured, AttributeError):
     """A value was read that the trace does not retain; `hasattr` returns False."""
 
 
-class Options(NamedTuple):
+class LayerOptions(NamedTuple):
     """What to do at a layer; see `Trace`."""
 
     retain_output: bool = True
@@ -43,7 +43,7 @@ class Traced:
     was changed in place since (`clone=True` keeps a copy). Any other is a snapshot.
     """
 
-    def __init__(self, layer: str | None, options: Options, losses: UnreadWarning) -> None:
+    def __init__(self, layer: str | None, options: LayerOptions, losses: UnreadWarning) -> None:
         self.layer = layer
         self.stop = options.stop
         self.options = options

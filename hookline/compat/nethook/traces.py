@@ -17,7 +17,7 @@ from torch import nn
 from hookline.compat.nethook.module_names import get_module, place
 from hookline.compat.nethook.optional_arguments import Invocation
 from hookline.compat.nethook.retained_values import UnreadWarning
-from hookline.compat.nethook.traced_layers import Options, Traced
+from hookline.compat.nethook.traced_layers import LayerOptions, Traced
 from hookline.core.hooks import hook
 from hookline.core.taps import Call
 from hookline.errors import PlaceError, warn_outside
@@ -195,7 +195,7 @@ class Trace(_UntilClosed):
         stop: bool = False,
     ) -> None:
         edit = _edit(edit_output)
-        options = Options(retain_output, retain_input, clone, detach, retain_grad, edit, stop)
+        options = LayerOptions(retain_output, retain_input, clone, detach, retain_grad, edit, stop)
         self.layer = layer
         self.stop = stop
         losses = UnreadWarning()
@@ -298,10 +298,10 @@ def _edit(function: Any) -> Invocation | None:
     return None if function is None or function is False else Invocation(function)
 
 
-_LEFT_OUT = Options(retain_output=False)
+_LEFT_OUT = LayerOptions(retain_output=False)
 
 
-def _of_layer(given: tuple[Any, ...], layer: str) -> Options:
+def _of_layer(given: tuple[Any, ...], layer: str) -> LayerOptions:
     """Return the options of one layer, if some were given as a dict."""
     values = [
         cast("Mapping[str, Any]", value).get(layer, default)
@@ -309,4 +309,4 @@ def _of_layer(given: tuple[Any, ...], layer: str) -> Options:
         else value
         for value, default in zip(given, _LEFT_OUT, strict=True)
     ]
-    return Options._make(values)
+    return LayerOptions._make(values)

@@ -44,7 +44,7 @@ def listed(names: Iterable[str]) -> str:
     return ", ".join(map(repr, names)) or "none"
 
 
-class _Values(MutableMapping[str, T]):
+class _RecordValues(MutableMapping[str, T]):
     """Values by layer name, read from a record, with all methods of a dict."""
 
     def __init__(self, layers: Mapping[str, nn.Module], record: hl.Record) -> None:
@@ -153,7 +153,7 @@ class _Values(MutableMapping[str, T]):
             return f"<{type(error).__name__}>"
 
 
-class LayerValues(_Values[T], dict[str, T]):
+class LayerValues(_RecordValues[T], dict[str, T]):
     """Values by layer name: a dict that fills up as the layers run.
 
     It is in the order in which the layers were given, and a layer that runs again has its last

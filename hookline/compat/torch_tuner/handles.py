@@ -1,7 +1,7 @@
 """The four kinds of hooks, and the handles of registered ones.
 
 - `FPH`, `FH`, `FBPH`, `FBH`: the kinds, in the order in which torch runs them
-- `Kind`: the properties of such a kind
+- `HookKind`: the properties of such a kind
 - `Handle`: the result of a registration
 """
 
@@ -13,11 +13,11 @@ from typing import Any, Self
 
 from hookline.core.hooks import Context
 
-__all__ = ["FBH", "FBPH", "FH", "FPH", "Handle", "Kind"]
+__all__ = ["FBH", "FBPH", "FH", "FPH", "Handle", "HookKind"]
 
 
 @dataclass(frozen=True, eq=False)
-class Kind:
+class HookKind:
     """One of torch's four kinds of hooks."""
 
     rank: int  # torch runs the hooks of a layer in this order, whichever was registered first
@@ -27,13 +27,13 @@ class Kind:
     ending: str  # of the names of files
 
 
-FPH = Kind(0, "register_fph", ":input", "saved_forward_prehook_inputs", "forward_prehook")
-FH = Kind(1, "register_fh", ":output", "saved_forward_hook_values", "forward_hook")
-FBPH = Kind(
+FPH = HookKind(0, "register_fph", ":input", "saved_forward_prehook_inputs", "forward_prehook")
+FH = HookKind(1, "register_fh", ":output", "saved_forward_hook_values", "forward_hook")
+FBPH = HookKind(
     2, "register_fbph", ":grad_output",
     "saved_full_backward_prehook_gradients", "full_backward_prehook",
 )  # fmt: skip
-FBH = Kind(
+FBH = HookKind(
     3, "register_fbh", ":grad_input", "saved_full_backward_hook_gradients", "full_backward_hook"
 )
 
@@ -49,7 +49,7 @@ class Handle:
     tensor([2., 2.])
     """
 
-    def __init__(self, kind: Kind) -> None:
+    def __init__(self, kind: HookKind) -> None:
         self.kind = kind
         self._contexts: list[Context[Any]] = []
         self.live = False

@@ -1,6 +1,6 @@
 """Collect the gradients of a layer, and pass them on at the end of a backward.
 
-- `Gradients(model, wheres, save)`: the context that collects them
+- `LayerGradients(model, wheres, save)`: the context that collects them
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from hookline.places.resolution import Target, Where
 from hookline.torch_private import at_backward_end, backward_id
 from hookline.values.nested import Path
 
-__all__ = ["Gradients"]
+__all__ = ["LayerGradients"]
 
 
-class _GradientTap(Tap):
+class _LayerGradientTap(Tap):
     """Passes on the gradients of a value as they arrive, each with its path, and changes none."""
 
     separates = True
@@ -36,7 +36,7 @@ class _GradientTap(Tap):
         self.replaces = target.port == "grad_output"
 
     def gradient(self, grad: Tensor, index: int, path: Path) -> None:
-        context = cast("Gradients | None", self.context())
+        context = cast("LayerGradients | None", self.context())
         if context is not None:
             context.take(self.target, settled(grad), index, path)
 
@@ -49,7 +49,7 @@ class _GradientTap(Tap):
             warn_outside(f"The gradient at {str(self.place)!r} cannot be saved: {reason} {remedy}")
 
 
-class Gradients(Context[_GradientTap]):
+class LayerGradients(Context[_LayerGradientTap]):
     """Collects the gradients of a layer; passes on those of each call at the end of the
     backward.
     """
@@ -63,8 +63,8 @@ class Gradients(Context[_GradientTap]):
         self._save = save
         self._arrived: dict[int, dict[int, dict[tuple[str, str], Tensor]]] = {}
 
-    def _tap(self, target: Target, ref: weakref.ref[Any]) -> _GradientTap:
-        return _GradientTap(target, ref)
+    def _tap(self, target: Target, ref: weakref.ref[Any]) -> _LayerGradientTap:
+        return _LayerGradientTap(target, ref)
 
     def take(self, target: Target, grad: Tensor, index: int, path: Path) -> None:
         """Take a gradient, or one share of an input's, for a call of the layer."""

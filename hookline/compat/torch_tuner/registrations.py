@@ -14,8 +14,8 @@ from urllib.parse import quote
 import torch
 from torch import nn
 
-from hookline.compat.torch_tuner.handles import FBH, FBPH, FH, FPH, Handle, Kind
-from hookline.compat.torch_tuner.layer_gradients import Gradients
+from hookline.compat.torch_tuner.handles import FBH, FBPH, FH, FPH, Handle, HookKind
+from hookline.compat.torch_tuner.layer_gradients import LayerGradients
 from hookline.compat.torch_tuner.saved_values import (
     Value,
     after_first,
@@ -222,7 +222,7 @@ class Hooks:
         return self._register(FBPH, update, visualize, noise, values, layer)
 
     def _register(
-        self, kind: Kind, update: bool, visualize: bool, noise: Noise, values: Any,
+        self, kind: HookKind, update: bool, visualize: bool, noise: Noise, values: Any,
         layer: Layer | None,
     ) -> Handle:  # fmt: skip
         if not (update or visualize):
@@ -304,7 +304,7 @@ class Hooks:
 
     # -- saving ---------------------------------------------------------------------------------
 
-    def _savers(self, kind: Kind, place: Place, label: str) -> Iterator[Context[Any]]:
+    def _savers(self, kind: HookKind, place: Place, label: str) -> Iterator[Context[Any]]:
         """Yield the contexts that save the values of a layer."""
 
         def save(values: list[Value]) -> None:
@@ -328,9 +328,9 @@ class Hooks:
             yield hook(self.object, place, save_outputs)
         else:
             ports = (":grad_output", ":grad_inputs") if kind is FBH else (":grad_output",)
-            yield Gradients(self.object, [(place, port) for port in ports], save)
+            yield LayerGradients(self.object, [(place, port) for port in ports], save)
 
-    def _save(self, kind: Kind, label: str, values: list[Value]) -> None:
+    def _save(self, kind: HookKind, label: str, values: list[Value]) -> None:
         """Save the values of one call; the first tensor tells the batch size."""
         iteration = next(self._iterations.setdefault((kind.method, label), itertools.count()))
         tensors = [tensor for _, _, value in values for _, tensor in leaves(value)]

@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeAlias
 
 from torch import Tensor
 
-from hookline.compat.torch_tuner.handles import Kind
+from hookline.compat.torch_tuner.handles import HookKind
 from hookline.core.taps import Call
 from hookline.edits.changes import Change, replace
 from hookline.edits.ready_changes import scale
@@ -38,7 +38,7 @@ class Update(Change):
     values: Any
     noise: Noise
 
-    def at(self, kind: Kind) -> Change | Callable[[Any, Call], Any]:
+    def at(self, kind: HookKind) -> Change | Callable[[Any, Call], Any]:
         """Return the change to make where an update of this kind acts."""
         # Gradients come one tensor at a time. If there are several, new values for one of them
         # would reach all: a ready change refuses that.
