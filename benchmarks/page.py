@@ -31,7 +31,7 @@ from torch import nn
 
 import hookline as hl
 from hookline.training.run_files import STATISTICS, Row
-from hookline.training.run_writing import Bins, RunWriter
+from hookline.training.run_writing import BinCounts, RunWriter
 
 FLAGS = [
     "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
@@ -83,7 +83,7 @@ def run_page(folder: Path) -> Path:
     with RunWriter(folder / "run", rows, model="Net") as writer:
         for step in range(500):
             if step % 50 == 0:
-                bins = [Bins(-3.0, 3.0, draw.integers(0, 99, 64)) for _ in rows]
+                bins = [BinCounts(-3.0, 3.0, draw.integers(0, 99, 64)) for _ in rows]
                 writer.histograms(step, enumerate(bins))
             writer.values(step, draw.random((len(rows), len(STATISTICS)), np.float32))
             writer.scalar(step, "loss", 1 / (1 + step))

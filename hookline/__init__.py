@@ -1,4 +1,4 @@
-"""hookline: observe, edit, save, measure and see any value inside any PyTorch model.
+"""Observe, edit, save, measure and draw any value inside any PyTorch model.
 
 Every value inside a model has an address, its place (`"layer1.0.conv2"`, `"fc:input"`,
 `"**.weight:grad"`). A few verbs work on places:
@@ -10,24 +10,24 @@ Every value inside a model has an address, its place (`"layer1.0.conv2"`, `"fc:i
 - `Recipe`: edits that can be saved, joined and put on any model
 - `measure`: `Mean`, `Variance`, `Covariance`, `Histogram`, `TopK`, `Norm`, `Sparsity` of values
   over a whole data set → `Measurements`
-- `summarize`: what each module costs: parameters, memory, FLOPs, time → `Summary`
-- `compare`: where two models part, and by how much → `Comparison`
-- `sweep`: which places and positions matter to a metric, by patching → `Sweep`
+- `summarize`: the costs of each module: parameters, memory, FLOPs, time → `Summary`
+- `compare`: where two models diverge, and by how much → `Comparison`
+- `sweep`: the places and positions that matter to a metric, by patching → `Sweep`
 - `hook`: call a function with every value; the primitive
 - `preserve`, `replace_module`, `get_module`, `get_parameter`: parameters and modules
 - `attention`: the attention patterns of models that never compute them
 - `Store`: values on disk, as safetensors: `Store.create` writes, `Store.open` reads
 - `report`: a record, a store, a run or a model as one HTML page
-- `guard`: stop at the first producer of a NaN or an infinity; `replay` runs what it wrote again
-- `watch`: statistics of a model while it is trained, and what is wrong with it: `Finding`; `Run`
-  reads what it has written
-- `save_record`, `load_record`: what a capture has kept, on disk
+- `guard`: stop at the first producer of a NaN or an infinity; `replay` runs its dump again
+- `watch`: statistics of a model while it is trained, and what is wrong with the training:
+  `Finding`; `Run` reads its files
+- `save_record`, `load_record`: a record on disk
 - `harvest`: run a model over a data set and store values, on one process or many ranks
-- `attached`: all that is live on a model
+- `attached`: all contexts that are live on a model
 - `heads`, `last_token`: slices for `at=`
 
-What stands on a model, such as `capture`, `edit`, `guard` and `watch`, acts inside `with`, or from
-`.attach()` to `.remove()`; the others are functions that return. Nothing is left behind.
+Contexts such as `capture`, `edit`, `guard` and `watch` act inside `with`, or from `.attach()` to
+`.remove()`; the other verbs are functions. Nothing is left behind.
 """
 
 from importlib import import_module

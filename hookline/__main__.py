@@ -1,4 +1,4 @@
-"""`hookline …` and `python -m hookline …`."""
+"""The command line: `hookline …` and `python -m hookline …`."""
 
 import sys
 
@@ -8,7 +8,7 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """Run the command line; say what to install where it is not there."""
+    """Run the command line, or print what to install for it."""
     try:
         from hookline.cli.commands import hookline
     except ModuleNotFoundError as error:

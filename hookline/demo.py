@@ -1,7 +1,7 @@
-"""What hookline does, end to end: `hookline demo`, or `make demo`.
+"""A demonstration of hookline from end to end: `hookline demo`, or `make demo`.
 
-A small CNN learns to read digits that are drawn here. Something is wrong with it; hookline says
-what. Then its values are stored, changed and guarded, and a page is written that shows them.
+It trains a small CNN to read digits, with something wrong in the training that hookline reports.
+Then it stores, changes and guards values of the CNN, and writes a page that shows them.
 """
 
 import logging
@@ -50,7 +50,7 @@ class Net(nn.Module):
 
 
 def main(folder: str | Path | None = None) -> Path:
-    """Run the whole demonstration, print an account of it, and give the page that it wrote."""
+    """Run the whole demonstration, print an account of it, and return the page that it wrote."""
     torch.set_num_threads(1)  # the same figures whatever the number of cores
     torch.manual_seed(0)
     folder = Path(tempfile.mkdtemp(prefix="hookline-demo-") if folder is None else folder)
@@ -79,7 +79,7 @@ def main(folder: str | Path | None = None) -> Path:
 
 
 def show_training(model: Net, known: Digits, unseen: Digits, run: Path) -> None:
-    """Train with something wrong, be told what it is, mend it, train on."""
+    """Train with a mistake, print the findings, correct it, and train on."""
     heading("Train, and be told what is wrong", "with hl.watch(model, every=5, to=run):")
     with torch.no_grad():
         cast(Tensor, model.conv2.bias).fill_(-8.0)  # what is wrong
@@ -102,7 +102,7 @@ def show_training(model: Net, known: Digits, unseen: Digits, run: Path) -> None:
 def train(
     model: nn.Module, digits: Digits, run: Path, epochs: int, start: int = 0
 ) -> tuple[list[hl.Finding], float]:
-    """Train while it is watched: what was noticed, and the last loss."""
+    """Train under `watch`; return the findings and the last loss."""
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     loss = torch.tensor(0.0)
     logging.getLogger("hookline").setLevel(logging.ERROR)  # findings are printed here instead
@@ -119,7 +119,7 @@ def train(
 
 
 def show_harvest(model: nn.Module, digits: Digits, folder: Path) -> None:
-    """Keep what relu2 gives for every digit, on disk."""
+    """Store the output of relu2 for every digit."""
     heading("Keep activations on disk", 'hl.harvest(model, batches, "relu2", to=…)')
     batches = torch.split(digits.images, 128)
     store = hl.harvest(model, batches, "relu2", to=folder, dtype=torch.bfloat16, quiet=True)
@@ -143,7 +143,7 @@ def show_channels(model: nn.Module, digits: Digits) -> None:
 
 
 def show_patching(model: nn.Module, digits: Digits) -> None:
-    """Put rows of values from a run on a 3 into a run on an 8."""
+    """Patch rows of values from a run on a 3 into a run on an 8."""
     heading("Patch: what tells a 3 from an 8?", 'hl.sweep(model, three, eight, "conv*", metric, …)')
     three, eight = (digits.images[digits.labels == digit][:1] for digit in (3, 8))
     sweep = hl.sweep(
@@ -156,7 +156,7 @@ def show_patching(model: nn.Module, digits: Digits) -> None:
 
 
 def show_guard(model: nn.Module, digits: Digits, folder: Path) -> None:
-    """Make a weight too large, and be told where the first bad number comes from."""
+    """Make a weight too large, and print where the first bad number comes from."""
     heading("Guard: who made the infinity?", "with hl.guard(model):")
     try:
         with hl.edit(model, "conv2.weight", hl.scale(1e38)), hl.guard(model, to=folder):
@@ -222,12 +222,12 @@ def draw(strokes: list[Points], random: np.random.Generator) -> npt.NDArray[np.f
 
 @torch.no_grad()
 def accuracy(model: nn.Module, digits: Digits) -> float:
-    """The share of images that are read correctly."""
+    """Return the share of images that are read correctly."""
     return (model(digits.images).argmax(1) == digits.labels).float().mean().item()
 
 
 def copy_state(model: nn.Module) -> Tensor:
-    """All parameters and buffers in one tensor."""
+    """Return all parameters and buffers in one tensor."""
     return torch.cat([tensor.flatten() for tensor in model.state_dict().values()])
 
 
@@ -255,7 +255,7 @@ def lines(text: str, style: str = "") -> None:
 
 
 def strip(values: Sequence[float], highest: float) -> str:
-    """Numbers as a row of small bars."""
+    """Return numbers as a row of small bars."""
     blocks = "·▁▂▃▄▅▆▇█"
     return "".join(blocks[min(8, max(0, round(8 * value / highest)))] for value in values)
 

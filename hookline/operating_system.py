@@ -1,4 +1,4 @@
-"""What differs between Linux, macOS and Windows, in one place.
+"""The functions of the operating system that differ between Linux, macOS and Windows.
 
 The rest of the package calls these functions and never asks on which system it runs:
 
@@ -12,11 +12,11 @@ The rest of the package calls these functions and never asks on which system it 
 - `try_lock(file)`, `unlock(file)`: lock a file; the lock ends with the process
 - `is_link(path)`: whether a path leads elsewhere
 - `most_open_files()`: how many files the process may have open
-- `file_system(folder)`, `free_space(file)`, `space_reserver()`: space ahead of a file that grows
+- `file_system(folder)`, `free_space(file)`, `space_reserver()`: reserve space for a growing file
 - `print_anything()`: let the console print characters that its encoding lacks
 - `EXCLUSIVE_PORTS`: whether a server must ask for a port of its own
 
-A stand-in does the same job, or it raises OSError. None of them only pretends to.
+Where a system lacks something, the function does the same job in another way or raises OSError.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ T = TypeVar("T")
 
 
 def _module(name: str) -> Any:
-    """A module of the standard library that only some systems have; None on the others."""
+    """Import a module of the standard library that only some systems have, or return None."""
     try:
         return importlib.import_module(name)
     except ImportError:
@@ -243,7 +243,7 @@ def try_lock(file: int, *, shared: bool = False) -> bool:
 
 
 def unlock(file: int) -> None:
-    """Let go of a lock. Nothing happens if there is none."""
+    """Release a lock. Nothing happens if there is none."""
     with suppress(OSError):
         if _fcntl is not None:
             _fcntl.flock(file, _fcntl.LOCK_UN)

@@ -1,9 +1,9 @@
-"""Which places there are: `select(model, *where)`, and with a batch the operations, too.
+"""List the places of a model: `select(model, *where)`, and with a batch the operations, too.
 
 - `select`: the places that match, in model order
-- `Places`: a list of them that notebooks show as a table
-- `Listing`: the same with operations, in the order in which they came, and what stood there
-- `held_as`: the place that is meant where the names of torch's wrappers may be left out
+- `Places`: a list of places that notebooks show as a table
+- `Listing`: places and operations in the order of a run, with their values' shapes
+- `held_as`: the place for a name in which the names of torch's wrappers may be left out
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _WRAPPED = re.compile(rf"(?:^|(?<=\.))({'|'.join(sorted(WRAPPERS - {''}))})(?:\.
 
 
 class Places(list[Place]):
-    """The places that `select` found: a list, which notebooks show as a table."""
+    """The places that `select` found: a list, shown as a table in notebooks."""
 
     def __init__(self, found: dict[Place, str]) -> None:
         super().__init__(found)
@@ -56,9 +56,9 @@ class Places(list[Place]):
 
 
 def held_as(place: object, held: Collection[str]) -> str | None:
-    """The one of some places that a name means, in which those of wrappers may be left out.
+    """Return the place that a name means; it may leave out the names of torch's wrappers.
 
-    Added they may not be: `module.fc` is not `fc`, and a model may have both.
+    It may not add them: `module.fc` is not `fc`, and a model may have both.
 
     >>> held_as("fc:input", ["_orig_mod.fc", "_orig_mod.fc:input"])
     '_orig_mod.fc:input'
@@ -74,7 +74,7 @@ def held_as(place: object, held: Collection[str]) -> str | None:
 
 
 def select(model: nn.Module | Tensor, *where: Where, inputs: Any = None) -> list[Place]:
-    """The places of a model that match, each once, in model order. Without `where`: all modules.
+    """List the places of a model that match, each once, in model order; by default all modules.
 
     >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 1))
     >>> select(model, nn.Linear)
@@ -89,8 +89,8 @@ def select(model: nn.Module | Tensor, *where: Where, inputs: Any = None) -> list
             `(nn.Conv2d, ":grad_output")`, and lists of any of them.
         inputs: a batch (a tensor, a tuple of arguments, or a dict of them by name), or a function
             that is called with the model. With it, operations inside forwards are listed, too, as
-            in `"h.0.attn/*"`: the model runs once, without gradients, and what comes back shows
-            shapes, dtypes, and of operations the source line.
+            in `"h.0.attn/*"`: the model runs once, without gradients, and the result shows
+            shapes, dtypes, and for operations the source line.
 
     A place is `path[/operation[#n]][:port][[part]]...`:
 
@@ -119,7 +119,7 @@ def _kind_of(target: Target) -> str:
 
 
 class Listing(list[Place]):
-    """Places in the order in which they came, shown with what stood there."""
+    """Places in the order of a run, shown with their values' shapes."""
 
     def __init__(self, rows: dict[Place, tuple[str, str]]) -> None:
         super().__init__(rows)
@@ -140,7 +140,7 @@ class Listing(list[Place]):
 
 
 class _Survey(Mode):
-    """Notes every operation in the forwards of some modules."""
+    """A function mode that notes every operation in the forwards of some modules."""
 
     def __init__(self, targets: Iterable[Target]) -> None:
         super().__init__()
@@ -163,7 +163,7 @@ class _Survey(Mode):
 
 
 def _source() -> str:
-    """The line that called a torch function."""
+    """Return the line that called a torch function."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and _TORCH in frame.f_code.co_filename:
         frame = frame.f_back
@@ -174,7 +174,7 @@ def _source() -> str:
 
 
 def _survey(model: nn.Module, wheres: Iterable[Where], inputs: Any) -> list[Place]:
-    """What one run of the model has at places, and the operations in the forwards asked for.
+    """Run the model once; return its values at places, and the operations in some forwards.
 
     The run leaves nothing behind: model, batch and random numbers are as before.
     """
@@ -194,8 +194,8 @@ def _survey(model: nn.Module, wheres: Iterable[Where], inputs: Any) -> list[Plac
         batch = copy_batch(inputs)
         compiling.suspend(mode, in_graph=False)
         try:
-            looking = hook(model, looked, look) if looked else nullcontext()
-            with suppress(NeverFired), looking, mode:  # what was not called is listed as such
+            observing = hook(model, looked, look) if looked else nullcontext()
+            with suppress(NeverFired), observing, mode:  # what was not called is listed as such
                 run_model(model, batch)
         finally:
             compiling.resume(mode)
@@ -207,8 +207,8 @@ def _survey(model: nn.Module, wheres: Iterable[Where], inputs: Any) -> list[Plac
             (segment,) = parse(wanted).paths[0]
             fits = name == segment if isinstance(segment, str) else segment.fullmatch(name)
             if fits and nth in ("", str(use)):
-                spelled = f"{name}#{use}" if nth or (id(target), name) in often else name
-                place = Place(own.path, own.port, own.parts, spelled)
+                operation = f"{name}#{use}" if nth or (id(target), name) in often else name
+                place = Place(own.path, own.port, own.parts, operation)
                 rows.setdefault(place, (values, source))
     if targets and not rows:
         own = [name for target, name, *_ in mode.found if target.ident == targets[0].ident]
@@ -217,7 +217,7 @@ def _survey(model: nn.Module, wheres: Iterable[Where], inputs: Any) -> list[Plac
 
 
 def _standing(target: Target, values: list[str] | None) -> str:
-    """What stood at a place that is no operation."""
+    """Describe the value at a place that is no operation."""
     if target.attribute is not None or "grad" in target.port:
         return _kind_of(target) if target.attribute is not None else ""
     if values is None:

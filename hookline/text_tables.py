@@ -1,8 +1,8 @@
-"""Numbers, shapes and tables for people.
+"""Numbers, shapes and tables as text.
 
 - `show_count(n)`, `show_seconds(s)`, `show_number(x)`, `show_shapes(shapes)`: short text
 - `as_lines(cells, width)`, `as_html(title, cells, notes)`: a table
-- `Tabled`: rows that show themselves as such a table
+- `Tabled`: a base class for results that are shown as such a table
 - `pandas(what)`: the library, or an error that says how to install it
 """
 
@@ -33,7 +33,7 @@ _TEXT = ("place", "type", "input", "output", "in b", "shape", "dtype", "remark")
 
 
 def show_count(number: float) -> str:
-    """A count for people, in three digits.
+    """Format a count in three digits.
 
     >>> show_count(144), show_count(8192), show_count(23_508_032), show_count(999_950)
     ('144', '8.19 K', '23.5 M', '1.00 M')
@@ -49,7 +49,7 @@ def show_count(number: float) -> str:
 
 
 def show_seconds(seconds: float) -> str:
-    """A time for people.
+    """Format a time.
 
     >>> show_seconds(0.00001234), show_seconds(0.25), show_seconds(12.5)
     ('12.3 µs', '250 ms', '12.5 s')
@@ -62,7 +62,7 @@ def show_seconds(seconds: float) -> str:
 
 
 def show_number(number: float | None) -> str:
-    """A number for people; an empty text for None.
+    """Format a number; None becomes an empty text.
 
     >>> show_number(0.000123456), show_number(1.0), show_number(None)
     ('0.000123', '1', '')
@@ -71,7 +71,7 @@ def show_number(number: float | None) -> str:
 
 
 def show_shapes(shapes: Any) -> str:
-    """Nested shapes on one line; what is no tensor is left out.
+    """Format nested shapes on one line, without what is no tensor.
 
     >>> show_shapes({"x": "(2, 3)", "states": ["(4,)", "(4,)"], "causal": "bool", "mask": None})
     '(2, 3), [(4,), (4,)]'
@@ -98,7 +98,7 @@ def _shown(shapes: dict[str, Any] | list[Any]) -> list[str]:
 
 
 def as_lines(cells: Sequence[Sequence[str]], width: int) -> list[str]:
-    """Aligned columns, text to the left and numbers to the right, no wider than `width`.
+    """Return aligned columns, text left and numbers right, no wider than `width`.
 
     >>> as_lines([["place", "n"], ["layers.0.attention", "12"]], 18)
     ['  place          n', '  …0.attention  12']
@@ -138,13 +138,15 @@ def _cut(cell: str, size: int, keep_end: bool) -> str:
 
 
 def as_html(title: str, cells: Sequence[Sequence[str]], notes: Sequence[str] = ()) -> str:
-    """The same for a notebook: a table that folds, and the notes under it; names are escaped."""
+    """Return the same table for notebooks: it folds, and notes stand under it; names are
+    escaped.
+    """
     below = "".join(f'<div class="more">{html.escape(note)}</div>' for note in notes)
     return tables.as_html(title, cells) + (f'<div class="hookline">{below}</div>' if below else "")
 
 
 class Tabled(Generic[T]):
-    """Rows that show themselves as a table under a title, as text and in a notebook."""
+    """A result that is shown as a table under a title, as text and in notebooks."""
 
     rows: list[T]
 
@@ -164,7 +166,7 @@ class Tabled(Generic[T]):
         raise AssertionError("a table has remarks")
 
     def show(self, *, width: int = 120) -> str:
-        """The table as text; of many rows those that matter most."""
+        """Return the table as text, without the less important rows of a long one."""
         title = wrap(self._title(), width, subsequent_indent="  ", break_long_words=False)
         return "\n".join([*title, *as_lines(self._cells(), width), *self._remarks()])
 
@@ -176,7 +178,7 @@ class Tabled(Generic[T]):
 
 
 def pandas(what: str) -> Any:
-    """The pandas library."""
+    """Return the pandas library, or raise an error that says how to install it."""
     try:
         return importlib.import_module("pandas")
     except ImportError:

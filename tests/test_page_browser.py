@@ -14,7 +14,7 @@ from torch import nn
 import hookline as hl
 from hookline.training.findings import Finding
 from hookline.training.run_files import STATISTICS, Row
-from hookline.training.run_writing import Bins, RunWriter
+from hookline.training.run_writing import BinCounts, RunWriter
 from hookline.view.server import serve
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -431,7 +431,7 @@ ROWS = [Row(f"h.{n}", kind, "Block", (2, 3)) for n in range(5) for kind in ("out
 def write(writer, steps):
     for step in steps:
         values = np.random.default_rng(step).random((len(ROWS), len(STATISTICS)), np.float32)
-        writer.histograms(step, [(0, Bins(-1.0, 1.0, np.arange(64)))])
+        writer.histograms(step, [(0, BinCounts(-1.0, 1.0, np.arange(64)))])
         writer.values(step, values)
         writer.scalar(step, "loss", 1.0 / (1 + step))
 
@@ -581,7 +581,7 @@ def test_a_curve_is_parted_where_numbers_are_not_finite(tab, tmp_path):
 def test_numbers_beside_pictures_are_not_cut_off(low, high, tab, tmp_path):
     with RunWriter(tmp_path / "run", ROWS, model="Net") as writer:
         for step in range(20):
-            writer.histograms(step, [(0, Bins(low, high, np.arange(64)))])
+            writer.histograms(step, [(0, BinCounts(low, high, np.arange(64)))])
             writer.values(step, np.full((len(ROWS), len(STATISTICS)), low, np.float32))
     tab.add_init_script("""
         window.cut = [];

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import hookline as hl
 from hookline.training.findings import Finding
 from hookline.training.run_files import STATISTICS, Row
-from hookline.training.run_writing import Bins, RunWriter
+from hookline.training.run_writing import BinCounts, RunWriter
 from hookline.view.page import Chunk, Page, pack, plain_json, unpack
 from hookline.view.page_html import as_html
 from hookline.view.page_tree import read_place
@@ -533,7 +533,7 @@ def write_run(folder, steps, start=0.0, rows=ROWS):
         for step in steps:
             values = np.full((len(rows), len(STATISTICS)), np.nan, np.float32)
             values[:, 1] = start + step + np.arange(len(rows)) / 10
-            writer.histograms(step, [(0, Bins(-1.0, 1.0, np.arange(64)))])
+            writer.histograms(step, [(0, BinCounts(-1.0, 1.0, np.arange(64)))])
             writer.values(step, values)
             writer.scalar(step, "loss", 10.0 - step)
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import hookline as hl
 from hookline import Finding, NotCaptured, Run, RunError
 from hookline.training.run_files import STATISTICS, Row
-from hookline.training.run_writing import Bins, RunWriter
+from hookline.training.run_writing import BinCounts, RunWriter
 from hookline.view.run_tables import RunTable
 
 ROWS = [
@@ -37,7 +37,7 @@ def values(step, rows=4):
 def write(folder, steps=(0, 50, 100), rows=ROWS):
     with RunWriter(folder, rows, model="Net", options={"every": 50}) as writer:
         for step in steps:
-            writer.histograms(step, [(0, Bins(-1.0, 1.0, [step + 1, *[0] * 63]))])
+            writer.histograms(step, [(0, BinCounts(-1.0, 1.0, [step + 1, *[0] * 63]))])
             writer.values(step, values(step, len(rows)))
             writer.scalar(step, "loss", 1 / (step + 1))
         writer.finding(FINDING)
@@ -110,7 +110,7 @@ def test_a_later_start_counts_from_its_first_step_on(tmp_path):
     with RunWriter(tmp_path, [ROWS[0], Row("new", "output")]) as writer:
         for step in (100, 140):
             writer.values(step, -values(step, 2))
-            writer.histograms(step, [(0, Bins(0, 1, [7, *[0] * 63]))])
+            writer.histograms(step, [(0, BinCounts(0, 1, [7, *[0] * 63]))])
         writer.scalar(60, "loss", 9.0)
     assert all(path.read_bytes() == content for path, content in old.items())
     run = Run(tmp_path)
@@ -162,7 +162,7 @@ def test_a_reader_follows_a_writer(tmp_path):
     assert run.steps().tolist() == [0]
     writer.scalar(3, "loss", math.nan)
     writer.finding(FINDING)
-    writer.histograms(0, [(1, Bins(0, 1, [1] * 64))])
+    writer.histograms(0, [(1, BinCounts(0, 1, [1] * 64))])
     assert run.refresh()
     assert math.isnan(run.scalars("loss")[1][0])
     assert run.findings() == [FINDING]

@@ -420,7 +420,7 @@ def test_a_file_that_claims_much_is_refused_before_anything_of_that_size_is_made
         state = kind.fresh().update(torch.zeros(1, 1)).state
         huge = state | {"channels": torch.tensor(10**12)}
         with pytest.raises(hl.StatisticsError, match="how many channels"):
-            statistics.statistic_from(kind.spelled(), huge, "x")
+            statistics.statistic_from(kind.to_dict(), huge, "x")
     whole = hl.Variance().update(torch.randn(3, 2)).state
     for wrong, found in (
         (whole | {"mean": whole["mean"].float()}, "'mean' is missing, or of another kind"),
@@ -430,7 +430,7 @@ def test_a_file_that_claims_much_is_refused_before_anything_of_that_size_is_made
         ({k: v for k, v in whole.items() if k != "squares"}, "'squares' is missing"),
     ):
         with pytest.raises(hl.StatisticsError, match=found):
-            statistics.statistic_from(hl.Variance().spelled(), wrong, "x")
+            statistics.statistic_from(hl.Variance().to_dict(), wrong, "x")
 
 
 def test_a_state_made_in_inference_mode_goes_on_outside(tmp_path):
@@ -1265,7 +1265,7 @@ def test_a_failed_save_spares_tensors_that_only_the_one_before_has(tmp_path, mon
 
 
 class Odd(hl.Mean):
-    def spelled(self):
+    def to_dict(self):
         return {"statistic": object()}
 
 
@@ -1373,7 +1373,7 @@ def test_top_values_that_do_not_fit_each_other_are_refused():
         ("values", whole["values"][:0]),
     ):
         with pytest.raises(hl.StatisticsError, match="has the shape"):
-            statistics.statistic_from(hl.TopK(k=5).spelled(), whole | {key: wrong}, "x")
+            statistics.statistic_from(hl.TopK(k=5).to_dict(), whole | {key: wrong}, "x")
 
 
 def test_labels_are_spoken_of_only_where_a_batch_may_have_some(model):

@@ -1758,7 +1758,7 @@ def test_indexes_and_headers_are_spelled_as_json_spells_them(names, numbers, sha
         "format": "hookline.store.index", "version": 1, **vars(index),
         "series": [{name: getattr(one, name) for name in fields} for one in series],
     }  # fmt: skip
-    assert store_files.spell_index(index) == json.dumps(content, sort_keys=True)
+    assert store_files.index_json(index) == json.dumps(content, sort_keys=True)
     for one in series:
         name = one.place if one.part == "rows" else f"{one.place}#{one.part}"
         end = rows * int(np.prod(shape, dtype=object)) * 2

@@ -1,9 +1,9 @@
-"""The arithmetic of attention patterns: from what was kept of a call to its pattern.
+"""Compute attention patterns from the recorded arguments of a call.
 
 - `SDPA`, `MHA`, `SOFTMAX`: the operations that patterns come from
 - `compute(operation, kept, dtype)`: the pattern of a call
 - `shape_of(operation, kept)`: its shape, without computing it
-- `remarks_on(operation, kept)`: what is to be known of it
+- `remarks_on(operation, kept)`: remarks for whoever reads the pattern
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _of_kernel(
     enable_gqa: bool = False,
     **_: Any,
 ) -> Tensor:
-    """The pattern inside a call of scaled_dot_product_attention."""
+    """Compute the pattern inside a call of scaled_dot_product_attention."""
     if enable_gqa:
         key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
     scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
@@ -46,9 +46,10 @@ def _of_kernel(
 
 
 def _of_layer(need_weights: bool = True, **inputs: Any) -> Tensor:
-    """The pattern inside a call of multi_head_attention_forward, which nn.MultiheadAttention makes.
+    """Compute the pattern inside a call of multi_head_attention_forward, as nn.MultiheadAttention
+    makes.
 
-    Torch's own arithmetic for `need_weights=True`, with a small output projection.
+    It is torch's own arithmetic for `need_weights=True`, with a small output projection.
     """
     query, key = inputs["query"], inputs["key"]
     inputs |= {
@@ -63,7 +64,9 @@ def _of_layer(need_weights: bool = True, **inputs: Any) -> Tensor:
 
 
 def compute(operation: str, kept: Any, dtype: torch.dtype | None) -> Tensor:
-    """The pattern of a call, in float32 at least, then in the dtype of the query or another."""
+    """Compute the pattern of a call, in float32 at least; return it in the dtype of the query or
+    `dtype`.
+    """
     if operation == SOFTMAX:
         return snapshot(kept) if dtype in (None, kept.dtype) else kept.to(dtype)
 
@@ -84,7 +87,7 @@ def compute(operation: str, kept: Any, dtype: torch.dtype | None) -> Tensor:
 
 
 def shape_of(operation: str, kept: Any) -> str:
-    """The shape of a pattern, without computing it."""
+    """Return the shape of a pattern, without computing it."""
     if operation == SOFTMAX:
         return str(tuple(kept.shape))
     query, key = kept["query"], kept["key"]
@@ -101,7 +104,7 @@ def shape_of(operation: str, kept: Any) -> str:
 
 
 def remarks_on(operation: str, kept: Any) -> str:
-    """What is to be known of a pattern."""
+    """Return remarks on a pattern: whether it is causal, and which dropout follows it."""
     if operation == SOFTMAX:
         return ""
     dropout = kept.get("dropout_p") if kept.get("training", True) else 0

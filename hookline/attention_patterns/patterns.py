@@ -1,9 +1,9 @@
 """Attention patterns of models that never compute them: `attention(model, where)`.
 
-Fast kernels give the result of attention without its pattern. What went in is enough to compute
-the pattern afterwards: queries, keys, mask and scale are kept, and the kernel stays as it is.
+Fast kernels return the result of attention without its pattern. hookline keeps their arguments
+(queries, keys, mask and scale), computes the pattern from these, and leaves the kernel as it is.
 
-- `attention`: keep what the patterns follow from, while a `with` block runs
+- `attention`: keep the arguments while a `with` block runs
 - `Patterns`: the patterns by place and call, computed when they are read
 """
 
@@ -52,8 +52,8 @@ _UNNEEDED = {SDPA: {"value"}, MHA: {"out_proj_weight", "out_proj_bias"}}
 # -- reading --------------------------------------------------------------------------------------
 
 
-class _Calls(Sequence[Any]):
-    """What was kept of calls of an operation, each read from the record when it is asked for."""
+class _RecordedCalls(Sequence[Any]):
+    """The recorded calls of an operation, each read from the record on access."""
 
     def __init__(self, record: Record, place: str, numbers: Sequence[int]) -> None:
         self.record, self.place, self.numbers = record, place, numbers
@@ -66,10 +66,10 @@ class _Calls(Sequence[Any]):
 
 
 class Patterns:
-    """Attention patterns by place and call. They are computed when they are read.
+    """Attention patterns by place and call, computed when they are read.
 
-    The places are those of the modules, or if operations were asked for, of these. Patterns are
-    detached tensors of their own: (batch, heads, queries, keys).
+    Places are those of modules, or of operations if these were asked for. Patterns are detached
+    tensors of their own: (batch, heads, queries, keys).
     """
 
     def __init__(
@@ -82,7 +82,9 @@ class Patterns:
         self._dtype = dtype
 
     def __getitem__(self, key: Any) -> Tensor:
-        """The pattern at a place, or with `patterns[place, n]` that of its n-th call."""
+        """Return the pattern at a place, or with `patterns[place, n]` the pattern of its n-th
+        call.
+        """
         where, call = key, None
         if isinstance(key, tuple) and len(cast("tuple[Any, ...]", key)) == 2:
             where, last = cast("tuple[Any, Any]", key)
@@ -104,16 +106,16 @@ class Patterns:
         return self._compute(place, operation, kept[call or 0])
 
     def calls(self, where: Any) -> list[Tensor]:
-        """The patterns at a place, always a list: one a call."""
+        """Return the patterns at a place as a list, one a call."""
         place, operation, kept = self._find(where)
         return [self._compute(place, operation, one) for one in kept]
 
     def places(self) -> list[Place]:
-        """The places that have patterns, in model order."""
+        """Return the places that have patterns, in model order."""
         return list(self._found())
 
     def items(self) -> Iterator[tuple[Place, Tensor]]:
-        """Every place with its pattern, once for each call."""
+        """Yield every place with its pattern, once for each call."""
         for place, (operation, kept) in self._found().items():
             for one in kept:
                 yield place, self._compute(place, operation, one)
@@ -151,7 +153,7 @@ class Patterns:
         return f"Attention patterns of {places}, {count} call{'s' * (count != 1)}", rows
 
     def _found(self) -> dict[Place, tuple[str, Sequence[Any]]]:
-        """The operation that gives the patterns of a place, and what was kept of its calls."""
+        """Return the operation that gives the patterns of a place, and its recorded calls."""
         found: dict[Place, tuple[str, Sequence[Any]]] = {}
         for place, handler in captured_by_place(self._record).items():
             kept = self._kept(place, handler)
@@ -208,7 +210,7 @@ class Patterns:
         return self._search(where)
 
     def _search(self, where: Any) -> tuple[Place, str, Sequence[Any]]:
-        """The patterns of a place that is spelled in another way than it was asked for."""
+        """Find the patterns of a place that is written in another way than it was asked for."""
         found, model = self._found(), self._model()
         fitting = [place for place in found if place == where]
         if not fitting and model is not None:
@@ -242,7 +244,7 @@ class Patterns:
 
 
 def _kind(place: Place) -> str:
-    """The operation of a place, without the number of its use."""
+    """Return the operation of a place, without the number of its use."""
     return cast(str, place.operation).partition("#")[0]
 
 
@@ -250,7 +252,7 @@ def _kind(place: Place) -> str:
 
 
 class _Every:
-    """The predicate for every module, the model itself included."""
+    """A predicate for every module, the model itself included."""
 
     def __call__(self, name: str, module: nn.Module) -> bool:
         return True
@@ -295,7 +297,7 @@ def _keep_given(
 
 
 class attention(capture):
-    """Attention patterns of modules that call `scaled_dot_product_attention`, while a block runs.
+    """Capture attention patterns of modules that call `scaled_dot_product_attention`.
 
     >>> from torch.nn import functional as F
     >>> class Attention(nn.Module):
@@ -309,19 +311,19 @@ class attention(capture):
 
     Args:
         model: any module.
-        where: modules, in any way that `select` takes; without it all, the model itself included.
+        where: modules, in any way that `select` takes; by default all, the model itself included.
             `"h.0.attn/softmax"` names the operation.
-        dtype: of the patterns; without it that of the queries. They are computed in float32.
+        dtype: of the patterns; by default that of the queries. They are computed in float32.
 
-    The model runs its fast kernels and gives, bit for bit, what it gives without this. Queries,
-    keys and masks are kept as snapshots, detached; reading `patterns[place]`, `patterns[place, n]`
-    or `patterns.calls(place)` computes (batch, heads, queries, keys). A pattern is what comes
-    before dropout, and zero in the rows of queries that may attend to nothing.
+    The model runs its fast kernels and returns, bit for bit, the same as without this. Queries,
+    keys and masks are kept as detached snapshots; reading `patterns[place]`, `patterns[place, n]`
+    or `patterns.calls(place)` computes (batch, heads, queries, keys). A pattern is the one before
+    dropout, and zero in the rows of queries that may attend to nothing.
 
-    `nn.MultiheadAttention` is understood too (in evaluation without gradients it leaves its fast
+    It also supports `nn.MultiheadAttention` (in evaluation without gradients it leaves its fast
     path meanwhile, which may change the last bits), and attention written out, if its forward calls
-    a softmax over the last of four dimensions: then the pattern is what the softmax gave. Modules
-    that call none of these are left out; if all are, that is an error.
+    a softmax over the last of four dimensions: then the pattern is the output of the softmax.
+    Modules that call none of these are left out; if all are, it raises an error.
     """
 
     _verb = "attention"
@@ -352,7 +354,7 @@ class attention(capture):
         return requests
 
     def _operations(self, request: Request, target: Target) -> list[Target]:
-        """The targets for the operations that may give a module's patterns."""
+        """Return the targets for the operations that may give a module's patterns."""
         if target.attribute is not None or target.port != "output" or target.parts:
             raise PlaceError(
                 f"An attention pattern at {str(target.place)!r} was asked for.",
@@ -408,7 +410,7 @@ class attention(capture):
                 raise self._nothing(request)
 
     def _nothing(self, request: Request) -> NeverFired:
-        """The error for modules without a pattern: what looks like attention, and what it calls."""
+        """Return the error for modules without a pattern: similar modules, and what they call."""
         asked = f"Attention patterns at {request.asked} were asked for."
         tracer = self._tracer
         if tracer.foreign:
@@ -445,13 +447,13 @@ class attention(capture):
 
 
 def _looks(path: str, module: nn.Module) -> bool:
-    """Whether a module looks like attention, by its names."""
+    """Return True if a module looks like attention, by its names."""
     name = path.rpartition(".")[2].lower()
     return "attention" in type(module).__name__.lower() or name in ("attn", "attention")
 
 
 def _may_attend(module: nn.Module) -> bool:
-    """Whether a module of a wildcard is looked at: torch's other layers call no attention."""
+    """Return True if a module of a wildcard may call attention, unlike torch's other layers."""
     kind = type(module)
     ours = kind.__module__.startswith("torch.nn.") and "forward" not in module.__dict__
     return not ours or kind in (nn.MultiheadAttention, nn.Softmax)

@@ -1,4 +1,4 @@
-"""The command `hookline` and what all of its commands share.
+"""The command `hookline`: the group of all commands, and how it reports errors.
 
 - `hookline`: the group of commands
 
@@ -26,8 +26,8 @@ from hookline.cli.summary_and_compare import compare, summary
 __all__ = ["hookline"]
 
 
-class _Group(click.Group):
-    """Tells errors in three parts, without a traceback unless it is asked for."""
+class _CommandGroup(click.Group):
+    """A group of commands that prints errors in three parts, and tracebacks only with --debug."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         own = args[: args.index("--")] if "--" in args else args
@@ -68,7 +68,7 @@ def _told(message: Warning | str, *_: Any) -> None:
 
 
 @click.group(
-    cls=_Group,
+    cls=_CommandGroup,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog="Exit codes: 0 done, 1 differences or problems found, 2 an error, 130 stopped.",
 )

@@ -1,4 +1,7 @@
-"""`hookline doctor`: check the installed versions, what hookline needs of torch, and the extras."""
+"""The command `doctor`: check the installed versions, the private parts of torch, and the extras.
+
+- `doctor`: the command
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Commands that write and read folders: `harvest` and `recipes`."""
+"""The commands `harvest` and `recipes`, which write and read folders.
+
+- `harvest`, `recipes`: the commands
+"""
 
 from __future__ import annotations
 
@@ -105,7 +108,7 @@ def _read_plan(path: Path | None) -> dict[str, Any]:
 
 
 def _is(value: Any, kind: str) -> bool:
-    """Whether a value of a plan is what its name wants."""
+    """Return True if a value of a plan has the type that its name needs."""
     if kind == _TEXTS and isinstance(value, list):
         return all(isinstance(item, str) for item in cast("list[Any]", value))
     if kind in (_FLAG, _WHEN):
@@ -144,7 +147,7 @@ _functions = click.option(
 def show(folder: Path, allow_functions: bool, screen: Screen) -> None:
     """Show what a recipe does."""
     recipe = hl.Recipe.load(folder, allow_functions=allow_functions)
-    screen.text(repr(recipe), recipe._described())
+    screen.text(repr(recipe), recipe.describe_entries())
 
 
 @recipes.command()

@@ -1,4 +1,8 @@
-"""Commands that look at a model: `places`, `capture`."""
+"""The commands `places` and `capture`, which list and show values of a model.
+
+- `places`, `capture`: the commands
+- `loss_of(output, kind)`: one number to run a backward from
+"""
 
 from __future__ import annotations
 
@@ -65,7 +69,7 @@ def places(net: nn.Module, where: tuple[str, ...], asked: AskedInputs, screen: S
 
 
 def _every(model: nn.Module) -> list[str]:
-    """All modules, or the model itself if there are none in it."""
+    """Return all modules, or the model itself if it has none."""
     return ["**"] if any(True for _ in model.children()) else [""]
 
 
@@ -76,7 +80,7 @@ def _kind(model: nn.Module, place: hl.Place) -> str:
 
 
 def _size(model: nn.Module, place: hl.Place) -> str:
-    """The tensor, or of a module how many parameters are in it."""
+    """Return the shape of a tensor, or the number of parameters in a module."""
     if place.port in ("value", "grad"):
         return describe(hl.get_parameter(model, place.path))
     count = sum(p.numel() for p in model.get_submodule(place.path).parameters())
@@ -86,7 +90,7 @@ def _size(model: nn.Module, place: hl.Place) -> str:
 def _seen(
     model: nn.Module, where: tuple[str, ...], operations: list[str], batch: Inputs
 ) -> list[tuple[str, str, str, str]]:
-    """What is there in a run, with the shapes of the values, and of operations the source."""
+    """Run the model; return places with shapes, and operations with their source."""
     plain = [w for w in where if w not in operations] or ([] if operations else _every(model))
     rows: list[tuple[str, str, str, str]] = []
     if plain:
@@ -163,7 +167,7 @@ def capture(
 
 
 def loss_of(output: Any, kind: str) -> Tensor:
-    """One number to run a backward from."""
+    """Return one number to run a backward from."""
     tensors = [t for _, t in leaves(output) if t.requires_grad]
     if not tensors:
         raise CommandError(

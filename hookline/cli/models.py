@@ -1,9 +1,9 @@
-"""Models and batches, as they are named on a command line.
+"""Load models and batches by their names on a command line.
 
 - `load_model(spec, random_weights, train)`: the model that `MODEL` names
-- `load_pair(first, second, random_weights, train)`: two models, each with its own file's siblings
-- `load_object(spec, remedy)`: what `package.module:name` or `file.py:name` names
-- `load_inputs(specs, model, seed)`: what to call the model with
+- `load_pair(first, second, random_weights, train)`: two models, each importing from its own folder
+- `load_object(spec, remedy)`: the object of `package.module:name` or `file.py:name`
+- `load_inputs(specs, model, seed)`: the inputs of the model
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ _INPUTS = (
 
 
 class CommandError(HooklineError):
-    """What was asked on the command line cannot be done."""
+    """The command line asks for something that cannot be done."""
 
 
 class Inputs(NamedTuple):
-    """What to call a model with."""
+    """The arguments to call a model with."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -56,7 +56,7 @@ class Inputs(NamedTuple):
 
 
 def load_model(spec: str, random_weights: bool = False, train: bool = False) -> nn.Module:
-    """The model that a specification names: an instance, or what a factory or class makes."""
+    """Return the model that a specification names: an instance, or made by a factory or class."""
     if spec.startswith("hf:"):
         return _load_transformers(spec.removeprefix("hf:"), random_weights).train(train)
     found = load_object(spec)
@@ -75,7 +75,7 @@ def load_model(spec: str, random_weights: bool = False, train: bool = False) -> 
 def load_pair(
     first: str, second: str, random_weights: bool = False, train: bool = False
 ) -> tuple[nn.Module, nn.Module]:
-    """Two models; where their files lie in two folders, each imports what lies beside it."""
+    """Return two models; each imports from the folder of its own file."""
     path, known, home = list(sys.path), set(sys.modules), _home(first)
     one = load_model(first, random_weights, train)
     if home != _home(second):
@@ -87,20 +87,20 @@ def load_pair(
 
 
 def _home(spec: str) -> Path:
-    """The folder that the imports of a model's file look into first."""
+    """Return the folder where a model's file looks for imports first."""
     source = spec.rpartition(":")[0]
     return Path(source).resolve().parent if source.endswith(".py") else Path.cwd()
 
 
 def _lies_in(folder: Path, name: str) -> bool:
-    """Whether an imported module or package lies in a folder, at its top."""
+    """Return True if an imported module or package is in a folder, at its top."""
     module = sys.modules[name]
     files = getattr(module, "__path__", None) or [getattr(module, "__file__", None) or ""]
     return any(Path(file).resolve().parent == folder for file in files)
 
 
 def load_object(spec: str, remedy: str = _MODELS) -> Any:
-    """What `package.module:name` or `file.py:name` names; names may be dotted."""
+    """Return the object that `package.module:name` or `file.py:name` names; names may be dotted."""
     source, colon, name = spec.rpartition(":")
     if not colon or not source or not name:
         raise CommandError(f"{spec!r} was asked for.", "It has no name after a colon.", remedy)
@@ -149,7 +149,7 @@ def _import_package(name: str, remedy: str) -> ModuleType:
 
 
 def _guarded(asked: str, function: Callable[[], Any]) -> Any:
-    """Run a user's code; what it raises is told in three parts."""
+    """Run a user's code; turn what it raises into an error in three parts."""
     try:
         with aside():
             return function()
@@ -219,7 +219,7 @@ def _among(names: Sequence[str]) -> str:
 
 
 def _class_of(transformers: Any, config: Any) -> Any:
-    """The class that a configuration names, heads and all, if transformers has it."""
+    """Return the class that a configuration names, with its heads, if transformers has it."""
     named = [getattr(transformers, kind, None) for kind in config.architectures or ()]
     return next((kind for kind in named if kind is not None), None)
 
@@ -228,7 +228,7 @@ def _class_of(transformers: Any, config: Any) -> Any:
 
 
 def load_inputs(specs: Sequence[str], model: nn.Module, seed: int = 0) -> Inputs:
-    """What to call a model with; without a specification the model's own dummy inputs, if any."""
+    """Return the inputs of a model; without a specification its own dummy inputs, if any."""
     dummy = getattr(model, "dummy_inputs", None)
     if not specs and isinstance(dummy, dict):
         return Inputs((), dict(cast("dict[str, Any]", dummy)))
@@ -289,7 +289,7 @@ def _made(
 
 
 def _read_file(path: Path) -> Any:
-    """A tensor, or a dict of them. Never unpickles."""
+    """Read a tensor, or a dict of them. Never unpickles."""
     import numpy as np
     from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariableType] - untyped
 

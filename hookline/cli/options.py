@@ -1,7 +1,7 @@
-"""Options that several commands take. Each decorator hands the command what its options mean.
+"""Options that several commands share. Each decorator passes an object to the command.
 
 - `takes_model`: MODEL and its weights and mode → `net`
-- `takes_inputs`: what to call a model with → `asked`, an `AskedInputs`
+- `takes_inputs`: the inputs of the model → `asked`, an `AskedInputs`
 - `takes_screen`: where output goes → `screen`
 - `where_option`: places
 """
@@ -26,7 +26,7 @@ Command = Callable[..., None]
 
 
 class AskedInputs(NamedTuple):
-    """What a model shall be called with, as it was asked for."""
+    """The inputs of a model, as they were given on the command line."""
 
     specs: tuple[str, ...]
     seed: int
@@ -35,12 +35,12 @@ class AskedInputs(NamedTuple):
         return bool(self.specs)
 
     def made_for(self, model: nn.Module) -> Inputs:
-        """The arguments themselves."""
+        """Return the inputs for a model."""
         return load_inputs(self.specs, model, self.seed)
 
 
 def weights_options(function: Command) -> Command:
-    """How a model gets its weights, and its mode."""
+    """Add the options for the weights of a model, and its mode."""
     function = click.option(
         "--train", is_flag=True, help="Run it in training mode, not in eval mode."
     )(function)
@@ -50,7 +50,7 @@ def weights_options(function: Command) -> Command:
 
 
 def takes_model(function: Command) -> Command:
-    """MODEL, its weights and its mode."""
+    """Add MODEL, its weights and its mode."""
 
     @wraps(function)
     def command(*args: Any, model: str, random_weights: bool, train: bool, **rest: Any) -> None:
@@ -60,7 +60,7 @@ def takes_model(function: Command) -> Command:
 
 
 def takes_inputs(function: Command) -> Command:
-    """What to call a model with."""
+    """Add the inputs of the model."""
 
     @wraps(function)
     def command(*args: Any, inputs: tuple[str, ...], seed: int, **rest: Any) -> None:
@@ -76,7 +76,7 @@ def takes_inputs(function: Command) -> Command:
 
 
 def takes_screen(function: Command) -> Command:
-    """Where the output of a command goes, and in which form."""
+    """Add where the output of a command goes, and in which form."""
 
     @wraps(function)
     def command(*args: Any, form: str, quiet: bool, **rest: Any) -> None:

@@ -1,10 +1,10 @@
-"""What commands print: tables for people, JSON for programs, narration on stderr.
+"""Print the output of commands: tables for people, JSON for programs, progress on stderr.
 
 - `Screen`: where one command's output goes
-- `aside()`: a block of a user's code, which may print
-- `fail(error)`: an error in its three parts
+- `aside()`: a context for user code that may print
+- `fail(error)`: print an error in its three parts
 - `is_terminal()`: whether stdout is one
-- `show_number(number, what)`: how many there are of something
+- `show_number(number, what)`: a number with its noun
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ __all__ = ["Screen", "aside", "fail", "is_terminal", "show_number"]
 
 
 def aside() -> redirect_stdout[Any]:
-    """While a user's code runs: what it prints goes to stderr, and not into the answer."""
+    """Send to stderr what a user's code prints, so that stdout has the answer only."""
     return redirect_stdout(sys.stderr)
 
 
 def is_terminal() -> bool:
-    """Whether stdout is a terminal; it is None where it was closed, as by `hookline … >&-`."""
+    """Return True if stdout is a terminal; it is None if it was closed, as by `hookline … >&-`."""
     return bool(sys.stdout) and sys.stdout.isatty()
 
 
 @dataclass(frozen=True)
 class Screen:
-    """Where one command's output goes: the answer to stdout, all else to stderr."""
+    """The output of one command: the answer to stdout, all else to stderr."""
 
     format: str = "table"
     quiet: bool = False
 
     def say(self, text: str) -> None:
-        """Tell what is being done."""
+        """Print on stderr what is being done."""
         if not self.quiet:
             Console(stderr=True, highlight=False, soft_wrap=True).print(Text(text, style="dim"))
 
@@ -103,7 +103,7 @@ _SELECT = re.compile(r"hookline\.select\(model, ([^()]*)\)")
 
 
 def _as_command(found: re.Match[str]) -> str:
-    """What a remedy calls in Python, as the command that does it."""
+    """Return a remedy with the command instead of the Python call."""
     words = {"inputs=batch": "-i SPEC", "place": "PLACE"}
     return " ".join(["hookline places MODEL", *[words.get(w, w) for w in found[1].split(", ")]])
 
@@ -123,7 +123,7 @@ def fail(error: BaseException) -> None:
 
 
 def show_number(number: int, what: str) -> str:
-    """How many there are of something, in words.
+    """Return a number with its noun.
 
     >>> show_number(1, "edit"), show_number(2, "edit")
     ('1 edit', '2 edits')

@@ -1,4 +1,7 @@
-"""Commands that show: `report`, `view` and `demo`."""
+"""The commands `report`, `view` and `demo`.
+
+- `report`, `view`, `demo`: the commands
+"""
 
 from __future__ import annotations
 

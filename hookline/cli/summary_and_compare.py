@@ -1,4 +1,8 @@
-"""Commands that weigh a model: `summary` and `compare`."""
+"""The commands `summary` and `compare`.
+
+- `summary`, `compare`: the commands
+- `batch_of(inputs)`: the inputs as one batch
+"""
 
 from __future__ import annotations
 
@@ -69,7 +73,7 @@ def _width() -> int:
 
 
 def batch_of(inputs: Inputs) -> Any:
-    """The same for functions that take one batch."""
+    """Return the inputs as one batch, for functions that take one."""
     if inputs.args and inputs.kwargs:
         return inputs.run
     return inputs.args or inputs.kwargs

@@ -1,1 +1,1 @@
-"""Two runs beside each other: of two models, or of one model that is changed place by place."""
+"""Compare two runs: of two models, or of one model that is changed place by place."""

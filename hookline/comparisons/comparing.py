@@ -1,6 +1,6 @@
-"""Where two models part, and by how much.
+"""Compare two models on the same batch, place by place.
 
-- `compare(model_a, model_b, batch)`: run both, and compare them place by place → `Comparison`
+- `compare(model_a, model_b, batch)`: find where two models diverge, and by how much → `Comparison`
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def compare(
     batch_b: Any = None,
     mode: Mode | None = None,
 ) -> Comparison:
-    """Run two models on the same batch, and tell where they part and by how much.
+    """Run two models on the same batch, and find where they diverge and by how much.
 
     >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     >>> other = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
@@ -87,15 +87,15 @@ def compare(
         mapping: the paths in the second model, where they differ: a dict of paths or of their
             beginnings, or a function of the path, which may give None to leave a place out.
         tolerance: the relative error that is no divergence: a number, or one for each dtype.
-            Otherwise it follows the coarser of the two dtypes, or of those before it where they
+            By default it follows the coarser of the two dtypes, or the dtypes before it if these
             rounded: 1e-9 for float64, 1e-4 for float32, 0.01 for float16, 0.05 for bfloat16, 0.2
-            for quantised values and what quantised layers give; and 0 for whole numbers.
+            for quantised values and outputs of quantised layers; and 0 for integers.
         batch_b: another batch for the second model.
-        mode: "eval" or "train", to run both so.
+        mode: "eval" or "train", the mode in which both run.
 
     Both run without gradients, with the same random numbers, and are afterwards as before. Numbers
-    and arrays of numpy's in a value are compared as its tensors are. The values of the first model
-    are kept until the second has its own; those are not kept.
+    and numpy arrays in a value are compared like its tensors. The values of the first model are
+    kept until they are compared; those of the second model are not kept.
     """
     for model in (model_a, model_b):
         check_model("compare", model)
@@ -135,7 +135,7 @@ def compare(
 
 
 def _rounding(model: nn.Module) -> set[str]:
-    """The paths of layers that compute in whole numbers, though they take and give floats."""
+    """Return the paths of layers that take and return floats, but compute in integers."""
     found = walk(model)
     return {path for path, one in found if "quantized" in type(one).__module__.split(".")}
 
@@ -145,7 +145,7 @@ def _kept(leaf: Any) -> Any:
 
 
 def _measurable(leaf: Any) -> Any:
-    """A number or an array of numpy's as a tensor: models may return those, too."""
+    """Return a number or numpy array as a tensor: models may return those, too."""
     if isinstance(leaf, _NUMBERS):
         with suppress(TypeError, ValueError, RuntimeError):  # of objects, or too large
             return torch.tensor(leaf, device="cpu")
@@ -153,7 +153,7 @@ def _measurable(leaf: Any) -> Any:
 
 
 def _check_tolerance(tolerance: Tolerance | None) -> None:
-    """An error if a tolerance is no number, or for something that is no dtype."""
+    """Raise unless a tolerance is a number, or numbers by dtype."""
     given = cast("Mapping[Any, Any]", tolerance if isinstance(tolerance, Mapping) else {})
     for dtype in given:
         if not isinstance(dtype, torch.dtype):
@@ -179,7 +179,7 @@ def _follow(
     comparison: Comparison,
     last: bool,
 ) -> None:
-    """Run a model, and give the values at places to a function, in the order of the calls.
+    """Run a model, and pass the values at places to a function, in the order of the calls.
 
     With `last`, only the last call of each place counts, as a graph keeps no other.
     """
@@ -210,7 +210,7 @@ def _follow(
 
 
 def _is_compiled(model: nn.Module) -> bool:
-    """Whether the model, or a part of it, runs as a graph of torch.compile."""
+    """Return True if the model, or a part of it, runs as a graph of torch.compile."""
     modules = [module for _, module in walk(model)]
     kinds = {type(module).__name__ for module in modules}
     called = any(compiled_call(module) is not None for module in modules)
@@ -220,7 +220,7 @@ def _is_compiled(model: nn.Module) -> bool:
 def _follow_compiled(
     model: nn.Module, batch: Any, places: list[Place], take: Any, name: str, comparison: Comparison
 ) -> None:
-    """The same for a compiled model: its values are those of the graph, not of the eager model."""
+    """Do the same for a compiled model: pass the values of the graph, not of the eager model."""
     inside = all(p.port == "output" and not p.parts and not p.operation for p in places)
     if not (not compiler_is_used() and inside):
         take(_root(places, inside), 0, run_model(model, batch))
@@ -246,7 +246,7 @@ def _root(places: list[Place], inside: bool) -> Place:
 
 
 class _ValueMatcher:
-    """The values of the second model meet those of the first."""
+    """Compares the values of the second model with those of the first."""
 
     def __init__(self, kept: Kept, tolerance: Tolerance | None) -> None:
         self.kept, self.tolerance = kept, tolerance
@@ -259,7 +259,7 @@ class _ValueMatcher:
         self.only: tuple[dict[str, None], dict[str, None]] = {}, {}  # parts of one alone
 
     def meet(self, place: Place, index: int, value: Any) -> None:
-        """The second model has a value: compare it, and let the first one's go."""
+        """Compare a value of the second model, and free that of the first."""
         if index not in self.kept.get(place, {}):
             self.alone[place] += 1
             return
@@ -287,7 +287,7 @@ class _ValueMatcher:
             self._add(mine, path, found)
 
     def _add(self, place: Place, path: Path, found: Difference) -> None:
-        """Keep the worst call of each place; it stands where the place diverged first."""
+        """Keep the worst call of each place, at the position where the place first diverged."""
         known = self.rows.get((place, path))
         if known is not None:
             found.calls = known.calls + 1
@@ -299,7 +299,7 @@ class _ValueMatcher:
         self.rows[place, path] = found
 
     def finish(self, comparison: Comparison) -> None:
-        """Write what was found into a comparison; tell of values that met none."""
+        """Write the differences into a comparison, and remarks on values without a partner."""
         comparison.rows = list(self.rows.values())
         comparison.only_a += self.only[0]
         comparison.only_b += self.only[1]
@@ -319,7 +319,7 @@ def _part(place: Place, path: Path) -> Place:
 
 
 def _difference(a: Tensor | None, b: Tensor | None, tolerance: Tolerance | None) -> Difference:
-    """What is between two tensors; the places are filled in by the caller."""
+    """Compare two tensors; the caller fills in the places."""
     shape = "" if a is None else describe(a).rpartition(" ")[0]
     dtypes = ["" if t is None else str(t.dtype).removeprefix("torch.") for t in (a, b)]
     far = float("inf")
@@ -343,7 +343,7 @@ def _difference(a: Tensor | None, b: Tensor | None, tolerance: Tolerance | None)
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """The values as a dense tensor on the CPU, where any two can meet."""
+    """Return the values as a dense tensor on the CPU, where any two can be compared."""
     tensor = dequantised(tensor.detach())
     if tensor.is_nested:
         tensor = cast(Tensor, cast(Any, torch.nested).to_padded_tensor(tensor, 0.0))

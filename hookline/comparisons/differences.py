@@ -1,7 +1,7 @@
-"""How far two runs are apart, place by place.
+"""The differences between two runs, place by place.
 
-- `Comparison`: what `compare` gives
-- `Difference`: what was found at one place
+- `Comparison`: the result of `compare`
+- `Difference`: the difference at one place
 - `measure_difference(a, b)`: largest error, relative error and cosine of two tensors
 - `tolerance_of(a, b)`: the relative error that two dtypes explain; `COARSE` is the largest
 """
@@ -32,7 +32,7 @@ COARSE = 0.2  # quantised tensors, and floats of 8 bits or fewer
 
 @dataclass
 class Difference:
-    """What was found at one place: how far the second model's value is from the first's."""
+    """The difference between the values of two models at one place."""
 
     place: str
     place_b: str
@@ -49,18 +49,18 @@ class Difference:
 
     @property
     def diverges(self) -> bool:
-        """Whether the relative error is beyond the tolerance, or the values cannot be compared."""
+        """True if the relative error exceeds the tolerance, or the values cannot be compared."""
         return not self.relative <= self.tolerance
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain values, ready for JSON: numbers that are not finite are None."""
+        """Return plain values, ready for JSON; numbers that are not finite become None."""
         found = {**asdict(self), "diverges": self.diverges}
         wild = (n for n, v in found.items() if isinstance(v, float) and not math.isfinite(v))
         return found | dict.fromkeys(wild)
 
 
 class Comparison(Tabled[Difference]):
-    """Two runs, place by place, in the order of the calls: `first` is where they part.
+    """The differences of two runs in the order of the calls; `first` is where they diverge.
 
     >>> from torch import nn
     >>> from hookline import compare
@@ -80,19 +80,19 @@ class Comparison(Tabled[Difference]):
 
     @property
     def first(self) -> Difference | None:
-        """The first place, in the order of the calls, where the two are further apart."""
+        """The first place, in the order of the calls, where the two diverge."""
         return next((row for row in self.rows if row.diverges), None)
 
     @property
     def equal(self) -> bool:
-        """Whether they are within the tolerance at every place that both have."""
+        """True if they are within the tolerance at every place that both have."""
         return self.first is None
 
     def __bool__(self) -> bool:
         return self.equal
 
     def __getitem__(self, place: str) -> Difference:
-        """What was found at a place, under its name in either model."""
+        """Return the difference at a place, under its name in either model."""
         for row in self.rows:
             if place in (row.place, row.place_b):
                 return row
@@ -104,7 +104,7 @@ class Comparison(Tabled[Difference]):
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as plain values, ready for JSON."""
+        """Return everything as plain values, ready for JSON."""
         return {
             "models": list(self.models),
             "equal": self.equal,
@@ -116,7 +116,7 @@ class Comparison(Tabled[Difference]):
         }
 
     def to_pandas(self) -> Any:
-        """A pandas DataFrame with one row a place, in the order of the calls."""
+        """Return a pandas DataFrame with one row a place, in the order of the calls."""
         frame = pandas("comparison.to_pandas()").DataFrame([asdict(row) for row in self.rows])
         frame["diverges"] = [row.diverges for row in self.rows]
         return frame
@@ -169,7 +169,7 @@ class Comparison(Tabled[Difference]):
 
 
 def tolerance_of(a: Tensor, b: Tensor, given: Tolerance | None = None) -> float:
-    """The relative error that is allowed: what was given, or what the coarser dtype explains.
+    """Return the allowed relative error: the given one, or what the coarser dtype explains.
 
     >>> tolerance_of(torch.zeros(1), torch.zeros(1, dtype=torch.bfloat16))
     0.05
@@ -189,12 +189,12 @@ def _tolerance(tensor: Tensor, given: Mapping[torch.dtype, float]) -> float:
 
 
 def measure_difference(a: Tensor, b: Tensor) -> tuple[float, float, float, str]:
-    """The largest error, the relative error, the cosine, and a remark, of two tensors of one shape.
+    """Return the largest error, the relative error, the cosine and a remark for two tensors.
 
     >>> measure_difference(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.5]))[:2]
     (0.5, 0.1)
 
-    What is NaN, or the same infinity, in both, is equal.
+    The tensors have one shape. NaN in both, or the same infinity in both, counts as equal.
     """
     if not a.numel():
         return 0.0, 0.0, 1.0, ""

@@ -1,8 +1,8 @@
-"""Which places of two models belong together, by name or by a mapping.
+"""Pair the places of two models, by name or by a mapping.
 
-- `pair_places(model_a, model_b, where, mapping)`: those of both, and a `Comparison` of the others
-- `check_mapping(model_a, model_b, mapping)`: an error if it is for something that is not there
-- `shorten(path)`: a path without the names that wrappers of torch put into it
+- `pair_places(model_a, model_b, where, mapping)`: the pairs, and a `Comparison` of the other places
+- `check_mapping(model_a, model_b, mapping)`: raise if a mapping has paths that do not exist
+- `shorten(path)`: a path without the names that wrappers of torch add
 - `Renaming`: a mapping of paths
 """
 
@@ -26,7 +26,7 @@ Renaming = Mapping[str, str] | Callable[[str], str | None]
 
 
 def check_mapping(model_a: nn.Module, model_b: nn.Module, mapping: Renaming | None) -> None:
-    """An error if a mapping is for something that is not there."""
+    """Raise if a mapping has a path that does not exist."""
     given: Mapping[str, str] = {} if mapping is None or callable(mapping) else mapping
     for path, goal in given.items():
         for which, model, own in (("first", model_a, path), ("second", model_b, goal)):
@@ -41,7 +41,7 @@ def check_mapping(model_a: nn.Module, model_b: nn.Module, mapping: Renaming | No
 def pair_places(
     model_a: nn.Module, model_b: nn.Module, where: Where, mapping: Renaming | None
 ) -> tuple[dict[Place, Place], Comparison]:
-    """The places of both models that belong together, and a comparison with all others."""
+    """Return the pairs of places of both models, and a comparison with all other places."""
     names = [type(model).__name__ for model in (model_a, model_b)]
     comparison = Comparison((names[0], names[1]))
     pairs: dict[Place, Place] = {}
@@ -77,7 +77,7 @@ def pair_places(
 
 
 def _select(model: nn.Module, where: Where) -> list[Place]:
-    """The places; of a wrapper and what it wraps, only the wrapper's."""
+    """Return the places; of a wrapper and the module in it, only those of the wrapper."""
     if where == ("**", "") and not submodules_of(model):
         where = ""
     found: dict[Place, Place] = {}
@@ -87,17 +87,19 @@ def _select(model: nn.Module, where: Where) -> list[Place]:
 
 
 def _moved(place: Place, path: str) -> Place:
-    """The same place under another path."""
+    """Return the same place under another path."""
     return Place(path, place.port, place.parts, place.operation)
 
 
 def shorten(path: str) -> str:
-    """A path without the names that wrappers of torch put into it."""
+    """Return a path without the names that wrappers of torch add."""
     return ".".join(name for name in path.split(".") if name not in WRAPPER_NAMES)
 
 
 def _bare(model: nn.Module, path: str) -> str:
-    """The same, and without that of a wrapper around the whole model, as of DataParallel."""
+    """Return the same, and without the name of a wrapper around the whole model, such as
+    DataParallel.
+    """
     outer = unwrapped("", model)[0]
     if outer and f"{path}.".startswith(f"{outer}."):
         path = path[len(outer) + 1 :]
@@ -105,7 +107,7 @@ def _bare(model: nn.Module, path: str) -> str:
 
 
 def _renamed(path: str, mapping: Renaming | None) -> str | None:
-    """The path in the second model."""
+    """Return the path in the second model."""
     if mapping is None:
         return path
     if callable(mapping):

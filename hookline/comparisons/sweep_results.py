@@ -1,6 +1,6 @@
-"""What a change does to a metric at each of many places and positions.
+"""The effects of changes on a metric, by place and position.
 
-- `Sweep`: what `sweep` gives
+- `Sweep`: the result of `sweep`
 - `Effect`: the metric with the change at one place and position
 """
 
@@ -33,7 +33,7 @@ class Effect:
 
 
 class Sweep(Tabled[Effect]):
-    """What a change does to a metric, place by place and position by position.
+    """The effect of a change on a metric, place by place and position by position.
 
     >>> from torch import nn
     >>> from hookline import sweep
@@ -52,7 +52,7 @@ class Sweep(Tabled[Effect]):
         self.notes: list[str] = []
 
     def add(self, place: str, position: int | None, change: float) -> None:
-        """Take one result."""
+        """Add one result."""
         gap = self.clean - self.corrupt
         share = change / gap + 0.0 if gap else None  # no -0
         self.rows.append(Effect(place, position, self.corrupt + change, change, share))
@@ -70,7 +70,7 @@ class Sweep(Tabled[Effect]):
 
     @property
     def matrix(self) -> Tensor:
-        """The changes, places × positions, for a heatmap; NaN where there is no such position."""
+        """The effects, places × positions, for a heatmap; NaN where there is no such position."""
         found = {(row.place, row.position): row.change for row in self.rows}
         nothing = float("nan")
         rows = [[found.get((place, p), nothing) for p in self.positions] for place in self.places]
@@ -78,17 +78,17 @@ class Sweep(Tabled[Effect]):
 
     @property
     def shares(self) -> Tensor:
-        """The same as shares of the way from the corrupt run to the clean one."""
+        """The effects as shares of the way from the corrupt run to the clean one."""
         gap = self.clean - self.corrupt
         return self.matrix / gap if gap else torch.full_like(self.matrix, torch.nan)
 
     @property
     def best(self) -> Effect:
-        """Where the change does the most."""
+        """The largest effect."""
         return max(self.rows, key=_size)
 
     def __getitem__(self, key: Any) -> Effect:
-        """`found[place]`, or `found[place, position]`."""
+        """Return `found[place]`, or `found[place, position]`."""
         place, position = cast("tuple[Any, Any]", key if isinstance(key, tuple) else (key, None))
         for row in self.rows:
             if (row.place, row.position) == (place, position):
@@ -101,7 +101,7 @@ class Sweep(Tabled[Effect]):
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as plain values, ready for JSON: numbers that are not finite are None."""
+        """Return plain values, ready for JSON; numbers that are not finite become None."""
         return {
             "clean": _finite(self.clean),
             "corrupt": _finite(self.corrupt),
@@ -113,7 +113,7 @@ class Sweep(Tabled[Effect]):
         }
 
     def to_pandas(self) -> Any:
-        """A tidy pandas DataFrame: one row a place and position."""
+        """Return a tidy pandas DataFrame with one row a place and position."""
         frame = pandas("sweep.to_pandas()").DataFrame([asdict(row) for row in self.rows])
         frame.attrs.update(clean=self.clean, corrupt=self.corrupt, approximate=self.approximate)
         return frame

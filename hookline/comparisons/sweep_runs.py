@@ -1,6 +1,6 @@
-"""The runs of a sweep: a model on the corrupt batch, with changes, several in one forward.
+"""Run the changes of a sweep on the corrupt batch, several in one forward.
 
-- `SweepRunner`: runs a model with changes, and gives the metric of each
+- `SweepRunner`: runs a model with changes, and returns the metric of each
 - `PatchJob`: one change to try, at a place and a position
 - `one_number(value)`: a metric as a number
 - `shape_of(value, place)`: the shape of the tensor at a place
@@ -46,7 +46,7 @@ class PatchJob(NamedTuple):
 
 
 def one_number(value: Any) -> float:
-    """A metric as a number; an error if it is none.
+    """Return a metric as a number, or raise an error.
 
     >>> one_number(torch.tensor([2.5]))
     2.5
@@ -64,7 +64,7 @@ def one_number(value: Any) -> float:
 
 
 def shape_of(value: Any, place: Place) -> torch.Size:
-    """The shape of the one tensor that stands at a place."""
+    """Return the shape of the one tensor at a place."""
     tensor = only_tensor(value, f"The value at {str(place)!r}")[1]
     if tensor.is_nested:
         raise BatchError(
@@ -76,7 +76,7 @@ def shape_of(value: Any, place: Place) -> torch.Size:
 
 
 def not_called(places: Iterable[Place]) -> BatchError:
-    """The error for places that the corrupt batch does not reach."""
+    """Return the error for places that the corrupt batch does not reach."""
     shown = ", ".join(repr(str(place)) for place in places)
     return BatchError(
         f"Values at {shown} were to be changed.",
@@ -102,12 +102,12 @@ class SweepRunner:
         self.output: Any = None  # of the corrupt batch as it is
 
     def baseline(self, places: list[Place]) -> float:
-        """The metric of the corrupt batch as it is."""
+        """Return the metric of the corrupt batch without changes."""
         self.shapes = self._shapes(places, copy_batch(self.batch))
         return one_number(self.metric(self.output))
 
     def _shapes(self, places: list[Place], batch: Any) -> Shapes:
-        """Run a batch without changes: the shapes at places."""
+        """Run a batch without changes; return the shapes at places."""
         found: Shapes = {}
 
         def look(value: Any, call: Call) -> None:
@@ -128,8 +128,8 @@ class SweepRunner:
     def try_stacking(self, places: list[Place], copies: int, found: Sweep) -> None:
         """Find out where several changes can be tried in one forward.
 
-        The copies must give what the batch alone gives, a value must have a row a sample, and what
-        is done to one copy must not reach another.
+        The copies must give the same output as the batch alone, a value must have a row for each
+        sample, and a change of one copy must not reach another.
         """
         firsts = {tensor.shape[:1] for _, tensor in leaves(self.batch)}
         samples = next(iter(firsts), ())
@@ -147,7 +147,9 @@ class SweepRunner:
             found.notes.append(f"one change a forward: {why}")
 
     def _try_copies(self, places: list[Place]) -> str:
-        """Run copies of the batch as they are, and with one disturbed; why that is not safe."""
+        """Run copies of the batch unchanged, and with one disturbed; return why that is not
+        safe.
+        """
         alone, numbers = self.output, range(self.copies)
         shapes = self._shapes(places, self._stacked(self.copies))
         self.runs += 1
@@ -173,7 +175,7 @@ class SweepRunner:
         return "" if len(rows) == len(places) else "the batch is not first at some places"
 
     def _disturbed(self, place: Place, part: Tensor, position: int | None, call: Call) -> Tensor:
-        """Other values that a model can take: in [0, 1] if they were; of indices those to try."""
+        """Return other values that a model can take: in [0, 1] if they were, or valid indices."""
         if not part.is_floating_point():
             return self._new(place, part, position, call)
         numbers = torch.Generator(part.device).manual_seed(0)  # none of the model's own
@@ -191,7 +193,7 @@ class SweepRunner:
         return alone and all(shape[:1] == (self.samples * copies,) for shape in shapes)
 
     def _share(self, number: int) -> Any:
-        """What one of the copies gave."""
+        """Return the output of one of the copies."""
         start = number * self.samples
         # Not by their sizes: with fewer copies, something else may be as large.
         divided = {id(tensor) for path, tensor in leaves(self.output) if path in self.divided}
@@ -204,7 +206,7 @@ class SweepRunner:
     # -- running --------------------------------------------------------------------------------
 
     def chunks(self, jobs: list[PatchJob]) -> Iterator[list[PatchJob]]:
-        """The jobs, in lists of those that run in one forward."""
+        """Yield the jobs in lists; each list runs in one forward."""
         together = [job for job in jobs if job.place in self.together]
         size = self.copies
         for start in range(0, len(together), size):
@@ -212,7 +214,7 @@ class SweepRunner:
         yield from ([job] for job in jobs if job.place not in self.together)
 
     def run(self, jobs: list[PatchJob]) -> list[float]:
-        """The metric with each of these changes."""
+        """Return the metric with each of these changes."""
         self.runs += 1
         stacked = jobs[0].place in self.together
         self.copies = len(jobs)
@@ -229,7 +231,9 @@ class SweepRunner:
     def _changing(
         self, place: Place, spots: Sequence[tuple[int | None, int | None]], new: _Maker
     ) -> Callable[[Any, Call], Any]:
-        """What an edit does at one place: put in new values, at rows and positions."""
+        """Return the function of an edit at one place: it puts in new values at rows and
+        positions.
+        """
 
         def changed(value: Any, call: Call) -> Any:
             path, tensor = only_tensor(value, f"The value at {str(place)!r}")
@@ -247,7 +251,7 @@ class SweepRunner:
         return changed
 
     def _new(self, place: Place, part: Tensor, position: int | None, call: Call) -> Tensor:
-        """What the change makes of a part of a value."""
+        """Return what the change makes of a part of a value."""
         if self.change is not None:
             return cast(Tensor, self.change.meet(part, call))
         source = only_tensor(self.record.of_call(place, call.index))[1]
@@ -264,7 +268,9 @@ class SweepRunner:
 
 
 def _numbers(value: Any, above: tuple[int, ...] = ()) -> list[Any]:
-    """What an output holds beside tensors: numbers, texts and arrays, which no copy has alone."""
+    """Return what an output holds beside tensors: numbers, texts and arrays, which all copies
+    share.
+    """
     if isinstance(value, (np.ndarray, np.generic)):
         return [value.shape, value.tobytes()]
     if isinstance(value, (bool, int, float, complex, str)):
@@ -276,7 +282,7 @@ def _numbers(value: Any, above: tuple[int, ...] = ()) -> list[Any]:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two outputs are the same bit for bit."""
+    """Return True if two outputs are the same bit for bit."""
     first, second = dict(leaves(one)), dict(leaves(other))
     if first.keys() != second.keys() or _numbers(one) != _numbers(other):
         return False
@@ -284,7 +290,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _alike(one: Any, other: Any) -> bool:
-    """Whether two outputs are the same but for rounding."""
+    """Return True if two outputs are the same but for rounding."""
     first, second = dict(leaves(one)), dict(leaves(other))
     if first.keys() != second.keys() or _numbers(one) != _numbers(other):
         return False

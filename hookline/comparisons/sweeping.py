@@ -1,4 +1,4 @@
-"""Which places and positions matter: activation patching, exact or approximate.
+"""Find the places and positions that matter to a metric: activation patching, exact or approximate.
 
 - `sweep(model, clean, corrupt, where, metric)`: change one place after the other → `Sweep`
 """
@@ -60,8 +60,8 @@ def sweep(
     progress: bool | Tell = True,
     mode: Mode | None = None,
 ) -> Sweep:
-    """Run a model on a corrupt batch with one value at a time as in the clean run, and tell what
-    that does to a metric.
+    """Run a model on a corrupt batch with one value at a time from the clean run, and measure a
+    metric.
 
     >>> model = nn.Sequential(nn.Identity(), nn.ReLU(), nn.Identity())
     >>> found = sweep(model, torch.tensor([[5.0]]), torch.tensor([[-3.0]]), "*", torch.sum)
@@ -74,21 +74,21 @@ def sweep(
             or list are its arguments, a dict its arguments by name.
         corrupt: the batch on which the model runs.
         where: places, one tensor at each.
-        metric: a function of the model's output that gives one number.
-        change: what is done at each place: `patch`, which puts in what the clean run had, or any
+        metric: a function of the model's output that returns one number.
+        change: the change at each place: `patch`, which puts in the value of the clean run, or any
             other change, such as `hookline.zero()` to ablate.
         positions: None changes whole values, "all" one position after the other, a list some.
         dim: the dimension of the positions.
-        batch_size: how many changes are tried in one forward, on copies of the corrupt batch put
-            one behind the other, where that is safe: the samples of a batch must not mix. It is
-            tried out first, in two forwards; otherwise one forward is run for each.
+        batch_size: how many changes to try in one forward, on concatenated copies of the corrupt
+            batch, if that is safe: the samples of a batch must not mix. Two forwards test this
+            first; if it is not safe, each change gets a forward of its own.
         approximate: estimate all changes with one backward, as (clean - corrupt) · gradient, summed
-            over the calls of a place. A place is left out if no gradient comes to one of its
-            calls: a note names it, or an error if it was named itself.
+            over the calls of a place. A place without a gradient at one of its calls is left out,
+            with a note; if it was named itself, that is an error.
         progress: whether to show a bar, if tqdm is installed; or a function of (done, total).
-        mode: "eval" or "train", to run the model so.
+        mode: "eval" or "train", the mode in which the model runs.
 
-    The model is afterwards as before; all runs have the same random numbers.
+    Afterwards the model is as before. All runs draw the same random numbers.
     """
     check_model("sweep", model)
     where, positions = settled(where), _settled(positions)
@@ -130,7 +130,7 @@ def sweep(
 
 
 def _settled(positions: Positions) -> Positions:
-    """Positions as plain numbers in a list; an error if they are none."""
+    """Return positions as plain numbers in a list, or raise an error."""
     if positions is None or (isinstance(positions, str) and positions == "all"):
         return positions
     try:
@@ -155,7 +155,7 @@ def _check(places: list[Place]) -> None:
 
 
 def _jobs(shapes: Shapes, positions: Positions, dim: int) -> list[PatchJob]:
-    """All changes to try; an error if a place has no such positions."""
+    """Return all changes to try; raise if a place has no such positions."""
     jobs: list[PatchJob] = []
     for place, calls in shapes.items():
         if positions is None:
@@ -183,7 +183,7 @@ def _size(shape: Sequence[int], dim: int) -> int:
 def _check_clean(
     clean: Shapes, corrupt: Shapes, positions: Positions, dim: int, found: Sweep
 ) -> None:
-    """An error if clean values have not the positions of corrupt ones; other shapes are told."""
+    """Raise if clean values lack positions of the corrupt ones; note other shapes."""
     for place, shapes in clean.items():
         _check_calls(place, len(shapes), len(corrupt[place]))
     unlike = [
@@ -222,7 +222,9 @@ def _estimated(
     model: nn.Module, batch: Any, metric: Metric, record: Record, reference: float,
     jobs: list[PatchJob], dim: int, where: Where,
 ) -> Sweep:  # fmt: skip
-    """All changes at once: the metric's slope times how far the clean values are away."""
+    """Estimate all changes at once: the gradient of the metric times the distance to the clean
+    values.
+    """
     check_differentiable(model.parameters())
     places = list(dict.fromkeys(job.place for job in jobs))
     slopes = {place: _gradient_place(place) for place in places}
@@ -257,14 +259,14 @@ def _estimated(
 
 
 def _reason(error: GradientNotAvailable) -> str:
-    """Why there is no estimate at a place."""
+    """Return why there is no estimate at a place."""
     found = error.found.rstrip(".")
     why = "" if NONE_CAME[0] in error.found else f" ({found})"  # which speaks of a `with`
     return f"no gradient of the metric is known there{why}"
 
 
 def _pulled_back(model: nn.Module, batch: Any, metric: Metric) -> float:
-    """The metric of a batch, after a backward from it."""
+    """Return the metric of a batch, after a backward from it."""
     with grad_mode(True), fork_rng(model):
         result = metric(run_model(model, map_leaves(_from_leaf, copy_batch(batch))))
         value = one_number(result)
@@ -279,7 +281,7 @@ def _pulled_back(model: nn.Module, batch: Any, metric: Metric) -> float:
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """In float64, or in complex numbers of as many digits."""
+    """Return a tensor in float64, or in complex numbers of as many digits."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float64))
 
 
@@ -289,7 +291,7 @@ def _with_gradient(leaf: Any) -> Any:
 
 
 def _from_leaf(leaf: Any) -> Any:
-    """The same with a gradient; the model may change it in place, which a leaf does not allow."""
+    """Return a tensor that requires grad and is no leaf, since the model may change it in place."""
     wanted = _with_gradient(leaf)
     return wanted.clone() if isinstance(wanted, Tensor) and wanted.requires_grad else wanted
 
@@ -303,7 +305,9 @@ def _add_estimates(
     found: Sweep, place: Place, slope: Place, record: Record, corrupt: Record, jobs: list[PatchJob],
     dim: int,
 ) -> None:  # fmt: skip
-    """The estimates at one place, summed over its calls and all but the positions."""
+    """Add the estimates at one place, summed over its calls and all dimensions but the
+    positions.
+    """
     steps: list[Tensor] = []  # of each call
     values = corrupt.calls(place)
     # One by one: a call without a gradient raises the reason, where `calls` has None.
@@ -329,7 +333,7 @@ def _add_estimates(
 
 @contextmanager
 def _bar(progress: bool | Tell, total: int) -> Generator[Callable[[int], None]]:
-    """A function to be told of progress: a bar of tqdm's, or what the user gave."""
+    """Yield a function to report progress to: a bar of tqdm, or the user's function."""
     done = 0
 
     def tell(count: int) -> None:

@@ -1,1 +1,1 @@
-"""What each module of a model costs: parameters, memory, FLOPs, time."""
+"""Measure the costs of each module of a model: parameters, memory, FLOPs, time."""

@@ -1,4 +1,4 @@
-"""What a run has shown of each module of a model, written into rows when they are read.
+"""Turn the recorded calls of a run into the rows of a summary, when they are read.
 
 - `CallCosts(sizes, tree, backward)`: the calls of a run, by module
 """
@@ -19,11 +19,11 @@ __all__ = ["CallCosts"]
 
 
 class CallCosts:
-    """The calls of a run, by module; no module is kept.
+    """The calls of a run by module, without references to modules.
 
     Args:
-        sizes: what the modules hold.
-        tree: the calls, all of which are over.
+        sizes: the sizes of the modules.
+        tree: the calls, all of which have ended.
         backward: whether there was a backward.
     """
 
@@ -46,7 +46,7 @@ class CallCosts:
         self._texts: dict[torch.Size, str] = {}
 
     def totals(self) -> dict[str, Any]:
-        """What it is in all."""
+        """Return the sums over the whole run."""
         # What called no other module.
         last = [s.made for position, s in enumerate(self._steps, 1) if s.after <= position]
         kept = [footprint_of(made, self._known).bytes for made in last if made is not None]
@@ -59,7 +59,7 @@ class CallCosts:
         return found
 
     def make_row(self, number: int) -> ModuleCosts:
-        """What is told of a module, by its number in the order of `walk`."""
+        """Return the row of a module, by its number in the order of `walk`."""
         row, positions = self._sizes.make_row(number), self._calls.get(number, ())
         if number in self._names:
             # Of a ModuleList it is not told, as it cannot be; nor of what another thread called.
@@ -90,7 +90,7 @@ class CallCosts:
         return row
 
     def _inputs_of(self, number: int, step: CallNode) -> Any:
-        """The shapes of the arguments of a call by name."""
+        """Return the shapes of the arguments of a call by name."""
         shape = step.given
         if type(shape) is not torch.Size:
             return shape

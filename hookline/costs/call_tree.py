@@ -1,10 +1,10 @@
-"""Which call of which module something happens in, forward and backward.
+"""Follow the calls of modules, and assign each event to a call, in forward and backward.
 
 - `CallTree(model)`: a context that follows all calls while a model runs
-- `CallNode`: one call of one module, with the call that it was made from
+- `CallNode`: one call of one module, with its parent call
 
-Forwards are followed by hooks. In a backward, the sequence number of an autograd node tells in
-which call the node was made: the numbers count up, so each call has a range of them.
+Hooks follow the forwards. In a backward, the sequence number of an autograd node tells in which
+call the node was made: the numbers count up, so each call has a range of them.
 """
 
 from __future__ import annotations
@@ -69,11 +69,11 @@ class CallNode:
 
     @property
     def bytes(self) -> int:
-        """Of the output."""
+        """Return the bytes of the output."""
         return 0 if self.made is None else footprint_of(self.made).bytes
 
     def above(self) -> set[int]:
-        """The modules in whose calls this one stands, its own too; a recursive one once."""
+        """Return the modules around this call, its own included; a recursive one once."""
         found: set[int] = set()
         step: CallNode | None = self
         while step is not None:
@@ -83,7 +83,7 @@ class CallNode:
 
 
 class _LinearCallNode(CallNode):
-    """A call of a linear layer that was not counted."""
+    """A call of a linear layer whose FLOPs were not counted."""
 
 
 class _TreeHooks(ModuleHooks):
@@ -93,7 +93,7 @@ class _TreeHooks(ModuleHooks):
 
     @outside_graphs
     def before(self, module: nn.Module, args: Any, kwargs: dict[str, Any] | None = None) -> None:
-        """The pre-forward hook."""
+        """Record the start of a call; the pre-forward hook."""
         tree = self.tree
         if tree is None or self.owner not in ACTIVE.get() or module not in tree.numbers:
             return self.stranger(module)
@@ -101,14 +101,14 @@ class _TreeHooks(ModuleHooks):
 
     @outside_graphs
     def ended(self, module: nn.Module, args: Any, output: Any) -> None:
-        """The forward hook."""
+        """Record the end of a call; the forward hook."""
         tree = self.tree
         if tree is None or self.owner not in ACTIVE.get():
             return self.stranger(module)
         return tree.end(output, _getframe(1))
 
     def stranger(self, module: nn.Module) -> None:
-        """A call that is not the run's own: of another thread, or of a copied module."""
+        """Note a call of another thread, or of a copied module."""
         if self.tree is not None:
             self.tree.elsewhere.add(module)
         super().stranger(module)
@@ -117,8 +117,8 @@ class _TreeHooks(ModuleHooks):
 class _LeafHooks(_TreeHooks):
     """The hooks on modules that call no others, and whose FLOPs follow from shapes.
 
-    While such a module runs, no mode has to see what it does. They have to be quick: most calls
-    are of leaves. These have one argument, so if it is there, there are none by name.
+    While such a module runs, modes need not see its operations. The hooks have to be quick: most
+    calls are of leaves. A leaf has one argument: if it is given by position, none is given by name.
     """
 
     rank = 0  # the fewest dimensions of an argument for which that holds
@@ -126,7 +126,7 @@ class _LeafHooks(_TreeHooks):
 
     @outside_graphs
     def before(self, module: nn.Module, args: Any, kwargs: dict[str, Any] | None = None) -> None:
-        """The pre-forward hook."""
+        """Record the start of a call; the pre-forward hook."""
         tree = self.tree
         if tree is None:
             return self.stranger(module)
@@ -161,7 +161,7 @@ class _LeafHooks(_TreeHooks):
 
     @outside_graphs
     def ended(self, module: nn.Module, args: Any, output: Any) -> None:
-        """The forward hook."""
+        """Record the end of a call; the forward hook."""
         tree = self.tree
         if tree is None or self.owner not in ACTIVE.get():
             return self.stranger(module)
@@ -180,7 +180,7 @@ class _LeafHooks(_TreeHooks):
 
 
 class CallTree(Entering):
-    """Follows the calls of all modules, and what happens in each of them.
+    """Follows the calls of all modules, and assigns events to them.
 
     >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
     >>> with torch.no_grad(), CallTree(model) as tree:
@@ -190,11 +190,11 @@ class CallTree(Entering):
 
     Args:
         model: any module.
-        clock: a function that tells the time. With one, calls are timed, and nothing else.
+        clock: a function that returns the time. With one, calls are timed, and nothing else.
         graded: whether a backward follows.
-        certain: whether calls need not be counted whose FLOPs follow from shapes. No mode sees
-            them, and `settle()` adds them afterwards.
-        walked: all modules of the model, if they are known already.
+        certain: whether FLOPs that follow from shapes need not be counted. Modes do not see those
+            calls, and `settle()` adds their FLOPs.
+        walked: all modules of the model, if they are known.
     """
 
     _verb = "summarize"
@@ -260,18 +260,18 @@ class CallTree(Entering):
         ACTIVE.set(ACTIVE.get() - {self._serial})
 
     def wake(self) -> None:
-        """Let modes see what happens: the call of a leaf has raised, and that was caught."""
+        """Enable the modes again: the call of a leaf has raised an error that was caught."""
         self.leaf = self.guard = None
         self.on(None, None, None)
         self.doubtful = True
 
     def is_usual(self) -> bool:
-        """Whether this is outside of backwards and of vmap; calls that raised are forgotten."""
+        """Return True outside of backwards and of vmap; forget calls that raised."""
         self.now()
         return current_node() is None and transform_stack() is None
 
     def begin(self, module: nn.Module, args: Any, kwargs: Any, running: Any, usual: bool) -> None:
-        """A module is called; usually by the forward of the innermost call."""
+        """Begin a call of a module, usually inside the innermost running call."""
         if self.leaf is not None:
             self.wake()
         step, stack = CallNode(), self.stack
@@ -298,7 +298,7 @@ class CallTree(Entering):
         return {str(n): shapes_of(v) for n, v in bind(module, args, kwargs or _NOTHING).items()}
 
     def first_names(self) -> dict[int, str]:
-        """The names of the first arguments of modules, as far as their class tells them."""
+        """Return the names of the first arguments of modules, where their class tells them."""
         modules = [m for m in self.numbers if m not in self._own] if self._own else self.numbers
         names: dict[Any, str] = {}
         for kind, module in {type(module): module for module in modules}.items():
@@ -308,26 +308,26 @@ class CallTree(Entering):
         return {number: names.get(type(m), "") for m, number in self.numbers.items()}
 
     def renumber(self, modules: list[nn.Module]) -> None:
-        """Number all modules as they are now: those that are gone have none, and no row."""
+        """Number all modules as they are now; those that are gone get no number and no row."""
         numbers, old = {m: n for n, m in enumerate(modules)}, [m for _, m in self._walked]
         for step in self.steps:
             step.number = numbers.get(old[step.number], -1)
         self.numbers = {m: numbers[m] for m in self.numbers if m in numbers}
 
     def now(self) -> CallNode | None:
-        """The innermost running call."""
+        """Return the innermost running call."""
         stack = self.stack
         while stack and is_over(stack[-1].running):  # it raised, and someone caught that
             self._drop()
         return stack[-1] if stack else None
 
     def _drop(self) -> None:
-        """The innermost call has raised."""
+        """Drop the innermost call, which has raised."""
         step = self.stack.pop()
         step.running, step.after = None, len(self.steps)
 
     def end(self, output: Any, running: Any) -> None:
-        """A call is complete."""
+        """Complete a call."""
         now = 0.0 if self.clock is None else self.clock()
         if self.leaf is not None:
             self.wake()
@@ -351,7 +351,7 @@ class CallTree(Entering):
             self.on(None, None, None)
 
     def settle(self) -> None:
-        """Add what was not counted, for it follows from shapes."""
+        """Add the FLOPs that follow from shapes and were not counted."""
         for step in self.steps:
             if type(step) is _LinearCallNode:
                 made: Any = step.made
@@ -361,7 +361,7 @@ class CallTree(Entering):
                     step.flops = flops_of_linear(step.given, made[0])
 
     def count(self, flops: int) -> None:
-        """FLOPs happen now."""
+        """Add FLOPs to the running call."""
         step, node = self.stack[-1] if self.stack else None, current_node() if self.graded else None
         if step is not None and step.running is not _frame(3):
             step = self.now()  # else a forward has called a torch function, and is running
@@ -380,7 +380,7 @@ class CallTree(Entering):
             step.backward += flops
 
     def maker(self, number: int) -> CallNode | None:
-        """The innermost call in which the autograd node with this number was made."""
+        """Return the innermost call in which the autograd node with this number was made."""
         place = bisect_right(self.steps, number, key=attrgetter("start")) - 1
         step = self.steps[place] if place >= 0 else None
         while step is not None and number >= step.stop:
@@ -396,7 +396,7 @@ def _frame(up: int) -> Any:
 
 
 def _called(model: nn.Module, named: list[Named], own: set[nn.Module]) -> dict[nn.Module, int]:
-    """The modules at which hooks can fire, with their numbers: containers are not called."""
+    """Return the modules at which hooks can fire, with their numbers; containers are not called."""
     if isinstance(model, torch.jit.ScriptModule):
         resolve(model, ("",))  # which refuses it, with the reason
     kinds = {type(module) for _, module in named}

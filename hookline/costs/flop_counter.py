@@ -1,11 +1,11 @@
-"""Floating-point operations, counted at torch's dispatcher by torch's own formulas.
+"""Count floating-point operations at torch's dispatcher, by torch's own formulas.
 
-- `FlopCounter(add)`: a context in which every operation's FLOPs are given to a function
+- `FlopCounter(add)`: a context that passes the FLOPs of every operation to a function
 
-torch's counter (`torch.utils.flop_counter`) brings the formulas, and is what the sums are compared
-with. Some kernels have none there: attention and recurrent layers on the CPU, recurrent layers of
-cuDNN, the fast path of `nn.MultiheadAttention`, grouped products of matrices, by which experts are
-computed, and bilinear layers. Theirs are here.
+The formulas are those of `torch.utils.flop_counter`, and the tests compare the sums with it. This
+file adds formulas for kernels that torch has none for: attention and recurrent layers on the CPU,
+recurrent layers of cuDNN, the fast path of `nn.MultiheadAttention`, grouped matrix products, which
+compute experts, and bilinear layers.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _own: dict[Any, Formula] = {}
 
 
 def _recurrent(tokens: Tensor, weights: Sequence[Any]) -> int:
-    """Every weight matrix meets every token once."""
+    """Count each weight matrix once for each token."""
     count = tokens.numel() // tokens.shape[-1]
     matrices = [weight for weight in weights if weight is not None and weight.ndim == 2]
     return sum(2 * count * matrix.numel() for matrix in matrices)
@@ -66,14 +66,14 @@ def _cudnn_rnn(tokens: Tensor, weights: Any, *more: Any, **kwargs: Any) -> int:
 
 
 def _backward_of(forward: Formula) -> Formula:
-    """Twice a forward's: for the tokens, and for the weights."""
+    """Count twice the forward: for the tokens, and for the weights."""
     return lambda *args, **kwargs: 2 * forward(*args, **kwargs)
 
 
 def _attention_layer(
     query: Tensor, key: Tensor, value: Tensor, width: int, heads: int, *more: Any, **kwargs: Any
 ) -> int:
-    """Projections of queries, keys and values, attention in each head, projection of the result."""
+    """Count the projections of queries, keys, values and result, and attention in each head."""
     batch, length = query.shape[:2]
     rows = sum(tensor.numel() // tensor.shape[-1] for tensor in (query, key, value, query))
     attention = 4 * batch * heads * length * key.shape[1] * (width // heads)
@@ -83,13 +83,13 @@ def _attention_layer(
 def _grouped_product(
     one: Tensor, other: Tensor, *more: Any, out_val: Any = None, **kwargs: Any
 ) -> int:
-    """Groups of rows, or of columns, each with a matrix of its own; or of what is summed over."""
+    """Count groups of rows or columns, each with its own matrix, or groups of the summed size."""
     groups = one.shape[0] if one.ndim == other.ndim == 3 else 1
     return 2 * groups * one.shape[-2] * one.shape[-1] * other.shape[-1]
 
 
 def _bilinear(one: Tensor, two: Tensor, weight: Tensor, *more: Any, **kwargs: Any) -> int:
-    """Every row of the first input meets every weight, and the result the second input."""
+    """Count rows of the first input with all weights, and the result with the second input."""
     made, first, second = weight.shape
     return 2 * (one.numel() // first) * made * second * (first + 1)
 
@@ -98,10 +98,10 @@ def _product_of_three(
     one: Tensor, two: Tensor, three: Tensor, not_one: Sequence[int], not_two: Sequence[int],
     not_three: Sequence[int], summed: Sequence[int], *more: Any, **kwargs: Any,
 ) -> int:  # fmt: skip
-    """The first two are multiplied, and the result by the third; each time, what can be is summed.
+    """Count two products: of the first two factors, and of the result with the third.
 
-    Each has all dimensions but those that are named for it. A product without a sum, element by
-    element, counts as little as any other.
+    Each factor has all dimensions but those that are named for it; what can be summed is summed.
+    An elementwise product without a sum counts like any other.
     """
     dims: list[set[int]] = []
     sizes: dict[int, int] = {}
@@ -115,7 +115,7 @@ def _product_of_three(
 
 
 def _formula_of(operation: Any) -> Formula | None:
-    """The formula of an operation: torch's or the user's, or ours for what those have none for."""
+    """Return the formula of an operation: torch's, the user's, or else one of this file."""
     from torch.utils import flop_counter
 
     known = cast("dict[Any, Formula]", flop_counter.flop_registry)
@@ -144,7 +144,7 @@ def _formula_of(operation: Any) -> Formula | None:
 
 
 def _flops_of(formula: Any, args: Any, kwargs: Any, out: Any) -> int:
-    """Ask a formula; those of torch 2.10 refuse attention with fewer heads of keys than queries."""
+    """Call a formula; torch 2.10 refuses attention with fewer heads of keys than of queries."""
     try:
         return _ask(formula, args, kwargs, out)
     except AssertionError:
@@ -154,7 +154,7 @@ def _flops_of(formula: Any, args: Any, kwargs: Any, out: Any) -> int:
 
 
 def _with_all_heads(args: Sequence[Any]) -> list[Any]:
-    """Return arguments of attention with the shapes of keys and values that have all heads."""
+    """Return the arguments of attention with keys and values of all heads."""
     four = [arg.shape for arg in args if isinstance(arg, Tensor) and arg.ndim == 4]
     heads = max([shape[1] for shape in four], default=0)
     return [
@@ -166,7 +166,7 @@ def _with_all_heads(args: Sequence[Any]) -> list[Any]:
 
 
 def _ask(formula: Any, args: Any, kwargs: Any, out: Any) -> int:
-    """Call a formula. Most want shapes: torch's way to them is slow."""
+    """Call a formula with shapes where it wants them, more quickly than torch does."""
     inner = formula.__wrapped__ if getattr(formula, "__code__", None) is _wrapper() else None
     if inner is None or kwargs or type(out) is not Tensor or not _PLAIN.issuperset(map(type, args)):
         return formula(*args, **kwargs, out_val=out)
@@ -177,7 +177,7 @@ def _ask(formula: Any, args: Any, kwargs: Any, out: Any) -> int:
 
 @cache
 def _wrapper() -> Any:
-    """The code of the function that torch puts around a formula for shapes."""
+    """Return the code of the function that torch puts around a formula for shapes."""
     from torch.utils import flop_counter
 
     return cast(Any, flop_counter).shape_wrapper(_unknown).__code__
@@ -197,7 +197,7 @@ _OURS = ("aten", "prim", "prims", "profiler")
 
 
 class _CountingMode(DispatchMode):
-    """Sees every operation of a thread, and of the backwards that it starts."""
+    """A dispatch mode that counts every operation of a thread, and of its backwards."""
 
     supports_higher_order_operators = True
 
@@ -252,7 +252,7 @@ class _CountingMode(DispatchMode):
 
 @cache
 def _nature(func: Any) -> Any:
-    """What is done with an operation that has no formula."""
+    """Return how an operation without a formula is treated."""
     if is_higher_order(func):
         return _DECLINE  # torch then runs what is in it, which comes here
     if operator_schema(func) in _GEOMETRY:
@@ -267,7 +267,7 @@ def _unknown(*args: Any, **kwargs: Any) -> int:
 
 
 class _KnownFlopsMode(TorchFunctionMode):
-    """Lets calls past the dispatch mode whose FLOPs are known, or were counted in such a call."""
+    """A function mode that hides calls with known FLOPs from the dispatch mode."""
 
     def __init__(self, counting: _CountingMode, certain: bool) -> None:
         super().__init__()
@@ -300,7 +300,7 @@ class _KnownFlopsMode(TorchFunctionMode):
         return result
 
     def _counted(self, key: Any, func: Any, args: Any, kwargs: Any) -> Any:
-        """Let a call be counted, and remember what it has."""
+        """Let the dispatch mode count a call, and remember its FLOPs."""
         if key is None:
             return func(*args, **kwargs)
         before, missed = self.counting.total, dict(self.counting.uncounted)
@@ -311,7 +311,7 @@ class _KnownFlopsMode(TorchFunctionMode):
 
 
 class FlopCounter:
-    """Inside, the FLOPs of every operation are given to a function as they happen.
+    """Pass the FLOPs of every operation inside to a function as they happen.
 
     >>> counted = []
     >>> with FlopCounter(counted.append) as counter:
@@ -323,7 +323,7 @@ class FlopCounter:
 
     Args:
         add: is called with FLOPs as they happen.
-        shortcuts: whether operations need not be seen whose FLOPs are known without.
+        shortcuts: whether operations whose FLOPs follow from shapes may be hidden from it.
     """
 
     def __init__(self, add: Callable[[int], None], shortcuts: bool = True) -> None:
@@ -342,7 +342,7 @@ class FlopCounter:
 
     @property
     def certain(self) -> bool:
-        """Whether operations may be kept from it whose FLOPs follow from shapes."""
+        """Return True if operations whose FLOPs follow from shapes may be hidden from it."""
         return self._memory is not None and self._memory.certain
 
     def __enter__(self) -> FlopCounter:

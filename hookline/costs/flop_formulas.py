@@ -1,19 +1,18 @@
-"""What need not be counted, for its FLOPs follow from shapes.
+"""FLOPs that follow from shapes, so that calls need not be counted at the dispatcher.
 
-- `sort_leaves(modules)`: those the FLOPs of whose calls follow from the shape of their argument
-- `flops_of_linear(given, made)`: those of a linear layer, from the shapes of input and output
-- `flops_of_call(function, args, kwargs)`: those of a call of a torch function, if they are known
-- `FREE`: functions that have none, on tensors of types for which `is_own(types)` holds
-- `key_of_call(function, args, kwargs)`: what they depend on if it is one of `PURE`
-- `is_ordinary(tensors)`: whether the tensors of a model are such that all this holds for it
+- `sort_leaves(modules)`: the modules whose FLOPs follow from the shape of their argument
+- `flops_of_linear(given, made)`: FLOPs of a linear layer, from the shapes of input and output
+- `flops_of_call(function, args, kwargs)`: FLOPs of a call of a torch function, if they are known
+- `FREE`: functions without FLOPs, on tensors of types for which `is_own(types)` holds
+- `key_of_call(function, args, kwargs)`: what the FLOPs of a function in `PURE` depend on
+- `is_ordinary(tensors)`: whether these rules hold for a model with these tensors
 - `is_dense(tensors)`: whether tensors are of torch's own types, and hold what their shapes say
-- `transform_stack()`: inside of `torch.vmap` something, else None
-- `has_torchs_formulas()`: whether the formulas are as torch brings them
+- `has_torchs_formulas()`: whether the formulas are those that torch registers
 
-To see an operation costs some 5 µs, a linear layer is several of them and attention two dozen.
-What stands here says the same as the count at the dispatcher, and the tests compare both for all
-of it. Where the user has registered a formula for one of torch's operations, or there is one for an
-operation that is taken to have none, nothing of it is used.
+The dispatcher needs about 5 µs for each operation; a linear layer is several operations, attention
+two dozen. These formulas give the same FLOPs as the dispatcher, and tests compare both for all of
+them. They are not used if the user has registered a formula for one of torch's operations, or one
+exists for an operation that counts as free.
 """
 
 from __future__ import annotations
@@ -91,12 +90,12 @@ _seen: list[Any] = []  # operations and formulas that were found to be torch's
 
 
 def has_torchs_formulas() -> bool:
-    """Whether the formulas of torch's operations are torch's, and there is none for free ones.
+    """Return True if torch's operations have torch's formulas, and free ones have none.
 
     >>> has_torchs_formulas()
     True
 
-    For which others there are formulas differs from one version of torch to the next.
+    The set of other operations with formulas differs between versions of torch.
     """
     from torch.utils import flop_counter
 
@@ -114,12 +113,12 @@ def has_torchs_formulas() -> bool:
 
 
 def _is_torchs(operation: Any) -> bool:
-    """Whether an operation is one of torch's: no function of its own calls those of others."""
+    """Return True for an operation of torch; none of its functions calls those of others."""
     return operator_library(operation) in ("aten", "prim", "prims")
 
 
 def is_ordinary(tensors: Iterable[Tensor]) -> bool:
-    """Whether tensors are dense, and where their operations are the usual ones.
+    """Return True if tensors are dense and their operations are the usual ones.
 
     >>> is_ordinary([torch.zeros(2)]), is_ordinary([torch.zeros(2).to_sparse()])
     (True, False)
@@ -132,7 +131,7 @@ def is_ordinary(tensors: Iterable[Tensor]) -> bool:
 
 
 def is_dense(tensors: Sequence[Tensor]) -> bool:
-    """Whether tensors are of torch's own types, not lazy, not sparse, not nested.
+    """Return True if tensors are of torch's own types, not lazy, not sparse, not nested.
 
     >>> is_dense([torch.zeros(2)]), is_dense([torch.zeros(2).to_sparse()])
     (True, False)
@@ -147,12 +146,12 @@ def is_dense(tensors: Sequence[Tensor]) -> bool:
 def sort_leaves(
     modules: Iterable[nn.Module],
 ) -> tuple[list[nn.Module], list[nn.Module], list[nn.Module]]:
-    """The modules that call no others, and the FLOPs of whose calls follow from shapes; the rest.
+    """Sort modules into those without FLOPs, linear layers, and all others.
 
     >>> sort_leaves([nn.ReLU(), nn.Linear(2, 3), nn.Sequential()])
     ([ReLU()], [Linear(in_features=2, out_features=3, bias=True)], [Sequential()])
 
-    Those of a linear layer are `flops_of_linear`, the first ones have none. Each has one argument.
+    The first two kinds call no other modules and take one argument.
     """
     kinds = {kind for kind in _LEAVES if kind.forward.__module__ == kind.__module__}
     free: list[nn.Module] = []
@@ -173,7 +172,7 @@ def sort_leaves(
 
 
 def flops_of_linear(given: torch.Size, made: torch.Size) -> int:
-    """Every row of the input meets every column of the weights.
+    """Return the FLOPs of a linear layer: every row of the input times every column of the weights.
 
     >>> flops_of_linear(torch.Size((5, 7, 2)), torch.Size((5, 7, 3)))
     420
@@ -182,7 +181,7 @@ def flops_of_linear(given: torch.Size, made: torch.Size) -> int:
 
 
 def is_own(types: Sequence[Any]) -> bool:
-    """Whether types that torch names to a function mode are those of its own tensors.
+    """Return True if the types that a function mode was given are those of torch's own tensors.
 
     >>> is_own((nn.Parameter,)), is_own((nn.Buffer,))
     (True, False)
@@ -193,7 +192,7 @@ def is_own(types: Sequence[Any]) -> bool:
 def flops_of_call(
     function: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
 ) -> int | None:
-    """The FLOPs of a call of a torch function, by torch's own formulas; None if unknown.
+    """Return the FLOPs of a call of a torch function by torch's formulas; None if unknown.
 
     >>> x = torch.zeros(5, 2)
     >>> flops_of_call(F.linear, (x, x)), flops_of_call(torch.einsum, ("ab,ab->a", x, x))
@@ -211,7 +210,7 @@ def flops_of_call(
 def _flops_of_attention(
     query: Any = None, key: Any = None, value: Any = None, *more: Any, **options: Any
 ) -> int | None:
-    """Queries meet keys, and what comes of that meets values."""
+    """Return the FLOPs of queries times keys, and of the result times values."""
     if query is None or key is None or value is None or not _are_dense(query, key, value):
         return None
     if (more or options) and not _PLAIN.issuperset(map(type, (*more, *options.values()))):
@@ -224,7 +223,7 @@ def _flops_of_attention(
 
 
 def _are_dense(*tensors: Any) -> bool:
-    """Whether all are ordinary tensors, or None, and have really the shape that they show."""
+    """Return True if all are ordinary tensors, or None, with the shape that they show."""
     for tensor in tensors:
         if tensor is not None and (
             type(tensor) not in _TENSORS or tensor.layout is not _strided or tensor.is_nested
@@ -236,7 +235,7 @@ def _are_dense(*tensors: Any) -> bool:
 
 
 def key_of_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What the FLOPs of a call of a pure function depend on; None if that is not known."""
+    """Return what the FLOPs of a call of a pure function depend on; None if that is not known."""
     if transform_stack() is not None:
         return None
     found: list[Any] = [func, torch.is_grad_enabled()]

@@ -1,7 +1,7 @@
-"""What is kept of the values in a model while it runs: shapes, dtypes and bytes, no tensors.
+"""Record shapes, dtypes and bytes of the values in a model while it runs, without keeping tensors.
 
-- `note(value)`: what is kept of a value; quick, as it is done between the calls of a model
-- `Footprint`: shapes, bytes and dtype of a value; `footprint_of(noted)`: made of what was kept
+- `note(value)`: a quick note of a value, taken between the calls of a model
+- `Footprint`: shapes, bytes and dtype of a value; `footprint_of(noted)` makes it from a note
 - `is_plain(value)`: whether a value is one ordinary tensor, as most are
 - `size_of(tensor)`: its bytes
 """
@@ -36,18 +36,18 @@ Noted = Footprint | tuple[torch.Size, torch.dtype]
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a value is one ordinary tensor."""
+    """Return True for one ordinary tensor."""
     return type(value) is Tensor and value.layout is torch.strided and not value.is_nested
 
 
 def size_of(tensor: Tensor) -> int:
-    """The bytes of a tensor; quickly, as most are plain."""
+    """Return the bytes of a tensor, quickly for a plain one."""
     plain = type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_nested
     return tensor.nbytes if plain else bytes_of(tensor)
 
 
 def note(value: Any) -> Noted:
-    """What is kept of a value.
+    """Return a note of a value, for `footprint_of`.
 
     >>> footprint_of(note((torch.zeros(2, 3), torch.zeros(4))))
     Footprint(shapes=['(2, 3)', '(4,)'], bytes=40, dtype='float32')
@@ -61,7 +61,7 @@ def note(value: Any) -> Noted:
 
 
 def footprint_of(noted: Noted, known: dict[Any, Footprint] | None = None) -> Footprint:
-    """What was kept of a value, readable. Most tensors in a model are alike: see `known`."""
+    """Make a Footprint from a note; equal tensors share one (see `known`)."""
     if isinstance(noted, Footprint):
         return noted
     found = None if known is None else known.get(noted)

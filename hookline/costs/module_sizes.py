@@ -1,9 +1,9 @@
-"""What the modules of a model hold, told without a run: parameters, buffers, their bytes.
+"""Measure what the modules of a model hold, without a run: parameters, buffers, bytes.
 
-- `model_sizes(model)`: a `Summary` with all that needs no batch
-- `ModuleSizes(contents)`: what is told of each module, of which rows are made when they are read
-- `has_uninitialized(tensors)`: whether some are of lazy modules, and have no size so far
-- `copy_uninitialized(model, tensors)`: a copy of a model that has such
+- `model_sizes(model)`: a `Summary` with everything that needs no batch
+- `ModuleSizes(contents)`: the sizes of each module; rows are made when they are read
+- `has_uninitialized(tensors)`: whether some belong to lazy modules, and have no size so far
+- `copy_uninitialized(model, tensors)`: a copy of a model with such tensors
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MADE = {nn.Parameter, Tensor}
 
 
 def model_sizes(model: nn.Module) -> Summary:
-    """What can be told without a run.
+    """Return a summary of everything that needs no run.
 
     >>> model_sizes(nn.Linear(2, 3))[""].parameters
     9
@@ -38,17 +38,17 @@ def model_sizes(model: nn.Module) -> Summary:
 
 
 def has_uninitialized(tensors: list[Tensor]) -> bool:
-    """Whether some tensors of a model belong to lazy modules that were not called so far."""
+    """Return True if tensors belong to lazy modules that were not called so far."""
     return not _MADE.issuperset(map(type, tensors)) and any(map(_is_uninitialized, tensors))
 
 
 def _is_uninitialized(tensor: Tensor) -> bool:
-    """Whether a tensor belongs to a lazy module, and has no size so far."""
+    """Return True for a tensor of a lazy module that has no size so far."""
     return type(tensor) not in _MADE and is_lazy(tensor)
 
 
 def copy_uninitialized(model: nn.Module, tensors: list[Tensor]) -> nn.Module:
-    """A copy of a model that has lazy modules, of which torch cannot copy the buffers."""
+    """Copy a model with lazy modules, whose buffers torch cannot copy."""
     memo: dict[int, Any] = {}
     for tensor in tensors:
         if isinstance(tensor, UninitializedBuffer):
@@ -58,14 +58,14 @@ def copy_uninitialized(model: nn.Module, tensors: list[Tensor]) -> nn.Module:
 
 
 class ModuleSizes:
-    """What the modules of a model hold as it is now; no module and no tensor is kept.
+    """The sizes of the modules of a model as it is now, without references to it.
 
     >>> found = ModuleSizes(ModuleIndex(nn.Sequential(nn.Linear(2, 3), nn.ReLU())))
     >>> [found.make_row(number).parameters for number in range(len(found.places))]
     [9, 9, 0]
 
     Args:
-        contents: what stands in the model.
+        contents: the index of the model.
         dense: whether it is known already that all its tensors are dense.
     """
 
@@ -90,7 +90,7 @@ class ModuleSizes:
             self._inside = _insides(contents)
 
     def make_row(self, number: int) -> ModuleCosts:
-        """What is told of a module, by its number in the order of `walk`."""
+        """Return the row of a module, by its number in the order of `walk`."""
         place, parameters, buffers = self.places[number], self._parameters, self._buffers
         if self._inside is None:
             if not self._ends:
@@ -114,7 +114,7 @@ class ModuleSizes:
 
 
 class _TensorColumn:
-    """Parameters, or buffers, in order: of each what is told, and where those of a module begin."""
+    """Parameters or buffers in order, with the sizes of each and where each module begins."""
 
     def __init__(
         self, tables: list[dict[str, Any]], tensors: Sequence[Tensor | None], dense: bool
@@ -135,11 +135,11 @@ class _TensorColumn:
         self._keys = [*map(id, tensors)]
 
     def keys_of(self, number: int) -> list[int]:
-        """What tells the tensors of a module from others."""
+        """Return keys that tell the tensors of a module from others."""
         return self._keys[self._starts[number] : self._starts[number + 1]]
 
     def sums(self, number: int, end: int) -> tuple[int, int, int]:
-        """Elements, those that are trained, and bytes of what some modules in a row hold."""
+        """Return elements, trained elements and bytes of some modules in a row."""
         start, stop = self._starts[number], self._starts[end]
         if start == stop:
             return 0, 0, 0
@@ -147,7 +147,7 @@ class _TensorColumn:
         return sum(counts), sum(compress(counts, trained)), sum(self._bytes[start:stop])
 
     def distinct_sums(self, numbers: list[int]) -> tuple[int, int, int]:
-        """The same of any modules, each tensor once."""
+        """Return the same sums for any modules, each tensor once."""
         starts, found = self._starts, dict[int, int]()
         for number in numbers:
             for at in range(starts[number], starts[number + 1]):
@@ -159,7 +159,7 @@ class _TensorColumn:
 
 
 def _packed(contents: ModuleIndex) -> list[str]:
-    """The quantised modules that hold weights in a form that only their own kernels read."""
+    """Return the quantised modules whose weights only their own kernels can read."""
     kinds = {kind for kind in {*map(type, contents.modules)} if "torch.ao.nn" in kind.__module__}
     return [
         path
@@ -170,7 +170,7 @@ def _packed(contents: ModuleIndex) -> list[str]:
 
 
 def _ends(children: list[int]) -> list[int]:
-    """Of each module the number after the last one in it, by how many stand right in each."""
+    """Return for each module the number after the last module in it."""
     found = [0] * len(children)
     for number in range(len(children) - 1, -1, -1):
         end = number + 1
@@ -181,7 +181,7 @@ def _ends(children: list[int]) -> list[int]:
 
 
 def _insides(contents: ModuleIndex) -> list[list[int]]:
-    """Of each module the numbers of all in it, its own too, also where one has several places."""
+    """Return for each module the numbers of all modules in it and its own, in all its places."""
     numbers = {module: number for number, module in enumerate(contents.modules)}
     found: list[list[int]] = []
     for module in contents.modules:
@@ -197,7 +197,7 @@ def _insides(contents: ModuleIndex) -> list[list[int]]:
 
 
 def _owners(contents: ModuleIndex) -> dict[int, list[str]]:
-    """The modules of every tensor that is held by more than one, or twice by one."""
+    """Return the modules of every tensor that is held more than once."""
     if len({*map(id, contents.tensors)}) == len(contents.tensors):
         return {}
     found: dict[int, list[str]] = {}
@@ -208,7 +208,7 @@ def _owners(contents: ModuleIndex) -> dict[int, list[str]]:
 
 
 def _aliases(contents: ModuleIndex) -> dict[int, list[str]]:
-    """The other names of all modules that have some."""
+    """Return the other names of all modules that have some."""
     numbers = {module: number for number, module in enumerate(contents.modules)}
     names: dict[int, list[str]] = {}
     waiting: list[tuple[str, nn.Module]] = [("", contents.model)]

@@ -1,6 +1,6 @@
-"""What each module of a model costs: parameters, activations, FLOPs, time.
+"""Measure the costs of each module of a model: parameters, activations, FLOPs, time.
 
-- `summarize(model, batch)`: run a model once, and tell what each module costs → `Summary`
+- `summarize(model, batch)`: run a model once and return the costs of each module → `Summary`
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def summarize(
     mode: Mode | None = None,
     dtype: torch.dtype | None = None,
 ) -> Summary:
-    """Tell what each module costs: parameters, shapes, memory, FLOPs and, if asked, time.
+    """Measure the costs of each module: parameters, shapes, memory, FLOPs and, if asked, time.
 
     >>> model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
     >>> summary = summarize(model, (32, 8))
@@ -74,14 +74,14 @@ def summarize(
             only sizes are told.
         backward: whether to run a backward, too: from the output's `loss` if it has one, else
             from the sum of all outputs; or from what a function makes of the output.
-        time: whether to time the forward, and the backward if there is one: the median of three
-            more runs.
+        time: whether to time the forward, and the backward if there is one: medians of three more
+            runs.
         mode: "eval" or "train", to run the model so.
         dtype: of what is made for shapes. Without it, whole numbers are tried where the model
             turns out to want them.
 
-    Afterwards all is as before: the mode of every module, buffers, gradients, random numbers, the
-    batch; no hook is left. A model with lazy modules is copied, and stays lazy.
+    Afterwards the mode of every module, buffers, gradients, random numbers and the batch are as
+    before, and no hook is left. A model with lazy modules is copied, and stays lazy.
     """
     check_model("summarize", model)
     require("operations", "flops")
@@ -187,7 +187,7 @@ def _fill_times(
 
 
 def _times(tree: CallTree) -> tuple[dict[str, float], dict[str, float]]:
-    """The seconds of each module in one run, forward and backward, with all that it calls."""
+    """Return the seconds of each module in one run, forward and backward, with its calls."""
     forward: dict[str, float] = {}
     backward: dict[str, float] = {}
     for step in tree.steps:
@@ -204,7 +204,7 @@ def _times(tree: CallTree) -> tuple[dict[str, float], dict[str, float]]:
 
 
 def _roots(output: Any, backward: bool | Loss) -> list[Tensor]:
-    """The tensors from which a backward starts."""
+    """Return the tensors from which a backward starts."""
     if callable(backward):
         found: Any = backward(output)
     else:
@@ -215,7 +215,7 @@ def _roots(output: Any, backward: bool | Loss) -> list[Tensor]:
 def _timed(
     model: nn.Module, batch: Any, backward: bool | Loss, device: torch.device | None
 ) -> tuple[CallTree, float, float]:
-    """One run with a clock: its calls, and the seconds of forward and backward."""
+    """Time one run: its calls, and the seconds of forward and backward."""
 
     def clock() -> float:
         if device is not None:
@@ -242,7 +242,7 @@ def _timed(
 
 
 def _watch(node: Any, tree: CallTree, clock: Callable[[], float]) -> list[Any]:
-    """Time one node, for the call that made it."""
+    """Time one autograd node, for the call that made it."""
     step = None if hasattr(node, "variable") else tree.maker(sequence_number(node))
     if step is None:
         return []

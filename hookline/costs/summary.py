@@ -1,8 +1,8 @@
-"""What each module of a model costs, as an object, a table, a dict.
+"""The costs of each module of a model, as an object, a table and a dict.
 
-- `Summary`: what `summarize` gives
-- `ModuleCosts`: what one module costs
-- `RowSource`: where a summary has its rows from
+- `Summary`: the result of `summarize`
+- `ModuleCosts`: the costs of one module
+- `RowSource`: makes the rows of a summary when they are read
 - `shapes_of(value)`: the shapes in a value, in its structure
 """
 
@@ -35,7 +35,7 @@ _PLAIN = (bool, int, float, complex, str)
 
 
 def shapes_of(value: Any) -> Any:
-    """The shapes in a value: a tensor's as text, lists and dicts of them, types of what else is.
+    """Return the shapes in a value: text for a tensor, lists and dicts of it, types of the rest.
 
     >>> import torch
     >>> shapes_of((torch.zeros(2, 3), {"mask": None, "h": [torch.zeros(4)], "causal": True}))
@@ -61,9 +61,9 @@ def _shapes_in(value: Any, level: int) -> Any:
 
 @dataclass(slots=True)
 class ModuleCosts:
-    """What one module costs, with all that is in it and that it calls; `own_…` without.
+    """The costs of one module and of all that is in it or called by it; `own_…` without these.
 
-    What was not measured is None: all from `called` on if there was no batch.
+    Fields that were not measured are None: without a batch, all from `called` on.
     """
 
     place: str
@@ -93,19 +93,19 @@ class ModuleCosts:
 
 
 class RowSource(Protocol):
-    """Where a summary has its rows from: it makes those that are read."""
+    """Makes the rows of a summary when they are read."""
 
     places: list[str]  # of all modules
     depths: list[int]
     packed: list[str]  # those whose weights are packed, and no parameters
 
     def make_row(self, number: int) -> ModuleCosts:
-        """What is told of a module, by its number."""
+        """Return the costs of a module, by its number."""
         ...
 
 
 class Summary:
-    """What each module of a model costs: `summary[place]`, `summary.totals`, a table as text.
+    """The costs of each module: `summary[place]`, `summary.totals`, and a table as text.
 
     >>> from hookline import summarize
     >>> print(summarize(nn.Sequential(nn.Linear(8, 16), nn.ReLU()), (32, 8)))
@@ -145,18 +145,18 @@ class Summary:
         return self.__dict__ | {"_alive": None}  # a model stays in its process
 
     def _row(self, number: int) -> ModuleCosts:
-        """The row of a module, the same one each time."""
+        """Return the row of a module, the same object each time."""
         if number not in self._made:
             self._made[number] = self._source.make_row(number)
         return self._made[number]
 
     @property
     def modules(self) -> list[ModuleCosts]:
-        """All rows, in model order."""
+        """The rows of all modules, in model order."""
         return [self._row(number) for number in range(len(self))]
 
     def __getitem__(self, place: str) -> ModuleCosts:
-        """What the module at a place costs; one of its other names will do."""
+        """Return the costs of the module at a place, or at one of its other names."""
         for row in self.modules:
             if place == row.place or place in row.aliases or place == escape(row.place):
                 return row
@@ -173,14 +173,14 @@ class Summary:
         return len(self._source.places)
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as plain values, ready for JSON: `model`, `totals`, `modules`."""
+        """Return everything as plain values, ready for JSON: `model`, `totals`, `modules`."""
         rows = [asdict(row) for row in self.modules]
         for row in rows:
             row["shared_with"], row["aliases"] = list(row["shared_with"]), list(row["aliases"])
         return {"model": self.model, "totals": dict(self.totals), "modules": rows}
 
     def to_pandas(self) -> Any:
-        """A pandas DataFrame with one row a module; the totals are in its `attrs`."""
+        """Return a pandas DataFrame with one row a module; the totals are in its `attrs`."""
         content = self.to_dict()
         frame = pandas("summary.to_pandas()").DataFrame(content["modules"])
         frame.attrs.update(model=self.model, totals=content["totals"])
@@ -189,7 +189,7 @@ class Summary:
     def show(
         self, where: Where | None = None, *, depth: int | None = None, width: int = 120
     ) -> str:
-        """The table as text.
+        """Return the table as text.
 
         Args:
             where: only the modules at these places: globs, regular expressions, types; modules
@@ -215,7 +215,7 @@ class Summary:
         return as_html(self._title(), _cells(rows), self._notes(left_out))
 
     def _rows(self, where: Where | None, depth: int | None) -> tuple[list[ModuleCosts], int]:
-        """The rows to be shown, and how many are left out for being too deep."""
+        """Return the rows to show, and how many are left out for being too deep."""
         places = self._source.places
         numbers = range(len(places))
         if where is not None:
@@ -230,7 +230,7 @@ class Summary:
         return [self._row(number) for number in shown], len(numbers) - len(shown)
 
     def _named(self, where: Any) -> Any:
-        """The same places for a tree that has names alone."""
+        """Return the same places for a tree of names."""
         if isinstance(where, tuple):  # perhaps a pair with a port
             return tuple(map(self._named, cast("tuple[Any, ...]", where)))
         if callable(where):
@@ -240,7 +240,7 @@ class Summary:
         return cast(Any, where)
 
     def _paths_of(self, where: Any) -> set[str]:
-        """The paths of a module, or of those of a type, or that fulfil a predicate."""
+        """Return the paths of a module, of a type, or of what a predicate selects."""
         model = None if self._alive is None else self._alive()
         if model is not None:
             requests = resolve(model, (where,), hookable=False)
@@ -294,10 +294,10 @@ def _stands_in(paths: set[str], path: str, node: nn.Module) -> bool:
 
 
 class _Node(nn.Module):
-    """A module without content: `select` finds places in a tree of them."""
+    """A module without content, for a tree in which `select` finds places."""
 
     def forward(self) -> None:
-        """Nothing passes through."""
+        """Do nothing."""
 
 
 def _skeleton(paths: Sequence[str]) -> nn.Module:
@@ -310,7 +310,7 @@ def _skeleton(paths: Sequence[str]) -> nn.Module:
 
 
 def _cells(rows: Sequence[ModuleCosts]) -> list[list[str]]:
-    """The table: a head, then a row a module; columns that say nothing are left out."""
+    """Return the table: a head, then a row a module; empty columns are left out."""
     ran = any(row.called is not None for row in rows)
     columns: dict[str, list[str]] = {
         "place": [escape(row.place) or "''" for row in rows],
@@ -346,7 +346,7 @@ def _show_flops(number: float) -> str:
 
 
 def _each(show: Callable[[Any], str], numbers: Sequence[float | None]) -> list[str]:
-    """Numbers for people, nothing for none and for 0. Many are alike in a model."""
+    """Format numbers for people; None and 0 are empty. Many are alike in a model."""
     known = {number: show(number) if number else "" for number in {*numbers}}
     return [known[number] for number in numbers]
 

@@ -1,7 +1,7 @@
-"""Where bad gradients come from: every node of a graph is looked at while a backward runs.
+"""Find where bad gradients come from, with hooks on every node of a graph during a backward.
 
-A node that was given finite gradients and passes on one that is not is their origin. In the end
-only what reached a parameter or an input counts.
+A node that gets finite gradients and passes on one that is not is an origin. At the end, only
+gradients that reached a parameter or an input count.
 
 - `BackwardTrace`: the hooks on the nodes of a graph, and what they found
 """
@@ -43,7 +43,7 @@ Edge = tuple[Any, int]
 
 
 class _PythonBackward(NamedTuple):
-    """What a node is in, whose backward is Python: it may run a forward and a backward inside."""
+    """The node of an autograd function in Python, which may run a forward and a backward inside."""
 
     node: Any
     around: NodeSpan
@@ -58,8 +58,8 @@ class _PythonBackward(NamedTuple):
 class BackwardTrace:
     """The hooks on the nodes of a graph; `bad` are the leaves that a bad gradient reached.
 
-    What older checkpointing runs again, forward and backward, runs inside of a node; `modules` and
-    `operations` show it to the trace.
+    Reentrant checkpointing runs a forward and a backward again inside of a node; `modules` and
+    `operations` show these to the trace.
     """
 
     def __init__(
@@ -96,12 +96,12 @@ class BackwardTrace:
             stack += [follows for follows, _ in node.next_functions if follows is not None]
 
     def recomputed(self, made: Any) -> None:
-        """Something was made inside of a node: its graph is new."""
+        """Note a new graph that was made inside of a node."""
         if self._inner:
             self._hook(tensor.grad_fn for _, tensor in leaves(made) if tensor.grad_fn is not None)
 
     def remove(self) -> None:
-        """Take all hooks off, and forget the graph."""
+        """Remove all hooks, and forget the graph."""
         for handle in chain.from_iterable(self._nodes.values()):
             handle.remove()
         self._nodes.clear()
@@ -109,7 +109,7 @@ class BackwardTrace:
         self._ends.clear()
 
     def _enter(self, node: Any, given: tuple[Any, ...]) -> None:
-        """What runs inside of a node belongs to the call that made the node."""
+        """Assign what runs inside of a node to the call that made the node."""
         trace, made = self.trace, self._span(node)
         path = "" if made is None else made.path
         came = [o for n in range(len(given)) for o in self._of.get((node, n), ())]
@@ -166,7 +166,7 @@ class BackwardTrace:
                 self._reached(name, passed[n], self._of[edge])
 
     def _name(self, edge: Edge) -> str | None:
-        """The parameter or input that an edge leads to."""
+        """Return the parameter or input that an edge leads to."""
         return self.names.get(id(getattr(edge[0], "variable", None)))
 
     def _reached(self, name: str, gradient: Tensor, origins: tuple[Origin, ...]) -> None:
@@ -176,9 +176,9 @@ class BackwardTrace:
         self.bad[name] = origins
 
     def _joined(self, fits: Callable[[Edge], bool]) -> str:
-        """What makes a bad gradient of finite shares: their sum, or, of a single one, a hook.
+        """Return what makes a bad gradient of finite shares: their sum, or for a single one a hook.
 
-        Nothing, if no share was seen.
+        The result is empty if no share was seen.
         """
         edges = [*self._ends, *(edge for node in self._nodes for edge in node.next_functions)]
         shares = sum(map(fits, edges))
@@ -197,9 +197,9 @@ class BackwardTrace:
         return self._add(origin)
 
     def _handed(self, node: Any) -> list[Origin]:
-        """The origins of what the forward was given bad: its backward only passes that on.
+        """Return the origins of bad inputs of the forward: its backward only passes them on.
 
-        Some kernels give a finite result for it, and so does a sigmoid of an infinity.
+        Some kernels return a finite result for bad inputs, and so does a sigmoid of an infinity.
         """
         span, saved = self._span(node), _saved(node)
         bad = [tensor for tensor in saved or () if is_bad(tensor)]
@@ -216,7 +216,9 @@ class BackwardTrace:
         return wrong
 
     def _unseen(self) -> Origin:
-        """A checkpoint that recomputes more than modules: only their graphs are looked at."""
+        """Return an origin for a checkpoint that recomputes more than modules, whose graphs alone
+        are seen.
+        """
         node, path, first = "", "", len(self.origins)
         if self._inner:
             inner = self._inner[-1]
@@ -232,7 +234,7 @@ class BackwardTrace:
         return origin
 
     def _span(self, node: Any) -> NodeSpan | None:
-        """The operation or call that made a node: the narrowest of those whose numbers fit."""
+        """Return the operation or call that made a node: the narrowest with fitting numbers."""
         number = sequence_number(node)
         fitting = [span for span in self.trace.spans if span.start <= number < span.end]
         return min(fitting, key=lambda s: (s.end - s.start, not s.operation), default=None)
@@ -247,7 +249,7 @@ class BackwardTrace:
         return bool(found.operation) and ignored.operation(owner, found.operation, found.use)
 
     def settle(self, gradients: Mapping[str, Tensor | None]) -> None:
-        """What came out in the end; a sum of finite shares may be bad, and what hooks make."""
+        """Take in the final gradients: a sum of finite shares may be bad, or a hook made it so."""
         for name, gradient in gradients.items():
             if gradient is None or not is_bad(gradient):
                 self.bad.pop(name, None)
@@ -260,17 +262,17 @@ class BackwardTrace:
 
 
 def _bad(gradients: tuple[Any, ...]) -> list[int]:
-    """Which of some gradients are bad."""
+    """Return the indices of bad gradients."""
     return [n for n, gradient in enumerate(gradients) if gradient is not None and is_bad(gradient)]
 
 
 def _is_python(node: Any) -> bool:
-    """Whether the backward of a node is that of an autograd function written in Python."""
+    """Return True for the node of an autograd function written in Python."""
     return autograd_function(node) is not None
 
 
 def _saved(node: Any) -> list[Tensor] | None:
-    """What the forward has left for the backward of a node; None if that cannot be read twice."""
+    """Return the tensors that the forward saved for a node; None if they cannot be read twice."""
     try:
         if _is_python(node):
             found: list[Any] = [node.saved_tensors, vars(node)]
@@ -287,7 +289,7 @@ def _described(gradients: tuple[Any, ...], label: str) -> Labelled:
 
 
 def _defined(node: Any) -> str:
-    """Where the backward of a custom autograd function is written."""
+    """Return where the backward of a custom autograd function is written."""
     function: Any = getattr(autograd_function(node), "backward", None)
     if function is None:
         return ""

@@ -1,9 +1,10 @@
-"""What a guard writes of a producer: its arguments, state and random numbers, as plain files.
+"""Write the inputs, state and random numbers of a producer of bad numbers as plain files.
 
 - `write_dump(folder, fault, sample, kept)`: a new folder with `guard.json` and `guard.safetensors`
-- `ArgumentWriter`: arguments as JSON, with their tensors beside it
-- `read_value(spelled, tensors)`: such arguments, read without trust
+- `ArgumentWriter`: writes arguments as JSON, with their tensors beside it
+- `read_value(content, tensors)`: reads such arguments, without trusting them
 - `function_named(name)`, `name_of(function)`: torch's functions by name
+- `constructor_of(module, writer)`: the arguments that make a module of `torch.nn` again
 """
 
 from __future__ import annotations
@@ -43,14 +44,14 @@ _WORDS = {
 
 
 class ArgumentWriter:
-    """Arguments as JSON; `tensors` are those that were met."""
+    """Writes arguments as JSON; `tensors` collects the tensors in them."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
         self._known: dict[int, tuple[Tensor, str]] = {}
 
     def tensor(self, tensor: Tensor) -> dict[str, Any]:
-        """A tensor by its number; the same one twice has one number."""
+        """Return the number of a tensor; the same tensor has one number each time."""
         plain = tensor.detach()
         if not json_safetensors.is_plain(plain):
             kind = "nested" if plain.is_nested else plain.layout
@@ -63,7 +64,7 @@ class ArgumentWriter:
         return {"tensor": self._known[id(tensor)][1], "complex": plain.is_complex()}
 
     def value(self, value: Any) -> Any:
-        """A nested value; TypeError, naming what it is, for what no JSON can hold."""
+        """Write a nested value; raise TypeError with its type if JSON cannot hold it."""
         if isinstance(value, Tensor):
             return self.tensor(value)
         if value is None or isinstance(value, (bool, int, str)):
@@ -93,21 +94,21 @@ class ArgumentWriter:
         raise TypeError(f"a {kind.__name__}")
 
 
-def read_value(spelled: Any, tensors: dict[str, Tensor], level: int = 0) -> Any:
-    """What a ArgumentWriter spelled; ValueError for anything else."""
+def read_value(content: Any, tensors: dict[str, Tensor], level: int = 0) -> Any:
+    """Read what an ArgumentWriter wrote; raise ValueError for anything else."""
     if level > _LEVELS:
         raise ValueError("it is nested too deeply")
-    if spelled is None or isinstance(spelled, (bool, int, float, str)):
-        return spelled
+    if content is None or isinstance(content, (bool, int, float, str)):
+        return content
 
     def read(value: Any) -> Any:
         return read_value(value, tensors, level + 1)
 
-    if isinstance(spelled, list):
-        return [read(item) for item in cast("list[Any]", spelled)]
-    if not isinstance(spelled, dict) or not spelled:
-        raise ValueError(f"{spelled!r:.40} is nothing that is known")
-    held = cast("dict[str, Any]", spelled)
+    if isinstance(content, list):
+        return [read(item) for item in cast("list[Any]", content)]
+    if not isinstance(content, dict) or not content:
+        raise ValueError(f"{content!r:.40} is nothing that is known")
+    held = cast("dict[str, Any]", content)
     tag, content = next(iter(held.items()))
     if tag == "tensor":
         found = tensors[content]
@@ -141,23 +142,23 @@ def _functions() -> dict[str, Any]:
 
 
 def name_of(function: Any) -> str | None:
-    """The name of a torch function, if it is one that can be found by it."""
+    """Return the name of a torch function, if it can be found by that name."""
     name = overrides.resolve_name(function)
     return name if name in _functions() else None
 
 
 def function_named(name: Any) -> Any:
-    """The torch function of that name; None if there is none, or none that may be called."""
+    """Return the torch function of that name; None if there is none that may be called."""
     return _functions().get(name) if isinstance(name, str) else None
 
 
 # -- modules --------------------------------------------------------------------------------------
 
 
-def constructor_of(module: nn.Module, speller: ArgumentWriter) -> dict[str, Any] | None:
-    """The arguments that make such a module of torch.nn again; None if they cannot be told.
+def constructor_of(module: nn.Module, writer: ArgumentWriter) -> dict[str, Any] | None:
+    """Return the arguments that make such a module of torch.nn again; None if they are unknown.
 
-    They are read from its attributes and tried out: what they make must look the same, and hold
+    They are read from its attributes and tested: the new module must have the same text, and
     tensors of the same names and shapes.
     """
     kind = type(module)
@@ -171,17 +172,17 @@ def constructor_of(module: nn.Module, speller: ArgumentWriter) -> dict[str, Any]
         is_switch = isinstance(value, Tensor) or (name == "bias" and value is None)
         found[name] = value is not None if is_switch else value
     try:
-        spelled = {name: speller.value(value) for name, value in found.items()}
+        content = {name: writer.value(value) for name, value in found.items()}
         with torch.device("meta"):
             made = kind(**found)
     except (TypeError, ValueError, RuntimeError):
         return None
     shapes = [{n: tuple(t.shape) for n, t in one.state_dict().items()} for one in (made, module)]
-    return spelled if repr(made) == repr(module) and shapes[0] == shapes[1] else None
+    return content if repr(made) == repr(module) and shapes[0] == shapes[1] else None
 
 
 def _parameters(kind: type[nn.Module]) -> list[str]:
-    """The names that a constructor takes; one that passes all on takes those of its base."""
+    """Return the parameter names of a constructor, with those of its base if it passes all on."""
     for base in kind.__mro__:
         parameters = list(inspect.signature(base.__init__).parameters.values())[1:]
         if not any(p.kind is p.VAR_POSITIONAL for p in parameters):
@@ -190,7 +191,7 @@ def _parameters(kind: type[nn.Module]) -> list[str]:
 
 
 def _state_of(module: nn.Module, kept: KeptCall) -> dict[str, Tensor]:
-    """The parameters and buffers of a module, as they were before the call."""
+    """Return the parameters and buffers of a module, as they were before the call."""
     before = {(id(b.held), b.name): b.tensor if b.copy is None else b.copy for b in kept.buffers}
     found: dict[str, Tensor] = {}
     for path, inner in walk(module):
@@ -200,7 +201,7 @@ def _state_of(module: nn.Module, kept: KeptCall) -> dict[str, Tensor]:
 
 
 def _module(
-    sample: ProducerSample, kept: KeptCall, speller: ArgumentWriter, missing: dict[str, str]
+    sample: ProducerSample, kept: KeptCall, writer: ArgumentWriter, missing: dict[str, str]
 ) -> dict[str, Any]:
     module = cast(nn.Module, sample.module)
     kind = type(module)
@@ -209,13 +210,13 @@ def _module(
         "path": sample.path, "class": f"{kind.__module__}.{kind.__qualname__}",
         "training": {path: modes.get(id(inner), True) for path, inner in walk(module)},
         "constructor": None, "inputs": None, "positional": sample.positional, "state": None,
-        **_settings(sample.module_settings, speller),
+        **_settings(sample.module_settings, writer),
     }  # fmt: skip
     try:
         if sample.inputs is None:
             missing["inputs"] = "the call of the module had ended when a part of it ran again"
         else:
-            told["inputs"] = speller.value(dict(sample.inputs))
+            told["inputs"] = writer.value(dict(sample.inputs))
     except TypeError as error:
         missing["inputs"] = f"the module was given {error}, which no plain file can hold"
     state = _state_of(module, kept)
@@ -223,13 +224,13 @@ def _module(
     if size > _MOST:
         missing["state"] = f"the state of the module has {size} bytes, more than {_MOST}"
     else:
-        told["constructor"] = constructor_of(module, speller)
-        told["state"] = {name: speller.tensor(tensor) for name, tensor in state.items()}
+        told["constructor"] = constructor_of(module, writer)
+        told["state"] = {name: writer.tensor(tensor) for name, tensor in state.items()}
     return told
 
 
 def _operation(
-    sample: ProducerSample, speller: ArgumentWriter, missing: dict[str, str]
+    sample: ProducerSample, writer: ArgumentWriter, missing: dict[str, str]
 ) -> dict[str, Any] | None:
     if sample.arguments is None:
         missing["operation"] = "no operation of torch was seen to make it"
@@ -240,33 +241,33 @@ def _operation(
         return None
     try:
         args, kwargs = sample.arguments
-        told = {"args": speller.value(list(args)), "kwargs": speller.value(dict(kwargs))}
+        told = {"args": writer.value(list(args)), "kwargs": writer.value(dict(kwargs))}
     except TypeError as error:
         missing["operation"] = f"the operation was given {error}, which no plain file can hold"
         return None
-    return {"function": name, **told, **_settings(sample.settings, speller)}
+    return {"function": name, **told, **_settings(sample.settings, writer)}
 
 
-def _settings(settings: RunSettings, speller: ArgumentWriter) -> dict[str, Any]:
+def _settings(settings: RunSettings, writer: ArgumentWriter) -> dict[str, Any]:
     autocast = [[kind, on, str(d).removeprefix("torch.")] for kind, on, d in settings.autocast]
-    return {"random": speller.tensor(settings.random), "autocast": autocast}
+    return {"random": writer.tensor(settings.random), "autocast": autocast}
 
 
 def write_dump(folder: str | Path, fault: Fault, sample: ProducerSample, kept: KeptCall) -> Path:
-    """Write what a producer was given into a new folder inside `folder`; that folder."""
-    speller, missing = ArgumentWriter(), dict[str, str]()
+    """Write the inputs of a producer into a new folder inside `folder`; return that folder."""
+    writer, missing = ArgumentWriter(), dict[str, str]()
     made = [(p, t) for p, t in leaves(sample.output) if json_safetensors.is_plain(t)]
     content: dict[str, Any] = {
-        "fault": fault.spelled(),
-        "operation": _operation(sample, speller, missing) if sample.is_operation else None,
-        "module": _module(sample, kept, speller, missing),
+        "fault": fault.to_dict(),
+        "operation": _operation(sample, writer, missing) if sample.is_operation else None,
+        "module": _module(sample, kept, writer, missing),
         "gradients": {
-            name: [[list(path), speller.tensor(tensor)] for path, tensor in given.items()]
+            name: [[list(path), writer.tensor(tensor)] for path, tensor in given.items()]
             for name, given in (
                 ("operation", sample.gradients), ("module", sample.module_gradients)
             )
         },
-        "output": [[list(path), speller.tensor(tensor)] for path, tensor in made],
+        "output": [[list(path), writer.tensor(tensor)] for path, tensor in made],
         "torch": torch.__version__, "missing": missing,
     }  # fmt: skip
     number = 0
@@ -277,4 +278,4 @@ def write_dump(folder: str | Path, fault: Fault, sample: ProducerSample, kept: K
             break
         except FileExistsError:
             number += 1
-    return json_safetensors.write(own, KIND, content, speller.tensors)
+    return json_safetensors.write(own, KIND, content, writer.tensors)

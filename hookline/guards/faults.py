@@ -1,6 +1,6 @@
-"""What a guard says of numbers that are not finite.
+"""The report of a guard on numbers that are not finite.
 
-- `Fault`: what was found: the place, its producer, what it was given, the line of the program
+- `Fault`: the place, its producer, its inputs, and the line of the program
 - `explain(fault)`: the error
 """
 
@@ -37,9 +37,9 @@ _SCALED = "If a GradScaler scales the loss, give it: guard(model, scaler=scaler)
 class Fault:
     """Numbers that are not finite: where they were seen, and what made them.
 
-    `kind` says what made them: `operation`, `module`, `memory` that was never written to,
-    `parameter` or `buffer` that was bad before, `input` that came in bad, `loss`, `sum` of finite
-    gradients, `hook` on a gradient, a tensor from `outside`, or `unknown`.
+    `kind` is one of: `operation`, `module`, `memory` (never written to), `parameter` or `buffer`
+    (bad before), `input` (of the model), `loss`, `sum` (of finite gradients), `hook` (on a
+    gradient), `outside` (a tensor from elsewhere), or `unknown`.
     """
 
     step: int  # the call of the model, from 0
@@ -59,11 +59,11 @@ class Fault:
     folder: Path | None = None
     dump: str = ""  # what is told of it
 
-    def spelled(self) -> dict[str, Any]:
-        """What of it is told in a dump."""
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields that a dump contains."""
         texts = ("kind", "place", "operation", "node", "source", "owner", "path")
         numbers = {
-            name: [[label, own.spelled()] for label, own in cast(Labelled, getattr(self, name))]
+            name: [[label, own.to_dict()] for label, own in cast(Labelled, getattr(self, name))]
             for name in ("seen", "values", "given")
         }
         told = {name: getattr(self, name) for name in texts}
@@ -80,7 +80,7 @@ class Fault:
         return "\n".join([self.headline(), *table, *self.remarks])
 
     def headline(self) -> str:
-        """What made them, in a sentence."""
+        """Return a sentence that says what made the numbers."""
         owner = repr(self.path) if self.path else "the model itself"
         owner += f" ({self.owner})" if self.owner else ""
         op, place = self.operation, str(self.place)
@@ -120,7 +120,7 @@ class Fault:
 def fault_of(
     origins: Sequence[Origin], often: set[tuple[str, str]], step: int, seen: Labelled
 ) -> Fault:
-    """The fault of the first of these origins; the others are mentioned."""
+    """Return the fault of the first origin; it mentions the others."""
     origin = origins[0]
     fault = Fault(step, origin.backward, seen, origin.kind, _place(origin, often))
     fault.operation, fault.node, fault.source = origin.operation, origin.node, origin.source
@@ -137,7 +137,7 @@ def _place(origin: Origin, often: set[tuple[str, str]]) -> str:
 
 
 def explain(fault: Fault, scaled: bool) -> NonFiniteError:
-    """The error that tells of a fault."""
+    """Return the error for a fault."""
     shown = [f"{label}: {own.counts()}" for label, own in fault.seen[:3]] or ["a gradient"]
     more = f" and {len(fault.seen) - 3} more" if len(fault.seen) > 3 else ""
     error = NonFiniteError(

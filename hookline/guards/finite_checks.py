@@ -1,10 +1,10 @@
-"""Whether the numbers in a tensor are finite, and what can be said of them if not.
+"""Check whether the numbers in a tensor are finite, and describe them.
 
-- `finite_probe(tensor)`: one number that is finite if the tensor is; nothing waits for it
+- `finite_probe(tensor)`: one number that is finite if the tensor is, without waiting for a device
 - `is_bad(tensor)`: whether a tensor holds a NaN or an infinity, exactly
 - `bad_leaves(value)`: the tensors of a nested value that do, with their paths
 - `is_mask(tensor)`: whether a tensor is an additive mask, of zeros and -inf only
-- `infinity_signs(tensor)`: which infinities it holds
+- `infinity_signs(tensor)`: the signs of its infinities
 - `TensorDescription`: shape, dtype, counts and range of a tensor, in one line of text
 """
 
@@ -39,7 +39,7 @@ _PLAIN = (torch.float32, torch.bfloat16, torch.float64)
 
 
 def float_values(tensor: Tensor) -> Tensor | None:
-    """The floating-point numbers of a tensor, detached; None if it has none that can be read."""
+    """Return the floating-point numbers of a tensor, detached; None if there are none to read."""
     if is_wrapped(tensor) or is_fake(tensor):
         return None
     tensor = local(tensor.detach())
@@ -61,11 +61,11 @@ def float_values(tensor: Tensor) -> Tensor | None:
 
 
 def finite_probe(tensor: Tensor, exact: bool = False) -> Tensor | None:
-    """One number that is finite if all numbers of a tensor are; None if it has none.
+    """Return one number that is finite if all numbers of a tensor are; None if it has none.
 
-    A sum: it may overflow, so that a bad probe is to be verified; a good one is certain. For
-    float16, where it would often overflow, and with `exact`, the least and the greatest number are
-    taken, which takes two or three times as long.
+    It is the sum. A sum may overflow, so a bad probe has to be verified; a good one is certain.
+    For float16, where sums often overflow, and with `exact`, it is made of the least and the
+    greatest number, which takes two or three times as long.
     """
     if (
         not exact and type(tensor) is Tensor and tensor.dtype in _PLAIN and not tensor.is_meta
@@ -83,7 +83,7 @@ def finite_probe(tensor: Tensor, exact: bool = False) -> Tensor | None:
 
 
 def all_finite(probes: Iterable[Tensor]) -> bool:
-    """Whether all probes are finite: one check and one transfer a device."""
+    """Return True if all probes are finite, with one check and one transfer a device."""
     grouped: dict[torch.device, list[Tensor]] = {}
     for one in probes:
         grouped.setdefault(one.device, []).append(one.float() if one.itemsize < 4 else one)
@@ -97,7 +97,7 @@ def all_finite(probes: Iterable[Tensor]) -> bool:
 
 
 def is_bad(tensor: Tensor | None) -> bool:
-    """Whether a tensor holds a NaN or an infinity.
+    """Return True if a tensor holds a NaN or an infinity.
 
     >>> is_bad(torch.tensor([1.0, float("inf")])), is_bad(torch.tensor([3e38, 3e38]))
     (True, False)
@@ -111,12 +111,12 @@ def is_bad(tensor: Tensor | None) -> bool:
 
 
 def bad_leaves(value: Any) -> list[tuple[Path, Tensor]]:
-    """The tensors of a nested value that hold a NaN or an infinity, with their paths."""
+    """Return the tensors of a nested value that hold a NaN or an infinity, with their paths."""
     return [(path, tensor) for path, tensor in leaves(value) if is_bad(tensor)]
 
 
 def is_mask(tensor: Tensor) -> bool:
-    """Whether a tensor is an additive mask: every number is 0 or -inf, and there are both.
+    """Return True for an additive mask: every number is 0 or -inf, and there are both.
 
     >>> is_mask(torch.full((3, 3), -torch.inf).triu(1)), is_mask(torch.tensor([-torch.inf, 2.0]))
     (True, False)
@@ -129,7 +129,7 @@ def is_mask(tensor: Tensor) -> bool:
 
 
 def infinity_signs(tensor: Tensor) -> frozenset[str]:
-    """Which infinities a tensor holds, and whether a NaN: of "+", "-" and "n"."""
+    """Return the signs of the infinities in a tensor, "+" and "-", and "n" for a NaN."""
     found = float_values(tensor)
     if found is None:
         return frozenset()
@@ -139,7 +139,7 @@ def infinity_signs(tensor: Tensor) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class TensorDescription:
-    """What can be said of a tensor's numbers: counts, range, and where the first bad one is.
+    """The counts and the range of a tensor's numbers, and where the first bad one is.
 
     >>> print(TensorDescription.of(torch.tensor([[1.0, 2.0], [float("nan"), 4.0]])))
     (2, 2) float32: 1 NaN of 4, first at [1, 0]; finite from 1 to 4, mean 2.333
@@ -160,7 +160,7 @@ class TensorDescription:
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorDescription:
-        """Look at all numbers of a tensor."""
+        """Describe a tensor by all its numbers."""
         kind, found = describe(tensor), float_values(tensor)
         if found is None:
             return cls(kind, tensor.numel() if not tensor.is_nested else 0)
@@ -184,11 +184,11 @@ class TensorDescription:
 
     @property
     def bad(self) -> int:
-        """How many are NaN or infinite."""
+        """The number of NaN and infinite numbers."""
         return self.nan + self.positive + self.negative
 
     def counts(self) -> str:
-        """The bad ones in words: `3 NaN and 1 -Inf of 12`."""
+        """Return the bad numbers in words: `3 NaN and 1 -Inf of 12`."""
         named = ((self.nan, "NaN"), (self.positive, "+Inf"), (self.negative, "-Inf"))
         return f"{' and '.join(f'{n} {name}' for n, name in named if n)} of {self.count}"
 
@@ -211,6 +211,6 @@ class TensorDescription:
             said.append("nothing finite")
         return f"{self.kind}: {'; '.join(said)}" if said else self.kind
 
-    def spelled(self) -> dict[str, Any]:
-        """Itself for JSON."""
+    def to_dict(self) -> dict[str, Any]:
+        """Return all fields for JSON."""
         return asdict(self)

@@ -1,11 +1,11 @@
-"""A run of a model in which every value is looked at: where do bad numbers come from?
+"""Trace a forward with every value checked, to find where bad numbers come from.
 
 A value that is not finite is followed by its memory. An operation that makes one from finite
-arguments is its origin; one that was given some passes their origins on. In the end only what
-reached the model's outputs counts, by its origins: what was masked away has done no harm.
+arguments is its origin; an operation with bad arguments passes their origins on. At the end, only
+origins of values that reached the model's outputs count: values that were masked away do no harm.
 
-- `ForwardTrace`: what is known of one run: origins, running calls, spans of autograd's numbers
-- `OperationMode`: the mode of torch's that shows every operation to a trace
+- `ForwardTrace`: the state of one run: origins, running calls, spans of autograd nodes
+- `OperationMode`: the function mode that shows every operation to a trace
 - `ModuleHooks`: the hooks that show every call of a module to a trace
 - `TracedCall`, `NodeSpan`: a call that is running, and the autograd nodes that something has made
 """
@@ -95,7 +95,7 @@ class NodeSpan:
 
 
 class ForwardTrace:
-    """What is known of one run: where bad numbers came from, and what was running."""
+    """The state of one run: where bad numbers came from, and which calls are running."""
 
     def __init__(self, parts: ModelParts, ignored: IgnoredPlaces, operations: bool) -> None:
         self.model, self.called, self.names = parts.model, parts.called, parts.names
@@ -131,7 +131,7 @@ class ForwardTrace:
     # -- following values -----------------------------------------------------------------------
 
     def origins_of(self, tensor: Tensor) -> tuple[Origin, ...]:
-        """Where a tensor's bad numbers came from, as far as is known."""
+        """Return the known origins of a tensor's bad numbers."""
         memory = _memory(tensor)
         if memory in self._of:
             return self._ordered([o for _, own in self._of[memory] for o in own])
@@ -165,7 +165,7 @@ class ForwardTrace:
         return tuple(sorted(set(origins), key=self.origins.index)[:_MOST])
 
     def let_go(self, tensor: Tensor) -> None:
-        """A tensor was written to, and is finite: what was bad there is so no more."""
+        """Forget the origins of a tensor that was written to, and is finite now."""
         memory = _memory(tensor)
         if memory in self._of:
             left = [one for one in self._of[memory] if is_bad(one[0])]
@@ -179,7 +179,7 @@ class ForwardTrace:
         self, name: str, use: int, module: nn.Module | None, given: Any,
         bad: list[tuple[Tensor, frozenset[str], Tensor]], made: list[Tensor], frame: FrameType,
     ) -> None:  # fmt: skip
-        """An operation has made something that is not finite."""
+        """Note an operation that has made something that is not finite."""
         inner = self._innermost(module)
         path = "" if inner is None else inner.path
         known = [(self.origins_of(tensor), sign, where) for tensor, sign, where in bad]
@@ -213,7 +213,7 @@ class ForwardTrace:
     # -- modules --------------------------------------------------------------------------------
 
     def enter(self, module: nn.Module, inputs: Any, positional: int) -> None:
-        """A call of a module begins."""
+        """Begin a call of a module."""
         self.clock += 1
         path, given = self.names.get(id(module), ""), kept_value(inputs)
         running = TracedCall(module, path, self.clock, next_sequence_number(), given, positional)
@@ -227,7 +227,7 @@ class ForwardTrace:
             self.sample.of(running)
 
     def _of_inputs(self, bad: list[Tensor]) -> tuple[Origin, ...]:
-        """Where the bad inputs of a call came from, if only calls of modules are seen."""
+        """Return the origins of the bad inputs of a call, if only calls of modules are seen."""
         found: list[Origin] = []
         for tensor in bad:
             origins = self.origins_of(tensor)
@@ -260,15 +260,15 @@ class ForwardTrace:
         return (self._add(origin),)
 
     def _explains(self, origins: tuple[Origin, ...], tensor: Tensor) -> bool:
-        """Whether a tensor's bad numbers may come from there: a NaN is never meant.
+        """Return True if a tensor's bad numbers may come from these origins; a NaN is never meant.
 
-        What torch does not show may have written it: numpy, a script, `torch.vmap`.
+        Writers that torch does not show may have made them: numpy, a script, `torch.vmap`.
         """
         meant = all(origin.meant and not origin.ignored for origin in origins)
         return bool(origins) and not (meant and "n" in infinity_signs(tensor))
 
     def leave(self, module: nn.Module, output: Any) -> None:
-        """A call of a module ends."""
+        """End a call of a module."""
         running = None
         while self.running and running is None:
             last = self.running.pop()  # calls that raised are dropped
@@ -298,7 +298,7 @@ class ForwardTrace:
 
 
 def _memory(tensor: Tensor) -> int:
-    """What tells the memory of a tensor from others."""
+    """Return a number that tells the memory of a tensor from others."""
     try:
         return storage_id(tensor)  # its address would end copy-on-write
     except (NotImplementedError, RuntimeError):  # no storage of its own: sparse, nested
@@ -306,7 +306,7 @@ def _memory(tensor: Tensor) -> int:
 
 
 def _covers(one: Tensor, other: Tensor) -> bool:
-    """Whether a tensor is all of its memory, or the same part of it as another."""
+    """Return True if a tensor is all of its memory, or the same part of it as another."""
     if one is other or one.nbytes == one.untyped_storage().nbytes():
         return True
     if one.is_nested or other.is_nested:  # without a shape
@@ -317,7 +317,7 @@ def _covers(one: Tensor, other: Tensor) -> bool:
 
 
 class OperationMode(Mode):
-    """The mode of torch's that shows every operation to a trace."""
+    """The function mode that shows every operation to a trace."""
 
     def __init__(self, trace: ForwardTrace) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""From what was found to the error: what the producer was given, a dump of it, the words.
+"""Make the errors of a guard: search the producer, write its dump, build the message.
 
 - `ErrorBuilder`: makes the errors of a guard
-- `bad_gradients(kept)`: the gradients that came into a call's outputs bad
+- `bad_gradients(kept)`: the bad gradients of a call's outputs
 - `label_of(path)`: a part of the model's output in words
 """
 
@@ -36,7 +36,7 @@ _PRODUCERS = ("operation", "module", "memory", "outside")  # that can be run aga
 
 
 def label_of(path: tuple[Any, ...], called: str = "") -> str:
-    """A part of the model's output in words, or of that of a module in it.
+    """Describe a part of the model's output, or of the output of a module in it.
 
     >>> label_of(("logits", 0))
     "the model's output[logits][0]"
@@ -48,7 +48,7 @@ def label_of(path: tuple[Any, ...], called: str = "") -> str:
 
 
 def bad_gradients(kept: KeptCall) -> Labelled:
-    """The gradients that came into a call's outputs bad."""
+    """Return the bad gradients of a call's outputs."""
     found = [(path, gradient) for path, (gradient, _) in kept.gradients.items() if is_bad(gradient)]
     return [(f"gradient of {label_of(p, kept.path)}", TensorDescription.of(g)) for p, g in found]
 
@@ -62,8 +62,8 @@ class ErrorBuilder:
         self.model, self.ignored, self.to, self.scaled = model, ignored, to, scaled
         self.busy = False  # whether a call is being run again
 
-    def again(self, doubts: list[str], search: Callable[..., T], *given: Any) -> T | None:
-        """Run a call again, in some way; if that fails, it is one more doubt."""
+    def run_again(self, doubts: list[str], search: Callable[..., T], *given: Any) -> T | None:
+        """Run a call again; an error of that run is one more doubt."""
         self.busy = True
         try:
             return search(*given)
@@ -76,7 +76,7 @@ class ErrorBuilder:
     def search_backward(
         self, calls: list[KeptCall], hooked: dict[str, Tensor], seen: Labelled, scale: float
     ) -> list[str] | None:
-        """Raise if a producer is found; else why it may not have been, or None if all is meant.
+        """Raise if a producer is found; else return doubts, or None if all bad numbers are meant.
 
         `hooked` are bad gradients of parameters that have hooks.
         """
@@ -92,16 +92,16 @@ class ErrorBuilder:
                 if origins and scale <= 1:
                     seen = seen or kept.backward.seen
                     fault = fault_of(list(dict.fromkeys(origins)), set(), kept.number, seen)
-                    raise self.told(kept, origins[0], fault)
+                    raise self.build(kept, origins[0], fault)
                 if kept.backward.bad and not origins:
                     return None
                 continue
             own = kept.doubts()
-            again = None if own else self.again(own, find_backward, kept, self.ignored, scale)
+            again = None if own else self.run_again(own, find_backward, kept, self.ignored, scale)
             if again is not None and again.origins and again.same:
                 seen = seen or again.seen
                 fault = fault_of(again.origins, again.trace.often, kept.number, seen)
-                raise self.told(kept, again.origins[0], fault, scale)
+                raise self.build(kept, again.origins[0], fault, scale)
             if again is not None and again.bad and again.same:
                 return None  # all of it is ignored
             if again is not None and not again.same:
@@ -111,13 +111,13 @@ class ErrorBuilder:
             doubts += own
         return doubts
 
-    def told(
+    def build(
         self, kept: KeptCall, origin: Origin, fault: Fault, scale: float = 1.0
     ) -> NonFiniteError:
-        """The error for a fault, with what the producer was given, and a dump of it."""
+        """Return the error for a fault, with the inputs of its producer and a dump of them."""
         sample, doubts = origin.sample, list[str]()
         if origin.number and kept.trace is None:
-            sample = self.again(doubts, take_sample, kept, self.ignored, origin, scale)
+            sample = self.run_again(doubts, take_sample, kept, self.ignored, origin, scale)
             if sample is not None:
                 describe_sample(sample, origin)
                 fault.values, fault.given = origin.values, origin.given
@@ -134,28 +134,28 @@ class ErrorBuilder:
             if sample is None:
                 why = doubts or ["what the producer was given is not known"]
                 fault.remarks.append(f"No dump was written: {why[0]}.")
-                return self.finish(fault)
+                return self.complete(fault)
             try:
                 fault.folder = write_dump(self.to, fault, sample, kept)
                 fault.dump = f"{fault.folder}: hookline.replay runs it again"
             except (OSError, RuntimeError, HooklineError) as error:  # what was found counts more
                 why = str(error).rstrip(".")
                 fault.remarks.append(f"The dump could not be written: {why}.")
-        return self.finish(fault)
+        return self.complete(fault)
 
-    def unknown(
+    def build_unknown(
         self, step: int, backward: bool, seen: Labelled, doubts: list[str]
     ) -> NonFiniteError:
-        """The error where a call cannot be run again as it was."""
+        """Return the error for a call that cannot be run again as it was."""
         fault = Fault(step, backward, seen)
         fault.remarks = [f"No second run shows it: {one}." for one in dict.fromkeys(doubts)]
         held = [(join(path, name), t) for path, m in walk(self.model) for name, t in tensors_of(m)]
         bad = [name for name, t in held if is_bad(t) and not is_mask(t)]
         fault.remarks += [f"{name!r} holds such numbers now." for name in bad[:1]]
-        return self.finish(fault)
+        return self.complete(fault)
 
-    def finish(self, fault: Fault) -> NonFiniteError:
-        """The error for a fault of which all is known."""
+    def complete(self, fault: Fault) -> NonFiniteError:
+        """Return the error for a complete fault."""
         if fault.kind not in ("parameter", "buffer", "input", "loss", "unknown"):
             with suppress(AttributeError):  # a parameter's, in a sum
                 fault.owner = type(self.model.get_submodule(fault.path)).__name__

@@ -1,9 +1,6 @@
-"""Stop at the first producer of a NaN or an infinity.
+"""Stop at the first producer of a NaN or an infinity: `guard(model)`.
 
-- `guard(model)`: a context in which a bad number that leaves the model, forward or backward, is an
-  error that names what made it
-
-Past the usual length: it is one class, whose two directions share what is known of a step.
+- `guard`: a context that raises an error if a bad number leaves the model, forward or backward
 """
 
 from __future__ import annotations
@@ -94,7 +91,7 @@ class _BackwardPass:
         self.before: dict[str, tuple[_GuardHandler, int, int]] = {}
 
     def sums(self) -> dict[str, Tensor]:
-        """Of those the gradients to which something was added; `autograd.grad` adds nothing."""
+        """Return the gradients to which something was added; `autograd.grad` adds nothing."""
         found: dict[str, Tensor] = {}
         for name, (handler, ident, version) in self.before.items():
             gradient = _gradient(handler)
@@ -119,19 +116,19 @@ class guard(Context):
         model: any module.
         ignore: places whose bad numbers are meant: modules, operations (`"attn/log"`), parameters,
             parts of the model's inputs (`":inputs[mask]"`) or outputs.
-        scaler: the `GradScaler` of mixed precision. Gradients that are bad only because of its
-            scale are left to it: it skips the step.
-        to: the folder for what `hookline.replay` runs again. Without it nothing is written.
+        scaler: the `GradScaler` of mixed precision. It skips steps whose gradients are bad only
+            because of its scale, so the guard ignores these.
+        to: the folder for dumps, which `hookline.replay` runs again. By default none is written.
         careful: check every module as it runs. The guard does so by itself where a call cannot be
             run again as it was.
 
     It acts inside `with`, or from `.attach()` to `.remove()`, over any number of steps; a step is
     a call of the model and its backward. A bad number is a fault if it leaves the model, in an
-    output or in the gradient of a parameter or an input: what was masked away inside is none. The
-    error is a `NonFiniteError`; its `fault` has all that is known. Each step is checked by one
-    number for each output and gradient; only if one of them is bad, the call is run again, from
-    its inputs, random numbers and buffers, with all operations looked at. Modules with hooks of
-    yours run them again, too.
+    output or in the gradient of a parameter or an input; numbers that are masked away inside are
+    not. The error is a `NonFiniteError`; its `fault` has all details. Each step is checked by one
+    number for each output and gradient. Only if one of them is bad, the guard runs the call again,
+    with the same inputs, random numbers and buffers, and checks all operations. Your own hooks on
+    modules run again, too.
     """
 
     _verb = "guard"
@@ -158,7 +155,7 @@ class guard(Context):
     # -- entering and leaving -------------------------------------------------------------------
 
     def _entries(self) -> list[nn.Module]:
-        """Modules in the model that the program may call by themselves, outside of its forward."""
+        """Return the modules that the program may call outside of the model's forward."""
         return []
 
     def _resolve(self) -> list[Request]:
@@ -191,7 +188,7 @@ class guard(Context):
         self._step = 0  # the last call that has ended
         self._ended: KeptCall | None = None  # a call whose trace is not yet looked at
         self._ignored = IgnoredPlaces(self._model, self._ignore, self._called)
-        self._teller = ErrorBuilder(self._model, self._ignored, self._to, self._scaler is not None)
+        self._errors = ErrorBuilder(self._model, self._ignored, self._to, self._scaler is not None)
         super()._start(attached)
         self._find_parts()
         self._first = {id(p): p for p in self._model.parameters()}
@@ -206,7 +203,7 @@ class guard(Context):
         self._parts = {id(one): ModelParts(self._model, one, names) for one in self._called}
 
     def _find_more(self) -> None:
-        """Parameters were exchanged, as by `load_state_dict(assign=True)`: watch the new ones."""
+        """Watch new parameters, after an exchange as by `load_state_dict(assign=True)`."""
         self._later = [p for p in self._model.parameters() if id(p) not in self._first]
         self._find_parts()
 
@@ -240,12 +237,12 @@ class guard(Context):
 
     @property
     def model(self) -> nn.Module:
-        """The model that is guarded; of one in DDP or compiled, that inside."""
+        """The guarded model; for a DDP or compiled model the one inside."""
         return self._model
 
     def busy(self) -> bool:
-        """Whether a call is being run again: the guard does not look at it."""
-        return self._teller.busy
+        """Return True while a call is run again: the guard ignores it."""
+        return self._errors.busy
 
     # -- forward --------------------------------------------------------------------------------
 
@@ -287,7 +284,7 @@ class guard(Context):
                 gradients.watch_tensor(self._input_handler, tensor)
 
     def ended(self, module: nn.Module, output: Any, index: int) -> None:
-        """A call of the model ends, or of a module in it that is called by itself."""
+        """End a call of the model, or of a module in it that is called by itself."""
         running = self._running.get(threading.get_ident())
         if not running or running[-1][1].called is not module:
             return  # entered while it was running, or a part of that call
@@ -310,7 +307,7 @@ class guard(Context):
             self._check_pending()
 
     def _check_pending(self) -> None:
-        """Look at the probes of outputs."""
+        """Check the probes of outputs."""
         pending, self._pending = self._pending, []
         for kept, probes in pending:
             if not all_finite(probes):
@@ -325,7 +322,9 @@ class guard(Context):
             (label_of(path, kept.path), TensorDescription.of(tensor)) for path, tensor in bad
         ]
         doubts = kept.doubts()
-        found = None if doubts else self._teller.again(doubts, find_forward, kept, self._ignored)
+        found = (
+            None if doubts else self._errors.run_again(doubts, find_forward, kept, self._ignored)
+        )
         if found is None:
             raise self._unknown(kept.number, False, seen, doubts)
         if not found.bad or (not found.same and not found.origins):
@@ -339,20 +338,20 @@ class guard(Context):
         if not found.same:
             fault.remarks.append(_DIFFERENT)
             self._look_closely()
-        raise self._teller.told(kept, found.origins[0], fault)
+        raise self._errors.build(kept, found.origins[0], fault)
 
     def _counts(self, kept: KeptCall, path: Part, tensor: Tensor) -> bool:
-        """Whether an output is bad, and not ignored."""
+        """Return True for an output that is bad, and not ignored."""
         return is_bad(tensor) and not self._ignored.output(path, kept.called)
 
     def _is_known(self, path: Part, tensor: Tensor) -> bool:
-        """Whether an output is infinite just where it was before, on purpose."""
+        """Return True if an output is infinite just where it was before, on purpose."""
         known, own = self._meant.get(path), cast(Tensor, float_values(tensor))
         same = known is not None and known.shape == own.shape and torch.equal(known, own.isfinite())
         return same and not own.isnan().any()
 
     def _left(self, module: nn.Module, output: Any) -> None:
-        """Where every module is checked: a call of one has ended."""
+        """Check the trace of a call that has ended, where every module is checked."""
         if backward_id() != -1:  # it may be recomputed
             for looked in self._looked:
                 if looked.trace is cast(ModuleHooks, self._modules).trace:
@@ -366,7 +365,7 @@ class guard(Context):
             bad = [(p, t) for p, t in leaves(output) if self._counts(kept, p, t)]
             seen: Labelled = [(label_of(p, kept.path), TensorDescription.of(t)) for p, t in bad]
             fault = fault_of(found.origins, set(), kept.number, seen)
-            raise self._teller.told(kept, found.origins[0], fault)
+            raise self._errors.build(kept, found.origins[0], fault)
         if (id(module), kept.number) in self._calls:
             names = parameter_names(self._model) | kept.names()
             kept.backward = BackwardTrace(kept.trace, names, cast(ModuleHooks, self._modules))
@@ -454,16 +453,16 @@ class guard(Context):
         for kept, wrong in given:
             if wrong:
                 origin = Origin("loss", "", backward=True, values=wrong)
-                raise self._teller.finish(fault_of([origin], set(), kept.number, seen or wrong))
+                raise self._errors.complete(fault_of([origin], set(), kept.number, seen or wrong))
         step = calls[0].number if calls else self._step
         if bad and not doubts and all(kept.trace is not None for kept in calls):
             beside = Origin("loss", "", backward=True)  # all that the calls passed on was finite
-            raise self._teller.finish(fault_of([beside], set(), step, seen))
+            raise self._errors.complete(fault_of([beside], set(), step, seen))
         if bad or doubts or sure:
             raise self._unknown(step, True, seen, doubts or [_FINITE])
 
     def _sum_failed(self, sums: dict[str, Tensor]) -> None:
-        """What a backward gave is finite; what it was added to may not be since."""
+        """Raise for a sum: a backward was finite, and the gradients it was added to are not."""
         bad = {name: gradient for name, gradient in sums.items() if is_bad(gradient)}
         self._let -= sums.keys() - bad.keys()
         bad = [(n, g) for n, g in bad.items() if not (n in self._let or self._ignored.tensor(n))]
@@ -472,17 +471,17 @@ class guard(Context):
         seen: Labelled = [(f"the gradient of {n!r}", TensorDescription.of(g)) for n, g in bad]
         origins = [Origin("sum", name, backward=True, node=ADDING) for name, _ in bad]
         origins[0].values = [("gradient", seen[0][1])]
-        raise self._teller.finish(fault_of(origins, set(), self._step, seen))
+        raise self._errors.complete(fault_of(origins, set(), self._step, seen))
 
     def _unknown(
         self, step: int, backward: bool, seen: Labelled, doubts: list[str]
     ) -> NonFiniteError:
-        """The error where a call cannot be run again as it was: modules are checked from now on."""
+        """Return the error for a call that cannot be run again; check modules from now on."""
         self._look_closely()
-        return self._teller.unknown(step, backward, seen, doubts)
+        return self._errors.build_unknown(step, backward, seen, doubts)
 
     def _scale(self) -> float:
-        """What the scaler multiplies the loss with."""
+        """Return the factor by which the scaler multiplies the loss."""
         return scale_of(self._scaler) or 1.0
 
 
@@ -500,7 +499,7 @@ def _is_hooked(handler: Handler) -> bool:
 
 
 def _must_be_waited_for(probes: list[Tensor]) -> bool:
-    """Whether reading probes makes the program wait for another device."""
+    """Return True if reading probes makes the program wait for another device."""
     return not all(one.is_cpu for one in probes)
 
 

@@ -1,11 +1,11 @@
-"""A call of a model kept so that it can be run again as it was, and all put back afterwards.
+"""Keep a call of a model, so that it can be run again as it was.
 
 - `KeptCall`: one call: its arguments, random numbers, buffers and settings
 - `ModelParts`: the modules, parameters and buffers of a model, found once
 - `BufferCopies`: the buffers of a model, copied before a call if calls change them
 - `CallHolder`: a hook that keeps a call as long as its graph lives
 - `count_of_writes(tensor)`: how often it was changed in place
-- `unwrapped(model)`, `is_spread(model)`: what of a model can be run again in one process
+- `unwrapped(model)`, `is_spread(model)`: which model can be run again in one process
 """
 
 from __future__ import annotations
@@ -59,13 +59,15 @@ def count_of_writes(tensor: Tensor) -> int:
 
 
 def _there(held: dict[str, Tensor | None], name: str) -> Tensor | None:
-    """A buffer, unless it was taken out, or is one of a lazy module that was not called so far."""
+    """Return a buffer; None if it was taken out, or belongs to a lazy module that was not
+    called.
+    """
     tensor = held[name] if name in held else None  # noqa: SIM401 - a ScriptModule's has no get
     return None if tensor is None or is_lazy(tensor) else tensor
 
 
 class BufferCopy(NamedTuple):
-    """A buffer as it was at some time: where it is held, and a copy if one was taken."""
+    """A buffer at some time: the dict that holds it, and a copy if one was taken."""
 
     held: dict[str, Tensor | None]  # the module's own
     name: str
@@ -76,7 +78,7 @@ class BufferCopy(NamedTuple):
 
 
 class BufferCopies:
-    """The buffers of a model. Those that a call was seen to change are copied before the next."""
+    """The buffers of a model, with copies of those that a call was seen to change."""
 
     def __init__(self, model: nn.Module, names: dict[int, str]) -> None:
         self.places = [
@@ -103,7 +105,7 @@ class BufferCopies:
         return kept
 
     def learn(self, before: list[BufferCopy]) -> list[str]:
-        """After a call: which buffers it has changed; those that were not copied before it."""
+        """Note after a call which buffers it has changed; return those without a copy."""
         changed = [
             b for b in before
             if _there(b.held, b.name) is not b.tensor or count_of_writes(b.tensor) != b.version
@@ -115,7 +117,7 @@ class BufferCopies:
 
     @staticmethod
     def restore(kept: list[BufferCopy]) -> None:
-        """Put the copied ones back, as the objects that they were."""
+        """Put the copied buffers back, as the same tensors."""
         for held, name, _, tensor, _, copy in kept:
             held[name] = tensor
             if copy is not None and not same_bits(tensor, copy):
@@ -139,7 +141,7 @@ class ModelParts:
         self._known = self._identities()
 
     def are_exchanged(self) -> bool:
-        """Whether modules or parameters were put in, taken out or exchanged since."""
+        """Return True if modules or parameters were added, removed or exchanged since."""
         return self._identities() != self._known
 
     def _identities(self) -> list[int]:  # of what is alive: all that was found is kept here
@@ -147,7 +149,7 @@ class ModelParts:
 
 
 class KeptCall:
-    """One call of a model, or of a module in it: what it was given, and all that it depended on."""
+    """One call of a model, or of a module in it: its inputs, and all that it depends on."""
 
     def __init__(self, parts: ModelParts, inputs: Any, positional: int) -> None:
         names = list(inputs)
@@ -186,7 +188,7 @@ class KeptCall:
         self.backward: Any = None
 
     def learn(self) -> None:
-        """After the call: note what it has changed."""
+        """Note after the call what it has changed."""
         self.lost = self.parts.buffers.learn(self.buffers)
         if any(count_of_writes(tensor) != version for _, tensor, version in self.versions):
             self.parts.changes_inputs = True
@@ -194,13 +196,13 @@ class KeptCall:
             self.parts.draws[self.modes[0]] = not self.random_state.is_numpy_current()
 
     def close(self) -> None:
-        """Take the hooks off its graph."""
+        """Remove the hooks from its graph."""
         if self.backward is not None:
             self.backward.remove()
             self.backward = None
 
     def doubts(self) -> list[str]:
-        """Why running it again may give something else, as far as can be seen."""
+        """Return reasons why running it again may give something else, as far as they are known."""
         found: list[str] = []
         changed = [path for path, t, version in self.versions if count_of_writes(t) != version]
         sums = [
@@ -226,10 +228,10 @@ class KeptCall:
 
     @contextmanager
     def again(self, gradients: bool) -> Generator[tuple[Any, Any, list[tuple[str, Tensor]]]]:
-        """Set everything to the state before the call; give the arguments to call the model with.
+        """Set everything to the state before the call; yield the arguments to call the model with.
 
-        They are copies. With `gradients`, those that required grad are computed from leaves that
-        do so again, which come with their names. Afterwards the model is as it is now.
+        The arguments are copies. With `gradients`, those that required grad are computed from new
+        leaves, which are returned with their names. Afterwards the model is as it is now.
         """
         with isolated(ModuleIndex(self.called), devices=self.devices), ExitStack() as stack:
             stack.enter_context(torch.inference_mode(self.inference and not gradients))
@@ -244,7 +246,7 @@ class KeptCall:
             yield self._arguments(gradients)
 
     def names(self) -> dict[int, str]:
-        """Its inputs that require grad in words, by id."""
+        """Return descriptions of its inputs that require grad, by id."""
         return {
             id(t): f"the input {p[0]}{show_path(p[1:])}"
             for p, t, _ in self.versions
@@ -279,7 +281,9 @@ def _copied(leaf: Any) -> Any:
 
 
 def _opaque(value: Any) -> str:
-    """The type of an argument that is no tensor, number, text or container."""
+    """Return the type of an argument that is no tensor, number, text or container; "" if there is
+    none.
+    """
     inside = children(value)
     if inside is not None:
         return next((name for _, item in inside if (name := _opaque(item))), "")
@@ -298,14 +302,14 @@ class CallHolder:
 
 
 def unwrapped(model: Any) -> Any:
-    """The model inside DDP and compile: run again, it must not meet the other ranks."""
+    """Return the model inside DDP and compile, which can run again without the other ranks."""
     while type(model).__name__ in _WRAPPERS:
         model = getattr(model, _WRAPPERS[type(model).__name__])
     return model
 
 
 def is_spread(model: nn.Module) -> bool:
-    """Whether a forward of the model needs other ranks, so that it cannot be run again here."""
+    """Return True if a forward of the model needs other ranks, and cannot be run again here."""
     return any(
         is_gathered(module)
         or (isinstance(module, nn.SyncBatchNorm) and torch.distributed.is_initialized())

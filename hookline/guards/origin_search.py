@@ -2,8 +2,9 @@
 
 - `find_forward(kept, ignored)`: the origins of bad outputs
 - `find_backward(kept, ignored, scale)`: the origins of bad gradients
-- `take_sample(kept, ignored, origin, scale)`: what the producer was given and made
-- `SearchResult`: what a search found, and whether it can be trusted
+- `output_origins(kept, trace, output, ignored)`: the same for a call that was traced already
+- `take_sample(kept, ignored, origin, scale)`: the inputs and outputs of the producer
+- `SearchResult`: the result of a search, and whether it can be trusted
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ __all__ = [
 
 @dataclass
 class SearchResult:
-    """The origins that reached an end; none if what is there is meant, or nothing was bad."""
+    """The origins of bad numbers; none if these are meant, or if nothing was bad."""
 
     trace: ForwardTrace
     origins: list[Origin] = field(default_factory=list[Origin])
@@ -48,7 +49,7 @@ class SearchResult:
 
 
 def _run(kept: KeptCall, trace: ForwardTrace, args: Any, kwargs: Any) -> Any:
-    """Call again what was called, with everything shown to a trace."""
+    """Call the model again, with everything shown to a trace."""
     with ModuleHooks(kept.parts.model, trace), OperationMode(trace):
         return kept.called(*args, **kwargs)
 
@@ -70,7 +71,7 @@ def find_forward(kept: KeptCall, ignored: IgnoredPlaces) -> SearchResult:
 def output_origins(
     kept: KeptCall, trace: ForwardTrace, output: Any, ignored: IgnoredPlaces
 ) -> SearchResult:
-    """The origins of what is not finite in the output of a call."""
+    """Return the origins of what is not finite in the output of a call."""
     found = SearchResult(trace)
     for path, tensor in bad_leaves(output):
         if ignored.output(path, kept.called):
@@ -84,7 +85,7 @@ def output_origins(
 
 
 def _alike(one: Tensor, other: Any) -> bool:
-    """Whether two tensors are not finite at the same places."""
+    """Return True if two tensors are not finite at the same places."""
     first, second = float_values(one), float_values(other) if isinstance(other, Tensor) else None
     if first is None or second is None or first.shape != second.shape:
         return first is second
@@ -92,7 +93,7 @@ def _alike(one: Tensor, other: Any) -> bool:
 
 
 def parameter_names(model: nn.Module) -> dict[int, str]:
-    """The first name of every parameter, by id."""
+    """Return the first name of every parameter, by id."""
     found: dict[int, str] = {}
     for path, module in walk(model):
         for name, tensor in tensors_of(module):
@@ -115,7 +116,7 @@ def find_backward(kept: KeptCall, ignored: IgnoredPlaces, scale: float) -> Searc
 
 
 def _run_both(kept: KeptCall, trace: ForwardTrace, scale: float) -> tuple[Any, BackwardTrace]:
-    """Call again what was called, and run its backward, with everything shown to a trace."""
+    """Call the model again and run its backward, with everything shown to a trace."""
     modules, operations = ModuleHooks(kept.parts.model, trace), OperationMode(trace)
     with kept.again(gradients=True) as (args, kwargs, inputs), modules:
         with operations:
@@ -165,7 +166,9 @@ def _gradients(
 def take_sample(
     kept: KeptCall, ignored: IgnoredPlaces, origin: Origin, scale: float
 ) -> ProducerSample | None:
-    """Run a call again and keep what the producer was given and made; None if it did not come."""
+    """Run a call again and return the inputs and outputs of the producer; None if it did not
+    run.
+    """
     for both in (True,) if origin.backward else (False, True):  # it may come in a backward only
         trace = ForwardTrace(kept.parts, ignored, operations=True)
         sample = trace.sample = ProducerSample(
@@ -182,7 +185,7 @@ def take_sample(
 
 
 def describe_sample(sample: ProducerSample, origin: Origin) -> None:
-    """Put into an origin what its sample shows."""
+    """Add the description of a sample to its origin."""
     told = sample.inputs
     if sample.arguments is not None:
         told = bind(sample.function, *sample.arguments)

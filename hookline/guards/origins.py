@@ -1,8 +1,8 @@
-"""Where numbers that are not finite come from, and which infinities are meant.
+"""The origins of numbers that are not finite, and the rule for infinities on purpose.
 
 - `Origin`: a producer: an operation, a module, a parameter, an input, the loss
-- `is_meant(...)`: the rule for infinities that were put there on purpose
-- `IgnoredPlaces`: the places whose values are not looked at
+- `is_meant(...)`: whether infinities were put there on purpose
+- `IgnoredPlaces`: the places whose values are not checked
 - `line_of(frame)`: the line of the user's program that is running; `show_line(line)` is its text
 """
 
@@ -64,7 +64,7 @@ class Origin:
     parts: Parts = ()  # of an input
 
     def place(self, often: bool = False) -> Place:
-        """Its place; the use of an operation is told where there were several."""
+        """Return its place, with the number of the use for an operation that is used often."""
         if self.kind == "input":
             return Place(self.path, "inputs", self.parts)
         name = f"{self.operation}#{self.use}" if often else self.operation
@@ -72,7 +72,7 @@ class Origin:
 
 
 def label_tensors(values: Any) -> Labelled:
-    """What can be said of every tensor with numbers in a nested value, by its path."""
+    """Describe every tensor with numbers in a nested value, by its path."""
     found: Labelled = []
     for path, tensor in leaves(values):
         if float_values(tensor) is not None:
@@ -82,13 +82,13 @@ def label_tensors(values: Any) -> Labelled:
 
 
 def infinite(tensor: Tensor) -> Tensor:
-    """Where a tensor is infinite."""
+    """Return a mask of the infinities in a tensor."""
     found = float_values(tensor)
     return torch.zeros((), dtype=torch.bool) if found is None else found.isinf()
 
 
 def _names_infinity(value: Any, depth: int = 0) -> bool:
-    """Whether a plain number among the arguments is infinite."""
+    """Return True if a plain number among the arguments is infinite."""
     if isinstance(value, float):
         return math.isinf(value)
     if depth > 3 or isinstance(value, Tensor):
@@ -99,17 +99,17 @@ def _names_infinity(value: Any, depth: int = 0) -> bool:
 def is_meant(
     name: str, arguments: Any, held: Sequence[tuple[frozenset[str], Tensor]], made: Sequence[Tensor]
 ) -> bool:
-    """Whether the infinities that an operation made are there on purpose.
+    """Return True if the infinities that an operation made are there on purpose.
 
-    A NaN never is. An infinity is, if the operation was given one as a plain number, as in
-    `masked_fill(mask, -inf)`; or if the operation only passes on infinities that were meant: of
+    A NaN never is. An infinity is if an argument is an infinite plain number, as in
+    `masked_fill(mask, -inf)`, or if the operation only passes on infinities that were meant: of
     no other sign, and, where each number has its place, at no other place.
 
     Args:
-        name: of the operation.
-        arguments: of the call.
-        held: of the arguments that held infinities, all of them meant: their signs, and where
-            they were, before the call.
+        name: the name of the operation.
+        arguments: the arguments of the call.
+        held: for the arguments that held infinities before the call, all of them meant: the signs
+            and positions of these.
         made: the results that are not finite.
     """
     found = frozenset[str]().union(*(infinity_signs(one) for one in made))
@@ -127,7 +127,7 @@ def is_meant(
 
 
 def _is_new(made: Tensor, before: Sequence[Tensor]) -> bool:
-    """Whether a result is infinite where none of the arguments was."""
+    """Return True if a result is infinite where none of the arguments was."""
     where = infinite(made)
     for one in before:
         try:
@@ -138,7 +138,7 @@ def _is_new(made: Tensor, before: Sequence[Tensor]) -> bool:
 
 
 class IgnoredPlaces:
-    """The places whose values are not looked at: modules, operations, parameters, inputs."""
+    """The places whose values are not checked: modules, operations, parameters, inputs."""
 
     def __init__(
         self, model: nn.Module, wheres: Sequence[Where], called: Sequence[nn.Module]
@@ -161,11 +161,11 @@ class IgnoredPlaces:
         return bool(self.targets)
 
     def module(self, module: nn.Module) -> bool:
-        """Whether the output of a module is ignored."""
+        """Return True if the output of a module is ignored."""
         return id(module) in self._modules
 
     def output(self, path: tuple[Any, ...], called: nn.Module) -> bool:
-        """Whether a part of the output of what was called is ignored."""
+        """Return True if a part of the output of a call is ignored."""
         return any(
             t.module is called and t.port == "output" and t.operation is None
             and t.attribute is None and path[: len(t.parts)] == t.parts
@@ -173,7 +173,7 @@ class IgnoredPlaces:
         )  # fmt: skip
 
     def operation(self, module: nn.Module, name: str, use: int) -> bool:
-        """Whether an operation in the forward of a module is ignored."""
+        """Return True if an operation in the forward of a module is ignored."""
         for target in self.targets:
             if target.operation is not None and target.module is module:
                 wanted, _, nth = target.operation.partition("#")
@@ -184,11 +184,11 @@ class IgnoredPlaces:
         return False
 
     def tensor(self, path: str) -> bool:
-        """Whether a parameter or buffer is ignored."""
+        """Return True if a parameter or buffer is ignored."""
         return any(t.attribute is not None and str(t.place) == path for t in self.targets)
 
     def input(self, path: tuple[Any, ...], first: Any, called: nn.Module) -> bool:
-        """Whether a part of a call's inputs is ignored; `first` is the name of the first."""
+        """Return True if a part of a call's inputs is ignored; `first` is the name of the first."""
         for target in self.targets:
             if target.module is not called:
                 continue
@@ -204,9 +204,9 @@ def _whole(target: Target) -> bool:
 
 
 def line_of(frame: FrameType | None) -> Line | None:
-    """The innermost line that is neither torch's nor ours: where the user's program stands.
+    """Return the innermost line of the program that is neither torch's nor hookline's.
 
-    None in a second run of which no line is the user's: that which began it is another one.
+    It is None in a second run without a line of the user's.
     """
     while frame is not None and (file := frame.f_code.co_filename).startswith(OURS):
         frame = None if file.startswith(_GUARDS) else frame.f_back
@@ -214,7 +214,7 @@ def line_of(frame: FrameType | None) -> Line | None:
 
 
 def show_line(line: Line | None) -> str:
-    """A line of a program with its file and number."""
+    """Return a line of a program with its file and number."""
     if line is None:
         return ""
     file, number = line

@@ -1,8 +1,8 @@
-"""What a producer of bad numbers was given and made, kept on the way.
+"""Keep the inputs and outputs of a producer of bad numbers during a run.
 
-- `ProducerSample`: of one operation or call of a trace, by its number
-- `RunSettings`: the random numbers and the autocast of a moment
-- `kept_value(value)`: a nested value that stays as it is
+- `ProducerSample`: those of one operation or call of a trace, by its number
+- `RunSettings`: the random numbers and the autocast settings of a moment
+- `kept_value(value)`: a nested value that later changes do not reach
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ __all__ = ["ProducerSample", "RunSettings", "kept_value"]
 
 
 def kept_value(value: Any) -> Any:
-    """A nested value whose tensors stay as they are now, detached."""
+    """Return a nested value of detached snapshots."""
     return map_leaves(lambda leaf: snapshot(leaf) if isinstance(leaf, Tensor) else leaf, value)
 
 
 class RunSettings:
-    """The random numbers and the autocast of a moment; a forward may change both on its way."""
+    """The random numbers and the autocast settings of a moment; a forward may change both."""
 
     __slots__ = ("autocast", "random")
 
@@ -42,9 +42,9 @@ class RunSettings:
 
 
 class ProducerSample:
-    """What one operation or call of a trace was given and made, by its number.
+    """The inputs and outputs of one operation or call of a trace, by its number.
 
-    With `backward` the gradients of what was made are kept, too, when they come.
+    With `backward`, gradients of the output are kept, too.
     """
 
     def __init__(self, number: int, operation: bool, backward: bool = False) -> None:
@@ -68,12 +68,12 @@ class ProducerSample:
         self.module_settings = running.settings
 
     def take(self, made: Any) -> None:
-        """Keep what was made."""
+        """Take the output."""
         self.output = kept_value(made)
         self._await(made, self.gradients)
 
     def take_whole(self, output: Any) -> None:
-        """The first call of the module that ends is that around the operation."""
+        """Take the output of the call around the operation: the first that ends."""
         if not self._ended:
             self._ended = True
             self._await(output, self.module_gradients)

@@ -1,7 +1,7 @@
-"""Run again what a guard has written of a producer of NaN or infinity.
+"""Run the dump of a guard again: `replay(folder, model=None)`.
 
-- `replay(folder, model=None)`: run it again → `Replay`
-- `Replay`: what came out, and whether it is what was written
+- `replay`: run the producer of bad numbers again → `Replay`
+- `Replay`: the outputs, and whether they are those of the first run
 """
 
 # What is read from a file is of any type.
@@ -42,11 +42,11 @@ _TOLD = 'Guard it again with a folder: guard(model, to="dumps").'
 
 @dataclass(eq=False)
 class Replay:
-    """What came out when a producer was run again.
+    """The result of running a producer again.
 
-    `reproduced` is whether bad numbers came out again; `exact`, of a forward, whether they are
-    those of the first run bit for bit. `output` and `gradients` are what was computed, `inputs`
-    what it was computed from.
+    `reproduced` is True if the result has bad numbers again. `exact` is for a forward: True if its
+    output is that of the first run, bit for bit. `output` and `gradients` were computed from
+    `inputs`.
     """
 
     place: str
@@ -71,13 +71,13 @@ class Replay:
 
 
 def _autocast(kind: str, enabled: bool, name: str) -> torch.dtype | None:
-    """The dtype of autocast, if it was on."""
+    """Return the dtype of autocast, if it was on."""
     dtype = {"bfloat16": torch.bfloat16, "float16": torch.float16}[name] if enabled else None
     return dtype if kind in ("cpu", "cuda") else None
 
 
 class _Dump:
-    """A folder that a guard has written, read without trust."""
+    """The folder of a dump, read without trusting it."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = folder
@@ -102,34 +102,34 @@ class _Dump:
         asked = f"What a guard has written to {str(self.folder)!r} was to be run again."
         raise ReplayError(asked, one_line(found), remedy) from None
 
-    def value(self, spelled: Any) -> Any:
-        """A value that was spelled, or an error."""
+    def value(self, content: Any) -> Any:
+        """Return a value of the dump, or raise an error."""
         try:
-            return read_value(spelled, self.tensors)
+            return read_value(content, self.tensors)
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             self.refuse(f"A value in it is not spelled as a guard does: {error!r:.80}.")
 
-    def pairs(self, name: str, spelled: Any) -> dict[tuple[Any, ...], Tensor]:
-        """Tensors by their paths."""
+    def pairs(self, name: str, content: Any) -> dict[tuple[Any, ...], Tensor]:
+        """Return tensors by their paths."""
         try:
-            return {tuple(path): self.tensor(tensor) for path, tensor in spelled}
+            return {tuple(path): self.tensor(tensor) for path, tensor in content}
         except (TypeError, ValueError) as error:
             self.refuse(f"Its {name} are not spelled as a guard does: {error!r:.80}.")
 
-    def tensor(self, spelled: Any) -> Tensor:
-        """A tensor that was spelled, or an error."""
-        found = self.value(spelled)
+    def tensor(self, content: Any) -> Tensor:
+        """Return a tensor of the dump, or raise an error."""
+        found = self.value(content)
         if not isinstance(found, Tensor):
-            self.refuse(f"A tensor in it is not spelled as a guard does: {spelled!r:.80}.")
+            self.refuse(f"A tensor in it is not spelled as a guard does: {content!r:.80}.")
         return found
 
     def why_not(self, part: str) -> str:
-        """Why a part was not written."""
+        """Return why a part was not written."""
         return f"{self.missing.get(part, 'it was not written')}."
 
 
 def replay(folder: str | Path | None, model: nn.Module | None = None) -> Replay:
-    """Run again what a guard has written: the operation alone, or the module in a model.
+    """Run the producer of bad numbers in a dump again: an operation alone, or a module.
 
     >>> import tempfile
     >>> import hookline
@@ -146,16 +146,17 @@ def replay(folder: str | Path | None, model: nn.Module | None = None) -> Replay:
       result  (2,) float32: 1 -Inf of 2, first at [1]; finite 0
 
     Args:
-        folder: `error.fault.folder` of a `NonFiniteError`, or a folder that was copied from there.
-            It is None if the guard was not told by `to=` where to write.
-        model: to run the whole module that the producer is in, with the inputs and the state that
-            were written; the model itself is not changed. It is needed if what was written is no
-            function of torch and no plain module of `torch.nn`: no code is kept in the folder.
+        folder: `error.fault.folder` of a `NonFiniteError`, or a copy of that folder. It is None if
+            the guard was not told by `to=` where to write.
+        model: the guarded model, to run the whole module around the producer, with the inputs and
+            the state in the folder; the model itself is not changed. It is required unless the
+            producer is a function of torch or a plain module of `torch.nn`, since the folder
+            contains no code.
 
-    Random numbers are those of the first run, and afterwards as before. It runs on the CPU, or
-    where the model is. Nothing is unpickled, and only torch's own functions and modules are called.
-    What is read from the folder is checked, but its author chooses how large the results are: run
-    what a stranger has sent you where memory is limited.
+    Random numbers are those of the first run, and afterwards as before. It runs on the CPU, or on
+    the device of the model. Nothing is unpickled, and only torch's own functions and modules are
+    called. The content of the folder is checked, but its author chooses how large the results are:
+    run a stranger's folder where memory is limited.
 
     Raises:
         ReplayError: If the folder is not as a guard writes it, does not fit the model, or if what
@@ -176,7 +177,7 @@ def replay(folder: str | Path | None, model: nn.Module | None = None) -> Replay:
 def _settings(
     dump: _Dump, told: dict[str, Any], device: str, *modules: nn.Module
 ) -> Generator[None]:
-    """Set random numbers and autocast as they were; afterwards all is as it is now."""
+    """Set random numbers and autocast to those of the dump for a block."""
     state = dump.value(told.get("random"))
     try:
         with ExitStack() as stack:
@@ -197,7 +198,7 @@ def _settings(
 
 
 def _leaves(value: Any, wanted: dict[str, Tensor], prefix: str = "") -> Any:
-    """A copy of a value whose numbers require grad; the leaves are put into `wanted`."""
+    """Return a copy of a value whose numbers require grad; put its leaves into `wanted`."""
     names = {id(tensor): f"{prefix}{path[-1] if path else ''}" for path, tensor in leaves(value)}
 
     def leaf(one: Any) -> Any:
@@ -214,7 +215,7 @@ def _finish(
     dump: _Dump, what: str, inputs: Any, output: Any, wanted: dict[str, Tensor], given: Any,
     whole: bool,
 ) -> Replay:  # fmt: skip
-    """What is to be said of an output, and of its gradients."""
+    """Return the result for an output, and for its gradients."""
     found: dict[str, Tensor] = {}
     exact = None
     if dump.backward:
@@ -358,7 +359,7 @@ def _run_module(dump: _Dump, module: nn.Module) -> Replay:
 def _copied_with(
     dump: _Dump, module: nn.Module, state: dict[str, Tensor]
 ) -> tuple[nn.Module, dict[str, Tensor]]:
-    """A copy of a module that holds another state, and its parameters and buffers by name."""
+    """Return a copy of a module with another state, and its parameters and buffers by name."""
     made = copy.deepcopy(module)
     held = {**dict(made.named_parameters()), **dict(made.named_buffers())}
     found = {name: tensor for name, tensor in held.items() if name in state}
@@ -374,7 +375,7 @@ def _copied_with(
 def _state(
     dump: _Dump, module: nn.Module, parameters: dict[str, Tensor], device: torch.device
 ) -> dict[str, Tensor]:
-    """The state that was written, for a module that holds the same; its own if none was."""
+    """Return the state in the dump, for a module with the same names; empty if none was written."""
     told = dump.module.get("state")
     if told is None:
         return {}

@@ -1,1 +1,1 @@
-"""A model over a data set, values on disk: on one process, on many ranks, after a crash."""
+"""Store the values of a model over a data set: on one process, on many ranks, after a crash."""

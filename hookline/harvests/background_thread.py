@@ -1,9 +1,9 @@
-"""Writing in the background: the model runs on while rows go to the disk.
+"""Call a function in the background: the model runs on while rows are written to disk.
 
 - `BackgroundThread`: calls a function with each item on a thread of its own
 
-Memory is bounded: whoever puts more than a few items waits. An error of the thread is raised in
-the caller, at the next `put` or at the end.
+Memory is bounded: `put` waits if a few items are waiting already. An error of the thread is raised
+in the caller, at the next `put` or at the end.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class BackgroundThread:
         self._ended.set()
 
     def put(self, item: Any) -> None:
-        """Have an item worked on; waits if too many are waiting already."""
+        """Queue an item; wait if too many are waiting already."""
         if self._error is None:
             self._items.put(item)
         self._raise()
@@ -63,10 +63,10 @@ class BackgroundThread:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        """What waits is still done, after an error of the caller's and Ctrl-C, too.
+        """Wait until all items are done, also after an error of the caller or Ctrl-C.
 
-        A Ctrl-C while that is awaited gives up what waits, but not what is being done: the caller
-        is about to close the files that it is done with.
+        A Ctrl-C during this wait drops the items that wait, but not the one that is being done: the
+        caller is about to close the files.
         """
         interrupt: BaseException | None = None
         while not self._ended.is_set():  # `is_alive` is wrong once an interrupt has met `join`

@@ -1,9 +1,9 @@
-"""What tells one model, function or batch from another, in a few characters.
+"""Identify a model, function or batch by a few characters.
 
 - `fingerprint(model)`: of its modules, parameters and buffers
 - `stable_text(thing)`: an index, a function or None as text that is the same in another process
-- `bound_content(function)`: what a function has beside its code
-- `live_edits(model)`: what changes values while the model runs
+- `bound_content(function)`: the arguments of a partial, the weights of a module
+- `live_edits(model)`: the edits that act on a model
 - `digest(value)`: of the tensors and numbers in a batch
 """
 
@@ -41,7 +41,7 @@ _SAMPLED = 2048  # words of 8 bytes that are looked at one by one; of the others
 
 
 def fingerprint(model: nn.Module) -> str:
-    """A few characters that are others if a module, a shape or a weight is another.
+    """Return a few characters that change with any module, shape or weight of a model.
 
     >>> torch.nn.init.ones_((model := nn.Linear(2, 1)).weight), torch.nn.init.ones_(model.bias)
     (Parameter...
@@ -69,7 +69,7 @@ def fingerprint(model: nn.Module) -> str:
 
 
 def _adapters(module: nn.Module) -> str:
-    """Which adapters of PEFT's a layer uses, and how; empty for any other layer."""
+    """Return which adapters of PEFT a layer uses, and how; empty for any other layer."""
     names = "disable_adapters", "active_adapters", "merged_adapters", "scaling"
     if not all(hasattr(module, name) for name in names[:2]):
         return ""
@@ -77,7 +77,7 @@ def _adapters(module: nn.Module) -> str:
 
 
 def _content(tensor: Tensor) -> bytes:
-    """The sum of all bits as words of 8 bytes, in whichever order, a sample of them, the rest."""
+    """Return the sum of all bits as 8-byte words in any order, a sample of them, and the rest."""
     if is_wrapper(tensor):
         held = held_in(tensor)
         return type(tensor).__qualname__.encode() + b"".join(_content(inner) for inner in held)
@@ -101,7 +101,7 @@ def _content(tensor: Tensor) -> bytes:
 
 
 def stable_text(thing: Any) -> str | None:
-    """An index, a function, or None.
+    """Return an index, a function or None as text that is the same in another process.
 
     >>> stable_text(np.s_[:, -1]), stable_text(torch.nn.functional.gelu)
     ("{'tuple': [{'slice': [None, None, None]}, -1]}", 'gelu')
@@ -114,13 +114,13 @@ def stable_text(thing: Any) -> str | None:
         named = getattr(thing, "__qualname__", None) or type(cast("Any", thing)).__qualname__
         code = getattr(thing, "__code__", None)
         return f"{named} {_code(code):08x}" if isinstance(code, CodeType) else named
-    writer = Writer()
+    writer = RecipeWriter()
     text = str(writer.index(thing))
     return text + "".join(f" {digest(tensor):08x}" for tensor in writer.tensors.values())
 
 
 def bound_content(function: Any) -> str | None:
-    """What a function has beside its code: the arguments of a partial, the weights of a module.
+    """Return what a function holds beside its code: arguments of a partial, weights of a module.
 
     >>> bound_content(partial(torch.add, other=1)) == bound_content(partial(torch.add, other=2))
     False
@@ -136,7 +136,7 @@ def bound_content(function: Any) -> str | None:
 
 
 def live_edits(model: nn.Module) -> list[str]:
-    """The edits that act on a model now: where, and by what.
+    """List the edits that act on a model now: their places and changes.
 
     >>> from hookline import scale
     >>> handle = edit(model := nn.Sequential(nn.ReLU()), "0", scale(2.0)).attach()
@@ -157,7 +157,7 @@ def live_edits(model: nn.Module) -> list[str]:
 
 
 def _code(code: CodeType) -> int:
-    """Of what a function does: its steps, and the numbers and names in them."""
+    """Return a digest of a function's code: its steps, and the numbers and names in them."""
     plain = [_ordered(c) for c in code.co_consts if not isinstance(c, CodeType)]
     seen = zlib.crc32(code.co_code + repr((plain, code.co_names)).encode())
     for inner in code.co_consts:
@@ -167,13 +167,13 @@ def _code(code: CodeType) -> int:
 
 
 def _ordered(constant: Any) -> Any:
-    """A set in one order: that of words differs from process to process."""
+    """Return a set in a fixed order: that of words differs from process to process."""
     sets = isinstance(constant, frozenset)
     return sorted(map(repr, cast("frozenset[Any]", constant))) if sets else constant
 
 
 def _plain(array: np.ndarray[Any, Any]) -> Any:
-    """An array as a tensor, or as its bytes where torch has no such dtype or byte order."""
+    """Return an array as a tensor, or as its bytes if torch has no such dtype or byte order."""
     array = np.ascontiguousarray(array)
     try:
         return torch.from_numpy(array)
@@ -182,12 +182,12 @@ def _plain(array: np.ndarray[Any, Any]) -> Any:
 
 
 def _is_array(value: Any) -> bool:
-    """Whether numpy can read it, as it can an image of Pillow."""
+    """Return True if numpy can read a value, such as an image of Pillow."""
     return hasattr(value, "__array_interface__") or hasattr(value, "__array__")
 
 
 def _arrays_in(thing: Any, met: dict[int, Any]) -> Iterator[tuple[str, Any]]:
-    """The tensors and arrays in the attributes of an object, and in what stands there."""
+    """Yield the tensors and arrays in the attributes of an object, and in the objects there."""
     inside: Any = children(thing)
     if inside is None:
         inside = [*getattr(thing, "__dict__", {}).items()]
@@ -202,7 +202,8 @@ def _arrays_in(thing: Any, met: dict[int, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def digest(value: Any, seen: int = 0) -> int:
-    """Of the tensors, arrays, numbers and words in a structure; of large ones a sample.
+    """Return a digest of the tensors, arrays, numbers and words in a structure; large ones are
+    sampled.
 
     >>> digest({"x": torch.zeros(3)}) == digest({"x": torch.zeros(3)})
     True

@@ -1,9 +1,9 @@
-"""What a harvest refuses, or warns of, before it stores anything.
+"""Checks of a harvest, before it stores anything.
 
-- `places_in(model, where)`: the places; an error for those that a forward does not give
-- `refuse_unfit(model)`: a model that is spread over ranks, or has no weights yet
-- `warn_of_training(model)`: values that depend on chance
-- `warn_of_order(sizes, samples)`: rows that may not be samples
+- `places_in(model, where)`: the places; raises for those that a forward has not
+- `refuse_unfit(model)`: raises for a model that is spread over ranks, or has no weights yet
+- `warn_of_training(model)`: warns that values depend on chance
+- `warn_of_order(sizes, samples)`: warns that rows may not be samples
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["places_in", "refuse_unfit", "warn_of_order", "warn_of_training"]
 
 
 def places_in(model: nn.Module, where: Where) -> list[Place]:
-    """The places that are asked for."""
+    """Return the places that are asked for; raise for those that a forward has not."""
     places = select(model, where)
     for place in places:
         if "grad" in place.port or place.port == "value":
@@ -36,7 +36,7 @@ def places_in(model: nn.Module, where: Where) -> list[Place]:
 
 
 def refuse_unfit(model: nn.Module) -> None:
-    """Each rank runs by itself, and whoever goes on has to have the same weights."""
+    """Raise for a model that one rank cannot run alone, or that has no weights yet."""
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         found = _why_unfit(model, name, tensor)
         if found is not None:
@@ -44,7 +44,7 @@ def refuse_unfit(model: nn.Module) -> None:
 
 
 def _why_unfit(model: nn.Module, name: str, tensor: Tensor) -> tuple[str, str] | None:
-    """Why nothing can be harvested of a model with such a tensor, and what to do."""
+    """Return why nothing can be harvested from a model with such a tensor, and what to do."""
     if nn.parameter.is_lazy(tensor):
         found = f"Its {name!r} has no shape yet, and would be drawn anew at each start."
         return found, "Run the model once, and load its weights."
@@ -73,7 +73,7 @@ def warn_of_training(model: nn.Module) -> None:
 
 
 def warn_of_order(sizes: Iterable[int], samples: int) -> None:
-    """Warn of rows that nobody brought to the front, and that are as many as no tensor is long."""
+    """Warn of rows that may not be samples, since no tensor in the batch has as many."""
     lengths = sorted(set(sizes))
     if lengths and samples not in lengths:
         warn_outside(

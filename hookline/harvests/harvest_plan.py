@@ -1,7 +1,7 @@
-"""The plan of a harvest: what will be on the disk, and whether it is what was there before.
+"""The plan of a harvest: what it will write, and whether it may continue an earlier one.
 
-- `describe(taker, world)`: what a harvest depends on, as it is kept in store.json
-- `refuse_changes(folder, wanted)`: an error with the reason if an earlier harvest was another one
+- `describe(extractor, world)`: what a harvest depends on, as it is kept in store.json
+- `refuse_changes(folder, wanted)`: raise with the reason if an earlier harvest was different
 - `HarvestPlan`: places, shapes, rows, bytes and free space, as a table
 - `plan_for(...)`: the plan, from the rows of a first batch
 """
@@ -55,24 +55,24 @@ _FIXES = {
 }
 
 
-def describe(taker: RowExtractor, world: int | None) -> dict[str, Any]:
-    """What a harvest depends on. Functions are known by their name, code and bound arguments."""
-    taking = taker.taking
-    functions = (taking.at, taking.transform, taking.mask, taking.ids, taking.forward)
+def describe(extractor: RowExtractor, world: int | None) -> dict[str, Any]:
+    """Return what a harvest depends on; functions by their name, code and bound arguments."""
+    options = extractor.options
+    functions = (options.at, options.transform, options.mask, options.ids, options.forward)
     return {
-        "model": type(taker.model).__name__,
-        "fingerprint": fingerprint(taker.model),
-        "places": [str(place) for place in taker.asked],
-        "dtype": None if taking.dtype is None else str(taking.dtype).removeprefix("torch."),
-        "at": stable_text(taking.at),
-        "transform": stable_text(taking.transform),
-        "mask": stable_text(taking.mask),
-        "ids": stable_text(taking.ids),
-        "forward": stable_text(taking.forward),
+        "model": type(extractor.model).__name__,
+        "fingerprint": fingerprint(extractor.model),
+        "places": [str(place) for place in extractor.asked],
+        "dtype": None if options.dtype is None else str(options.dtype).removeprefix("torch."),
+        "at": stable_text(options.at),
+        "transform": stable_text(options.transform),
+        "mask": stable_text(options.mask),
+        "ids": stable_text(options.ids),
+        "forward": stable_text(options.forward),
         "bound": [bound_content(function) for function in functions],
-        "stop": taking.stop,
-        "mode": _mode(taker.model),
-        "edits": live_edits(taker.model),
+        "stop": options.stop,
+        "mode": _mode(extractor.model),
+        "edits": live_edits(extractor.model),
         "ranks": world,
     }
 
@@ -86,7 +86,7 @@ def _mode(model: nn.Module) -> str:
 
 
 def refuse_changes(folder: Path, wanted: dict[str, Any]) -> None:
-    """An error if a store is there that another harvest, or something else, has written."""
+    """Raise if the store was written by a different harvest, or by something else."""
     if not (folder / "store.json").exists():
         return
     found = read_description(folder).get("harvest")
@@ -106,7 +106,7 @@ def refuse_changes(folder: Path, wanted: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class HarvestPlan:
-    """What a harvest will write; its repr is a table."""
+    """The places, shapes, rows and bytes that a harvest will write; its repr is a table."""
 
     folder: str
     # Place, row, number of rows, dtype and bytes, of the first batch.
@@ -127,14 +127,14 @@ class HarvestPlan:
 
     @property
     def nbytes(self) -> int | None:
-        """The bytes that all ranks will write yet, headers included."""
+        """The bytes that all ranks have still to write, headers included."""
         if self.batches is None:
             return None
         left = max(0, self.batches - self.done)
         return left * self.batch_bytes * self.ranks + 65536 * (len(self.rows) + 2) * self.ranks
 
     def check_space(self) -> None:
-        """An error if it does not fit on the disk."""
+        """Raise if it does not fit on the disk."""
         if self.nbytes is not None and self.nbytes > self.free:
             raise HarvestError(
                 f"A harvest of {show_bytes(self.nbytes)} into {self.folder!r} was asked for.",
@@ -169,12 +169,12 @@ class HarvestPlan:
 
 
 def plan_for(
-    taken: BatchRows, folder: Path, batches: int | None, done: int, ranks: int, stops: bool
+    batch_rows: BatchRows, folder: Path, batches: int | None, done: int, ranks: int, stops: bool
 ) -> HarvestPlan:
-    """The plan of a rank's share, from the rows of one batch."""
+    """Return the plan of a rank's share, from the rows of one batch."""
     rows: list[tuple[str, str, int, str, int]] = []
-    other = sum(len(str(one)) + 8 if isinstance(one, str) else 8 for one in taken.ids or ())
-    for place, value in taken.rows.items():
+    other = sum(len(str(one)) + 8 if isinstance(one, str) else 8 for one in batch_rows.ids or ())
+    for place, value in batch_rows.rows.items():
         varies = not isinstance(value, Tensor)
         pieces = value if isinstance(value, list) else [value]
         first = pieces[0] if pieces else None
@@ -188,7 +188,16 @@ def plan_for(
     while not there.exists():
         there = there.parent
     free = shutil.disk_usage(there).free
-    varies = any(not isinstance(value, Tensor) for value in taken.rows.values())
+    varies = any(not isinstance(value, Tensor) for value in batch_rows.rows.values())
     return HarvestPlan(
-        str(folder), tuple(rows), taken.samples, batches, done, ranks, free, varies, other, stops
+        str(folder),
+        tuple(rows),
+        batch_rows.samples,
+        batches,
+        done,
+        ranks,
+        free,
+        varies,
+        other,
+        stops,
     )

@@ -1,13 +1,14 @@
-"""Statistics of a harvest: measured while the rows are written, right after a crash too.
+"""Statistics of a harvest, measured while its rows are written, also across a crash.
 
-- `RankStatistics`: takes in the rows of a rank as they are committed
-- `merge_ranks(folder, ranks)`: those of all ranks as one
-- `are_sound(folder)`: whether those that are there can be read
-- `keep_whole(folder, samples)`: whether those that are there are of all samples
+- `RankStatistics`: measures the rows of a rank as they are committed
+- `merge_ranks(folder, ranks)`: merges the statistics of all ranks
+- `are_sound(folder)`: whether the saved statistics can be read
+- `keep_whole(folder, samples)`: whether the saved statistics are of all samples
+- `statistics_path(folder, rank)`: the folder where they are saved
 
-What is measured is what is stored, so that it can always be made again from the store: what was
-saved of it is only a short cut. A rank saves now and then; after a crash the rows that came later
-are read back.
+They are measured from the stored rows, so they can always be made again from the store: the saved
+state only saves time. A rank saves it now and then; after a crash it reads back the rows that came
+later.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ _AT_ONCE = 1024  # samples that are read back together
 
 
 def statistics_path(folder: Path, rank: int | None = None) -> Path:
-    """Where the statistics of a rank are, or those of all."""
+    """Return the folder with the statistics of a rank, or of all ranks."""
     return folder / ("statistics" if rank is None else f"rank{rank:05d}.statistics")
 
 
 class RankStatistics:
-    """The statistics of what one rank has stored."""
+    """The statistics of the rows that one rank has stored."""
 
     def __init__(self, statistics: Statistics, folder: Path, rank: int, world: int) -> None:
         self._kinds = by_name(statistics)
@@ -58,7 +59,9 @@ class RankStatistics:
                 )
 
     def check(self, ids: Any) -> None:
-        """An error if top samples could not be told from others; on one rank words are counted."""
+        """Raise if top samples could not be identified; on one rank, ids that are words are
+        counted.
+        """
         ranked = any(isinstance(one, TopK) for one in self._kinds.values())
         if not ranked or ids is None or numbers_of(ids) is not None:
             return
@@ -73,7 +76,7 @@ class RankStatistics:
             )
 
     def update(self, rows: Rows, samples: int, ids: Any) -> None:
-        """Take in the rows of a batch."""
+        """Add the rows of a batch."""
         self.check(ids)
         numbers = numbers_of(ids)
         for place, value in rows.items():
@@ -89,7 +92,7 @@ class RankStatistics:
         self.samples += samples
 
     def save(self, batches: int, *, now: bool = False) -> None:
-        """Save what so many batches gave, if the last time is long ago or `now`.
+        """Save the state after so many batches, if the last time is long ago or `now`.
 
         The first batch is always saved.
         """
@@ -101,7 +104,7 @@ class RankStatistics:
             self._saved = self.samples, time.monotonic()
 
     def catch_up(self) -> None:
-        """Begin with what was saved, and take in what was committed since."""
+        """Begin with the saved state, and add the rows that were committed since."""
         path = statistics_path(self._folder, self._rank)
         index = read_index(self._folder, self._rank)
         if path.is_dir():
@@ -116,7 +119,9 @@ class RankStatistics:
             self.update(rows, stop - self.samples, store.ids_between(self.samples, stop))
 
     def _put(self, saved: Measurements, committed: int) -> None:
-        """Take what was saved, if it is of the same kinds and of no more than was committed."""
+        """Load the saved state, if it has the same kinds and no more samples than were
+        committed.
+        """
         same = all(repr(own) == self.kinds for own in saved.statistics.values())
         if same and 0 <= _samples(saved) <= committed:
             self.found, self.samples = saved, _samples(saved)
@@ -124,14 +129,16 @@ class RankStatistics:
 
 
 def _samples(found: Measurements) -> int:
-    """Of how many samples all of them are; -1 if that cannot be told."""
+    """Return the number of samples that all statistics have seen; -1 if it is unknown."""
     states = [one.state for own in found.statistics.values() for one in own.values()]
     counts = {int(state["samples"]) if "samples" in state else -1 for state in states}
     return counts.pop() if len(counts) == 1 else -1
 
 
 def merge_ranks(folder: Path, ranks: int) -> bool:
-    """Join what all ranks measured and save it beside the store; whether that is anything."""
+    """Merge the statistics of all ranks and save them in the store; return False if there are
+    none.
+    """
     found = Measurements()
     for rank in range(ranks):
         found.merge(Measurements.load(statistics_path(folder, rank)))
@@ -140,7 +147,7 @@ def merge_ranks(folder: Path, ranks: int) -> bool:
 
 
 def are_sound(folder: Path) -> bool:
-    """Whether there are statistics of all ranks that can be read."""
+    """Return True if the statistics of all ranks can be read."""
     try:
         Measurements.load(statistics_path(folder))
     except StatisticsError:
@@ -149,7 +156,7 @@ def are_sound(folder: Path) -> bool:
 
 
 def keep_whole(folder: Path, samples: int) -> bool:
-    """Whether there are statistics of so many samples; those of others are removed."""
+    """Return True if there are statistics of so many samples; remove those of others."""
     path = statistics_path(folder)
     with suppress(StatisticsError):
         if _samples(Measurements.load(path)) == samples:

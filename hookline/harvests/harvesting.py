@@ -1,8 +1,8 @@
-"""Run a model over a data set and keep values on disk.
+"""Store the values of a model over a data set: `harvest(model, data, where, to=folder)`.
 
-- `harvest(model, data, where, to=folder)`: does it, and goes on after a crash → `Store`
+- `harvest`: runs the model and stores the values; continues after a crash → `Store`
 
-docs/harvesting.md tells the rest: padding, statistics, many ranks, and the arithmetic.
+docs/harvesting.md describes padding, statistics, many ranks, and the arithmetic.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def harvest(
     statistics: Statistics | None = None,
     quiet: bool = False,
 ) -> Store:
-    """Run a model over data and store the values at places; run again, it goes on.
+    """Run a model over data and store the values at places; the same call resumes after a stop.
 
     >>> import tempfile
     >>> model = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
@@ -64,13 +64,13 @@ def harvest(
 
     Args:
         model: any module. It runs in the mode in which it is, without gradients.
-        data: batches: a DataLoader, a list, any iterable, or a function that returns one (and is
-            given the number of the first batch that is needed, if it takes an argument). A tensor
+        data: batches: a DataLoader, a list, any iterable, or a function that returns one (called
+            with the number of the first batch that is needed, if it takes an argument). A tensor
             is the model's argument, a tuple or list are its arguments, a dict its arguments by
             name, any other object is its argument. They must come in the same order each time.
         where: places, or anything else that `select` takes.
-        to: the folder of the store. If a harvest there was stopped, it is completed.
-        at: take only this slice of each value, or what a function makes of it; `last_token`
+        to: the folder of the store. A harvest that was stopped there is completed.
+        at: store only this slice of each value, or the result of a function of it; `last_token`
             itself, with a mask, is the last token of each sequence.
         transform: a function of the value (after `at`); what it returns is stored.
         dtype: how to store floating-point values.
@@ -80,27 +80,27 @@ def harvest(
         mask: which positions of a sequence are stored, nonzero for tokens and zero for padding: the
             name of a part of the batch, or a function of it. Samples then vary in length.
         ids: a number or a word for each sample: the name of a part of the batch, or a function of
-            it. Without, samples are numbered as they come in the data. A part of a dict that is
+            it. By default, samples are numbered in the order of the data. A part of a dict that is
             named here or as the mask is given to the model only if it takes such an argument.
-        forward: a function of the model and a batch that runs the one on the other.
-        statistics: `Mean()`, `TopK(k=5)` and so on, measured of what is stored and saved in
+        forward: a function of the model and a batch that runs the model on the batch.
+        statistics: `Mean()`, `TopK(k=5)` and so on, measured from the stored rows and saved in
             the folder `statistics` of the store, for `Measurements.load`.
         quiet: show neither the plan nor the progress, which go to stderr.
 
-    First the plan is shown; what will not fit on the disk is refused. While the model runs,
-    another thread writes. After Ctrl-C, a crash or kill -9 the store is sound, and the same call
-    completes it, without a duplicate and without a gap, if nothing else was changed: another
-    model, other places, options or data are refused.
+    First the plan is shown; a harvest that does not fit on the disk is refused. Another thread
+    writes while the model runs. After Ctrl-C, a crash or kill -9 the store is sound, and the same
+    call completes it, without duplicates and without gaps. Another model, other places, options
+    or data are refused.
 
     Under torchrun and the like (the variables RANK and WORLD_SIZE) each rank takes its share of
-    the batches. Rank 0 waits for the others and returns the whole store; what the others return may
-    lack what is still being written.
+    the batches. Rank 0 waits for the others and returns the whole store; the stores that the others
+    return may lack rows that are still being written.
     """
     require("tools")
-    taking = RowOptions(at, transform, dtype, stop, mask, ids, forward)
+    options = RowOptions(at, transform, dtype, stop, mask, ids, forward)
     rank, world = rank_and_world_size()
     work = _Harvest(
-        RowExtractor(model, where, taking), BatchSource(data), Path(to).absolute(), rank, world
+        RowExtractor(model, where, options), BatchSource(data), Path(to).absolute(), rank, world
     )
     if statistics is not None:
         work.measuring = RankStatistics(statistics, work.folder, rank, world)
@@ -121,15 +121,15 @@ class _Harvest:
     grown = False  # whether samples came: what was said of all is gone then
 
     def __init__(
-        self, taker: RowExtractor, source: BatchSource, folder: Path, rank: int, world: int
+        self, extractor: RowExtractor, source: BatchSource, folder: Path, rank: int, world: int
     ) -> None:
-        self.taker, self.source, self.folder = taker, source, folder
+        self.extractor, self.source, self.folder = extractor, source, folder
         self.world = world
-        self.wanted = describe(taker, world)
+        self.wanted = describe(extractor, world)
         refuse_changes(folder, self.wanted)
         before = earlier(folder, rank)
         self.before, self.mark = before, before.mark
-        taker.go_on(before.series)
+        extractor.go_on(before.series)
         self.share = RankShare(rank, world, self.mark.get("batch", -1))
         self.numbered = before.samples  # samples that have an id, of a single rank
         self.named: tuple[int, Any] = -1, None  # the number of a batch, and its ids
@@ -139,7 +139,7 @@ class _Harvest:
         self.short = self.share.last if self.mark.get("short") else None
 
     def run(self) -> None:
-        """Write what is missing of this rank's share, and finish."""
+        """Write the missing part of this rank's share, and finish."""
         self.source.begin(self.share.rank if self.share.last < 0 else self.share.last)
         with closing(self._batches()) as batches:  # else an error keeps workers that load them
             self._run(batches)
@@ -176,21 +176,21 @@ class _Harvest:
         self.progress.show(f"done: {str(self.folder)!r}")
 
     def _is_done(self) -> bool:
-        """Whether this rank has written its share of data that was as long as this."""
+        """Return True if this rank has written its share of data of this length."""
         return bool(self.mark.get("done")) and self.mark.get("length") == self.source.batches
 
     def _is_complete(self) -> bool:
-        """Whether there is nothing to write, so that the folder may even be a sealed one."""
+        """Return True if there is nothing to write; the folder may even be read-only."""
         measured = self.measuring is None or (
             self.mark.get("kinds") == self.measuring.kinds and are_sound(self.folder)
         )
         return self._is_done() and measured and (self.folder / "harvest.json").exists()
 
-    def _plan(self, taken: BatchRows, length: int | None) -> None:
+    def _plan(self, batch_rows: BatchRows, length: int | None) -> None:
         share = self.share
         batches = None if length is None else share.done() + share.size(length)
-        stops = self.taker.stops
-        plan = plan_for(taken, self.folder, batches, share.done(), self.world, stops)
+        stops = self.extractor.stops
+        plan = plan_for(batch_rows, self.folder, batches, share.done(), self.world, stops)
         self.progress.show(repr(plan))
         plan.check_space()
         self.progress.begin(batches, share.done())
@@ -214,7 +214,7 @@ class _Harvest:
             raise
 
     def _save(self) -> None:
-        """Save the statistics, unless they are ahead of what could be written."""
+        """Save the statistics, unless they are ahead of the written rows."""
         measuring = self.measuring
         if measuring is not None and measuring.samples == self.writer.samples:
             measuring.save(self._count(), now=True)
@@ -223,23 +223,25 @@ class _Harvest:
         return number, self._known(number, batch), self._take(number, batch)
 
     def _write(self, item: _Item) -> None:
-        """On the thread: a batch, its statistics and how far we are, all or nothing."""
-        number, known, taken = item
+        """Write a batch, its statistics and the progress mark, all or nothing; runs on the
+        thread.
+        """
+        number, known, batch_rows = item
         mark: dict[str, Any] = {"batch": number, "known": known}
         if number == self.short:
             mark["short"] = True
-        if not taken.samples:
+        if not batch_rows.samples:
             self.writer.note(mark)
         else:
             if not self.grown:
                 self.grown = True
                 unfinish(self.folder)
             if self.measuring is not None:
-                self.measuring.update(taken.rows, taken.samples, taken.ids)
-            self.writer.append(taken.rows, ids=taken.ids, mark=mark)
+                self.measuring.update(batch_rows.rows, batch_rows.samples, batch_rows.ids)
+            self.writer.append(batch_rows.rows, ids=batch_rows.ids, mark=mark)
             if self.measuring is not None:
                 self.measuring.save(self._count())
-        self.progress.step(rows_in(taken.rows))
+        self.progress.step(rows_in(batch_rows.rows))
 
     def _count(self) -> int:
         last: int = self.writer.mark.get("batch", -1)
@@ -248,7 +250,7 @@ class _Harvest:
     # -- the batches, and that they are the same --------------------------------------------------
 
     def _batches(self) -> Generator[tuple[int, Any]]:
-        """The batches that this rank takes. Before the first one, all checks have been made."""
+        """Yield the batches of this rank; all checks are made before the first one."""
         number = -1
         checked = self.share.last < 0
         for number, batch in self.source.numbered(self.share):
@@ -278,14 +280,16 @@ class _Harvest:
             self._refuse(f"It ends before batch {self.share.last}, the last one that was stored.")
 
     def _known(self, number: int, batch: Any) -> int:
-        """What a batch is known by: its ids, if the caller gives some, or its content."""
+        """Return the number that identifies a batch: of its ids, if there are some, or of its
+        content.
+        """
         own = self._ids(number, batch)
         return digest(batch if own is None else own)
 
     def _ids(self, number: int, batch: Any) -> Any:
-        """What the caller names the samples of a batch; asked for once, as a function may count."""
+        """Return the ids that the caller gives a batch; asked for once, as a function may count."""
         if number != self.named[0]:
-            self.named = number, self.taker.taking.ids_of(batch)
+            self.named = number, self.extractor.options.ids_of(batch)
         return self.named[1]
 
     def _refuse(self, found: str) -> None:
@@ -297,18 +301,19 @@ class _Harvest:
         )
 
     def _take(self, number: int, batch: Any) -> BatchRows:
-        taken = self.taker.take(batch, self._ids(number, batch))
-        if taken.ids is not None:
-            return taken
+        batch_rows = self.extractor.take(batch, self._ids(number, batch))
+        if batch_rows.ids is not None:
+            return batch_rows
         if self.world == 1:
             first = self.numbered
-            self.numbered += taken.samples
+            self.numbered += batch_rows.samples
         else:
-            first = number * self._size(number, taken.samples, sizes_in(batch))
-        return BatchRows(taken.rows, taken.samples, range(first, first + taken.samples))
+            first = number * self._size(number, batch_rows.samples, sizes_in(batch))
+        ids = range(first, first + batch_rows.samples)
+        return BatchRows(batch_rows.rows, batch_rows.samples, ids)
 
     def _size(self, number: int, samples: int, sizes: dict[Any, int]) -> int:
-        """How many samples batch 0 has, which another rank may run."""
+        """Return the number of samples of batch 0, which another rank may run."""
         self.sizes = {k: size for k, size in self.sizes.items() if sizes.get(k) == samples}
         found = set(self.sizes.values())
         if len(found) != 1 or samples > max(found):
@@ -322,7 +327,7 @@ class _Harvest:
         return found.pop()
 
     def _refuse_behind_short(self, number: int) -> None:
-        """An error if there is a batch behind the one that is smaller than the first."""
+        """Raise if a batch follows one that is smaller than the first."""
         if self.short is not None and number > self.short:
             found = f"It has fewer than the first batch, and is not the last: {number} is there."
             raise self._unnumbered(self.short, found)

@@ -1,6 +1,6 @@
-"""How far a harvest is, on stderr: a bar of tqdm's on a terminal, a line now and then elsewhere.
+"""Report the progress of a harvest on stderr: a bar of tqdm on a terminal, else a line at times.
 
-- `Progress`: counts batches and rows; `show(text)` says something
+- `Progress`: counts batches and rows; `show(text)` prints a line
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _EVERY = 10.0  # seconds between two lines
 
 
 class Progress:
-    """Counts what is written. Quiet, it says nothing.
+    """Counts the written batches and rows, and prints the progress unless `quiet`.
 
     >>> progress = Progress(quiet=True)
     >>> progress.begin(total=10, done=4)
@@ -32,19 +32,19 @@ class Progress:
         self._start = self._told = time.monotonic()
 
     def show(self, text: str) -> None:
-        """Say something on a line of its own."""
+        """Print a line."""
         if not self._quiet:
             sys.stderr.write(f"{text}\n")
             sys.stderr.flush()
 
     def begin(self, total: int | None, done: int) -> None:
-        """Start to count, at what was done before."""
+        """Start to count, from what was done before."""
         self._total, self._done, self._before = total, done, done
         self._start = self._told = time.monotonic()
         self._bar = None if self._quiet else _bar(total, done)
 
     def step(self, rows: int) -> None:
-        """One more batch is on the disk."""
+        """Count one more batch that is on the disk."""
         self._done += 1
         self._rows += rows
         if self._bar is not None:
@@ -58,7 +58,7 @@ class Progress:
         return self._rows / max(1e-9, time.monotonic() - self._start)
 
     def line(self) -> str:
-        """How far it is, in words."""
+        """Return the progress in words."""
         text = f"{self._done:,}" + (f" of {self._total:,}" if self._total is not None else "")
         text += f" batches, {self._rows:,} rows, {self._rate():,.0f} rows/s"
         made = self._done - self._before
@@ -69,14 +69,14 @@ class Progress:
         return f"{text}, {minutes // 60}:{minutes % 60:02d}:{seconds:02d} left"
 
     def end(self) -> None:
-        """Leave the bar as it stands."""
+        """Close the bar."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None
 
 
 def _bar(total: int | None, done: int) -> Any:
-    """A bar, if there is a terminal to draw it on and tqdm to draw it."""
+    """Return a bar, if there is a terminal and tqdm is installed."""
     if not sys.stderr.isatty():
         return None
     try:

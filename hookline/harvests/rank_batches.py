@@ -1,8 +1,8 @@
-"""The batches of a harvest: which of them a rank takes, and that they are those of last time.
+"""Assign the batches of a harvest to ranks, and skip those that were done.
 
 - `BatchSource`: batches by their number, from a loader, a list, any iterable, or a function
-- `RankShare`: which numbers a rank takes, and from where on
-- `rank_and_world_size()`: which rank this is, of how many
+- `RankShare`: the numbers of the batches of one rank
+- `rank_and_world_size()`: the rank of this process, and the number of ranks
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ __all__ = ["BatchSource", "RankShare", "rank_and_world_size"]
 
 
 def rank_and_world_size() -> tuple[int, int]:
-    """The rank of this process and how many there are, as the launcher says; else 0 of 1."""
+    """Return the rank of this process and the number of ranks, as set by the launcher; else 0,
+    1.
+    """
     rank, world = (os.environ.get(name) for name in ("RANK", "WORLD_SIZE"))
     try:
         found = int(rank or 0), int(world or 1)
@@ -46,8 +48,8 @@ class RankShare:
     >>> [number for number in range(10) if share.takes(number)]
     [5, 7, 9]
 
-    To see that the data is the same, all ranks look at batch 0, and the last one that is done
-    is looked at again.
+    To check that the data is the same, all ranks read batch 0, and read the last batch that is
+    done again.
     """
 
     rank: int
@@ -55,19 +57,19 @@ class RankShare:
     last: int = -1  # the last batch that is committed
 
     def takes(self, number: int) -> bool:
-        """Whether this rank runs the model on the batch."""
+        """Return True if this rank runs the model on the batch."""
         return number > self.last and number % self.world == self.rank
 
     def needs(self, number: int) -> bool:
-        """Whether it has to be loaded."""
+        """Return True if the batch has to be loaded."""
         return number in (0, self.last) or self.takes(number)
 
     def size(self, batches: int) -> int:
-        """How many of so many batches this rank still takes."""
+        """Return how many of so many batches this rank has still to take."""
         return len(range(self._next(), batches, self.world))
 
     def done(self) -> int:
-        """How many of its batches are done."""
+        """Return how many of its batches are done."""
         return len(range(self.rank, self.last + 1, self.world))
 
     def _next(self) -> int:
@@ -77,9 +79,9 @@ class RankShare:
 class BatchSource:
     """Batches by their number.
 
-    Of a list and of a plain DataLoader over a data set with numbers only what is needed is loaded;
-    anything else is gone through. A function is called, with the number of the first batch that is
-    needed if it takes an argument: then what it gives begins with that one.
+    A list, and a plain DataLoader over a map-style data set, load only the batches that are needed;
+    anything else is read from the start. A function is called, with the number of the first batch
+    that is needed if it takes an argument: then its data begins with that batch.
     """
 
     def __init__(self, data: Any) -> None:
@@ -94,7 +96,7 @@ class BatchSource:
             self.skips = _takes_argument(self._data)
 
     def begin(self, first: int) -> None:
-        """Call the function, if it is one."""
+        """Call the data, if it is a function."""
         if self._called:
             self._begins = first if self.skips else 0
             self._data = self._data(first) if self.skips else self._data()
@@ -108,7 +110,7 @@ class BatchSource:
 
     @property
     def length(self) -> int | None:
-        """How many batches there are, if that is known."""
+        """The number of batches, if it is known."""
         try:
             return len(self._data) + self._begins
         except (TypeError, RuntimeError):  # some loaders know only once they have begun
@@ -116,22 +118,22 @@ class BatchSource:
 
     @property
     def batches(self) -> int | None:
-        """The same when all have been gone through; None if none came, or they are not counted."""
+        """The number of batches after all were read; None if none came, or they are not counted."""
         counted = self.length is None and self._seen >= 0 and not self.jumps
         return self._seen + 1 if counted else self.length
 
     @property
     def jumps(self) -> bool:
-        """Whether only what is needed is loaded."""
+        """True if only the batches that are needed are loaded."""
         return type(self._data) in (list, tuple) or (_can_skip(self._data) and not self._begins)
 
     @property
     def last(self) -> int:
-        """The number of the last batch, as far as that is known by now."""
+        """The number of the last batch, as far as it is known by now."""
         return (self.length or 0) - 1 if self.jumps else self._seen
 
     def numbered(self, share: RankShare) -> Iterator[tuple[int, Any]]:
-        """The batches that a share needs, with their numbers, in order."""
+        """Yield the batches that a share needs, with their numbers, in order."""
         data = self._data
         if type(data) in (list, tuple):
             start = self._begins
@@ -146,7 +148,7 @@ class BatchSource:
 
 
 def _can_skip(data: Any) -> bool:
-    """Whether it is a plain loader that knows beforehand which samples a batch has."""
+    """Return True for a plain loader that knows beforehand which samples a batch has."""
     loader = type(data) is DataLoader and data.batch_sampler is not None
     return loader and not isinstance(data.dataset, IterableDataset)
 
@@ -163,7 +165,7 @@ def _takes_argument(function: Callable[..., Any]) -> bool:
 
 
 class _SomeBatches:
-    """A batch sampler that leaves out what nobody needs, so that it is never loaded."""
+    """A batch sampler without the batches that are not needed, so that these are never loaded."""
 
     def __init__(self, sampler: Any, share: RankShare) -> None:
         self.sampler, self.share = sampler, share
@@ -173,7 +175,7 @@ class _SomeBatches:
 
 
 def _part(loader: DataLoader[Any], share: RankShare) -> DataLoader[Any]:
-    """The same loader for some of its batches."""
+    """Return the same loader for some of its batches."""
     names = (
         "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn",
         "multiprocessing_context", "generator", "prefetch_factor",
@@ -184,7 +186,7 @@ def _part(loader: DataLoader[Any], share: RankShare) -> DataLoader[Any]:
 
 
 def _refuse_shares(data: Any) -> None:
-    """A loader that already gives each rank its share would be shared twice."""
+    """Raise for a loader that already gives each rank its share."""
     samplers = [getattr(data, name, None) for name in ("sampler", "batch_sampler")]
     samplers.append(getattr(samplers[1], "sampler", None))
     for sampler in samplers:

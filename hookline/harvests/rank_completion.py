@@ -1,12 +1,12 @@
-"""The end of a harvest on many ranks: wait for the others, then say once what there is.
+"""Complete a harvest on many ranks: wait for the others, then describe the whole store.
 
-- `finish(writer, world, statistics)`: what each rank does when its share is written
-- `unfinish(folder)`: before more is written, take back what was said of the whole
+- `finish(writer, world, statistics)`: each rank calls it when its share is written
+- `unfinish(folder)`: remove the description of the whole before more is written
 - `earlier(folder, rank)`: how many samples a rank has committed, and its mark
 - `open_writer(folder, rank, metadata)`: the writer of a rank, also right after a crash
 
-harvest.json is there when all ranks are done. Rank 0 writes it; if that one is gone, the rank that
-ends last does.
+harvest.json exists when all ranks are done. Rank 0 writes it; if that process is gone, the rank
+that ends last does.
 """
 
 from __future__ import annotations
@@ -33,12 +33,14 @@ _ORPHANS = 15.0  # seconds that the workers of a killed process take to notice, 
 
 
 def earlier(folder: Path, rank: int) -> Index:
-    """What a rank has committed so far."""
+    """Return what a rank has committed so far."""
     return read_index(folder, rank) if index_path(folder, rank).exists() else Index(rank)
 
 
 def open_writer(folder: Path, rank: int, wanted: dict[str, Any]) -> StoreWriter:
-    """The writer of a rank, which goes on where it stopped; `wanted` is what `describe` gave."""
+    """Return the writer of a rank, which continues where it stopped; `wanted` comes from
+    `describe`.
+    """
     until = time.monotonic() + _ORPHANS
     while True:
         known = (folder / "store.json").exists()
@@ -56,7 +58,7 @@ def open_writer(folder: Path, rank: int, wanted: dict[str, Any]) -> StoreWriter:
 
 
 def finish(writer: StoreWriter, world: int, statistics: str | None) -> None:
-    """Called when a rank is done and has said so in its mark, before its writer is closed."""
+    """Complete a rank that has set its mark, before its writer is closed."""
     folder, mark = writer.folder, {"done": True, "kinds": statistics}
     mark["length"] = writer.mark.get("length")  # another has yet to go on with data that has grown
     if writer.rank == 0:
@@ -75,7 +77,7 @@ def finish(writer: StoreWriter, world: int, statistics: str | None) -> None:
 
 
 def unfinish(folder: Path) -> None:
-    """Remove what an earlier harvest said of all samples there were: more will come."""
+    """Remove the description of an earlier harvest, since more samples will come."""
     (folder / "harvest.json").unlink(missing_ok=True)
     shutil.rmtree(statistics_path(folder), ignore_errors=True)
 
@@ -85,7 +87,9 @@ def _missing(folder: Path, world: int, wanted: dict[str, Any]) -> list[int]:
 
 
 def _is_done(mark: dict[str, Any], wanted: dict[str, Any]) -> bool:
-    """Whether a rank is done with as many batches; one to which none came cannot tell how many."""
+    """Return True if a rank is done with as many batches; a rank without any cannot tell how
+    many.
+    """
     lengths = {one.get("length") for one in (mark, wanted)} - {None}
     return len(lengths) < 2 and all(mark.get(key) == wanted[key] for key in ("done", "kinds"))
 
@@ -98,7 +102,7 @@ def _mark(folder: Path, rank: int) -> dict[str, Any]:
 
 
 def _wait(folder: Path, world: int, wanted: dict[str, Any]) -> list[int]:
-    """The ranks that are still missing after none of them has committed anything for long."""
+    """Return the ranks that are missing after none of them has committed anything for long."""
     seen: list[Any] = []
     since = time.monotonic()
     while missing := _missing(folder, world, wanted):

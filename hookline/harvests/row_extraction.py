@@ -1,8 +1,9 @@
-"""From a batch to the rows that are stored: run the model, take the values, leave out padding.
+"""Make the rows that are stored from a batch: run the model, take the values, leave out padding.
 
-- `RowOptions`: what is taken, and how
+- `RowOptions`: which rows to make
 - `BatchRows`: the rows of one batch
 - `RowExtractor`: runs a model on batches
+- `rows_in`, `sizes_in`, `numbers_of`: rows, sizes and ids of a batch
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ Stop = bool | Literal["auto"]
 
 @dataclass(frozen=True, eq=False)
 class RowOptions:
-    """What is taken of a batch, and how; the options of `harvest`."""
+    """Which rows to make of a batch: the options of `harvest`."""
 
     at: Any = None
     transform: Callable[[Any], Any] | None = None
@@ -66,7 +67,7 @@ class RowOptions:
             )
 
     def mask_of(self, batch: Any) -> Tensor | None:
-        """Where values count, batch × position; None if there is no mask."""
+        """Return where values count, batch × position; None if there is no mask."""
         if self.mask is None:
             return None
         found = _lookup(batch, self.mask, "mask")
@@ -87,7 +88,7 @@ class RowOptions:
         return mask != 0
 
     def ids_of(self, batch: Any) -> Any:
-        """The ids that the caller gives the samples; None if they are to be numbered."""
+        """Return the ids that the caller gives the samples; None to number them."""
         if self.ids is None:
             return None
         found: Any = _lookup(batch, self.ids, "ids")
@@ -108,39 +109,41 @@ class BatchRows:
 
 
 class RowExtractor:
-    """Runs a model on batches and takes the values at places."""
+    """Runs a model on batches and makes rows of the values at places."""
 
-    def __init__(self, model: nn.Module, where: Where, taking: RowOptions) -> None:
+    def __init__(self, model: nn.Module, where: Where, options: RowOptions) -> None:
         if isinstance(model, nn.parallel.DistributedDataParallel):
             # It would wait for ranks that have fewer batches.
             model = cast("nn.Module", model.module)
-        self.model, self.taking = model, taking
+        self.model, self.options = model, options
         self._where = settled(where)
         self.asked = places_in(model, self._where)
         self.places: list[Place] = []  # those that fire, as far as that is known
         self._begun = False
         self.whole: set[str] = set()  # with a mask: places that are known to have no positions
-        self.stops = taking.stop is True
+        self.stops = options.stop is True
         self._stopping = EarlyExit(model)
         self._device = _device(model)
-        self._aside = _aside(model, taking)
+        self._aside = _aside(model, options)
         refuse_unfit(model)
         warn_of_training(model)
 
     def go_on(self, stored: list[Series]) -> None:
-        """Take the places that are stored already, whichever fire in the first batch now."""
+        """Use the places that are stored already, whichever fire in the first batch now."""
         kept = {series.place for series in stored if series.part == "rows"}
         self.whole = kept - {series.place for series in stored if series.part == "offsets"}
         self.places = [place for place in self.asked if str(place) in kept]
 
     def take(self, batch: Any, ids: Any = None) -> BatchRows:
-        """Run the model on a batch; `ids` are those of its samples, if they are known already."""
-        taking = self.taking
-        mask = taking.mask_of(batch)
-        at = taking.at
+        """Run the model on a batch and return its rows; `ids` are those of its samples, if
+        known.
+        """
+        options = self.options
+        mask = options.mask_of(batch)
+        at = options.at
         if at is last_token:
             at, mask = last_token(self._needed(mask)), None
-        with _noted(batch if taking.forward is None else None):
+        with _noted(batch if options.forward is None else None):
             record = self._record(batch, at)
         first = not self._begun
         if first:
@@ -151,7 +154,7 @@ class RowExtractor:
             rows = {p: _kept(v, mask, p in self.whole) for p, v in values.items()}
             self.whole |= {place for place, kept in rows.items() if isinstance(kept, Tensor)}
         counts = {place: len(value) for place, value in rows.items()}
-        ids = taking.ids_of(batch) if ids is None else ids
+        ids = options.ids_of(batch) if ids is None else ids
         if len(set(counts.values())) != 1 or (ids is not None and len(ids) not in counts.values()):
             counts |= {} if ids is None else {"ids": len(ids)}
             raise HarvestError(
@@ -160,12 +163,12 @@ class RowExtractor:
                 "Bring the samples to the front, as with transform=lambda v: v.transpose(0, 1).",
             )
         samples = next(iter(counts.values()))
-        if first and ids is None and taking.at is taking.transform is taking.forward is None:
+        if first and ids is None and options.at is options.transform is options.forward is None:
             warn_of_order(sizes_in(batch).values(), samples)
         return BatchRows(rows, samples, ids)
 
     def _record(self, batch: Any, at: Any) -> Record:
-        taking = self.taking
+        options = self.options
         if self._aside and isinstance(batch, Mapping):
             given = cast("Mapping[str, Any]", batch)
             batch = {name: part for name, part in given.items() if name not in self._aside}
@@ -173,17 +176,17 @@ class RowExtractor:
             batch = moved(batch, self._device)
         # A glob may match what never fires; a place that fired once has to fire each time.
         where = self.places or self._where
-        looking = capture(
-            self.model, where, at=at, transform=taking.transform, detach=True, dtype=taking.dtype,
+        capturing = capture(
+            self.model, where, at=at, transform=options.transform, detach=True, dtype=options.dtype,
             stop=self.stops,
         )  # fmt: skip
         first = nullcontext() if self._begun else self._stopping.first()
-        with first, torch.no_grad(), looking as record:
-            (taking.forward or call_model)(self.model, batch)
+        with first, torch.no_grad(), capturing as record:
+            (options.forward or call_model)(self.model, batch)
         return record
 
     def _settle(self, record: Record) -> None:
-        """After the first batch: which places there are, and whether the forward may stop."""
+        """Set the places after the first batch, and whether forwards may end early."""
         self._begun = True
         self.places = record.places()
         silent = record.unfired()
@@ -194,12 +197,12 @@ class RowExtractor:
                 f"Nothing happened at {shown} in the first batch: the harvest goes on without "
                 f"{'it' if len(silent) == 1 else 'them'}. At {str(place)!r}: {why}"
             )
-        if self.taking.stop == "auto":
+        if self.options.stop == "auto":
             self.stops = self._stopping.safe
 
     def _value(self, record: Record, place: Place) -> Tensor:
         values = [value for value in record.calls(place) if value is not None] or [None]
-        if len(values) > 1 and self.taking.stop is not True:
+        if len(values) > 1 and self.options.stop is not True:
             raise HarvestError(
                 f"The values at {str(place)!r} were to be stored.",
                 f"The module was called {len(values)} times for one batch.",
@@ -230,12 +233,11 @@ class RowExtractor:
 
 
 def _kept(value: Tensor, mask: Tensor, whole: bool) -> Tensor | list[Tensor]:
-    """The rows of each sample that the mask keeps.
+    """Return the rows of each sample that the mask keeps.
 
-    A row of numbers for each sample, as a pooled output is, has no positions and stays whole; in a
-    batch that is as long as such a row is wide, only others before it tell (`whole`). In a nested
-    tensor, which layers of torch's TransformerEncoder give in eval mode, padding is left out
-    already.
+    A row of numbers for each sample, such as a pooled output, has no positions and stays whole. If
+    the batch is as long as such a row is wide, earlier batches decide (`whole`). A nested tensor,
+    which layers of torch's TransformerEncoder return in eval mode, has no padding.
     """
     if value.is_nested:
         samples = [*value.unbind()]
@@ -268,13 +270,13 @@ def _kept(value: Tensor, mask: Tensor, whole: bool) -> Tensor | list[Tensor]:
     return list(cast("tuple[Tensor, ...]", rows.split(mask.sum(1).tolist())))
 
 
-def _aside(model: nn.Module, taking: RowOptions) -> set[str]:
-    """The parts of a batch that say which samples and positions these are, and no more.
+def _aside(model: nn.Module, options: RowOptions) -> set[str]:
+    """Return the parts of a batch that only identify samples and positions.
 
-    They stay with us, unless the model has arguments of these names.
+    They are not given to the model, unless it has arguments of these names.
     """
-    named = {one for one in (taking.mask, taking.ids) if isinstance(one, str)}
-    if taking.forward is not None:
+    named = {one for one in (options.mask, options.ids) if isinstance(one, str)}
+    if options.forward is not None:
         return set()
     try:
         taken = signature(model.forward).parameters
@@ -310,9 +312,9 @@ def _misgiven(what: str, found: Any, wanted: str) -> HarvestError:
 
 
 def _device(model: nn.Module) -> torch.device | None:
-    """Where batches have to go: the one device of the model, unless it is the CPU.
+    """Return the device to move batches to: the one device of the model, unless it is the CPU.
 
-    What accelerate has offloaded is on the meta device, and accelerate moves what the model gets.
+    Parameters that accelerate has offloaded are on the meta device; it moves the inputs itself.
     """
     devices = {p.device for p in model.parameters() if not p.is_meta} or {torch.device("cpu")}
     only = devices.pop()
@@ -320,7 +322,7 @@ def _device(model: nn.Module) -> torch.device | None:
 
 
 def moved(batch: Any, device: torch.device) -> Any:
-    """A batch with its tensors on another device."""
+    """Return a batch with its tensors on another device."""
 
     def move(leaf: Any) -> Any:
         return leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf
@@ -329,25 +331,25 @@ def moved(batch: Any, device: torch.device) -> Any:
 
 
 def rows_in(rows: Rows) -> int:
-    """How many rows of the first place there are: samples, or positions where these vary."""
+    """Return the number of rows of the first place: samples, or positions if these vary."""
     first = next(iter(rows.values()))
     return len(first) if isinstance(first, Tensor) else sum(map(len, first))
 
 
 def sizes_in(batch: Any) -> dict[Path, int]:
-    """The lengths of the tensors in a batch, one of which holds the samples."""
+    """Return the lengths of the tensors in a batch, one of which holds the samples."""
     return {path: tensor.size(0) for path, tensor in leaves(batch) if tensor.ndim}
 
 
 def numbers_of(ids: Any) -> Sequence[int] | None:
-    """The ids if they are whole numbers from 0 on, as `TopK` wants them."""
+    """Return the ids if they are integers from 0 on, as `TopK` needs them."""
     whole = ids is not None and all(isinstance(one, (int, np.integer)) and one >= 0 for one in ids)
     return ids if whole else None
 
 
 @contextmanager
 def _noted(batch: Any) -> Generator[None]:
-    """An error of the model's keeps its type; a note says how the batch was passed."""
+    """Add a note to an error of the model that says how the batch was passed."""
     try:
         yield
     except TypeError as error:

@@ -27,7 +27,7 @@ __all__ = ["GuardCallback", "WatchCallback"]
 
 
 def _base() -> Any:
-    """The class that callbacks derive from: that of the library which the program uses."""
+    """Return the base class of callbacks of the library that the program uses."""
     if "lightning" not in sys.modules and "pytorch_lightning" in sys.modules:
         return load("pytorch_lightning", "lightning").Callback
     return load("lightning.pytorch", "lightning").Callback
@@ -38,7 +38,7 @@ def _scaler(trainer: Any) -> Any:
 
 
 class _Callback(_base()):
-    """What both have in common: something is attached while the training runs."""
+    """The base of both callbacks: something is attached while the training runs."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
@@ -54,15 +54,15 @@ class _Callback(_base()):
             self._attached.remove()
 
     def on_train_end(self, trainer: Any, pl_module: nn.Module) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         self._remove()
 
     def on_exception(self, trainer: Any, pl_module: nn.Module, exception: BaseException) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         self._remove()
 
     def teardown(self, trainer: Any, pl_module: nn.Module, stage: str) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         self._remove()
 
 
@@ -73,10 +73,9 @@ class WatchCallback(_Callback):
         options: those of `hookline.watch`: `where`, `every`, `to`, `kinds`, `ranks`.
 
     A step is a batch at which an optimizer steps; the first has the number `global_step` of the
-    trainer, also when a training is gone on with. With one optimizer that stays so; of several
-    (manual optimization) `global_step` counts the steps of each, and so is ahead. The loss is
-    logged as often as the trainer logs, under `global_step`. `callback.watch` is the watch, with
-    `findings()` and `last`.
+    trainer, also if a training is continued. With several optimizers (manual optimization)
+    `global_step` counts the steps of each, and so is ahead. The loss is logged as often as the
+    trainer logs, under `global_step`. `callback.watch` is the watch, with `findings()` and `last`.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -111,8 +110,8 @@ class GuardCallback(_Callback):
         options: those of `hookline.guard`: `ignore`, `to`, `careful`.
 
     A `training_step` calls the LightningModule itself, as `self(x)`, or modules in it, as
-    `self.net(x)`: each call from there is a step of the guard. What a `training_step` makes
-    between such calls came in from outside. `callback.guard` is the guard.
+    `self.net(x)`: each such call is a step of the guard. Values that a `training_step` makes
+    between such calls count as coming from outside. `callback.guard` is the guard.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -140,7 +139,7 @@ class _Guard(guard):
 
 
 def _callable(module: nn.Module) -> list[nn.Module]:
-    """The outermost modules in a module that can be called: a list of modules cannot."""
+    """Return the outermost modules in a module that can be called, unlike a list of modules."""
     found: list[nn.Module] = []
     for child in module.children():
         try:

@@ -1,4 +1,4 @@
-"""What is said where an optional library is not installed.
+"""Import optional libraries, or say how to install them.
 
 - `load(name, extra)`: a module of an optional library, or an error with the install line
 """
@@ -14,7 +14,7 @@ __all__ = ["load"]
 
 
 def load(name: str, extra: str) -> Any:
-    """A module of an optional library.
+    """Import a module of an optional library; the error has the install line.
 
     >>> load("no_such_library", "wandb")
     Traceback (most recent call last):

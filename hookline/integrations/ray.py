@@ -2,7 +2,7 @@
 
 - `Harvester`: the class to give to `map_batches`
 
-Nothing of Ray is needed to import this file: Ray calls the class.
+Importing this file does not import Ray: Ray calls the class.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _PATIENCE = 60.0  # seconds in which all ranks seem to be taken
 
 
 class Harvester:
-    """Stores the values at places for the batches of a Ray data set, as `hookline.harvest` does.
+    """Stores the values at places for the batches of a Ray data set, like `hookline.harvest`.
 
     `dataset.map_batches(Harvester, fn_constructor_kwargs={...}, batch_size=256,
-    compute=ray.data.ActorPoolStrategy(size=2)).materialize()` runs it in two actors. What Ray
-    does with it, for each batch:
+    compute=ray.data.ActorPoolStrategy(size=2)).materialize()` runs it in two actors. Ray makes such
+    a call for each batch:
 
     >>> import tempfile
     >>> folder = tempfile.mkdtemp() + "/acts"
@@ -49,10 +49,10 @@ class Harvester:
     >>> done["samples"], Store.open(folder).ids
     ([4], [0, 1, 2, 3])
 
-    Each actor writes as a rank of its own, the first that no living one has. Ray runs a batch
-    again if its actor dies, and in whichever order: samples are told apart by their ids, and
-    those that are stored already are left out, after a new start of the whole program too. An
-    actor keeps the ids of what it has stored in memory, some 100 bytes each.
+    Each actor writes as a rank of its own, the first that no living actor has. Ray runs a batch
+    again if its actor dies, and in any order: samples are identified by their ids, and stored ones
+    are left out, also after a new start of the whole program. An actor keeps the ids of its stored
+    samples in memory, some 100 bytes each.
 
     Args:
         model: a module, or a function that makes one in each actor.
@@ -88,35 +88,35 @@ class Harvester:
                 "It was given both inputs= and forward=." if inputs else "It was given neither.",
                 "Say with inputs= which columns are the model's arguments, or give forward=.",
             )
-        taking = RowOptions(
+        options = RowOptions(
             at, transform, dtype, stop, mask, ids, forward or partial(_run, inputs=inputs)
         )
-        self._taker = RowExtractor(made, where, taking)
+        self._extractor = RowExtractor(made, where, options)
         self._folder = Path(to).absolute()
-        wanted = describe(self._taker, None)
+        wanted = describe(self._extractor, None)
         refuse_changes(self._folder, wanted)
         self._writer = _free_writer(self._folder, wanted)
         self._lives: dict[int, Any] = {}  # by rank, how often it was begun when we read its ids
         self._seen: set[Any] = set()
-        self._taker.go_on(read_index(self._folder, self._writer.rank).series)
+        self._extractor.go_on(read_index(self._folder, self._writer.rank).series)
         mark = self._writer.mark
         self._writer.note({**mark, "lives": mark.get("lives", 0) + 1})
         self._seen.update(_ids_of(self._folder, self._writer.rank))
         self._look_around()
 
     def __call__(self, batch: Mapping[str, NDArray[Any]]) -> dict[str, list[Any]]:
-        """Store a batch, as Ray gives it: a dict of arrays."""
+        """Store a batch of Ray: a dict of arrays."""
         self._look_around()
         columns = {name: _tensor(column) for name, column in batch.items()}
-        names: list[Any] = self._taker.taking.ids_of(columns)
+        names: list[Any] = self._extractor.options.ids_of(columns)
         first = {name: len(names) - n for n, name in enumerate(reversed(names), 1)}  # where each is
         new = sorted(n for name, n in first.items() if name not in self._seen)
         if new and len(new) < len(names):
             columns = {k: _some(column, new) for k, column in columns.items()}
         if new:
-            taken = self._taker.take(columns)
-            self._writer.append(taken.rows, ids=taken.ids)
-            self._seen.update(taken.ids)
+            batch_rows = self._extractor.take(columns)
+            self._writer.append(batch_rows.rows, ids=batch_rows.ids)
+            self._seen.update(batch_rows.ids)
         return {
             "store": [str(self._folder)],
             "rank": [self._writer.rank],
@@ -125,7 +125,7 @@ class Harvester:
         }
 
     def _look_around(self) -> None:
-        """Learn what ranks have stored whose actor has died since: Ray runs its batch again."""
+        """Read which samples ranks have stored whose actor has died: Ray runs its batch again."""
         for rank in ranks_of(self._folder):
             if rank == self._writer.rank:
                 continue
@@ -138,7 +138,7 @@ class Harvester:
                     self._lives[rank] = now
 
     def close(self) -> None:
-        """Let go of the files. What was stored is committed in any case."""
+        """Close the files. Stored samples are committed in any case."""
         if hasattr(self, "_writer"):
             self._writer.close()
 
@@ -153,7 +153,7 @@ def _run(model: nn.Module, batch: dict[str, Any], *, inputs: str | Mapping[str, 
 
 
 def _column(batch: dict[str, Any], name: str) -> Any:
-    """What a column holds; an error if that is nothing, or rows of several lengths."""
+    """Return the content of a column; raise if it is missing, or has rows of several lengths."""
     found: Any = batch.get(name)
     rows = cast("Any", found) if isinstance(found, list) else ()
     uneven = any(isinstance(one, np.ndarray) for one in rows)
@@ -167,7 +167,7 @@ def _column(batch: dict[str, Any], name: str) -> Any:
 
 
 def _free_writer(folder: Path, wanted: dict[str, Any]) -> StoreWriter:
-    """A writer as the first rank that no living process has."""
+    """Return a writer as the first rank that no living process has."""
     until = time.monotonic() + _PATIENCE
     for rank in range(_MOST):
         while True:
@@ -197,12 +197,12 @@ def _free_writer(folder: Path, wanted: dict[str, Any]) -> StoreWriter:
 
 
 def _ids_of(folder: Path, rank: int) -> list[Any]:
-    """The ids that a rank has stored."""
+    """Return the ids that a rank has stored."""
     return Store(folder, {}, [read_index(folder, rank)]).ids or []
 
 
 def _tensor(column: Any) -> Any:
-    """A column as a tensor; as a list if it holds words, or arrays of several shapes."""
+    """Return a column as a tensor; as a list if it holds words, or arrays of several shapes."""
     array = np.asarray(column)
     rows: list[Any] = array.tolist() if array.dtype.kind == "O" else []
     shapes: set[Any] = {getattr(one, "shape", None) for one in rows}

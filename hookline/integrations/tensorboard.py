@@ -1,4 +1,4 @@
-"""Write what `watch` measures for TensorBoard.
+"""Write the measurements of `watch` for TensorBoard.
 
 - `TensorBoardWriter(folder)`: a writer for `hookline.watch(..., to=TensorBoardWriter("logs"))`
 """
@@ -31,13 +31,12 @@ class TensorBoardWriter(Writer):
     ...     watching.step()
 
     Args:
-        folder: the directory for event files, or a `SummaryWriter` that is there already; that one
-            is flushed at the end, and not closed.
-        statistics: which are drawn as scalars, as `output std/h.0.mlp`; those that were not
-            measured are left out.
+        folder: the directory for event files, or an existing `SummaryWriter`, which is flushed at
+            the end, and not closed.
+        statistics: the statistics to draw as scalars, such as `output std/h.0.mlp`; those that
+            were not measured are left out.
 
-    Histograms are passed on as they were binned, which takes a hundredth of the time of
-    `add_histogram`.
+    Histograms are passed on in bins, which takes a hundredth of the time of `add_histogram`.
     """
 
     def __init__(
@@ -62,7 +61,7 @@ class TensorBoardWriter(Writer):
 
     @contextmanager
     def _writing(self) -> Generator[None]:
-        """A disk that is full ends the writing, and not the training: a RunError tells it."""
+        """Turn a full disk into a RunError, which ends the writing, and not the training."""
         try:
             yield
         except OSError as error:

@@ -5,7 +5,7 @@
 
 The callbacks place hooks when the training begins and remove them when it ends. If it ends by an
 exception, `hookline.attached(model).remove()` removes them. They only mark the steps: gradients
-come from hookline's own hooks; what the Trainer shows to its callbacks was clipped, or is gone.
+come from hookline's own hooks, since the Trainer shows its callbacks clipped gradients, or none.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _Base: Any = load("transformers", "transformers").TrainerCallback
 
 
 def _scaler(kwargs: dict[str, Any]) -> Any:
-    """The scaler of mixed precision: accelerate's optimizer has it."""
+    """Return the scaler of mixed precision, which accelerate's optimizer has."""
     return getattr(kwargs.get("optimizer"), "scaler", None)
 
 
@@ -32,9 +32,9 @@ class WatchCallback(_Base):
     Args:
         options: those of `hookline.watch`: `where`, `every`, `to`, `kinds`, `ranks`.
 
-    Steps are the trainer's `global_step`, also when a training is gone on with. What the trainer
-    logs (loss, learning rate …) is logged. `callback.watch` is the watch, with `findings()` and
-    `last`.
+    Steps are the trainer's `global_step`, also if a training is continued. The numbers that the
+    trainer logs (loss, learning rate …) are logged. `callback.watch` is the watch, with
+    `findings()` and `last`.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -53,7 +53,7 @@ class WatchCallback(_Base):
             self.watch.step()
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Log what the trainer logs, of the step that has just ended."""
+        """Log the numbers of the trainer, at the step that has just ended."""
         if self.watch is not None and self.watch._open:
             logs: dict[str, Any] = kwargs.get("logs") or {}
             numbers = {n: v for n, v in logs.items() if isinstance(v, (int, float))}

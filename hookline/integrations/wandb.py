@@ -1,4 +1,4 @@
-"""Write what `watch` measures to Weights & Biases.
+"""Write the measurements of `watch` to Weights & Biases.
 
 - `WandbWriter(run)`: a writer for `hookline.watch(..., to=WandbWriter(run))`
 """
@@ -22,13 +22,13 @@ class WandbWriter(Writer):
     """Logs scalars, histograms and findings to a run of wandb; also in offline mode.
 
     Args:
-        run: what `wandb.init` gave; without it, the run that is active when the training begins.
-        statistics: which are logged as numbers, under `output std/h.0.mlp`; those that were not
-            measured are left out.
+        run: a run of `wandb.init`; by default the run that is active when the training begins.
+        statistics: the statistics to log as numbers, such as `output std/h.0.mlp`; those that were
+            not measured are left out.
 
-    All has the step of the training, `hookline/step`, as its axis. It goes into the row that your
-    own next `wandb.log` ends; a row that nobody has ended is ended before the next one. Histograms
-    are passed on as they were binned.
+    The axis is the step of the training, `hookline/step`. The numbers go into the row that your own
+    next `wandb.log` ends; an open row is ended before the next one. Histograms are passed on in
+    bins.
     """
 
     def __init__(

@@ -1,1 +1,1 @@
-"""Runs that leave no trace, and the batches for them."""
+"""Run models and leave no trace; make batches, call models, save random numbers."""

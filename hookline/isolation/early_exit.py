@@ -1,6 +1,6 @@
-"""Whether the forwards over a data set may end as soon as all that is asked for has come.
+"""Decide whether forwards over a data set may end before they are complete.
 
-- `EarlyExit`: looks at the first forward, which runs to its end, and says so of the others
+- `EarlyExit`: watches the first forward, which is complete, and decides for the others
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["EarlyExit"]
 
 
 class EarlyExit:
-    """Says whether the forwards of a model may be ended early, after one that ran to its end.
+    """Decides whether the forwards of a model may be ended early, by one that ran to its end.
 
     They may not if the end of a forward has effects of its own: random numbers are drawn, which
     others would then draw, or buffers change; if other ranks take part in it; or if torch cannot go
@@ -46,7 +46,7 @@ class EarlyExit:
 
     @contextmanager
     def first(self) -> Generator[None]:
-        """Look at the forward that runs inside."""
+        """Watch the forward that runs inside."""
         state = RandomState(cuda_devices(self._model))
         buffers = _BufferVersions(self._model)
         yield
@@ -72,7 +72,7 @@ class _BufferVersions:
         return [(buffer, 0 if buffer.is_inference() else version_of(buffer)) for buffer in held]
 
     def changed(self) -> bool:
-        """Whether a buffer was written to, put in or taken out since."""
+        """Return True if a buffer was written to, put in or taken out since."""
         # torch does not count what a norm does to its running statistics.
         norms = [m for m in self._modules if isinstance(m, BatchNormBase)]
         before, now = self._before, self._now()

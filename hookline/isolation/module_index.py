@@ -1,4 +1,4 @@
-"""What stands in the modules of a model, noted once for all that ask about it.
+"""An index of the modules, parameters and buffers of a model, made once for all who need it.
 
 - `ModuleIndex(model)`: all modules of a model by name, with their parameters and buffers
 """
@@ -20,7 +20,7 @@ _Table = dict[str, Any]
 
 
 class ModuleIndex:
-    """All modules of a model by name, with their parameters and buffers.
+    """The modules of a model by name, with their parameters and buffers.
 
     >>> layer = nn.Linear(2, 3, bias=False)
     >>> found = ModuleIndex(layer)
@@ -51,17 +51,17 @@ class ModuleIndex:
         self.trained = self.find_trained()
 
     def find_trained(self) -> list[bool]:
-        """Of each parameter whether it requires a gradient now."""
+        """Return for each parameter whether it requires a gradient now."""
         return [p is not None and p.requires_grad for p in self.all_parameters]
 
     def _measure(self) -> Any:
-        """How much is in each table, and the names of modules."""
+        """Return the size of each table, and the names of modules."""
         tables = self.children, self.parameters, self.buffers
         names = [*chain.from_iterable([table.keys() for table in self._filled[0]])]
         return names, [[*map(len, kind)] for kind in tables]
 
     def is_current(self) -> bool:
-        """Whether the same modules, parameters and buffers stand in the same places."""
+        """Return True if the same modules, parameters and buffers are in the same places."""
         return self._measure() == self._shape and not any(
             any(map(is_not, _values(tables), values))
             for tables, values in zip(self._filled, self._noted, strict=True)

@@ -1,4 +1,4 @@
-"""Whether modules are in training or in evaluation mode, module by module.
+"""Read and set the training and evaluation modes of modules, module by module.
 
 - `modes_of(modules)`: the mode of each module, None for one that has none
 - `set_modes(modules, modes)`: put these modes back
@@ -15,7 +15,7 @@ __all__ = ["modes_of", "set_mode", "set_modes"]
 
 
 def modes_of(modules: Sequence[nn.Module]) -> list[bool | None]:
-    """The mode of each module; None for a frozen ScriptModule, which has none.
+    """Return the mode of each module; None for a frozen ScriptModule, which has none.
 
     >>> modes_of([nn.ReLU(), nn.ReLU().eval()])
     [True, False]

@@ -1,10 +1,10 @@
-"""How places, changes and slices are spelled in JSON.
+"""Write places, changes and slices as JSON, and read them back.
 
-- `Writer`: spells them; what cannot be spelled is refused with the reason
-- `Reader`: reads them back, and trusts nothing that it reads
+- `RecipeWriter`: writes them; what cannot be written is refused with the reason
+- `RecipeReader`: reads them back, and trusts nothing that it reads
 
-What JSON has stands as it is. All else is an object with one telling key: `{"tensor": "0"}`,
-`{"type": "torch.nn.modules.linear:Linear"}`, `{"slice": [null, 3, null]}`.
+Plain JSON values stay as they are. Everything else is an object with one key that names its kind:
+`{"tensor": "0"}`, `{"type": "torch.nn.modules.linear:Linear"}`, `{"slice": [null, 3, null]}`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from hookline.edits.ready_slices import heads, last_token
 from hookline.errors import RecipeError
 from hookline.storage.json_safetensors import is_plain
 
-__all__ = ["Reader", "Writer"]
+__all__ = ["RecipeReader", "RecipeWriter"]
 
 _READY: dict[str, Any] = {
     change.__name__: change
@@ -52,14 +52,14 @@ _FLAGS = int(re.A | re.I | re.M | re.S | re.U | re.X)  # not those that print, o
 
 
 def _takes(kind: str, value: Any) -> bool:
-    """Whether a field of a change with this annotation takes a value."""
+    """Return True if a field of a change with this annotation takes a value."""
     if isinstance(value, bool) and "bool" not in kind and "Tensor" not in kind:
         return False
     return isinstance(value, tuple(t for word in kind.split(" | ") for t in _TAKES[word]))
 
 
-class Writer:
-    """Spells what a recipe holds; `tensors` are those that were met."""
+class RecipeWriter:
+    """Writes the parts of a recipe as JSON; `tensors` collects the tensors in them."""
 
     def __init__(self) -> None:
         self.subject = "It was to be saved."
@@ -70,7 +70,7 @@ class Writer:
         raise RecipeError(self.subject, found, remedy)
 
     def tensor(self, tensor: Tensor) -> dict[str, Any]:
-        """A tensor by its number among the tensors; the same one twice has one number."""
+        """Return the number of a tensor; the same tensor has one number each time."""
         if id(tensor) not in self._known:
             name = str(len(self.tensors))
             plain = tensor.detach()
@@ -78,15 +78,15 @@ class Writer:
                 layout = "nested" if plain.is_nested else plain.layout
                 found = f"It holds a {layout} tensor of {plain.dtype} on {plain.device}."
                 self._refuse(found, "Give a plain dense tensor.")
-            spelled: dict[str, Any] = {"tensor": name}
+            content: dict[str, Any] = {"tensor": name}
             if plain.is_complex():
-                plain, spelled = torch.view_as_real(plain.resolve_conj()), spelled | {"complex": 1}
+                plain, content = torch.view_as_real(plain.resolve_conj()), content | {"complex": 1}
             self.tensors[name] = plain
-            self._known[id(tensor)] = (tensor, spelled)
+            self._known[id(tensor)] = (tensor, content)
         return self._known[id(tensor)][1]
 
     def number(self, value: Any) -> Any:
-        """A number, None or a tensor."""
+        """Write a number, None or a tensor."""
         if isinstance(value, Tensor):
             return self.tensor(value)
         if isinstance(value, complex):
@@ -96,7 +96,7 @@ class Writer:
         return value
 
     def where(self, where: Any) -> Any:
-        """A place, or what stands for places."""
+        """Write a place, or what stands for places."""
         if isinstance(where, str):
             return str(where)
         if isinstance(where, re.Pattern):
@@ -117,19 +117,19 @@ class Writer:
         return self._refuse(found, "Give a string, a module type, a re.Pattern, or a list of them.")
 
     def change(self, change: Any) -> Any:
-        """A ready change, a chain of them, or a function by its import path."""
+        """Write a ready change, a chain of them, or a function by its import path."""
         kind = cast("type[Any]", type(change))
         if kind is Chain:
             return {"chain": [self.change(part) for part in change.changes]}
         if kind in _READY.values():
-            spelled: dict[str, Any] = {"change": kind.__name__}
+            content: dict[str, Any] = {"change": kind.__name__}
             for field in fields(change):
                 value = getattr(change, field.name)
                 if not _takes(str(field.type), value):
                     found = f"{field.name} of {kind.__name__} is a {type(value).__name__}."
                     self._refuse(found, f"Give a {field.type}.")
-                spelled[field.name] = self.number(value)
-            return spelled
+                content[field.name] = self.number(value)
+            return content
         if kind is patch:
             remedy = "Take the tensor that you want, record[place], and save replace(tensor)."
             self._refuse("It holds a record, which belongs to one run.", remedy)
@@ -139,7 +139,7 @@ class Writer:
         return {"function": self._path(change, "The function")}
 
     def _path(self, thing: Any, what: str) -> str:
-        """The import path of a function or type, `pkg.module:name`, if it is found there."""
+        """Return the import path of a function or type, `pkg.module:name`, if it is found there."""
         name = getattr(thing, "__qualname__", None) or getattr(thing, "__name__", None)
         shown = name or f"of type {type(thing).__name__}"
         remedy = "Move it to the top of a module that can be imported, or use ready changes."
@@ -159,7 +159,7 @@ class Writer:
         return self._refuse(f"{what} {shown} is not found where it says that it is.", remedy)
 
     def index(self, at: Any) -> Any:
-        """What `at=` takes: an index, heads or last_token."""
+        """Write an argument for `at=`: an index, heads or last_token."""
         if at is None or isinstance(at, bool):
             return at
         if isinstance(at, Tensor):
@@ -187,7 +187,7 @@ class Writer:
         )
 
     def calls(self, calls: Any) -> Any:
-        """What `calls=` takes: a number, a slice, several numbers, or the name of a step."""
+        """Write an argument for `calls=`: a number, a slice, several numbers, or a name."""
         if isinstance(calls, str):
             return calls
         if calls is None or isinstance(calls, (slice, SupportsIndex)):
@@ -196,14 +196,14 @@ class Writer:
 
 
 def _lookup(owner: Any, name: str) -> Any:
-    """What stands at a dotted name in a module; nothing of it is called to find out."""
+    """Find a dotted name in a module, without calling anything."""
     for part in name.split("."):
         owner = getattr(owner, "__dict__", {}).get(part)
     return owner
 
 
-class Reader:
-    """Reads what a Writer spelled; `within` is where it is, for the errors."""
+class RecipeReader:
+    """Reads what a RecipeWriter wrote; `within` says for the errors where it is."""
 
     def __init__(self, tensors: dict[str, Tensor], allow_functions: bool, subject: str) -> None:
         self.tensors, self.allow_functions, self.subject = tensors, allow_functions, subject
@@ -214,13 +214,13 @@ class Reader:
         raise RecipeError(self.subject, f"In {self.within}: {found}", remedy)
 
     def list_of(self, value: Any, what: str) -> list[Any]:
-        """A list, or an error."""
+        """Return a list, or raise an error."""
         if not isinstance(value, list):
             self.refuse(f"{what} is no list.")
         return cast("list[Any]", value)
 
     def dict_of(self, value: Any, keys: set[str]) -> dict[str, Any]:
-        """An object with these keys, or an error."""
+        """Return an object with these keys, or raise an error."""
         if not isinstance(value, dict) or set(cast("dict[str, Any]", value)) != keys:
             self.refuse(f"{_short(value)} does not have just {', '.join(sorted(keys))}.")
         return cast("dict[str, Any]", value)
@@ -245,7 +245,7 @@ class Reader:
         return torch.view_as_complex(found)
 
     def number(self, value: Any) -> Any:
-        """A number, None or a tensor."""
+        """Read a number, None or a tensor."""
         if value is None or isinstance(value, (bool, int, float)):
             return value
         return self._tagged(
@@ -265,7 +265,7 @@ class Reader:
         return complex(*parts)
 
     def where(self, value: Any) -> Any:
-        """A place, or what stands for places."""
+        """Read a place, or what stands for places."""
         if isinstance(value, str):
             return value
         if isinstance(value, list):
@@ -302,7 +302,7 @@ class Reader:
         return found
 
     def _import(self, path: Any, what: str, allowed: bool) -> Any:
-        """What is at an import path; only from modules that are there, unless it is allowed."""
+        """Return the object at an import path; import its module only if that is allowed."""
         home, colon, name = path.partition(":") if isinstance(path, str) else ("", "", "")
         if not colon or not all(word.isidentifier() for word in f"{home}.{name}".split(".")):
             self.refuse(f"{_short(path)} is no import path such as 'package.module:name'.")
@@ -322,7 +322,7 @@ class Reader:
         return found
 
     def change(self, value: Any) -> Any:
-        """A ready change, a chain of them, or a function if those are allowed."""
+        """Read a ready change, a chain of them, or a function if those are allowed."""
         return self._tagged(
             value, {"change": self._ready, "chain": self._chain, "function": self._function}
         )
@@ -359,7 +359,7 @@ class Reader:
         return found
 
     def index(self, value: Any) -> Any:
-        """What `at=` takes."""
+        """Read an argument for `at=`."""
         if value is None or isinstance(value, (bool, int)):
             return value
         if isinstance(value, list):
@@ -397,7 +397,7 @@ class Reader:
         return last_token(mask)
 
     def calls(self, value: Any) -> Any:
-        """What `calls=` takes."""
+        """Read an argument for `calls=`."""
         if value is None or type(value) is int or isinstance(value, (str, list)):
             return cast("Any", value)  # looked at by Recipe itself
         return self._tagged(value, {"slice": self._slice})

@@ -1,4 +1,4 @@
-"""Changes bound to places, that can be saved, sent to others and put on any model.
+"""Recipes: changes bound to places, which can be saved, shared and put on any model.
 
 - `Recipe`: a list of edits; `.on(model)` applies them, `.save(folder)` and `Recipe.load(folder)`
 """
@@ -44,8 +44,8 @@ class _Entry:
         at, calls = ("" if v is None else _show(v) for v in (self.at, self.calls))
         return _show(self.where), _show(self.change), at, calls
 
-    def described(self) -> dict[str, str | None]:
-        """The same for programs."""
+    def as_texts(self) -> dict[str, str | None]:
+        """Return the cells by name, None for an empty one; a place that is text as it is."""
         row: dict[str, Any] = dict(zip(_COLUMNS, self.row(), strict=True))
         own = {"where": str(self.where)} if isinstance(self.where, str) else {}
         return {name: text or None for name, text in row.items()} | own
@@ -55,7 +55,7 @@ class _Entry:
 
 
 class Recipe:
-    """Changes bound to places: made once, saved, joined, and put on any model that has the places.
+    """A list of changes bound to places, which can be saved, joined and put on any model.
 
     >>> import torch
     >>> from hookline import add, scale
@@ -109,7 +109,7 @@ class Recipe:
             as_calls(calls)
 
     def on(self, model: nn.Module) -> Applied:
-        """The recipe on a model: acts inside `with`, or from `.attach()` to `.remove()`.
+        """Put the recipe on a model: it acts inside `with`, or from `.attach()` to `.remove()`.
 
         If it does not fit, the error says which entry does not and why; nothing is changed then.
         """
@@ -121,7 +121,7 @@ class Recipe:
         Tensors are written detached, from whichever device. What cannot be saved is refused with
         the reason before anything is written.
         """
-        writer = Writer()
+        writer = RecipeWriter()
         entries = []
         for number, entry in enumerate(self._entries, 1):
             writer.subject = f"Entry {number} of the recipe, {entry}, was to be saved."
@@ -146,7 +146,9 @@ class Recipe:
                 to search without end: only for recipes that you trust.
         """
         content, tensors = json_safetensors.read(folder, "recipe", RecipeError)
-        reader = Reader(tensors, allow_functions, f"A recipe was to be read from {str(folder)!r}.")
+        reader = RecipeReader(
+            tensors, allow_functions, f"A recipe was to be read from {str(folder)!r}."
+        )
         recipe = cls()
         for number, entry in enumerate(reader.list_of(content.get("entries"), "entries"), 1):
             reader.within = f"entry {number}"
@@ -187,9 +189,9 @@ class Recipe:
     def _repr_html_(self) -> str:
         return as_html(*self._table(), self) if self._entries else html.escape(self._table()[0])
 
-    def _described(self) -> list[dict[str, str | None]]:
-        """The entries for programs: where, change, at and calls of each, in words."""
-        return [entry.described() for entry in self._entries]
+    def describe_entries(self) -> list[dict[str, str | None]]:
+        """Return where, change, at and calls of each entry as text, for programs."""
+        return [entry.as_texts() for entry in self._entries]
 
     def _table(self) -> tuple[str, list[tuple[str, ...]]]:
         count = len(self._entries)
@@ -198,14 +200,14 @@ class Recipe:
 
 
 def _settled(where: Any) -> Any:
-    """A place that can be gone through again, and that nobody changes later."""
+    """Return a place that can be iterated over again, and that nobody changes later."""
     if hasattr(where, "__next__") or isinstance(where, list):
         return [_settled(item) for item in cast("Iterable[Any]", where)]
     return where
 
 
 def _show(value: Any) -> str:
-    """A change, a place or an index in a few words; tensors by their shape."""
+    """Return a change, a place or an index as short text; tensors by their shape."""
     if isinstance(value, Tensor):
         return describe(value)
     if isinstance(value, nn.Module):
@@ -256,7 +258,7 @@ class _EntryEdit(edit):
 
 
 class Applied(Entering):
-    """A recipe on a model; `Recipe.on` makes it."""
+    """A recipe that was put on a model with `Recipe.on`."""
 
     _verb = "recipe"
 
@@ -267,7 +269,7 @@ class Applied(Entering):
 
     @property
     def model(self) -> Any:
-        """The model that it is on."""
+        """The model that the recipe is on."""
         return self._model
 
     def _start(self, attached: bool) -> None:

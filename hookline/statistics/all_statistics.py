@@ -2,24 +2,23 @@
 
     Mean  Variance  Covariance  Histogram  TopK  Norm  Sparsity
 
-Each holds its options, which never change, and a state: a few tensors on the CPU. `update` takes
-a batch in, `merge` another statistic of the same options, `result` is what was found so far.
-Sums are taken in float64 and joined by the formulas of Chan, Golub and LeVeque, so that neither
-the order nor the way in which the data was split matters beyond rounding (about 1e-14 of the
-magnitude of the values); counts, histograms and top values are exact.
+Each has its options, which never change, and a state: a few tensors on the CPU. `update` adds a
+batch, `merge` adds another statistic of the same options, `result` is the result so far. Sums are
+computed in float64 and merged by the formulas of Chan, Golub and LeVeque, so that neither the order
+nor the split of the data matters beyond rounding (about 1e-14 of the magnitude of the values);
+counts, histograms and top values are exact.
 
 NaN and infinite values are left out and counted in `skipped`, so that one of them does not spoil
-hours of measuring. (In a histogram infinities are beyond the range, among top values they are
-values.) What a mask leaves out is not counted anywhere.
+hours of measuring. (In a histogram infinities are beyond the range; among top values they are
+values.) Values that a mask leaves out are not counted anywhere.
 
-- `Statistic`: what they have in common; `statistic.py` has it
+- `Statistic`: the base class; it is in `statistic.py`
 - `Bins`, `Norms`, `Tops`: the results that are more than one tensor
-- `by_name(statistics)`: statistics as they are given, each under its name
-- `statistic_from(spelled, tensors, source)`: one that was saved, with its state checked
-- `warn_of_images(place, value, statistics)`: of channels that may lie where nobody looks
+- `by_name(statistics)`: the given statistics, each under its name
+- `statistic_from(content, tensors, source)`: a saved statistic, with its state checked
+- `warn_of_images(place, value, statistics)`: warn that channels may lie along another dimension
 
-`Mean` and its kin are in `moments.py`, `Histogram` and its kin in `distributions.py`; this file
-knows all of them, and reads them back.
+`Mean` and its relatives are in `moments.py`, `Histogram` and its relatives in `distributions.py`.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ _DEEPEST = 64  # dimensions that torch can work on
 
 
 def by_name(statistics: Any) -> dict[str, Statistic]:
-    """Statistics as they are given, each under its name."""
+    """Return the given statistics, each under its name."""
     given: list[Any] = [statistics]
     named: dict[Any, Any]
     if isinstance(statistics, Mapping):
@@ -77,13 +76,13 @@ def by_name(statistics: Any) -> dict[str, Statistic]:
     return named
 
 
-def statistic_from(spelled: dict[str, Any], tensors: State, source: str) -> Statistic:
-    """The statistic that was spelled, with its state; what does not fit is an error."""
+def statistic_from(content: dict[str, Any], tensors: State, source: str) -> Statistic:
+    """Return a saved statistic with its state; raise if something does not fit."""
     asked = f"A statistic was to be read from {source!r}."
     remedy = "Give a folder that was written by .save(folder)."
-    kind, options = _KINDS.get(str(spelled.get("statistic"))), spelled.get("options")
+    kind, options = _KINDS.get(str(content.get("statistic"))), content.get("options")
     if kind is None or not isinstance(options, dict):
-        found = f"It names {spelled.get('statistic')!r:.60}, with options {options!r:.60}."
+        found = f"It names {content.get('statistic')!r:.60}, with options {options!r:.60}."
         raise StatisticsError(asked, found, remedy)
     try:
         given = {str(key): value for key, value in cast("dict[Any, Any]", options).items()}
@@ -95,12 +94,12 @@ def statistic_from(spelled: dict[str, Any], tensors: State, source: str) -> Stat
     problem = _misfit(made, tensors)
     if problem:
         raise StatisticsError(asked, problem, remedy)
-    made._put(tensors)
+    made.load_state(tensors)
     return made
 
 
 def _misfit(made: Statistic, tensors: State) -> str:
-    """What is wrong with a state, compared with one that was made of a single zero a channel."""
+    """Return what is wrong with a state, compared with that of a single zero a channel."""
     width = tensors.get("channels", torch.tensor(-1.0, device="cpu"))
     channels = int(width) if width.ndim == 0 and width.dtype == torch.int64 else -1
     if isinstance(made, Norm) and channels > 0:
@@ -117,7 +116,7 @@ def _misfit(made: Statistic, tensors: State) -> str:
         return f"The state's 'positions' has the shape {tuple(where.shape)}."
     shape = (1, *[1] * where.shape[-1], *([] if made.dim is None else [channels]))
     zeros = torch.zeros(shape, device="cpu")
-    options: dict[str, Any] = made._options() | {"dim": None if made.dim is None else -1}
+    options: dict[str, Any] = made.options() | {"dim": None if made.dim is None else -1}
     like = type(made)(**options).update(zeros).state
     for key, expected in like.items():
         own = tensors.get(key)
@@ -135,7 +134,7 @@ def _misfit(made: Statistic, tensors: State) -> str:
 
 
 def warn_of_images(place: str, value: Tensor, statistics: Mapping[str, Statistic]) -> None:
-    """Warn, of the first value at a place, if it may be an image and its columns are measured."""
+    """Warn if the first value at a place may be an image whose columns are measured."""
     kinds = [type(one).__name__ for one in statistics.values() if one.dim == -1]
     if value.ndim > 3 and kinds:
         warn_outside(

@@ -1,8 +1,8 @@
-"""Statistics that tell how values are spread: how many are where, and the furthest of them.
+"""Statistics of the distribution of values: histograms, top values, zeros.
 
     Histogram  TopK  Sparsity
 
-- `Bins`, `Tops`: what the first two give
+- `Bins`, `Tops`: the results of the first two
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["Bins", "Histogram", "Sparsity", "TopK", "Tops"]
 
 
 class Bins(NamedTuple):
-    """A histogram: channels × bins, or bins; what lies beyond the range is counted apart."""
+    """A histogram: channels × bins, or bins; values beyond the range are counted separately."""
 
     counts: Tensor
     edges: Tensor
@@ -31,20 +31,20 @@ class Bins(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Histogram(Statistic):
-    """How often values fall into bins of one width.
+    """The counts of values in bins of equal width.
 
     >>> histogram = Histogram(dim=None, bins=2, range=(0.0, 1.0))
     >>> counts, edges, below, above = histogram.update(torch.tensor([0.1, 0.7, 1.0, 9.0])).result
     >>> counts, int(above)
     (tensor([1, 2]), 1)
 
-    A bin has its left edge, the last one also its right edge.
+    A bin includes its left edge, the last one also its right edge.
 
     Args:
         dim: as in every statistic.
-        bins: how many.
-        range: from where to where. Without, that of the first batch; two that found different
-            ranges cannot be merged, so give one where several workers measure.
+        bins: the number of bins.
+        range: the least and the greatest edge. By default that of the first batch; histograms of
+            different ranges cannot be merged, so give one if several workers measure.
     """
 
     bins: int = 64
@@ -100,7 +100,7 @@ class Histogram(Statistic):
 
     @property
     def result(self) -> Bins:
-        """Counts, edges, and how many were below and above the range."""
+        """Counts, edges, and the numbers of values below and above the range."""
         nothing = torch.zeros(1, self.bins + 2, dtype=torch.int64, device="cpu")
         counts = self.state.get("counts", nothing)
         parts = (counts[:, 1:-1], counts[:, 0], counts[:, -1])
@@ -109,7 +109,7 @@ class Histogram(Statistic):
 
 
 class Tops(NamedTuple):
-    """The top values, best first: k × channels, or k; an id of -1 where there were fewer.
+    """The top values, best first: k × channels, or k; an id of -1 if there were fewer.
 
     `positions` has one more dimension: where in the sample, one number for each dimension between
     the samples and the channels.
@@ -129,13 +129,12 @@ class TopK(Statistic):
     >>> values, ids, positions[..., 0]  # sample × position × channel
     (tensor([[5., 9.]], dtype=torch.float64), tensor([[0, 0]]), tensor([[1, 0]]))
 
-    Of equal values that of the smaller id, then of the earlier position comes first, so that the
-    result does not depend on how the data was split. NaN and the infinity at the far end are left
-    out.
+    Equal values are ordered by id, then by position, so that the result does not depend on how the
+    data was split. NaN and the infinity at the far end are left out.
 
     Args:
         dim: as in every statistic.
-        k: how many.
+        k: the number of values.
         largest: False for the smallest.
     """
 
@@ -206,13 +205,13 @@ class TopK(Statistic):
 
 
 def _furthest(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The least of the k largest of each column, and the rows of these."""
+    """Return the least of the k largest of each column, and the rows of these."""
     top, at = torch.topk(values, k, dim=0)
     return top[-1], at
 
 
 def _first_of_equal(values: Tensor, least: Tensor, order: Tensor, k: int) -> Tensor:
-    """The rows of the k largest of each column; of those that equal the least, the first ones."""
+    """Return the rows of the k largest of each column; of rows that equal the least, the first."""
     order = order.to(values.device)
     values = values[order]
     above, equal = values > least, values == least
@@ -223,7 +222,7 @@ def _first_of_equal(values: Tensor, least: Tensor, order: Tensor, k: int) -> Ten
 
 
 def _order(*keys: Tensor) -> Tensor:
-    """The order of each column by several keys, of which the last one counts most."""
+    """Return the order of each column by several keys, of which the last one counts most."""
     order = torch.arange(len(keys[0]), device="cpu")[:, None].expand_as(keys[0])
     for key in keys:
         order = order.gather(0, torch.sort(key.gather(0, order), dim=0, stable=True)[1])
@@ -231,7 +230,7 @@ def _order(*keys: Tensor) -> Tensor:
 
 
 def _positions(inside: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Where rows are in their samples: one column for each dimension behind the first."""
+    """Return where rows are in their samples: one column for each dimension after the first."""
     columns: list[Tensor] = []
     for size in reversed(shape[1:]):
         columns.insert(0, inside % size)
@@ -264,5 +263,5 @@ class Sparsity(Statistic):
 
     @property
     def result(self) -> Tensor:
-        """The shares, from 0 to 1, in float64; NaN where nothing was seen."""
+        """The shares, from 0 to 1, in float64; NaN for channels without values."""
         return self._total("zeros").to(torch.float64) / self.count

@@ -1,11 +1,10 @@
-"""The mask of a value.
+"""The masks of values.
 
-- `NamedMask`: where it is an argument of the model, reads it at each call of the model; says which
-  one belongs to a value
-- `is_added(mask)`: whether it is one to be added to scores
+- `NamedMask`: reads a mask from an argument of the model at each call, and assigns it to values
+- `is_added(mask)`: whether it is a mask that is added to scores
 
-Values come while the model runs, and have the mask of that call. Gradients come later: they have
-that of the forward before, if there was one only, or all had the same.
+A value comes while the model runs, and has the mask of that call. A gradient comes later: it has
+the mask of the forward before it, if there was only one or all had the same.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ __all__ = ["NamedMask", "is_added"]
 
 
 def is_added(mask: Tensor) -> bool:
-    """Whether a mask is to be added to scores: it is zero for tokens, the opposite of one of ours.
+    """Return True for a mask that is added to scores: zero for tokens, the opposite of one of ours.
 
     >>> is_added(torch.tensor([0.0, -torch.inf])), is_added(torch.tensor([1, 0]))
     (True, False)
@@ -32,7 +31,7 @@ def is_added(mask: Tensor) -> bool:
 
 
 class NamedMask:
-    """The argument of a model that says where values count."""
+    """The argument of a model that masks values."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -42,7 +41,7 @@ class NamedMask:
         self._came = True  # gradients, since the last forward
 
     def begin(self, inputs: Any) -> None:
-        """Called with the arguments of the model, before it runs."""
+        """Read the mask from the arguments of the model, before it runs."""
         if not isinstance(inputs, Mapping) or self._name not in inputs:
             names = ", ".join(map(str, cast("Any", inputs) if isinstance(inputs, Mapping) else ()))
             raise StatisticsError(
@@ -55,11 +54,11 @@ class NamedMask:
         self._mask, self._running, self._came = mask, True, False
 
     def end(self) -> None:
-        """Called when the model has run."""
+        """End the call of the model."""
         self._running = False
 
     def at(self, place: Place) -> Any:
-        """The mask of the value that is there now."""
+        """Return the mask of the value that is at a place now."""
         late = "grad" in place.port
         mixed = late and self._mixed
         if (self._running is not None if late else self._running) and not mixed:

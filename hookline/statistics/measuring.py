@@ -1,7 +1,7 @@
-"""Statistics of the values at places, over a whole data set, in one pass.
+"""Measure statistics of the values at places, over a whole data set, in one pass.
 
 - `measure(model, where, statistics=[...], data=loader)`: run the model and measure
-- `Measurements`: what was found, by place; merged, saved and shown as a table
+- `Measurements`: the results by place; they can be merged, saved and shown as a table
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ FromBatch = Callable[[Any], Any]
 
 
 class Measurements(Mapping[str, Mapping[str, Any]]):
-    """What was measured: place → name of a statistic → its result, as it is now.
+    """The results: place → name of a statistic → its current result.
 
     >>> from hookline import Mean, Sparsity
     >>> model = nn.Sequential(nn.Identity(), nn.ReLU())
@@ -77,7 +77,7 @@ class Measurements(Mapping[str, Mapping[str, Any]]):
         return held_as(place, self.statistics) is not None
 
     def get(self, key: str, default: Any = None) -> Any:
-        """What was measured at a place, or the default."""
+        """Return the results at a place, or the default."""
         return default if held_as(key, self.statistics) is None else self[key]
 
     def __iter__(self) -> Iterator[str]:
@@ -87,9 +87,9 @@ class Measurements(Mapping[str, Mapping[str, Any]]):
         return len(self.statistics)
 
     def merge(self, other: Measurements) -> Measurements:
-        """Take in what another run measured, place by place; the other stays as it is.
+        """Add the results of another run, place by place; the other stays as it is.
 
-        If something does not fit, nothing is taken in.
+        If something does not fit, nothing is added.
         """
         joined: dict[str, dict[str, Statistic]] = {}
         for place, theirs in other.statistics.items():
@@ -103,7 +103,7 @@ class Measurements(Mapping[str, Mapping[str, Any]]):
             joined[place] = {n: own[n].fresh().merge(own[n]).merge(theirs[n]) for n in own}
         for place, both in joined.items():
             for name, one in self.statistics.setdefault(place, both).items():
-                one._put(dict(both[name].state))
+                one.load_state(dict(both[name].state))
             self.calls[place] = self.calls.get(place, 0) + other.calls[place]
         return self
 
@@ -113,7 +113,7 @@ class Measurements(Mapping[str, Mapping[str, Any]]):
         tensors: dict[str, Tensor] = {}
         for place, named in self.statistics.items():
             row: dict[str, Any] = {"place": str(place), "calls": self.calls[place]}
-            row["statistics"] = {name: one.spelled() for name, one in named.items()}
+            row["statistics"] = {name: one.to_dict() for name, one in named.items()}
             for name, one in named.items():
                 for key, tensor in one.state.items():
                     tensors[f"{len(content)}/{name}/{key}"] = tensor
@@ -135,9 +135,9 @@ class Measurements(Mapping[str, Mapping[str, Any]]):
                 if type(place) is not str or type(calls) is not int:
                     raise TypeError("a place is text, and its calls are counted")
                 own: dict[str, Statistic] = {}
-                for name, spelled in named.items():
+                for name, saved in named.items():
                     state = states.pop(f"{number}/{name}", {})
-                    own[name] = statistic_from(dict(spelled), state, source)
+                    own[name] = statistic_from(dict(saved), state, source)
                 made.statistics[place], made.calls[place] = own, calls
             if states:
                 raise ValueError(f"there are tensors of {min(states)!r}, which are not listed")
@@ -168,7 +168,7 @@ class Measurements(Mapping[str, Mapping[str, Any]]):
 
 
 def _show(one: Statistic) -> str:
-    """The result in a few words: a number, or the least and greatest over the channels."""
+    """Return the result in a few words: a number, or the least and greatest over the channels."""
     result = one.result
     first = result if isinstance(result, Tensor) else cast(Tensor, result[0])
     label = "" if isinstance(result, Tensor) else f"{type(result)._fields[0]} "
@@ -180,11 +180,11 @@ def _show(one: Statistic) -> str:
 
 
 def _nothing(value: Any) -> None:
-    """What is kept of a value that only has to have come."""
+    """Return None, for values that only have to come."""
 
 
 class _Measuring(Entering):
-    """Measures what passes through places, inside a `with` or from attach to remove."""
+    """Measures the values at places, inside a `with` or from attach to remove."""
 
     _verb = "measure"
     _gives, _kept_as = "measurements", "found"
@@ -201,7 +201,7 @@ class _Measuring(Entering):
         self.batch_mask: Any = None
         self._named: NamedMask | None = None
         self._hooks: list[hook] = []
-        self._looking: ValueObserver
+        self._observer: ValueObserver
         self._silent: dict[Any, Target] = {}
         self._asked = 0  # how many places there are
         self._stopping, self._stops = EarlyExit(model), False
@@ -210,8 +210,8 @@ class _Measuring(Entering):
     def _start(self, attached: bool) -> None:
         self.found, self._hooks, self.batch_mask, self._named = Measurements(), [], None, None
         self._silent = {}
-        self._looking = ValueObserver(self._model, self._wheres[0], self._take)
-        parts: list[hook] = [self._looking]
+        self._observer = ValueObserver(self._model, self._wheres[0], self._take)
+        parts: list[hook] = [self._observer]
         if isinstance(self._mask, str):  # first: the model's own input may be measured
             self._named = NamedMask(self._mask)
             parts.insert(0, hook(self._model, ":inputs", self._named.begin))
@@ -224,7 +224,7 @@ class _Measuring(Entering):
         for part in parts:
             part._enter(attached)
             self._hooks.append(part)
-        targets = [target for request in self._looking._requests for target in request.targets]
+        targets = [target for request in self._observer._requests for target in request.targets]
         self._silent = {target.key: target for target in targets}
         self._asked = len(self._silent)
 
@@ -271,8 +271,8 @@ class _Measuring(Entering):
     def run(self, batch: Any) -> None:
         """Run the model on a batch, as far as there is something to measure.
 
-        The first forward runs to its end. If each place had one call then, and none was silent,
-        the others end after the last of these calls.
+        The first forward runs to its end. If each place had one call in it, the other forwards end
+        after the last of these calls.
         """
         if not self.found.calls:
             with self._stopping.first():
@@ -287,13 +287,13 @@ class _Measuring(Entering):
     def _run_until_all_came(self, batch: Any) -> None:
         # Entered last, so that what is measured at a place was measured when this sees it.
         places = list(self.found.calls)
-        looking = capture(self._model, places, keep="first", transform=_nothing, stop=True)
+        capturing = capture(self._model, places, keep="first", transform=_nothing, stop=True)
         try:
-            with looking:
+            with capturing:
                 call_model(self._model, batch)
         except NeverFired as error:
             # A batch may be without calls that others had; a stop that was caught is an error.
-            if error.record is not looking.record or not looking.record.unfired():
+            if error.record is not capturing.record or not capturing.record.unfired():
                 raise
         self._end_forward()
 
@@ -308,11 +308,11 @@ class _Measuring(Entering):
             self.warn_of_silent(gradients=False)
 
     def warn_of_silent(self, gradients: bool = True) -> None:
-        """Warn, once, of the places at which nothing happened so far."""
+        """Warn, once, of the places that had no value so far."""
         silent = [t for t in self._silent.values() if gradients or "grad" not in t.port]
         for target in silent:
             del self._silent[target.key]
-        silent = [target for target in silent if target.key not in self._looking.told]
+        silent = [target for target in silent if target.key not in self._observer.told]
         if silent:
             names = first_names(self._model)
             places = [named_place(target, names) for target in silent[:6]]
@@ -373,33 +373,33 @@ def measure(
         where: places, or anything else that `select` takes.
         statistics: `Mean()`, `TopK(k=5)` and so on, or a dict of them by name. They are not
             changed: each place has its own.
-        data: batches, as a loader gives them: a tensor is the model's argument, a tuple or list
+        data: batches, as a loader yields them: a tensor is the model's argument, a tuple or list
             are its arguments, a dict its arguments by name. Without it, this is a context whose
-            `with` gives the `Measurements`; run the model, and backwards, inside, in its thread.
+            `with` returns the `Measurements`; run the model, and backwards, inside, in its thread.
         mask: where values count, nonzero for tokens and zero for padding: the name of an argument
             of the model such as `"attention_mask"`, a tensor, or a function of the batch.
-        at: measure only this slice of each value, or what a function makes of it.
-        ids: a function of the batch that gives a whole number for each sample, for `TopK`. Without,
-            samples are numbered as they come in the data, if the tensors of a batch agree in their
-            first size; values must then have them in their first dimension, or are refused.
-        stop: "auto" ends each forward after the last place, where that is safe; False never does,
-            as is right for a model whose number of calls depends on the batch.
+        at: measure only this slice of each value, or the result of a function of it.
+        ids: a function of the batch that returns an integer for each sample, for `TopK`. By default
+            samples are numbered in the order of the data, if the tensors of a batch agree in their
+            first size; values must then have samples in their first dimension, or are refused.
+        stop: "auto" ends each forward after the last place, if that is safe; False never does,
+            as needed for a model whose number of calls depends on the batch.
 
-    A value of one dimension, as `at=np.s_[:, 3]` gives it, has a number for each sample: one
-    channel. With `dim=0` these are channels, as in a model that runs without a batch; those of
-    parameters and their gradients always are.
+    A value of one dimension, as from `at=np.s_[:, 3]`, has a number for each sample: one channel.
+    With `dim=0` these are channels, as in a model that runs without a batch; those of parameters
+    and their gradients always are.
 
     With `stop="auto"` the first batch runs through the whole model. If each place has one call in
-    it, the forwards of the others end after the last of these calls; a place that a later batch
-    calls again after that is not measured again. They run to their end if that draws random numbers
-    or changes a buffer, as dropout and batch norm do in training mode. Inside a `with`, all
-    forwards run to their end.
+    it, the forwards of the other batches end after the last of these calls; a place that a later
+    batch calls again after that is not measured again. Forwards run to their end if the rest draws
+    random numbers or changes a buffer, as dropout and batch norm do in training mode. Inside a
+    `with`, all forwards run to their end.
 
-    Inside a `with`, gradients are looked at as `capture` does: nothing is put into the model. One
-    that cannot be told apart from others is not measured, which a warning says.
+    Inside a `with`, gradients are read as `capture` reads them, without changing the model. A
+    gradient that cannot be told apart from others is not measured, with a warning.
 
-    A place at which nothing happened in the first batch is warned of then; there is no error at
-    the end. If a later batch fails, the exception has what was measured until then as `measured`.
+    A place without a value in the first batch gives a warning; there is no error at the end. If a
+    later batch fails, the exception has the results until then as `measured`.
     """
     if stop not in ("auto", False):
         raise ValueError(f"stop={stop!r} was asked for. It is 'auto' or False.")
@@ -454,7 +454,7 @@ def measure(
 
 
 def _given(what: str, function: FromBatch, batch: Any) -> Any:
-    """What a function makes of a batch; with None, padding would be measured."""
+    """Return the result of a function of a batch; None would mean that padding is measured."""
     found = function(batch)
     if found is None:
         asked = f"{what}= was to give something for each batch."

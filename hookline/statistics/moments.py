@@ -2,9 +2,9 @@
 
     Mean  Variance  Covariance  Norm
 
-Two parts of the data are joined by the formulas of Chan, Golub and LeVeque.
+Two parts of the data are merged by the formulas of Chan, Golub and LeVeque.
 
-- `Norms`: what `Norm` gives
+- `Norms`: the result of `Norm`
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ __all__ = ["Covariance", "Mean", "Norm", "Norms", "Variance"]
 
 
 def _moments(values: Tensor, kept: Tensor | None) -> State:
-    """Count, mean and sum of squared differences of each column, over what is kept; None is all."""
+    """Return count, mean and sum of squared differences of each column, over the kept rows; None is
+    all.
+    """
     if kept is None:
         count = values.new_full(values.shape[1:], len(values), dtype=torch.int64)
         mean = values.sum(0) / count.clamp(min=1)
@@ -47,7 +49,7 @@ def _join_moments(one: State, other: State) -> State:
 
 
 def _divided(part: Tensor, count: Tensor) -> Tensor:
-    """Torch would divide whole numbers in float32."""
+    """Divide in float64: torch would divide integers in float32."""
     return part.to(torch.float64) / count.clamp(min=1)
 
 
@@ -72,7 +74,7 @@ class Mean(Statistic):
 
     @property
     def result(self) -> Tensor:
-        """The means, in float64; NaN where nothing was seen."""
+        """The means, in float64; NaN for channels without values."""
         return torch.where(self.count > 0, self._total("mean"), torch.nan)
 
 
@@ -101,7 +103,7 @@ class Variance(Mean):
 
     @property
     def result(self) -> Tensor:
-        """The variances, in float64; NaN where too little was seen."""
+        """The variances, in float64; NaN for channels with too few values."""
         free = self.count - self.correction
         return torch.where(free > 0, self._total("squares") / free, torch.nan)
 
@@ -223,7 +225,7 @@ class Norm(Statistic):
 
 
 def _vectors(rows: Rows) -> tuple[Tensor, Tensor]:
-    """The rows that count, and how many are left out for a NaN or an infinity."""
+    """Return the rows that count, and how many are left out for a NaN or an infinity."""
     if rows.is_whole():
         return rows.values, torch.zeros((), dtype=torch.int64, device=rows.values.device)
     finite = rows.finite.all(1)

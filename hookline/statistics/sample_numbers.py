@@ -1,9 +1,9 @@
-"""Which number in the data a sample has, where the caller names none.
+"""Number the samples of the data, if the caller gives no ids.
 
 - `SampleNumbers`: numbers the samples of batch after batch
 
-To count what comes at a place would be wrong where a module is called several times for a batch,
-or not at all.
+Counting the values at a place would be wrong if a module is called several times for a batch, or
+not at all.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class SampleNumbers:
         self._used = False  # whether values have been numbered by batches
 
     def begin(self, batch: Any) -> None:
-        """Number the samples of one more batch: it tells how many if its tensors agree in it."""
+        """Number the samples of one more batch; its size is known if its tensors agree in it."""
         sizes = {tensor.size(0) for _, tensor in leaves(batch) if tensor.ndim}
         size = sizes.pop() if len(sizes) == 1 and self._next >= 0 else -1
         if size < 0 and self._used:
@@ -46,10 +46,10 @@ class SampleNumbers:
         self._batch = torch.arange(first, first + size, device="cpu") if size >= 0 else None
 
     def at(self, place: Place, one: Statistic, value: Tensor) -> Tensor | None:
-        """Those of a value's samples, which lie along its first dimension; None to count them.
+        """Return the numbers of a value's samples, along its first dimension; None to count them.
 
-        Which of the two never depends on how long the value is. Rows of parameters are no samples,
-        and channels in the first dimension mean that there is no batch.
+        The choice never depends on the length of the value. Rows of parameters are no samples, and
+        channels in the first dimension mean that there is no batch.
         """
         first = value.ndim > 0 and (one.dim is None or one.dim % value.ndim > 0)
         if (
@@ -72,6 +72,6 @@ class SampleNumbers:
 
 
 def _shown(batch: Any) -> str:
-    """The first sizes of the tensors of a batch, each once."""
+    """Return the first sizes of the tensors of a batch, each once."""
     sizes = dict.fromkeys(tensor.size(0) for _, tensor in leaves(batch) if tensor.ndim)
     return " and ".join(str(n) for n in sizes)

@@ -1,11 +1,11 @@
-"""Taking in values batch by batch, in constant memory: what all statistics have in common.
+"""The base class of all statistics: it takes in values batch by batch, in constant memory.
 
-- `Statistic`: options that never change, and a state that `update` and `merge` add to
-- `Rows`: part of a batch, as a statistic takes it in
-- `State`: what a statistic holds: tensors by name
+- `Statistic`: options that never change, and a state to which `update` and `merge` add
+- `Rows`: a part of a batch
+- `State`: the state of a statistic: tensors by name
 - `in_parts(values, kept, numbers)`: rows in parts that are small enough for float64
-- `padded(samples)`: samples of varying length as one tensor, and where it holds something
-- `sums(one, other, *keys)`: the parts of two states that are joined by adding
+- `padded(samples)`: samples of varying length as one tensor, and the mask of their values
+- `sums(one, other, *keys)`: the parts of two states that are merged by adding
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _CHUNK = 2**20  # numbers that are widened to float64 at once
 
 
 class Rows(NamedTuple):
-    """Part of a batch: rows × channels in float64, and which of the numbers count."""
+    """A part of a batch: rows × channels in float64, and which of the numbers count."""
 
     values: Tensor
     kept: Tensor
@@ -47,17 +47,17 @@ class Rows(NamedTuple):
         return self.kept & self.values.isfinite()
 
     def is_whole(self) -> bool:
-        """Whether every number counts, the usual case, for which there are quicker ways.
+        """Return True if every number counts, the usual case, for which there are quicker ways.
 
-        A sum tells it many times as fast as a look at each number: it is finite only if they all
-        are. (That of huge numbers may not be; then the slower way is taken, and right as well.)
+        It tests the sum, which is finite only if all numbers are, and many times as fast as a test
+        of each number. (A sum of huge numbers may overflow; then the slower way is used.)
         """
         return bool(self.kept.all()) and bool(self.values.sum().isfinite())
 
 
 @dataclass(frozen=True, eq=False)
 class Statistic:
-    """What the statistics have in common.
+    """The base class of all statistics.
 
     Args:
         dim: the dimension of the channels, each of which has its own result: the last, or 1 for
@@ -86,23 +86,23 @@ class Statistic:
             object.__setattr__(self, option.name, plain)
 
     def _of(self, rows: Rows) -> State:
-        """The state that some rows alone give."""
+        """Return the state for some rows alone."""
         raise AssertionError("a statistic defines _of")
 
     def _join(self, one: State, other: State) -> State:
-        """The state of both together."""
+        """Return the state of both together."""
         raise AssertionError("a statistic defines _join")
 
     def _at_once(self, channels: int) -> int:
-        """How many numbers are taken in together."""
+        """Return how many numbers are added together."""
         return _CHUNK
 
     def _prepare(self, values: Tensor, kept: Tensor) -> None:
-        """Called with all rows of a batch before they are taken in."""
+        """Read all rows of a batch before they are added."""
 
     @property
     def result(self) -> Any:
-        """What was found so far."""
+        """The result so far."""
         raise AssertionError("a statistic defines result")
 
     # -- taking in ------------------------------------------------------------------------------
@@ -111,7 +111,7 @@ class Statistic:
     def update(
         self, value: Tensor, mask: Tensor | None = None, ids: Sequence[int] | Tensor | None = None
     ) -> Self:
-        """Take a batch in. The value is only read.
+        """Add a batch. The value is only read.
 
         Args:
             value: a tensor of any real dtype; its first dimension, channels apart, is the samples.
@@ -119,7 +119,7 @@ class Statistic:
                 has a length of its own.
             mask: nonzero where the value counts: over the first dimensions of the value, channels
                 apart, as batch × position is for batch × position × channel.
-            ids: a whole number for each sample, for `TopK`. Without, samples are counted.
+            ids: an integer for each sample, for `TopK`. By default samples are counted.
         """
         if value.is_nested:
             value, mask = self._unnested(value, mask)
@@ -153,13 +153,14 @@ class Statistic:
             state = self._joined(state, made)
         # All at once: an error, or an interrupt, leaves the state as it was before the batch.
         state["samples"] = state.get("samples", _none()) + len(names)
-        self._put(state)
+        self.load_state(state)
         return self
 
     def _unnested(self, value: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        """A nested tensor padded, and where it holds something: what a mask keeps, if one is given.
+        """Return a nested tensor padded, and the mask of its values.
 
-        That is what the layers of torch's TransformerEncoder have in eval mode, with padding.
+        A given mask must keep the same values. The layers of torch's TransformerEncoder return such
+        tensors in eval mode, with padding.
         """
         samples = value.detach().unbind()
         lengths = [sample.shape[0] if sample.ndim else -1 for sample in samples]
@@ -175,7 +176,7 @@ class Statistic:
         return padded(samples)
 
     def _rows(self, value: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-        """The value as rows × channels, and its shape without the channels."""
+        """Return the value as rows × channels, and its shape without the channels."""
         quantised = is_quantised(value)
         if value.is_complex() or quantised or value.layout != torch.strided:
             kind = type(value).__name__ if is_wrapper(value) else f"{value.dtype}, {value.layout}"
@@ -225,7 +226,7 @@ class Statistic:
             raise self._unfit(found, "Give a tensor, an array or a list of numbers.") from None
 
     def merge(self, other: Statistic) -> Self:
-        """Take in what another one of the same options has found; the other stays as it is."""
+        """Add the state of another statistic of the same options, which stays as it is."""
         if repr(other) != repr(self):
             raise self._unfit(f"It was to be merged with {other!r}.", "Give both the same options.")
         widths = {int(s["channels"]) for s in (self.state, other.state) if "channels" in s}
@@ -233,7 +234,7 @@ class Statistic:
             raise self._unfit(f"The two have {widths} channels.", "Merge those of one place.")
         state = self._joined(self.state, other.state)
         seen = [one.state.get("samples", _none()) for one in (self, other)]
-        self._put(state | {"samples": seen[0] + seen[1]})
+        self.load_state(state | {"samples": seen[0] + seen[1]})
         return self
 
     def _joined(self, one: State, other: State) -> State:
@@ -241,7 +242,8 @@ class Statistic:
             return {**one, **other}
         return {**one, **other} | self._join(one, other)
 
-    def _put(self, state: State) -> None:
+    def load_state(self, state: State) -> None:
+        """Replace the state."""
         self.state.clear()
         self.state.update(state)
 
@@ -253,30 +255,31 @@ class Statistic:
 
     @property
     def count(self) -> Tensor:
-        """How many numbers took part, for each channel."""
+        """The number of values that took part, for each channel."""
         return self._total("count")
 
     @property
     def skipped(self) -> Tensor:
-        """How many NaN or infinite numbers were left out, for each channel."""
+        """The number of NaN or infinite values that were left out, for each channel."""
         return self._total("skipped")
 
     # -- copies and files -----------------------------------------------------------------------
 
     def fresh(self) -> Self:
-        """Another one of the same options that has seen nothing."""
-        return type(self)(**self._options())
+        """Return an empty statistic of the same options."""
+        return type(self)(**self.options())
 
-    def _options(self) -> dict[str, Any]:
+    def options(self) -> dict[str, Any]:
+        """Return the options by name."""
         return {key: value for key, value in asdict(self).items() if key != "state"}
 
     def save(self, folder: str | Path) -> Path:
         """Write options and state into a folder: `statistic.json` and `statistic.safetensors`."""
-        return json_safetensors.write(folder, "statistic", self.spelled(), self.state)
+        return json_safetensors.write(folder, "statistic", self.to_dict(), self.state)
 
-    def spelled(self) -> dict[str, Any]:
-        """Which statistic this is, for JSON."""
-        return {"statistic": type(self).__name__, "options": self._options()}
+    def to_dict(self) -> dict[str, Any]:
+        """Return kind and options, ready for JSON."""
+        return {"statistic": type(self).__name__, "options": self.options()}
 
     @classmethod
     def load(cls, folder: str | Path) -> Self:
@@ -295,7 +298,7 @@ class Statistic:
 
 
 def _plain(value: Any, usual: Any) -> Any:
-    """A value as Python's own, of the kind of the usual one; some error if it is of another."""
+    """Return a value as Python's own, of the type of the usual one; raise if it is of another."""
     if isinstance(usual, tuple):
         low, high = (_plain(end, 0.0) for end in value)
         return low, high
@@ -320,7 +323,9 @@ def _wide(part: Tensor) -> Tensor:
 def in_parts(
     values: Tensor, kept: Tensor, numbers: int = 0
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Rows in parts: the number of the first row, the rows in float64, and which of them count."""
+    """Yield rows in parts: the number of the first row, the rows in float64, and which of them
+    count.
+    """
     step = max(1, (numbers or _CHUNK) // max(1, values.shape[1]))
     for start in range(0, len(values), step):
         part = _wide(values[start : start + step])
@@ -328,7 +333,7 @@ def in_parts(
 
 
 def padded(samples: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Samples of varying length as one tensor, and where it holds something."""
+    """Return samples of varying length as one tensor, and the mask of their values."""
     lengths = torch.tensor([sample.shape[0] for sample in samples], device=samples[0].device)
     value = pad_sequence(list(samples), batch_first=True)
     return value, torch.arange(value.shape[1], device=value.device)[None] < lengths[:, None]
@@ -339,5 +344,5 @@ def _shape(tensor: Tensor) -> tuple[int, ...]:
 
 
 def sums(one: State, other: State, *keys: str) -> State:
-    """What is joined by adding."""
+    """Return the parts that are merged by adding."""
     return {key: one[key] + other[key] for key in keys}

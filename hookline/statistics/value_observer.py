@@ -1,4 +1,4 @@
-"""Gradients that are measured: looked at as captures do, with nothing put in a value's place.
+"""Read values and gradients at places without changing the model, to measure them.
 
 - `ValueObserver`: calls a function with every value at a place, and changes none
 """

@@ -1,1 +1,1 @@
-"""Values on disk: a folder of safetensors that is sound whatever happens to its writer."""
+"""Values on disk: a folder of safetensors that stays valid whatever happens to its writer."""

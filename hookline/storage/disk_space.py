@@ -1,10 +1,10 @@
-"""Disk space that a growing file has ahead of time.
+"""Reserve disk space for a growing file.
 
-- `SpaceReservation(folder)`: reserves space behind the ends of files, where that is known to help
+- `SpaceReservation(folder)`: reserves space behind the ends of files, if that is known to help
 
-For every page that is added to a file, ext4 has to set space aside. If many megabytes were reserved
-before in one call, writing takes a third less time. The file keeps its size, so readers and
-recovery see nothing of it.
+ext4 allocates space for every page that is added to a file. If many megabytes are reserved in one
+call beforehand, writing takes a third less time. The file keeps its size, so readers and recovery
+see nothing of it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PLENTY = 1 << 30  # bytes that are free on the disk, or nothing is reserved
 
 
 class SpaceReservation:
-    """Reserves space in the files of a folder, where that is possible and of use."""
+    """Reserves space in the files of a folder, if that is possible and useful."""
 
     def __init__(self, folder: Path) -> None:
         self._call = space_reserver() if file_system(folder) == "ext4" else None

@@ -51,11 +51,11 @@ def write(
     """Write `kind.json` and `kind.safetensors` into a folder, which is made if need be.
 
     The JSON holds a digest of the tensors' file, so that `read` notices files that do not belong
-    together. Whatever fails and whenever the process ends, either the earlier save or this one can
-    be read: the tensors have their digest as their name until the JSON that names them has replaced
-    the earlier one. Processes that save into one folder wait for each other, and the last one
-    counts. On a file system without locks they cannot wait. Then they share no file: the tensors
-    keep their digest as their name, and nothing that another process wrote is removed.
+    together. Whenever the process ends, either the earlier save or this one can be read: the file
+    of tensors is named by its digest until the JSON that names it has replaced the earlier one.
+    Processes that save into one folder wait for each other, and the last one counts. On a file
+    system without locks they cannot wait. Then they share no file: the file of tensors stays named
+    by its digest, and nothing that another process wrote is removed.
     """
     folder = Path(folder)
     asked = f"A {kind} was to be written to {str(folder)!r}."
@@ -65,7 +65,7 @@ def write(
             f"It is nested more than {DEEPEST} levels deep.",
             "Leave out what is nested so deeply.",
         )
-    _spell(content)  # what cannot be spelled is an error before anything is written
+    _to_json(content)  # what is not JSON is an error before anything is written
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -107,7 +107,7 @@ def _write(
                 replace(part, waiting)
         head = {"format": f"hookline {kind}", "version": _VERSION, "tensors": digest}
         left.append(folder / f"{own}.json.part")
-        left[-1].write_text(_spell(head | content), encoding="utf-8", newline="\n")
+        left[-1].write_text(_to_json(head | content), encoding="utf-8", newline="\n")
         replace(left[-1], folder / f"{kind}.json")
     except OSError as error:
         for one in left:
@@ -151,7 +151,7 @@ def _waiting(path: Path, digest: str) -> Path:
     return path.with_suffix(f".{digest}.safetensors")
 
 
-def _spell(content: dict[str, Any]) -> str:
+def _to_json(content: dict[str, Any]) -> str:
     return json.dumps(content, indent=1, allow_nan=False) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""Locks between processes, which the system drops when a process ends.
+"""Locks between processes, which the system releases when a process ends.
 
 - `claimed(folder, rank)`: the lock of a rank, for its writer
 - `locked(folder, rank)`: the same, for those who only need to know whether a writer is alive
@@ -30,7 +30,7 @@ def lock_path(folder: Path, rank: int) -> Path:
 
 @contextmanager
 def claimed(folder: Path, rank: int) -> Generator[bool, None, None]:
-    """Hold the lock of a rank; gives False if another writer has it.
+    """Hold the lock of a rank; yield False if another writer has it.
 
     Raises:
         OSError: If there can be no lock: the folder is sealed, or its file system has no locks.
@@ -42,7 +42,7 @@ def claimed(folder: Path, rank: int) -> Generator[bool, None, None]:
 
 @contextmanager
 def locked(folder: Path, rank: int) -> Generator[bool, None, None]:
-    """Hold the lock of a rank; gives False if a living process has it, or if there is no lock."""
+    """Hold the lock of a rank; yield False if a living process has it, or if there is no lock."""
     with ExitStack() as stack:
         free = False
         with suppress(OSError):
@@ -51,7 +51,7 @@ def locked(folder: Path, rank: int) -> Generator[bool, None, None]:
 
 
 def _opened(path: Path) -> int:
-    """Open a file, or make it: here, and not where a link in a hostile store points to."""
+    """Open or make a file in this folder, not where a link in a hostile store points to."""
     try:
         return open_file(path, os.O_RDWR)
     except FileNotFoundError:
@@ -62,12 +62,12 @@ def _opened(path: Path) -> int:
 
 @contextmanager
 def held(folder: Path, *, alone: bool) -> Generator[bool | None, None, None]:
-    """Hold a folder: alone, or with others that do not hold it alone. Waits for its holders.
+    """Hold a folder, alone or with others that do not hold it alone; wait for its holders.
 
-    Gives True if the folder is held, False if others held it for too long, and None if there can be
-    no lock: then nothing may be done that is wrong beside another process. Where the folder itself
-    cannot be locked (Windows, some network file systems), a file in it is; who does not hold it
-    alone makes no such file.
+    It yields True if the folder is held, False if others held it for too long, and None if there
+    can be no lock: then nothing may be done that is wrong beside another process. If the folder
+    itself cannot be locked (Windows, some network file systems), a file in it is locked; only a
+    holder alone makes that file.
     """
     with ExitStack() as stack:
         free = None
@@ -99,7 +99,7 @@ def _wait(number: int, *, shared: bool) -> bool:
 
 @contextmanager
 def _closing(number: int) -> Generator[None, None, None]:
-    """Let go of a lock and close its file in the end."""
+    """Release a lock and close its file in the end."""
     owner = os.getpid()
     try:
         yield

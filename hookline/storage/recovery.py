@@ -1,4 +1,4 @@
-"""Recovery: what a killed writer left uncommitted is cut off.
+"""Recover a store: cut off what a killed writer left uncommitted.
 
 - `recover(folder, rank, held)`: check the shards of a rank and cut them to its index
 """
@@ -33,7 +33,7 @@ __all__ = ["recover"]
 
 
 def recover(folder: Path, rank: int, *, held: bool = False) -> Index:
-    """Return the index of a rank. Rows behind what it says are dropped, with a warning.
+    """Return the index of a rank; drop rows behind it, with a warning.
 
     Nothing is changed if a living writer holds the lock or the folder cannot be written: readers
     stop at what the index says in any case. A file that other folders have too is left alone.

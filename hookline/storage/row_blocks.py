@@ -1,6 +1,6 @@
-"""What may be appended to a store, as rows.
+"""Check the values of an append to a store, and turn them into rows.
 
-- `blocks_of(values, ids, known, shard_bytes)`: each series with the rows to put behind it
+- `blocks_of(values, ids, known, shard_bytes)`: each series with the rows to append to it
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hookline.errors import StoreError
-from hookline.storage.store_files import MOST_SIZES, PAGE, Series, header_of, kind_of
+from hookline.storage.store_files import MOST_SIZES, PAGE, Series, header_of, stored_dtype
 
 __all__ = ["blocks_of"]
 
@@ -47,7 +47,7 @@ def _plain(place: str, value: Any) -> Tensor:
 
 
 def _rows_of(place: str, value: Any, varies: bool) -> tuple[Tensor, list[int] | None]:
-    """The rows, and for a varying place how many of them each sample has."""
+    """Return the rows, and for a varying place the number of rows of each sample."""
     if isinstance(value, (list, tuple)):
         pieces = [_plain(place, piece) for piece in cast("Sequence[Any]", value)]
         shapes = {(tuple(piece.shape[1:]), piece.dtype) for piece in pieces}
@@ -73,7 +73,7 @@ def _rows_of(place: str, value: Any, varies: bool) -> tuple[Tensor, list[int] | 
 
 
 def _ids_of(ids: Any) -> tuple[Tensor, list[int] | None]:
-    """The ids as rows: integers as they are, strings as bytes with their lengths."""
+    """Return the ids as rows: integers as they are, strings as bytes with their lengths."""
     plain: Any = cast("Any", ids).tolist() if isinstance(ids, (Tensor, np.ndarray)) else ids
     if isinstance(plain, (str, bytes)) or not isinstance(plain, Iterable):
         raise _no_ids(plain)
@@ -107,7 +107,7 @@ def _no_ids(found: Any) -> StoreError:
 
 
 def _compare(old: list[Series], new: list[Series]) -> None:
-    """An error if an append does not bring what the first one brought."""
+    """Raise if an append does not have the same places and forms as the first one."""
 
     def told(series: list[Series]) -> list[str]:
         names = [s.part if s.part.startswith("id") else f"{s.place!r} {s.part}" for s in series]
@@ -125,8 +125,8 @@ def _compare(old: list[Series], new: list[Series]) -> None:
 
 
 def _series(place: str, part: str, rows: Tensor, shard_bytes: int) -> Series:
-    """The series that begins with these rows."""
-    kind = kind_of(rows.dtype)
+    """Return the series that begins with these rows."""
+    kind = stored_dtype(rows.dtype)
     shape = tuple(rows.shape[1:])
     if len(shape) > MOST_SIZES:
         raise StoreError(
@@ -158,16 +158,16 @@ def _series(place: str, part: str, rows: Tensor, shard_bytes: int) -> Series:
 
 
 def _ends(rows: Series | None, lengths: list[int]) -> Tensor:
-    """Where each sample ends, counted over all rows of the rank."""
+    """Return where each sample ends, counted over all rows of the rank."""
     start = 0 if rows is None else rows.rows
     return torch.from_numpy(np.cumsum(np.asarray(lengths, dtype=np.int64)) + start)
 
 
 def _as_before(values: Mapping[str, Any], known: list[Series]) -> tuple[list[Block], int] | None:
-    """The usual append, told in few steps: plain rows of all places, in the same order as before.
+    """Return the blocks of the usual append quickly: plain rows of all places, in the same order.
 
-    None if it may be another one. Between two writes of a megabyte, when nothing is in the
-    processor's caches, each step takes several times as long as it seems to.
+    It returns None if this may be another append. Between two writes of a megabyte the caches of
+    the processor are empty, so that each step takes several times as long as usual.
     """
     if len(values) != len(known):
         return None
@@ -198,9 +198,9 @@ def blocks_of(
     known: list[Series],
     shard_bytes: int,
 ) -> tuple[list[Block], int]:
-    """Each series of a store with the rows to append, checked, and how many samples these are.
+    """Return each series of a store with its checked rows, and the number of samples.
 
-    `known` are the series that are there, none if the store begins; a new one has shards of
+    `known` are the series of the store, none for a new store; a new series has shards of
     `shard_bytes`.
     """
     if not hasattr(values, "items"):

@@ -1,4 +1,4 @@
-"""Records on disk: what a capture has kept, as JSON with safetensors beside it.
+"""Records on disk, as JSON with safetensors beside it.
 
 - `save_record(record, folder)`: write a record
 - `load_record(folder)`: read it again, without the model
@@ -20,7 +20,7 @@ from hookline.engine.call_choice import as_calls
 from hookline.errors import NotCaptured, RecordError
 from hookline.places.resolution import Place, Target
 from hookline.storage import json_safetensors
-from hookline.storage.store_files import kind_of
+from hookline.storage.store_files import stored_dtype
 from hookline.training.run_files import segments_in
 from hookline.values.nested import children
 from hookline.values.quantisation import is_wrapper
@@ -45,11 +45,11 @@ def save_record(record: Record, folder: str | Path) -> Path:
       place  calls  shape   dtype
       0      1      (2, 3)  float32
 
-    Values are written detached, from whichever device; of a DTensor this rank's part. Tuples, lists
-    and dicts stay what they are (keys that are neither strings nor integers become strings); named
-    tuples, dataclasses and the like are read again as dicts, and of any other object, such as a
-    numpy array or a cache of keys and values, only the repr is kept. A value that changed since it
-    was captured is refused, as it is on reading, and so is a folder that holds a store or a run.
+    Values are written detached, from any device; of a DTensor this rank's part. Tuples, lists and
+    dicts stay what they are (keys that are neither strings nor integers become strings); named
+    tuples, dataclasses and the like are read again as dicts, and any other object, such as a numpy
+    array or a cache of keys and values, as its repr. A value that changed since it was captured is
+    refused, as it is on reading, and so is a folder that holds a store or a run.
     """
     if not isinstance(cast(Any, record), Record):
         raise TypeError(
@@ -68,7 +68,7 @@ def save_record(record: Record, folder: str | Path) -> Path:
     places: list[dict[str, Any]] = []
     for place in record.places():
         try:
-            calls = list(_spelled(record, place, tensors))
+            calls = list(_write_calls(record, place, tensors))
         except RecursionError:
             raise RecordError(
                 f"The value at {str(place)!r} was to be saved.",
@@ -83,7 +83,7 @@ def save_record(record: Record, folder: str | Path) -> Path:
 
 
 def load_record(folder: str | Path) -> Record:
-    """Read what `save_record` wrote, as a record without a model. Nothing in it is run."""
+    """Read what `save_record` wrote, as a record without a model; nothing in it is executed."""
     content, tensors = json_safetensors.read(folder, _KIND, RecordError)
     try:
         held = [_handler(entry, tensors) for entry in _list(content.get("places"))]
@@ -102,7 +102,7 @@ def load_record(folder: str | Path) -> Record:
 
 
 class _Malformed(Exception):
-    """What stands in the file is not what was written."""
+    """The content of the file is not what `save_record` writes."""
 
 
 class _SavedHandler(CaptureHandler):
@@ -135,8 +135,10 @@ def _slicing(record: Record, place: Place) -> dict[str, Any]:
     return ({} if at is None else {"at": at}) | ({"transformed": True} if transformed else {})
 
 
-def _spelled(record: Record, place: Place, tensors: dict[str, Tensor]) -> Iterator[Any]:
-    """The values at a place, call by call; the reason where a call had not the part asked for."""
+def _write_calls(record: Record, place: Place, tensors: dict[str, Tensor]) -> Iterator[Any]:
+    """Yield the values at a place, call by call; the reason for a call without the part asked
+    for.
+    """
     for n, value in record.numbered(place):
         if value is None and not place.port.startswith("grad"):
             try:
@@ -144,13 +146,13 @@ def _spelled(record: Record, place: Place, tensors: dict[str, Tensor]) -> Iterat
             except NotCaptured as error:
                 yield {"missing": error.found}
                 continue
-        yield _spell(value, tensors, place)
+        yield _write_value(value, tensors, place)
 
 
-def _spell(value: Any, tensors: dict[str, Tensor], place: Place) -> Any:
+def _write_value(value: Any, tensors: dict[str, Tensor], place: Place) -> Any:
     if isinstance(value, Tensor):
         tensor = local(value.detach())
-        if not json_safetensors.is_plain(tensor) or kind_of(tensor.dtype) is None:
+        if not json_safetensors.is_plain(tensor) or stored_dtype(tensor.dtype) is None:
             layout = "nested" if tensor.is_nested else tensor.layout
             kind = (
                 f"{type(tensor).__name__} ({tensor.dtype})" if is_wrapper(tensor) else tensor.dtype
@@ -170,7 +172,7 @@ def _spell(value: Any, tensors: dict[str, Tensor], place: Place) -> Any:
     inside = children(value)
     if inside is None:
         return {"opaque": repr(value)[:200]}
-    items = [[part, _spell(item, tensors, place)] for part, item in inside]
+    items = [[part, _write_value(item, tensors, place)] for part, item in inside]
     if type(value) in (tuple, list):
         return {type(value).__name__: [item for _, item in items]}
     named = any(isinstance(part, str) for part, _ in items) or isinstance(value, Mapping)
@@ -232,8 +234,8 @@ def _numbers(found: Any, count: int) -> list[int]:
 def _read(found: Any, tensors: dict[str, Tensor]) -> Any:
     if found is None or isinstance(found, (bool, int, float, str)):
         return found
-    spelled = cast("dict[str, Any]", found if isinstance(found, dict) else {})
-    ((kind, inside),) = spelled.items() if len(spelled) == 1 else [("", None)]
+    content = cast("dict[str, Any]", found if isinstance(found, dict) else {})
+    ((kind, inside),) = content.items() if len(content) == 1 else [("", None)]
     if kind == "tensor" and isinstance(inside, str) and inside in tensors:
         return tensors[inside]
     if kind == "float" and inside in ("nan", "inf", "-inf"):

@@ -1,4 +1,4 @@
-"""A shard that is being written.
+"""Write a shard of a store.
 
 - `OpenShard(path, series, ahead, fresh=)`: an open shard; `put` adds rows, `cut` removes them
 """
@@ -20,7 +20,7 @@ _EARLY = 8 << 20  # bytes that are sent to the disk together before a sync asks 
 
 
 class OpenShard:
-    """The file of a shard; a fresh one begins with the header of no rows."""
+    """The open file of a shard; a fresh one begins with the header of no rows."""
 
     def __init__(self, path: Path, series: Series, ahead: SpaceReservation, *, fresh: bool) -> None:
         self._path, self._ahead = path, ahead
@@ -82,7 +82,7 @@ class OpenShard:
             self.sync()
 
     def sync(self) -> None:
-        """Force it onto the disk."""
+        """Force the shard onto the disk."""
         sync(self._file)
 
     def close(self) -> None:
@@ -95,7 +95,7 @@ class OpenShard:
 
 
 def _write(file: int, data: Any, place: int) -> None:
-    """Write all of it: a nearly full disk, or more than 2 GB, takes only a part at first."""
+    """Write everything: a nearly full disk, or more than 2 GB, takes only a part at first."""
     size = len(data) if type(data) is bytes else data.nbytes
     while (written := write_at(file, data, place)) < size:
         if written <= 0:

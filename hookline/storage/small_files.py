@@ -9,7 +9,7 @@
 - `open_regular(path)`: open a regular file for reading
 - `most_files()`: how many files a writer keeps open; a reader keeps twice as many
 - `sync_file(path)`: force what is in a file onto the disk
-- `corrupt(path, found)`: the error for a file that no writer of ours wrote like this
+- `corrupt(path, found)`: the error for a file that hookline has not written
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _LARGEST_JSON = 16 << 20
 
 
 def corrupt(path: Path, found: str) -> StoreError:
-    """Return the error for a file that no writer of ours wrote like this."""
+    """Return the error for a file that hookline has not written, or that was changed since."""
     return StoreError(
         f"Cannot read {str(path)!r} as a part of a store.",
         f"{found[:300]}.",

@@ -1,10 +1,10 @@
 """A store: captured values on disk, in a folder that any reader of safetensors can open.
 
 - `Store`: `Store.create(folder)` writes, `Store.open(folder)` reads
-- `StoreInfo`: what is in a store, as a table
+- `StoreInfo`: the content of a store, as a table
 - `StoreDataset`: a store for a DataLoader
 
-The format, the promises for crashes and the syncing are told in docs/store.md.
+docs/store.md describes the format, the promises for crashes and the syncing.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class Store:
     (tensor([[2., 3.], [4., 5.]]), 'c')
 
     `store[place]` reads, `len(store)` counts samples, `store.places()`, `store.ids`,
-    `store.metadata` and `store.info()` say what is there. Samples stand in the order of ranks,
-    and of appends within a rank. Reading copies rows out of mapped files; a store that is open
-    does not see what is appended later.
+    `store.metadata` and `store.info()` describe the content. Samples are in the order of ranks, and
+    of appends within a rank. Reading copies rows out of mapped files; an open store does not see
+    later appends.
     """
 
     def __init__(
@@ -80,18 +80,18 @@ class Store:
         sync: Sync = "shard",
         resume: bool = False,
     ) -> StoreWriter:
-        """A writer, for `with`. Each of its appends is committed when it returns.
+        """Return a writer, for `with`. Each of its appends is committed when it returns.
 
         Args:
-            folder: Made if it is not there.
+            folder: The folder, which is made if need be.
             metadata: Anything that JSON can hold.
-            rank: Which of several writers this is; each has files of its own. Left out, it is
+            rank: The number of this writer among several; each has its own files. By default it is
                 that of the launcher (the variable RANK), or 0.
             shard_bytes: The size at which a shard is full.
             sync: When rows are forced onto the disk: at each "commit", when a "shard" is full and
                 at the end, or "never". A killed process loses nothing committed with any of them;
                 a power cut may lose what was not yet forced.
-            resume: Go on where this rank stopped, instead of refusing.
+            resume: Continue where this rank stopped, instead of refusing.
         """
         if rank is None:
             given = os.environ.get("RANK") or "0"
@@ -117,18 +117,18 @@ class Store:
         return Store(folder, metadata, indexes)
 
     def places(self) -> list[str]:
-        """The places that are stored, in the order of the first append."""
+        """Return the stored places, in the order of the first append."""
         return list(self._columns)
 
     @property
     def ids(self) -> list[Any] | None:
-        """The id of each sample, None if the store was written without."""
+        """The id of each sample; None if the store was written without."""
         if isinstance(self._ids, StoredSamples):
             return _words(self._ids.to_numpy())
         return None if self._ids is None else list(self._ids[:].numpy().tolist())
 
     def ids_between(self, start: int, stop: int) -> list[Any] | None:
-        """The ids of some samples only, where all of them would take too much memory."""
+        """Return the ids of some samples only, if all of them would take too much memory."""
         if isinstance(self._ids, StoredSamples):
             return _words(one.numpy() for one in self._ids[start:stop])
         return None if self._ids is None else list(self._ids[start:stop].numpy().tolist())
@@ -140,7 +140,7 @@ class Store:
         return held_as(place, self._columns) is not None
 
     def __getitem__(self, place: str) -> Any:
-        """The rows of a place: `StoredRows`, or `StoredSamples` where lengths vary."""
+        """Return the rows of a place: `StoredRows`, or `StoredSamples` if lengths vary."""
         known = held_as(place, self._columns)
         if known is None:
             raise StoreError(
@@ -153,7 +153,9 @@ class Store:
     def batches(
         self, size: int, *, places: str | Sequence[str] | None = None
     ) -> Iterator[dict[str, Any]]:
-        """The samples in order, `size` at a time, as a dict of tensors (lists where they vary)."""
+        """Yield the samples in order, `size` at a time, as a dict of tensors (lists if they
+        vary).
+        """
         if size < 1:
             asked = f"Batches of {size} samples were asked for."
             raise StoreError(asked, "There are none of that size.", "Ask for 1 or more.")
@@ -162,18 +164,18 @@ class Store:
             yield {place: rows[start : start + size] for place, rows in columns.items()}
 
     def as_dataset(self, places: str | Sequence[str] | None = None) -> StoreDataset:
-        """A torch Dataset over the samples: each a dict of place to tensor.
+        """Return a torch Dataset over the samples: each a dict of place to tensor.
 
         It can be sent to the workers of a DataLoader, which map the files for themselves.
         """
         return StoreDataset(self, self._named(places))
 
     def _named(self, places: str | Sequence[str] | None) -> tuple[str, ...]:
-        """The one place, those of a list, or all."""
+        """Return one place, those of a list, or all."""
         return (places,) if isinstance(places, str) else tuple(places or self.places())
 
     def info(self) -> StoreInfo:
-        """What is in the store."""
+        """Return what is in the store, as a table."""
         rows = [("place", "samples", "row", "dtype", "size")]
         for place, column in self._columns.items():
             values = column.rows if isinstance(column, StoredSamples) else column
@@ -202,7 +204,7 @@ class Store:
 
 @dataclass(frozen=True, repr=False)
 class StoreInfo:
-    """What is in a store; its repr is a table."""
+    """The content of a store; its repr is a table."""
 
     folder: str
     samples: int
@@ -240,14 +242,14 @@ class StoreDataset(Dataset[dict[str, Any]]):
         return {place: column[position] for place, column in self._columns.items()}
 
     def __getitems__(self, positions: Sequence[int]) -> list[dict[str, Any]]:
-        """A batch at once: one read for each place instead of one for each sample."""
+        """Return a batch at once: one read for each place instead of one for each sample."""
         chosen = positions_of(positions, self._total, "the dataset")
         columns = [(place, column[chosen]) for place, column in self._columns.items()]
         return [{place: rows[n] for place, rows in columns} for n in range(len(chosen))]
 
 
-def _words(spelled: Iterable[NDArray[Any]]) -> list[str]:
-    return [one.tobytes().decode(errors="replace") for one in spelled]
+def _words(words: Iterable[NDArray[Any]]) -> list[str]:
+    return [one.tobytes().decode(errors="replace") for one in words]
 
 
 def _column(
@@ -269,7 +271,7 @@ def _column(
 
 
 def _agree(folder: Path, indexes: list[Index]) -> None:
-    """All ranks must hold the same places, in the same form."""
+    """Raise unless all ranks hold the same places, in the same form."""
 
     def form(index: Index) -> set[tuple[str, str, str, tuple[int, ...]]]:
         return {(one.place, one.part, one.dtype, one.shape) for one in index.series}

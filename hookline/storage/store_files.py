@@ -1,15 +1,15 @@
-"""The files of a store: what is in them, how they are written whole, how they are distrusted.
+"""The file formats of a store: how files are named, written whole, and read without trusting them.
 
-- `Kind`, `KINDS`, `kind_of(dtype)`: the dtypes of safetensors, torch and numpy
+- `StoredDtype`, `STORED_DTYPES`, `stored_dtype(dtype)`: the dtypes of safetensors, torch and numpy
 - `Series`: the rows of one place, of its offsets or of the sample ids, over the shards of a rank
-- `Index`: what one rank has committed; `read_index`, `spell_index`; `IndexFile` writes it
-- `shard_path`, `index_path`: names are made of numbers, never of places
+- `Index`: what one rank has committed; `read_index`, `index_json`; `IndexFile` writes it
+- `shard_path`, `index_path`: file names, made of numbers, never of places
 - `header_of(series, rows)`, `read_header(path, series)`: the first 64 KB of a shard
 
 A shard is a safetensors file with one tensor, so that the tensor can grow at the end of the file:
 safetensors allows no holes and no overlaps. Its header takes 64 KB from the start and is written
-again after each append; what it says fits in one page, so that no crash leaves half of it. A reader
-that comes at that very moment may find half, and looks again.
+again after each append; the content fits in one page, so that no crash leaves half of it. A reader
+at that very moment may find half of it, and reads again.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ from hookline.storage.small_files import corrupt, open_regular, parse_json, read
 
 __all__ = [
     "HEADER",
-    "KINDS",
     "MOST_SIZES",
     "PAGE",
+    "STORED_DTYPES",
     "Index",
     "IndexFile",
-    "Kind",
     "Series",
+    "StoredDtype",
     "header_of",
+    "index_json",
     "index_path",
-    "kind_of",
     "ranks_of",
     "read_header",
     "read_index",
     "shard_numbers",
     "shard_path",
-    "spell_index",
+    "stored_dtype",
 ]
 
 HEADER = 65536  # bytes that a shard reserves in front of its data
@@ -59,10 +59,10 @@ _FORMAT, _VERSION = "hookline.store.index", 1
 
 
 @dataclass(frozen=True)
-class Kind:
+class StoredDtype:
     """One dtype: its name in safetensors, in torch, and the numpy dtype that carries its bytes.
 
-    `carrier` is the torch dtype of that size under which numpy takes it, None if it does as it is.
+    `carrier` is the torch dtype of that size that numpy knows; None if numpy knows this one.
     """
 
     name: str
@@ -71,7 +71,7 @@ class Kind:
     carrier: torch.dtype | None
 
 
-def _kinds() -> dict[str, Kind]:
+def _kinds() -> dict[str, StoredDtype]:
     names = {
         "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16",
         "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8",
@@ -80,22 +80,22 @@ def _kinds() -> dict[str, Kind]:
     }  # fmt: skip
     carriers = {"BF16": "uint16", "F8_E4M3": "uint8", "F8_E5M2": "uint8", "BOOL": "uint8"}
     carried = {**carriers, "BF16": "int16"}
-    kinds: dict[str, Kind] = {}
+    kinds: dict[str, StoredDtype] = {}
     for name, word in names.items():
         carrier = getattr(torch, carried[name]) if name in carried else None
         bytes_as = np.dtype(carriers.get(name, word))
-        kinds[name] = Kind(name, getattr(torch, word), bytes_as, carrier)
+        kinds[name] = StoredDtype(name, getattr(torch, word), bytes_as, carrier)
     return kinds
 
 
-KINDS = _kinds()
-_BY_TORCH = {kind.torch: kind for kind in KINDS.values()}
+STORED_DTYPES = _kinds()
+_BY_TORCH = {kind.torch: kind for kind in STORED_DTYPES.values()}
 
 
-def kind_of(dtype: torch.dtype) -> Kind | None:
-    """The kind of a torch dtype, None if safetensors has none.
+def stored_dtype(dtype: torch.dtype) -> StoredDtype | None:
+    """Return the kind of a torch dtype; None if safetensors has none.
 
-    >>> kind_of(torch.bfloat16).name
+    >>> stored_dtype(torch.bfloat16).name
     'BF16'
     """
     return _BY_TORCH.get(dtype)
@@ -103,7 +103,9 @@ def kind_of(dtype: torch.dtype) -> Kind | None:
 
 @dataclass
 class Series:
-    """The rows of one tensor that goes on from shard to shard; each shard but the last is full."""
+    """The rows of one tensor that continues from shard to shard; each shard but the last is
+    full.
+    """
 
     place: str  # "" for the ids of the samples
     part: str  # "rows", "offsets" (where each sample ends), "ids" or "id offsets"
@@ -114,15 +116,15 @@ class Series:
     shards: list[int] = field(default_factory=list[int])
 
     @cached_property
-    def kind(self) -> Kind:
-        return KINDS[self.dtype]
+    def kind(self) -> StoredDtype:
+        return STORED_DTYPES[self.dtype]
 
     @cached_property
     def row_bytes(self) -> int:
         return math.prod(self.shape) * self.kind.numpy.itemsize
 
     @cached_property
-    def spelled(self) -> tuple[str, str]:
+    def json_parts(self) -> tuple[str, str]:
         """Its JSON in an index, before and after the number of rows, up to the list of shards."""
         place = json.dumps(self.place)
         return (
@@ -139,23 +141,23 @@ class Series:
         return struct.pack("<Q", HEADER - 8) + before.encode(), after.encode()
 
     def copy(self) -> Series:
-        """Another one, to be changed: made at every append, so not by `dataclasses.replace`."""
+        """Return a copy to change: made at every append, so not by `dataclasses.replace`."""
         one = object.__new__(Series)
         one.__dict__ = {**self.__dict__, "shards": [*self.shards]}
         return one
 
     def fits(self, rows: torch.Tensor) -> bool:
-        """Whether rows can be put behind those that are there."""
+        """Return True if rows can be appended to those that are there."""
         return rows.dtype is self.kind.torch and rows.shape[1:] == self.shape
 
     def rows_in(self, position: int) -> int:
-        """The committed rows in the shard at that position of the series."""
+        """Return the committed rows in the shard at that position of the series."""
         return min(self.shard_rows, self.rows - position * self.shard_rows)
 
 
 @dataclass
 class Index:
-    """What one rank has committed."""
+    """The rows that one rank has committed."""
 
     rank: int
     samples: int = 0
@@ -164,14 +166,14 @@ class Index:
     mark: dict[str, Any] = field(default_factory=dict[str, Any])  # the writer's own, small
 
     def copy(self) -> Index:
-        """Another one, to be changed."""
+        """Return a copy to change."""
         one = object.__new__(Index)
         one.__dict__ = {**self.__dict__, "series": [series.copy() for series in self.series]}
         return one
 
 
 def shard_path(folder: Path, rank: int, number: int) -> Path:
-    """The file of a shard.
+    """Return the path of a shard.
 
     >>> shard_path(Path("acts"), 0, 12).name
     'rank00000-00012.safetensors'
@@ -180,34 +182,34 @@ def shard_path(folder: Path, rank: int, number: int) -> Path:
 
 
 def index_path(folder: Path, rank: int) -> Path:
-    """The file that says what a rank has committed."""
+    """Return the path of the file that says what a rank has committed."""
     return folder / f"rank{rank:05d}.index.json"
 
 
 def ranks_of(folder: Path) -> list[int]:
-    """The ranks that have an index in the folder, or shards, whose index is then missing."""
+    """Return the ranks that have an index in the folder, or shards, whose index is then missing."""
     form = re.compile(r"rank(\d{5,9})(\.index\.json|-\d{5,9}\.safetensors)")
     found = (form.fullmatch(path.name) for path in folder.iterdir())
     return sorted({int(match[1]) for match in found if match})
 
 
 def shard_numbers(folder: Path, rank: int) -> list[int]:
-    """The numbers of all shards of a rank that lie in the folder, committed or not."""
+    """Return the numbers of all shards of a rank in the folder, committed or not."""
     form = re.compile(rf"rank{rank:05d}-(\d{{5,9}})\.safetensors")
     found = (form.fullmatch(path.name) for path in folder.iterdir())
     return sorted(int(match[1]) for match in found if match)
 
 
 class IndexFile:
-    """The file of an index, for the one who writes it. `write` commits."""
+    """The file of an index, for its writer. `write` commits."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._path = index_path(folder, rank)
         self._file = -1
 
     def write(self, index: Index, sync: bool) -> None:
-        """Commit: what the index says is there."""
-        body = spell_index(index).encode()
+        """Commit the rows of the index."""
+        body = index_json(index).encode()
         text = b'%b, "crc32": %d}' % (body[:-1], zlib.crc32(body))
         # To replace a file makes some file systems flush it at once, a millisecond each time. An
         # index that fits in a page is written over: like a header, as a whole or not at all.
@@ -221,7 +223,7 @@ class IndexFile:
             sync_to_disk(self._file)
 
     def _is_page(self) -> bool:
-        """Whether the file is there, one page long, and in no other folder."""
+        """Return True if the file exists, is one page long, and is in no other folder."""
         if self._file < 0:
             try:
                 self._file = open_file(self._path, os.O_WRONLY, follow=False)
@@ -239,14 +241,14 @@ class IndexFile:
     __del__ = close
 
 
-def spell_index(index: Index) -> str:
-    """The JSON of an index, with sorted keys, without its checksum.
+def index_json(index: Index) -> str:
+    """Return the JSON of an index, with sorted keys, without its checksum.
 
-    Every append spells it, so it is put together here, several times as fast as by `json`.
+    Every append needs it, so it is built here, several times as fast as by `json`.
     """
     mark = json.dumps(index.mark, sort_keys=True) if index.mark else "{}"
     series = ", ".join(
-        [f"{one.spelled[0]}{one.rows}{one.spelled[1]}{one.shards}}}" for one in index.series]
+        [f"{one.json_parts[0]}{one.rows}{one.json_parts[1]}{one.shards}}}" for one in index.series]
     )
     return (
         f'{{"format": "{_FORMAT}", "mark": {mark}, "next_shard": {index.next_shard}, '
@@ -256,7 +258,7 @@ def spell_index(index: Index) -> str:
 
 
 def _checksum(content: dict[str, Any]) -> int:
-    """Of all fields but itself: a changed index must not make recovery cut what is sound."""
+    """Return the checksum of all other fields, so that recovery does not cut by a changed index."""
     others = {key: value for key, value in content.items() if key != "crc32"}
     return zlib.crc32(json.dumps(others, sort_keys=True).encode())
 
@@ -270,7 +272,9 @@ def _counts(values: Any, least: int = 0) -> bool:
 
 
 def read_index(folder: Path, rank: int) -> Index:
-    """The index of a rank; every field is checked, nothing is allocated by what it claims."""
+    """Return the index of a rank; every field is checked, and nothing is allocated by its
+    claims.
+    """
     path = index_path(folder, rank)
     content = read_json(path)
     if content.get("format") != _FORMAT or content.get("version") != _VERSION:
@@ -304,7 +308,7 @@ def _read_series(entry: Any, path: Path) -> Series:
         isinstance(place, str)
         and isinstance(dtype, str)
         and part in ("rows", "offsets", "ids", "id offsets")
-        and dtype in KINDS
+        and dtype in STORED_DTYPES
         and _counts(shape, 1)
         and len(shape) <= MOST_SIZES
         and _count(shard_rows, 1)
@@ -343,13 +347,13 @@ def _check_index(index: Index, path: Path) -> None:
 
 
 def header_of(series: Series, rows: int) -> bytes:
-    """The header of a shard with that many rows, without the blanks that fill 64 KB."""
+    """Return the header of a shard with that many rows, without the blanks that fill 64 KB."""
     before, after = series.header
     return b"%b%d%b%d]}}" % (before, rows, after, rows * series.row_bytes)
 
 
 def read_header(path: Path, series: Series) -> tuple[int, int]:
-    """The rows that a shard's header states, and the size of the file; all of it checked."""
+    """Return the rows in a shard by its checked header, and the size of the file."""
     try:
         with open_regular(path) as file:
             before = os.fstat(file.fileno()).st_size

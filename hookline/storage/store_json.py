@@ -1,6 +1,6 @@
-"""store.json: what a store is, once for all ranks.
+"""store.json: the description of a store, once for all ranks.
 
-- `describe(folder, metadata, rank)`: write it, or check that the one there says the same
+- `describe(folder, metadata, rank)`: write it, or check that the existing one is the same
 - `settle(folder, rank, series, sync)`: add places and ids, or check that all ranks agree
 - `read_description(folder)`: the metadata
 """
@@ -24,7 +24,7 @@ _FORMAT = {"format": "hookline.store", "version": 1}
 
 
 def describe(folder: Path, metadata: Mapping[str, Any] | None, rank: int) -> None:
-    """Write store.json, or check that the one there says the same."""
+    """Write store.json, or check that the existing one is the same."""
     path = folder / "store.json"
     wanted = as_json(metadata or {}, "the metadata")
     if not path.exists():
@@ -49,7 +49,7 @@ def describe(folder: Path, metadata: Mapping[str, Any] | None, rank: int) -> Non
 
 
 def settle(folder: Path, rank: int, series: list[Series], sync: bool) -> None:
-    """Say in store.json which places and ids there are; an error if another rank said otherwise."""
+    """Add places and ids to store.json; raise if another rank has written others."""
     path = folder / "store.json"
     varying = {one.place for one in series if one.part == "offsets"}
     places = {
@@ -74,9 +74,9 @@ def settle(folder: Path, rank: int, series: list[Series], sync: bool) -> None:
 
 
 def _others(folder: Path, rank: int) -> bool:
-    """Whether another rank has samples or, as it is alive, may be about to have some.
+    """Return True if another rank has samples or, as it is alive, may be about to have some.
 
-    If not, what store.json says comes from a first append that failed.
+    If not, the content of store.json comes from a first append that failed.
     """
     for other in ranks_of(folder):
         if other != rank:
@@ -87,7 +87,7 @@ def _others(folder: Path, rank: int) -> bool:
 
 
 def read_description(folder: Path) -> dict[str, Any]:
-    """The metadata of a store; an error if store.json is none of ours."""
+    """Return the metadata of a store; raise if store.json is not one of hookline."""
     content = read_json(folder / "store.json")
     metadata = content.get("metadata")
     known = all(content.get(key) == value for key, value in _FORMAT.items())

@@ -1,10 +1,10 @@
-"""Writing a store: rows are appended to shards, and each append is committed.
+"""Write a store: append rows to shards, and commit each append.
 
-- `StoreWriter`: what `Store.create` gives
+- `StoreWriter`: the result of `Store.create`
 
-An append writes its rows behind what is committed, then the headers of the shards, then the whole
-index: only then do the rows exist. An append that fails before that is taken back. What a killed
-process left is cut off when the store is opened next.
+An append writes its rows behind the committed ones, then the headers of the shards, then the whole
+index: only then do the rows exist. An append that fails before that is undone. Uncommitted rows of
+a killed process are cut off when the store is opened next.
 """
 
 from __future__ import annotations
@@ -46,8 +46,7 @@ Sync = Literal["commit", "shard", "never"]
 class StoreWriter:
     """Appends rows to a store; made by `Store.create`.
 
-    Use it in `with`, or call `close()`. Tensors are read, never kept. `samples` is how many samples
-    this rank has committed.
+    Use it in `with`, or call `close()`. Tensors are read, never kept.
     """
 
     def __init__(
@@ -94,12 +93,12 @@ class StoreWriter:
 
     @property
     def samples(self) -> int:
-        """How many samples this rank has committed."""
+        """The number of samples that this rank has committed."""
         return self._index.samples
 
     @property
     def mark(self) -> dict[str, Any]:
-        """What the last append of this rank that had a mark was marked with."""
+        """The mark of the last append of this rank that had one."""
         return self._index.mark
 
     def _begin(self, metadata: Mapping[str, Any] | None, resume: bool) -> None:
@@ -149,18 +148,18 @@ class StoreWriter:
         ids: Sequence[int] | Sequence[str] | Tensor | None = None,
         mark: Mapping[str, Any] | None = None,
     ) -> None:
-        """Put samples behind those that are there, and commit them.
+        """Append samples, and commit them.
 
         Args:
             values: For each place a tensor with one row for each sample, or a list of tensors,
-                one for each sample, whose first sizes may vary. The first append settles places,
+                one for each sample, whose first sizes may vary. The first append sets places,
                 dtypes, the shapes of rows, which places vary, and whether there are ids.
             ids: One integer or one string for each sample.
             mark: A few numbers or words of the caller's own, in JSON, that are committed together
-                with the samples: how far it has come. `writer.mark` reads them, also on resuming.
+                with the samples, such as its progress. `writer.mark` reads them, also on resuming.
 
-        If it raises, nothing of it is in the store, and the writer can go on. Only what comes after
-        the commit (an interrupt, a sync of the index that fails) leaves it there; `samples` tells.
+        If it raises, nothing of it is in the store, and the writer can continue. Only after an
+        error behind the commit (an interrupt, a failed sync of the index) it is; see `samples`.
         """
         with self._lock:
             self._append(values, ids, mark)
@@ -214,9 +213,9 @@ class StoreWriter:
             self._index = new
 
     def _write_rows(self, new: Index, series: Series, rows: Tensor) -> list[int]:
-        """Write rows behind those of a series, into new shards where needed; gives the full ones.
+        """Write rows behind those of a series, into new shards if needed; return the full shards.
 
-        A header is written after the rows that it speaks of.
+        A header is written after the rows that it counts.
         """
         full: list[int] = []
         done, total = 0, rows.shape[0]
@@ -260,7 +259,7 @@ class StoreWriter:
         return shard
 
     def _put_aside(self, number: int) -> None:
-        """Close a shard, so that another file can be open."""
+        """Close a shard, so that another file can be opened."""
         shard = self._open.pop(number)
         self._aside.add(number)
         try:
@@ -295,7 +294,7 @@ class StoreWriter:
             shard.close()
 
     def close(self) -> None:
-        """Finish: sync what the policy asks for and close the files. May be called twice."""
+        """Finish: sync as the policy says and close the files. May be called twice."""
         with self._lock:
             self._close()
 

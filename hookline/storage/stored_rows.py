@@ -1,9 +1,10 @@
-"""Reading a store: rows of one place over all shards and ranks, straight from mapped files.
+"""Read a store: the rows of one place over all shards and ranks, from mapped files.
 
 - `StoredRows`: one row for each sample, or the rows of all samples behind each other
 - `StoredSamples`: samples of varying length
+- `positions_of(key, total, place)`: the positions that an index names
 
-What is read is copied out of the map: it stays as it is, whatever happens to the files.
+Rows are copied out of the map: they stay as they are, whatever happens to the files.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _PLAIN = (int, slice, EllipsisType, type(None))  # what torch takes along a dime
 class _Shard:
     """A shard that is mapped when it is first read, in each process anew.
 
-    A map keeps its file open, so those that were mapped first are let go of when there are many.
+    A map keeps its file open, so the oldest maps are closed when there are many.
     """
 
     __slots__ = ("__weakref__", "_array", "path", "rows", "series")
@@ -74,7 +75,7 @@ class _Shard:
         return flat.reshape(self.rows, *self.series.shape)
 
     def _found(self) -> int:
-        """The rows that its header states; a living writer may just be at it: then look again."""
+        """Return the rows in its header; read again if a living writer is just writing it."""
         for _ in range(4):
             with suppress(StoreError):
                 return read_header(self.path, self.series)[0]
@@ -92,8 +93,9 @@ class _Shard:
 class StoredRows:
     """The rows of a place: indexed like a tensor in the first size, each read a new tensor.
 
-    `rows[7]`, `rows[10:20]`, `rows[[1, 5]]`, `rows[mask]`, `rows[tensor_of_positions]`; further
-    indices are as a tensor's. `len(rows)`, `rows.shape`, `rows.dtype`, `rows.to_numpy()`.
+    `rows[7]`, `rows[10:20]`, `rows[[1, 5]]`, `rows[mask]` and `rows[tensor_of_positions]` read
+    rows; further indices are as a tensor's. There are `len(rows)`, `rows.shape`, `rows.dtype` and
+    `rows.to_numpy()`.
     """
 
     def __init__(self, folder: Path, series: Sequence[tuple[Index, Series]]) -> None:
@@ -112,12 +114,12 @@ class StoredRows:
 
     @property
     def shape(self) -> torch.Size:
-        """Of all rows together."""
+        """The shape of all rows together."""
         return torch.Size((self._total, *self._row))
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of what is read."""
+        """The dtype of what is read."""
         return self._kind.torch
 
     @property
@@ -164,13 +166,13 @@ class StoredRows:
         return (self[position] for position in range(self._total))
 
     def to_numpy(self) -> NDArray[Any]:
-        """All rows as one numpy array, in memory; bf16 and 8-bit floats become float32."""
+        """Return all rows as one numpy array, in memory; bf16 and 8-bit floats become float32."""
         tensor = self[:]
         exotic = self._kind.name in ("BF16", "F8_E4M3", "F8_E5M2")
         return (tensor.float() if exotic else tensor).numpy()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
-        """The same for `np.asarray`, which would else read row by row."""
+        """Return the same for `np.asarray`, which would else read row by row."""
         if copy is False:
             raise ValueError("Rows of a store are copied out of its files: leave out copy=False.")
         return np.asarray(self.to_numpy(), dtype)
@@ -205,9 +207,9 @@ class StoredRows:
         return result
 
     def let_go(self) -> None:
-        """Map the files anew when they are read next: they are looked at then, as at first.
+        """Map and check the files again at the next read.
 
-        To read from a map of a file that was cut off meanwhile would end the process.
+        Reading from the map of a file that was cut off meanwhile would end the process.
         """
         for shard in self._shards:
             shard._array = None
@@ -251,7 +253,7 @@ class StoredSamples:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of what is read."""
+        """The dtype of what is read."""
         return self.rows.dtype
 
     @property
@@ -260,7 +262,7 @@ class StoredSamples:
         return self.rows.nbytes
 
     def let_go(self) -> None:
-        """As that of `StoredRows`."""
+        """Map and check the files again at the next read."""
         self.rows.let_go()
         self._ends.let_go()
 
@@ -296,7 +298,7 @@ class StoredSamples:
         return (self._read(position) for position in range(len(self)))
 
     def lengths(self) -> Tensor:
-        """How many rows each sample has."""
+        """Return how many rows each sample has."""
         ends = self._ends[:]
         starts = torch.zeros_like(ends)
         starts[1:] = ends[:-1]
@@ -308,7 +310,7 @@ class StoredSamples:
         return lengths
 
     def to_numpy(self) -> list[NDArray[Any]]:
-        """Each sample as a numpy array; bf16 and 8-bit floats become float32."""
+        """Return each sample as a numpy array; bf16 and 8-bit floats become float32."""
         rows = self.rows.to_numpy()
         return np.split(rows, np.cumsum(self.lengths().numpy())[:-1]) if len(self) else []
 
@@ -336,7 +338,9 @@ class StoredSamples:
 
 
 def positions_of(key: Any, total: int, place: str) -> NDArray[np.int64]:
-    """The positions that a list, a mask or a tensor names, from 0; an error for those outside."""
+    """Return the positions that a list, a mask or a tensor names, from 0; raise for those
+    outside.
+    """
     if isinstance(key, Tensor) and key.dtype == torch.uint8:
         raise StoreError(
             f"Cannot read {place!r} with a tensor of uint8.",
@@ -368,7 +372,7 @@ def positions_of(key: Any, total: int, place: str) -> NDArray[np.int64]:
 
 
 class _Outside(StoreError, IndexError):
-    """A position past the end; also an IndexError, which is what ends a loop."""
+    """A position past the end; it is also an IndexError, which ends a loop."""
 
 
 def _outside(place: str, position: int, total: int) -> StoreError:

@@ -1,1 +1,1 @@
-"""A training, watched: what is measured, what is wrong, and the directory where it is kept."""
+"""Watch a training: measure it, find what is wrong, write and read its run directory."""

@@ -1,11 +1,11 @@
-"""Tell from what was measured what is wrong with a training.
+"""Find what is wrong with a training, from its measurements.
 
-- `Diagnosis`: takes one measured step after the other and gives findings, each once
+- `Diagnosis`: takes one measured step after the other and returns findings, each once
 
-Only values that are not finite are told at once. All else must hold at several measured steps in a
-row: a step says little, and much that looks ill in the first steps (layers that begin with zeros,
-a learning rate that is warmed up) is well later. The limits are far from what healthy trainings
-show; `docs/watching.md` lists them.
+Values that are not finite are reported at once. Everything else must hold at several measured steps
+in a row: one step says little, and much that looks wrong at first (layers that begin with zeros, a
+learning rate that is warmed up) is fine later. The limits are far from the values of healthy
+trainings; `docs/watching.md` lists them.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ _RELUS = ("ReLU", "ReLU6", "Threshold", "LeakyReLU", "PReLU")
 
 
 class Diagnosis:
-    """Takes one measured step after the other and gives findings, each once."""
+    """Takes one measured step after the other and returns findings, each once."""
 
     def __init__(self, plan: MeasuredRows) -> None:
         self.plan = plan
         self.rows = plan.rows
         self._streaks = defaultdict[str, Streaks](partial(Streaks, PATIENCE, SPAN))  # by kind
         self._told: set[tuple[str, int]] = set()
-        self._silences: dict[int, DeadUnits] = {}  # units that are zero
+        self._dead: dict[int, DeadUnits] = {}  # units that are zero
         self._totals: list[float] = []
         self._learned = False  # whether a step has changed some layer
         self._used: set[int] = set()  # the rows of gradients that have come
@@ -70,9 +70,9 @@ class Diagnosis:
         self._layers = [module for module in modules if parameters_of(module)]
         self._early = set(modules[: modules.index(self._layers[-1])] if self._layers else [])
 
-    def update(self, measured: Measured, looking: StepMeasurement) -> list[Finding]:
-        """What is new at this step."""
-        self._step, self._looking, self._values = measured.step, looking, measured.values
+    def update(self, measured: Measured, measurement: StepMeasurement) -> list[Finding]:
+        """Return the new findings of a step."""
+        self._step, self._measurement, self._values = measured.step, measurement, measured.values
         sick = self._nonfinite()
         if sick:  # all else follows from it
             return sick
@@ -93,7 +93,7 @@ class Diagnosis:
     def _lasting(
         self, kind: str, found: Iterable[int], among: Iterable[int], wait: bool = False
     ) -> list[int]:
-        """Of the rows where something was found, those where it has lasted, and was not told."""
+        """Return the rows with a lasting finding that was not reported yet."""
         lasting = self._streaks[kind].go_on(self._step, set(found), among)
         new = [n for n in lasting if not wait and (kind, n) not in self._told]
         self._told |= {(kind, n) for n in new}
@@ -116,7 +116,7 @@ class Diagnosis:
     # -- values that are not finite -------------------------------------------------------------
 
     def _nonfinite(self) -> list[Finding]:
-        kind, found = "non-finite values", self._looking.found
+        kind, found = "non-finite values", self._measurement.found
         # -inf in an output may be a mask, and is no harm before a softmax.
         wrong = [
             n for n, one in sorted(found.items())
@@ -135,8 +135,8 @@ class Diagnosis:
         names = {"grad": "gradient at the output", "weight_grad": "gradient", "weight": "values"}
         what = names.get(row.kind, row.kind)
         message = f"{share:.2%} of the {what} of {self._name(first)} are NaN or infinite."
-        if self._looking.spoiled:  # all else follows from it
-            first = min(self._looking.spoiled)
+        if self._measurement.spoiled:  # all else follows from it
+            first = min(self._measurement.spoiled)
             message = f"{self._name(first)} held NaN or infinite values already before this step."
         advice = (
             "Find the operation with hookline.guard(model); lower the learning rate, clip "
@@ -148,12 +148,14 @@ class Diagnosis:
     # -- gradients ------------------------------------------------------------------------------
 
     def _matrices(self, kind: str) -> list[int]:
-        """The rows of parameters that are matrices, or more: biases and scales differ too much."""
+        """Return the rows of parameters with two or more dimensions; biases and scales differ too
+        much.
+        """
         return [n for n in self._sound(kind) if len(self.rows[n].shape or self._shape(n)) > 1]
 
     def _sound(self, kind: str) -> list[int]:
-        """The rows of a kind that were measured, and are not NaN or infinite."""
-        found = self._looking.found
+        """Return the measured rows of a kind that are not NaN or infinite."""
+        found = self._measurement.found
         return [n for n in self.plan.of_kind(kind) if n in found and n not in self._wrong]
 
     def _shape(self, number: int) -> tuple[int, ...]:
@@ -161,7 +163,7 @@ class Diagnosis:
         return () if tensor is None else tuple(tensor.shape)
 
     def _depths(self) -> list[Finding]:
-        """Gradients that vanish or explode on their way to the first layers."""
+        """Find gradients that vanish or explode on their way to the first layers."""
         rows = self._matrices("weight_grad")
         sizes = {n: math.sqrt(f.square / max(f.count, 1)) for n in rows for f in [self._found(n)]}
         small, large = (
@@ -185,7 +187,7 @@ class Diagnosis:
         return found
 
     def _idle(self, rows: list[int], sizes: dict[int, float]) -> list[int]:
-        """Gradients of zeros that may be those of experts which are chosen at other steps."""
+        """Return gradients of zeros that may belong to experts that are chosen at other steps."""
         first = next((at for at, n in enumerate(rows) if sizes[n]), len(rows))
         found: list[int] = []
         for at, number in enumerate(rows):
@@ -197,12 +199,12 @@ class Diagnosis:
         return found
 
     def _found(self, number: int) -> Moments:
-        return self._looking.found[number]
+        return self._measurement.found[number]
 
     def _leap(self) -> list[Finding]:
-        """Gradients that explode from one step to the next."""
+        """Find gradients that explode from one step to the next."""
         kind = "exploding gradient"
-        rows = [n for n in self.plan.of_kind("weight_grad") if n in self._looking.found]
+        rows = [n for n in self.plan.of_kind("weight_grad") if n in self._measurement.found]
         total = math.sqrt(sum(self._found(n).square for n in rows))
         if not total:  # of a loss that is not yet there, nothing can be a multiple
             return []
@@ -225,37 +227,37 @@ class Diagnosis:
     # -- units ----------------------------------------------------------------------------------
 
     def _outputs(self) -> list[int]:
-        """The rows of outputs that were measured, but for those that hand an earlier one on."""
-        rows = [n for n in self._sound("output") if n not in self._looking.aliases]
+        """Return the measured rows of outputs, without those that only pass on an earlier one."""
+        rows = [n for n in self._sound("output") if n not in self._measurement.aliases]
         # Masks and one-hot codes, of which nothing is learned, may be zero or the same for long.
-        return [n for n in rows if n not in self._looking.fixed or not self._is_own(n)]
+        return [n for n in rows if n not in self._measurement.fixed or not self._is_own(n)]
 
     def _is_own(self, number: int) -> bool:
-        """Whether the module of a row is the user's, and none of torch's."""
+        """Return True if the module of a row is the user's, not torch's."""
         return not type(self.plan.modules[number]).__module__.startswith("torch.nn")
 
     def _dead_units(self) -> list[Finding]:
         kind, found = "dead units", list[Finding]()
         for number in self._outputs():
             one, row = self._found(number), self.rows[number]
-            own = self._is_own(number) and number not in self._looking.zeroed
+            own = self._is_own(number) and number not in self._measurement.zeroed
             clipped = row.type in _RELUS or (own and float(one.low.min()) == 0 and one.zeros > 0)
             if not clipped or (kind, number) in self._told:
                 continue
-            silence = self._silences.get(number)
-            if silence is None:
-                silence = self._silences[number] = DeadUnits(one.dead, one.each)
+            dead = self._dead.get(number)
+            if dead is None:
+                dead = self._dead[number] = DeadUnits(one.dead, one.each)
             else:  # a unit that comes to life is not dead
-                silence.go_on(one.dead, one.each, DEAD)
-            share, count, each = silence.share, len(silence.mask), silence.values
+                dead.go_on(one.dead, one.each, DEAD)
+            share, count, each = dead.share, len(dead.mask), dead.values
             active = (1 - one.zeros / one.count) / max(1 - share, 1e-9)  # of the values of others
-            few = silence.steps < PATIENCE or each < EXAMPLES
-            if share < DEAD or few or count < 2 or not (active > OFTEN or silence.lasts):
+            few = dead.steps < PATIENCE or each < EXAMPLES
+            if share < DEAD or few or count < 2 or not (active > OFTEN or dead.lasts):
                 continue
             self._told.add((kind, number))
             message = (
-                f"{int(silence.mask.sum())} of {count} units of {self._name(number)} were zero for "
-                f"all {each:.0f} values of the last {silence.steps} measured steps."
+                f"{int(dead.mask.sum())} of {count} units of {self._name(number)} were zero for "
+                f"all {each:.0f} values of the last {dead.steps} measured steps."
             )
             advice = (
                 "Lower the learning rate, look at the bias and the initialisation of the layer "
@@ -280,11 +282,11 @@ class Diagnosis:
         return found
 
     def _is_hidden(self, number: int) -> bool:
-        """Whether layers come behind: at the end of a model, a sigmoid may be as sure as it is."""
+        """Return True if layers follow: at the end of a model, a sigmoid may saturate."""
         own, modules = self.plan.modules[number], self.plan.modules
         if not {modules[n] for n in self.plan.of_kind("output")}.issuperset(self._layers):
             return own in self._early  # as not all is measured, the order of calls is not known
-        called = [n for n in self._looking.found if self.rows[n].kind == "output"]
+        called = [n for n in self._measurement.found if self.rows[n].kind == "output"]
         behind = [modules[n] for n in called[called.index(number) + 1 :]]
         return any(parameters_of(m) and own not in set(m.modules()) for m in behind)
 
@@ -313,7 +315,7 @@ class Diagnosis:
     # -- parameters -----------------------------------------------------------------------------
 
     def _still(self) -> list[Finding]:
-        """Layers that get gradients, but hardly change."""
+        """Find layers that get gradients, but hardly change."""
         kind = "layer does not learn"
         grads = {self.rows[n].place: n for n in self._matrices("weight_grad")}
         ratios = {n: self._of(n, "ratio") for n in self._matrices("update")}
@@ -359,12 +361,16 @@ class Diagnosis:
         return number is not None and self._found(number).square > 0
 
     def _is_dense(self, update: int, grad: int) -> bool:
-        """Whether most of a parameter has a gradient: of an embedding it is the rows in use."""
+        """Return True if most of a parameter has a gradient; of an embedding only the used rows
+        have.
+        """
         found = self._found(grad)
         return found.count - found.zeros > self._found(update).count / 2
 
     def _resting(self, places: list[str]) -> set[str]:
-        """Which parameters are as they were when last asked: a sample may miss the rows in use."""
+        """Return the parameters that are unchanged since the last check; a sample may miss used
+        rows.
+        """
         weights = {self.rows[n].place: self._found(n) for n in self._sound("weight")}
         sums = {p: (weights[p].total, weights[p].centered) for p in places if p in weights}
         found = {place for place, both in sums.items() if self._sums.get(place) == both}
@@ -373,7 +379,7 @@ class Diagnosis:
 
     def _unused(self) -> list[Finding]:
         kind, rows = "unused parameters", self.plan.of_kind("weight_grad")
-        came = [n for n in rows if n in self._looking.found]
+        came = [n for n in rows if n in self._measurement.found]
         self._used.update(came)  # experts, say, are not used at every step
         missing = [n for n in rows if n not in self._used and self._is_trained(n)]
         missing = [n for n in missing if not self._has_changed(n)]
@@ -391,7 +397,9 @@ class Diagnosis:
         return [self._finding(kind, new[0], message, {"parameters": float(len(new))}, advice)]
 
     def _has_changed(self, number: int) -> bool:
-        """Whether steps that were not measured have changed a parameter: it had a gradient then."""
+        """Return True if steps that were not measured changed a parameter: it had a gradient
+        then.
+        """
         now = self.plan.sample(number)
         _, before = self._first.setdefault(number, (self._step, now))
         return before is not None and now is not None and not torch.equal(before, now)

@@ -1,7 +1,7 @@
-"""The ranks of a training: which one this is, and what all of them have measured.
+"""The ranks of a training, and the measurements of all of them together.
 
 - `current_rank()`, `world_size()`: the number of this process, and how many there are
-- `gather_ranks(looking)`: put together what all ranks have measured in a step
+- `gather_ranks(step)`: combine the measurements of all ranks in a step
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def _running() -> bool:
 
 
 def current_rank() -> int:
-    """The number of this process; 0 if it is alone.
+    """Return the number of this process; 0 without torch.distributed.
 
     >>> current_rank(), world_size()
     (0, 1)
@@ -31,36 +31,36 @@ def current_rank() -> int:
 
 
 def world_size() -> int:
-    """How many processes train together."""
+    """Return the number of processes that train together."""
     return distributed.get_world_size() if _running() else 1
 
 
-def gather_ranks(looking: StepMeasurement) -> None:
-    """Put together what all ranks have measured; every rank must call this.
+def gather_ranks(measurement: StepMeasurement) -> None:
+    """Combine the measurements of all ranks; every rank must call this.
 
-    Outputs and gradients are those of all batches; parameters in shards are put together, those
-    that every rank has whole are this rank's.
+    Outputs and gradients are those of all batches. Sharded parameters are combined; of parameters
+    that every rank has whole, those of this rank are used.
     """
     if world_size() == 1:
         return
-    own = {n: found for n, found in looking.found.items() if _differs(looking, n)}
+    own = {n: found for n, found in measurement.found.items() if _differs(measurement, n)}
     found: list[Any] = [None] * world_size()
-    distributed.all_gather_object(found, (own, looking.squares))
+    distributed.all_gather_object(found, (own, measurement.squares))
     for number in own:
-        looking.found.pop(number)
-        looking.squares.pop(number, None)
+        measurement.found.pop(number)
+        measurement.squares.pop(number, None)
     for theirs, squares in cast("list[tuple[dict[int, Moments], dict[int, float]]]", found):
         for number, one in theirs.items():
-            before = looking.found.get(number)
-            looking.found[number] = one if before is None else before.merged(one)
+            before = measurement.found.get(number)
+            measurement.found[number] = one if before is None else before.merged(one)
             if number in squares:
-                looking.squares[number] = looking.squares.get(number, 0.0) + squares[number]
+                measurement.squares[number] = measurement.squares.get(number, 0.0) + squares[number]
 
 
-def _differs(looking: StepMeasurement, number: int) -> bool:
-    """Whether each rank has something of its own in a row."""
-    if looking.plan.attributes[number] is None:
+def _differs(measurement: StepMeasurement, number: int) -> bool:
+    """Return True if each rank has a part of its own of a row."""
+    if measurement.plan.attributes[number] is None:
         return True
-    tensor = looking.plan.parameter(number)
+    tensor = measurement.plan.parameter(number)
     spread = None if tensor is None else placements(tensor)
     return any(placement.is_shard() for placement in spread or ())

@@ -1,8 +1,8 @@
-"""What is wrong with a training run, in words and numbers.
+"""Findings: what is wrong with a training, in words and numbers.
 
-- `Finding`: one thing that was noticed: what, where, at which step, by which evidence
-- `Findings`: a list of them that notebooks show as a table
-- `overflowed(step, count, scale)`: the finding that a scaler makes no step any more
+- `Finding`: one problem: what, where, at which step, and the evidence
+- `Findings`: a list of findings, shown as a table in notebooks
+- `overflowed(step, count, scale)`: the finding that a scaler skips every step
 - `to_json`, `from_json`: numbers, also those that are not finite
 """
 
@@ -24,7 +24,7 @@ _WIDTH = 100  # of a printed line
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was noticed in a training run.
+    """One problem that was found in a training run.
 
     >>> finding = Finding(
     ...     "dead units", "2", 150, "31 of 64 units of '2' (ReLU) gave only zeros.",
@@ -36,9 +36,10 @@ class Finding:
     >>> Finding.from_dict(finding.to_dict()) == finding
     True
 
-    `kind` names it, `place` is where and `step` when; `message` is one sentence with the numbers,
-    `evidence` has the numbers themselves, `advice` says what to try. `severity` is `"error"` where
-    training cannot go on well, such as with values that are not finite, and else `"warning"`.
+    `kind` is its name, `place` and `step` where and when it was found; `message` is one sentence
+    with the numbers, `evidence` has the numbers themselves, `advice` says what to try. `severity`
+    is `"error"` if the training cannot recover, such as from values that are not finite, else
+    `"warning"`.
     """
 
     kind: str
@@ -55,7 +56,7 @@ class Finding:
         return text.rstrip()
 
     def cells(self) -> tuple[str, str, str]:
-        """The place, the step and what was noticed, as tables show them."""
+        """Return the place, the step and the message, for tables."""
         what = f"error: {self.kind}" if self.severity == "error" else self.kind
         return self.place or "''", f"{self.step:,}", what
 
@@ -63,14 +64,14 @@ class Finding:
         return Findings([self])._repr_html_()
 
     def to_dict(self) -> dict[str, Any]:
-        """What it holds, fit for JSON: numbers that are not finite are spelled as text."""
+        """Return all fields, ready for JSON: numbers that are not finite become text."""
         found = {name: getattr(self, name) for name in _TEXTS}
         evidence = {name: to_json(float(value)) for name, value in self.evidence.items()}
         return found | {"step": self.step, "evidence": evidence}
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> Finding:
-        """What `to_dict` gave; a `ValueError` says what does not fit."""
+        """Read the result of `to_dict`; raise a `ValueError` that says what does not fit."""
         for name in _TEXTS:
             if type(content.get(name)) is not str:
                 raise ValueError(f"{name!r} is no text")
@@ -86,7 +87,7 @@ class Finding:
 
 
 class Findings(list[Finding]):
-    """What was noticed, in its order: a list, printed in columns, in notebooks a table.
+    """A list of findings in their order, printed in columns, and as a table in notebooks.
 
     >>> found = Findings([Finding("dead units", "2", 150, "31 of 64 units gave only zeros.")])
     >>> found
@@ -117,7 +118,7 @@ class Findings(list[Finding]):
 
 
 def overflowed(step: int, count: int, scale: float) -> Finding:
-    """A scaler has skipped that many steps in a row: it cannot be its scale."""
+    """Return the finding that a scaler has skipped that many steps in a row."""
     message = f"The last {count} backwards had gradients that are not finite, at scale {scale:g}."
     advice = "It is not the scale: find the operation with hookline.guard(model)."
     evidence = {"backwards": float(count), "scale": scale}
@@ -128,12 +129,12 @@ _TEXTS = ("kind", "place", "message", "advice", "severity")
 
 
 def to_json(value: float) -> float | str:
-    """A number as JSON can hold it: those that are not finite become text."""
+    """Return a number for JSON: those that are not finite become text."""
     return value if math.isfinite(value) else str(value)
 
 
 def from_json(value: Any) -> float:
-    """A number that `to_json` spelled; a `ValueError` if it is none."""
+    """Return the number that `to_json` wrote; raise a `ValueError` if it is none."""
     if type(value) in (int, float):
         try:
             return float(value)

@@ -1,9 +1,9 @@
-"""The scaler of mixed precision: by what it multiplies the loss.
+"""The scale of the loss in mixed precision, as gradient scalers know it.
 
-- `Scaler`: what is needed of one; `torch.amp.GradScaler` has it
-- `check_scaler(verb, scaler)`: an error for what is none
-- `is_scaler(scaler)`: whether something can say its scale
-- `scale_of(scaler)`: the scale, or None where nothing is scaled
+- `Scaler`: the protocol of a scaler; `torch.amp.GradScaler` fits
+- `check_scaler(verb, scaler)`: raise unless something is a scaler
+- `is_scaler(scaler)`: whether something is a scaler
+- `scale_of(scaler)`: the scale, or None without scaling
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ class Scaler(Protocol):
     """A scaler such as `torch.amp.GradScaler`."""
 
     def get_scale(self) -> float:
-        """By what the loss is multiplied."""
+        """Return the factor of the loss."""
         ...
 
     def is_enabled(self) -> bool:
-        """Whether it is multiplied at all."""
+        """Return True if the loss is multiplied at all."""
         ...
 
 
 def check_scaler(verb: str, scaler: Scaler | None) -> None:
-    """PlaceError for something else, such as what has a scaler as an attribute.
+    """Raise PlaceError unless something is a scaler; an object that has one as an attribute is
+    none.
 
     >>> import torch
     >>> check_scaler("watch", torch.amp.GradScaler("cpu"))
@@ -48,12 +49,12 @@ def check_scaler(verb: str, scaler: Scaler | None) -> None:
 
 
 def is_scaler(scaler: object) -> bool:
-    """Whether something can say its scale."""
+    """Return True if something has the methods of a scaler."""
     return all(callable(getattr(scaler, name, None)) for name in ("get_scale", "is_enabled"))
 
 
 def scale_of(scaler: Scaler | None) -> float | None:
-    """By what a scaler multiplies the loss now; None if it does not.
+    """Return the factor by which a scaler multiplies the loss now; None without scaling.
 
     >>> import torch
     >>> scale_of(torch.amp.GradScaler("cpu", init_scale=8.0)), scale_of(None)

@@ -1,7 +1,7 @@
-"""The optimizer whose steps are counted.
+"""Find the optimizer whose steps are counted.
 
-- `OptimizerLike`: whatever makes steps
-- `innermost(optimizer)`: the one of torch's in a wrapper of others, which calls hooks at its steps
+- `OptimizerLike`: the protocol of an optimizer
+- `innermost(optimizer)`: torch's optimizer inside of wrappers, which calls hooks at its steps
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ __all__ = ["OptimizerLike", "innermost"]
 
 
 class OptimizerLike(Protocol):
-    """An optimizer of torch's, or a wrapper that has one as `optimizer`."""
+    """An optimizer of torch, or a wrapper that has one as `optimizer`."""
 
     def step(self) -> Any:
         """Make a step."""
 
 
 def innermost(optimizer: OptimizerLike) -> torch.optim.Optimizer:
-    """The optimizer in wrappers such as accelerate's, which skip steps and call none of its hooks.
+    """Return the optimizer inside of wrappers such as accelerate's, which skip steps and call no
+    hooks.
 
     >>> class Wrapper:
     ...     def __init__(self, optimizer):
@@ -50,7 +51,7 @@ def innermost(optimizer: OptimizerLike) -> torch.optim.Optimizer:
 
 
 def _calls_hooks(optimizer: Any) -> bool:
-    """Whether hooks can be put on an optimizer: on one that wraps another, torch's method fails."""
+    """Return True if hooks can be put on an optimizer; the method of a wrapper fails."""
     try:
         optimizer.register_step_post_hook(_nothing).remove()
     except AttributeError:

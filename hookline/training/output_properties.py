@@ -1,7 +1,7 @@
-"""What is known of an output before it is measured.
+"""Properties of an output that follow from its module and graph, before it is measured.
 
-- `unit_of(module, tensor)`: which dimension counts units
-- `ends_of(module)`: where an activation function is flat
+- `unit_of(module, tensor)`: the dimension of the units
+- `ends_of(module)`: the values at which an activation function saturates
 - `is_fixed(tensor, module)`: whether it may be constant by design
 - `has_zeros(tensor, module)`: whether units of it may be zero by design
 """
@@ -38,7 +38,9 @@ _ELEMENTWISE = frozenset({
 
 
 def unit_of(module: nn.Module, tensor: Tensor) -> int:
-    """Which dimension of an output counts units, by the layer or by the graph; never by sizes."""
+    """Return the dimension of the units in an output, by the layer or by the graph; never by
+    sizes.
+    """
     name = type(module).__name__
     if tensor.ndim >= 4:
         return 1
@@ -53,7 +55,7 @@ def unit_of(module: nn.Module, tensor: Tensor) -> int:
 
 
 def _keeps_channels(node: Any) -> bool:
-    """Whether a node's result was made by operations on single elements, of what has channels."""
+    """Return True if a node's result comes from elementwise operations on a value with channels."""
     nodes = [node]
     for _ in range(_MOST):
         node = nodes.pop(0)
@@ -68,14 +70,14 @@ def _keeps_channels(node: Any) -> bool:
 
 
 def is_fixed(tensor: Tensor, module: nn.Module) -> bool:
-    """Whether an output may be the same for every input, because it was made so."""
+    """Return True if an output may be the same for every input by design."""
     if not tensor.requires_grad:
         return torch.is_grad_enabled()
     return bool(parameters_of(module)) and is_usable(tensor) and _is_learned(tensor)
 
 
 def has_zeros(tensor: Tensor, module: nn.Module) -> bool:
-    """Whether units of an output may be zero because they were made so, and are not dead."""
+    """Return True if units of an output may be zero by design, and are not dead."""
     node: Any = tensor.grad_fn if is_usable(tensor) else None
     if node is None:
         return False
@@ -91,7 +93,7 @@ def has_zeros(tensor: Tensor, module: nn.Module) -> bool:
 
 
 def _is_learned(tensor: Tensor) -> bool:
-    """Whether it is made of a few parameters and nothing else, as a token for the class is."""
+    """Return True if a value is made of a few parameters only, like a class token."""
     if tensor.grad_fn is None:
         return isinstance(tensor, nn.Parameter)
     nodes: list[Any] = [tensor.grad_fn]
@@ -107,7 +109,7 @@ def _is_learned(tensor: Tensor) -> bool:
 
 
 def ends_of(module: nn.Module) -> Flat | None:
-    """Between which ends an activation function is not flat; None if it is no such function."""
+    """Return the values at which an activation function saturates; None for other modules."""
     if type(module) is nn.Hardtanh:
         return module.min_val, module.max_val
     return _FLAT.get(type(module).__name__)

@@ -1,13 +1,13 @@
-"""The files of a run directory: what is in them, and how they are distrusted.
+"""The file format of a run directory, and how to read it without trusting it.
 
-- `STATISTICS`, `ROW_KINDS`, `BINS`: what is measured of what
-- `Row`: one thing that is measured at every measured step
-- `Head`: what the head of a segment says; `read_head`, `Head.to_dict`
+- `STATISTICS`, `ROW_KINDS`, `BINS`: which statistics are measured of which values
+- `Row`: one value that is measured at every measured step
+- `Head`: the head of a segment; `read_head`, `Head.to_dict`
 - `values_dtype(head)`, `histogram_dtype(bins)`: the records of the two binary files
-- `Stream`: a growing file of records, or of lines; only whole ones are ever read
-- `segment_path`, `segments_in`: the files of a segment have a number for a name
+- `Stream`: a growing file of records or lines, of which only whole ones are read
+- `segment_path`, `segments_in`: the files of a segment, which are named by its number
 
-`docs/run-format.md` is the description for other programs.
+`docs/run-format.md` describes the format for other programs.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ Strings = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Row:
-    """One thing that is measured: a place, which of its values, its type and its shape then.
+    """One measured value: its place, kind, type and shape.
 
-    `kind` is `output` (what a module returned), `grad` (the gradient there), or of a parameter
-    `weight`, `weight_grad` and `update` (what the optimizer's step has added to it).
+    `kind` is `output` (of a module), `grad` (the gradient of that), or for a parameter `weight`,
+    `weight_grad` and `update` (what the optimizer's step has added to it).
     """
 
     place: str
@@ -61,7 +61,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Head:
-    """What the head of a segment says: all that is needed to read its records."""
+    """The head of a segment, with all that is needed to read its records."""
 
     rows: tuple[Row, ...]
     started: float = 0.0
@@ -71,7 +71,7 @@ class Head:
     bins: int = BINS
 
     def to_dict(self) -> dict[str, Any]:
-        """Fit for JSON."""
+        """Return all fields, ready for JSON."""
         rows = [
             {"place": r.place, "kind": r.kind, "type": r.type, "shape": r.shape} for r in self.rows
         ]
@@ -81,13 +81,13 @@ class Head:
 
 
 def values_dtype(head: Head) -> np.dtype[Any]:
-    """One record of `.values`: everything measured at a step."""
+    """Return the dtype of a record of `.values`: all statistics of a step."""
     shape = (len(head.rows), len(head.statistics))
     return np.dtype([("step", "<i8"), ("time", "<f8"), ("values", "<f4", shape)])
 
 
 def histogram_dtype(bins: int) -> np.dtype[Any]:
-    """One record of `.histograms`: one row at one step.
+    """Return the dtype of a record of `.histograms`: one row at one step.
 
     >>> histogram_dtype(64).itemsize
     280
@@ -102,7 +102,7 @@ def histogram_dtype(bins: int) -> np.dtype[Any]:
 
 
 def segment_path(folder: Path, number: int, ending: str) -> Path:
-    """A file of a segment.
+    """Return the path of a file of a segment.
 
     >>> segment_path(Path("run"), 3, "values").name
     '00003.values'
@@ -111,7 +111,7 @@ def segment_path(folder: Path, number: int, ending: str) -> Path:
 
 
 def segments_in(folder: Path) -> list[int]:
-    """The numbers of the segments that have a head, in order."""
+    """Return the numbers of the segments that have a head, in order."""
     try:
         names = [entry.name for entry in folder.iterdir()]
     except OSError:
@@ -120,7 +120,7 @@ def segments_in(folder: Path) -> list[int]:
 
 
 def refuse(path: Path, found: str, remedy: str = _REMEDY) -> NoReturn:
-    """Say that something is no run."""
+    """Raise the error for something that is no run."""
     raise RunError(f"A run was to be read from {str(path)!r}.", found, remedy) from None
 
 
@@ -128,7 +128,7 @@ def refuse(path: Path, found: str, remedy: str = _REMEDY) -> NoReturn:
 
 
 def read_head(path: Path) -> Head:
-    """The head of a segment, with everything in it looked at."""
+    """Read and check the head of a segment."""
     size = _size(path)
     if size is None:
         refuse(path, "There is no such file.")
@@ -201,7 +201,7 @@ def _text(value: Any) -> str:
 
 
 def _size(path: Path) -> int | None:
-    """The size of a regular file; None if there is none. A pipe or device would never end."""
+    """Return the size of a regular file; None for anything else, as a pipe would never end."""
     try:
         found = path.stat()
     except OSError:
@@ -210,10 +210,10 @@ def _size(path: Path) -> int | None:
 
 
 class Stream:
-    """A file that grows by whole records or lines; what is torn off at its end is not read.
+    """A file that grows by whole records or lines; an incomplete one at its end is not read.
 
-    Nothing is mapped, and nothing allocated for more than a chunk: the file's own size says how
-    many records there are, and it may be cut short while it is read.
+    The file is read in chunks and never mapped: its size says how many records there are, and it
+    may be cut short while it is read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -221,7 +221,7 @@ class Stream:
         self.taken = 0  # bytes that were given out by `lines` or `records`
 
     def records(self, dtype: np.dtype[Any], start: int | None = None) -> Iterator[npt.NDArray[Any]]:
-        """Whole records in chunks: all that came since, or from record `start` on."""
+        """Yield whole records in chunks: all that are new, or from record `start` on."""
         at = self.taken if start is None else start * dtype.itemsize
         count = max(1, _CHUNK // dtype.itemsize) * dtype.itemsize
         for chunk in self._chunks(at, count):
@@ -232,7 +232,7 @@ class Stream:
                 yield np.frombuffer(chunk[:whole], dtype)
 
     def lines(self) -> Iterator[dict[str, Any]]:
-        """What the whole lines that came since hold: one JSON object each."""
+        """Yield the JSON object in each new whole line."""
         rest = b""
         for chunk in self._chunks(self.taken, _CHUNK):
             *whole, rest = (rest + chunk).split(b"\n")

@@ -1,6 +1,8 @@
-"""Read a run directory: what `watch` has measured, also while the training goes on.
+"""Read a run directory: the measurements of `watch`, also while the training continues.
 
 - `Run`: statistics, histograms, scalars and findings of a training run, by place and step
+- `Segment`: one start of the training
+- `BinsAt`: a histogram at a step
 
 `run_files.py` has the format, `run_writing.py` the writer.
 """
@@ -46,8 +48,8 @@ class BinsAt(NamedTuple):
     step: int
 
 
-class _Segment:
-    """One start of the training: its head, and what was seen of its files so far."""
+class Segment:
+    """One start of the training: its head, and what was read of its files so far."""
 
     def __init__(self, folder: Path, number: int) -> None:
         def stream(ending: str) -> Stream:
@@ -64,7 +66,7 @@ class _Segment:
         self.findings: list[Finding] = []
 
     def refresh(self) -> bool:
-        """Read what was appended since: steps and lines; numbers are read when they are wanted."""
+        """Read new steps and lines; numbers are read on demand. Return True if there were any."""
         before = self._taken()
         values, bins = values_dtype(self.head), histogram_dtype(self.head.bins)
         # A record of zeros is what a disk that lost its power may leave: it has no time, no count.
@@ -93,7 +95,7 @@ class _Segment:
         return True
 
     def is_past(self) -> bool:
-        """Whether it was deleted, and another start of the training has its number now."""
+        """Return True if it was deleted, and another start of the training has its number now."""
         changed = _stamp(self.path) != self._stamp
         return changed and read_head(self.path).started != self.head.started
 
@@ -114,7 +116,7 @@ class _Segment:
         values.append(value)
 
     def columns(self, rows: Sequence[int], statistic: str) -> Numbers:
-        """One statistic of some rows: records × rows, as far as the steps are known."""
+        """Return one statistic of some rows: records × rows, for the known steps."""
         column = self.head.statistics.index(statistic)
         found = np.full((len(self.steps), len(rows)), np.nan, np.float32)
         at = 0
@@ -125,14 +127,14 @@ class _Segment:
         return found
 
     def last(self) -> Numbers:
-        """The last record: rows × statistics."""
+        """Return the last record: rows × statistics."""
         dtype = values_dtype(self.head)
         for chunk in self.values.records(dtype, start=max(0, len(self.steps) - 1)):
             return chunk[0]["values"]
         return np.full(dtype["values"].shape, np.nan, np.float32)
 
     def bins(self, record: int) -> BinsAt:
-        """The histogram in a record."""
+        """Return the histogram in a record."""
         chunk = next(self.histograms.records(histogram_dtype(self.head.bins), start=record), None)
         if chunk is None:
             refuse(self.histograms.path, "It was cut short.")
@@ -142,7 +144,7 @@ class _Segment:
 
 
 class Run:
-    """What `watch` has measured in a training run, read from its directory.
+    """The measurements of `watch` in a training run, read from its directory.
 
     >>> import tempfile
     >>> from hookline.training.run_writing import RunWriter
@@ -159,14 +161,14 @@ class Run:
       place  kind    type    shape   mean  std  absmax  nonfinite
       fc     output  Linear  (8, 2)  0     5    1       0
 
-    Every start of a training has its own segment. Where steps come twice, the later start counts:
-    from its first step on, what earlier ones measured is left out. A record that was torn off, as
-    by a crash, is left out too. `refresh()` reads on while the training goes on.
+    Every start of a training has its own segment. For steps that occur twice, the later start
+    counts: from its first step on, earlier measurements are left out. An incomplete record, as
+    after a crash, is left out too. `refresh()` reads on while the training continues.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
-        self._segments: dict[int, _Segment] = {}
+        self._segments: dict[int, Segment] = {}
         self.refresh()
         if not self._segments:
             found = "There is no such directory." if not self.folder.is_dir() else ""
@@ -178,9 +180,9 @@ class Run:
         return cls(folder)
 
     def refresh(self) -> bool:
-        """Read what was written since; whether there was anything.
+        """Read what was written since; return True if there was anything.
 
-        If the directory was deleted and a training has begun anew there, it is that one.
+        If the directory was deleted and a new training has begun there, the run is the new one.
         """
         numbers = segments_in(self.folder)
         gone = self._segments.keys() - set(numbers) if numbers else ()
@@ -189,7 +191,7 @@ class Run:
         news = bool(gone)
         for number in numbers:
             if number not in self._segments or self._segments[number].is_past():
-                self._segments[number] = _Segment(self.folder, number)
+                self._segments[number] = Segment(self.folder, number)
                 news = True
             news |= self._segments[number].refresh()
         return news
@@ -207,7 +209,9 @@ class Run:
         return self._segments[self.segments[-1]].head
 
     def rows(self) -> list[Row]:
-        """What is measured, in model order: that of the last start, then what only others had."""
+        """Return the measured rows in model order: of the last start, then those of earlier
+        starts.
+        """
         found: dict[tuple[str, str], Row] = {}
         for segment in self._latest_first():
             for row in segment.head.rows:
@@ -215,16 +219,16 @@ class Run:
         return list(found.values())
 
     def places(self, kind: str | None = None) -> list[str]:
-        """The places at which something is measured (or that kind of value), in model order."""
+        """Return the measured places (of one kind of value), in model order."""
         rows = [row.place for row in self.rows() if kind in (None, row.kind)]
         return list(dict.fromkeys(rows))
 
     def steps(self) -> Steps:
-        """The steps at which something was measured, each once, in order."""
-        return np.unique(np.concatenate([_NO_STEPS, *(s.steps[k] for s, k in self._kept())]))
+        """Return the measured steps, each once, in order."""
+        return np.unique(np.concatenate([_NO_STEPS, *(s.steps[k] for s, k in self.kept_records())]))
 
     def names(self) -> list[str]:
-        """The names of the scalars."""
+        """Return the names of the scalars."""
         return list(dict.fromkeys(n for s in self._segments.values() for n in s.scalars))
 
     # -- numbers --------------------------------------------------------------------------------
@@ -232,29 +236,30 @@ class Run:
     def series(
         self, place: str, kind: str = "output", statistic: str = "std"
     ) -> tuple[Steps, Numbers]:
-        """One statistic of one place over the steps at which it was measured."""
-        self._check(kind, statistic, place)
-        _, steps, found = self._matrix(kind, statistic, [place])
+        """Return one statistic of one place, at the steps at which it was measured."""
+        self.check(kind, statistic, place)
+        _, steps, found = self.matrix_of(kind, statistic, [place])
         good = ~np.isnan(found[0])
         return steps[good], found[0][good]
 
     def matrix(
         self, kind: str = "output", statistic: str = "std"
     ) -> tuple[list[str], Steps, Numbers]:
-        """One statistic of all places over all steps: places, steps, and places × steps.
+        """Return one statistic of all places at all steps: places, steps, and places × steps.
 
-        NaN stands where nothing was measured.
+        Entries that were not measured are NaN.
         """
-        self._check(kind, statistic)
-        return self._matrix(kind, statistic, self.places(kind))
+        self.check(kind, statistic)
+        return self.matrix_of(kind, statistic, self.places(kind))
 
-    def _matrix(
+    def matrix_of(
         self, kind: str, statistic: str, places: list[str]
     ) -> tuple[list[str], Steps, Numbers]:
+        """Return what `matrix` returns for some places; a statistic that is not there is NaN."""
         steps = self.steps()
         found = np.full((len(places), len(steps)), np.nan, np.float32)
         wanted = {place: n for n, place in enumerate(places)}
-        for segment, kept in self._kept():
+        for segment, kept in self.kept_records():
             if statistic not in segment.head.statistics or not kept.any():
                 continue
             rows = [n for n, r in enumerate(segment.head.rows) if _is(r, kind, wanted)]
@@ -267,7 +272,7 @@ class Run:
         return places, steps, found
 
     def scalars(self, name: str) -> tuple[Steps, npt.NDArray[np.float64]]:
-        """A scalar such as the loss: steps and values."""
+        """Return the steps and values of a scalar such as the loss."""
         found: dict[int, float] = {}
         for segment in reversed(self._latest_first()):
             if name in segment.scalars:
@@ -280,19 +285,24 @@ class Run:
         return np.array(order, np.int64), np.array([found[step] for step in order])
 
     def histograms(self, place: str, kind: str = "output") -> list[BinsAt]:
-        """All histograms of a place, by step."""
-        self._check(kind, None, place)
-        return [segment.bins(record) for _, segment, record in self._bins_of(place, kind)]
+        """Return all histograms of a place, by step."""
+        self.check(kind, None, place)
+        return [segment.bins(record) for _, segment, record in self.histogram_records(place, kind)]
 
     def histogram(self, place: str, kind: str = "output", step: int | None = None) -> BinsAt | None:
-        """The last histogram of a place, or the last at or before a step; None if there is none."""
-        self._check(kind, None, place)
-        found = [one for one in self._bins_of(place, kind) if step is None or one[0] <= step]
+        """Return the last histogram of a place, or the last one up to a step; None if there is
+        none.
+        """
+        self.check(kind, None, place)
+        found = [
+            one for one in self.histogram_records(place, kind) if step is None or one[0] <= step
+        ]
         return found[-1][1].bins(found[-1][2]) if found else None
 
-    def _bins_of(self, place: str, kind: str) -> list[tuple[int, _Segment, int]]:
-        found: dict[int, tuple[int, _Segment, int]] = {}
-        for segment, _ in self._kept():
+    def histogram_records(self, place: str, kind: str) -> list[tuple[int, Segment, int]]:
+        """Return the step, segment and number of each histogram record of a place."""
+        found: dict[int, tuple[int, Segment, int]] = {}
+        for segment, _ in self.kept_records():
             rows = [n for n, r in enumerate(segment.head.rows) if _is(r, kind, (place,))]
             steps, own = segment.places
             records: list[int] = np.flatnonzero(np.isin(own, np.array(rows, int))).tolist()
@@ -304,25 +314,25 @@ class Run:
         return [found[step] for step in sorted(found)]
 
     def findings(self) -> list[Finding]:
-        """What was noticed, in the order of its being written.
+        """Return the findings in the order in which they were written.
 
-        What an earlier start noticed at steps that a later one has measured anew is left out.
+        Findings of an earlier start at steps that a later one has measured again are left out.
         """
         ends = self._ends()
         return Findings(one for s, end in ends for one in s.findings if one.step < end)
 
     # -- inside ---------------------------------------------------------------------------------
 
-    def _latest_first(self) -> list[_Segment]:
+    def _latest_first(self) -> list[Segment]:
         return [self._segments[number] for number in reversed(self.segments)]
 
-    def _kept(self) -> list[tuple[_Segment, npt.NDArray[np.bool_]]]:
-        """The segments in order, and which of their records no later start replaces."""
+    def kept_records(self) -> list[tuple[Segment, npt.NDArray[np.bool_]]]:
+        """Return the segments in order, and which of their records no later start replaces."""
         return [(s, (s.steps >= 0) & (s.steps < end)) for s, end in self._ends()]
 
-    def _ends(self) -> list[tuple[_Segment, int]]:
-        """The segments in order, and the first step of each that a later start replaces."""
-        found: list[tuple[_Segment, int]] = []
+    def _ends(self) -> list[tuple[Segment, int]]:
+        """Return the segments in order, and the first step of each that a later start replaces."""
+        found: list[tuple[Segment, int]] = []
         end = np.iinfo(np.int64).max
         for segment in self._latest_first():
             found.append((segment, end))
@@ -331,7 +341,8 @@ class Run:
                 end = min(end, int(segment.steps[good].min()))
         return found[::-1]
 
-    def _check(self, kind: str, statistic: str | None, place: str | None = None) -> None:
+    def check(self, kind: str, statistic: str | None, place: str | None = None) -> None:
+        """Raise NotCaptured unless this kind, statistic and place were measured."""
         rows = self.rows()
         kinds = list(dict.fromkeys(row.kind for row in rows))
         found = [name for s in self._latest_first() for name in s.head.statistics]
@@ -386,7 +397,9 @@ def _stamp(path: Path) -> int:
 
 
 def _form(head: Head) -> tuple[Any, ...]:
-    """What must not change while a segment grows: all that its records are made of."""
+    """Return all that the records of a segment are made of, which must not change while it
+    grows.
+    """
     return [(row.place, row.kind) for row in head.rows], head.statistics, head.bins
 
 

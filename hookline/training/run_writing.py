@@ -1,6 +1,7 @@
-"""Write a run directory: whole records, each with one write, never over what is there.
+"""Write a run directory, in whole records that never overwrite earlier ones.
 
 - `RunWriter`: a new segment in a run directory
+- `BinCounts`: a histogram
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from hookline.operating_system import open_file, replace
 from hookline.training.findings import Finding, to_json
 from hookline.training.run_files import Head, Row, histogram_dtype, segment_path, values_dtype
 
-__all__ = ["Bins", "RunWriter"]
+__all__ = ["BinCounts", "RunWriter"]
 
 
-class Bins(NamedTuple):
+class BinCounts(NamedTuple):
     """A histogram: counts of equal bins between two ends."""
 
     low: float
@@ -45,7 +46,7 @@ class RunWriter:
     (array([10]), array([1.], dtype=float32))
 
     A segment belongs to one writer; older ones are never touched. A record is appended with one
-    write; if the disk is full, what was written of it is cut off again, and the error is raised.
+    write; if the disk is full, an incomplete record is cut off again, and the error is raised.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class RunWriter:
             self._refuse(error)
 
     def _claim(self) -> int:
-        """Make the first file of a segment whose number nobody has; two writers never share one."""
+        """Make the first file of a segment with a new number; two writers never share one."""
         number = 0
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND
         while True:
@@ -82,7 +83,7 @@ class RunWriter:
             number += 1
 
     def _write_head(self) -> None:
-        """Whole or not at all."""
+        """Write the head, whole or not at all."""
         path = segment_path(self.folder, self.number, "json")
         part = path.with_suffix(".json.part")
         text = json.dumps(self.head.to_dict(), allow_nan=False)
@@ -101,14 +102,14 @@ class RunWriter:
                 self._refuse(error)
 
     def values(self, step: int, values: npt.ArrayLike, at: float | None = None) -> None:
-        """Append what was measured at a step: rows × statistics; NaN where nothing was."""
+        """Append the values of a step: rows × statistics, NaN for those that were not measured."""
         record = np.zeros((), self._values)
         record["step"], record["time"] = step, time.time() if at is None else at
         record["values"] = values
         self._append("values", record.tobytes())
 
-    def histograms(self, step: int, found: Iterable[tuple[int, Bins]]) -> None:
-        """Append histograms of some rows, by their numbers. They come before the step's values."""
+    def histograms(self, step: int, found: Iterable[tuple[int, BinCounts]]) -> None:
+        """Append histograms of some rows, by their numbers, before the values of the step."""
         given = list(found)
         records = np.zeros(len(given), self._histogram)
         for record, (row, bins) in zip(records, given, strict=True):

@@ -1,12 +1,12 @@
-"""Look at everything that happens in one step of training: outputs, gradients, parameters.
+"""Measure one step of a training: outputs, gradients, parameters and their updates.
 
-- `MeasuredRows`: what is measured, as rows, with the modules and parameters behind them
-- `StepMeasurement`: one measured step: attached when it begins, `finish()` gives what was found
-- `at_end(function)`: call a function when the backward that is running has ended
+- `MeasuredRows`: the rows that are measured, with their modules and parameters
+- `StepMeasurement`: one measured step: attached when it begins, complete after `finish()`
+- `at_end(function)`: call a function at the end of the running backward
 
-Outputs and their gradients come from taps of the core, which replace nothing. The gradient of a
-parameter is looked at when a backward has ended: what `.grad` has then, over all micro-batches, is
-what the optimizer will meet, before anyone clips it.
+Outputs and their gradients come from taps, which change nothing. The gradient of a parameter is
+measured at the end of a backward: `.grad`, over all micro-batches, is what the optimizer will get,
+before it is clipped.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _OVERFLOWS = 20  # more than a scaler needs to come down from where it begins
 
 
 class MeasuredRows:
-    """What is measured, as rows in model order, with the modules and parameters behind them."""
+    """The rows that are measured, in model order, with their modules and parameters."""
 
     def __init__(self, model: nn.Module, where: Where, kinds: Iterable[str]) -> None:
         self.model, self.kinds = model, tuple(kinds)
@@ -123,39 +123,41 @@ class MeasuredRows:
         self.attributes.append(attribute)
 
     def parameter(self, number: int) -> Tensor | None:
-        """The parameter of a row, as it is now; it may have been exchanged since."""
+        """Return the parameter of a row as it is now; it may have been exchanged since."""
         tensor = _parameter(self.modules[number], cast(str, self.attributes[number]))
         return None if tensor is None or is_lazy(tensor) else tensor
 
     def sample(self, number: int) -> Tensor | None:
-        """Some of the elements of the parameter of a row, as they are now, as a copy."""
+        """Return a copy of some elements of the parameter of a row."""
         tensor = _held(self.parameter(number))
         return None if tensor is None else sampled(tensor, _UPDATES, exact=True)
 
     def is_sampled(self, number: int) -> bool:
-        """Whether only some of the elements of the parameter of a row are compared."""
+        """Return True if only some elements of the parameter of a row are compared."""
         tensor = _held(self.parameter(number))
         return tensor is not None and tensor.numel() > _UPDATES
 
     def without_data(self) -> list[str]:
-        """The places of parameters that have no data between calls, as accelerate offloads them."""
+        """Return the places of parameters without data between calls: accelerate offloads them."""
         numbers = [n for n, name in enumerate(self.attributes) if name is not None]
         found = [(self.rows[n].place, self.parameter(n)) for n in numbers]
         return [*dict.fromkeys(p for p, tensor in found if tensor is not None and tensor.is_meta)]
 
     def of_kind(self, kind: str) -> list[int]:
-        """The numbers of the rows of a kind."""
+        """Return the numbers of the rows of a kind."""
         return [number for number, row in enumerate(self.rows) if row.kind == kind]
 
 
 def _parameter(module: nn.Module, name: str) -> Tensor | None:
-    """A parameter of a module; None if there is none of that name, or a buffer has it."""
+    """Return a parameter of a module; None if there is none of that name, or it is a buffer."""
     held = parameters_of(module)
     return held[name] if name in held else None  # noqa: SIM401 - a ScriptModule's has no get
 
 
 def _lists_in(module: nn.Module) -> list[nn.Module]:
-    """The modules in a module that are never called, as lists of parameters, with those in them."""
+    """Return the modules in a module that are never called, such as parameter lists, and those in
+    them.
+    """
     found: list[nn.Module] = []
     for child in module.children():
         own = getattr(type(child), "forward", None)  # which that of a ScriptModule does not show
@@ -165,7 +167,7 @@ def _lists_in(module: nn.Module) -> list[nn.Module]:
 
 
 def _first(value: Any) -> Tensor | None:
-    """The tensor in an output that is measured: the first of floating point."""
+    """Return the tensor in an output that is measured: the first floating-point one."""
     if isinstance(value, Tensor):
         return value if value.is_floating_point() else None
     return next((tensor for _, tensor in leaves(value) if tensor.is_floating_point()), None)
@@ -201,8 +203,8 @@ class _MeasuringHandler(Handler):
 class StepMeasurement(Context):
     """Everything that is measured in one step: attach it when the step begins.
 
-    `counts` says whether a forward belongs to the training, `scale` by what the loss was
-    multiplied; `alarm` is called if that cannot be the reason why gradients are not finite.
+    `counts` returns whether a forward belongs to the training, `scale` the factor of the loss;
+    `alarm` is called if gradients are not finite and the scale cannot be the reason.
     """
 
     _verb = "watch"
@@ -269,11 +271,11 @@ class StepMeasurement(Context):
     # -- what comes while the step runs ---------------------------------------------------------
 
     def find_units(self, target: Target, index: int, tensor: Tensor) -> None:
-        """An output was made, whose gradient will come: find out which dimension counts units."""
+        """Find the dimension of the units in an output whose gradient will be measured."""
         self._units[target.key, index] = unit_of(target.module, tensor)
 
     def take_output(self, target: Target, tensor: Tensor) -> None:
-        """An output was made."""
+        """Measure an output."""
         if self._counts():
             number = self.plan.numbers[target.key]
             if is_fixed(tensor, target.module):
@@ -288,7 +290,7 @@ class StepMeasurement(Context):
                     self._fold()
 
     def take_gradient(self, target: Target, index: int, grad: Tensor) -> None:
-        """The gradient of an output has come; whether it counts is known when the backward ends."""
+        """Measure the gradient of an output; the end of the backward decides if it counts."""
         number = self.plan.numbers[target.key]
         unit = self._units.get((target.key, index), -1)
         found = self._measure("grad", grad, unit, target.module, number)
@@ -298,13 +300,13 @@ class StepMeasurement(Context):
 
     @torch.no_grad()
     def take_share(self, number: int, grad: Tensor) -> None:
-        """The gradient of a parameter is to be added to what it has."""
+        """Measure the share of a parameter's gradient that is about to be added."""
         held = _held(grad)
         if held is not None:
             self._shares[number] = moments(held, 0)
 
     def take_arrival(self, number: int, parameter: Tensor) -> None:
-        """The gradient of a parameter has changed."""
+        """Note that the gradient of a parameter has changed."""
         self._arrived[number] = None
         self._await_end()
 
@@ -335,7 +337,7 @@ class StepMeasurement(Context):
 
     @torch.no_grad()
     def take_end(self) -> None:
-        """A backward has ended: gradients are summed over its paths, and over ranks."""
+        """End a backward: gradients are summed over its paths, and over ranks."""
         self._tasks.discard(backward_id())
         scale = self._scale()
         for number in self._arrived:
@@ -372,7 +374,7 @@ class StepMeasurement(Context):
     # -- the end of the step --------------------------------------------------------------------
 
     def finish(self) -> None:
-        """The step has ended: look at what it made of the parameters, and leave the model."""
+        """End the step: measure the updates of the parameters, and leave the model."""
         with torch.no_grad():
             self._fold()
             late: dict[int, Moments] = {}
@@ -398,7 +400,7 @@ class StepMeasurement(Context):
 
 
 def _held(tensor: Tensor | None) -> Tensor | None:
-    """What this rank holds of a parameter or its gradient, if it can be measured."""
+    """Return this rank's part of a parameter or its gradient, if it can be measured."""
     if tensor is None:
         return None
     found = local(tensor.detach())
@@ -407,14 +409,16 @@ def _held(tensor: Tensor | None) -> Tensor | None:
     return found if is_measurable(found) else None
 
 
-def _tell(looking: weakref.ref[StepMeasurement], method: Callable[..., None], *given: Any) -> None:
-    """Call a method of what is measured, if it is still there: hooks keep nothing alive."""
-    found = looking()
+def _tell(
+    measurement: weakref.ref[StepMeasurement], method: Callable[..., None], *given: Any
+) -> None:
+    """Call a method of a measurement, if it still exists: hooks keep nothing alive."""
+    found = measurement()
     if found is not None:
         method(found, *given)
 
 
 def at_end(function: Callable[[], None]) -> None:
-    """Call a function when the backward that is running has ended."""
+    """Call a function at the end of the running backward."""
     # DDP and FSDP, too, do their last work in such a callback: theirs come first.
     at_backward_end(partial(at_backward_end, function))

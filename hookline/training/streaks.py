@@ -1,7 +1,7 @@
-"""What has lasted over some measured steps.
+"""Conditions that last over several measured steps.
 
-- `DeadUnits`: which units of a layer have been zero, and for how many values
-- `Streaks`: at which rows something was found, at how many steps in a row
+- `DeadUnits`: the units of a layer that have been zero, and for how many values
+- `Streaks`: the rows with a finding, and at how many steps in a row
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ class DeadUnits:
     """The units of one layer that were zero at all steps so far.
 
     >>> import torch
-    >>> silence = DeadUnits(torch.tensor([True, True, False]), 100)
-    >>> silence.go_on(torch.tensor([True, False, True]), 100, 0.3)
-    >>> silence.mask, silence.values, silence.steps, silence.lasts
+    >>> dead = DeadUnits(torch.tensor([True, True, False]), 100)
+    >>> dead.go_on(torch.tensor([True, False, True]), 100, 0.3)
+    >>> dead.mask, dead.values, dead.steps, dead.lasts
     (tensor([ True, False, False]), 200, 2, False)
 
     A unit that is only rarely active, as in a sparse autoencoder, is zero for many values, too: it
@@ -38,11 +38,11 @@ class DeadUnits:
 
     @property
     def share(self) -> float:
-        """Of the units."""
+        """The share of the units that are dead."""
         return self._count() / len(self.mask)
 
     def go_on(self, mask: Tensor, values: float, least: float) -> None:
-        """A step with so many values a unit; if less than a share is left, it begins anew."""
+        """Add a step with so many values a unit; start over if less than a share is left."""
         both = self.mask & mask if self.mask.shape == mask.shape else None
         if both is None or both.float().mean() < least:
             self.__init__(mask, values)
@@ -55,7 +55,7 @@ class DeadUnits:
 
 
 class Streaks:
-    """At which rows something was found, since when, and at how many measured steps in a row.
+    """The rows with a finding, since when, and at how many measured steps in a row.
 
     >>> streaks = Streaks(least=2, span=4)
     >>> [streaks.go_on(step, {7}, [7, 8]) for step in range(4)]
@@ -67,7 +67,7 @@ class Streaks:
         self._rows: dict[int, tuple[int, int]] = {}  # how many so far, and the first step
 
     def go_on(self, step: int, found: set[int], among: Iterable[int]) -> list[int]:
-        """Take a measured step; the rows where it has lasted, of those that were looked at."""
+        """Add a measured step; return the rows, of those that were checked, where it has lasted."""
         for row in among:
             count, first = self._rows.get(row, (0, step))
             self._rows[row] = (count + 1, first if count else step) if row in found else (0, step)

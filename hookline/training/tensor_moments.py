@@ -1,16 +1,16 @@
-"""What is said of a tensor in a few numbers, at a few passes over it.
+"""Measure a tensor in a few numbers, with few passes over it.
 
 - `Moments`: count, sum, spread, zeros … of a tensor; `values()` are the statistics
-- `moments(tensor, unit, flat)`: those of one tensor
-- `settle(found)`: bring what was measured on other devices here, in one go
+- `moments(tensor, unit, flat)`: the moments of one tensor
+- `settle(found)`: bring measurements from other devices to the CPU, in one transfer
 - `sampled(tensor, most)`: some of the elements of a tensor, evenly spread
 - `binned(samples, bins)`: histograms of many samples at once
 - `is_measurable(tensor)`: whether a tensor has such numbers
 
-On the CPU a pass is a sum, a norm, a maximum, a minimum or a count, all of which torch has fast
-(0.1 to 0.5 ns an element; `var_mean`, `isfinite` and infinite norms take ten times as long). What
-is not finite shows in the sum, and only then is it counted; zeros are counted if a sample has any.
-On other devices nothing is waited for until `settle`.
+On the CPU a pass is a sum, a norm, a maximum, a minimum or a count, which are fast in torch (0.1 to
+0.5 ns an element; `var_mean`, `isfinite` and infinite norms take ten times as long). Numbers that
+are not finite show in the sum, and are counted only then; zeros are counted if a sample has any.
+Other devices are not waited for until `settle`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Flat = tuple[float, float]  # the ends at which an activation function is flat
 
 @dataclass(eq=False)
 class Moments:
-    """What was measured of one tensor, or of several that were merged.
+    """The moments of one tensor, or of several that were merged.
 
     >>> one = moments(torch.tensor([[0.0, 3.0], [0.0, -1.0]]))
     >>> both = one.merged(moments(torch.tensor([[0.0, 2.0]])))
@@ -66,7 +66,7 @@ class Moments:
     waiting: Tensor | None = None  # the numbers above, on another device
 
     def merged(self, other: Moments) -> Moments:
-        """Those of both tensors, as if they had been one; neither is changed."""
+        """Return the moments of both tensors as if they had been one; neither is changed."""
         count = self.count + other.count
         centered = self.centered + other.centered
         if self.count and other.count:
@@ -89,18 +89,20 @@ class Moments:
 
     @property
     def _share(self) -> float:
-        """How many values each of the sample stands for."""
+        """The number of values for which each value of the sample stands."""
         return (self.count + self.nonfinite) / max(len(self.sample), 1)
 
     def scaled(self, factor: float) -> Moments:
-        """Those of the tensor multiplied by a positive number."""
+        """Return the moments of the tensor multiplied by a positive number."""
         return replace(
             self, total=self.total * factor, centered=self.centered * factor * factor,
             high=self.high * factor, low=self.low * factor, sample=self.sample * factor,
         )  # fmt: skip
 
     def grown(self, share: float) -> Moments:
-        """Those of a tensor that is larger by a factor, of which this was a fair sample."""
+        """Return the moments of a tensor that is larger by a factor, of which this is a fair
+        sample.
+        """
         return replace(
             self, count=self.count * share, total=self.total * share,
             centered=self.centered * share, zeros=self.zeros * share,
@@ -115,11 +117,11 @@ class Moments:
 
     @property
     def dead(self) -> Tensor:
-        """Which units were zero everywhere."""
+        """A mask of the units that were zero everywhere."""
         return (self.high == 0) & (self.low == 0)
 
     def values(self, ratio: float = _NAN) -> list[float]:
-        """The statistics, in the order of `STATISTICS`."""
+        """Return the statistics, in the order of `STATISTICS`."""
         count = self.count
         nonfinite = self.nonfinite / max(count + self.nonfinite, 1)
         if not count:
@@ -136,7 +138,7 @@ class Moments:
 
 
 def is_measurable(tensor: Tensor) -> bool:
-    """Whether a tensor has such numbers: plain, of floating point, not empty."""
+    """Return True for a plain floating-point tensor that is not empty."""
     return (
         tensor.is_floating_point()
         and tensor.layout is torch.strided
@@ -150,10 +152,10 @@ def is_measurable(tensor: Tensor) -> bool:
 
 
 def moments(tensor: Tensor, unit: int = -1, flat: Flat | None = None, most: int = 1024) -> Moments:
-    """What is to be said of one tensor.
+    """Measure one tensor.
 
     Args:
-        tensor: one for which `is_measurable` holds; of a DTensor what this rank holds.
+        tensor: one for which `is_measurable` holds; for a DTensor the part of this rank.
         unit: the dimension that counts units: channels, features, or rows of a weight.
         flat: the ends of an activation function: at and beyond them, values count as saturated.
         most: how many elements to keep as a sample.
@@ -184,7 +186,7 @@ def moments(tensor: Tensor, unit: int = -1, flat: Flat | None = None, most: int 
 def _quick(
     x: Tensor, rest: list[int], sample: Tensor
 ) -> tuple[float, float, float, float, Tensor, Tensor] | None:
-    """The numbers of a tensor of finite values; None if it holds others, too large or small."""
+    """Return the numbers of a tensor; None if some are not finite, too large or too small."""
     wide = torch.float32 if x.element_size() < 4 else None
     total = x.sum(dtype=wide).item()
     norm = _norm(x, wide)
@@ -220,7 +222,7 @@ def _at_ends(x: Tensor, flat: Flat) -> Tensor:
 
 
 def _careful(x: Tensor, rest: list[int], flat: Flat | None) -> tuple[Tensor, Tensor, Tensor]:
-    """The same of any values, without waiting for the device."""
+    """Return the same numbers for any values, without waiting for the device."""
     wide = torch.float64 if x.is_cpu else torch.float32
     finite = x.isfinite()
     good = torch.where(finite, x, 0).to(wide)
@@ -242,7 +244,7 @@ def _careful(x: Tensor, rest: list[int], flat: Flat | None) -> tuple[Tensor, Ten
 
 
 def settle(found: Sequence[Moments]) -> None:
-    """Bring what was measured on other devices here, with one wait for each."""
+    """Bring measurements from other devices to the CPU, with one wait for each."""
     groups: dict[torch.device, list[Moments]] = {}
     for one in found:
         if one.waiting is not None:
@@ -267,9 +269,9 @@ def settle(found: Sequence[Moments]) -> None:
 
 
 def sampled(tensor: Tensor, most: int, exact: bool = False) -> Tensor:
-    """Some of the elements, evenly spread over the tensor, as a copy; all of them if they are few.
+    """Return a copy of some elements, evenly spread over the tensor; all of them if they are few.
 
-    They are in single precision, or `exact`, if that is double.
+    They are in single precision; with `exact`, in the tensor's own if that is double.
 
     >>> sampled(torch.arange(12.0).reshape(3, 4), 5)
     tensor([0., 3., 6., 9.])
@@ -286,7 +288,7 @@ def sampled(tensor: Tensor, most: int, exact: bool = False) -> Tensor:
 
 
 def _thinned(sample: Tensor, share: float) -> Tensor:
-    """A share of a sample, spread over it without a period: one would meet some columns only."""
+    """Return a share of a sample, spread without a period, which would hit some columns only."""
     if share >= 1:
         return sample
     count = torch.arange(int(len(sample) * share), device=sample.device)
@@ -294,7 +296,7 @@ def _thinned(sample: Tensor, share: float) -> Tensor:
 
 
 def _dense(tensor: Tensor) -> Tensor | None:
-    """The elements in the order of memory, without a copy; None if there are gaps."""
+    """Return the elements in the order of memory, without a copy; None if there are gaps."""
     if tensor.is_contiguous():
         return tensor.view(-1)
     order = sorted(range(tensor.ndim), key=lambda dim: -tensor.stride(dim))
@@ -303,7 +305,9 @@ def _dense(tensor: Tensor) -> Tensor | None:
 
 
 def _flat(tensor: Tensor, most: int) -> Tensor:
-    """The elements in the order of memory, without a copy; of a tensor with gaps, some of them."""
+    """Return the elements in the order of memory, without a copy; some of them if there are
+    gaps.
+    """
     dense = _dense(tensor)
     if dense is not None:
         return dense
@@ -314,11 +318,11 @@ def _flat(tensor: Tensor, most: int) -> Tensor:
     return tensor.reshape(-1)
 
 
-def binned(samples: Sequence[Tensor], bins: int) -> list[Bins | None]:
-    """The histogram of each sample, between its ends; None for one without finite values.
+def binned(samples: Sequence[Tensor], bins: int) -> list[BinCounts | None]:
+    """Return the histogram of each sample, between its ends; None for one without finite values.
 
     >>> binned([torch.tensor([0.0, 1.0, 4.0])], 4)[0]
-    Bins(low=0.0, high=4.0, counts=array([1, 1, 0, 1], dtype=uint32))
+    BinCounts(low=0.0, high=4.0, counts=array([1, 1, 0, 1], dtype=uint32))
     """
     if not samples:
         return []
@@ -334,7 +338,7 @@ def binned(samples: Sequence[Tensor], bins: int) -> list[Bins | None]:
     counts = np.bincount(owner * bins + where, minlength=bins * len(samples))
     counts = counts.reshape(len(samples), bins).astype(np.uint32)
     return [
-        Bins(float(low), float(high), own) if n else None
+        BinCounts(float(low), float(high), own) if n else None
         for low, high, own, n in zip(lows, highs, counts, left, strict=True)
     ]
 
@@ -342,7 +346,9 @@ def binned(samples: Sequence[Tensor], bins: int) -> list[Bins | None]:
 def _ends(
     values: npt.NDArray[np.float64], sizes: npt.NDArray[np.int64]
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """The smallest and largest of each run of values, a little apart where they are the same."""
+    """Return the smallest and largest of each run of values, a little apart where they are
+    equal.
+    """
     lows, highs = np.zeros(len(sizes)), np.zeros(len(sizes))
     there = sizes > 0
     if there.any():

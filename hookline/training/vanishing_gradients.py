@@ -1,7 +1,7 @@
-"""Where gradients vanish or explode on their way from the output to the first layers.
+"""Find gradients that vanish or explode on their way from the output to the first layers.
 
-- `judge_depths(sizes)`: which of them are far too small or too large beside the later ones
-- `advise_on(share)`: what to try, by how large one is beside them
+- `judge_depths(sizes)`: the gradients that are far too small or too large beside the later ones
+- `advise_on(share)`: what to try, by the relative size
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ Shares = dict[int, float]
 
 
 def judge_depths(sizes: list[float]) -> tuple[Shares, Shares]:
-    """The gradients that are too small, and those that are too large, by their number in the model.
+    """Return the gradients that are too small, and those that are too large, by their number.
 
-    Each with how large it is beside the later ones.
+    The value of each is its size relative to the later ones.
 
     >>> judge_depths([1e-9, 1.0, 1.0]), judge_depths([1e6, 1.0, 1.0])
     (({0: 1e-09}, {}), ({}, {0: 1000000.0}))
@@ -49,7 +49,7 @@ def judge_depths(sizes: list[float]) -> tuple[Shares, Shares]:
 
 
 def advise_on(share: float) -> str:
-    """What to try where a gradient is that large beside the later ones."""
+    """Return what to try for a gradient of that size relative to the later ones."""
     if share > 1:
         return "Initialise with smaller weights, use normalisation layers, or clip gradients."
     if not share:
@@ -64,7 +64,7 @@ def advise_on(share: float) -> str:
 
 
 def _faded(sizes: list[float]) -> list[float]:
-    """How much is left of gradients that have become less from layer to layer; 1 if they have not.
+    """Return the shares that are left of gradients that shrink from layer to layer; 1 for others.
 
     >>> [round(share, 5) for share in _faded([1.0, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0])]
     [1.0, 1e-05, 0.0001, 1.0, 1.0, 1.0, 1.0]

@@ -1,7 +1,7 @@
-"""Watch a training: what happens at every place, at every so many steps, and what is wrong with it.
+"""Watch a training: `watch(model, every=50, to="run")`.
 
-- `watch(model, every=50, to="run")`: statistics and findings while a model is trained
-- `Measured`: what was found at one step
+- `watch`: measures every place at every so many steps, and finds what is wrong
+- `Measured`: the measurements of one step
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _SHOWN = 3  # findings of one kind at one step that are logged one by one
 
 
 class watch(Anchored):
-    """Measure what happens at every place while a model is trained, and say what is wrong.
+    """Measure every place while a model is trained, and find what is wrong with the training.
 
     >>> import torch
     >>> _ = torch.manual_seed(0)
@@ -59,29 +59,28 @@ class watch(Anchored):
 
     Args:
         model: any module, also one in DDP, FSDP2 or `torch.compile`.
-        where: modules, with the parameters that they hold, or single parameters. The default is all
-            of the model.
-        every: measure at the steps 0, `every`, 2 × `every` …; in between nothing is hooked.
-        to: where it goes: a directory (see `Run`), a file that ends in `.jsonl`, a function that
+        where: modules, with the parameters that they hold, or single parameters. The default is the
+            whole model.
+        every: measure at the steps 0, `every`, 2 × `every` …; in between there are no hooks.
+        to: the destination: a directory (see `Run`), a file that ends in `.jsonl`, a function that
             takes a `Measured`, a writer such as those in `hookline.integrations`, or a list.
-        optimizer: its steps are the steps that are counted. Of a wrapper such as accelerate's,
-            which skips some, those of `optimizer.optimizer`. Without one, the first
-            optimizer that steps a parameter of the model is found; `step()` counts by hand.
-        scaler: the `GradScaler` of mixed precision: gradients are measured as they are without it,
-            and what overflows is left out, since the scaler makes no step of it. That of a wrapper
+        optimizer: the optimizer whose steps are counted; for a wrapper such as accelerate's, which
+            skips some, the steps of `optimizer.optimizer`. By default the first optimizer that
+            steps a parameter of the model; `step()` counts by hand.
+        scaler: the `GradScaler` of mixed precision. Gradients are measured without its scale, and
+            overflows are left out, since the scaler skips those steps. The scaler of a wrapper
             (`optimizer.scaler`) need not be given.
-        start: the number of the first step, when a training is gone on with.
+        start: the number of the first step, if a training is continued.
         kinds: what is measured: one or some of `output`, `grad`, `weight`, `weight_grad` and
             `update`.
-        ranks: `"own"` (rank 0 measures what it has, the others nothing) or `"all"` (every rank
-            measures, and all is put together; every rank must watch).
+        ranks: `"own"` (rank 0 measures its part, the others nothing) or `"all"` (every rank
+            measures, and the results are combined; every rank must watch).
 
-    It acts inside `with`, or from `.attach()` to `.remove()`. It changes nothing: no mode, no
-    gradient, no random number. Forwards without gradients of a model in evaluation mode are not
-    measured, and recomputed calls are not measured twice. Within a step, outputs and their
-    gradients are those of all micro-batches; the gradient of a parameter is the accumulated one,
-    before it is clipped. What is wrong is in `findings()`, and is logged once by the logger
-    `hookline.watch`.
+    It acts inside `with`, or from `.attach()` to `.remove()`. It changes no mode, no gradient and
+    no random number. Forwards without gradients of a model in evaluation mode are not measured,
+    and recomputed calls are not measured twice. Within a step, outputs and their gradients are
+    those of all micro-batches; the gradient of a parameter is the accumulated one, before it is
+    clipped. `findings()` returns what is wrong; the logger `hookline.watch` logs each finding once.
     """
 
     _verb = "watch"
@@ -119,7 +118,7 @@ class watch(Anchored):
         self._optimizer, self._scaler, self._ranks = inner, scaler, ranks
         self._begin = start
         self._writers: list[Writer] = []
-        self._looking: StepMeasurement | None = None
+        self._measurement: StepMeasurement | None = None
         self._hooks: list[Any] = []
         self._counted: Any = None
         self._by_hand = False
@@ -176,9 +175,9 @@ class watch(Anchored):
     def _stop(self) -> None:
         while self._hooks:
             self._hooks.pop().remove()
-        if self._looking is not None:
-            self._looking.remove()
-            self._looking = None
+        if self._measurement is not None:
+            self._measurement.remove()
+            self._measurement = None
         while self._writers:
             try:
                 self._writers.pop().close()
@@ -198,7 +197,7 @@ class watch(Anchored):
     # -- steps ----------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """End a step by hand, where no optimizer of torch's does so; then only this counts.
+        """End a step by hand; then steps of optimizers are not counted.
 
         >>> model = nn.Linear(2, 1)
         >>> with watch(model, every=1) as watching:
@@ -212,7 +211,7 @@ class watch(Anchored):
             self._end_step()
 
     def _stepped(self, optimizer: Any) -> None:
-        """An optimizer has made a step."""
+        """Count a step of an optimizer."""
         if self._by_hand:
             return
         if self._optimizer is None:
@@ -231,7 +230,7 @@ class watch(Anchored):
 
     def _begin_step(self) -> None:
         if self.steps % self._every == 0 and self._measures:
-            self._looking = StepMeasurement(
+            self._measurement = StepMeasurement(
                 self._plan, self._counts, self._scale, self._alarm
             ).attach()
 
@@ -239,15 +238,15 @@ class watch(Anchored):
         self._note([overflowed(self.steps, count, scale)])
 
     def _end_step(self) -> None:
-        looking, self._looking = self._looking, None
+        measurement, self._measurement = self._measurement, None
         step, self.steps = self.steps, self.steps + 1
-        if looking is not None:
-            looking.finish()
-            self._report(step, looking)
+        if measurement is not None:
+            measurement.finish()
+            self._report(step, measurement)
         self._begin_step()
 
     def _counts(self) -> bool:
-        """Whether a forward that runs now is one of the training's."""
+        """Return True if a running forward belongs to the training."""
         return self._inner.training or torch.is_grad_enabled()
 
     def _scale(self) -> float | None:
@@ -255,17 +254,17 @@ class watch(Anchored):
 
     # -- what was found -------------------------------------------------------------------------
 
-    def _report(self, step: int, looking: StepMeasurement) -> None:
+    def _report(self, step: int, measurement: StepMeasurement) -> None:
         if self._ranks == "all":
-            gather_ranks(looking)
-        measured = Measured.of(step, time.time(), looking, BINS)
-        for row in list(looking.found):
-            self._silent.pop(looking.plan.rows[row].place, None)
+            gather_ranks(measurement)
+        measured = Measured.of(step, time.time(), measurement, BINS)
+        for row in list(measurement.found):
+            self._silent.pop(measurement.plan.rows[row].place, None)
         self.last = measured
         if current_rank() != 0:
             return
         self._write("measured", measured)
-        self._note(cast(Diagnosis, self._diagnosis).update(measured, looking))
+        self._note(cast(Diagnosis, self._diagnosis).update(measured, measurement))
 
     def _note(self, found: list[Finding]) -> None:
         self._found += found
@@ -286,14 +285,14 @@ class watch(Anchored):
         return f"{super().__repr__()[:-1]}, {seen}>"
 
     def findings(self) -> list[Finding]:
-        """What was noticed so far, in order; each thing once."""
+        """Return the findings so far, in order, each once."""
         return Findings(self._found)
 
     def log(self, step: int | None = None, /, **scalars: float | torch.Tensor) -> None:
-        """Write numbers such as the loss: `watching.log(loss=loss)` before the step ends.
+        """Log numbers such as the loss: `watching.log(loss=loss)` before the step ends.
 
-        Without a number they belong to the step that has not ended yet. Where nothing is written,
-        before the watch begins and after it has ended, they go nowhere.
+        By default they belong to the step that has not ended yet. Before the watch begins and after
+        it has ended, nothing is written.
         """
         for name, value in scalars.items():
             try:
@@ -308,7 +307,7 @@ class watch(Anchored):
             self._write("scalar", self.steps if step is None else int(step), name, number)
 
     def _write(self, method: str, *content: Any) -> None:
-        """Give something to every writer; a full disk ends the writing, and not the training."""
+        """Pass something to every writer; a full disk ends the writing, and not the training."""
         for writer in list(self._writers):  # of which only rank 0 has any
             try:
                 getattr(writer, method)(*content)

@@ -1,7 +1,7 @@
-"""Where the measurements of a training go.
+"""Write the measurements of a training to a directory, a file or a function.
 
-- `Measured`: what was found at one step
-- `Writer`: takes it; the base of the writers here and in `hookline.integrations`
+- `Measured`: the measurements of one step
+- `Writer`: the base class of the writers here and in `hookline.integrations`
 - `writer_for(target)`: the writer for a directory, a `.jsonl` file or a function
 
 Histograms are binned once, here; writers pass the bins on.
@@ -23,7 +23,7 @@ import numpy.typing as npt
 from hookline.errors import NotCaptured, RunError
 from hookline.training.findings import Finding, to_json
 from hookline.training.run_files import STATISTICS, Row
-from hookline.training.run_writing import Bins, RunWriter
+from hookline.training.run_writing import BinCounts, RunWriter
 from hookline.training.tensor_moments import binned
 from hookline.values.tables import as_html, as_text
 
@@ -35,10 +35,10 @@ __all__ = ["Measured", "Writer", "writer_for"]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Measured:
-    """What was found at one step: statistics of every row, and histograms of samples.
+    """The measurements of one step: statistics of every row, and histograms of samples.
 
-    `measured[place, kind]` is a dict of statistics. `rows` says what the lines of `values` are,
-    `STATISTICS` what the columns are; NaN stands where nothing was measured. `histograms` has the
+    `measured[place, kind]` is a dict of statistics. `rows` describes the lines of `values`,
+    `STATISTICS` names the columns; values that were not measured are NaN. `histograms` has the
     bins by the number of the row.
     """
 
@@ -46,28 +46,28 @@ class Measured:
     time: float
     rows: Sequence[Row]
     values: npt.NDArray[np.float32]
-    histograms: Mapping[int, Bins]
+    histograms: Mapping[int, BinCounts]
     shapes: Sequence[tuple[int, ...] | None]
 
     @classmethod
-    def of(cls, step: int, time: float, looking: StepMeasurement, bins: int) -> Measured:
-        """What a measured step has given."""
-        rows = looking.plan.rows
+    def of(cls, step: int, time: float, measurement: StepMeasurement, bins: int) -> Measured:
+        """Return the measurements of a measured step."""
+        rows = measurement.plan.rows
         values = np.full((len(rows), len(STATISTICS)), np.nan, np.float32)
         shapes: list[tuple[int, ...] | None] = [row.shape for row in rows]
         with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite
-            for number, found in looking.found.items():
-                before = looking.squares.get(number, 0.0)
+            for number, found in measurement.found.items():
+                before = measurement.squares.get(number, 0.0)
                 ratio = math.sqrt(found.square / before) if before else float("nan")
                 values[number] = found.values(ratio)
-                if looking.plan.attributes[number] is None:
+                if measurement.plan.attributes[number] is None:
                     shapes[number] = found.shape
-        histograms = binned([found.sample for found in looking.found.values()], bins)
-        named = zip(looking.found, histograms, strict=True)
+        histograms = binned([found.sample for found in measurement.found.values()], bins)
+        named = zip(measurement.found, histograms, strict=True)
         return cls(step, time, rows, values, {number: one for number, one in named if one}, shapes)
 
     def scalars(self, statistics: Sequence[str]) -> Iterator[tuple[str, float]]:
-        """What was measured of some statistics, under such names as `output std/h.0.mlp`."""
+        """Yield some statistics, under such names as `output std/h.0.mlp`."""
         for row, numbers in zip(self.rows, self.values.tolist(), strict=True):
             for name, value in zip(STATISTICS, numbers, strict=True):
                 if name in statistics and not math.isnan(value):
@@ -101,22 +101,22 @@ class Measured:
 
 
 class Writer:
-    """Takes what is measured; a subclass overrides what it has a use for."""
+    """Takes the measurements; a subclass overrides the methods that it needs."""
 
     def start(self, rows: Sequence[Row], model: str, options: dict[str, Any]) -> None:
-        """The training begins: what will be measured, of which model."""
+        """Begin a training: which rows will be measured, of which model."""
 
     def measured(self, measured: Measured) -> None:
-        """A step was measured."""
+        """Take the measurements of a step."""
 
     def scalar(self, step: int, name: str, value: float) -> None:
-        """A number was logged."""
+        """Take a number that was logged."""
 
     def finding(self, finding: Finding) -> None:
-        """Something was noticed."""
+        """Take a finding."""
 
     def close(self) -> None:
-        """The training has ended."""
+        """End the training."""
 
 
 class _Directory(Writer):
@@ -200,7 +200,7 @@ class _Function(Writer):
 
 
 def writer_for(target: Any) -> Writer:
-    """The writer for what was given as `to=`.
+    """Return the writer for the argument `to=`.
 
     >>> type(writer_for("logs/run.jsonl")).__name__, type(writer_for("run")).__name__
     ('_Lines', '_Directory')

@@ -1,7 +1,8 @@
-"""What the live view shows: runs, stores, records and reports in a folder, read, never written.
+"""The pages of the live view: runs, stores, records and reports in a folder, which is only read.
 
-- `Gallery`: what lies in a folder, opened when it is asked for
-- `View`: one of them, as the page of the moment: `RunView`, `StoreView`, `RecordView`
+- `Gallery`: the items in a folder, opened on demand
+- `ViewItem`: one of them: its name and kind
+- `View`: the current page of an item: `RunView`, `StoreView`, `RecordView`
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ __all__ = ["Gallery", "RecordView", "RunView", "StoreView", "View", "ViewItem"]
 
 
 class ViewItem(NamedTuple):
-    """Something that can be shown: a `run`, a `store`, a `record` or a `report`."""
+    """An item to show: a `run`, a `store`, a `record` or a `report`."""
 
     name: str
     kind: str
@@ -40,45 +41,45 @@ class ViewItem(NamedTuple):
 
 
 class View:
-    """A run, a store or a record, as the page of the moment."""
+    """The current page of a run, a store or a record."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._lock = path, RLock()
 
     @property
     def revision(self) -> str:
-        """Another one whenever something has changed."""
+        """A text that differs whenever something has changed."""
         raise AssertionError("a view has revisions")
 
     def refresh(self) -> str:
-        """Read what was written since; the revision then."""
+        """Read what was written since; return the new revision."""
         raise AssertionError("a view reads on")
 
     def _current(self) -> Page:
         raise AssertionError("a view has a page")
 
     def page(self) -> dict[str, Any]:
-        """The description of the page."""
+        """Return the description of the page."""
         with self._lock:
             return self._current().content
 
     def chunk(self, name: str) -> Chunk | None:
-        """A chunk of the page, None if there is none of that name."""
+        """Return a chunk of the page; None if there is none of that name."""
         with self._lock:
             make = self._current().chunks.get(name)
             return None if make is None else make()
 
     def form(self) -> tuple[Any, ...]:
-        """What the tree of the page is made of."""
+        """Return what the tree of the page is made of."""
         return (self.revision,)
 
     def update(self, known: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What the page of a reader that knows that form needs now, and the form now."""
+        """Return the current form, and what a reader with that known form needs."""
         return self.form(), {"revision": self.revision, "restructured": True}
 
 
 class RunView(View):
-    """A run that may still grow, be gone on with, or be started anew in the same folder."""
+    """A run that may still grow, be continued, or be started anew in the same folder."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -139,7 +140,7 @@ class RunView(View):
 
 
 class _WholeView(View):
-    """What is read anew as a whole when one of its files was written."""
+    """An item that is read again as a whole when one of its files was written."""
 
     files = ""  # which of them tell
 
@@ -192,7 +193,7 @@ class StoreView(_WholeView):
         return page
 
     def chunk(self, name: str) -> Chunk | None:
-        """A chunk of the page: `e3`, or `e3:17` for the 17th sample of that entry."""
+        """Return a chunk of the page: `e3`, or `e3:17` for the 17th sample of that entry."""
         match = re.fullmatch(r"(e\d{1,9})(?::(\d{1,15}))?", name)
         if match is None:
             return super().chunk(name)
@@ -238,7 +239,7 @@ class Gallery:
         self._views: dict[str, tuple[ViewItem, View]] = {}
 
     def shown(self) -> list[ViewItem]:
-        """What there is now, by name; what links lead out of the folder is left out."""
+        """Return the current items by name, without links that lead out of the folder."""
         kind = _kind_of(self.folder)
         if kind is not None:
             return [ViewItem(_name(self.folder.absolute()), kind, self.folder)]
@@ -250,11 +251,11 @@ class Gallery:
         return [ViewItem(_name(path), kind, path) for path, kind in kinds if kind is not None]
 
     def find(self, name: str) -> ViewItem | None:
-        """What has that name."""
+        """Return the item of that name."""
         return next((one for one in self.shown() if one.name == name), None)
 
     def view(self, name: str) -> View | None:
-        """What has that name, opened; None if there is nothing that can be."""
+        """Return the item of that name, opened; None if it cannot be shown."""
         with self._lock:
             known = self._views.get(name)
             if known is not None and _kind_of(known[0].path) in (None, known[0].kind):
@@ -268,12 +269,12 @@ class Gallery:
 
 
 def _name(path: Path) -> str:
-    """The name of a file or folder, as a browser can send it back."""
+    """Return the name of a file or folder, as a browser can send it back."""
     return path.name.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
 def _kind_of(path: Path) -> str | None:
-    """What lies at a path: a run, a store, a record, a report, or nothing that can be shown."""
+    """Return what is at a path: a run, a store, a record, a report, or None."""
     try:
         if path.is_dir():
             return kind_of(path)

@@ -1,4 +1,4 @@
-"""A page of a model: its parameters and costs, and with a batch what happened in one run of it.
+"""Make the page of a model: its parameters and costs, and with a batch the values of one run.
 
 - `page_of_model(model, batch, loss, …)`: the page
 """
@@ -34,27 +34,29 @@ Loss = Callable[[Any], Tensor]
 
 
 def page_of_model(model: nn.Module, batch: Any, loss: Loss | None, budget: int) -> Page:
-    """The page of a model; with a batch, of one run of it, and with a loss, of its gradients."""
+    """Make the page of a model; with a batch, of one run of it, and with a loss, of its
+    gradients.
+    """
     held = ModuleIndex(model).tensors
     if batch is not None and has_uninitialized(held):
         model = copy_uninitialized(model, held)  # a run would give them their shapes
         with isolated(ModuleIndex(model)):
             run_model(model, copy_batch(batch))
     summary = summarize(model, batch)
-    outline = PageTree(summary)
+    tree = PageTree(summary)
     chunks: dict[str, Callable[[], Chunk]] = {}
     notes: list[str] = []
     tensors = [(path, pair) for path, module in walk(model) for pair in tensors_of(module)]
     ran = (batch is not None) + (loss is not None)
-    most = share(budget, len(tensors) + ran * len(outline.modules))
+    most = share(budget, len(tensors) + ran * len(tree.modules))
     if batch is not None:
-        add_record(outline, chunks, _observe(model, batch, loss, most), most, notes)
+        add_record(tree, chunks, _observe(model, batch, loss, most), most, notes)
     for path, (name, tensor) in tensors:
         place = Place(join(path, name), "value")
         if nn.parameter.is_lazy(tensor):
-            outline.entry(place, note="It has no shape before the first run.", count=0, chunk="")
+            tree.entry(place, note="It has no shape before the first run.", count=0, chunk="")
         else:
-            gather(outline, chunks, place, [tensor], most, notes, weight=True)
+            gather(tree, chunks, place, [tensor], most, notes, weight=True)
     run_so = "one run" + " with gradients" * bool(loss)
     return Page(
         {
@@ -64,15 +66,15 @@ def page_of_model(model: nn.Module, batch: Any, loss: Loss | None, budget: int) 
             "item": "call",
             "facts": facts_of(summary),
             "notes": notes,
-            "findings": find_value_problems(outline, notes),
-            **outline.to_json(),
+            "findings": find_value_problems(tree, notes),
+            **tree.to_json(),
         },
         chunks,
     )
 
 
 def _observe(model: nn.Module, batch: Any, loss: Loss | None, most: int) -> Record:
-    """One run of a model that leaves no trace; portraits are kept instead of values."""
+    """Run a model without a trace; the record holds summaries instead of values."""
     where = ["", "**"] if any(True for _ in model.children()) else [""]
     if loss is not None:
         where += [f"{place}:grad_output" for place in where]

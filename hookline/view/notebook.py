@@ -1,9 +1,9 @@
-"""What records, stores, recipes and lists of places look like in a notebook.
+"""Show records, stores, recipes and lists of places in notebooks, as HTML.
 
 - `render(title, rows, subject)`: a table that folds, with small pictures of the tensors
 
-`core/tables.py` calls it for every `_repr_html_`. There is no script in it and no colour of text,
-so that it reads in light and dark; its size is bounded, and it never raises.
+`values/tables.py` calls it for every `_repr_html_`. The HTML has no script and no colour of text,
+so that it is readable in light and dark; its size is bounded, and `render` never raises.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ white-space:nowrap;max-width:32em;overflow:hidden;text-overflow:ellipsis}
 
 
 def render(title: str, rows: Rows, subject: Any = None) -> str:
-    """A title that folds a table away, with pictures of what the subject holds.
+    """Return a title and a table that folds, with pictures of the tensors of the subject.
 
     >>> text = render("Two", [("a", "b"), ("1", "<2>")])
     >>> "<summary><b>Two</b></summary>" in text, "&lt;2&gt;" in text
@@ -62,8 +62,8 @@ def render(title: str, rows: Rows, subject: Any = None) -> str:
     Args:
         title: the line that stays when the table is folded.
         rows: the head and the rows; everything in them is escaped.
-        subject: what they describe: pictures are made of a record, patterns, a store, a recipe
-            and measurements.
+        subject: the object that they describe; there are pictures for a record, patterns, a store,
+            a recipe and measurements.
     """
     head, body = rows[0], list(rows[1:])
     seen = _pictures(subject, [row[0] for row in body[:_PICTURES]])
@@ -95,7 +95,7 @@ def _line(tag: str, cells: Sequence[str]) -> str:
 
 
 def _cell(text: str) -> str:
-    """A cell, escaped: sentences in lines, of a very long name the middle left out."""
+    """Return an escaped cell: sentences in lines; the middle of a very long name is left out."""
     text = _visible(text)
     if " " in text and len(text) > _LONGEST // 2:
         return f'<span class="long">{html.escape(text[: 4 * _LONGEST])}</span>'
@@ -106,7 +106,7 @@ def _cell(text: str) -> str:
 
 
 def _visible(text: str) -> str:
-    """Blanks in quotes, and marks that would turn the direction of writing written out."""
+    """Return text with blanks in quotes, and with visible marks of writing direction."""
     if text and not text.strip():
         return repr(text)
     return _TURNS.sub(lambda mark: f"\\u{ord(mark[0]):04x}", text)
@@ -116,7 +116,7 @@ def _visible(text: str) -> str:
 
 
 def _pictures(subject: Any, names: Sequence[str]) -> dict[int, tuple[str, str]]:
-    """The extent and the picture of each row that has one, by its number."""
+    """Return the extent and the picture of each row that has one, by its number."""
     find = next((find for kind, find in _FINDERS.items() if isinstance(subject, kind)), None)
     if find is None:
         return {}
@@ -138,7 +138,7 @@ Found = Iterator[tuple[str, str] | None]
 
 
 def _of_record(record: Record, names: Sequence[str]) -> Found:
-    """The tensors of the first call that has any; what was changed in place has no picture."""
+    """Return the tensors of the first call that has any, without those changed in place."""
     tensors: dict[str, Tensor] = {}
     for place in record.places()[: len(names)]:
         try:
@@ -158,7 +158,7 @@ def _of_patterns(patterns: Patterns, names: Sequence[str]) -> Found:
 
 
 def _of_store(store: Store, names: Sequence[str]) -> Found:
-    """The first samples of each place."""
+    """Return the first samples of each place."""
     for place in store.places()[: len(names)]:
         column = store[place]
         rows = column.rows if isinstance(column, StoredSamples) else column
@@ -167,7 +167,7 @@ def _of_store(store: Store, names: Sequence[str]) -> Found:
 
 
 def _of_recipe(recipe: Recipe, names: Sequence[str]) -> Found:
-    """The first tensor of each change."""
+    """Return the first tensor of each change."""
     for _, change in list(recipe)[: len(names)]:
         yield _drawn(next(_tensors(change), None))
 
@@ -182,7 +182,7 @@ def _tensors(change: Any) -> Iterator[Tensor]:
 
 
 def _of_measurements(found: Measurements, names: Sequence[str]) -> Found:
-    """A histogram if one was measured, else the first result that has one number a channel."""
+    """Return a histogram if one was measured, else the first result with one number a channel."""
     for place in list(found)[: len(names)]:
         results = list(found[place].values())
         binned = [one for one in results if isinstance(one, Bins)]

@@ -1,12 +1,11 @@
-"""What a page is made of: a description, and arrays in chunks that are read when they are shown.
+"""The content of a page: a description, and arrays in chunks that are read when they are shown.
 
-- `Page`: the description of a page, and how to make each of its chunks
+- `Page`: the description of a page, and functions that make its chunks
 - `Chunk`: a small description and arrays; `pack`, `unpack`: as bytes, and back
-- `plain_json(content)`: JSON that every reader takes
+- `plain_json(content)`: JSON that every reader accepts
 
-A chunk is a JSON header of known length and the bytes of arrays behind it. The page in the
-browser asks for a chunk by its id; in a file all of them lie embedded, a server makes them when
-they are asked for.
+A chunk is a JSON header of known length and the bytes of arrays behind it. The page in the browser
+asks for a chunk by its id. An HTML file embeds all chunks; a server makes them on demand.
 """
 
 from __future__ import annotations
@@ -36,10 +35,10 @@ class Chunk:
 
 @dataclass
 class Page:
-    """A page before it is HTML: what it says at once, and what it reads when it is needed.
+    """A page before it becomes HTML: its description, and the chunks that it reads on demand.
 
     `content` is plain JSON (title, facts, modules, entries, findings, …); `chunks` has a function
-    for each id that is named in it.
+    for each chunk id in it.
     """
 
     content: dict[str, Any]
@@ -47,7 +46,7 @@ class Page:
 
 
 def pack(chunk: Chunk) -> bytes:
-    """A chunk as bytes: the length of the header, the header, then the arrays, each aligned.
+    """Return a chunk as bytes: the length of the header, the header, then the aligned arrays.
 
     >>> found = unpack(pack(Chunk({"shape": [2]}, {"a": np.array([1, 2], np.float32)})))
     >>> found.meta, found.arrays["a"]
@@ -67,7 +66,7 @@ def pack(chunk: Chunk) -> bytes:
 
 
 def unpack(content: bytes) -> Chunk:
-    """The chunk that `pack` made bytes of."""
+    """Return the chunk in the bytes of `pack`."""
     start = 8 + int.from_bytes(content[:8], "little")
     header: dict[str, Any] = json.loads(content[8:start])
     arrays: dict[str, NDArray[Any]] = {}
@@ -79,7 +78,7 @@ def unpack(content: bytes) -> Chunk:
 
 
 def plain_json(content: Any) -> str:
-    """JSON that every reader takes: what is no finite number is null."""
+    """Return JSON that every reader accepts: numbers that are not finite become null."""
     return json.dumps(_finite(content), allow_nan=False, separators=(",", ":"))
 
 

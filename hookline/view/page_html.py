@@ -1,12 +1,12 @@
-"""A page as one HTML file that needs nothing else.
+"""Write a page as one self-contained HTML file.
 
 - `as_html(page)`: the whole file
 - `shell(title, data)`: the HTML around the data, for a file and for the live view
 - `policy(connect)`: its Content-Security-Policy
-- `is_page(start)`: whether what begins so says that it is such a file
-- `why_not(content)`: why such a file is not one that this version has written as it stands there
+- `is_page(start)`: whether a file with this start claims to be such a file
+- `why_not(content)`: why a file is not exactly what this version has written
 
-A file names its version, and a digest of itself with zeros in the digest's place.
+A file contains its version, and a digest of itself with zeros in the digest's place.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ Nothing is loaded from elsewhere.</p></noscript>
 
 
 def as_html(page: Page) -> str:
-    """The page as one file: description and chunks are gzip in base64, so no text can break out."""
+    """Return the page as one file. Its data is gzip in base64, so no text can break out."""
     parts = [_embed("page", plain_json(page.content).encode())]
     parts += [_embed(name, pack(make())) for name, make in page.chunks.items()]
     text = shell(f"{page.content['title']} · hookline", "".join(parts), _generator(_ZEROS))
@@ -63,7 +63,7 @@ def as_html(page: Page) -> str:
 
 
 def shell(title: str, data: str, generator: str = "hookline", connect: str = "'none'") -> str:
-    """The HTML around the data; `connect` is where the page may read from."""
+    """Return the HTML around the data; `connect` is where the page may read from."""
     return _framed(
         html.escape(title.encode(errors="replace").decode()), data, generator, policy(connect)
     )
@@ -90,7 +90,7 @@ def is_page(start: bytes) -> bool:
 
 
 def why_not(content: bytes) -> str:
-    """Say why a file is not a page that this version has written; "" if it is.
+    """Return why a file is not a page that this version has written; "" if it is.
 
     >>> why_not(as_html(Page({"title": "a"})).encode())
     ''
@@ -112,7 +112,7 @@ def why_not(content: bytes) -> str:
 
 
 def _is_framed(content: bytes, generator: str) -> bool:
-    """Whether there is nothing in a page but a title and data in the frame that is ours."""
+    """Return True if a page has only a title and data inside the frame of this version."""
     before, after = _framed("\0", "\1", generator, policy()).encode().split(b"\0", 1)
     middle, after = after.split(b"\1", 1)
     if not (content.startswith(before) and content.endswith(after)):
@@ -123,7 +123,9 @@ def _is_framed(content: bytes, generator: str) -> bool:
 
 
 def policy(connect: str = "'none'") -> str:
-    """The Content-Security-Policy of a page: its own script and style, nothing from outside."""
+    """Return the Content-Security-Policy of a page: its own script and style, nothing from
+    outside.
+    """
     return (
         "default-src 'none'; "
         f"script-src '{_digest('page.js')}'; style-src '{_digest('page.css')}'; "

@@ -1,8 +1,8 @@
-"""The outline of a page: its modules as a tree, and the places on it.
+"""The tree of a page: its modules, and the places on it.
 
-- `PageTree`: modules and entries, gathered one by one
+- `PageTree`: modules and entries, added one by one
 - `PageEntry`: a place on the page
-- `read_place(text)`: the pieces of a place that is known by its text only
+- `read_place(text)`: a place from its text alone
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _GRADIENT_OF = {"grad_output": "output", "grad_input": "input", "grad_inputs": "
 
 @dataclass
 class PageEntry:
-    """A place on the page: what stands at one port of a module, or a parameter of it.
+    """A place on the page: one port of a module, or a parameter of it.
 
-    `group` is the same for a value and its gradient, which are shown beside each other.
+    A value and its gradient have the same `group`, and are shown beside each other.
     """
 
     place: str
@@ -62,7 +62,7 @@ class PageTree:
             module |= {name: value for name, value in known.items() if value not in (None, [], ())}
 
     def module(self, path: str, kind: str = "") -> int:
-        """The index of the module with that path, which is added if it is not there yet."""
+        """Return the index of the module with that path; add it if it is new."""
         if path in self._index:
             index = self._index[path]
             if kind and not self.modules[index]["type"]:
@@ -76,11 +76,11 @@ class PageTree:
         return self._index[path]
 
     def find(self, path: str) -> int | None:
-        """The index of the module with that path, if there is one."""
+        """Return the index of the module with that path, if there is one."""
         return self._index.get(path)
 
     def entry(self, place: Place | str, **known: Any) -> PageEntry:
-        """Add a place; it is hung below the module that it belongs to."""
+        """Add a place below its module."""
         if not isinstance(place, Place):
             place = read_place(place)
         path, rest = place.path, ""
@@ -100,7 +100,7 @@ class PageTree:
         return found
 
     def to_json(self) -> dict[str, Any]:
-        """The modules in the order of the tree, and the entries."""
+        """Return the modules in the order of the tree, and the entries."""
         order = self._ordered()
         new = {old: position for position, old in enumerate(order)}
         modules = [dict(self.modules[old]) for old in order]
@@ -124,7 +124,7 @@ class PageTree:
 
 
 def read_place(text: str) -> Place:
-    """The pieces of a place that is known by its text only, as in a store.
+    """Return the pieces of a place that is known by its text only, as in a store.
 
     >>> read_place("h.0.attn/softmax:grad_output").operation
     'softmax'

@@ -1,8 +1,9 @@
-"""A page of a record: each place with its calls, gradients beside the values that they belong to.
+"""Make the page of a record: each place with its calls, and gradients beside their values.
 
 - `page_of_record(record, model, …)`: the page
-- `add_record(…)`: the entries of all its places; `gather(…)`: those of one, from its values
-- `items_chunk(portraits, labels)`: what is read when an entry is shown
+- `add_record(…)`: add the entries of all its places; `gather(…)`: of one, from its values
+- `items_chunk(summaries, labels)`: the chunk of an entry
+- `share`, `facts_of`, `BUDGET`: for other pages
 """
 
 from __future__ import annotations
@@ -46,11 +47,11 @@ def page_of_record(record: Record, model: nn.Module | None = None, budget: int =
     """The page of what a capture has kept."""
     model = model_of(record) if model is None else model
     summary = None if model is None else summarize(model)
-    outline = PageTree(summary)
+    tree = PageTree(summary)
     places = record.places()
     chunks: dict[str, Callable[[], Chunk]] = {}
     notes: list[str] = []
-    add_record(outline, chunks, record, share(budget, len(places) * 2), notes)
+    add_record(tree, chunks, record, share(budget, len(places) * 2), notes)
     facts = [
         ["places", f"{len(places):,}"],
         ["values", f"{sum(len(one.all_kept()) for one in captured(record)):,}"],
@@ -67,40 +68,40 @@ def page_of_record(record: Record, model: nn.Module | None = None, budget: int =
             "item": "call",
             "facts": facts,
             "notes": notes,
-            "findings": find_value_problems(outline, notes),
-            **outline.to_json(),
+            "findings": find_value_problems(tree, notes),
+            **tree.to_json(),
         },
         chunks,
     )
 
 
 def add_record(
-    outline: PageTree,
+    tree: PageTree,
     chunks: dict[str, Callable[[], Chunk]],
     record: Record,
     most: int,
     notes: list[str],
 ) -> None:
-    """Add the entries of all places of a record; where nothing is, it is said why."""
+    """Add the entries of all places of a record, with the reason where there is no value."""
     for place in record.places():
         try:
             numbered = record.numbered(place)
         except HooklineError as error:
-            outline.entry(place, note=str(error), count=0, chunk="")
+            tree.entry(place, note=str(error), count=0, chunk="")
             continue
         weight = place.port in ("value", "grad")
         numbers, calls = [n for n, _ in numbered], [value for _, value in numbered]
-        gather(outline, chunks, place, calls, most, notes, weight=weight, numbers=numbers)
+        gather(tree, chunks, place, calls, most, notes, weight=weight, numbers=numbers)
     for place, reason in record.unfired().items():
-        _never_called(outline, place, reason)
+        _never_called(tree, place, reason)
     for place in record.places():
-        index = outline.find(place.path)
+        index = tree.find(place.path)
         if index is not None and not place.port.startswith("grad"):
-            outline.modules[index]["called"] = True
+            tree.modules[index]["called"] = True
 
 
 def gather(
-    outline: PageTree,
+    tree: PageTree,
     chunks: dict[str, Callable[[], Chunk]],
     place: Place,
     calls: list[Any],
@@ -110,7 +111,7 @@ def gather(
     weight: bool = False,
     numbers: Sequence[int] | None = None,
 ) -> None:
-    """Add the entries of a place: one for each tensor in its values, the calls with these numbers.
+    """Add the entries of a place: one for each tensor in its values, with its calls.
 
     The slider of the page goes over all numbers up to the last.
     """
@@ -121,22 +122,22 @@ def gather(
         if note not in notes:
             notes.append(note)
     most = max(most // max(len(shown) // 2, 1), 256)
-    portraits: dict[tuple[Any, ...], list[TensorSummary | None]] = {}
+    summaries: dict[tuple[Any, ...], list[TensorSummary | None]] = {}
     for position, index in enumerate(shown):
         value = calls[index]
         if isinstance(value, Tensor):
             found: Any = [((), summarize_tensor(value, most, weight=weight))]
         else:
-            found = _portrayed(value) or summarize_value(value, most)
-        for path, portrait in found:
-            row = portraits.setdefault(path, [])
-            row += [None] * (position - len(row)) + [portrait]
-    for path, row in portraits.items():
+            found = _kept_summaries(value) or summarize_value(value, most)
+        for path, one in found:
+            row = summaries.setdefault(path, [])
+            row += [None] * (position - len(row)) + [one]
+    for path, row in summaries.items():
         row += [None] * (len(shown) - len(row))
         parts = (*place.parts, *path)
         full = Place(place.path, place.port, parts, place.operation)
-        first = next(portrait for portrait in row if portrait is not None)
-        entry = outline.entry(
+        first = next(one for one in row if one is not None)
+        entry = tree.entry(
             full,
             count=numbers[-1] + 1,
             shape=first.meta["shape"],
@@ -145,65 +146,66 @@ def gather(
         )
         labels = [str(numbers[index]) for index in shown]
         chunks[entry.chunk] = partial(items_chunk, row, labels)
-    if not portraits:
+    if not summaries:
         kind = type(calls[0]).__name__ if calls else "nothing"
         note = f"There is no tensor in it: it is of type {kind}."
-        outline.entry(place, note=note, count=len(calls), chunk="")
+        tree.entry(place, note=note, count=len(calls), chunk="")
 
 
-def items_chunk(portraits: Sequence[TensorSummary | None], labels: Sequence[str]) -> Chunk:
-    """The chunk of an entry: its portraits, each with the label of its call or sample."""
+def items_chunk(summaries: Sequence[TensorSummary | None], labels: Sequence[str]) -> Chunk:
+    """Return the chunk of an entry: its tensor summaries, labelled by call or sample."""
     items: list[dict[str, Any]] = []
     arrays: dict[str, NDArray[Any]] = {}
-    for n, (portrait, label) in enumerate(zip(portraits, labels, strict=True)):
-        if portrait is None:
+    for n, (one, label) in enumerate(zip(summaries, labels, strict=True)):
+        if one is None:
             items.append({"label": label, "missing": True})
             continue
-        item = {"label": label, **portrait.meta}
-        if portrait.counts is not None:
+        item = {"label": label, **one.meta}
+        if one.counts is not None:
             item["counts"] = f"h{n}"
-            arrays[f"h{n}"] = portrait.counts.astype(np.uint32)
-        if portrait.picture is not None:
+            arrays[f"h{n}"] = one.counts.astype(np.uint32)
+        if one.picture is not None:
             item["picture"] = f"p{n}"
-            arrays[f"p{n}"] = portrait.picture
+            arrays[f"p{n}"] = one.picture
         items.append(item)
     return Chunk({"items": items}, arrays)
 
 
-def _portrayed(
+def _kept_summaries(
     value: Any, path: Path = (), above: tuple[int, ...] = ()
 ) -> list[tuple[Path, TensorSummary]]:
-    """What `summarize_value` gave, kept by a capture instead of a value; in a nested gradient it
-    stands at each part, since these arrive one by one.
+    """Return the results of `summarize_value` that a capture kept instead of a value.
+
+    In a nested gradient they stand at each part, since the parts arrive one by one.
     """
     pairs = cast("list[Any]", value if isinstance(value, list) else [])
     if pairs and all(type(pair) is tuple and isinstance(pair[-1], TensorSummary) for pair in pairs):
-        return [((*path, *inner), portrait) for inner, portrait in pairs]
+        return [((*path, *inner), one) for inner, one in pairs]
     found: list[tuple[Path, TensorSummary]] = []
     mark = id(cast("object", value))
     if mark in above:
         return found
     for part, inside in children(value) or ():
-        found += _portrayed(inside, (*path, part), (*above, mark))
+        found += _kept_summaries(inside, (*path, part), (*above, mark))
     return found
 
 
 def share(budget: int, pictures: int) -> int:
-    """How many values each of so many pictures may have."""
+    """Return how many values each of so many pictures may have."""
     return int(min(MOST, max(512, budget / 2 / max(pictures, 1))))
 
 
-def _never_called(outline: PageTree, place: Place, reason: str) -> None:
-    """Say at a place why it holds nothing."""
-    index = outline.find(place.path)
+def _never_called(tree: PageTree, place: Place, reason: str) -> None:
+    """Note at a place why it has no value."""
+    index = tree.find(place.path)
     if index is not None and place.port == "output" and place.operation is None:
-        outline.modules[index].update(called=False, reason=reason)
+        tree.modules[index].update(called=False, reason=reason)
     else:
-        outline.entry(place, note=reason, count=0, chunk="")
+        tree.entry(place, note=reason, count=0, chunk="")
 
 
 def facts_of(summary: Summary) -> list[list[str]]:
-    """What a summary says of the model as a whole, for the head of the page."""
+    """Return the facts of a summary about the whole model, for the head of the page."""
     totals = summary.totals
     facts = [["parameters", f"{totals['parameters']:,}"]]
     if totals["trainable"] != totals["parameters"]:

@@ -1,8 +1,8 @@
-"""One self-contained HTML page of what is inside a model: `report`.
+"""Write one self-contained HTML page about a record, a store, a run or a model: `report`.
 
-- `report(subject, to)`: write the page of a record, a store, a run or a model
-- `page_of(subject)`: the same before it is HTML
-- `kind_of(folder)`: what lies in a folder
+- `report(subject, to)`: write the page
+- `page_of(subject)`: the page before it becomes HTML
+- `kind_of(folder)`: what a folder contains
 """
 
 from __future__ import annotations
@@ -54,16 +54,15 @@ def report(
     Args:
         subject: A `Record`, a `Store` or the folder of one, a `Run` or its folder, or a model.
         to: The file; it is replaced if it is there.
-        batch: For a model: what it is run on, once, without leaving a trace (a tensor, a tuple of
+        batch: For a model: the batch of one run, which leaves no trace (a tensor, a tuple of
             arguments, or a dict of them by name). Without it the page has the parameters only.
-        loss: For a model with a batch: a function of what the model returns that gives the number
-            of which gradients are shown. `.grad` of the parameters is left as it is.
+        loss: For a model with a batch: a function of the model's output that returns the number
+            whose gradients are shown. `.grad` of the parameters is left as it is.
         model: For a record, store or run: its model, for the tree with types and sizes. A record
             knows its model as long as that lives.
-        title: What stands above the page; the name of the model's class or of the folder if left
-            out.
-        budget: About how many bytes the pictures may take before they are compressed. Where it
-            does not suffice, every n-th value is shown, and the page says so.
+        title: The title of the page; by default the name of the model's class or of the folder.
+        budget: About how many bytes the pictures may take before they are compressed. If it does
+            not suffice, every n-th value is shown, and the page says so.
 
     Returns:
         The path of the file. Statistics are of all values up to two million a tensor.
@@ -91,7 +90,7 @@ def page_of(
     model: nn.Module | None = None,
     budget: int = BUDGET,
 ) -> Page:
-    """The page of a subject, before it is HTML: plain JSON and arrays."""
+    """Return the page of a subject, before it becomes HTML: plain JSON and arrays."""
     if isinstance(subject, nn.Module):
         if loss is not None and batch is None:
             raise ReportError(
@@ -123,7 +122,7 @@ def page_of(
 
 
 def kind_of(folder: Path) -> str | None:
-    """What lies in a folder: a `store`, a `record`, a `run`, or nothing that can be shown."""
+    """Return what is in a folder: a `store`, a `record`, a `run`, or None."""
     if (folder / "store.json").is_file():
         return "store"
     if (folder / "record.json").is_file():
@@ -132,7 +131,7 @@ def kind_of(folder: Path) -> str | None:
 
 
 def _open(folder: Path) -> Store | Run | Record:
-    """What lies in a folder."""
+    """Open what is in a folder."""
     kind = kind_of(folder)
     if kind is None:
         raise ReportError(

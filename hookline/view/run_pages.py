@@ -1,4 +1,4 @@
-"""A page of a training run: curves, layers × steps, and how each place moved over time.
+"""Make the page of a training run: curves, layers × steps, and the change of each place over time.
 
 - `page_of_run(run, …)`: the page
 - `RunPage`: the same for the live view, which reads on as the run grows
@@ -40,7 +40,7 @@ _FINDINGS = 200
 
 
 def page_of_run(run: Run, model: nn.Module | None, budget: int) -> Page:
-    """The page of a run, as it is now."""
+    """Make the page of a run, as it is now."""
     rows, names = len(run.rows()), len(run.head.statistics)
     most = int(min(600, max(60, 3 * budget / (8 * max(rows, 1) * names))))
     histograms = int(min(48, max(4, budget / (256 * max(rows, 1)))))
@@ -48,7 +48,7 @@ def page_of_run(run: Run, model: nn.Module | None, budget: int) -> Page:
 
 
 class RunPage:
-    """The page of a run that may still grow. `refresh()` reads on; `page()` is what there is."""
+    """The page of a run that may still grow. `refresh()` reads on; `page()` is the current page."""
 
     def __init__(
         self, run: Run, model: nn.Module | None = None, *, most: int = 600, histograms: int = 48
@@ -59,7 +59,7 @@ class RunPage:
         self.table = RunTable(run, most)
 
     def refresh(self) -> bool:
-        """Read what was written since; whether there was anything."""
+        """Read what was written since; return True if there was anything."""
         if not self.run.refresh():
             return False
         self.table.refresh()
@@ -68,19 +68,19 @@ class RunPage:
 
     @property
     def form(self) -> tuple[Any, ...]:
-        """What the tree and the entries of the page are made of."""
+        """The rows and options of which the tree and the entries of the page are made."""
         kinds = self.kinds()
         rows = tuple((row.place, row.kind) for row in self.table.rows)
         return rows, tuple((kind, *self.table.measured(kind)) for kind in kinds)
 
     def kinds(self) -> list[str]:
-        """The kinds of values that were measured, in the order of the page."""
+        """Return the measured kinds of values, in the order of the page."""
         there = {row.kind for row in self.table.rows}
         return [*(k for k in _TITLES if k in there), *sorted(there - _TITLES.keys())]
 
     def page(self) -> Page:
-        """The page, with chunks that are made when they are asked for."""
-        outline = self._outline()
+        """Return the page, with chunks that are made on demand."""
+        tree = self._tree()
         chunks: dict[str, Callable[[], Chunk]] = {"scalars": self._scalars_chunk}
         maps: list[dict[str, Any]] = []
         for number, kind in enumerate(self.kinds()):
@@ -96,7 +96,7 @@ class RunPage:
             )
             for k, statistic in enumerate(statistics):
                 chunks[f"map:{number}:{k}"] = partial(self._map_chunk, kind, statistic)
-        for row, entry in enumerate(outline.entries):
+        for row, entry in enumerate(tree.entries):
             chunks[entry.chunk] = partial(self._entry_chunk, row)
         moving = self.moving()
         moving["run"]["maps"] = maps
@@ -106,12 +106,12 @@ class RunPage:
             "item": "step",
             "notes": self._notes(),
             **moving,
-            **outline.to_json(),
+            **tree.to_json(),
         }
         return Page(content, chunks)
 
     def moving(self) -> dict[str, Any]:
-        """What of the page changes as the run grows."""
+        """Return the part of the page that changes as the run grows."""
         steps, starts = self.table.steps, len(self.run.segments)
         latest = f"{int(steps[-1]):,}" if len(steps) else "–"
         started = datetime.fromtimestamp(self.run.head.started, UTC)
@@ -143,21 +143,21 @@ class RunPage:
         }
 
     def scalars(self) -> list[dict[str, Any]]:
-        """All scalars, each at no more steps than can be seen."""
+        """Return all scalars, each at no more steps than can be seen."""
         found: list[dict[str, Any]] = []
         for name in self.run.names():
             steps, values = self.run.scalars(name)
             if len(steps) > _POINTS:
-                picked = _striking(values, _POINTS)
+                picked = _visible_positions(values, _POINTS)
                 steps, values = steps[picked], values[picked]
             found.append({"name": name, "steps": steps.astype(float), "values": values})
         return found
 
     # -- inside ---------------------------------------------------------------------------------
 
-    def _outline(self) -> PageTree:
-        outline = PageTree(self._summary)
-        outline.module("", self.run.head.model)
+    def _tree(self) -> PageTree:
+        tree = PageTree(self._summary)
+        tree.module("", self.run.head.model)
         latest = self.table.values[:, :, -1] if len(self.table.steps) else None
         for n, row in enumerate(self.table.rows):
             place = _place_of(row)
@@ -165,7 +165,7 @@ class RunPage:
             if latest is not None:
                 numbers = zip(self.table.statistics, latest[n].tolist(), strict=True)
                 summary = {name: value for name, value in numbers if np.isfinite(value)}
-            entry = outline.entry(
+            entry = tree.entry(
                 place,
                 count=len(self.table.steps),
                 shape=None if row.shape is None else [*row.shape],
@@ -174,14 +174,17 @@ class RunPage:
                 summary=summary,
             )
             if place.port == "output":
-                outline.modules[entry.module]["type"] = row.type
-        return outline
+                tree.modules[entry.module]["type"] = row.type
+        return tree
 
     def _notes(self) -> list[str]:
         shown, total = len(self.table.steps), self.table.total
         notes = [f"{shown} of {total:,} measured steps are shown."] if shown < total else []
         places = {row.place for row in self.table.rows if row.kind == "output"}
-        if any(len(self.run._bins_of(p, "output")) > self._histograms for p in list(places)[:3]):
+        if any(
+            len(self.run.histogram_records(p, "output")) > self._histograms
+            for p in list(places)[:3]
+        ):
             notes.append(f"At most {self._histograms} histograms of a place are shown.")
         return notes
 
@@ -204,7 +207,7 @@ class RunPage:
             "steps": self.table.steps,
             "series": self.table.values[number],
         }
-        records = self.run._bins_of(row.place, row.kind)
+        records = self.run.histogram_records(row.place, row.kind)
         picked = [records[n] for n in spread(len(records), self._histograms)]
         bins = [segment.bins(record) for _, segment, record in picked]
         if bins and len({len(one.counts) for one in bins}) == 1:
@@ -215,9 +218,10 @@ class RunPage:
         return Chunk({"statistics": self.table.statistics}, arrays)
 
 
-def _striking(values: npt.NDArray[np.float64], most: int) -> npt.NDArray[np.intp]:
-    """Positions from the first to the last: the least, the greatest and what is not finite of each
-    stretch, so that a single step that went wrong stays.
+def _visible_positions(values: npt.NDArray[np.float64], most: int) -> npt.NDArray[np.intp]:
+    """Return positions of the least, the greatest and any non-finite value in each stretch.
+
+    So a single bad step stays visible. The first and the last position are among them.
     """
     stretch = -(-len(values) // (most // 3))
     padded = np.pad(values, (0, -len(values) % stretch), mode="edge").reshape(-1, stretch)
@@ -231,5 +235,5 @@ def _striking(values: npt.NDArray[np.float64], most: int) -> npt.NDArray[np.intp
 
 
 def _place_of(row: Row) -> Place:
-    """The place of a row: that of the module or parameter, at the port of its kind."""
+    """Return the place of a row: its module or parameter, at the port of its kind."""
     return Place(read_place(row.place).path, _PORTS.get(row.kind, "output"))

@@ -1,4 +1,4 @@
-"""The numbers of a run in bounded memory, however long it is: all rows at evenly spread steps.
+"""Read the numbers of a run into bounded memory: all rows at evenly spread steps.
 
 - `RunTable`: steps, and rows × statistics × steps; it reads on as the run grows
 """
@@ -60,14 +60,15 @@ class RunTable:
         self.refresh()
 
     def refresh(self) -> None:
-        """Read what `run.refresh()` has found; build the table anew."""
+        """Read what `run.refresh()` has found, and build the table again."""
         self.rows: list[Row] = self.run.rows()
-        heads = [segment.head for segment in self.run._segments.values()]
+        segments = [segment for segment, _ in self.run.kept_records()]
+        heads = [segment.head for segment in segments]
         self.statistics = list(dict.fromkeys(name for head in heads for name in head.statistics))
         size = 4 * max(len(self.rows) * len(self.statistics), 1)
         self.most = int(min(self._asked, max(60, _BYTES // size)))
         known, self._parts = self._parts, {}
-        for segment in self.run._segments.values():
+        for segment in segments:
             self._parts[segment] = known.get(segment) or _Part(self.most)
             self._parts[segment].read(segment)
         self.total = len(self.run.steps())
@@ -76,7 +77,7 @@ class RunTable:
     def _build(self) -> None:
         columns: dict[int, npt.NDArray[np.float32]] = {}
         index = {(row.place, row.kind): n for n, row in enumerate(self.rows)}
-        for segment, kept in self.run._kept():
+        for segment, kept in self.run.kept_records():
             part, head = self._parts[segment], segment.head
             to = np.array([index[row.place, row.kind] for row in head.rows], int)
             names = np.array([self.statistics.index(name) for name in head.statistics], int)
@@ -97,19 +98,19 @@ class RunTable:
         self.values = np.stack([columns[step] for step in steps], 2) if steps else empty
 
     def matrix(self, kind: str, statistic: str) -> npt.NDArray[np.float32]:
-        """One statistic of the rows of a kind: rows × steps."""
+        """Return one statistic of the rows of a kind: rows × steps."""
         rows = [n for n, row in enumerate(self.rows) if row.kind == kind]
         return self.values[rows, self.statistics.index(statistic)]
 
     def reached(self, kind: str, statistic: str) -> npt.NDArray[np.bool_]:
-        """Where in such a matrix something was measured, even if no number of it was finite."""
+        """Return where such a matrix was measured, even if no number was finite."""
         found = ~np.isnan(self.matrix(kind, statistic))
         if "nonfinite" in self.statistics:
             found |= self.matrix(kind, "nonfinite") == 1  # the share of all
         return found
 
     def measured(self, kind: str) -> list[str]:
-        """The statistics that were measured for a kind."""
+        """Return the statistics that were measured for a kind."""
         rows = [n for n, row in enumerate(self.rows) if row.kind == kind]
         missing = np.isnan(self.values[rows])
         names = enumerate(self.statistics)

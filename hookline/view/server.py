@@ -30,7 +30,7 @@ _LONGEST = 4096  # bytes of an address
 
 
 def serve(path: str | os.PathLike[str], port: int = 0, *, poll: float = 0.5) -> Server:
-    """Serve the page of a run or a store, or of all that lie in a folder, on this machine only.
+    """Serve the page of a run or a store, or of all of them in a folder, on this machine only.
 
     >>> import tempfile, urllib.request, torch, hookline as hl
     >>> folder = tempfile.mkdtemp()
@@ -42,13 +42,13 @@ def serve(path: str | os.PathLike[str], port: int = 0, *, poll: float = 0.5) -> 
     {"sources":[{"name":"acts","kind":"store"}]}
 
     Args:
-        path: A folder. It need not hold anything yet.
-        port: 0 for one that is free; `server.address` has it.
-        poll: How often, in seconds, the folder is looked at for a page that is open.
+        path: A folder, which may be empty.
+        port: 0 for a free one; `server.address` has it.
+        poll: The seconds between checks of the folder for an open page.
 
-    It listens on 127.0.0.1, answers GET only and requests for that address only, and opens files
-    of the folder for reading only. A name in a request is compared with those that are there, and
-    never made part of a path.
+    It listens on 127.0.0.1, answers only GET requests for that address, and opens files of the
+    folder for reading only. A name in a request is compared with the names in the folder, and never
+    becomes part of a path.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -89,7 +89,7 @@ class Server:
         self.close()
 
     def close(self) -> None:
-        """Stop answering; streams that are open end."""
+        """Stop answering, and end open streams."""
         self._server.closing.set()
         if self._thread is not None:
             self._server.shutdown()
@@ -110,7 +110,7 @@ class _HTTPServer(ThreadingHTTPServer):
     poll: float
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A browser that goes away in the middle of an answer is nothing to report."""
+        """Ignore a browser that goes away in the middle of an answer."""
         if not isinstance(sys.exc_info()[1], (ConnectionError, TimeoutError)):
             super().handle_error(request, client_address)
 
@@ -126,7 +126,7 @@ class _Handler(BaseHTTPRequestHandler):
         return cast("_HTTPServer", self.server)
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the name is inherited
-        """Nothing is printed: only the command line prints."""
+        """Print nothing: only the command line prints."""
 
     def do_GET(self) -> None:
         """Answer, if the request was meant for this server."""
@@ -190,7 +190,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(pack(chunk), "application/octet-stream")
 
     def _answer_report(self, query: dict[str, str]) -> None:
-        """A page that `report` has written, as it is, in a box of its own: it may ask nobody."""
+        """Send a page that `report` has written, in a sandbox without network access."""
         found = self._own.gallery.find(query.get("source", ""))
         if found is None or found.kind != "report":
             self._refuse(HTTPStatus.NOT_FOUND, "There is no such report.")
@@ -206,7 +206,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(page, "text/html; charset=utf-8", f"sandbox allow-scripts; {policy()}")
 
     def _answer_events(self, query: dict[str, str]) -> None:
-        """A stream of server-sent events: what was appended since the page was made."""
+        """Send a stream of server-sent events: what was appended since the page was made."""
         view = self._view(query)
         if view is None:
             return

@@ -1,6 +1,6 @@
-"""A page of a store: each place with samples of it.
+"""Make the page of a store: each place with samples of it.
 
-- `page_of_store(store, …)`: the page; with `live`, samples are made when they are asked for
+- `page_of_store(store, …)`: the page; with `live`, samples are made on demand
 - `sample_chunk(store, place, position)`: one sample of a place
 """
 
@@ -32,26 +32,26 @@ _ROWS = 256  # of which the overview of a place is made
 def page_of_store(
     store: Store, model: nn.Module | None = None, budget: int = BUDGET, live: bool = False
 ) -> Page:
-    """The page of a store."""
-    outline = PageTree(None if model is None else summarize(model))
+    """Make the page of a store."""
+    tree = PageTree(None if model is None else summarize(model))
     chunks: dict[str, Callable[[], Chunk]] = {}
     places, total = store.places(), len(store)
     shown = spread(total, _SAMPLES)
     most = share(budget, len(places) * (len(shown) + 1))
     for place in places:
         rows = _overview(store, place)
-        portrait = None if rows is None else summarize_tensor(rows, most)
+        found = None if rows is None else summarize_tensor(rows, most)
         column = store[place]
         values = column.rows if isinstance(column, StoredSamples) else column
         shape: list[int | str] = [total, *values.shape[1:]]
         if isinstance(column, StoredSamples):
             shape.insert(1, "varying")
-        entry = outline.entry(
+        entry = tree.entry(
             place,
             count=total,
             shape=shape,
             dtype=str(values.dtype).removeprefix("torch."),
-            summary={} if portrait is None else portrait.meta.get("statistics", {}),
+            summary={} if found is None else found.meta.get("statistics", {}),
         )
         chunks[entry.chunk] = partial(_entry_chunk, store, place, [] if live else shown, most)
     notes = [] if live or len(shown) == total else [f"{len(shown)} of {total:,} samples are shown."]
@@ -74,25 +74,25 @@ def page_of_store(
                 *_facts(store.metadata)[:12],
             ],
             "notes": notes,
-            "findings": find_value_problems(outline, notes),
+            "findings": find_value_problems(tree, notes),
             "ids": None if ids is None or len(ids) > 2_000 else [str(one) for one in ids],
-            **outline.to_json(),
+            **tree.to_json(),
         },
         chunks,
     )
 
 
 def sample_chunk(store: Store, place: str, position: int) -> Chunk:
-    """One sample of a place, as the live view asks for it."""
+    """Return one sample of a place, as the live view asks for it."""
     return items_chunk([summarize_tensor(_sample(store, place, position))], [str(position)])
 
 
 def _entry_chunk(store: Store, place: str, shown: list[int], most: int) -> Chunk:
-    """The samples of a place, and first what many of them look like together."""
+    """Return the samples of a place, after an overview of many of them."""
     rows = _overview(store, place)
-    portraits = [summarize_tensor(_sample(store, place, position), most) for position in shown]
+    summaries = [summarize_tensor(_sample(store, place, position), most) for position in shown]
     labels = [str(position) for position in shown]
-    chunk = items_chunk(portraits, labels)
+    chunk = items_chunk(summaries, labels)
     if rows is None:
         return chunk
     whole = items_chunk([summarize_tensor(rows, most)], ["all"])
@@ -105,7 +105,7 @@ def _entry_chunk(store: Store, place: str, shown: list[int], most: int) -> Chunk
 
 
 def _overview(store: Store, place: str) -> Tensor | None:
-    """Rows from the whole length of a place: (rows, features)."""
+    """Return rows from the whole length of a place: (rows, features)."""
     column = store[place]
     values = column.rows if isinstance(column, StoredSamples) else column
     if not len(values) or not np.prod(values.shape[1:]):
@@ -115,7 +115,7 @@ def _overview(store: Store, place: str) -> Tensor | None:
 
 
 def _sample(store: Store, place: str, position: int) -> Tensor:
-    """A sample, with a leading size of 1 where it would else be taken for something smaller."""
+    """Return a sample, with a leading size of 1 if it could be mistaken for something smaller."""
     column = store[place]
     value: Tensor = column[position]
     if isinstance(column, StoredSamples) or value.ndim in (2, 3):
@@ -124,7 +124,7 @@ def _sample(store: Store, place: str, position: int) -> Tensor:
 
 
 def _facts(metadata: dict[str, Any]) -> list[list[str]]:
-    """What the writer said of a store; of what is nested the plain words and numbers."""
+    """Return the metadata of a store; of nested values only words and numbers."""
     found: list[list[str]] = []
     for key, value in metadata.items():
         if not isinstance(value, dict):

@@ -1,12 +1,12 @@
-"""What a page shows of one tensor: its shape, statistics, a histogram and a small picture.
+"""Summarize a tensor for a page: its shape, statistics, a histogram and a small picture.
 
-- `summarize_tensor(tensor, most)`: a tensor, with a picture of at most so many values
-- `summarize_value(value, most)`: those of all tensors in a nested value, with their paths
-- `TensorSummary`: what is shown of one tensor
-- `spread(total, most)`: which ones to show where there are too many
+- `summarize_tensor(tensor, most)`: one tensor, with a picture of at most so many values
+- `summarize_value(value, most)`: all tensors in a nested value, with their paths
+- `TensorSummary`: the summary
+- `spread(total, most)`: evenly spread positions
 
-The picture holds values of the tensor itself, never averages: where there are too many, every
-n-th is taken along a dimension, and the portrait says so.
+The picture holds values of the tensor itself, never averages: if there are too many, it takes every
+n-th along a dimension, and says so.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _COUNTED = 2_000_000  # values that statistics are taken of; of more, one in n
 
 @dataclass(eq=False, slots=True)
 class TensorSummary:
-    """What is shown of a tensor. `meta` is plain JSON, `counts` and `picture` are arrays."""
+    """The summary of a tensor. `meta` is plain JSON, `counts` and `picture` are arrays."""
 
     meta: dict[str, Any]
     counts: NDArray[np.uint32] | None = None
@@ -49,21 +49,21 @@ class TensorSummary:
 
 
 def summarize_value(value: Any, most: int = MOST) -> list[tuple[Path, TensorSummary]]:
-    """The portraits of all tensors in a value, with their paths in it."""
+    """Return the summaries of all tensors in a value, with their paths in it."""
     return [(path, summarize_tensor(tensor, most)) for path, tensor in leaves(value)]
 
 
 def summarize_tensor(tensor: Tensor, most: int = MOST, *, weight: bool = False) -> TensorSummary:
-    """The portrait of a tensor.
+    """Return the summary of a tensor.
 
-    >>> portrait = summarize_tensor(torch.tensor([[0.0, 1.0], [2.0, 3.0]]))
-    >>> portrait.meta["shape"], portrait.meta["statistics"]["mean"], portrait.meta["kind"]
+    >>> found = summarize_tensor(torch.tensor([[0.0, 1.0], [2.0, 3.0]]))
+    >>> found.meta["shape"], found.meta["statistics"]["mean"], found.meta["kind"]
     ([2, 2], 1.5, 'matrix')
 
     Args:
-        tensor: Any; it is neither kept nor changed.
+        tensor: Any tensor; it is neither kept nor changed.
         most: How many values the picture may have.
-        weight: It is a parameter or buffer: the first size is no batch.
+        weight: True for a parameter or buffer: its first dimension is no batch.
     """
     notes: list[str] = []
     if placements(tensor) is not None:
@@ -92,7 +92,7 @@ def summarize_tensor(tensor: Tensor, most: int = MOST, *, weight: bool = False) 
 
 
 def numbers_of(tensor: Tensor) -> Tensor | None:
-    """The values of any tensor as floats on the CPU; None of a layout that has no rows."""
+    """Return the values of a tensor as floats on the CPU; None for a layout without rows."""
     tensor = local(tensor.detach())
     if tensor.is_nested:
         tensor = tensor.values() if tensor.layout is torch.jagged else torch.cat(
@@ -156,7 +156,9 @@ def _statistics(
 
 
 def _dead(values: Tensor) -> float | None:
-    """The share of channels that are 0 for every sample and position; None if that says nothing."""
+    """Return the share of channels that are 0 for every sample and position; None if
+    meaningless.
+    """
     if values.ndim < 2 or values.shape[0] < 2 or not values.numel():
         return None
     dim = 1 if values.ndim >= 4 else values.ndim - 1
@@ -170,7 +172,7 @@ def _dead(values: Tensor) -> float | None:
 def _draw(
     values: Tensor, most: int, weight: bool, meta: dict[str, Any]
 ) -> NDArray[np.float16 | np.float32] | None:
-    """A picture by the kind of the tensor: (samples, panels, rows, columns)."""
+    """Return a picture by the kind of the tensor: (samples, panels, rows, columns)."""
     if not values.numel() or not values.ndim:
         meta["kind"] = "number" if values.numel() else "empty"
         if values.numel():
@@ -196,7 +198,7 @@ def _draw(
 
 
 def _shorten(array: NDArray[np.float64]) -> tuple[NDArray[np.float16 | np.float32], float]:
-    """Numbers in units of a scale, as half floats, or as floats where those would be other ones."""
+    """Return numbers in units of a scale, as half floats, or as floats if those would differ."""
     finite = array[np.isfinite(array)]
     largest = float(np.abs(finite).max(initial=0.0))
     scale = largest if largest > 30_000 or 0 < largest < 1e-2 else 1.0  # what a half float holds
@@ -214,7 +216,7 @@ def _shorten(array: NDArray[np.float64]) -> tuple[NDArray[np.float16 | np.float3
 
 
 def _arrange(values: Tensor, weight: bool) -> tuple[str, list[str], Tensor]:
-    """The kind of a picture, the names of its four axes, and the values along them."""
+    """Return the kind of a picture, the names of its four axes, and the values along them."""
     ndim = values.ndim
     if ndim == 1:
         return "vector", ["", "", "", "positions"], values.reshape(1, 1, 1, -1)
@@ -234,7 +236,7 @@ def _arrange(values: Tensor, weight: bool) -> tuple[str, list[str], Tensor]:
 
 
 def _thin_out(shape: torch.Size, most: int, kind: str) -> tuple[int, list[int]]:
-    """How many samples to show, and the steps along the other axes, to have few enough values."""
+    """Return the number of samples, and the steps along the other axes, for few enough values."""
     samples = min(shape[0], 8 if kind in ("maps", "sequence") else shape[0])
     steps = [-(-shape[1] // 64), 1, 1]
     panels, rows, columns = (-(-shape[n + 1] // steps[n]) for n in range(3))
@@ -252,13 +254,13 @@ def _thin_out(shape: torch.Size, most: int, kind: str) -> tuple[int, list[int]]:
 
 
 def _say_sampled(axes: list[str], whole: torch.Size, taken: torch.Size) -> list[str]:
-    """What a picture leaves out: '16 of 64 channels'."""
+    """Return notes on what a picture leaves out: '16 of 64 channels'."""
     sizes = zip(axes, taken, whole, strict=True)
     return [f"{shown} of {size} {axis}" for axis, shown, size in sizes if shown < size]
 
 
 def spread(total: int, most: int) -> list[int]:
-    """At most so many positions, evenly from the first to the last.
+    """Return at most so many positions, evenly from the first to the last.
 
     >>> spread(3, 5), spread(100, 4)
     ([0, 1, 2], [0, 33, 66, 99])

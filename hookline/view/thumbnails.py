@@ -1,8 +1,8 @@
-"""Tiny pictures of tensors, for notebooks: PNG files in a few lines, without other libraries.
+"""Draw tiny pictures of tensors for notebooks, as PNG files, without other libraries.
 
 - `thumbnail(tensor)`: a tensor of any shape as a small picture, in an `<img>` that holds its data
 - `bars(counts)`: the same for a histogram
-- `extent(tensor)`: from the least to the greatest value, in words
+- `extent(tensor)`: the least and the greatest value, in words
 - `png(pixels, palette)`: the bytes of a PNG
 """
 
@@ -38,7 +38,7 @@ _MARKS = ((153, 153, 153), (230, 0, 126), (0, 213, 255), (0, 0, 0))  # NaN, +Inf
 
 
 def _palette(stops: Sequence[Colour]) -> bytes:
-    """The shades between some colours, and the marks."""
+    """Return the shades between some colours, and the marks."""
     shades: list[Colour] = []
     for n in range(_SHADES):
         at = n / (_SHADES - 1) * (len(stops) - 1)
@@ -51,7 +51,7 @@ def _palette(stops: Sequence[Colour]) -> bytes:
 
 
 def png(pixels: Tensor, palette: bytes) -> bytes:
-    """A picture as the bytes of a PNG: height × width numbers of colours; the last is clear.
+    """Return the bytes of a PNG: height × width numbers of colours; the last one is transparent.
 
     >>> png(torch.zeros(1, 1, dtype=torch.uint8), bytes(3))[1:4]
     b'PNG'
@@ -82,7 +82,7 @@ def png(pixels: Tensor, palette: bytes) -> bytes:
 
 
 def _dense(tensor: Tensor) -> Tensor | None:
-    """A tensor whose numbers can be read, None if they cannot."""
+    """Return a tensor whose numbers can be read; None if there is none."""
     tensor = local(tensor.detach())
     if tensor.is_nested or tensor.layout is not torch.strided or tensor.is_meta:
         return None
@@ -91,13 +91,13 @@ def _dense(tensor: Tensor) -> Tensor | None:
 
 
 def _pick(matrix: Tensor, height: int, width: int) -> Tensor:
-    """Evenly spaced rows and columns, as float64 on the CPU."""
+    """Return evenly spaced rows and columns, as float64 on the CPU."""
     rows, columns = spread(matrix.shape[-2], height), spread(matrix.shape[-1], width)
     return matrix[..., rows, :][..., columns].to("cpu", torch.float64)
 
 
 def _plane(tensor: Tensor) -> Tensor:
-    """What is drawn of a tensor: a matrix; of images and of heads some side by side."""
+    """Return the matrix to draw of a tensor: some images or heads side by side."""
     if tensor.ndim < 2:
         return _pick(tensor.reshape(1, -1), 1, _WIDE).expand(6, -1)
     if tensor.ndim == 2:
@@ -114,7 +114,7 @@ def _plane(tensor: Tensor) -> Tensor:
 
 
 def _gaps(tensor: Tensor, plane: Tensor) -> list[int]:
-    """The columns that stand between pictures."""
+    """Return the columns between pictures."""
     if tensor.ndim < 4:
         return []
     count = min(3, tensor.shape[-3])
@@ -123,14 +123,14 @@ def _gaps(tensor: Tensor, plane: Tensor) -> list[int]:
 
 
 def thumbnail(tensor: Tensor) -> str:
-    """A tensor as a small picture in HTML, or nothing if there is nothing to see.
+    """Return a tensor as a small picture in HTML; "" if there is nothing to see.
 
     >>> thumbnail(torch.eye(3))[:31]
     '<img src="data:image/png;base64'
 
-    Of a value with samples the first is drawn, of its channels or heads the first, the middle and
-    the last; numbers are picked evenly. Blue is below zero and red above it; where nothing is
-    below, dark is the least. NaN is grey, infinities are magenta and cyan.
+    It shows the first sample, of its channels or heads the first, the middle and the last, and
+    evenly spaced numbers. Blue is below zero and red above it; without negative numbers, dark is
+    the least. NaN is grey, infinities are magenta and cyan.
     """
     dense = _dense(tensor)
     if dense is None or dense.numel() < 2:
@@ -153,7 +153,7 @@ def thumbnail(tensor: Tensor) -> str:
 
 
 def bars(counts: Tensor) -> str:
-    """A histogram as a small picture in HTML."""
+    """Return a histogram as a small picture in HTML."""
     heights = counts.to(torch.float64)
     if heights.ndim != 1 or not heights.numel() or not float(heights.max()):
         return ""
@@ -174,7 +174,7 @@ def _image(pixels: Tensor, stops: Sequence[Colour], words: str) -> str:
 
 
 def extent(tensor: Tensor) -> str:
-    """From the least to the greatest value in words, and how many are NaN or infinite.
+    """Return the least and the greatest value in words, and the numbers of NaN and infinities.
 
     >>> extent(torch.tensor([1.0, 2.5, torch.nan]))
     '1 … 2.5, 1 NaN'

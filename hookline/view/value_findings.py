@@ -1,6 +1,6 @@
-"""What strikes the eye in the values on a page: findings from their statistics.
+"""Find problems in the values on a page, from their statistics.
 
-- `find_value_problems(outline, notes)`: the findings, the gravest first
+- `find_value_problems(tree, notes)`: the findings, the most severe first
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ _MOST = 60
 _DEAD = 0.5  # the share of channels from which on it is worth a word
 
 
-def find_value_problems(outline: PageTree, notes: list[str]) -> list[dict[str, Any]]:
-    """Values that are not finite, all 0, or 0 in most channels; the gravest first.
+def find_value_problems(tree: PageTree, notes: list[str]) -> list[dict[str, Any]]:
+    """Find values that are not finite, all 0, or 0 in most channels; the most severe first.
 
-    Values come in the order of the model, and then gradients in that of the backward, so that what
-    is broken first is named first. A note says how many are left out. Of whole numbers and truth
-    values, a 0 says nothing.
+    Values are in the order of the model, then gradients in that of the backward, so that the first
+    broken value is named first. A note says how many are left out. For integers and booleans, a 0
+    is no problem.
     """
-    values = [entry for entry in outline.entries if not entry.gradient]
-    gradients = [entry for entry in outline.entries if entry.gradient]
+    values = [entry for entry in tree.entries if not entry.gradient]
+    gradients = [entry for entry in tree.entries if entry.gradient]
     found = [finding for entry in [*values, *gradients[::-1]] for finding in _of(entry)]
     if len(found) > _MOST:
         notes.append(f"{_MOST} of {len(found):,} findings are shown.")

@@ -3,7 +3,7 @@
     from hookline.compat import nethook
 
 - `Trace`, `TraceDict`: retain, edit and stop at one layer, or at several
-- `StopForward`: what ends a forward early
+- `StopForward`: the exception that ends a forward early
 - `Traced`: one layer of a TraceDict, with its `input` and `output`
 - `InstrumentedModel`: a wrapper that retains and edits layers for as long as it is open
 - `retain_layers`, `edit_layers`, `clear_edit`: the same in dicts that are attributes of the model
@@ -12,11 +12,11 @@
   `set_requires_grad`: modules and parameters by their dotted names
 - `subsequence`: a part of a Sequential
 - `recursive_copy`: clone or detach the tensors in a structure
-- `invoke_with_optional_args`: call a function with those arguments that it takes
+- `invoke_with_optional_args`: call a function with only the arguments that it takes
 
-Names are taken literally: a `*` in one is no wildcard. What hookline adds: a wrong name leaves no
-hook behind and is told with the closest names, a value that was changed in place after it was
-retained is not handed out, and reading a value warns if nobody read those of the calls before it.
+Names are literal: a `*` in one is no wildcard. Unlike the original, a wrong name leaves no hook
+behind and the error shows the closest names; reading a value that was changed in place after it was
+retained raises; and reading a value warns if those of earlier calls were never read.
 """
 
 from hookline.compat.nethook.callbacks import Callbacks

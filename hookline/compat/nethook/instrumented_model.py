@@ -1,7 +1,7 @@
-"""A wrapper that retains and edits layers of a model for as long as it is open.
+"""A wrapper that retains and edits layers of a model until it is closed.
 
-- `InstrumentedModel(model)`: retain_layer, edit_layer, and their likes
-- `Layer`: how a layer is named; `NothingRetained`: the error of one that is not retained
+- `InstrumentedModel(model)`: retain_layer, edit_layer, and related methods
+- `Layer`: the type of layer names; `NothingRetained`: the error for a layer that is not retained
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class InstrumentedModel(nn.Module):
         return subsequence(self.model, first, last, single_layer=single, share_weights=True)
 
     def layer_names(self) -> list[str]:
-        """The names of all layers of the model."""
+        """Return the names of all layers of the model."""
         return module_names(self.model)
 
     # -- retaining ------------------------------------------------------------------------------
@@ -113,7 +113,8 @@ class InstrumentedModel(nn.Module):
             self._release(alias)
 
     def retained_layer(self, aka: str | None = None, clear: bool = False) -> Any:
-        """What a layer returned in the last run; None if it did not run since it was cleared.
+        """Return the output of a layer in the last run; None if it did not run since it was
+        cleared.
 
         Args:
             aka: the alias or name of the layer; the first one that is retained, if left out.
@@ -135,11 +136,11 @@ class InstrumentedModel(nn.Module):
 
     @property
     def _retained(self) -> RetainedValues:
-        """What is retained as a dict, by alias or name, which programs read and clear."""
+        """The retained values as a dict, by alias or name, which programs read and clear."""
         return RetainedValues(self._kept)
 
     def retained_features(self, clear: bool = False) -> OrderedDict[str, Any]:
-        """What all retained layers returned in the last run, by alias or name."""
+        """Return the outputs of all retained layers in the last run, by alias or name."""
         return OrderedDict((aka, self.retained_layer(aka, clear)) for aka in self._kept)
 
     # -- editing --------------------------------------------------------------------------------
@@ -199,11 +200,11 @@ class InstrumentedModel(nn.Module):
             self._tables()[key][alias] = value
 
     def add_hooks(self, layernames: Iterable[Layer]) -> None:
-        """Have hooks at layers; what retains and edits layers does so itself."""
+        """Add hooks at layers; methods that retain and edit layers do so themselves."""
         self._hook([_pair(layer) for layer in layernames])
 
     def edit_layers(self, layernames: Iterable[Layer]) -> None:
-        """Have layers be edited by what is put into `ablation` and `replacement` under their names.
+        """Edit layers by the values in `ablation` and `replacement` under their names.
 
         >>> inst = InstrumentedModel(nn.Sequential(nn.Identity()))
         >>> inst.edit_layers(["0"])
@@ -224,12 +225,12 @@ class InstrumentedModel(nn.Module):
 
     @property
     def ablation(self) -> dict[str, Any]:
-        """How much of each edited layer is replaced, by alias or name; it can be written to."""
+        """The replaced share of each edited layer, by alias or name; it can be written to."""
         return self._ablation
 
     @property
     def replacement(self) -> dict[str, Any]:
-        """What each edited layer is replaced by, by alias or name; it can be written to."""
+        """The replacement of each edited layer, by alias or name; it can be written to."""
         return self._replacement
 
     def _tables(self) -> dict[str, dict[str, Any]]:
@@ -238,7 +239,7 @@ class InstrumentedModel(nn.Module):
         }  # fmt: skip
 
     def _mixed(self, alias: str) -> dict[str, Any]:
-        """The arguments of the default rule that were set for a layer, as given."""
+        """Return the given arguments of the default rule for a layer."""
         return {key: table[alias] for key, table in self._tables().items() if alias in table}
 
     def remove_edits(
@@ -247,7 +248,7 @@ class InstrumentedModel(nn.Module):
         remove_offset: bool = True,
         remove_replacement: bool = True,
     ) -> None:
-        """Edit a layer, or any layer, no longer; or only without its offset or replacement."""
+        """Stop editing a layer, or all; or remove only its offset or replacement."""
         gone = {"offset": remove_offset, "ablation": remove_replacement}
         gone["replacement"] = remove_replacement
         tables = self._tables()
@@ -267,7 +268,7 @@ class InstrumentedModel(nn.Module):
     # -- hooks ----------------------------------------------------------------------------------
 
     def _hook(self, pairs: list[tuple[str, str]]) -> None:
-        """Have hooks at layers: all of them, or none."""
+        """Add hooks at layers: all of them, or none."""
         names = dict(self._names)
         for name, alias in pairs:
             if names.setdefault(alias, name) != name:
@@ -290,7 +291,7 @@ class InstrumentedModel(nn.Module):
         self._names = names
 
     def _release(self, alias: str) -> None:
-        """Take a hook away where neither a value nor an edit needs it."""
+        """Remove a hook that neither a value nor an edit needs."""
         if alias not in self._names:
             return
         name = self._names[alias]
@@ -302,7 +303,7 @@ class InstrumentedModel(nn.Module):
             del self._names[alias]
 
     def close(self) -> None:
-        """Take all hooks away, and forget what was retained. May be called twice."""
+        """Remove all hooks and retained values. May be called twice."""
         for layer in self._layers.values():
             layer.context.remove()
         self._layers, self._names = {}, {}
@@ -323,7 +324,7 @@ class InstrumentedModel(nn.Module):
         return {**self.__dict__, **hooks, **tables, "_losses": UnreadWarning()}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """A copy of the model that retains the same layers and is edited in the same way."""
+        """Copy the model; the copy retains the same layers and is edited in the same way."""
         other = type(self).__new__(type(self))
         memo[id(self)] = other
         other.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
@@ -346,7 +347,7 @@ class NothingRetained(NotCaptured, KeyError):
 def _arguments(
     layername: Layer, form: tuple[Any, ...], rule: Any, named: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
-    """The rule of an edit, and what was given to mix, by position or by name."""
+    """Return the rule of an edit, and the values to mix, given by position or by name."""
     given = {key: value for key, value in named.items() if value is not _OMITTED}
     if len(form) == 1 and rule is None and (form[0] is None or callable(form[0])):
         return form[0], given
@@ -363,7 +364,7 @@ def _arguments(
 
 
 def _pair(layer: Layer) -> tuple[str, str]:
-    """A layer's name and its alias."""
+    """Return a layer's name and its alias."""
     return (layer[0], layer[1]) if isinstance(layer, (tuple, list)) else (layer, layer)
 
 
@@ -372,7 +373,7 @@ _Edits: TypeAlias = dict[str, tuple[Invocation | None, dict[str, Any]]]  # by al
 
 
 class _Layer:
-    """What is done at one layer: values are retained first, then edited."""
+    """The state of one layer: values are retained first, then edited."""
 
     def __init__(self, owner: InstrumentedModel, name: str) -> None:
         self.retained: _Retained = {}
@@ -384,7 +385,7 @@ class _Layer:
 
 
 class _LayerFunction:
-    """The function at a layer. It holds its owner weakly, which can so be collected."""
+    """The function at a layer. It holds its owner weakly, so that the owner can be collected."""
 
     def __init__(self, owner: InstrumentedModel, retained: _Retained, edits: _Edits) -> None:
         self.owner = weakref.ref(owner)
@@ -412,7 +413,7 @@ class _LayerFunction:
 
 
 def _mix(x: Any, call: Call, arguments: dict[str, Any]) -> Any:
-    """The default rule: `x * (1 - a) + r * a + o`."""
+    """Apply the default rule: `x * (1 - a) + r * a + o`."""
     ablation, replacement, offset = map(arguments.get, ("ablation", "replacement", "offset"))
     path, tensor = only_tensor(x, lambda: f"The value at {str(call.place)!r}")
     changed = tensor
@@ -426,7 +427,7 @@ def _mix(x: Any, call: Call, arguments: dict[str, Any]) -> Any:
 
 
 def _match(value: Any, x: Tensor) -> Tensor:
-    """A number, list, array or tensor with the dtype, device and dimensions of an output."""
+    """Return a number, list, array or tensor with the dtype, device and dimensions of an output."""
     own = torch.as_tensor(value, dtype=x.dtype, device=x.device)
     if own.ndim < x.ndim:
         own = own.reshape(1, *own.shape, *[1] * (x.ndim - own.ndim - 1))

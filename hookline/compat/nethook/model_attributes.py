@@ -23,7 +23,7 @@ __all__ = ["clear_edit", "edit_layers", "retain_layers"]
 
 
 class _Table(dict[str, Any]):
-    """Something of each layer, by its alias or name. It holds the hooks that use it."""
+    """One value for each layer, by its alias or name, with the hooks that use it."""
 
     def __init__(self, layers: Iterable[Layer]) -> None:
         self._layers = list(layers)
@@ -40,7 +40,7 @@ class _Table(dict[str, Any]):
         self._hooks = hooks
 
     def close(self) -> None:
-        """Take the hooks off the model."""
+        """Remove the hooks from the model."""
         if self._hooks is not None:
             self._hooks.close()
 
@@ -52,7 +52,7 @@ class _Retained(_Table):
     """The last outputs of layers."""
 
     def keep(self, output: Any, name: str) -> None:
-        """The rule: keep the output of a layer, and leave it as it is."""
+        """Keep the output of a layer, and leave it as it is."""
         self[name] = recursive_copy(output, clone=True, detach=True)
 
 
@@ -77,7 +77,7 @@ def retain_layers(model: nn.Module, layer_names: Iterable[Layer]) -> None:
 
 
 def edit_layers(model: nn.Module, layer_names: Iterable[Layer]) -> None:
-    """Have layers return `x * (1 - a) + r * a`, with `a` and `r` from dicts on the model.
+    """Make layers return `x * (1 - a) + r * a`, with `a` and `r` from dicts on the model.
 
     >>> model = nn.Sequential(nn.Identity())
     >>> edit_layers(model, ["0"])
@@ -128,7 +128,7 @@ def clear_edit(model: nn.Module) -> None:
 
 
 def _put(model: nn.Module, **tables: _Table) -> None:
-    """Put tables on a model; what was there acts no longer."""
+    """Put tables on a model; older ones stop acting."""
     for name, table in tables.items():
         old = model.__dict__.get(name)
         if isinstance(old, _Table):
@@ -137,7 +137,7 @@ def _put(model: nn.Module, **tables: _Table) -> None:
 
 
 def _fitted(given: Any, x: Tensor, name: str) -> Tensor:
-    """What was given for a layer, with the dtype, device, dimensions and pixels of its output."""
+    """Return the value for a layer, with the dtype, device, dimensions and pixels of its output."""
     own = torch.as_tensor(given, dtype=x.dtype, device=x.device)
     if own.ndim < x.ndim:
         own = own.reshape(1, *own.shape, *[1] * (x.ndim - own.ndim - 1))

@@ -28,7 +28,7 @@ __all__ = [
 
 
 def get_module(model: nn.Module, name: str) -> nn.Module:
-    """The module with this name; a LookupError that shows the closest names if there is none.
+    """Return the module with this name; a LookupError shows the closest names if there is none.
 
     >>> get_module(nn.Sequential(nn.Linear(2, 3), nn.ReLU()), "1")
     ReLU()
@@ -39,7 +39,7 @@ def get_module(model: nn.Module, name: str) -> nn.Module:
 
 
 def get_parameter(model: nn.Module, name: str) -> Tensor:
-    """The parameter (or buffer) with this name, itself; a LookupError if there is none.
+    """Return the parameter (or buffer) with this name, itself; raise LookupError if there is none.
 
     >>> import torch
     >>> model = nn.Sequential(nn.Linear(2, 1))
@@ -52,7 +52,7 @@ def get_parameter(model: nn.Module, name: str) -> Tensor:
 
 
 def place(name: str, port: str = "output") -> Place:
-    """The place that a name stands for, literally; a LookupError if it is no string.
+    """Return the place of a literal name; raise LookupError if it is no string.
 
     >>> place("h.1", "input")
     'h.1:input'
@@ -67,7 +67,7 @@ def place(name: str, port: str = "output") -> Place:
 
 
 def module_names(model: nn.Module) -> list[str]:
-    """The names of all modules, the empty one of the model itself first.
+    """Return the names of all modules, the empty one of the model itself first.
 
     >>> module_names(nn.Sequential(nn.Linear(2, 3), nn.ReLU()))
     ['', '0', '1']
@@ -76,7 +76,7 @@ def module_names(model: nn.Module) -> list[str]:
 
 
 def parameter_names(model: nn.Module) -> list[str]:
-    """The names of all parameters.
+    """Return the names of all parameters.
 
     >>> parameter_names(nn.Sequential(nn.Linear(2, 3), nn.ReLU()))
     ['0.weight', '0.bias']
@@ -108,7 +108,7 @@ def replace_module(model: nn.Module, name: str, new_module: nn.Module | None) ->
 
 
 def set_requires_grad(requires_grad: bool, *models: nn.Module | Tensor) -> None:
-    """Say whether all parameters of the models, and the given tensors, require grad.
+    """Set whether all parameters of the models, and the given tensors, require grad.
 
     >>> model = nn.Linear(2, 3)
     >>> set_requires_grad(False, model)

@@ -1,6 +1,6 @@
-"""Call a function with those arguments that it takes.
+"""Call a function with only the arguments that it takes.
 
-- `invoke_with_optional_args(fn, *args, **kwargs)`: the old name
+- `invoke_with_optional_args(fn, *args, **kwargs)`: the original name
 - `Invocation`: the same for many calls of one function, whose signature is read once
 """
 
@@ -39,7 +39,7 @@ def invoke_with_optional_args(fn: Callable[..., Any], *args: Any, **kwargs: Any)
 
 
 class Invocation:
-    """A function that is called with those arguments that it takes, again and again.
+    """A function that is called again and again with those arguments that it takes.
 
     >>> double = Invocation(lambda x: x * 2)
     >>> double(output=2, layer="fc"), double(output=3, layer="fc")
@@ -74,7 +74,7 @@ class Invocation:
         )
 
     def _arrange(self, count: int, names: list[str]) -> _Plan:
-        """Where each argument goes, given so many by position and these by name."""
+        """Return where each argument goes, for so many by position and these by name."""
         parameters = self._parameters
         places = {name: count + n for n, name in enumerate(names)}
         named = {p.name: places.pop(p.name) for p in parameters if _takes_name(p, places)}

@@ -1,10 +1,10 @@
-"""Values of layers that are kept: how they are copied, and checked when they are read.
+"""Keep values of layers, and check on reading that they did not change.
 
-- `recursive_copy(x, clone, detach, retain_grad)`: the old name
+- `recursive_copy(x, clone, detach, retain_grad)`: the original name
 - `LastValue`: the last value of one layer, safe against later changes
 - `RetainedValues`: the values of several layers as a dict
-- `UnreadWarning`: tells, once, that a value was read which is not the only one
-- `with_gradient(value)`: a value whose tensors will have a `.grad`, and what the model goes on with
+- `UnreadWarning`: warns once that earlier values were never read
+- `with_gradient(value)`: a value whose tensors will have a `.grad`, and a copy for the model
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def recursive_copy(
     detach: bool | None = None,
     retain_grad: bool | None = None,
 ) -> Any:
-    """The same structure with its tensors cloned or detached; without an option, `x` itself.
+    """Return the structure with its tensors cloned or detached; without an option, `x` itself.
 
     >>> import torch
     >>> state = {"h": [torch.ones(2)], "step": 3}
@@ -64,7 +64,7 @@ def recursive_copy(
 
 
 def with_gradient(value: Any) -> tuple[Any, Any]:
-    """A value whose tensors will have a `.grad`, and a copy of it for the model to go on with.
+    """Return a value whose tensors will have a `.grad`, and a copy of it for the model.
 
     The copy lets in-place operations follow. The tensors are nodes of their own, so that a layer
     that returns its input reports its own gradient, and the input is not marked.
@@ -90,7 +90,7 @@ def with_gradient(value: Any) -> tuple[Any, Any]:
 
 
 class UnreadWarning:
-    """Warns when a value is read before which others came that nobody read; once for all layers.
+    """Warns once for all layers when a value is read and those before it were never read.
 
     A trace that only edits retains values, too, unless told otherwise. Who reads none lost none.
     """
@@ -99,7 +99,7 @@ class UnreadWarning:
         self.told = False
 
     def tell(self, what: str) -> None:
-        """A value was read, and the ones before it are lost."""
+        """Warn that a value was read, and the ones before it are lost."""
         if not self.told:
             self.told = True
             warn_outside(
@@ -135,7 +135,7 @@ class LastValue:
         self.filled = self._unread = True
 
     def set(self, value: Any) -> None:
-        """Have a value of the user's, which is not lost when a call brings another."""
+        """Set a value of the user's, which is not lost when a call brings another."""
         self.clear()
         self._value, self.filled = value, True
 
@@ -165,7 +165,7 @@ class LastValue:
         self._versions = versions
 
     def copied(self, losses: UnreadWarning) -> LastValue:
-        """A copy that later changes of this value do not reach; what is attached stays so."""
+        """Return a copy that later changes of this value do not reach; attached tensors stay so."""
         attached = {id(tensor) for tensor, _ in self._versions}
 
         def copy(leaf: Any) -> Any:
@@ -178,7 +178,7 @@ class LastValue:
         return other
 
     def read(self, what: str) -> Any:
-        """The value, if it is what it was."""
+        """Return the value, if it did not change."""
         for tensor, version in self._versions:
             if version_of(tensor) != version:
                 raise ValueChanged(

@@ -19,7 +19,7 @@ __all__ = ["subsequence"]
 
 
 class _End(NamedTuple):
-    """Where a subsequence begins or ends: a layer, and whether it is a part of it."""
+    """The end of a subsequence: a layer, and whether it is a part of it."""
 
     name: str
     inclusive: bool
@@ -31,13 +31,15 @@ class _End(NamedTuple):
 
     @property
     def inner(self) -> _End | None:
-        """The same end inside the layer at this step; None if that is the named one itself."""
+        """Return the same end inside the layer at this step; None if that is the named one
+        itself.
+        """
         deeper = self.name.count(".") > self.depth
         return self._replace(depth=self.depth + 1) if deeper else None
 
     @property
     def skip(self) -> int:
-        """How many layers of this step are left out."""
+        """Return how many layers of this step are left out."""
         return int(self.inner is None and not self.inclusive)
 
 
@@ -50,7 +52,7 @@ def subsequence(
     single_layer: str | None = None,
     share_weights: bool = False,
 ) -> nn.Module:
-    """The layers of a Sequential from one to another, under their names.
+    """Return the layers of a Sequential from one to another, under their names.
 
     >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
     >>> subsequence(model, first_layer="1", last_layer="2")

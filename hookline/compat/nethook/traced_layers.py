@@ -1,8 +1,8 @@
-"""One traced layer: what is asked of it, and what it gave.
+"""One traced layer, with its options, input and output.
 
 - `Traced`: a layer with its `.input` and `.output`
-- `Options`: what is asked of it
-- `NotRetained`: the error of a layer that does not have what is asked for
+- `LayerOptions`: what to do at a layer
+- `NotRetained`: the error for a value that was not retained
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from hookline.engine.calls import Call
 from hookline.errors import NotCaptured
 from hookline.values.snapshots import duplicate, snapshot
 
-__all__ = ["NotRetained", "Options", "Traced"]
+__all__ = ["LayerOptions", "NotRetained", "Traced"]
 
 
 class NotRetained(NotCaptured, AttributeError):
-    """A trace was asked for what it does not have; `hasattr` says no."""
+    """A value was read that the trace does not retain; `hasattr` returns False."""
 
 
-class Options(NamedTuple):
-    """What is asked of a layer; see `Trace`."""
+class LayerOptions(NamedTuple):
+    """What to do at a layer; see `Trace`."""
 
     retain_output: bool = True
     retain_input: bool = False
@@ -43,7 +43,7 @@ class Traced:
     was changed in place since (`clone=True` keeps a copy). Any other is a snapshot.
     """
 
-    def __init__(self, layer: str | None, options: Options, losses: UnreadWarning) -> None:
+    def __init__(self, layer: str | None, options: LayerOptions, losses: UnreadWarning) -> None:
         self.layer = layer
         self.stop = options.stop
         self.options = options
@@ -111,7 +111,7 @@ class Traced:
             self._keep_input(given[: call.positional] or given)
 
     def complete(self, value: Any, call: Call) -> Any:
-        """A call is complete: retain its output; what the model goes on with."""
+        """Retain the output of a complete call; return the value for the model."""
         if self._closed:
             return value
         if self.options.retain_input and not call.recomputed:
@@ -149,7 +149,9 @@ class Traced:
         return value
 
     def _wants_again(self) -> bool:
-        """Whether the graph of a recomputed call counts: reentrant checkpoints make no other."""
+        """Return True if the graph of a recomputed call counts: reentrant checkpoints make no
+        other.
+        """
         return self.options.retain_grad and not self._graded
 
     def clear(self) -> None:

@@ -2,7 +2,7 @@
 
 - `Trace(module, layer, …)`: at one layer, with `.input` and `.output`
 - `TraceDict(module, layers, …)`: at several; a dict of `Traced`
-- `StopForward`: what ends a forward early
+- `StopForward`: the exception that ends a forward early
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ class StopForward(BaseException):
 
 
 class _Layers:
-    """What the hooks of a trace do. It does not know the trace, which can so be collected."""
+    """The hooks of a trace. They do not know the trace, so that it can be collected."""
 
     def __init__(self) -> None:
         self.inputs: dict[int, list[Traced]] = {}  # by the id of the module
         self.outputs: dict[int, list[Traced]] = {}
 
     def before(self, value: dict[Any, Any], call: Call) -> None:
-        """The hook at the arguments."""
+        """Read the arguments of a layer."""
         for traced in self.inputs.get(id(call.module), ()):
             traced.begin(value, call)
 
     def after(self, value: Any, call: Call) -> Any:
-        """The hook at the output: edit, retain, stop."""
+        """Edit, retain and stop at the output of a layer."""
         stops = False
         for traced in self.outputs.get(id(call.module), ()):
             value = traced.complete(value, call)
@@ -118,7 +118,7 @@ class _Tracing:
             self._contexts.pop().remove()
 
     def stopped(self, error: BaseException | None) -> bool:
-        """Whether an exception is the stop of this trace, or of none."""
+        """Return True if an exception is the stop of this trace, or of none."""
         stops = any(traced.stop for traced in self._traced)
         return stops and isinstance(error, StopForward) and error.trace in (None, self._layers)
 
@@ -137,7 +137,7 @@ def _name(traced: Traced) -> str:
 
 
 class _UntilClosed:
-    """What `Trace` and `TraceDict` have in common: they act until they are closed."""
+    """The base of `Trace` and `TraceDict`, which act until they are closed."""
 
     _tracing: _Tracing
 
@@ -195,7 +195,7 @@ class Trace(_UntilClosed):
         stop: bool = False,
     ) -> None:
         edit = _edit(edit_output)
-        options = Options(retain_output, retain_input, clone, detach, retain_grad, edit, stop)
+        options = LayerOptions(retain_output, retain_input, clone, detach, retain_grad, edit, stop)
         self.layer = layer
         self.stop = stop
         losses = UnreadWarning()
@@ -294,19 +294,19 @@ class TraceDict(_UntilClosed, OrderedDict[str, Traced]):
 
 
 def _edit(function: Any) -> Invocation | None:
-    """A function that edits; False, as a condition may give it, is none."""
+    """Return a function that edits; None for False, as a condition may give it."""
     return None if function is None or function is False else Invocation(function)
 
 
-_LEFT_OUT = Options(retain_output=False)
+_LEFT_OUT = LayerOptions(retain_output=False)
 
 
-def _of_layer(given: tuple[Any, ...], layer: str) -> Options:
-    """The options of one layer, where some were given as a dict."""
+def _of_layer(given: tuple[Any, ...], layer: str) -> LayerOptions:
+    """Return the options of one layer, if some were given as a dict."""
     values = [
         cast("Mapping[str, Any]", value).get(layer, default)
         if isinstance(value, Mapping)
         else value
         for value, default in zip(given, _LEFT_OUT, strict=True)
     ]
-    return Options._make(values)
+    return LayerOptions._make(values)

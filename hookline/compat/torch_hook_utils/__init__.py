@@ -1,12 +1,13 @@
-"""The names of torch-hook-utils, on hookline. Change the import, and nothing else.
+"""The names of torch-hook-utils, on hookline: only the import changes.
 
-- `get_layer_inputs`, `get_layer_outputs`: what layers take and return, as a dict by name
+- `get_layer_inputs`, `get_layer_outputs`: inputs and outputs of layers, as a dict by name
 - `replace_layer_inputs`, `replace_layer_outputs`: other values there (`replace_layer_output` too)
 - `save_maxpool_indices`, `use_indices_in_maxunpool`: from the pools of an encoder to a decoder
 - `named_modules_of_type`: the layers of a type with their names
 - `Lambda`, `Sample`, `Sequential`: layers of functions and distributions; `Module`, for annotations
 
-All that act are context managers, and leave nothing behind, not even after an exception.
+Functions that act on layers are context managers, and leave nothing behind, not even after an
+exception.
 """
 
 from hookline.compat.torch_hook_utils.input_output_hooks import (

@@ -1,7 +1,7 @@
-"""What layers take and return: collect it, or put something else in its place.
+"""Collect or replace the inputs and outputs of layers.
 
-- `get_layer_inputs`, `get_layer_outputs`: collect it in a dict, by name
-- `replace_layer_inputs`, `replace_layer_outputs`: let layers take, or return, something else
+- `get_layer_inputs`, `get_layer_outputs`: collect them in a dict, by name
+- `replace_layer_inputs`, `replace_layer_outputs`: replace them
 - `replace_layer_output`: another name of the latter
 """
 
@@ -151,7 +151,7 @@ def _replaced(named_layers: Layers[Any], given: Mapping[str, Any], port: str) ->
 
 
 def _argument(new: Any, old: Any) -> Any:
-    """What a layer is called with in an argument's stead: a tuple of one is its content."""
+    """Return what a layer is called with in place of an argument: a tuple of one is its content."""
     if type(new) is tuple and type(old) is not tuple and len(cast("Any", new)) == 1:
         return cast("Any", new)[0]
     return cast("Any", new)

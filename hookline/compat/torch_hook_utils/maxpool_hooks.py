@@ -1,7 +1,7 @@
-"""From the max-pooling layers of an encoder to the unpooling layers of a decoder.
+"""Pass indices from the max-pooling layers of an encoder to the unpooling layers of a decoder.
 
-- `save_maxpool_indices`: where the maxima were, of every pool, in a dict by name
-- `use_indices_in_maxunpool`: let unpooling layers put them there
+- `save_maxpool_indices`: the indices of the maxima of every pool, in a dict by name
+- `use_indices_in_maxunpool`: give them to unpooling layers
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _UNPOOLS = (nn.MaxUnpool1d, nn.MaxUnpool2d, nn.MaxUnpool3d)
 def save_maxpool_indices(
     module_or_modules: nn.Module | Layers[nn.Module],
 ) -> Generator[dict[str, Tensor]]:
-    """Save where the maxima were, of every max-pooling layer, while a `with` block runs.
+    """Save the indices of the maxima of every max-pooling layer, while a `with` block runs.
 
     >>> import torch
     >>> encoder = nn.Sequential(nn.MaxPool1d(2))

@@ -1,9 +1,9 @@
-"""Layers under the names that they were given, and their values.
+"""Layers under given names, and their values.
 
-- `NamedLayers`: layers of any models as one, which is what the verbs of hookline take
-- `LayerValues`: values by layer name, the dict that the contexts give
-- `Layers`: the type of what the contexts take, (name, layer) pairs or a mapping
-- `NoValue`: a value was asked for under a name that has none
+- `NamedLayers`: layers of any models as one, for the verbs of hookline
+- `LayerValues`: values by layer name, the dict that the contexts return
+- `Layers`: the type of the layers that the contexts take, (name, layer) pairs or a mapping
+- `NoValue`: the error for a name without a value
 - `listed(names)`: names for a message
 """
 
@@ -37,7 +37,7 @@ class NoValue(hl.NotCaptured, KeyError):
 
 
 def listed(names: Iterable[str]) -> str:
-    """Names for a message.
+    """Return names for a message.
 
     >>> listed("ab"), listed([])
     ("'a', 'b'", 'none')
@@ -45,8 +45,8 @@ def listed(names: Iterable[str]) -> str:
     return ", ".join(map(repr, names)) or "none"
 
 
-class _Values(MutableMapping[str, T]):
-    """Values by layer name, read from a record. All that a dict can do is here or inherited."""
+class _RecordValues(MutableMapping[str, T]):
+    """Values by layer name, read from a record, with all methods of a dict."""
 
     def __init__(self, layers: Mapping[str, nn.Module], record: hl.Record) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ class _Values(MutableMapping[str, T]):
             return f"<{type(error).__name__}>"
 
 
-class LayerValues(_Values[T], dict[str, T]):
+class LayerValues(_RecordValues[T], dict[str, T]):
     """Values by layer name: a dict that fills up as the layers run.
 
     It is in the order in which the layers were given, and a layer that runs again has its last
@@ -170,7 +170,7 @@ class LayerValues(_Values[T], dict[str, T]):
 
 
 class _Given:
-    """Picks the given layers. As of those that a glob matches, one of them must run, not all."""
+    """Selects the given layers. As of those that a glob matches, one of them must run, not all."""
 
     def __init__(self, layers: Iterable[nn.Module]) -> None:
         self.layers = frozenset(layers)
@@ -183,10 +183,10 @@ class _Given:
 
 
 class _LayerContainer(nn.Module):
-    """Holds layers as its children. Their names may have dots, which torch allows for no child."""
+    """A module with layers as its children, whose names may have dots, which torch forbids."""
 
     def get_submodule(self, target: str) -> nn.Module:
-        """The layer of that name; of others there is as little to say as of this."""
+        """Return the layer of that name."""
         return submodules_of(self).get(target) or self
 
 
@@ -237,7 +237,7 @@ def _size(layer: nn.Module) -> int:
 
 
 def _checked(layers: Any) -> dict[str, nn.Module]:
-    """The layers by name; an error if they are something else."""
+    """Return the layers by name; raise if they are something else."""
     if isinstance(layers, (Mapping, nn.ModuleDict)):
         layers = cast("Mapping[Any, Any]", layers).items()
     elif isinstance(layers, nn.Module) or not isinstance(layers, Iterable):

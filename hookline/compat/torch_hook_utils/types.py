@@ -28,7 +28,7 @@ class Module(Protocol[P, Result_co]):
 def named_modules_of_type(
     module: nn.Module, module_type: type[Layer] | tuple[type[Layer], ...]
 ) -> list[tuple[str, Layer]]:
-    """The modules of a type (or of one of several) with their names, in model order.
+    """Return the modules of a type (or of one of several) with their names, in model order.
 
     >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
     >>> [name for name, _ in named_modules_of_type(model, nn.Linear)]

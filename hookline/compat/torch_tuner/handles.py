@@ -1,8 +1,8 @@
-"""The four kinds of hooks, and what ends one that was registered.
+"""The four kinds of hooks, and the handles of registered ones.
 
 - `FPH`, `FH`, `FBPH`, `FBH`: the kinds, in the order in which torch runs them
-- `Kind`: what is known of such a kind
-- `Handle`: what a registration returns
+- `HookKind`: the properties of such a kind
+- `Handle`: the result of a registration
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Self
 
 from hookline.engine.context import Context
 
-__all__ = ["FBH", "FBPH", "FH", "FPH", "Handle", "Kind"]
+__all__ = ["FBH", "FBPH", "FH", "FPH", "Handle", "HookKind"]
 
 
 @dataclass(frozen=True, eq=False)
-class Kind:
+class HookKind:
     """One of torch's four kinds of hooks."""
 
     rank: int  # torch runs the hooks of a layer in this order, whichever was registered first
@@ -27,19 +27,19 @@ class Kind:
     ending: str  # of the names of files
 
 
-FPH = Kind(0, "register_fph", ":input", "saved_forward_prehook_inputs", "forward_prehook")
-FH = Kind(1, "register_fh", ":output", "saved_forward_hook_values", "forward_hook")
-FBPH = Kind(
+FPH = HookKind(0, "register_fph", ":input", "saved_forward_prehook_inputs", "forward_prehook")
+FH = HookKind(1, "register_fh", ":output", "saved_forward_hook_values", "forward_hook")
+FBPH = HookKind(
     2, "register_fbph", ":grad_output",
     "saved_full_backward_prehook_gradients", "full_backward_prehook",
 )  # fmt: skip
-FBH = Kind(
+FBH = HookKind(
     3, "register_fbh", ":grad_input", "saved_full_backward_hook_gradients", "full_backward_hook"
 )
 
 
 class Handle:
-    """What a registration returns. `remove()`, or the end of a `with` block, ends it.
+    """The result of a registration. `remove()`, or the end of a `with` block, ends it.
 
     >>> import torch
     >>> from hookline.compat.torch_tuner import Hooks
@@ -56,7 +56,7 @@ class Handle:
 
     def _attach(self, contexts: Iterable[Context]) -> None:
         """Enter contexts, all or none of them, each as soon as it is made."""
-        self._live, self._contexts = True, []
+        self.live, self._contexts = True, []
         try:
             for context in contexts:
                 self._contexts.append(context)
@@ -67,9 +67,13 @@ class Handle:
 
     def remove(self) -> None:
         """Stop acting and leave nothing on the model. May be called twice."""
-        self._live = False
+        self.live = False
         for context in self._contexts:
             context.remove()
+
+    def attach_again(self) -> None:
+        """Enter the contexts again after `remove()`."""
+        self.attach(self._contexts)
 
     def __enter__(self) -> Self:
         return self
@@ -78,4 +82,4 @@ class Handle:
         self.remove()
 
     def __repr__(self) -> str:
-        return f"<handle of {self._kind.method}, {'live' if self._live else 'removed'}>"
+        return f"<handle of {self.kind.method}, {'live' if self.live else 'removed'}>"

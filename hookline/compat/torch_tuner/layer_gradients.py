@@ -1,6 +1,6 @@
-"""The gradients of a layer, handed on when a backward is over.
+"""Collect the gradients of a layer, and pass them on at the end of a backward.
 
-- `Gradients(model, wheres, save)`: the context that looks at them
+- `LayerGradients(model, wheres, save)`: the context that collects them
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hookline.places.resolution import Target, Where
 from hookline.torch_private import at_backward_end, backward_id
 from hookline.values.nested import Path
 
-__all__ = ["Gradients"]
+__all__ = ["LayerGradients"]
 
 
 class _GradientHandler(Handler):
@@ -61,7 +61,7 @@ class Gradients(Context):
         return Ask(port, _GradientHandler, replaces=port == "grad_output", **place)
 
     def take(self, target: Target, grad: Tensor, index: int, path: Path) -> None:
-        """A gradient, or one share of an input's, has arrived for a call of the layer."""
+        """Take a gradient, or one share of an input's, for a call of the layer."""
         backward = backward_id()
         if backward not in self._arrived:
             self._arrived[backward] = {}

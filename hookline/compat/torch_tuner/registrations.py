@@ -1,4 +1,4 @@
-"""Registering hooks at layers, as TorchTuner does.
+"""Register hooks at layers, as TorchTuner does.
 
 - `Hooks(model, layer)`: the four kinds of hooks at a layer, or at several
 """
@@ -86,7 +86,7 @@ class Hooks:
         self.layers = list(model_object.children())
         self._iterations: dict[tuple[str, str], Iterator[int]] = {}
         self._handles: list[Handle] = []
-        self._resting = False  # during a run of our own
+        self.paused = False  # during a run of our own
         if layer_index is not None:
             self._find(None)  # a layer that is not there is an error now
 
@@ -95,7 +95,7 @@ class Hooks:
     def get_shape_of_layer(
         self, batch: Any = None, *, layer: Layer | None = None
     ) -> tuple[Any, Any]:
-        """The shapes of the layer's input and output, without the batch.
+        """Return the shapes of the layer's input and output, without the batch.
 
         >>> model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(16, 2))
         >>> Hooks(model, 2).get_shape_of_layer()
@@ -135,14 +135,14 @@ class Hooks:
         return plain(given, after_first), plain(output, after_first)
 
     def _run(self, place: Place, batch: Any) -> tuple[Any, Any]:
-        """What a layer gets and gives in a run of the model."""
+        """Return the inputs and outputs of a layer in a run of the model."""
         watched = capture(self.object, (place, ":input"), place, detach=True, stop=True)
-        self._resting = True
+        self.paused = True
         try:
             with isolated(self.object), torch.no_grad(), watched as record:
                 call_model(self.object, batch)
         finally:
-            self._resting = False
+            self.paused = False
         return record[Place(place.path, "input")], record[place]
 
     # -- the four kinds of hooks ----------------------------------------------------------------
@@ -153,7 +153,7 @@ class Hooks:
         noise_output: Noise = None, new_values_output: Any = None,
         *, layer: Layer | None = None,
     ) -> Handle:  # fmt: skip
-        """A forward hook: saves inputs and outputs, changes the output.
+        """Register a forward hook: it saves inputs and outputs, and changes the output.
 
         >>> model = nn.Sequential(nn.Linear(3, 2), nn.ReLU())
         >>> handle = Hooks(model, "0").register_fh(
@@ -172,7 +172,7 @@ class Hooks:
         noise_input: Noise = None, new_values_input: Any = None,
         *, layer: Layer | None = None,
     ) -> Handle:  # fmt: skip
-        """A forward pre-hook: saves the inputs, changes the first one.
+        """Register a forward pre-hook: it saves the inputs, and changes the first one.
 
         >>> model = nn.Sequential(nn.Identity())
         >>> handle = Hooks(model, 0).register_fph(update=True, add_noise_input=True, noise_input=3)
@@ -189,8 +189,7 @@ class Hooks:
         noise_input: Noise = None, new_values_input: Any = None,
         *, layer: Layer | None = None,
     ) -> Handle:  # fmt: skip
-        """A full backward hook: saves the gradients of inputs and outputs, changes that of the
-        first input.
+        """Register a full backward hook: it saves gradients, and changes that of the first input.
 
         >>> model, x = nn.Sequential(nn.Identity()), torch.ones(2, requires_grad=True)
         >>> handle = Hooks(model, 0).register_fbh(update=True, add_noise_input=True, noise_input=3)
@@ -208,7 +207,7 @@ class Hooks:
         noise_output: Noise = None, new_values_output: Any = None,
         *, layer: Layer | None = None,
     ) -> Handle:  # fmt: skip
-        """A full backward pre-hook: saves the gradient of the output, changes it.
+        """Register a full backward pre-hook: it saves the gradient of the output, and changes it.
 
         >>> model, x = nn.Sequential(nn.ReLU()), torch.ones(2, requires_grad=True)
         >>> values = torch.tensor([5.0, 6.0])
@@ -224,7 +223,7 @@ class Hooks:
         return self._register(FBPH, update, visualize, noise, values, layer)
 
     def _register(
-        self, kind: Kind, update: bool, visualize: bool, noise: Noise, values: Any,
+        self, kind: HookKind, update: bool, visualize: bool, noise: Noise, values: Any,
         layer: Layer | None,
     ) -> Handle:  # fmt: skip
         if not (update or visualize):
@@ -252,22 +251,22 @@ class Hooks:
                     yield edit(self.object, (place, kind.port), change.at(kind))
 
         handle = Handle(kind)
-        handle._attach(contexts())
-        self._handles = [other for other in self._handles if other._live]
+        handle.attach(contexts())
+        self._handles = [other for other in self._handles if other.live]
         if update:
             # Hooks that torch runs later must see what this one changes: they enter after it.
-            later = [other for other in self._handles if other._kind.rank > kind.rank]
+            later = [other for other in self._handles if other.kind.rank > kind.rank]
             for other in later:
                 other.remove()
-            for other in sorted(later, key=lambda other: other._kind.rank):
-                other._attach(other._contexts)
+            for other in sorted(later, key=lambda other: other.kind.rank):
+                other.attach_again()
         self._handles.append(handle)
         return handle
 
     # -- layers ---------------------------------------------------------------------------------
 
     def _find(self, layer: Layer | None) -> dict[Place, str]:
-        """The layers that are meant, each with what stands for it in the names of files."""
+        """Return the layers that are meant, each with its label in the names of files."""
         asked = self.layer_index if layer is None else layer
         if asked is None:
             raise PlaceError(
@@ -310,7 +309,7 @@ class Hooks:
         """What saves the values of a layer."""
 
         def save(values: list[Value]) -> None:
-            if not self._resting:
+            if not self.paused:
                 self._save(kind, label, values)
 
         def save_inputs(given: dict[Part, Any], call: Call) -> None:
@@ -330,9 +329,9 @@ class Hooks:
             yield hook(self.object, place, save_outputs)
         else:
             ports = (":grad_output", ":grad_inputs") if kind is FBH else (":grad_output",)
-            yield Gradients(self.object, [(place, port) for port in ports], save)
+            yield LayerGradients(self.object, [(place, port) for port in ports], save)
 
-    def _save(self, kind: Kind, label: str, values: list[Value]) -> None:
+    def _save(self, kind: HookKind, label: str, values: list[Value]) -> None:
         """Save the values of one call; the first tensor tells the batch size."""
         iteration = next(self._iterations.setdefault((kind.method, label), itertools.count()))
         tensors = [tensor for _, _, value in values for _, tensor in leaves(value)]

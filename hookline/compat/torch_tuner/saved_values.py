@@ -1,11 +1,11 @@
-"""Values as they are saved: plain, settled, each under a name of its own.
+"""Prepare values to be saved: plain, detached, each under a name of its own.
 
-- `Value`: the word for a value, which part of it, and itself
-- `settled(tensor)`: a tensor that nothing else holds
+- `Value`: the port of a value, the part of it, and itself
+- `settled(tensor)`: a tensor that shares nothing
 - `after_first(tensor)`: its shape without the batch
 - `plain(value, function)`: a nested value in tuples, lists and dicts
 - `first_argument(module)`, `arguments_of(word, given, module)`: the arguments of a call
-- `suffix(path)`: how the name of a part's file ends
+- `suffix(path)`: the end of the file name of a part
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ Value: TypeAlias = tuple[str, str, Any]  # the word for it, which part it is, an
 
 
 def after_first(tensor: Tensor) -> tuple[int, ...]:
-    """The shape of a tensor without the batch."""
+    """Return the shape of a tensor without the batch."""
     return tuple(tensor.shape[1:])
 
 
 def settled(tensor: Tensor) -> Tensor:
-    """A tensor without its graph, and without what it is a view of."""
+    """Return a tensor without its graph, and without the tensor it is a view of."""
     return tensor.detach().clone()
 
 
 def plain(value: Any, function: Callable[[Tensor], Any], above: tuple[int, ...] = ()) -> Any:
-    """A value in tuples, lists and dicts, its tensors mapped; objects of other kinds are None."""
+    """Return a value in tuples, lists and dicts, its tensors mapped; other objects become None."""
     if isinstance(value, Tensor):
         return function(value)
     inside = children(value)
@@ -48,17 +48,17 @@ def plain(value: Any, function: Callable[[Tensor], Any], above: tuple[int, ...] 
 
 
 def first_argument(module: nn.Module) -> Part:
-    """The name of the first argument; a number if the forward takes `*args`."""
+    """Return the name of the first argument; a number if the forward takes `*args`."""
     return next(iter(arguments._names(module)[0]), 0)
 
 
 def arguments_of(word: str, given: dict[Part, Any], module: nn.Module) -> list[Value]:
-    """The arguments of a call, the first one first."""
+    """Return the arguments of a call, the first one first."""
     first = first_argument(module)
     found = sorted(given.items(), key=lambda item: item[0] != first)
     return [(word, "" if name == first else suffix((name,)), value) for name, value in found]
 
 
 def suffix(path: Path) -> str:
-    """How the name of a part's file ends."""
+    """Return the end of the file name of a part."""
     return "_" + ".".join(quote(str(part), safe="") for part in path)

@@ -1,4 +1,4 @@
-"""What an update does to a value.
+"""The change that an update makes to a value.
 
 - `Update(owner, values, noise)`: new values, noise to multiply by, or both
 - `Noise`: the type of noise
@@ -25,9 +25,9 @@ Noise: TypeAlias = Tensor | float | None
 
 
 class _Owner(Protocol):
-    """Whose update it is."""
+    """The object whose update it is."""
 
-    _resting: bool  # during a run of its own, which changes nothing
+    paused: bool  # during a run of its own, which changes nothing
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,8 +38,8 @@ class Update(Change):
     values: Any
     noise: Noise
 
-    def at(self, kind: Kind) -> Change | Callable[[Any, Call], Any]:
-        """The change to make where an update of this kind acts."""
+    def at(self, kind: HookKind) -> Change | Callable[[Any, Call], Any]:
+        """Return the change to make where an update of this kind acts."""
         # Gradients come one tensor at a time. If there are several, new values for one of them
         # would reach all: a ready change refuses that.
         alone = kind.port.startswith(":grad") and self.values is not None
@@ -49,8 +49,8 @@ class Update(Change):
         return self._changed(value, self.values, call)
 
     def change(self, value: Any, call: Call) -> Any:
-        """The value with all its tensors changed."""
-        if self.owner._resting:
+        """Return the value with all its tensors changed."""
+        if self.owner.paused:
             return value
         old = dict(leaves(value))
         new: dict[Path, Any] = dict.fromkeys(old, self.values)

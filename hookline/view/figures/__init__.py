@@ -9,12 +9,12 @@
 - `weights`: parameters, or any values, as matrices
 - `over_steps`: layers × steps of a training run
 - `effects`: what ablating or patching each place does
-- `top_samples`: the samples that excite a unit most
+- `top_samples`: the samples with the largest activations of a unit
 
-Each takes what has the values (a record, a store, statistics, a run, a model, a dict or a tensor)
-and places, draws on the Axes `ax` or on a new figure, and gives back the Figure. A figure stands
-outside pyplot: there is nothing to close, nothing global changes, a notebook shows it, and
-`figure.savefig("layers.pdf")` writes it.
+Each takes a source of values (a record, a store, statistics, a run, a model, a dict or a tensor)
+and places, draws on the Axes `ax` or on a new figure, and returns the Figure. Figures are
+independent of pyplot: there is nothing to close, and no global state changes. Notebooks show them,
+and `figure.savefig("layers.pdf")` writes one.
 """
 
 from hookline.view.figures.distribution_figures import histograms, ridge

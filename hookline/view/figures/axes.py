@@ -1,14 +1,14 @@
-"""What all figures have in common: Axes, words around them, colours, pictures of matrices.
+"""The parts that all figures share: Axes, titles, colours, labels, pictures of matrices.
 
 - `axes_for(ax, size)`: the given Axes, or those of a new figure
 - `panels(ax, rows, columns)`: a grid of Axes, in a new figure or inside given Axes
 - `title(ax, words, notes)`: a heading, and remarks in small type under it
-- `literal(text)`: text in which a dollar is a dollar
+- `literal(text)`: text in which a dollar sign is only that
 - `shorten(names)`, `label_ticks(ax, "y", names)`: place names that fit
-- `picture(ax, array)`: a matrix with NaN and infinities in colours of their own
-- `figure_of(ax)`: the figure that Axes stand in
+- `picture(ax, array)`: a matrix, with NaN and infinities in colours of their own
+- `figure_of(ax)`: the figure of Axes
 
-Colours are those of Okabe and Ito, and of maps that the colour-blind can read.
+The colours are those of Okabe and Ito, and colour maps that the colour-blind can read.
 """
 
 from __future__ import annotations
@@ -74,17 +74,17 @@ def _sheet(size: tuple[float, float]) -> Figure:
 
 
 def axes_for(ax: Axes | None, size: tuple[float, float]) -> Axes:
-    """The given Axes, or the only ones of a new figure of this size in inches."""
+    """Return the given Axes, or the only ones of a new figure of this size in inches."""
     return _sheet(size).add_subplot() if ax is None else ax
 
 
 def figure_of(ax: Axes) -> Figure:
-    """The figure that Axes stand in, also if a part of it lies between."""
+    """Return the figure of Axes, also if these are in a subfigure."""
     return cast("Figure", ax.get_figure(root=True))
 
 
 def columns_for(count: int, most: int = 8) -> int:
-    """How many columns a grid of so many cells has: about as many as rows, few cells empty.
+    """Return the number of columns for so many cells: a nearly square grid with few empty cells.
 
     >>> [columns_for(count) for count in (1, 4, 6, 7, 12)]
     [1, 2, 3, 4, 4]
@@ -97,9 +97,9 @@ def columns_for(count: int, most: int = 8) -> int:
 def panels(
     ax: Axes | None, rows: int, columns: int, size: tuple[float, float], share: float = 0.86
 ) -> tuple[Axes, list[list[Axes]]]:
-    """A grid of Axes, insets of others; and these, whose heading is theirs.
+    """Make a grid of inset Axes; return the Axes around them, which have the title, and the grid.
 
-    `size` is that of a cell in inches, `share` how much of its height is drawn on.
+    `size` is the size of a cell in inches, `share` the part of its height that is drawn on.
     """
     if ax is None:
         sheet = _sheet((size[0] * columns + 0.8, size[1] * rows + 0.7))
@@ -123,7 +123,7 @@ def panels(
 
 
 def title(ax: Axes, words: str, notes: Sequence[str] = (), *, space: float = 0) -> None:
-    """A heading at the left, and remarks under it in small type, both wrapped to the width."""
+    """Put a heading at the left, and remarks under it in small type, both wrapped to the width."""
     inches = ax.get_window_extent().width / figure_of(ax).dpi
     small = textwrap.wrap("; ".join(notes), max(24, int(inches * 16)))
     large = textwrap.wrap(words, max(20, int(inches * 10)), break_on_hyphens=False)
@@ -137,17 +137,17 @@ def title(ax: Axes, words: str, notes: Sequence[str] = (), *, space: float = 0) 
 
 
 def literal(text: str) -> str:
-    """Text in which a dollar is a dollar: a module may be called `$x$`."""
+    """Return text in which a dollar sign is only that: a module may be called `$x$`."""
     return text.replace("$", r"\$")
 
 
 def describe_shape(tensor_shape: Sequence[int], dtype: Any) -> str:
-    """A shape and a dtype in a few words."""
+    """Return a shape and a dtype in a few words."""
     return f"{tuple(tensor_shape)} {str(dtype).removeprefix('torch.')}"
 
 
 def shorten(names: Sequence[str], most: int = 36) -> tuple[list[str], str]:
-    """Names without what all begin with, long ones cut in the middle; and what all begin with.
+    """Return names without their common beginning, long ones cut in the middle; and that beginning.
 
     >>> shorten(["model.h.0.mlp", "model.h.1.mlp"])
     (['0.mlp', '1.mlp'], 'model.h.')
@@ -173,7 +173,7 @@ def _cut(name: str, most: int) -> str:
 
 
 def label_ticks(ax: Axes, which: Literal["x", "y"], names: Sequence[str]) -> list[str]:
-    """Put names along an axis, as many as fit; the remark on what was left out, if any."""
+    """Put names along an axis, as many as fit; return a remark on those left out, if any."""
     short, start = shorten(names)
     box = ax.get_window_extent()  # before the layout, which mostly gives a little more
     room = (box.height if which == "y" else box.width) / figure_of(ax).dpi * 72
@@ -192,7 +192,7 @@ def label_ticks(ax: Axes, which: Literal["x", "y"], names: Sequence[str]) -> lis
 
 
 def reduced(matrix: Any) -> tuple[Any, list[str]]:
-    """An array or tensor with no more rows and columns than can be seen, evenly spaced."""
+    """Return an array or tensor with no more rows and columns than can be seen, evenly spaced."""
     notes: list[str] = []
     for n, word in enumerate(("rows", "columns")):
         count = int(matrix.shape[n])
@@ -213,14 +213,14 @@ def picture(
     norm: Any = None,
     odd: tuple[int, int, int] | None = None,
 ) -> tuple[AxesImage, list[str]]:
-    """Draw a matrix; what is NaN or infinite has a colour of its own, and the remarks say it.
+    """Draw a matrix; NaN and infinities have colours of their own, and remarks.
 
     Args:
         ax: the Axes.
         array: numbers, or NaN.
         center: the value in the middle of a map of two colours; None for one from dark to bright.
-        limits: the values at both ends of the colours; those of the finite numbers without.
-        aspect: of a cell.
+        limits: the values at both ends of the colours; by default those of the finite numbers.
+        aspect: the aspect of a cell.
         norm: another norm of matplotlib.
         odd: how many are NaN, infinite and minus infinite, if the array is a part only.
     """
@@ -254,7 +254,7 @@ def picture(
 
 
 def colour_bar(ax: Axes, image: AxesImage, words: str) -> None:
-    """The scale of colours beside Axes, with what the numbers are."""
+    """Put the scale of colours beside Axes, with the meaning of the numbers."""
     bar = figure_of(ax).colorbar(image, ax=ax, fraction=0.04, pad=0.02)
     bar.set_label(words, fontsize=9)
     bar.ax.tick_params(labelsize=_SMALL)

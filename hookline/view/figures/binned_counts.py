@@ -1,7 +1,8 @@
-"""Distributions in one form, from whatever has them: counts in bins.
+"""Distributions from any source, as counts in bins.
 
-- `Counts`: how often values of one place fall into bins
+- `Counts`: the counts of the values of one place in bins
 - `distributions(source, where)`: those of values, of measured histograms or of a training run
+- `edges_of(arrays, bins)`: the edges of bins over all values
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class Counts:
-    """How often values of a place fall into bins, and what is to be said about it."""
+    """The counts of the values of a place in bins, with remarks."""
 
     name: str
     counts: Array
@@ -36,11 +37,11 @@ class Counts:
 
     @property
     def total(self) -> float:
-        """How many values are in the bins."""
+        """The number of values in the bins."""
         return float(self.counts.sum())
 
     def quantile(self, share: float) -> float:
-        """The value below which a share of the values lies, within a bin by a straight line."""
+        """Return the value below which a share of the values lies, interpolated within a bin."""
         if not self.total:
             return float("nan")
         summed = np.concatenate([[0.0], np.cumsum(self.counts)]) / self.total
@@ -50,7 +51,7 @@ class Counts:
 def distributions(
     source: Any, where: Any, bins: int, step: int | None = None, kind: str = "output"
 ) -> list[Counts]:
-    """The distributions at places; those of values have the same bins."""
+    """Return the distributions at places; those of values have the same bins."""
     if bins < 1:
         raise FigureError(
             f"A histogram of {bins} bins was asked for.",
@@ -69,7 +70,7 @@ def distributions(
 
 
 def _of_samples(samples: Sequence[NumberSample], bins: int) -> list[Counts]:
-    """The distributions of numbers, in bins that all of them share."""
+    """Return the distributions of numbers, in bins that all of them share."""
     edges = edges_of([sample.values for sample in samples], bins)
     made: list[Counts] = []
     for sample in samples:
@@ -79,7 +80,7 @@ def _of_samples(samples: Sequence[NumberSample], bins: int) -> list[Counts]:
 
 
 def edges_of(arrays: Sequence[Array], bins: int) -> Array:
-    """The edges of bins over all values; around a constant, half a unit of it to each side."""
+    """Return the edges of bins over all values; around a constant, half a unit to each side."""
     ends = [(float(values.min()), float(values.max())) for values in arrays if values.size]
     low = min((low for low, _ in ends), default=0.0)
     high = max((high for _, high in ends), default=1.0)
@@ -112,7 +113,7 @@ def _of_bins(name: str, found: Bins, skipped: int) -> Counts:
 
 
 def _of_run(run: Run, where: Any, step: int | None, kind: str) -> list[Counts]:
-    """The histograms that a run kept at places, the last ones at or before a step."""
+    """Return the histograms of a run at places, the last ones at or before a step."""
     made: list[Counts] = []
     for place in kept_places(run, where, kind):
         found = run.histogram(place, kind, step)

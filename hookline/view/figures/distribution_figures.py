@@ -1,4 +1,4 @@
-"""How values are distributed.
+"""Figures of the distribution of values.
 
 - `histograms(source, where)`: of a value, or of a few over each other
 - `ridge(source, where)`: of many layers, one above the other
@@ -40,7 +40,7 @@ def histograms(
     kind: str = "output",
     ax: Axes | None = None,
 ) -> Figure:
-    """The distribution of a value; of up to six places over each other, as shares.
+    """Draw the distribution of a value, or of up to six places over each other, as shares.
 
     >>> import torch
     >>> figure = histograms({"fc": torch.tensor([0.0, 1.0, 1.0])}, bins=2)
@@ -49,15 +49,15 @@ def histograms(
 
     Args:
         source: a record, store, `Measurements` with a `Histogram`, run, model, dict or tensor.
-        where: places, if not all.
-        bins: how many, where values are counted here.
+        where: places; by default all.
+        bins: the number of bins, for values that are counted here.
         log: whether the counts have a logarithmic axis.
-        step: of a run, the step; the last one without.
-        kind: of a run, what was measured: output, grad, weight, weight_grad or update.
+        step: for a run, the step; by default the last one.
+        kind: for a run, the kind of values: output, grad, weight, weight_grad or update.
         ax: Axes to draw on.
 
-    All calls at a place count. NaN and infinities are left out and said so; of more than a
-    million values a sample is counted, the same at each call.
+    All calls at a place count. NaN and infinities are left out, with a remark. Of more than a
+    million values a sample is counted, the same each time.
     """
     found = distributions(source, where, bins, step, kind)
     if len(found) > len(COLOURS):
@@ -107,7 +107,7 @@ def _draw_several(ax: Axes, found: Sequence[Counts]) -> None:
 
 
 def said_once(found: Sequence[Counts], names: Sequence[str], most: int = 3) -> list[str]:
-    """The remarks on several places: those of all once, others with their names."""
+    """Return the remarks on several places: common ones once, others with their names."""
     common = [note for note in found[0].notes if all(note in one.notes for one in found)]
     own = [
         f"{name}: {', '.join(rest)}"
@@ -127,7 +127,7 @@ def ridge(
     kind: str = "output",
     ax: Axes | None = None,
 ) -> Figure:
-    """The distributions at many places, one above the other, in the order of the model.
+    """Draw the distributions at many places, one above the other, in the order of the model.
 
     >>> import torch
     >>> figure = ridge({f"h.{n}": torch.randn(100) * n for n in range(1, 5)})
@@ -163,7 +163,7 @@ def ridge(
 
 
 def _heights(found: Sequence[Counts]) -> list[Any]:
-    """Densities, the highest as high as two rows; the tallest may hide nothing above it."""
+    """Return densities, the highest as high as two rows; the tallest may hide nothing above it."""
     dense = [one.counts / max(one.total, 1) / np.diff(one.edges) for one in found]
     # A constant layer is a needle, beside which the others would be flat.
     peaks = sorted(float(d.max(initial=0.0)) for d in dense)

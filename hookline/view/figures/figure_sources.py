@@ -1,8 +1,8 @@
-"""What figures are drawn from, in one form: named tensors.
+"""Read the tensors for figures from any source: records, stores, models, dicts, runs.
 
 - `NamedTensors`: the tensors at one place, one for each call
 - `gather(source, where)`: those of a record, a store, a model, a mapping or a tensor
-- `matching(names, where)`: which of some names a place or a pattern means
+- `matching(names, where)`: the names that a place or a pattern means
 - `kept_places(run, where, kind)`: the same for a kind of rows of a run
 - `one(named, call)`: the only tensor, or that of a call
 """
@@ -37,7 +37,7 @@ _TAKEN = "a record, a store, a model, a dict of tensors, or a tensor"
 
 
 class NamedTensors(NamedTuple):
-    """The tensors at one place, and how many numbers stand there in all."""
+    """The tensors at one place, and the total of their numbers."""
 
     name: str
     tensors: list[Tensor]
@@ -46,12 +46,12 @@ class NamedTensors(NamedTuple):
 
 
 def gather(source: Any, where: Any = None, *, grads: bool = False) -> list[NamedTensors]:
-    """The tensors that a source has at the places that were asked for, or at all.
+    """Return the tensors of a source at some places, or at all.
 
     Args:
         source: a record, patterns, a store, a model (its parameters), a mapping or a tensor.
         where: a place, a pattern, a compiled regular expression, or a list of them.
-        grads: of a model, the gradients of the parameters.
+        grads: for a model, the gradients of the parameters.
     """
     found = _gathered(source, where, grads)
     if not found:
@@ -85,7 +85,7 @@ def _gathered(source: Any, where: Any, grads: bool) -> list[NamedTensors]:
 
 
 def named_places(source: Any, where: Any) -> list[str]:
-    """The places of a source that were asked for."""
+    """Return the places of a source that were asked for."""
     held = source.places()
     model = source._model() if isinstance(source, Record) and source._model else None
     if model is not None and not _is_text(where) and where is not None:
@@ -96,7 +96,7 @@ def named_places(source: Any, where: Any) -> list[str]:
 
 
 def _asked_for(found: list[NamedTensors], where: Any) -> list[NamedTensors]:
-    """Of nested values, the parts that were asked for."""
+    """Return the parts of nested values that were asked for."""
     if where is None or not _is_text(where):
         return found
     chosen = set(matching([named.name for named in found], where))
@@ -115,13 +115,13 @@ def _is_text(where: Any) -> bool:
 def matching(
     names: Iterable[str], where: Any, default: str = "output", inside: bool = False
 ) -> list[str]:
-    """The names that a place or pattern means, in their order; all without one.
+    """Return the names that a place or pattern means, in their order; all without one.
 
     >>> matching(["h.0.mlp", "h.1.mlp", "h.1.mlp:input"], "h.*.mlp")
     ['h.0.mlp', 'h.1.mlp']
 
-    An error says what there is if nothing fits. With `inside`, names of values that have an asked
-    part fit, too.
+    If nothing fits, the error lists the names. With `inside`, names of values that have the part
+    fit, too.
     """
     names = list(names)
     if where is None:
@@ -167,7 +167,7 @@ def _fits(name: str, where: Any, default: str, inside: bool) -> bool:
 
 
 def _leads(path: Sequence[Segment], names: Sequence[Any]) -> bool:
-    """Whether the segments of a pattern stand for these names."""
+    """Return True if the segments of a pattern stand for these names."""
     if not path:
         return not names
     first, *rest = path
@@ -180,7 +180,7 @@ def _leads(path: Sequence[Segment], names: Sequence[Any]) -> bool:
 
 
 def kept_places(run: Run, where: Any, kind: str) -> list[str]:
-    """The places of a run that have a kind of rows."""
+    """Return the places of a run that have a kind of rows."""
     held = [row.place for row in run.rows() if row.kind == kind]
     if not held:
         kinds = sorted({row.kind for row in run.rows()})
@@ -196,7 +196,9 @@ def kept_places(run: Run, where: Any, kind: str) -> list[str]:
 
 
 def one(named: NamedTensors, call: int | None) -> Tensor:
-    """The tensor of a place: of the given call, or the only one, or that of the first call."""
+    """Return the tensor of a place: of the given call, or the only one, or that of the first
+    call.
+    """
     count = len(named.tensors)
     if named.refused:
         raise FigureError(
@@ -222,7 +224,7 @@ def _of(source: Any, place: str, alone: bool) -> list[NamedTensors]:
 
 
 def _split(name: str, values: Sequence[Any]) -> list[NamedTensors]:
-    """One entry for each tensor in nested values."""
+    """Return one entry for each tensor in nested values."""
     found: dict[str, list[Tensor]] = {}
     for value in values:
         if isinstance(value, np.ndarray):
@@ -253,7 +255,7 @@ def _numbers(name: str, value: Any) -> Tensor:
 
 
 def plain(tensor: Tensor, name: str = "") -> Tensor:
-    """A tensor that can be indexed and turned into numpy: detached, dense, real."""
+    """Return a tensor that can be indexed and turned into numpy: detached, dense, real."""
     tensor = local(tensor.detach())
     if tensor.is_meta or tensor.is_nested:
         raise FigureError(
@@ -275,7 +277,7 @@ def _of_parameter(model: nn.Module, name: str, parameter: Tensor, grads: bool) -
 
 
 def _of_store(store: Store, place: str) -> NamedTensors:
-    """Whole samples of a store, as many as can be drawn, evenly spaced."""
+    """Return whole samples of a store, as many as can be drawn, evenly spaced."""
     rows = store[place]
     values = rows.rows if isinstance(rows, StoredSamples) else rows
     size = max(1, int(np.prod(values.shape[1:])))

@@ -1,4 +1,4 @@
-"""What happens along the layers.
+"""Figures along the layers of a model.
 
 - `along_layers(source, where)`: where the values of each layer lie
 - `gradient_flow(source, where)`: how large the gradients of each layer are
@@ -42,7 +42,7 @@ _SHARES = (0.01, 0.25, 0.5, 0.75, 0.99)
 
 
 class _Spread(NamedTuple):
-    """Where the values of a place lie."""
+    """The spread of the values of a place."""
 
     name: str
     ends: tuple[float, ...]  # 1 %, 25 %, median, 75 %, 99 %, or NaN for what is not known
@@ -57,16 +57,16 @@ def along_layers(
     kind: str = "output",
     ax: Axes | None = None,
 ) -> Figure:
-    """Where the values of each layer lie, in the order of the model, from top to bottom.
+    """Draw where the values of each layer lie, in the order of the model, from top to bottom.
 
     >>> import torch
     >>> figure = along_layers({"a": torch.arange(101.0), "b": torch.zeros(5)})
     >>> figure.axes[0].lines[0].get_xdata()  # the medians
     array([50.,  0.])
 
-    A dot is the median, the thick line has the middle half of the values and the thin one all but
-    1 % at each end. Of `Measurements` without a histogram, and of a run, the dot is the mean and
-    the thick line one standard deviation to each side.
+    A dot is the median, the thick line covers the middle half of the values and the thin one all
+    but 1 % at each end. For `Measurements` without a histogram, and for a run, the dot is the mean
+    and the thick line one standard deviation to each side.
 
     Args:
         source: a record, store, `Measurements`, run, model, dict or tensor.
@@ -96,7 +96,7 @@ def _axes(ax: Axes | None, rows: int) -> Axes:
 
 
 def _finish(ax: Axes, words: str, rows: Sequence[Any], notes: Sequence[str]) -> None:
-    """What figures with one row for each layer have in common."""
+    """Complete a figure with one row for each layer."""
     ax.set_ylim(len(rows) - 0.4, -0.6)
     names = [one.name for one in rows]
     along = label_ticks(ax, "y", names)
@@ -142,7 +142,7 @@ def _measured(source: Any, where: Any, step: int | None, kind: str) -> list[_Spr
 
 
 def _whole(moments: Variance) -> float:
-    """The deviation over everything: within the channels, and of their means."""
+    """Return the deviation over everything: within the channels, and of their means."""
     means, variances = moments.mean.numpy(), moments.result.numpy()
     return float(np.sqrt(np.mean(variances) + np.var(means)))
 
@@ -165,14 +165,14 @@ def _of_run(run: Run, where: Any, step: int | None, kind: str) -> list[_Spread]:
 def _at_step(
     run: Run, where: Any, step: int | None, kind: str, names: Sequence[str]
 ) -> Iterator[tuple[str, list[float], list[str]]]:
-    """Statistics of each place when it was measured last, or last up to a step, and remarks.
+    """Yield the last statistics of each place, at or before a step, with remarks.
 
-    They are NaN, and said to be, if nothing was finite then: what was before is not then.
+    They are NaN, with a remark, if nothing was finite then; earlier values are not used.
     """
     places, steps = kept_places(run, where, kind), run.steps()
     for name in names:
-        run._check(kind, name)
-    found = np.array([run._matrix(kind, name, places)[2] for name in (*names, "nonfinite")])
+        run.check(kind, name)
+    found = np.array([run.matrix_of(kind, name, places)[2] for name in (*names, "nonfinite")])
     for n, place in enumerate(places):
         measured = ~np.isnan(found[:, n]).all(0) & (step is None or steps <= step)
         if measured.any():
@@ -187,7 +187,7 @@ _MARKS = {"root mean square": "●", "largest": "○", "all zero": "◁", "none,
 
 
 class _Flow(NamedTuple):
-    """How large the gradient at a place is."""
+    """The size of the gradient at a place."""
 
     name: str
     rms: float
@@ -203,7 +203,7 @@ def gradient_flow(
     kind: str = "grad",
     ax: Axes | None = None,
 ) -> Figure:
-    """How large the gradients of each layer are, on a logarithmic axis, from top to bottom.
+    """Draw how large the gradients of each layer are, on a logarithmic axis, from top to bottom.
 
     >>> import torch
     >>> figure = gradient_flow({"a:grad": torch.tensor([3.0, -4.0]), "b:grad": torch.tensor([0.1])})
@@ -211,8 +211,8 @@ def gradient_flow(
     array([4. , 0.1])
 
     The filled dot is the root mean square, which does not grow with the size of the tensor; the
-    open one is the largest magnitude. A gradient of zeros stands at the left edge, one that is not
-    finite or did not arrive is marked at the right; the remarks say which.
+    open one is the largest magnitude. A gradient of zeros is at the left edge; one that is not
+    finite or did not arrive is marked at the right, and in the remarks.
 
     Args:
         source: a record with gradient places, a model after a backward (the gradients of its

@@ -1,4 +1,4 @@
-"""Pictures of single values.
+"""Figures of single values as maps.
 
 - `feature_maps(source, where)`: the channels of an image-like value, side by side
 - `attention_maps(source, where)`: what each head attends to
@@ -57,7 +57,7 @@ def feature_maps(
     own_scale: bool = False,
     ax: Axes | None = None,
 ) -> Figure:
-    """The channels of one sample of an image-like value, in a grid.
+    """Draw the channels of one sample of an image-like value, in a grid.
 
     >>> import torch
     >>> figure = feature_maps({"conv": torch.rand(2, 4, 8, 8)}, "conv", sample=1)
@@ -69,9 +69,9 @@ def feature_maps(
             channels × height × width.
         where: the place, if there is more than one.
         sample: which sample.
-        channels: which channels; without, all, or 64 that are spread evenly.
-        call: which call; the first one without.
-        own_scale: each map from its own least to its own greatest value, as 0 to 1, to see shapes
+        channels: which channels; by default all, or 64 evenly spread ones.
+        call: which call; by default the first.
+        own_scale: scale each map from its own least to its own greatest value, to see shapes
             rather than sizes.
         ax: Axes to draw on.
     """
@@ -152,7 +152,7 @@ def _to_unit(array: Array) -> Array:
 
 
 def _arranged(array: Array, notes: list[str]) -> tuple[Array, int]:
-    """The maps, and how many stand beside each other; a row of numbers is more than a hair."""
+    """Return the maps, and how many stand beside each other; a row of numbers is made thicker."""
     count, height, width = (max(1, size) for size in array.shape)
     times = max(height, width) // (_LONG * min(height, width))
     if times > 1:
@@ -171,7 +171,7 @@ def _grid_size(count: int, columns: int, shape: tuple[int, ...]) -> tuple[float,
 
 
 def _gaps(ax: Axes, count: int, columns: int, shape: tuple[int, ...]) -> tuple[int, int]:
-    """Below and beside each map, in its pixels: a number fits above each."""
+    """Return the gaps below and beside each map in its pixels, so that a number fits above each."""
     height, width = max(1, shape[1]), shape[2]
     beside = max(1, round(0.06 * max(height, width)))
     rows = max(1, -(-count // columns))
@@ -183,7 +183,7 @@ def _gaps(ax: Axes, count: int, columns: int, shape: tuple[int, ...]) -> tuple[i
 
 
 def _mosaic(array: Array, columns: int, gaps: tuple[int, int]) -> Array:
-    """All maps in one matrix, with gaps between them that are covered later, here NaN."""
+    """Return all maps in one matrix, with gaps of NaN between them, which are covered later."""
     count, height, width = array.shape
     below, beside = gaps
     rows = max(1, -(-count // columns))
@@ -203,7 +203,7 @@ def _between(
     gaps: tuple[int, int],
     numbered: Sequence[int],
 ) -> None:
-    """Cover the gaps, so that they are not taken for NaN, and number the maps."""
+    """Cover the gaps, so that they do not look like NaN, and number the maps."""
     from matplotlib.patches import Rectangle
 
     below, beside = gaps
@@ -240,7 +240,7 @@ def attention_maps(
     call: int | None = None,
     ax: Axes | None = None,
 ) -> Figure:
-    """What each head attends to: a row of maps for each place, queries down and keys across.
+    """Draw what each head attends to: a row of maps for each place, queries down, keys across.
 
     >>> import torch
     >>> figure = attention_maps(torch.rand(1, 2, 5, 5).softmax(-1))
@@ -250,12 +250,12 @@ def attention_maps(
     Args:
         source: the patterns of `hookline.attention`, or a record, dict or tensor with
             samples × heads × queries × keys, heads × queries × keys, or queries × keys.
-        where: places, if not all.
+        where: places; by default all.
         sample: which sample.
-        heads: which heads; without, all, or the first 16.
+        heads: which heads; by default all, or the first 16.
         tokens: words for the keys, and for the queries if there are as many. They are written
-            where there is room: up to 40 along a single head, up to 14 along each of several.
-        call: which call; the first one without.
+            if there is room: up to 40 along a single head, up to 14 along each of several.
+        call: which call; by default the first.
         ax: Axes to draw on.
     """
     found = gather(source, where)
@@ -309,7 +309,7 @@ def _draw_heads(
     tokens: Sequence[str] | None,
     alone: bool,
 ) -> list[str]:
-    """One picture for each head, on one scale from 0; the remarks."""
+    """Draw one picture for each head, on one scale from 0; return the remarks."""
     outer, count = _outer(cells), len(maps[-1][0])
     finite = [v[np.isfinite(v)] for v, _ in maps]
     top = max((float(v.max()) for v in finite if v.size), default=1.0) or 1.0
@@ -345,7 +345,7 @@ def _draw_heads(
 
 
 def _outer(cells: list[list[Axes]]) -> Any:
-    """The Axes that the cells are insets of."""
+    """Return the Axes that the cells are insets of."""
     inner = cells[0][0]
     figure = figure_of(inner)
     return next(ax for ax in figure.axes if inner in ax.child_axes)
@@ -358,7 +358,7 @@ def _label(
     outside: tuple[bool, bool],
     large: bool,
 ) -> None:
-    """Words, or the first and last number, along a map; only at the outside of the grid."""
+    """Put words, or the first and last number, along a map at the outside of the grid."""
     cell.tick_params(length=0, labelsize=7)
     queries, keys = shape
     words = [literal(str(word)) for word in tokens or ()]

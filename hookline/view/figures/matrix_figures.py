@@ -1,8 +1,8 @@
-"""Matrices: of weights, of layers × steps, of effects.
+"""Figures of matrices: of weights, of layers × steps, of effects.
 
 - `weights(source, where)`: parameters, or any values, as matrices
 - `over_steps(run)`: layers × steps of a training run
-- `effects(found)`: what ablating or patching each place does
+- `effects(found)`: the effects of ablating or patching each place
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _WRITTEN = 12  # rows and columns up to which the numbers are written into the c
 def weights(
     source: Any, where: Any = None, *, call: int | None = None, ax: Axes | None = None
 ) -> Figure:
-    """Weights, or any values, as matrices, blue below zero and red above it.
+    """Draw weights, or any values, as matrices, blue below zero and red above it.
 
     >>> import torch
     >>> figure = weights({"fc.weight": torch.tensor([[1.0, -2.0]])})
@@ -58,15 +58,15 @@ def weights(
     (-2.0, 2.0)
 
     Args:
-        source: a model (its parameters; without `where`, those that are matrices or more), a
+        source: a model (its parameters; without `where`, those of two or more dimensions), a
             record, store, dict or tensor.
-        where: places, if not all.
-        call: of a record, which call; the first one without.
+        where: places; by default all.
+        call: for a record, which call; by default the first.
         ax: Axes to draw on.
 
-    What has more than two dimensions is drawn as its first one × all others. Each has its own
-    scale, the same to both sides of zero. Of more than 1,024 rows or columns, evenly spaced ones
-    are drawn.
+    A tensor with more than two dimensions is drawn as its first dimension × all others. Each has
+    its own scale, the same to both sides of zero. Of more than 1,024 rows or columns, evenly spaced
+    ones are drawn.
     """
     found = gather(source, where)
     if isinstance(source, nn.Module) and where is None:
@@ -96,7 +96,7 @@ def weights(
 
 
 def _draw_matrix(ax: Axes, value: Tensor, name: str, bar: bool) -> list[str]:
-    """Draw a value as a matrix; its shape and the remarks on it."""
+    """Draw a value as a matrix; return its shape and the remarks on it."""
     flat = value.reshape(1, -1) if value.ndim < 2 else value.flatten(1)
     flat, notes = reduced(flat)
     array = numbers(flat)
@@ -131,17 +131,17 @@ def over_steps(
     statistic: str = "std",
     ax: Axes | None = None,
 ) -> Figure:
-    """A statistic of a training run over layers and steps, with what was found marked.
+    """Draw a statistic of a training run over layers and steps, with findings marked.
 
     Args:
-        run: what `hookline.watch` wrote, as `hookline.Run.open(folder)` gives it.
-        where: places, if not all.
-        kind: what was measured: output, grad, weight, weight_grad or update.
+        run: a run of `hookline.watch`, from `hookline.Run.open(folder)`.
+        where: places; by default all.
+        kind: the kind of values: output, grad, weight, weight_grad or update.
         statistic: such as mean, std, absmax, norm or zeros.
         ax: Axes to draw on.
 
-    The colours are logarithmic where positive values span more than a factor of a thousand. Where
-    nothing was measured at a place, it is hatched; where nothing was finite, it is grey.
+    The colours are logarithmic if positive values span more than a factor of a thousand. Steps that
+    were not measured are hatched; steps without a finite number are grey.
     """
     if not isinstance(run, Run):
         raise FigureError(
@@ -158,7 +158,7 @@ def over_steps(
     norm, scale = _logarithmic(array)
     shown, fewer = reduced(array)
     measured = ~np.isnan(array)
-    measured |= run._matrix(kind, "nonfinite", places)[2] == 1  # measured, and nothing was finite
+    measured |= run.matrix_of(kind, "nonfinite", places)[2] == 1  # measured, and nothing was finite
     odd = counted(array[measured])
     image, notes = picture(ax, shown, center=0.0 if signed else None, norm=norm, odd=odd)
     if not measured.all():
@@ -188,7 +188,7 @@ _STATISTICS = {
 
 
 def _logarithmic(array: Array) -> tuple[Any, str]:
-    """A logarithmic norm if the values need one, and what the colour bar says of it."""
+    """Return a logarithmic norm if the values need one, and its label for the colour bar."""
     finite = array[np.isfinite(array)]
     positive = finite[finite > 0]
     if (finite < 0).any() or not positive.size or positive.max() < 1000 * positive.min():
@@ -202,7 +202,7 @@ def _logarithmic(array: Array) -> tuple[Any, str]:
 
 
 def _label_steps(ax: Axes, steps: Any, shown: int) -> None:
-    """The steps along the bottom: columns stand for what was measured, evenly or not."""
+    """Label the steps along the bottom: columns are measured steps, evenly spaced or not."""
     count = min(shown, 8)
     positions: list[int] = np.unique(np.linspace(0, shown - 1, count).round()).astype(int).tolist()
     at = [int(steps[round(p * (len(steps) - 1) / max(1, shown - 1))]) for p in positions]
@@ -211,7 +211,7 @@ def _label_steps(ax: Axes, steps: Any, shown: int) -> None:
 
 
 def _mark(ax: Axes, run: Run, places: list[str], steps: Any) -> list[str]:
-    """Mark what was found, where and when it was."""
+    """Mark findings at their places and steps."""
     spots: list[tuple[int, int]] = []
     for finding in run.findings():
         if finding.place in places:
@@ -235,7 +235,8 @@ def effects(
     center: float | None = 0.0,
     ax: Axes | None = None,
 ) -> Figure:
-    """A matrix of effects with its labels: layers × positions, layers × heads, places × metrics.
+    """Draw a matrix of effects with its labels: layers × positions, layers × heads, places ×
+    metrics.
 
     >>> import torch
     >>> figure = effects(torch.tensor([[0.5, -1.0]]), ["h.0"], ["head 0", "head 1"])
@@ -243,11 +244,11 @@ def effects(
     ['0.5', '-1']
 
     Args:
-        found: what `hookline.sweep` gives, a matrix (a tensor, an array, nested lists), a pandas
+        found: the result of `hookline.sweep`, a matrix (a tensor, an array, nested lists), a pandas
             DataFrame, or a dict of rows.
         rows: labels of the rows, top to bottom.
         columns: labels of the columns.
-        words: what the numbers are, with their unit.
+        words: the meaning of the numbers, with their unit.
         center: the value that means "no effect"; None for a scale from least to greatest.
         ax: Axes to draw on.
     """
@@ -284,7 +285,7 @@ def effects(
 
 
 def _labelled(found: Any) -> tuple[Array, list[str] | None, list[str] | None]:
-    """A matrix with the labels that it brings along."""
+    """Return a matrix with its own labels."""
     if isinstance(found, Sweep):
         columns = ["whole value" if at is None else str(at) for at in found.positions]
         return numbers(found.matrix), list(found.places), columns
@@ -319,7 +320,7 @@ def _labelled(found: Any) -> tuple[Array, list[str] | None, list[str] | None]:
 
 
 def _write(ax: Axes, array: Array, image: Any) -> None:
-    """The numbers into the cells, dark or bright, whichever can be read."""
+    """Write the numbers into the cells, dark or bright, whichever is readable."""
     greatest = np.abs(array[np.isfinite(array)]).max(initial=0.0)
     # Beside the greatest, what is a thousandth of it is nothing, and its digits are noise.
     digits = 2 - math.floor(math.log10(greatest)) if greatest else 0

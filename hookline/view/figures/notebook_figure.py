@@ -1,8 +1,8 @@
-"""The figure that is drawn on when no Axes were given.
+"""The matplotlib Figure that is drawn on if no Axes were given.
 
-- `NotebookFigure`: a matplotlib Figure that notebooks show, and that pyplot does not know of
+- `NotebookFigure`: a Figure that notebooks show, and that pyplot does not know
 
-Importing this imports matplotlib.
+Importing this file imports matplotlib.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ __all__ = ["NotebookFigure"]
 
 
 class NotebookFigure(Figure):
-    """A Figure outside pyplot: nothing to close, and it shows itself in a notebook."""
+    """A Figure outside of pyplot: there is nothing to close, and notebooks show it."""
 
     def __init__(self, size: tuple[float, float], **options: Any) -> None:
         super().__init__(figsize=size, layout="constrained", **options)
 
     def _repr_png_(self) -> bytes:
-        """The picture, for notebooks."""
+        """Return the picture, for notebooks."""
         buffer = io.BytesIO()
         self.savefig(buffer, format="png", dpi=144, bbox_inches="tight")
         return buffer.getvalue()

@@ -1,6 +1,6 @@
-"""Numbers out of tensors of any size: all of them, or a sample that is always the same.
+"""Take numbers out of tensors of any size: all of them, or a sample that is always the same.
 
-- `NumberSample`: the numbers of one place, what was left out, and the remarks on it
+- `NumberSample`: the numbers of one place, the counts of what was left out, and remarks
 - `sample_numbers(named)`: the sample of a place
 - `spaced(count, most)`: evenly spread positions
 """
@@ -27,9 +27,9 @@ Array = NDArray[Any]
 
 
 def spaced(count: int, most: int) -> Array:
-    """Positions spread over `count` ones, at most `most`: one drawn from each stretch.
+    """Return at most `most` positions of `count`, one drawn from each stretch.
 
-    They are the same at each call. Exact steps would meet the same channels again and again.
+    They are the same each time. Exact steps would hit the same channels again and again.
 
     >>> len(spaced(10, 20)), len(spaced(1_000_000, 1000))
     (10, 1000)
@@ -41,13 +41,13 @@ def spaced(count: int, most: int) -> Array:
 
 
 def numbers(tensor: Tensor) -> Array:
-    """A tensor as float64 numpy, whatever its dtype and device."""
+    """Return a tensor as float64 numpy, whatever its dtype and device."""
     return tensor.to("cpu", torch.float64).numpy()
 
 
 @dataclass(frozen=True)
 class NumberSample:
-    """The finite numbers of a place, and how many others there were."""
+    """The finite numbers of a place, and the counts of the others."""
 
     name: str
     values: Array
@@ -60,14 +60,14 @@ class NumberSample:
 
     @property
     def notes(self) -> list[str]:
-        """What is to be said about it."""
+        """The remarks on the sample."""
         if self.refused:
             return [self.refused.rstrip(".")]
         return remarks(self.taken, self.total, self.nan, self.above, self.below, self.values)
 
 
 def sample_numbers(named: NamedTensors, most: int = MOST) -> NumberSample:
-    """The numbers at a place: all, or `most` of them."""
+    """Return the numbers at a place: all, or `most` of them."""
     if named.refused:
         return NumberSample(named.name, np.empty(0), 0, 0, refused=named.refused)
     share = most / max(1, sum(tensor.numel() for tensor in named.tensors))
@@ -91,7 +91,7 @@ def _some(tensor: Tensor, share: float) -> Array:
 
 
 def counted(values: Tensor | Array) -> tuple[int, int, int]:
-    """How many are NaN, infinite and minus infinite: of all, as the one in a million matters."""
+    """Return the counts of NaN, inf and -inf among all values, since one in a million matters."""
     if not isinstance(values, Tensor):
         tests = (np.isnan(values), np.isposinf(values), np.isneginf(values))
         return int(tests[0].sum()), int(tests[1].sum()), int(tests[2].sum())
@@ -106,7 +106,7 @@ def counted(values: Tensor | Array) -> tuple[int, int, int]:
 def remarks(
     taken: int, total: int, nan: int, above: int, below: int, values: Sequence[float] | Array = ()
 ) -> list[str]:
-    """What a figure says about the numbers that it shows, beside their shape."""
+    """Return the remarks of a figure on the numbers that it shows, beside their shape."""
     found: list[str] = []
     if taken < total:
         found.append(f"sample of {taken:,} out of {total:,} values")

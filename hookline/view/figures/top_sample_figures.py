@@ -1,4 +1,4 @@
-"""The samples that excite a unit most.
+"""Figures of the samples with the largest activations of a unit.
 
 - `top_samples(found, data)`: from `hookline.TopK` and the data that was measured
 """
@@ -38,7 +38,7 @@ def top_samples(
     k: int = 5,
     ax: Axes | None = None,
 ) -> Figure:
-    """The samples with the largest values of some channels: a row for each channel, best first.
+    """Draw the samples with the largest values of some channels: a row for each, best first.
 
     >>> import torch
     >>> from hookline import TopK
@@ -53,8 +53,8 @@ def top_samples(
             is a tuple, the first item is drawn: images (height × width, with 1 or 3 channels
             before or behind), lists of words (with the one of the top value marked), text, or
             rows of numbers.
-        where: of `Measurements`, the place, if there are several.
-        channels: which; the first 8 without.
+        where: for `Measurements`, the place, if there are several.
+        channels: which channels; by default the first 8.
         k: how many samples, at most 10.
         ax: Axes to draw on.
     """
@@ -132,7 +132,7 @@ def _sample(data: Any, number: int) -> Any:
 
 
 def _show(cell: Axes, sample: Any, position: NDArray[Any]) -> None:
-    """One sample: a picture, words, or a line."""
+    """Draw one sample: a picture, words, or a line."""
     if isinstance(sample, str):
         _words(cell, sample.split(), -1)
         return
@@ -161,7 +161,7 @@ def _show(cell: Axes, sample: Any, position: NDArray[Any]) -> None:
 
 
 def _visible(array: NDArray[Any]) -> NDArray[Any]:
-    """Colours from 0 to 1; normalised images are stretched."""
+    """Return colours from 0 to 1; normalised images are stretched."""
     finite = array[np.isfinite(array)]
     low, high = (finite.min(), finite.max()) if finite.size else (0.0, 1.0)
     if low >= 0 and high > 1 and high <= 255:
@@ -172,7 +172,7 @@ def _visible(array: NDArray[Any]) -> NDArray[Any]:
 
 
 def _words(cell: Axes, words: list[str], marked: int) -> None:
-    """Some words, those around the marked one, which stands in its own line."""
+    """Write some words around the marked one, which has its own line."""
     start = max(0, marked - 4) if marked >= 0 else 0
     around = words[start : start + 9]
     lines = [f"▸ {word}" if start + n == marked else word for n, word in enumerate(around)]
