@@ -16,7 +16,6 @@ from torch import nn
 
 from hookline.captures.capturing import capture
 from hookline.compat.torch_tuner.handles import FBH, FBPH, FH, FPH, Handle, Kind
-from hookline.compat.torch_tuner.layer_gradients import Gradients
 from hookline.compat.torch_tuner.saved_values import (
     Value,
     after_first,
