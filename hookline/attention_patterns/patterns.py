@@ -72,9 +72,7 @@ class Patterns:
     tensors of their own: (batch, heads, queries, keys).
     """
 
-    def __init__(
-        self, record: Record, model: nn.Module, dtype: torch.dtype | None
-    ) -> None:
+    def __init__(self, record: Record, model: nn.Module, dtype: torch.dtype | None) -> None:
         self._record = record
         self._model = weakref.ref(model)
         # Of softmaxes: which calls are of attention, and how many were looked at.
@@ -168,8 +166,8 @@ class Patterns:
             return ()
         spelled = str(handler.target.place)
         if _kind(place) == SOFTMAX:
-            return _Calls(self._record, spelled, self._fitting(handler))
-        return _Calls(self._record, spelled, range(len(handler.entries())))
+            return _RecordedCalls(self._record, spelled, self._fitting(handler))
+        return _RecordedCalls(self._record, spelled, range(len(handler.entries())))
 
     def _fitting(self, handler: CaptureHandler) -> list[int]:
         """Return the calls of a softmax that are of attention: each is looked at once."""

@@ -189,7 +189,7 @@ class capture(Context):
         return bool(self._fired)
 
     def _all_fired(self) -> bool:
-        """Return True if no error is due, as far as can be told without an object for each place."""
+        """Return True if no error is due, as far as the log tells."""
         one = len(self._requests) == 1 and not self._requests[0].literal
         return bool(one and self._tracer.events) or self._tracer.all_fired()
 

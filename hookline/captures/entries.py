@@ -48,7 +48,7 @@ class Values(Entries):
         return len(self.values)
 
     def __getitem__(self, position: Any) -> Any:
-        return self.values[position]
+        return cast(Any, self.values[position])
 
     def of_call(self, call: int) -> list[Kept | None]:
         first = bisect_left(self.values, call, key=itemgetter(0))

@@ -139,7 +139,7 @@ class Options:
             raise _Unsliced(Missing(error.found, error.remedy)) from error
 
     def keep_function(self) -> Callable[[Any], Any]:
-        """Return the function that hooks call with a value: the commonest cases of `keeps` first."""
+        """Return the function that hooks call with a value: `keeps`, the commonest cases first."""
         if self.derives:
             others = not (self.transform is self.device is self.dtype is None)
             return self.keeps if others or _depends(self.at) else self._keep_slice

@@ -153,7 +153,9 @@ class Record:
             raise NotCaptured(asked, found, "record.calls(place) gives all of them.")
         return kept[call + len(kept) if call < 0 else call]
 
-    def _numbered(self, handler: CaptureHandler, kept: Entries, call: int) -> tuple[int, Kept | None]:
+    def _numbered(
+        self, handler: CaptureHandler, kept: Entries, call: int
+    ) -> tuple[int, Kept | None]:
         """What is kept of a call, where only some were asked for."""
         found = kept.of_call(call)
         if len(found) == 1:
@@ -165,7 +167,9 @@ class Record:
             raise SeveralCalls(asked, several, f"Read record.numbered({place!r}).")
         if call in handler.untold:
             raise NotCaptured(
-                asked, f"It cannot be told: {handler.untold[call].found}", handler.untold[call].remedy
+                asked,
+                f"It cannot be told: {handler.untold[call].found}",
+                handler.untold[call].remedy,
             )
         never = calls.step is None and calls.cover(call)
         why = "It never came." if never else f"The capture was for others: calls={calls.shown}."
@@ -237,7 +241,9 @@ class Record:
         path, tensor = only_tensor(get_part(kept[0], parts), lambda: f"The value at {where!r}")
         return self._spread(handler, (*parts, *path), tensor)
 
-    def _spread(self, handler: CaptureHandler, path: Path, tensor: Tensor) -> tuple[Any, ...] | None:
+    def _spread(
+        self, handler: CaptureHandler, path: Path, tensor: Tensor
+    ) -> tuple[Any, ...] | None:
         if self._source is not None:
             handler.note_layouts()
         return spread(tensor, handler.layouts, (*handler.target.parts, *path))

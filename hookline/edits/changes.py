@@ -189,7 +189,7 @@ class Chain(Change):
         return value
 
     @property
-    def binds(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def binds(self) -> bool:
         return any(change.binds for change in self.changes)
 
     def bound_to(self, handler: Handler) -> Change:

@@ -272,7 +272,9 @@ class edit(Context):
             found = "A later edit was made of what this one had changed, and still holds that."
             return ChangeError(f"{self!r} was removed.", found, "Remove the later one first.")
         tracer = self._tracer
-        for handler in [*tracer.handlers.values()] if tracer is not None else ():
+        if tracer is None:
+            return None
+        for handler in [*tracer.handlers.values()]:
             if handler.wrote:
                 tracer.changed.add(handler.subject)
         for handler in self._parameters:

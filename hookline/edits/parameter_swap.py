@@ -38,7 +38,7 @@ __all__ = ["Saving", "Swap", "Undo", "mark", "swap"]
 
 
 class Undo(list[Callable[[], None]]):
-    """The steps that put back what was changed, the last first; may be interrupted and run again."""
+    """The steps that undo a change, the last first; may be interrupted and run again."""
 
     def run(self) -> None:
         while self:

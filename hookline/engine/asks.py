@@ -67,7 +67,9 @@ class Ask:
     def is_whole(self) -> bool:
         """Return True if the whole values of all calls of a module are only looked at."""
         others = self.parts or self.operation or self.target or self.calls
-        return self.keep is not None and not (others or self.keeps_first or self.stops or self.paired)
+        return self.keep is not None and not (
+            others or self.keeps_first or self.stops or self.paired
+        )
 
     @property
     def is_whole_output(self) -> bool:
@@ -99,17 +101,17 @@ class Plan:
         self.grad_outputs = of_port("grad_output")
         self.gradients = bool(self.grad_inputs or self.grad_outputs)
         self.takes_cache = takes_cache  # whether its calls tell the steps of a generation
-        apart = any([ask.paired for ask in asks])
+        apart = any(ask.paired for ask in asks)
         # Whether something must be known of a call before it begins.
         self.paired = bool(self.inputs or self.values or self.gradients or takes_cache or apart)
         # Whether calls in checkpointed regions are remembered, to know them in the backward.
-        self.replaces = any([ask.replaces for ask in self.inputs + self.outputs])
+        self.replaces = any(ask.replaces for ask in self.inputs + self.outputs)
         self.remembers = self.replaces or apart or self.gradients
         # Whether the forward hook gets the named arguments.
-        self.takes_kwargs = any([ask.keep is None for ask in self.outputs])
+        self.takes_kwargs = any(ask.keep is None for ask in self.outputs)
         # Whether only whole outputs and gradients are looked at: see `Tracer._end_ordinary`.
-        looks = all([ask.is_whole and ask.keep_gradient is not None for ask in asks])
-        named = any([ask.port in ("input", "inputs", "grad_inputs") for ask in asks])
+        looks = all(ask.is_whole and ask.keep_gradient is not None for ask in asks)
+        named = any(ask.port in ("input", "inputs", "grad_inputs") for ask in asks)
         self.light = self.gradients and looks and not named
 
     @cached_property

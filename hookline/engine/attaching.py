@@ -65,7 +65,7 @@ def attached(model: nn.Module) -> Attached:
     modules: list[Any] = [module for _, module in walk(model)]
     before = [hook for module in modules for hook in forward_pre_hooks_of(module).values()]
     hooks = [*before, *(hook for module in modules for hook in forward_hooks_of(module).values())]
-    owners = [getattr(function, "__self__", None) for function in hooks]
+    owners: list[Any] = [getattr(function, "__self__", None) for function in hooks]
     found: dict[int, tuple[int, Any]] = {}
     for owner in owners:
         context = owner.context() if isinstance(owner, ModuleHooks) and owner.context else None

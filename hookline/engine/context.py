@@ -75,7 +75,7 @@ class Context(Entering):
     def _start(self, attached: bool) -> None:
         self._tracer = None
         self._requests = self._resolve()
-        if not any([request.modules or request.targets for request in self._requests]):
+        if not any(request.modules or request.targets for request in self._requests):
             remedy = "Name places after the model, such as '**' for every module."
             raise PlaceError(f"{self._verb} was given no place.", "Nothing would happen.", remedy)
         if attached:
@@ -103,7 +103,10 @@ class Context(Entering):
         if request.modules:
             ask = self._shared_ask(request.port or "output", request.parts, request.operation)
             entries.append((ask, request.modules))
-        for target in request.tensors if request.modules else request.targets:
+        # The others are tensors, or places that a verb has put in the request.
+        for target in request.targets if request.tensors or not request.modules else ():
+            if request.modules and target.attribute is None:
+                continue
             if target.attribute is None:
                 ask = self._shared_ask(target.port, target.parts, target.operation)
             else:
@@ -133,10 +136,10 @@ class Context(Entering):
         if isinstance(self._model, Tensor) and self._attached:
             # There is no module whose hooks could keep this alive: a hook of the tensor does.
             handler.tensor_hooks.add(self._model, _Keeper(self))
-        if offloading.is_offloaded(self._model, tensor, target.named(target.path)):
+        if offloading.is_offloaded(cast(Any, self._model), tensor, target.named(target.path)):
             handler.explain(0, *offloading.NO_GRADIENT)
         elif fsdp.is_gathered(target.module) or is_lazy(tensor):
-            module = fsdp.gatherer(self._model, target.path) or target.module
+            module = fsdp.gatherer(cast(Any, self._model), target.path) or target.module
             self._callers[handler.ask] = module
             fsdp.watch_later(handler)
         else:
@@ -206,10 +209,11 @@ class Context(Entering):
     def _awaited(self) -> ChangeError | None:
         """Return the error if checkpointed calls that were changed will run again afterwards."""
         tracer = self._tracer
-        for subject in tracer.changed if tracer is not None else ():
+        if tracer is None:
+            return None
+        for subject in tracer.changed:
             if subject in tracer.regions and tracer.regions[subject].awaiting():
-                ident = subject[0] if isinstance(subject, tuple) else subject
-                name = first_names(self._model).get(ident, "")
+                name = first_names(self._model).get(tracer.ident_of(subject), "")
                 return awaited(f"{self._verb} changed a call of {name!r}")
         return None
 

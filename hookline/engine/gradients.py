@@ -96,7 +96,7 @@ _MARK = "hookline"
 
 
 def made_since(node: Any, start: int) -> bool:
-    """Return True if a node is there and was made when the sequence had come to `start`, or later."""
+    """Return True if there is a node that was made when the sequence had come to `start`."""
     return node is not None and sequence_number(node) >= start
 
 
@@ -256,7 +256,7 @@ def _owns_memory(tensor: Tensor, base_fresh: bool, output: Any) -> bool:
 
 
 def _owns_base(tensor: Tensor, output: Any) -> bool:
-    """Return True if a tensor's base is held by it alone, or by outputs that show other parts of it.
+    """Return True if only a tensor holds its base, or outputs that show other parts of it.
 
     Of a base that others hold or have views of, not all that flows is this view's.
     """
@@ -276,7 +276,7 @@ def alike(base: Tensor, view: Tensor) -> bool:
 
 @cache
 def alone() -> int:
-    """Return the reference count of a base that only its view holds, as a local variable sees it."""
+    """Return the reference count of a base that only its view holds, and a local variable."""
     view = torch.zeros(1, requires_grad=True).add(1).view(1, 1)
     base = base_of(view)
     return sys.getrefcount(base)
@@ -328,7 +328,7 @@ def mark_gate(gate: Tensor, serial: int, path: Path = ()) -> Any:
 
 
 def gate_of(node: Any, serial: int) -> Path | None:
-    """Return where the gate of a node stands; None unless an edit has made it for this very call."""
+    """Return where the gate of a node stands; None unless it was made for this very call."""
     mark = None if node is None else node.metadata.get(_MARK)
     return mark[1] if mark is not None and mark[0] == serial else None
 
@@ -401,7 +401,7 @@ def makes_its_output(module: nn.Module) -> bool:
 
 
 def watch_ordinary_output(tracer: Tracer, ask: Ask, call: RunningCall, output: Any) -> bool:
-    """Hook an output that the call has made, as far as can be seen; False if more must be looked at.
+    """Hook an output that the call has made; return False if that is not all there is to it.
 
     `watch_outputs` does the same for every output. This takes no handler.
     """

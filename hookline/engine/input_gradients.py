@@ -118,7 +118,7 @@ def _may_share(args: Any, kwargs: Any) -> bool:
 
 
 def _shared(module: nn.Module, args: Any, kwargs: Any) -> dict[Edge, list[Path]]:
-    """Return the edges of tensors that stand at several paths in the bound arguments, with these."""
+    """Return the edges of tensors that stand at several paths in the bound arguments."""
     found: dict[Edge, list[Path]] = {}
     for path, tensor in leaves(arguments.bind(module, args, kwargs)):
         if tensor.requires_grad and gradients.is_usable(tensor):
@@ -335,7 +335,7 @@ def watch_ordinary_input(tracer: Tracer, ask: Ask, call: RunningCall, output: An
 
 
 def note_ordinary(handler: Handler, call: RunningCall) -> None:
-    """Note the only input of a call for `watch_inputs`, if it was not watched as an ordinary one."""
+    """Note the only input of a call for `watch_inputs`, where the shortcut does not do."""
     tensor, node, output_nr, _ = call.given[0]
     noted = _Noted(handler, tensor)
     noted.tensors = [(tensor, ())]

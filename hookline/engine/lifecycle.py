@@ -117,7 +117,7 @@ class Entering:
         return None
 
     def _failed(self, error: BaseException, trace: types.TracebackType | None) -> bool | None:
-        """Called after the block if something was raised in it; return True to swallow the error."""
+        """Called after the block if it raised an error; return True to swallow the error."""
         if is_compiler_error(error):
             error.add_note(
                 "hookline: the model was compiled inside the `with`. Compile it before, and it "

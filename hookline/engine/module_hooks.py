@@ -50,7 +50,8 @@ class ModuleHooks:
 
     def __init__(self, context: Any, owner: int | None) -> None:
         self.context: weakref.ref[Any] | None = weakref.ref(context)  # None in a copy
-        self.owner = owner  # the serial of the context; None to act in every thread and task
+        # The serial of the context; None to act in every thread and task.
+        self.owner: int | None = owner
         self.keeper: Any = None
         self.key = next(_KEYS)
 
@@ -76,7 +77,7 @@ class ModuleHooks:
     def remove_after_all(
         self, modules: Iterable[tuple[str, nn.Module]], paths: dict[int, str]
     ) -> None:
-        """Undo `put_after_all`, fine if that is done already; note the path of each module by id."""
+        """Undo `put_after_all`, if that is not done; note the path of each module by id."""
         key = self.key
         for path, module in modules:
             forward_hooks_of(module).pop(key, None)

@@ -43,9 +43,13 @@ def reason(handler: Handler, model: Any, others: bool) -> str:
         also = "threads='all' takes those calls too."
         if target.operation is not None:
             also = "threads='all' takes those of tasks; operations in other threads are never seen."
-        return f"its module was called {foreign}×, but from another thread or task than this: {also}"
+        return (
+            f"its module was called {foreign}×, but from another thread or task than this: {also}"
+        )
     if target.operation is not None and not _calls_of(handler):
-        return not_called(target.operation, () if tracer is None else tracer.called_in(target.ident))
+        return not_called(
+            target.operation, () if tracer is None else tracer.called_in(target.ident)
+        )
     if _came(handler)[0]:
         return _none_meant(handler)
     if target.port == "grad":

@@ -57,7 +57,7 @@ class Misfit(ChangeError):
 def check_at(at: Any, targets: Callable[[], Iterable[Target]]) -> None:
     """Raise an error unless `at` can be an index, and is one at these places.
 
-    Slices are counted over the whole value. One of a value that is only this rank's part is refused.
+    Slices count over the whole value: one of a value that is only this rank's part is refused.
     """
     if isinstance(at, (str, bytes, float, dict)):
         raise TypeError(f"at={at!r} was asked for. It is no index. {_REMEDY}")

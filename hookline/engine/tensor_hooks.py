@@ -81,7 +81,7 @@ class GradientHook:
         self.dtype: torch.dtype | None = None  # to cast to, where autocast's casts are passed over
         # Detached aliases with their versions: they show whether memory was changed in place.
         self.aliases: tuple[tuple[Tensor, int], ...] = ()
-        self.base: tuple[Any, int] | None = None  # the stride and offset of a view's base
+        self.base: tuple[Any, Any] | None = None  # the stride and offset of a view's base
 
     @classmethod
     def of(cls, handler: Handler, number: int, path: Path = ()) -> GradientHook:
@@ -103,7 +103,7 @@ class GradientHook:
     @property
     def changed(self) -> bool:
         """Return True if memory that is watched was changed in place."""
-        return any([version_of(alias) != version for alias, version in self.aliases])
+        return any(version_of(alias) != version for alias, version in self.aliases)
 
     @property
     def lost(self) -> bool:

@@ -22,7 +22,7 @@ import types
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,7 @@ from hookline.engine.asks import Ask, Missing, Plan
 from hookline.engine.calls import RunningCall, Subject, is_over
 from hookline.engine.checkpointing import Regions
 from hookline.engine.compiling import Slot
-from hookline.engine.events import INSIDE, Keep, LastEvents, StopForward, new_log
+from hookline.engine.events import INSIDE, Event, Keep, LastEvents, StopForward, new_log
 from hookline.engine.fsdp import watch_gathered
 from hookline.engine.generation import FORGOTTEN, Generation, Step, Steps
 from hookline.engine.handlers import KEEP, PART_REMEDY, Handler, add_place
@@ -146,8 +146,9 @@ class Tracer(ModuleHooks):
         """Return the operations of which something is asked, by the id of their module."""
         wanted: dict[tuple[nn.Module, str], dict[Ask, None]] = {}
         for ask, modules in self.asked:
-            for _, module in modules if ask.operation is not None else ():
-                wanted.setdefault((module, ask.operation), {})[ask] = None
+            if ask.operation is not None:
+                for _, module in modules:
+                    wanted.setdefault((module, ask.operation), {})[ask] = None
         found: dict[int, list[Operation]] = {}
         for (module, name), asks in wanted.items():
             operation = Operation(self, module, name, Plan(tuple(asks)))
@@ -232,7 +233,7 @@ class Tracer(ModuleHooks):
         plan = self.plans.get(id(module))
         if plan is None or not plan.paired:  # a shallow copy shares its hooks with the module
             return None
-        # Taken off meanwhile, it gets no kwargs; of other threads, the forward hook counts the call.
+        # Taken off meanwhile, it gets no kwargs. The forward hook counts calls of other threads.
         if kwargs is None or self.owner not in active():
             return None
         call = RunningCall(id(module), sys._getframe(1))
@@ -338,7 +339,7 @@ class Tracer(ModuleHooks):
     def end(self, plan: Plan, call: RunningCall, output: Any) -> Any:
         """End a call; return the new output, if it was changed."""
         if plan.takes_cache and self.generation is not None:
-            self.generation.leave(call.frame)
+            self.generation.leave(cast(types.FrameType, call.frame))
         if self.owner is None:
             with self.lock:
                 self._number(plan, call)
@@ -362,7 +363,7 @@ class Tracer(ModuleHooks):
         return new
 
     def _end_ordinary(self, plan: Plan, call: RunningCall, output: Any) -> None:
-        """End an ordinary call of which whole gradients are captured: what is usual needs no handler."""
+        """End an ordinary call of which whole gradients are captured, without a handler."""
         subject = call.subject
         call.number = number = self.counts[subject]
         self.counts[subject] = number + 1
@@ -421,7 +422,7 @@ class Tracer(ModuleHooks):
     def _depth(self, call: RunningCall) -> int:
         """Return how many other calls of the same subject run."""
         calls = [*self.running.values()]
-        if any([one.subject == call.subject and one is not call for one in calls]):
+        if any(one.subject == call.subject and one is not call for one in calls):
             self._drop_raised()
             calls = [*self.running.values()]
         return sum([one.subject == call.subject and one is not call for one in calls])
@@ -448,9 +449,10 @@ class Tracer(ModuleHooks):
         if call.recomputed:
             told = self.told.get(call.subject)
             return FORGOTTEN if told is None else told.of(call.number)
+        frame = cast(types.FrameType, call.frame)
         if plan.takes_cache:
-            return generation.enter(module, args, kwargs, call.frame)
-        return generation.current(module, call.frame)
+            return generation.enter(module, args, kwargs, frame)
+        return generation.current(module, frame)
 
     # -- values ---------------------------------------------------------------------------------
 
@@ -489,7 +491,7 @@ class Tracer(ModuleHooks):
         if not (call.recomputed or self._is_settled(ask, call.subject)):
             number = None if ask.calls is None else call.number
             # Others may hold the address of the model's own arguments.
-            shared = self._ident(call.subject) == id(self.model)
+            shared = self.ident_of(call.subject) == id(self.model)
             kept = self._kept(ask, call.subject, number, value, shared)
             call.pending.append((ask, number, kept))
             if type(kept) is Missing:
@@ -552,7 +554,9 @@ class Tracer(ModuleHooks):
 
     # -- logging --------------------------------------------------------------------------------
 
-    def _kept(self, ask: Ask, subject: Subject, number: Any, value: Any, shared: bool = False) -> Any:
+    def _kept(
+        self, ask: Ask, subject: Subject, number: Any, value: Any, shared: bool = False
+    ) -> Any:
         """Return what is kept of a value; explain an error that a function of the user's raises."""
         keep = ask.keep_copy if shared else ask.keep
         assert keep is not None
@@ -609,7 +613,8 @@ class Tracer(ModuleHooks):
             for ask, number, kept in call.pending:
                 self.late.append((call.subject, ask, number, kept))
         self.running = {}
-        late, self.late = [*self.late], []
+        late: list[Event] = [*self.late]
+        self.late = []
         if not late:
             return
         logged = {event[:3] for event in self.events}
@@ -622,7 +627,6 @@ class Tracer(ModuleHooks):
             ):
                 self.events.append(event)
 
-
     # -- reading --------------------------------------------------------------------------------
 
     def sort(self) -> None:
@@ -633,7 +637,7 @@ class Tracer(ModuleHooks):
                 return
             for subject, ask, number, kept in self.events[self.sorted :]:
                 handler = None
-                if ask.target is not None or self._ident(subject) in self._located():
+                if ask.target is not None or self.ident_of(subject) in self._located():
                     handler = self.handler(subject, ask)
                 # In one step: an interrupt loses no event, and gives none twice.
                 self.sorted, _ = self.sorted + 1, handler and handler.take(number, kept)
@@ -641,7 +645,7 @@ class Tracer(ModuleHooks):
     def _sort_single(self) -> None:
         """Give the only event that is kept of each place to its handler."""
         for (subject, ask), (event, count) in [*self.events.items()]:
-            if ask.target is not None or self._ident(subject) in self._located():
+            if ask.target is not None or self.ident_of(subject) in self._located():
                 self.handler(subject, ask).take_only(event[2], event[3], count)
         for ident, (slot, _) in self.slots.items():
             if slot.value is not None and self.whole is not None:
@@ -656,7 +660,7 @@ class Tracer(ModuleHooks):
         return handler
 
     def asked_keys(self) -> list[tuple[Subject, Ask]]:
-        """Return the keys of the handlers of all places, in the order in which they were asked for."""
+        """Return the keys of all handlers, in the order in which places were asked for."""
         idents = self.idents or [(ask, [id(m) for _, m in modules]) for ask, modules in self.asked]
         found = [(ask.subject_at(ident), ask) for ask, held in idents for ident in held]
         return list(dict.fromkeys(found))
@@ -734,9 +738,9 @@ class Tracer(ModuleHooks):
             for operation in operations:
                 operation.close()
 
-    def _ident(self, subject: Subject) -> int:
+    def ident_of(self, subject: Subject) -> int:
         """Return the id of the module of a subject."""
-        return subject[0] if type(subject) is tuple else subject
+        return cast(int, subject[0] if type(subject) is tuple else subject)
 
     def _located(self) -> dict[int, str]:
         """Return the paths of the modules of which something is asked, by id."""
@@ -749,13 +753,13 @@ class Tracer(ModuleHooks):
         """Return the module of a subject; None once the context has ended."""
         if not self.modules:
             self.modules = {id(module): module for _, held in self.asked for _, module in held}
-        return self.modules.get(self._ident(subject))
+        return self.modules.get(self.ident_of(subject))
 
     def target_of(self, subject: Subject, ask: Ask) -> Target:
         """Return the place at which something is asked, as a target."""
         if ask.target is not None:
             return ask.target
-        ident = self._ident(subject)
+        ident = self.ident_of(subject)
         path, module = self._located()[ident], self.module_of(subject)
         return Target(module, path, ask.port, ask.parts, None, ask.operation, ident)
 

@@ -446,7 +446,7 @@ class guard(Context):
         scale = self._scale()
         clean = [kept for kept, wrong in given if not wrong]
         hooked = {n: g for n, g in bad if any(_is_hooked(t) for t in handlers if t.name == n)}
-        doubts = self._teller.search_backward(clean, hooked, seen, scale)
+        doubts = self._errors.search_backward(clean, hooked, seen, scale)
         if doubts is None or scale > 1:
             found.skipped = scale > 1
             return

@@ -26,6 +26,7 @@ from hookline.edits.editing import EditFunction, edit, handlers_of
 from hookline.edits.ready_slices import heads
 from hookline.engine.attaching import attached
 from hookline.engine.offloading import data_of
+from hookline.recipes.json_format import RecipeWriter
 from hookline.torch_private import packed_parameters_of
 from hookline.values.nested import children
 from hookline.values.quantisation import held_in, is_wrapper

@@ -21,6 +21,7 @@ from hookline.engine.call_choice import Which, as_calls
 from hookline.engine.lifecycle import Entering
 from hookline.errors import HooklineError, RecipeError
 from hookline.places.resolution import Where
+from hookline.recipes.json_format import RecipeReader, RecipeWriter
 from hookline.storage import json_safetensors
 from hookline.values.tables import as_html, as_text, describe
 

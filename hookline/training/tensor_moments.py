@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from hookline.training.run_files import STATISTICS
+from hookline.training.run_writing import BinCounts
 from hookline.values.quantisation import is_quantised
 from hookline.values.sharding import local
 from hookline.values.snapshots import is_wrapped

@@ -17,7 +17,7 @@ from torch import nn
 from hookline.compat.nethook.module_names import get_module, place
 from hookline.compat.nethook.optional_arguments import Invocation
 from hookline.compat.nethook.retained_values import UnreadWarning
-from hookline.compat.nethook.traced_layers import Traced
+from hookline.compat.nethook.traced_layers import LayerOptions, Traced
 from hookline.engine.calls import Call
 from hookline.engine.hooking import hook
 from hookline.errors import PlaceError, warn_outside

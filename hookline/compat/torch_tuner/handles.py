@@ -49,12 +49,12 @@ class Handle:
     tensor([2., 2.])
     """
 
-    def __init__(self, kind: Kind) -> None:
-        self._kind = kind
+    def __init__(self, kind: HookKind) -> None:
+        self.kind = kind
         self._contexts: list[Context] = []
-        self._live = False
+        self.live = False
 
-    def _attach(self, contexts: Iterable[Context]) -> None:
+    def attach(self, contexts: Iterable[Context]) -> None:
         """Enter contexts, all or none of them, each as soon as it is made."""
         self.live, self._contexts = True, []
         try:

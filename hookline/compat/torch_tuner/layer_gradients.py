@@ -29,7 +29,7 @@ class _GradientHandler(Handler):
     separates = True
 
     def gradient(self, grad: Tensor, number: int, path: Path) -> None:
-        context = cast("Gradients | None", self.context)
+        context = cast("LayerGradients | None", self.context)
         if context is not None:
             context.take(self.target, settled(grad), number, path)
 
@@ -42,8 +42,8 @@ class _GradientHandler(Handler):
             warn_outside(f"The gradient at {str(self.place)!r} cannot be saved: {reason} {remedy}")
 
 
-class Gradients(Context):
-    """Looks at the gradients of a layer; hands on those of each call when the backward is over."""
+class LayerGradients(Context):
+    """Collect the gradients of a layer; pass on those of each call at the end of a backward."""
 
     _verb = "look"
 

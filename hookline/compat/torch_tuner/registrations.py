@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from hookline.captures.capturing import capture
-from hookline.compat.torch_tuner.handles import FBH, FBPH, FH, FPH, Handle, Kind
+from hookline.compat.torch_tuner.handles import FBH, FBPH, FH, FPH, Handle, HookKind
+from hookline.compat.torch_tuner.layer_gradients import LayerGradients
 from hookline.compat.torch_tuner.saved_values import (
     Value,
     after_first,
@@ -304,8 +305,8 @@ class Hooks:
 
     # -- saving ---------------------------------------------------------------------------------
 
-    def _savers(self, kind: Kind, place: Place, label: str) -> Iterator[Context]:
-        """What saves the values of a layer."""
+    def _savers(self, kind: HookKind, place: Place, label: str) -> Iterator[Context]:
+        """Yield the contexts that save the values of a layer."""
 
         def save(values: list[Value]) -> None:
             if not self.paused:

@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeAlias
 
 from torch import Tensor
 
+from hookline.compat.torch_tuner.handles import HookKind
 from hookline.edits.changes import Change, replace
 from hookline.edits.ready_changes import scale
 from hookline.engine.calls import Call
