@@ -62,8 +62,9 @@ class Speller:
             self._known[id(tensor)] = (tensor, name)
         return {"tensor": self._known[id(tensor)][1], "complex": plain.is_complex()}
 
-    def value(self, value: Any) -> Any:
+    def value(self, value: Any) -> Any:  # noqa: C901
         """A nested value; TypeError, naming what it is, for what no JSON can hold."""
+        # One branch for each kind of value: this function and `read_value` show the whole format.
         if isinstance(value, Tensor):
             return self.tensor(value)
         if value is None or isinstance(value, (bool, int, str)):

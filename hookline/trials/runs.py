@@ -21,7 +21,6 @@ import sys
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
-from itertools import repeat
 from operator import is_not
 from typing import Any, Literal, cast
 
@@ -182,12 +181,7 @@ def trial(
         contents: what stands in each model, if it is known already. Without it, lazy models are
             refused.
     """
-    if mode not in (None, "eval", "train"):
-        raise BatchError(
-            f"A run with mode={mode!r} was asked for.",
-            "There is no such mode.",
-            "Give mode='eval', 'train' or None, which runs the model in the mode in which it is.",
-        )
+    _check_mode(mode)
     if contents is None:
         contents = [Contents(model) for model in models]
         _refuse_unmade(contents)
@@ -201,13 +195,8 @@ def trial(
         undo.append(partial(reshard, content.model, content.named))
     with same_random_numbers(*models, loaded=True):
         try:
-            for hooks in filter(None, [post_accumulate_hooks_of(p) for p in parameters]):
-                # They may step an optimiser. Torch keeps the dict, so its content is taken out.
-                undo.append(partial(hooks.update, dict(hooks)))
-                hooks.clear()
-            if any(map(is_not, grads, repeat(None))):
-                for parameter in parameters:
-                    parameter.grad = None
+            _take_out_hooks(parameters, undo)
+            _set_grads(parameters, [None] * len(parameters))
             if mode is not None:
                 for model in models:
                     set_mode(model, mode == "train")
@@ -219,11 +208,17 @@ def trial(
             for content in contents:
                 if content.find_trained() != content.trained:
                     _require(content)
-            if any(map(is_not, [p.grad for p in parameters], grads)):
-                for parameter, grad in zip(parameters, grads, strict=True):
-                    if parameter.grad is not grad:
-                        parameter.grad = grad
+            _set_grads(parameters, grads)
             undo.run()
+
+
+def _check_mode(mode: Any) -> None:
+    if mode not in (None, "eval", "train"):
+        raise BatchError(
+            f"A run with mode={mode!r} was asked for.",
+            "There is no such mode.",
+            "Give mode='eval', 'train' or None, which runs the model in the mode in which it is.",
+        )
 
 
 def _refuse_unmade(contents: Sequence[Contents]) -> None:
@@ -255,6 +250,22 @@ def _buffers_back(modules: list[nn.Module]) -> Undo:
                 undo.append(restorer(weight))
     undo.append(partial(_drop_new, modules, before))  # the last comes first
     return undo
+
+
+def _take_out_hooks(parameters: list[nn.Parameter], undo: Undo) -> None:
+    """Take out the hooks that run after a gradient is accumulated: they may step an optimiser."""
+    for hooks in filter(None, [post_accumulate_hooks_of(p) for p in parameters]):
+        # Torch keeps the dict, so its content is taken out.
+        undo.append(partial(hooks.update, dict(hooks)))
+        hooks.clear()
+
+
+def _set_grads(parameters: list[nn.Parameter], grads: Sequence[Tensor | None]) -> None:
+    # Most often nothing differs, and that is seen without a loop in Python.
+    if any(map(is_not, [p.grad for p in parameters], grads)):
+        for parameter, grad in zip(parameters, grads, strict=True):
+            if parameter.grad is not grad:
+                parameter.grad = grad
 
 
 def _require(content: Contents) -> None:
