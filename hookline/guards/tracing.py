@@ -358,7 +358,7 @@ class Operations(Mode):
         return output
 
     def _caller(self, name: str, frame: FrameType) -> tuple[nn.Module | None, int]:
-        """Return the module whose forward calls an operation, and how many of its name came before."""
+        """Return the module whose forward calls an operation, and the number of that call in it."""
         found = innermost(frame)
         if found is None:
             return None, 0
