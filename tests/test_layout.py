@@ -5,6 +5,7 @@ import importlib
 import re
 import subprocess
 import sys
+import tomllib
 from collections import Counter
 from functools import cache
 from pathlib import Path
@@ -623,6 +624,12 @@ def test_no_two_files_have_the_same_name():
     assert not needless, f"done, delete it from SAME_NAME: {sorted(needless)}"
     stems -= Counter(Path(name).stem for name in SAME_NAME)
     check("names of several files", {stem for stem, times in stems.items() if times > 1})
+
+
+def test_the_coverage_of_the_whole_foundation_is_measured():
+    settings = tomllib.loads((ROOT.parent / "pyproject.toml").read_text())["tool"]["coverage"]
+    folders = [f"hookline/{folder}/*" for folder in FOUNDATION]
+    assert settings["run"]["include"] == ["hookline/errors.py", *folders]
 
 
 def test_importing_hookline_loads_nothing_optional():
