@@ -31,6 +31,7 @@ VERSIONS = python3 benchmarks/versions.py --python "$(PYTHON)" --workers $(WORKE
 WORKERS ?= 2
 NPM_CI  := npm ci --silent --no-audit --no-fund --fetch-retries 0 --fetch-timeout 20000
 PYTEST  := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS)
+COVERAGE := $(subst -m pytest,-m coverage run -m pytest,$(PYTEST))
 
 # The page is tested in Debian's Chromium. Where there is no apt, those tests are skipped.
 define INSTALL.chromium
@@ -41,7 +42,7 @@ define INSTALL.chromium
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-with test-matrix check bench bench-setup bench-overhead
+.PHONY: help demo test test-all coverage test-with test-matrix check bench bench-setup bench-overhead
 .PHONY: tables docs frontend frontend-check clean
 .NOTPARALLEL:
 
@@ -59,6 +60,13 @@ test: $(VENV)/.has-test $(VENV)/.has-chromium frontend-check ## run the tests, d
 test-all: $(VENV)/.has-test $(VENV)/.has-chromium $(VENV)/.has-weights frontend-check ## the same with the slow tests and every optional library
 	@echo "==> running all tests"
 	@$(PYTEST)
+
+coverage: $(VENV)/.has-test $(VENV)/.has-coverage ## measure the branch coverage of the foundation by the fast tests
+	@echo "==> measuring the branch coverage of the foundation"
+	@$(BIN)/python -m coverage erase
+	@$(COVERAGE) -m "not slow" $(TESTS)
+	@$(BIN)/python -m coverage combine --quiet
+	@$(BIN)/python -m coverage report
 
 test-with: ## run the tests with WITH_TORCH=2.15.0 and PYTHON=python3.13, in a new environment
 	$(INSTALL.chromium)
@@ -116,7 +124,7 @@ frontend-check:
 
 clean: ## delete all environments, caches and everything that was built
 	@echo "==> deleting $(VENV), $(PEERS), $(MATRIX), site/, dist/ and caches"
-	@rm -rf $(VENV) $(PEERS) $(MATRIX) benchmarks/latest frontend/node_modules site dist .pytest_cache .ruff_cache .hypothesis
+	@rm -rf $(VENV) $(PEERS) $(MATRIX) benchmarks/latest frontend/node_modules site dist .coverage* .pytest_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:

@@ -72,8 +72,9 @@ def top_of(values, ids, positions, k, largest):
     )
 
 
-def oracle(kind, x, kept):
+def oracle(kind, x, kept):  # noqa: C901
     """The result by numpy: x is samples × positions × channels, kept is samples × positions."""
+    # One case for each statistic.
     if kind.dim is None:
         where = np.argwhere(np.broadcast_to(kept[..., None], x.shape))
         columns = [(x[tuple(where.T)], where[:, 0], where[:, 1:])]

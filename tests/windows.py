@@ -71,8 +71,9 @@ def is_open(path):
     return is_mapped(path)
 
 
-def simulate():
+def simulate():  # noqa: C901
     """Make this process one of Windows, as far as hookline can see; gives what `os` was before."""
+    # The simulated functions share what is known of open files.
     assert "hookline" not in sys.modules
     real = types.SimpleNamespace(**vars(os), text=io.open)
     text = set()  # numbers of files that were opened without O_BINARY

@@ -26,17 +26,12 @@ from hookline.engine.slices import Misfit, Slice, spelled, take
 from hookline.errors import SeveralTensors
 from hookline.torch_private import (
     backward_id,
-    base_of,
     is_view,
-    lazy_clone,
-    use_count,
     version_of,
 )
 from hookline.values.nested import Path, map_leaves, set_part
 from hookline.values.sharding import layouts, local
 from hookline.values.snapshots import (
-    BASES,
-    LAZY,
     SMALL,
     duplicate,
     gradient_snapshot,
@@ -151,16 +146,8 @@ class Options:
             try:
                 if (grad := value.requires_grad) and not detach:
                     return value, version_of(value)
-                if (size := value.nbytes) < SMALL and not grad and value.is_contiguous():
+                if value.nbytes < SMALL and not grad and value.is_contiguous():
                     return value.clone(), None
-                if LAZY and value.is_cpu and not value.is_quantized:
-                    # A snapshot of all of its memory; others as in snapshots.py.
-                    storage = value.untyped_storage()
-                    if storage.nbytes() == size and storage.resizable():
-                        if grad and type(base_of(value)) in BASES:
-                            return lazy_clone(value.detach()), None
-                        if not grad and use_count(value) == 1:
-                            return lazy_clone(value), None
             except RuntimeError:  # no version (inference mode), no storage (sparse, nested, vmap)
                 pass
             return snapshot(value), None

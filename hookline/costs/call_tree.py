@@ -143,21 +143,27 @@ class _LeafHooks(_TreeHooks):
             return self.stranger(module)
         if tree.leaf is not None:
             tree.wake()
-        if usual and len(args) == 1 and type(args[0]) is Tensor:
-            value = args[0]
-            tree.off()
-            if value.layout is _strided and not value.is_nested:
-                tree.given = given = value.shape
-                if len(given) >= self.rank:
-                    tree.leaf, tree.guard = module, without_dispatch_modes()
-                    if tree.graded:
-                        tree.start = next_sequence_number()
-                    return None
-            tree.on(None, None, None)
+        one_tensor = usual and len(args) == 1 and type(args[0]) is Tensor
+        if one_tensor and self.note_shape(module, args[0]):
+            return None
         if not args:  # it was given by name, and torch knows it
             kwargs = _getframe(1).f_locals.get("kwargs")
             tree.doubtful |= kwargs is None
         return tree.begin(module, args, kwargs, _getframe(1), usual)
+
+    def note_shape(self, module: nn.Module, value: Tensor) -> bool:
+        """Note only the shape of the argument; return False if the FLOPs do not follow from it."""
+        tree = self.tree
+        tree.off()
+        if value.layout is _strided and not value.is_nested:
+            tree.given = given = value.shape
+            if len(given) >= self.rank:
+                tree.leaf, tree.guard = module, without_dispatch_modes()
+                if tree.graded:
+                    tree.start = next_sequence_number()
+                return True
+        tree.on(None, None, None)
+        return False
 
     @outside_graphs
     def ended(self, module: nn.Module, args: Any, output: Any) -> None:

@@ -316,8 +316,17 @@ def watch_ordinary_input(tracer: Tracer, ask: Ask, call: RunningCall, output: An
     tensor, wanted, output_nr, version = call.given[0]
     if version_of(tensor) != version and is_view(tensor):
         return False
+    found = _nodes_before(wanted, output_nr, last, start)
+    for node, position in found:
+        hook = GradientHook(tracer.ref, call.subject, ask, call.number)
+        tracer.tensor_hooks.add(node, partial(at_inner_nodes, [(position, hook)]))
+    return bool(found)
+
+
+def _nodes_before(wanted: Any, output_nr: int, last: Any, start: int) -> list[tuple[Any, int]]:
+    """Return the nodes made since `start` that lead to one edge: `gradients.leading` for one."""
     found: list[tuple[Any, int]] = []
-    seen, reached = {last}, [last]  # as in `gradients.leading`, for one edge
+    seen, reached = {last}, [last]
     for node in reached:  # which grows meanwhile
         for position, (follows, number) in enumerate(node.next_functions):
             if follows is wanted:
@@ -328,10 +337,7 @@ def watch_ordinary_input(tracer: Tracer, ask: Ask, call: RunningCall, output: An
             elif start <= sequence_number(follows) < gradients.LEAF:
                 seen.add(follows)
                 reached.append(follows)
-    for node, position in found:
-        hook = GradientHook(tracer.ref, call.subject, ask, call.number)
-        tracer.tensor_hooks.add(node, partial(at_inner_nodes, [(position, hook)]))
-    return bool(found)
+    return found
 
 
 def note_ordinary(handler: Handler, call: RunningCall) -> None:

@@ -38,14 +38,8 @@ def reason(handler: Handler, model: Any, others: bool) -> str:
         return " ".join(why).strip()
     if handler.silent and target.port != "grad":
         return handler.silent
-    foreign = 0 if tracer is None else tracer.foreign_calls(handler)
-    if foreign:
-        also = "threads='all' takes those calls too."
-        if target.operation is not None:
-            also = "threads='all' takes those of tasks; operations in other threads are never seen."
-        return (
-            f"its module was called {foreign}×, but from another thread or task than this: {also}"
-        )
+    if tracer is not None and tracer.foreign_calls(handler):
+        return _foreign(handler, tracer.foreign_calls(handler))
     if target.operation is not None and not _calls_of(handler):
         return not_called(
             target.operation, () if tracer is None else tracer.called_in(target.ident)
@@ -54,16 +48,24 @@ def reason(handler: Handler, model: Any, others: bool) -> str:
         return _none_meant(handler)
     if target.port == "grad":
         return handler.silent or _NO_GRADIENT
-    if isinstance(model, nn.Module):
-        path = next((path for path, module in walk(model) if id(module) == target.ident), None)
-        if path is None:
-            return "its module was taken out of the model while this was open."
-        return _uncalled(model, path, others)
-    return _uncalled(model, "", others)
+    return _uncalled(model, handler, others)
 
 
-def _uncalled(model: Any, path: str, others: bool) -> str:
+def _foreign(handler: Handler, count: int) -> str:
+    """Explain that all calls belonged to other threads and tasks."""
+    also = "threads='all' takes those calls too."
+    if handler.target.operation is not None:
+        also = "threads='all' takes those of tasks; operations in other threads are never seen."
+    return f"its module was called {count}×, but from another thread or task than this: {also}"
+
+
+def _uncalled(model: Any, handler: Handler, others: bool) -> str:
     """Explain why a module was not called; the likeliest cause first."""
+    ident = handler.target.ident
+    named = walk(model) if isinstance(model, nn.Module) else [("", None)]
+    path = next((path for path, module in named if module is None or id(module) == ident), None)
+    if path is None:
+        return "its module was taken out of the model while this was open."
     if path.endswith("out_proj"):
         parent = model.get_submodule(path.rpartition(".")[0])
         if isinstance(parent, nn.MultiheadAttention):

@@ -22,6 +22,7 @@ import types
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
@@ -56,6 +57,7 @@ from hookline.values.nested import get_part, set_part
 __all__ = ["Tracer"]
 
 active = ACTIVE.get
+_no_lock: Any = nullcontext()
 
 
 class Tracer(ModuleHooks):
@@ -340,11 +342,7 @@ class Tracer(ModuleHooks):
         """End a call; return the new output, if it was changed."""
         if plan.takes_cache and self.generation is not None:
             self.generation.leave(cast(types.FrameType, call.frame))
-        if self.owner is None:
-            with self.lock:
-                self._number(plan, call)
-        else:
-            self._number(plan, call)
+        self._number(plan, call)
         for ask, number, kept in call.pending:
             self._log(call.subject, ask, call.number if number is None else number, kept)
         new = output
@@ -383,8 +381,9 @@ class Tracer(ModuleHooks):
         """Number a complete call."""
         subject = call.subject
         if not call.recomputed:
-            call.number = self.counts[subject]
-            self.counts[subject] += 1
+            with self.lock if self.owner is None else _no_lock:
+                call.number = self.counts[subject]
+                self.counts[subject] += 1
             if backward_id() != -1:
                 self.inside[subject] += 1
             if plan.remembers and call.step is not None:

@@ -63,8 +63,9 @@ class ArgumentWriter:
             self._known[id(tensor)] = (tensor, name)
         return {"tensor": self._known[id(tensor)][1], "complex": plain.is_complex()}
 
-    def value(self, value: Any) -> Any:
+    def value(self, value: Any) -> Any:  # noqa: C901
         """Write a nested value; raise TypeError with its type if JSON cannot hold it."""
+        # One branch for each kind of value: this function and `read_value` show the whole format.
         if isinstance(value, Tensor):
             return self.tensor(value)
         if value is None or isinstance(value, (bool, int, str)):

@@ -30,6 +30,16 @@ _HINTS = {
     "normalize": "Give normalize a larger eps.",
 }  # fmt: skip
 _SLOPES = ("sqrt", "rsqrt", "norm", "vector_norm", "linalg_norm", "std", "var", "cdist", "pow")
+_BEFORE = "Guard the steps before: an optimiser's step or a loaded checkpoint put it there."
+_REMEDIES = {  # by the node of the backward, or by the kind of fault
+    REENTRANT: "checkpoint(..., use_reentrant=False) shows what inside of it does.",
+    ADDING: "Divide the loss by the number of backwards of a step, or call zero_grad() between.",
+    "parameter": _BEFORE,
+    "buffer": _BEFORE,
+    "hook": "Look at the hooks that were put there with register_hook.",
+    "memory": "Use zeros, or write to all of it first.",
+    "unknown": "Every module is checked from now on: run it again with the same guard.",
+}
 _SCALED = "If a GradScaler scales the loss, give it: guard(model, scaler=scaler)."
 
 
@@ -150,27 +160,18 @@ def explain(fault: Fault, scaled: bool) -> NonFiniteError:
 
 
 def _remedy(fault: Fault, scaled: bool) -> str:
-    kind, op = fault.kind, fault.operation.strip("_")
     half = any(own.kind.endswith(" float16") for _, own in fault.values)
-    if kind in ("parameter", "buffer"):
-        return "Guard the steps before: an optimiser's step or a loaded checkpoint put it there."
-    if kind == "input":
+    if fault.kind == "input":
         where = f"what calls {fault.path!r}" if fault.path else "the data"
         return f"Look at {where}. If it is meant so: guard(model, ignore={fault.place!r})."
-    if kind == "loss":
+    if fault.kind == "loss":
         used = "output" if fault.values else "parameters"
         said = f"Look at the loss, and at what it does with the model's {used}."
         return f"{said} {_SCALED}" if half and not scaled else said
-    if fault.node == REENTRANT:
-        return "checkpoint(..., use_reentrant=False) shows what inside of it does."
-    if fault.node == ADDING:
-        return "Divide the loss by the number of backwards of a step, or call zero_grad() between."
-    if kind == "hook":
-        return "Look at the hooks that were put there with register_hook."
-    if kind == "memory":
-        return "Use zeros, or write to all of it first."
-    if kind == "unknown":
-        return "Every module is checked from now on: run it again with the same guard."
+    for key in (fault.node, fault.kind):
+        if key in _REMEDIES:
+            return _REMEDIES[key]
+    op = fault.operation.strip("_")
     hint = _ZERO if fault.backward and op in _SLOPES else _HINTS.get(op, "")
     if half and not any(own.nan for _, own in fault.values):
         hint = "float16 ends at 65504: compute this in float32 or bfloat16."

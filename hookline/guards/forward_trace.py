@@ -269,10 +269,7 @@ class ForwardTrace:
 
     def leave(self, module: nn.Module, output: Any) -> None:
         """End a call of a module."""
-        running = None
-        while self.running and running is None:
-            last = self.running.pop()  # calls that raised are dropped
-            running = last if last.module is module else None
+        running = self._ended(module)
         if running is None:
             return
         span = NodeSpan(running.start, next_sequence_number(), running.number, running.path)
@@ -288,12 +285,24 @@ class ForwardTrace:
                 self._follow([tensor], self._inside(running, tensor))
             if self.running:
                 self.running[-1].inner += self.origins_of(tensor)
+        self._take_sample(running, output)
+
+    def _ended(self, module: nn.Module) -> TracedCall | None:
+        """Take the innermost call of a module off the stack."""
+        while self.running:
+            last = self.running.pop()  # calls that raised are dropped
+            if last.module is module:
+                return last
+        return None
+
+    def _take_sample(self, running: TracedCall, output: Any) -> None:
+        """Keep the output of a call of which a sample is taken."""
         for origin in self.origins:  # what it made may be a part of its output, or lie before it
             if origin.sample is not None and origin.number == running.number:
                 origin.sample.output = kept_value(output)
         if self.sample is not None and self.sample.number == running.number:
             self.sample.take(output)
-        if self.sample is not None and self.sample.module is module:
+        if self.sample is not None and self.sample.module is running.module:
             self.sample.take_whole(output)
 
 
@@ -333,11 +342,7 @@ class OperationMode(Mode):
         given = [tensor for _, tensor in leaves((args, kwargs))]
         versions = [count_of_writes(tensor) for tensor in given]
         bad = [(t, infinity_signs(t), infinite(t)) for t in given if is_bad(t)]
-        found = innermost(frame)
-        if found and self.recomputed and all(one.module is not found[0] for one in trace.running):
-            found = None  # the program's own, from which the backward was called
-        module = None if found is None else found[0]
-        use = 0 if found is None else self.count(name, found[1])
+        module, use = self._caller(name, frame)
         sample = trace.sample if trace.sample and trace.sample.number == number else None
         if sample is not None:
             self._before(sample, func, args, kwargs, module)
@@ -366,6 +371,16 @@ class OperationMode(Mode):
             if not is_bad(tensor):
                 trace.let_go(tensor)
         return output
+
+    def _caller(self, name: str, frame: FrameType) -> tuple[nn.Module | None, int]:
+        """Return the module whose forward calls an operation, and the number of that call in it."""
+        found = innermost(frame)
+        if found is None:
+            return None, 0
+        module, of_call = found
+        if self.recomputed and all(one.module is not module for one in self.trace.running):
+            return None, 0  # the program's own, from which the backward was called
+        return module, self.count(name, of_call)
 
     def _before(
         self, sample: ProducerSample, func: Any, args: Any, kwargs: Any, module: Any

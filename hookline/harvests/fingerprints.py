@@ -210,6 +210,21 @@ def digest(value: Any, seen: int = 0) -> int:
     >>> digest([torch.tensor([1, 2])]) == digest([torch.tensor([2, 1])])
     False
     """
+    value = _reduced(value)
+    if isinstance(value, Tensor):
+        return zlib.crc32(f"{value.dtype}{tuple(value.shape)}".encode() + _content(value), seen)
+    if value is None or isinstance(value, _SPELLED):
+        return zlib.crc32(repr(cast("Any", value)).encode(), seen)
+    inside = children(value)
+    if inside is None:  # an object of another library
+        inside = _arrays_in(value, {})
+    for part, item in inside:
+        seen = digest(item, zlib.crc32(str(part).encode(), seen))
+    return seen
+
+
+def _reduced(value: Any) -> Any:
+    """Return a value as dense tensors, numbers, strings or a structure of them, if possible."""
     if not isinstance(value, (Tensor, np.ndarray, np.generic)) and _is_array(value):
         value = np.asarray(value)
     if isinstance(value, np.ndarray):
@@ -221,21 +236,12 @@ def digest(value: Any, seen: int = 0) -> int:
     elif isinstance(value, np.generic):
         value = cast("np.generic[Any]", value).item()
     if isinstance(value, Tensor) and value.is_nested:
-        value = value.unbind()
-    elif isinstance(value, Tensor) and "sparse" in str(value.layout):
+        return value.unbind()
+    if isinstance(value, Tensor) and "sparse" in str(value.layout):
         whole = value.detach().to_sparse().coalesce()
-        value = (tuple(value.shape), whole.indices(), whole.values())
-    if isinstance(value, Tensor):
-        return zlib.crc32(f"{value.dtype}{tuple(value.shape)}".encode() + _content(value), seen)
+        return tuple(value.shape), whole.indices(), whole.values()
     if isinstance(value, os.PathLike):
-        value = os.fspath(cast("os.PathLike[str]", value))
-    elif isinstance(value, (set, frozenset)):
-        value = _ordered(frozenset(cast("set[Any]", value)))
-    if value is None or isinstance(value, _SPELLED):
-        return zlib.crc32(repr(cast("Any", value)).encode(), seen)
-    inside = children(value)
-    if inside is None:  # an object of another library
-        inside = _arrays_in(value, {})
-    for part, item in inside:
-        seen = digest(item, zlib.crc32(str(part).encode(), seen))
-    return seen
+        return os.fspath(cast("os.PathLike[str]", value))
+    if isinstance(value, (set, frozenset)):
+        return _ordered(frozenset(cast("set[Any]", value)))
+    return value

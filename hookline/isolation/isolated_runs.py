@@ -7,10 +7,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import repeat
 from operator import is_not
 from typing import Any, Literal
 
@@ -54,12 +53,7 @@ def isolated(
         mode: "eval" or "train" to run the models so; each module gets its own mode back.
         devices: CUDA devices whose random numbers are restored, beside those of the models.
     """
-    if mode not in (None, "eval", "train"):
-        raise BatchError(
-            f"A run with mode={mode!r} was asked for.",
-            "There is no such mode.",
-            "Give mode='eval', 'train' or None, which runs the model in the mode in which it is.",
-        )
+    _check_mode(mode)
     indices = [one if isinstance(one, ModuleIndex) else _indexed(one) for one in models]
     modules = [module for index in indices for module in index.modules]
     modes = modes_of(modules)
@@ -71,13 +65,8 @@ def isolated(
         undo.append(partial(reshard, index.model, index.named))
     state = RandomState({*devices}.union(*(cuda_devices(index) for index in indices)))
     try:
-        for hooks in filter(None, [post_accumulate_hooks_of(p) for p in parameters]):
-            # They may step an optimiser. Torch keeps the dict, so its content is taken out.
-            undo.append(partial(hooks.update, dict(hooks)))
-            hooks.clear()
-        if any(map(is_not, grads, repeat(None))):
-            for parameter in parameters:
-                parameter.grad = None
+        _take_out_hooks(parameters, undo)
+        _set_grads(parameters, [None] * len(parameters))
         if mode is not None:
             for index in indices:
                 set_mode(index.model, mode == "train")
@@ -90,13 +79,37 @@ def isolated(
             for index in indices:
                 if index.find_trained() != index.trained:
                     _require(index)
-            if any(map(is_not, [p.grad for p in parameters], grads)):
-                for parameter, grad in zip(parameters, grads, strict=True):
-                    if parameter.grad is not grad:
-                        parameter.grad = grad
+            _set_grads(parameters, grads)
             undo.run()
         finally:
             state.restore()
+
+
+def _check_mode(mode: Any) -> None:
+    """Raise an error unless this is a mode."""
+    if mode not in (None, "eval", "train"):
+        raise BatchError(
+            f"A run with mode={mode!r} was asked for.",
+            "There is no such mode.",
+            "Give mode='eval', 'train' or None, which runs the model in the mode in which it is.",
+        )
+
+
+def _take_out_hooks(parameters: list[nn.Parameter], undo: Undo) -> None:
+    """Take out the hooks that run after a gradient is accumulated: they may step an optimiser."""
+    for hooks in filter(None, [post_accumulate_hooks_of(p) for p in parameters]):
+        # torch keeps the dict, so its content is taken out.
+        undo.append(partial(hooks.update, dict(hooks)))
+        hooks.clear()
+
+
+def _set_grads(parameters: list[nn.Parameter], grads: Sequence[Tensor | None]) -> None:
+    """Set the gradients of parameters."""
+    # Most often nothing differs, and that is seen without a loop in Python.
+    if any(map(is_not, [p.grad for p in parameters], grads)):
+        for parameter, grad in zip(parameters, grads, strict=True):
+            if parameter.grad is not grad:
+                parameter.grad = grad
 
 
 def _indexed(model: nn.Module) -> ModuleIndex:

@@ -268,6 +268,38 @@ class _Measuring(Entering):
             one.update(rows, mask, ids)
         self.found.calls[place] += 1
 
+    def measure_all(
+        self, data: Iterable[Any], ids: FromBatch | None, mask: FromBatch | None, stop: Any
+    ) -> Measurements:
+        """Measure all batches; an exception has what was measured before it as `measured`."""
+        batch: Any = None
+        with self as found:
+            try:
+                empty = True
+                for batch in data:
+                    empty = False
+                    self.numbers.begin(batch)
+                    self.ids = None if ids is None else _given("ids", ids, batch)
+                    self.batch_mask = None if mask is None else _given("mask", mask, batch)
+                    with torch.no_grad():
+                        if stop:
+                            self.run(batch)
+                        else:
+                            call_model(self._model, batch)
+                    self.warn_of_silent()
+                if empty:
+                    raise _no_batches()
+            except BaseException as error:
+                if type(error) is TypeError and isinstance(batch, (tuple, list)):
+                    error.add_note(
+                        "hookline: a batch that is a tuple or list is given to the model as its "
+                        "arguments; if it holds labels too, pass (x for x, y in loader)."
+                    )
+                with suppress(AttributeError, TypeError):
+                    cast("Any", error).measured = found
+                raise
+        return found
+
     def run(self, batch: Any) -> None:
         """Run the model on a batch, as far as there is something to measure.
 
@@ -423,34 +455,12 @@ def measure(
             "Use `with hookline.measure(...) as found:` and run the backward inside.",
         )
     measuring = _Measuring(model, where, statistics, None if of_batch else mask, at)
-    batch: Any = None
-    with measuring as found:
-        try:
-            empty = True
-            for batch in data:
-                empty = False
-                measuring.numbers.begin(batch)
-                measuring.ids = None if ids is None else _given("ids", ids, batch)
-                measuring.batch_mask = None if of_batch is None else _given("mask", of_batch, batch)
-                with torch.no_grad():
-                    if stop:
-                        measuring.run(batch)
-                    else:
-                        call_model(model, batch)
-                measuring.warn_of_silent()
-            if empty:
-                why = "It has no batches; a generator that was gone through before has none left."
-                raise StatisticsError("Data was to be measured.", why, "Give a list or a loader.")
-        except BaseException as error:
-            if type(error) is TypeError and isinstance(batch, (tuple, list)):
-                error.add_note(
-                    "hookline: a batch that is a tuple or list is given to the model as its "
-                    "arguments; if it holds labels too, pass (x for x, y in loader)."
-                )
-            with suppress(AttributeError, TypeError):
-                cast("Any", error).measured = found
-            raise
-    return found
+    return measuring.measure_all(data, ids, of_batch, stop)
+
+
+def _no_batches() -> StatisticsError:
+    why = "It has no batches; a generator that was gone through before has none left."
+    return StatisticsError("Data was to be measured.", why, "Give a list or a loader.")
 
 
 def _given(what: str, function: FromBatch, batch: Any) -> Any:

@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -30,6 +30,7 @@ __all__ = ["is_plain", "read", "write"]
 _VERSION = 1
 _MOST = 256 * 2**20  # bytes of JSON
 _DIGEST = "[0-9a-f]" * 64
+_Refuse = Callable[..., NoReturn]  # raises an error: what was found, what to do
 _WRITERS = {  # of all others `.save(folder)`
     "guard": "hookline.guard", "record": "hookline.save_record", "recipe": "hookline.Recipe.save",
 }  # fmt: skip
@@ -171,18 +172,19 @@ def read(
 def _read(
     folder: str | Path, kind: str, error: type[HooklineError]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    from safetensors import SafetensorError
-
-    # Their annotations say PathLike, without of what.
-    from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariableType] - untyped
-
-    path = Path(folder) / f"{kind}.json"
-
     written = f"Give a folder that was written by {_WRITERS.get(kind, '.save(folder)')}."
 
     def refuse(found: str, remedy: str = written) -> NoReturn:
         raise error(f"A {kind} was to be read from {str(folder)!r}.", found, remedy) from None
 
+    path = Path(folder) / f"{kind}.json"
+    content = _content_of(path, kind, refuse)
+    digest = content["tensors"]
+    return content, {} if digest is None else _tensors_of(path, digest, refuse)
+
+
+def _content_of(path: Path, kind: str, refuse: _Refuse) -> dict[str, Any]:
+    """Return what the JSON file holds."""
     if not path.is_file():
         refuse(f"There is no file {path.name} in it.")
     if path.stat().st_size > _MOST:
@@ -199,18 +201,26 @@ def _read(
         refuse(version, "Use the hookline that wrote it.")
     if "tensors" not in content:
         refuse(f"{path.name} does not say whether it has tensors.")
-    digest = content["tensors"]
-    if digest is None:
-        return content, {}
-    path = path.with_suffix(".safetensors")
+    return content
+
+
+def _tensors_of(json_path: Path, digest: Any, refuse: _Refuse) -> dict[str, Tensor]:
+    """Return the tensors that the JSON file names by their digest."""
+    from safetensors import SafetensorError
+
+    # Their annotations say PathLike, without of what.
+    from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariableType] - untyped
+
+    path = json_path.with_suffix(".safetensors")
     if re.fullmatch(_DIGEST, str(digest)) and _waiting(path, digest).is_file():
         path = _waiting(path, digest)
     if not path.is_file():
         refuse(f"Its tensors are missing: there is no file {path.name}.")
     if _digest(path) != digest:
-        refuse(f"{path.name} is not the file that was written with {kind}.json.", "Save it again.")
+        found = f"{path.name} is not the file that was written with {json_path.name}."
+        refuse(found, "Save it again.")
     try:
-        return content, load_file(path)
+        return load_file(path)
     except (SafetensorError, KeyError, ValueError, RuntimeError) as problem:
         refuse(f"{path.name} is no safetensors file: {problem}.")
 

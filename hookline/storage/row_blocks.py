@@ -216,6 +216,28 @@ def blocks_of(
     if values and all(map(_is_empty, given)):  # nothing tells of which kind no ids are
         return [], 0
     old = {(one.place, one.part): one for one in known}
+    blocks, counts = _blocks_and_counts(values, ids, old, shard_bytes)
+    if not values or len(set(counts.values())) != 1:
+        told = ", ".join(f"{what}: {count}" for what, count in counts.items())
+        raise StoreError(
+            "Cannot append these values.",
+            f"Samples: {told}." if values else "There are none.",
+            "Give every place, and the ids, the same number of samples, in the first size.",
+        )
+    if old and [series for series, _ in blocks] != known:
+        order = [*old, *((one.place, one.part) for one, _ in blocks)]
+        blocks.sort(key=lambda block: order.index((block[0].place, block[0].part)))
+        _compare(known, [series for series, _ in blocks])
+    return blocks, next(iter(counts.values()))
+
+
+def _blocks_and_counts(
+    values: Mapping[str, Tensor | Sequence[Tensor]],
+    ids: Any,
+    old: dict[tuple[str, str], Series],
+    shard_bytes: int,
+) -> tuple[list[Block], dict[str, int]]:
+    """Each series with the rows to append, and how many samples each place and the ids have."""
     blocks: list[Block] = []
     counts: dict[str, int] = {}
 
@@ -237,15 +259,4 @@ def blocks_of(
         add(place, "rows", "offsets", *_rows_of(place, value, varies))
     if ids is not None:
         add("", "ids", "id offsets", *_ids_of(ids))
-    if not values or len(set(counts.values())) != 1:
-        told = ", ".join(f"{what}: {count}" for what, count in counts.items())
-        raise StoreError(
-            "Cannot append these values.",
-            f"Samples: {told}." if values else "There are none.",
-            "Give every place, and the ids, the same number of samples, in the first size.",
-        )
-    if old and [series for series, _ in blocks] != known:
-        order = [*old, *((one.place, one.part) for one, _ in blocks)]
-        blocks.sort(key=lambda block: order.index((block[0].place, block[0].part)))
-        _compare(known, [series for series, _ in blocks])
-    return blocks, next(iter(counts.values()))
+    return blocks, counts

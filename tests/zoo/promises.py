@@ -239,7 +239,6 @@ def compare(bare: Run, captured: Run, unsteady: list[str]) -> list[str]:
 def read_all(record: hl.Record, found: Findings, kind: str) -> list[str]:
     """Read every place; what cannot be read must say why."""
     wrong: list[str] = []
-    called = called_in(record)
     for place in record.places():
         gradient = place.port == "grad_output"
         try:
@@ -257,6 +256,15 @@ def read_all(record: hl.Record, found: Findings, kind: str) -> list[str]:
                 wrong.append(f"{place}: {error}")
         except Exception as error:
             wrong.append(f"{place}: {type(error).__name__}: {error}")
+    wrong += read_unfired(record, found, kind)
+    str(record), record.nbytes
+    return wrong
+
+
+def read_unfired(record: hl.Record, found: Findings, kind: str) -> list[str]:
+    """Read every place that did not fire: each has a reason, and none can be read."""
+    wrong: list[str] = []
+    called = called_in(record)
     for place, reason in record.unfired().items():
         if not reason:
             wrong.append(f"{place}: unfired without a reason")
@@ -269,7 +277,6 @@ def read_all(record: hl.Record, found: Findings, kind: str) -> list[str]:
                 found.refused[reason_of(error)] += 1
         else:
             wrong.append(f"{place}: unfired, but it can be read")
-    str(record), record.nbytes
     return wrong
 
 
